@@ -1,25 +1,25 @@
-//! Files and folders that are whole or not there: written aside, made durable, renamed.
+//! Atomic writes of files and folders: they are written to a temporary path, synced and renamed.
 //!
-//! What is being written to `folder/NAME` lies in `folder/.NAME.partial` until it is whole. A process that is killed may
-//! leave that behind, and never half of `NAME`; the next write of `NAME` replaces it.
+//! `folder/NAME` is first written as `folder/.NAME.partial`. A killed process may leave that path behind, but
+//! never an incomplete `NAME`. The next write of `NAME` replaces it.
 
 use anyhow::{Context, Result, anyhow};
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-/// Writes `content` to the file `path`, in place of what was there.
+/// Writes `content` to the file `path` and replaces an existing file.
 ///
 /// # Errors
-/// When the disk refuses; a file that was there stays whole.
+/// When the disk refuses; an existing file stays unchanged.
 pub fn write_file(path: &Path, content: &str) -> Result<()> {
     replace_file(path, |aside| Ok(fs::write(aside, content)?))
 }
 
-/// The same for a file that `write` makes at the path it is given.
+/// Replaces the file `path` by a file that `write` creates at the path it is given.
 ///
 /// # Errors
-/// Those of `write`, and when the disk refuses; a file that was there stays whole.
+/// Those of `write`, and when the disk refuses; an existing file stays unchanged.
 pub fn replace_file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let replace = |aside: &Path| {
         write(aside)?;
@@ -29,12 +29,12 @@ pub fn replace_file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Res
     replace_by(path, replace, |aside| fs::remove_file(aside))
 }
 
-/// Puts a folder that `write` fills at `path`, in place of what was there. `write` finds the folder made and empty, and
-/// makes the files it writes there durable itself.
+/// Replaces the folder `path` by a folder that `write` fills. `write` gets an existing, empty folder, and
+/// syncs its own files.
 ///
 /// # Errors
-/// Those of `write`, and when the disk refuses. A folder that was there stays whole, but where the very last step fails,
-/// after it was removed: a folder cannot be renamed over another.
+/// Those of `write`, and when the disk refuses. An existing folder stays unchanged unless the last step
+/// fails: it is removed before the rename, as a folder cannot be renamed over another.
 pub fn replace_folder(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let replace = |aside: &Path| {
         fs::create_dir(aside)?;
@@ -48,7 +48,7 @@ pub fn replace_folder(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> R
     replace_by(path, replace, |aside| fs::remove_dir_all(aside))
 }
 
-/// Removes the folder `path`. A process that is killed meanwhile leaves what counts as partial, and never half of it at `path`.
+/// Removes the folder `path`. A process killed meanwhile leaves a partial folder, never an incomplete `path`.
 ///
 /// # Errors
 /// When the disk refuses.
@@ -65,14 +65,14 @@ pub fn remove_folder(path: &Path) -> Result<()> {
     remove().with_context(|| format!("removing {}", path.display()))
 }
 
-/// Whether `name` is that of a file or folder which is still being written, or was when its process was killed.
+/// Whether `name` is a file or folder that is being written, or was when its process was killed.
 pub fn is_partial(name: &OsStr) -> bool {
     let name = name.as_encoded_bytes();
     name.starts_with(b".") && name.ends_with(b".partial")
 }
 
-/// Runs `replace` with a free path beside `path`, and makes the folder's entry durable. What a failure leaves aside is of
-/// no use, and may be what fills the disk.
+/// Runs `replace` with a temporary path beside `path`, and syncs the folder. After an error it removes the
+/// temporary path, which may have filled the disk.
 fn replace_by(
     path: &Path,
     replace: impl FnOnce(&Path) -> Result<()>,
@@ -87,7 +87,7 @@ fn replace_by(
     write().with_context(|| format!("writing {}", path.display()))
 }
 
-/// The folder of `path`, and the path in it that is written first.
+/// Returns the folder of `path`, and the temporary path in it.
 fn beside(path: &Path) -> Result<(&Path, PathBuf)> {
     let name = path.file_name().ok_or_else(|| anyhow!("the path names no file"))?;
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -97,7 +97,7 @@ fn beside(path: &Path) -> Result<(&Path, PathBuf)> {
     Ok((folder, folder.join(aside)))
 }
 
-/// Makes a file's content, or a folder's entries, durable.
+/// Syncs a file's content, or a folder's entries.
 fn sync(path: &Path) -> Result<()> {
     Ok(File::open(path)?.sync_all()?)
 }
@@ -119,7 +119,7 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("a.json");
         write_file(&path, "one").unwrap();
-        // Left by a process that was killed.
+        // A killed process left this.
         fs::write(place.path().join(".a.json.partial"), "much longer than what comes").unwrap();
         replace_file(&path, |aside| {
             assert!(is_partial(aside.file_name().unwrap()) && !is_partial(path.file_name().unwrap()));
@@ -166,7 +166,7 @@ mod tests {
         };
         assert!(replace_folder(&path, half).is_err());
         assert_eq!((names(&path), names(place.path())), (vec!["old".into()], vec!["step-000001".into()]));
-        // What a killed process left aside is no part of the next folder.
+        // A killed process's leftovers are not part of the next folder.
         fs::create_dir(place.path().join(".step-000001.partial")).unwrap();
         fs::write(place.path().join(".step-000001.partial/stale"), "s").unwrap();
         replace_folder(&path, with("new")).unwrap();

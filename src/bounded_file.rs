@@ -1,11 +1,11 @@
-//! Files that are read whole, up to a size by kind, so that no input decides how long the program reads or how much memory
-//! that takes. Devices, pipes and folders are none.
+//! Files that are read as a whole, up to a limit by kind. So no input decides how long the program reads or
+//! how much memory that takes. Devices, pipes and folders are refused.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, ErrorKind, Read};
 use std::path::Path;
 
-/// A recipe, its base, a manifest of figures.
+/// A recipe, its base, a list of figures.
 pub const TOML_BYTES_MAX: u64 = 1 << 20;
 /// `config.json`, `trainer.json`, `sampling.json`, `manifest.b3`.
 pub const JSON_BYTES_MAX: u64 = 4 << 20;
@@ -18,12 +18,12 @@ pub const DATA_BYTES_MAX: u64 = 4 << 30;
 /// Metrics and trajectories of a run, whose lines have no limit of their own.
 pub const ROWS_BYTES_MAX: u64 = 1 << 30;
 
-/// Opens a regular file of at most `bytes_max`.
+/// Opens a regular file of at most `bytes_max` bytes.
 ///
 /// # Errors
-/// When it cannot be opened, is longer, or is a folder, a pipe or a device: nothing of it is read then.
+/// When it cannot be opened, is longer, or is a folder, a pipe or a device; nothing is read then.
 pub fn open(path: &Path, bytes_max: u64) -> io::Result<File> {
-    // Asked before it is opened: opening a pipe waits for its writer.
+    // Before opening: opening a pipe waits for its writer.
     let about = fs::metadata(path)?;
     if about.is_dir() {
         return Err(ErrorKind::IsADirectory.into());
@@ -37,18 +37,18 @@ pub fn open(path: &Path, bytes_max: u64) -> io::Result<File> {
     File::open(path)
 }
 
-/// The bytes of a file.
+/// Reads the bytes of a file.
 ///
 /// # Errors
 /// Those of [`open`], and when it cannot be read.
 pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = vec![];
-    // A file may grow meanwhile, and some under /proc have no length.
+    // A file may grow meanwhile, and some files under /proc have no length.
     open(path, bytes_max)?.take(bytes_max + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > bytes_max { Err(too_long(bytes_max)) } else { Ok(bytes) }
 }
 
-/// The text of a file.
+/// Reads the text of a file.
 ///
 /// # Errors
 /// Those of [`read`], and for bytes that are not UTF-8, with their line.
@@ -60,7 +60,7 @@ pub fn read_text(path: &Path, bytes_max: u64) -> io::Result<String> {
     })
 }
 
-/// Lines of at most [`LINE_BYTES_MAX`], [`DATA_BYTES_MAX`] together, without their line feeds.
+/// Returns lines of at most [`LINE_BYTES_MAX`] bytes, [`DATA_BYTES_MAX`] together, without their line feeds.
 pub fn lines(mut from: impl BufRead) -> impl Iterator<Item = io::Result<Vec<u8>>> {
     let (mut left, mut number, mut over) = (DATA_BYTES_MAX, 0u64, false);
     std::iter::from_fn(move || {
@@ -93,7 +93,7 @@ fn too_long(bytes_max: u64) -> io::Error {
     } else {
         format!("{} GiB", bytes_max >> 30)
     };
-    io::Error::new(ErrorKind::FileTooLarge, format!("longer than {shown}, the limit of its kind"))
+    io::Error::new(ErrorKind::FileTooLarge, format!("longer than {shown}, the limit for this kind of file"))
 }
 
 #[cfg(test)]

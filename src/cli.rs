@@ -1,4 +1,4 @@
-//! The command line: what the user may type, one error printer and the exit code.
+//! The command line: arguments, the one place that prints errors, and the exit code.
 
 use crate::commands;
 use crate::commands::arguments::RunArgs;
@@ -52,7 +52,7 @@ enum Command {
     GpuCheck(commands::gpu_check::GpuCheckArgs),
 }
 
-/// The features that change what a build can do, and whether this one has them.
+/// The features that change what a build can do, and whether this build has them.
 const FEATURES: [(&str, bool); 4] = [
     ("cuda", cfg!(feature = "cuda")),
     ("flash-attn", cfg!(feature = "flash-attn")),
@@ -60,8 +60,8 @@ const FEATURES: [(&str, bool); 4] = [
     ("nccl", cfg!(feature = "nccl")),
 ];
 
-/// The version, what it was built with, and in a packaged build its commit. A build of every day does not know its commit, or
-/// each would compile the crate anew.
+/// The version with the features and, in a packaged build, the commit. Other builds omit the commit, which
+/// would recompile the crate for every commit.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
     let features: Vec<&str> = FEATURES.iter().filter(|(_, has)| *has).map(|(name, _)| *name).collect();
     let features = if features.is_empty() { "none".to_owned() } else { features.join(", ") };
@@ -69,8 +69,8 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
     format!("{} (features: {features}{commit})", env!("CARGO_PKG_VERSION"))
 });
 
-/// How long a process waits for another one to tell why all of them end.
-const TELLER_FIRST: Duration = Duration::from_millis(500);
+/// Time for another process to print the error of all before this one ends.
+const REPORT_DELAY: Duration = Duration::from_millis(500);
 
 /// Runs the command line of this process and returns its exit code.
 pub fn run() -> u8 {
@@ -78,7 +78,7 @@ pub fn run() -> u8 {
         Ok(cli) => cli,
         Err(error) => {
             return match error.print() {
-                // A closed pipe is nobody to report to.
+                // After a closed pipe there is nobody to report to.
                 Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => EXIT_FAILED,
                 _ if error.use_stderr() => EXIT_BAD_INPUT,
                 _ => EXIT_DONE,
@@ -106,17 +106,18 @@ pub fn run() -> u8 {
         #[cfg(feature = "cuda")]
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
     });
-    // They lie in a static, which nothing drops.
+    // They are in a static, which is never dropped.
     unload_kernels();
     result.unwrap_or_else(|error| {
-        if let Some(told) = error.downcast_ref::<ReportedElsewhere>() {
-            // A launcher ends all processes once one has failed: the one that tells why goes first.
-            std::thread::sleep(TELLER_FIRST);
-            return if told.is_bad_input { EXIT_BAD_INPUT } else { EXIT_FAILED };
+        if let Some(elsewhere) = error.downcast_ref::<ReportedElsewhere>() {
+            // A launcher ends all processes once one has failed: the process that prints the error goes
+            // first.
+            std::thread::sleep(REPORT_DELAY);
+            return if elsewhere.is_bad_input { EXIT_BAD_INPUT } else { EXIT_FAILED };
         }
         // Text from files may carry control characters.
         let text = sanitize_terminal(&format!("{error:#}")).into_owned();
-        // A closed stderr is nobody to report to.
+        // After a closed stderr there is nobody to report to.
         let word = console::style("error:").for_stderr().red().bold();
         let _ = writeln!(std::io::stderr(), "{word} {text}");
         if error.chain().any(|cause| cause.is::<BadInput>()) { EXIT_BAD_INPUT } else { EXIT_FAILED }
@@ -128,14 +129,14 @@ mod tests {
     use super::FEATURES;
     use std::collections::BTreeSet;
 
-    /// Features of Cargo.toml that no build for use has.
-    const OF_CHECKS: [&str; 2] = ["bench", "whole"];
+    /// Features of Cargo.toml that only checks use.
+    const CHECK_FEATURES: [&str; 2] = ["bench", "whole"];
 
     #[test]
     fn the_version_names_every_feature_that_a_build_can_have() {
         let manifest: toml::Table = toml::from_str(include_str!("../Cargo.toml")).unwrap();
         let declared = manifest["features"].as_table().unwrap().keys().map(String::as_str);
-        let declared: BTreeSet<&str> = declared.filter(|name| !OF_CHECKS.contains(name)).collect();
+        let declared: BTreeSet<&str> = declared.filter(|name| !CHECK_FEATURES.contains(name)).collect();
         assert_eq!(declared, FEATURES.iter().map(|(name, _)| *name).collect());
     }
 }

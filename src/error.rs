@@ -1,20 +1,21 @@
-//! Bad input: what the user gave is wrong, and the message says where and what to do, often a command. And the exit codes.
+//! Errors in the user's input, and the exit codes. The message of such an error says where it is and what to
+//! do.
 
-/// Done.
+/// Success.
 pub const EXIT_DONE: u8 = 0;
-/// Failed while working.
+/// Failure during the work.
 pub const EXIT_FAILED: u8 = 1;
 /// Bad input: a recipe, data, a checkpoint, the command line.
 pub const EXIT_BAD_INPUT: u8 = 2;
-/// Done, and what was compared differs.
+/// Success, but the compared results differ.
 pub const EXIT_DIFFERS: u8 = 3;
 /// Stopped by a signal, after a checkpoint.
 pub const EXIT_STOPPED: u8 = 130;
 
-/// An error in something the user gave: a recipe, a data file, a checkpoint, a command line.
+/// An error in the user's input: a recipe, a data file, a checkpoint, a command line.
 ///
-/// The text is one paragraph that names the place (file and line, key path, row) and the remedy.
-/// Anywhere in an `anyhow` chain it turns the exit code into 2; every other error exits with 1.
+/// The message is one paragraph with the place (file and line, key path, row) and the remedy. Anywhere in an
+/// `anyhow` chain it sets the exit code to 2; every other error exits with 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadInput(pub String);
 
@@ -26,7 +27,7 @@ impl std::fmt::Display for BadInput {
 
 impl std::error::Error for BadInput {}
 
-/// The failure of a process whose neighbour has told why: it ends with the same exit code and says nothing.
+/// The error of a process whose error another rank reports: it exits with the same code and prints nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReportedElsewhere {
     pub is_bad_input: bool,
@@ -34,14 +35,14 @@ pub struct ReportedElsewhere {
 
 impl std::fmt::Display for ReportedElsewhere {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("another rank has told why")
+        f.write_str("another rank reports the error")
     }
 }
 
 impl std::error::Error for ReportedElsewhere {}
 
-/// `word` as a shell takes it.
-pub fn quoted(word: &str) -> String {
+/// Quotes `word` for a shell.
+pub fn shell_quote(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=+:,@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         return word.to_owned();
@@ -49,7 +50,7 @@ pub fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// `bad_input!("{}: row {}: …", …)`: an [`anyhow::Error`] that carries [`BadInput`].
+/// Makes an [`anyhow::Error`] that carries [`BadInput`]: `bad_input!("{}: row {}: …", …)`.
 #[macro_export]
 macro_rules! bad_input {
     ($($arg:tt)*) => { ::anyhow::Error::new($crate::error::BadInput(format!($($arg)*))) };
@@ -57,13 +58,13 @@ macro_rules! bad_input {
 
 #[cfg(test)]
 mod tests {
-    use super::quoted;
+    use super::shell_quote;
 
     #[test]
-    fn a_word_is_quoted_where_a_shell_would_part_or_expand_it() {
-        assert_eq!(quoted("runs/a-1"), "runs/a-1");
-        assert_eq!(quoted("my run"), "'my run'");
-        assert_eq!(quoted("it's $HOME"), r"'it'\''s $HOME'");
-        assert_eq!(quoted(""), "''");
+    fn a_word_is_shell_quote_where_a_shell_would_part_or_expand_it() {
+        assert_eq!(shell_quote("runs/a-1"), "runs/a-1");
+        assert_eq!(shell_quote("my run"), "'my run'");
+        assert_eq!(shell_quote("it's $HOME"), r"'it'\''s $HOME'");
+        assert_eq!(shell_quote(""), "''");
     }
 }

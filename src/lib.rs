@@ -1,8 +1,9 @@
-//! Reinforcement learning for GPT-OSS mixture-of-experts models: one forward serves rollout and training.
+//! Reinforcement learning for GPT-OSS mixture-of-experts models: one forward pass serves rollout and
+//! training.
 //!
-//! The rooms and who may import whom are described in `docs/ARCHITECTURE.md`; a test holds the table.
+//! `docs/ARCHITECTURE.md` describes the modules and their allowed imports; a test checks them.
 
-// No panic may reach a user, and every unsafe block says why it is sound.
+// No panic may reach a user, and every unsafe block must say why it is sound.
 #![warn(
     clippy::dbg_macro,
     clippy::expect_used,
@@ -11,7 +12,7 @@
     clippy::undocumented_unsafe_blocks
 )]
 #![warn(clippy::unimplemented, clippy::unwrap_used)]
-// An item that no command uses is refused, so a length does not bring its `is_empty`.
+// CI refuses items that no command uses, so `len` has no `is_empty` beside it.
 #![allow(clippy::len_without_is_empty)]
 
 pub mod atomic_file;

@@ -1,9 +1,9 @@
-//! A pool of workers: those that wait, those that are busy, and those that are yet to be started.
+//! A pool of workers: idle ones, busy ones, and ones not started yet.
 
 use anyhow::Result;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Up to a number of workers, started as they are needed.
+/// Up to a maximum of workers, started on demand.
 pub struct Pool<T> {
     state: Mutex<Workers<T>>,
     freed: Condvar,
@@ -12,19 +12,19 @@ pub struct Pool<T> {
 
 struct Workers<T> {
     free: Vec<T>,
-    /// Workers alive or being started, free or busy.
+    /// Number of workers alive or being started, idle or busy.
     started: usize,
 }
 
 impl<T> Pool<T> {
-    /// A pool that begins with the workers `started`; at least one worker is allowed.
+    /// Makes a pool with the workers `started`; the maximum is at least one.
     pub fn new(started: Vec<T>, workers_max: usize) -> Self {
         let state = Mutex::new(Workers { started: started.len(), free: started });
         Self { state, freed: Condvar::new(), workers_max: workers_max.max(1) }
     }
 
-    /// Takes a worker: one that waits, a new one while there are fewer than allowed, or the next to be freed. Each worker is given
-    /// back by [`Self::release`], or its loss reported by [`Self::forget`].
+    /// Takes a worker: an idle one, a new one below the maximum, or the next one released. The caller returns
+    /// it by [`Self::release`], or reports its loss by [`Self::forget`].
     ///
     /// # Errors
     /// Those of `start`.
@@ -43,19 +43,19 @@ impl<T> Pool<T> {
         }
     }
 
-    /// Gives back an acquired worker.
+    /// Returns an acquired worker.
     pub fn release(&self, worker: T) {
         self.lock().free.push(worker);
         self.freed.notify_one();
     }
 
-    /// An acquired worker has died.
+    /// Reports that an acquired worker has died.
     pub fn forget(&self) {
         self.lock().started -= 1;
         self.freed.notify_one();
     }
 
-    /// Poisoning is ignored: the state is whole between statements.
+    /// Locks the state. Poisoning is ignored: the state is consistent between statements.
     fn lock(&self) -> MutexGuard<'_, Workers<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

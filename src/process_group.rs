@@ -1,10 +1,10 @@
-//! A child process that leads a group of its own: killed whole, with whatever it started, and asked how it ended.
+//! A child process with its own process group, which is killed as a whole, and its exit status.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
-/// A child process and its group. Dropping it kills them and reaps the child.
+/// A child process and its group. Dropping it kills the group and reaps the child.
 pub struct ProcessGroup {
     pub child: Child,
 }
@@ -14,9 +14,9 @@ impl ProcessGroup {
         self.child.id()
     }
 
-    /// How the child ended by itself, which leaves it to be reaped; a closed pipe may be seen a moment before its end, for which
-    /// this waits so long.
-    pub fn ended(&self, wait: Duration) -> Option<ExitStatus> {
+    /// Returns the exit status of a child that ended by itself, and does not reap it. It waits up to `wait`,
+    /// as a closed pipe may be seen shortly before the end.
+    pub fn exit_status(&self, wait: Duration) -> Option<ExitStatus> {
         let begun = Instant::now();
         loop {
             // SAFETY: zeroes are a valid siginfo_t, and the structure outlives the call.
@@ -38,13 +38,13 @@ impl ProcessGroup {
         }
     }
 
-    /// Ends the child and its group, and reaps the child.
+    /// Kills the group and reaps the child.
     pub fn kill(&mut self) {
         if let Ok(pid) = i32::try_from(self.id()) {
-            // SAFETY: a plain system call. The child is not reaped yet, so its number is still its own.
+            // SAFETY: a plain system call. The child is not reaped yet, so its process id is still its own.
             unsafe { libc::kill(-pid, libc::SIGKILL) };
         }
-        // Both fail only for a child that has ended, or was reaped: nothing is left to do then.
+        // Both fail only for a child that has ended or was reaped; nothing is left to do then.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,9 +1,9 @@
-//! Random streams: everything random is a function of the run's seed and of where it is used.
+//! Random streams: every random number is a function of the run's seed and of where it is used.
 
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-/// What a stream is for: two purposes never share numbers, whatever their coordinates.
+/// The purpose of a stream. Streams of different purposes are independent, whatever their coordinates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     Initialisation = 1,
@@ -16,13 +16,14 @@ pub enum Purpose {
     Adapter = 8,
 }
 
-/// The stream of `purpose` at `place`, such as (step, prompt, sample, turn), in the run seeded with `seed`.
+/// Returns the stream of `purpose` at `coordinates`, such as (step, prompt, sample, turn), in a run with
+/// `seed`.
 ///
-/// The 256-bit ChaCha key holds the seed, the purpose and up to five coordinates folded by
-/// SplitMix64, so streams are independent of the order in which they are opened.
-pub fn stream(seed: u64, purpose: Purpose, place: &[u64]) -> ChaCha8Rng {
+/// The 256-bit ChaCha key holds the seed, the purpose and the coordinates, folded by SplitMix64. So streams
+/// do not depend on the order in which they are opened.
+pub fn stream(seed: u64, purpose: Purpose, coordinates: &[u64]) -> ChaCha8Rng {
     let mut state = splitmix(seed ^ splitmix(purpose as u64));
-    for &coordinate in place {
+    for &coordinate in coordinates {
         state = splitmix(state ^ splitmix(coordinate.wrapping_add(0x5851_f42d_4c95_7f2d)));
     }
     let mut key = [0u8; 32];
@@ -47,7 +48,7 @@ mod tests {
 
     #[test]
     fn a_stream_depends_on_seed_purpose_and_every_coordinate() {
-        let first = |seed, purpose, place: &[u64]| stream(seed, purpose, place).next_u64();
+        let first = |seed, purpose, coordinates: &[u64]| stream(seed, purpose, coordinates).next_u64();
         let base = first(1, Purpose::Sampling, &[1, 2, 3]);
         assert_eq!(base, first(1, Purpose::Sampling, &[1, 2, 3]));
         for other in [

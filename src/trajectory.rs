@@ -1,12 +1,14 @@
-//! The records that pass from rollout to training: plain data.
+//! Records that rollout hands to training: plain data.
 //!
 //! A trajectory of the arithmetic task, one cell a token (`mask` 1 = sampled by the policy):
 //!
 //! ```text
-//! tokens  <|start|>user<|message|>7 boxes…<|end|><|start|>assistant  to=python…7*12-5<|call|>  <|start|>python…79<|end|><|start|>assistant  <|channel|>final<|message|>79<|return|>
-//! mask    0 0 0 0 … 0 0 0                                            1 1 1 … 1                 0 0 … 0                                      1 1 1 1 1
-//! logprob 0 0 0 0 … 0 0 0                                            -0.1 -0.7 …               0 0 … 0                                      -0.2 …
-//! turns   ─ prompt, `prompt_tokens` long ──────────────────────────┘ └ turns[0]: call answered ┘ (inserted, masked)                         └ turns[1]
+//! part     prompt                  call                      reply (masked)      answer
+//! tokens   <|start|>user…<|end|>   to=python…7*12-5<|call|>  <|start|>python…    <|channel|>final…<|return|>
+//!          <|start|>assistant                                <|start|>assistant
+//! mask     0 0 0 … 0 0 0           1 1 1 … 1                 0 0 0 … 0 0         1 1 1 … 1
+//! logprob  0 0 0 … 0 0 0           -0.1 -0.7 …               0 0 0 … 0 0         -0.2 …
+//! turns    ..prompt_tokens         turns[0], with its call                       turns[1]
 //! ```
 
 use crate::harmony::Message;
@@ -14,19 +16,20 @@ use crate::metrics::Phase;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-/// How a trajectory ended. Counted in the metrics as `outcome/<snake_case name>`; nothing is skipped in silence.
+/// How a trajectory ended. The metrics count it as `outcome/<snake_case name>`; no trajectory is dropped
+/// silently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
     /// The policy ended its answer with a stop token.
     Finished,
-    /// The sampled-token budget or the context ran out.
+    /// The budget of sampled tokens or the context was used up.
     TruncatedLength,
-    /// One more tool call than turns allowed.
+    /// The policy made one more tool call than allowed turns.
     TurnsExhausted,
-    /// The last turn could not be parsed and no reply could be given.
+    /// The last turn could not be parsed, and no reply was possible.
     Malformed,
-    /// The task's own process failed to grade or continue the trajectory; the reward is then 0.
+    /// The task's own process failed to grade or continue the trajectory; its reward is 0.
     TaskFailed,
 }
 
@@ -39,7 +42,7 @@ impl Outcome {
         Outcome::TaskFailed,
     ];
 
-    /// The name used in metrics and files.
+    /// Returns the name used in metrics and files.
     pub fn name(self) -> &'static str {
         match self {
             Outcome::Finished => "finished",
@@ -51,13 +54,13 @@ impl Outcome {
     }
 }
 
-/// What became of one tool call. Counted in the metrics as `tool/<snake_case name>`.
+/// The outcome of one tool call. The metrics count it as `tool/<snake_case name>`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CallOutcome {
     /// The code ran and its output went back to the model.
     Answered,
-    /// The code raised an exception (a syntax error included); its message went back.
+    /// The code raised an exception (or had a syntax error); its message went back.
     Raised,
     /// The interpreter's own time limit ended the code.
     TimeLimit,
@@ -67,7 +70,7 @@ pub enum CallOutcome {
     MemoryLimit,
     /// The worker process died.
     WorkerDied,
-    /// The header or content could not be read as a call.
+    /// The header or the content is not a valid call.
     MalformedCall,
     /// The call names a recipient that does not exist.
     UnknownRecipient,
@@ -85,7 +88,7 @@ impl CallOutcome {
         CallOutcome::UnknownRecipient,
     ];
 
-    /// The name used in metrics and files.
+    /// Returns the name used in metrics and files.
     pub fn name(self) -> &'static str {
         match self {
             CallOutcome::Answered => "answered",
@@ -100,20 +103,20 @@ impl CallOutcome {
     }
 }
 
-/// One stretch of sampled tokens, and what its tool calls, if any, came to.
+/// A run of sampled tokens, and the outcomes of its tool calls.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Turn {
-    /// First sampled token's index in [`Trajectory::tokens`].
+    /// Index of the first sampled token in [`Trajectory::tokens`].
     pub start: usize,
     /// One past the last sampled token.
     pub end: usize,
-    /// What became of the tool calls that the turn ended in, malformed ones included, in their order; a call that was not run,
-    /// for want of turns or tokens to answer it in, is none.
+    /// Outcomes of the tool calls at the end of the turn, in order, malformed ones included. Calls that were
+    /// not run, as no turns or tokens were left for a reply, are not listed.
     #[serde(default, alias = "call", deserialize_with = "one_or_several")]
     pub calls: Vec<CallOutcome>,
 }
 
-/// Trajectories once held one call a turn, or null.
+/// Reads older trajectories too, which held one call a turn, or null.
 fn one_or_several<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CallOutcome>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
@@ -130,30 +133,30 @@ fn one_or_several<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Call
 /// One sampled conversation. All per-token vectors have the length of `tokens`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trajectory {
-    /// Training step, or evaluation's step.
+    /// Training step; for an evaluation the step it belongs to.
     pub step: u64,
     /// Index of the prompt within the step.
     pub prompt: u64,
     /// Index of the sample within its group.
     pub sample: u64,
-    /// The task's own name of the problem.
+    /// The task's name of the problem.
     pub problem_id: String,
-    /// Prompt, sampled tokens and inserted text, as token ids: never re-tokenised.
+    /// Prompt, sampled tokens and inserted text, as token ids; never re-tokenised.
     pub tokens: Vec<u32>,
     /// Length of the prompt: `tokens[..prompt_tokens]`.
     pub prompt_tokens: usize,
     /// True where the policy sampled the token.
     pub mask: Vec<bool>,
-    /// Log-probability of the sampled token under the distribution sampled from; 0 where `mask` is false.
+    /// Log-probability of the sampled token under the sampling distribution; 0 where `mask` is false.
     pub logprobs: Vec<f32>,
-    /// Experts chosen for the token at each layer, `[tokens][layers × top_k]`, when kept; empty otherwise. The last
-    /// token, which is never fed, has none.
+    /// Routed experts of the token at each layer, `[tokens][layers × top_k]`, if kept; otherwise empty. The
+    /// last token never passes through the model, so it has none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub routes: Vec<Vec<u16>>,
     pub turns: Vec<Turn>,
     pub outcome: Outcome,
     pub reward: f32,
-    /// Whether the answer was right, whatever the reward's shape.
+    /// Whether the answer was right; independent of the reward's shaping.
     pub success: bool,
     /// Seconds spent in tool calls.
     #[serde(default)]
@@ -161,28 +164,28 @@ pub struct Trajectory {
 }
 
 impl Trajectory {
-    /// Number of tokens sampled by the policy.
+    /// Returns the number of tokens sampled by the policy.
     pub fn sampled_tokens(&self) -> usize {
         self.mask.iter().filter(|&&m| m).count()
     }
 
-    /// Whether something other than the policy spoiled it: the task's program failed, or a worker of the tool died.
+    /// Whether something other than the policy failed: the task's program, or a worker of the tool.
     pub fn failed(&self) -> bool {
         let died = |turn: &Turn| turn.calls.contains(&CallOutcome::WorkerDied);
         self.outcome == Outcome::TaskFailed || self.turns.iter().any(died)
     }
 }
 
-/// The samples of one prompt: what group advantages are computed over.
+/// The samples of one prompt, which group advantages compare.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Group {
     pub trajectories: Vec<Trajectory>,
-    /// One more sample of the prompt, greedy: its reward is a baseline, and it is not trained on.
+    /// A greedy sample of the prompt, whose reward is a baseline. It is not trained on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub greedy: Option<Trajectory>,
 }
 
-/// One line of `trajectories/*.jsonl`: the record and the conversation as a person reads it.
+/// One line of `trajectories/*.jsonl`: the record, and the conversation for a reader.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrajectoryRow {
     /// `rl` or `eval`, as in `metrics.jsonl`.
@@ -191,19 +194,21 @@ pub struct TrajectoryRow {
     pub trajectory: Trajectory,
     /// The whole conversation, the prompt included.
     pub messages: Vec<Message>,
-    /// The right answer in the task's own form, where it gives one.
+    /// The right answer in the task's format, if the task gives one.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub answer: Value,
-    /// What the step learned from its tokens, where it did.
+    /// The training step's figures of its tokens, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub learned: Option<TokenFigures>,
 }
 
-/// What a training step knows of a trajectory's tokens: one value a token in each, 0 where the mask is false.
+/// The training step's figures of a trajectory's tokens: one value a token in each list, 0 where the mask is
+/// false.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenFigures {
     pub advantages: Vec<f32>,
-    /// Log-probability in training, before the first update, less that at sampling; absent where none was computed.
+    /// Log-prob mismatch: log-probability in training, before the first update, minus that of sampling.
+    /// Absent if it was not computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gaps: Option<Vec<f32>>,
 }

@@ -3,8 +3,8 @@
 use super::load::weight_files;
 use super::peft;
 use crate::bad_input;
-use crate::error::quoted;
-use crate::integrity::{Manifest, digest_of};
+use crate::error::shell_quote;
+use crate::integrity::{Manifest, file_digest};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -52,7 +52,7 @@ impl Base {
         let shown = adapter.display();
         let remedy = format!(
             "name the right one with --set model.path=BASE --set model.adapter={}",
-            quoted(&shown.to_string())
+            shell_quote(&shown.to_string())
         );
         Err(match changed {
             Some(place) => bad_input!(
@@ -73,7 +73,7 @@ fn digest(folder: &Path) -> Result<String> {
         let digest = match known.get(&name) {
             Some(digest) => digest,
             None => {
-                digest_of(&path, None).map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?
+                file_digest(&path, None).map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?
             }
         };
         lines.push_str(&format!("{digest}  {name}\n"));

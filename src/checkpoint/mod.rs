@@ -24,7 +24,7 @@ pub use resume::{
 };
 
 use crate::atomic_file::{remove_folder, replace_folder};
-use crate::integrity::{Manifest, sealed};
+use crate::integrity::{Manifest, add_checksum};
 use crate::metrics::Phase;
 use crate::model::adapter::Lora;
 use crate::model::config::{Config, Form};
@@ -141,7 +141,7 @@ impl Snapshot<'_> {
             let all = |_: &ParameterSpec, _: &[f32]| true;
             state_files::write((aside, CRITIC_STEM), critic, true, &all, &mut manifest)?;
         }
-        manifest.write_file(aside, RECIPE_FILE, sealed(self.recipe).as_bytes())?;
+        manifest.write_file(aside, RECIPE_FILE, add_checksum(self.recipe).as_bytes())?;
         let state = serde_json::to_string_pretty(&self.state)? + "\n";
         manifest.write_file(aside, STATE_FILE, state.as_bytes())?;
         manifest.write(aside)

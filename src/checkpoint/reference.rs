@@ -6,7 +6,7 @@ use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::dist::wire::f32_values;
-use crate::integrity::digest_of;
+use crate::integrity::file_digest;
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{Parameters, VALUES};
@@ -68,7 +68,7 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
 pub fn check(run: &Path, digest: Hash) -> Result<()> {
     let path = run.join(FILE);
     let remedy = "restore it, or start the run again in another folder";
-    match digest_of(&path, None) {
+    match file_digest(&path, None) {
         Ok(found) if found == digest => Ok(()),
         Ok(_) => Err(bad_input!("{}: damaged: it is not what was written; {remedy}", path.display())),
         Err(e) => Err(bad_input!("{}: cannot be read: {e}; {remedy}", path.display())),

@@ -4,8 +4,8 @@ use super::{BASE_FOLDER, STATE_FILE, TrainerState, peft, reference};
 use crate::atomic_file::is_partial;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
-use crate::error::{BadInput, quoted};
-use crate::integrity::{MANIFEST_FILE, Manifest, digest_of};
+use crate::error::{BadInput, shell_quote};
+use crate::integrity::{MANIFEST_FILE, Manifest, file_digest};
 use crate::metrics::Phase;
 use anyhow::{Context, Result};
 use std::fs;
@@ -197,7 +197,7 @@ fn check_metrics(file: &Path, folder: &Path, state: &TrainerState) -> Result<()>
         ));
     }
     let Some(digest) = state.metrics_digest else { return Ok(()) };
-    let found = digest_of(file, Some(bytes)).map_err(|e| bad_input!("{shown}: cannot be read: {e}"))?;
+    let found = file_digest(file, Some(bytes)).map_err(|e| bad_input!("{shown}: cannot be read: {e}"))?;
     if found != digest {
         return Err(bad_input!(
             "{shown}: damaged: its first {bytes} bytes are not those that the checkpoint was written after. Restore it"
@@ -208,7 +208,7 @@ fn check_metrics(file: &Path, folder: &Path, state: &TrainerState) -> Result<()>
 
 /// The error that leads from a flaw to the newest sound checkpoint.
 fn way_back(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path) -> anyhow::Error {
-    let shell = |path: &Path| quoted(&path.display().to_string());
+    let shell = |path: &Path| shell_quote(&path.display().to_string());
     let aside = run.join("damaged");
     let folders: Vec<String> = damaged.iter().rev().map(|folder| shell(folder)).collect();
     let name = sound.file_name().unwrap_or_default().to_string_lossy();

@@ -3,7 +3,7 @@
 
 use crate::bad_input;
 use crate::bounded_file;
-use crate::integrity::Digesting;
+use crate::integrity::DigestWriter;
 use crate::model::names::StoredTensor;
 use anyhow::{Context, Result};
 use blake3::Hash;
@@ -143,7 +143,7 @@ pub fn write_tensors(
     mut write: impl FnMut(usize, &mut dyn Write) -> Result<()>,
 ) -> Result<Hash> {
     let place = || format!("{}: cannot be written", path.display());
-    let mut out = BufWriter::new(Digesting::new(File::create_new(path).with_context(place)?));
+    let mut out = BufWriter::new(DigestWriter::new(File::create_new(path).with_context(place)?));
     let count = tensors.len();
     out.write_all(&header(tensors)?).with_context(place)?;
     (0..count).try_for_each(|index| write(index, &mut out))?;

@@ -5,7 +5,7 @@ use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::checkpoint;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
-use crate::integrity::{MANIFEST_FILE, Manifest, Seal, sealed, unsealed};
+use crate::integrity::{Checksum, MANIFEST_FILE, Manifest, add_checksum, remove_checksum};
 use crate::metrics::{read_rows, sanitize_terminal};
 use crate::recipe::resolve_stored;
 use crate::run::collect::show;
@@ -59,10 +59,10 @@ fn check_run(run: &Path) -> Result<Vec<Finding>> {
     let recipe = run.join("recipe.toml");
     let text = bounded_file::read_text(&recipe, TOML_BYTES_MAX);
     let shown = recipe.display();
-    let mut findings = vec![match text.map(|text| Seal::of(&text, run)) {
-        Ok(Seal::Whole) => Ok(format!("{shown}: sound")),
-        Ok(Seal::None) => Ok(format!("{shown}: unverified: it has no seal")),
-        Ok(Seal::Broken) => Err(format!(
+    let mut findings = vec![match text.map(|text| Checksum::check(&text, run)) {
+        Ok(Checksum::Valid) => Ok(format!("{shown}: sound")),
+        Ok(Checksum::Missing) => Ok(format!("{shown}: unverified: it has no checksum")),
+        Ok(Checksum::Invalid) => Err(format!(
             "{shown}: it was cut or changed; restore it (each checkpoint has a copy, trainer.toml), or after a deliberate edit: \
              rloss verify --accept {}",
             run.display()
@@ -107,9 +107,9 @@ fn accept_recipe(run: &Path) -> Result<Finding> {
     let file = run.join("recipe.toml");
     let text = bounded_file::read_text(&file, TOML_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read: {e}; restore it", file.display()))?;
-    let text = unsealed(&text);
+    let text = remove_checksum(&text);
     resolve_stored(&file, &text, &[])?;
-    write_file(&file, &sealed(&text))?;
+    write_file(&file, &add_checksum(&text))?;
     Ok(Ok(format!("{}: sealed as it is now", file.display())))
 }
 

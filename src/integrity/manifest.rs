@@ -1,8 +1,9 @@
-//! A folder's manifest: a line `DIGEST  NAME` for each of its files, and a last one for the lines above.
+//! A folder's manifest: a line `DIGEST  NAME` for each file, and a last line with the digest of the lines
+//! above.
 //!
 //! `head -n -1 manifest.b3 | b3sum --check` checks the files without this program.
 
-use super::digest_of;
+use super::file_digest;
 use crate::atomic_file;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
@@ -14,25 +15,25 @@ use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 
 pub const MANIFEST_FILE: &str = "manifest.b3";
-/// Flaws that are told.
-const FLAWS_SHOWN_MAX: usize = 8;
+/// Number of errors in a message.
+const ERRORS_SHOWN_MAX: usize = 8;
 
-/// Digests of a folder's files by name.
+/// Digests of a folder's files, by name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Manifest(BTreeMap<String, Hash>);
 
 impl Manifest {
-    /// Notes a file that was written.
+    /// Records a written file.
     pub fn note(&mut self, name: &str, digest: Hash) {
         self.0.insert(name.to_owned(), digest);
     }
 
-    /// The digest of the file `name`, if it is listed.
+    /// Returns the digest of the file `name`, if it is listed.
     pub fn get(&self, name: &str) -> Option<Hash> {
         self.0.get(name).copied()
     }
 
-    /// Writes a new, synced file `name` into `folder`, and notes it.
+    /// Writes a new, synced file `name` into `folder`, and records it.
     ///
     /// # Errors
     /// When the file exists or the disk refuses.
@@ -48,7 +49,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Writes the manifest into `folder`, in place of one that is there; the last step of writing a folder.
+    /// Writes the manifest into `folder` and replaces an existing one; the last step of writing a folder.
     ///
     /// # Errors
     /// When the disk refuses.
@@ -62,31 +63,31 @@ impl Manifest {
         format!("{lines}{own}  {MANIFEST_FILE}\n")
     }
 
-    /// The files of `folder` as they are now.
+    /// Computes the manifest of `folder` from its files.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when one cannot be read or has a name that no line can hold.
+    /// [`crate::error::BadInput`] when a file cannot be read or its name does not fit in a line.
     pub fn of_folder(folder: &Path) -> Result<Self> {
         let mut manifest = Self::default();
         for name in file_names(folder)? {
             let path = folder.join(&name);
             if name.contains(['\n', '\r', '\\']) {
                 return Err(bad_input!(
-                    "{}: a manifest cannot hold this name; give it another",
+                    "{}: a manifest cannot hold this name; rename the file",
                     path.display()
                 ));
             }
-            let digest = digest_of(&path, None);
+            let digest = file_digest(&path, None);
             let digest = digest.map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
             manifest.note(&name, digest);
         }
         Ok(manifest)
     }
 
-    /// The manifest of `folder`; `None` when it has none.
+    /// Reads the manifest of `folder`; `None` if it has none.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when it is damaged itself.
+    /// [`crate::error::BadInput`] when the manifest itself is damaged.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(MANIFEST_FILE);
         let damaged = |what: &str| bad_input!("{}: damaged: {what}", path.display());
@@ -102,7 +103,7 @@ impl Manifest {
         let body = text.strip_suffix('\n').unwrap_or(text);
         let (lines, last) = text.split_at(body.rfind('\n').map_or(0, |at| at + 1));
         if last != format!("{}  {MANIFEST_FILE}\n", blake3::hash(lines.as_bytes())) {
-            return Err("its last line does not fit the lines above".to_owned());
+            return Err("the digest in its last line does not match the lines above".to_owned());
         }
         let mut manifest = Self::default();
         for (line, number) in lines.lines().zip(1..) {
@@ -111,43 +112,47 @@ impl Manifest {
                 Some((digest, name)) if Path::new(name).file_name().is_some_and(|plain| plain == name) => {
                     manifest.note(name, digest);
                 }
-                _ => return Err(format!("line {number} is no digest and name of a file beside it")),
+                _ => {
+                    return Err(format!(
+                        "line {number} is not a digest and the name of a file in the folder"
+                    ));
+                }
             }
         }
         Ok(manifest)
     }
 
-    /// Compares every file of `folder` with its manifest. False when it has none.
+    /// Compares every file of `folder` with its manifest. Returns false without a manifest.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names the files which are missing, changed or not listed.
+    /// [`crate::error::BadInput`] with the names of files that are missing, changed or not listed.
     pub fn check(folder: &Path) -> Result<bool> {
         let Some(manifest) = Self::read(folder)? else { return Ok(false) };
-        let mut flaws = vec![];
+        let mut errors = vec![];
         for (name, digest) in &manifest.0 {
             let shown = folder.join(name).display().to_string();
-            match digest_of(&folder.join(name), None) {
+            match file_digest(&folder.join(name), None) {
                 Ok(found) if found == *digest => {}
-                Ok(_) => flaws.push(format!("{shown}: damaged: it is not what was written")),
-                Err(e) => flaws.push(format!("{shown}: damaged: cannot be read: {e}")),
+                Ok(_) => errors.push(format!("{shown}: damaged: its digest differs from the manifest")),
+                Err(e) => errors.push(format!("{shown}: damaged: cannot be read: {e}")),
             }
         }
-        // What would be read beside the listed files counts as a change too.
+        // A file that is not listed but would be loaded is an error too.
         let read = |name: &String| [".safetensors", ".json", ".jinja"].iter().any(|end| name.ends_with(end));
         for name in file_names(folder)?.iter().filter(|name| read(name) && !manifest.0.contains_key(*name)) {
-            flaws.push(format!("{}: is not in {MANIFEST_FILE}", folder.join(name).display()));
+            errors.push(format!("{}: is not in {MANIFEST_FILE}", folder.join(name).display()));
         }
-        if flaws.is_empty() {
+        if errors.is_empty() {
             return Ok(true);
         }
-        let more = flaws.len().saturating_sub(FLAWS_SHOWN_MAX);
-        flaws.truncate(FLAWS_SHOWN_MAX);
+        let more = errors.len().saturating_sub(ERRORS_SHOWN_MAX);
+        errors.truncate(ERRORS_SHOWN_MAX);
         let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-        Err(bad_input!("{}{more}", flaws.join("; ")))
+        Err(bad_input!("{}{more}", errors.join("; ")))
     }
 }
 
-/// Names of the files in `folder` that are not hidden, but for the manifest, in order.
+/// Returns the sorted names of the files in `folder`, without hidden files and the manifest.
 fn file_names(folder: &Path) -> Result<Vec<String>> {
     let unreadable = |e: io::Error| bad_input!("{}: cannot be read: {e}", folder.display());
     let mut names = vec![];
@@ -165,24 +170,24 @@ fn file_names(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// A writer that digests what it passes on.
-pub struct Digesting<W> {
+/// A writer that computes the digest of its bytes.
+pub struct DigestWriter<W> {
     pub inner: W,
     hasher: Hasher,
 }
 
-impl<W> Digesting<W> {
+impl<W> DigestWriter<W> {
     pub fn new(inner: W) -> Self {
         Self { inner, hasher: Hasher::new() }
     }
 
-    /// The digest of what was written so far.
+    /// Returns the digest of the bytes written so far.
     pub fn digest(&self) -> Hash {
         self.hasher.finalize()
     }
 }
 
-impl<W: Write> Write for Digesting<W> {
+impl<W: Write> Write for DigestWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = self.inner.write(bytes)?;
         self.hasher.update(bytes.get(..written).unwrap_or_default());
@@ -241,7 +246,7 @@ mod tests {
                 fs::write(&path, &bytes).unwrap();
                 assert!(Manifest::check(folder.path()).is_err(), "{name}: bit {bit}");
             }
-            // Cut anywhere, too.
+            // A file cut at any length is an error too.
             for length in 0..sound.len() {
                 fs::write(&path, &sound[..length]).unwrap();
                 assert!(Manifest::check(folder.path()).is_err(), "{name}: {length} bytes");

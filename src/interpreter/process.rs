@@ -104,7 +104,7 @@ impl Process {
     /// Kills the worker and its group. Returns its standard error, and its exit status if it had ended by
     /// itself.
     pub fn kill(&mut self) -> (String, Option<ExitStatus>) {
-        let ended = self.group.ended(END_WAIT);
+        let ended = self.group.exit_status(END_WAIT);
         self.group.kill();
         let mut text = Vec::new();
         // Non-blocking and bounded: the text only helps to classify the death.

@@ -1,4 +1,4 @@
-//! Gathers a metric over the pieces of a step and reduces it to one value.
+//! Collects a metric over the parts of a step and reduces it to one value.
 
 use super::Metrics;
 use anyhow::{Result, ensure};
@@ -17,7 +17,7 @@ enum Cell {
 }
 
 impl Cell {
-    /// Takes `other` in; false when it is of another reduction.
+    /// Merges `other`; returns false if it has another reduction.
     fn join(&mut self, other: Cell) -> bool {
         match (&mut *self, other) {
             (Cell::Mean { total, weight }, Cell::Mean { total: t, weight: w }) => {
@@ -40,12 +40,12 @@ impl Cell {
     }
 }
 
-/// Metrics in the making. A name has one reduction; a second one makes [`Accumulator::finish`] fail. A NaN is never
-/// hidden: it stays in every reduction, maximum and minimum included. The mean over no weight is NaN.
+/// Metrics being collected. A name has one reduction; a second one makes [`Accumulator::finish`] fail. A NaN
+/// stays in every reduction, maximum and minimum included. The mean over zero weight is NaN.
 #[derive(Debug, Clone, Default)]
 pub struct Accumulator {
     cells: BTreeMap<String, Cell>,
-    /// Names that were given two reductions. Kept until the end, so that gathering needs no error of its own.
+    /// Names with two reductions. They are kept until the end, so that collecting cannot fail.
     conflicting: BTreeSet<String>,
 }
 
@@ -54,7 +54,8 @@ impl Accumulator {
         Self::default()
     }
 
-    /// Σ weight·value / Σ weight: `weight` is the number of tokens or sequences that `value` is the mean of.
+    /// Adds to the mean Σ weight·value / Σ weight. `weight` is the number of tokens or sequences behind
+    /// `value`.
     pub fn mean(&mut self, name: &str, value: f64, weight: f64) {
         self.offer(name, Cell::Mean { total: value * weight, weight });
     }
@@ -71,13 +72,13 @@ impl Accumulator {
         self.offer(name, Cell::Min(value));
     }
 
-    /// The reduced values.
+    /// Returns the reduced values.
     ///
     /// # Errors
-    /// When a name was given two reductions: no value of it would be true.
+    /// When a name has two reductions: it has no correct value.
     pub fn finish(self) -> Result<Metrics> {
         let names: Vec<&str> = self.conflicting.iter().map(String::as_str).collect();
-        ensure!(names.is_empty(), "one metric, two reductions: {}", names.join(", "));
+        ensure!(names.is_empty(), "metrics with two reductions: {}", names.join(", "));
         Ok(self.cells.into_iter().map(|(name, cell)| (name, cell.value())).collect())
     }
 

@@ -2,22 +2,22 @@
 
 use super::eta::Eta;
 use super::table::format_number;
-use super::terminal::{sanitize_line, sanitize_terminal, wrapped};
+use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Least time between two plain lines of one stage.
+/// Minimum time between two plain lines of one stage.
 const LINES_APART: Duration = Duration::from_secs(2);
 
-/// Where progress is shown. Clones show in the same place.
+/// The progress display. Clones share it.
 #[derive(Clone)]
 pub struct Console(Arc<Shown>);
 
 struct Shown {
     place: Place,
-    /// The time left over the stages of a plan, where there is one.
+    /// The time left over all stages of a plan, if there is one.
     eta: Mutex<Option<Eta>>,
 }
 
@@ -25,7 +25,7 @@ enum Place {
     Bars(MultiProgress),
     Lines {
         out: Mutex<Box<dyn Write + Send>>,
-        /// Least time between two plain lines of one stage.
+        /// Minimum time between two plain lines of one stage.
         interval: Duration,
         /// Steps between two plain lines of one stage; 0 for none.
         every_steps: u64,
@@ -33,8 +33,8 @@ enum Place {
 }
 
 impl Console {
-    /// Bars when stderr is a terminal; otherwise a plain line every `every_steps` steps and after the last, at most
-    /// one per [`LINES_APART`] and stage. No progress is shown when `every_steps` is 0.
+    /// Makes bars if stderr is a terminal. Otherwise prints a plain line every `every_steps` steps and after
+    /// the last, at most one per [`LINES_APART`] and stage. No progress is shown when `every_steps` is 0.
     pub fn stderr(every_steps: u64) -> Self {
         if every_steps > 0 && std::io::stderr().is_terminal() {
             return Self::at(Place::Bars(MultiProgress::new()));
@@ -42,17 +42,17 @@ impl Console {
         Self::lines(std::io::stderr(), LINES_APART, every_steps)
     }
 
-    /// Text to stderr and no progress.
+    /// Prints text to stderr, but no progress.
     pub fn plain() -> Self {
         Self::lines(std::io::stderr(), Duration::ZERO, 0)
     }
 
-    /// Nothing at all: where another one says what there is to say.
+    /// Prints nothing: for ranks other than 0.
     pub fn silent() -> Self {
         Self::lines(std::io::sink(), Duration::ZERO, 0)
     }
 
-    /// Plain lines to `out`.
+    /// Prints plain lines to `out`.
     pub fn lines(out: impl Write + Send + 'static, interval: Duration, every_steps: u64) -> Self {
         Self::at(Place::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })
     }
@@ -61,35 +61,36 @@ impl Console {
         Self(Arc::new(Shown { place, eta: Mutex::new(None) }))
     }
 
-    /// Shows one time left over `stages` that take turns: name, steps left, and a step's work in a unit that all share.
+    /// Shows one time left over alternating `stages`: name, steps left, and the work of a step in a unit
+    /// common to all.
     pub fn plan(&self, stages: &[(&str, u64, f64)]) {
         *lock(&self.0.eta) = Some(Eta::new(stages));
     }
 
-    /// A stage that makes `total` steps and starts after `done` of them (a resumed run's).
+    /// Starts a stage of `total` steps, of which a resumed run has done `done`.
     pub fn stage(&self, name: &str, total: u64, done: u64) -> Progress {
         self.progress(name, total, done, Kind::Steps)
     }
 
-    /// A stage of `total` pieces of work other than a run's steps, such as tokens or trajectories. Elsewhere than on a terminal
-    /// its plain lines are due by the time alone.
+    /// Starts a stage of `total` units of work other than steps, such as tokens or trajectories. Without a
+    /// terminal only time decides when it prints a plain line.
     pub fn work(&self, name: &str, total: u64, done: u64) -> Progress {
         self.progress(name, total, done, Kind::Work)
     }
 
-    /// A stage within a step, such as rollout or update: a bar on a terminal, silent elsewhere.
+    /// Starts a stage within a step, such as rollout or update: a bar on a terminal, silent otherwise.
     pub fn inner_stage(&self, name: &str, total: u64) -> Progress {
         self.progress(name, total, 0, Kind::Within)
     }
 
-    /// Prints text above the bars; control characters in it are shown, not obeyed.
+    /// Prints text above the bars; control characters in it are made visible.
     pub fn print(&self, text: &str) {
         let text = sanitize_terminal(text);
         match &self.0.place {
             // A terminal that is gone must not end the run.
             Place::Bars(bars) => {
                 let columns = console::Term::stderr().size().1;
-                drop(bars.println(coloured(&wrapped(&text, columns.into()))));
+                drop(bars.println(colour_first_word(&wrap_lines(&text, columns.into()))));
             }
             Place::Lines { out, .. } => {
                 let mut out = lock(out);
@@ -107,7 +108,7 @@ impl Console {
         };
         let name = sanitize_line(name).into_owned();
         bar.set_prefix(name.clone());
-        // There at once, however long the first piece takes.
+        // Show the bar at once, before the first unit of work.
         bar.tick();
         let pace = Pace { start: Instant::now(), first: done, done, tokens: 0, printed: None };
         let inner = Stage { console: self.clone(), bar, name, total, kind, pace: Mutex::new(pace) };
@@ -121,8 +122,8 @@ impl std::fmt::Debug for Console {
     }
 }
 
-/// `text` with its first word in colour where it says what kind of line this is, and the terminal has colours.
-fn coloured(text: &str) -> String {
+/// Colours the first word of `text` if it names the kind of line and the terminal has colours.
+fn colour_first_word(text: &str) -> String {
     let word = |word: &str, style: console::Style| {
         let rest = text.strip_prefix(word)?;
         Some(format!("{}{rest}", style.for_stderr().apply_to(word)))
@@ -136,7 +137,7 @@ fn coloured(text: &str) -> String {
     kinds.into_iter().flatten().next().unwrap_or_else(|| text.to_owned())
 }
 
-/// A bar takes what the other parts leave of the terminal's width.
+/// Returns the style of a bar, which fills the rest of the terminal's width.
 fn style(kind: Kind) -> ProgressStyle {
     let template = match kind {
         Kind::Steps | Kind::Work => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
@@ -150,18 +151,18 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a stage counts, and so where it is shown.
+/// The unit of a stage, which decides where it is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// A run's steps.
+    /// Steps of a run.
     Steps,
-    /// Work of its own.
+    /// Other work.
     Work,
     /// Work within a step.
     Within,
 }
 
-/// One stage's progress; clones advance the same stage, from any thread.
+/// The progress of one stage; clones advance it from any thread.
 #[derive(Clone)]
 pub struct Progress(Arc<Stage>);
 
@@ -176,7 +177,7 @@ struct Stage {
 
 struct Pace {
     start: Instant,
-    /// Steps that were done before this process.
+    /// Steps done before this process.
     first: u64,
     done: u64,
     tokens: u64,
@@ -184,8 +185,8 @@ struct Pace {
 }
 
 impl Progress {
-    /// `steps` more are done, `tokens` more were processed; `values` are shown beside, such as `("reward", 0.5)`. Without a
-    /// step the tokens show that one is under way.
+    /// Records `steps` more steps and `tokens` more tokens, and shows `values` beside them, such as
+    /// `("reward", 0.5)`. A call without steps shows that a step is in progress.
     pub fn advance(&self, steps: u64, tokens: u64, values: &[(&str, f64)]) {
         let stage = &*self.0;
         let mut pace = lock(&stage.pace);
@@ -207,7 +208,8 @@ impl Progress {
         }
     }
 
-    /// Ends the stage: its bar goes; unless it was within a step a plain line stays on the terminal.
+    /// Ends the stage and removes its bar. A plain line stays on the terminal, except for a stage within a
+    /// step.
     pub fn finish(&self) {
         let stage = &*self.0;
         stage.bar.finish_and_clear();
@@ -219,7 +221,7 @@ impl Progress {
 }
 
 impl Stage {
-    /// Whether a plain line is to be printed now that `steps` more are done.
+    /// Whether to print a plain line after `steps` more steps.
     fn due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
         if every_steps == 0 || self.kind == Kind::Within {
             return false;
@@ -231,7 +233,7 @@ impl Stage {
         rested && (self.kind == Kind::Work || pace.done.is_multiple_of(every_steps))
     }
 
-    /// Seconds left after `steps` more: of all stages where the console knows them.
+    /// Returns the seconds left after `steps` more steps, over all stages of the plan if there is one.
     fn left(&self, pace: &Pace, steps: u64) -> Option<f64> {
         let made = pace.done.saturating_sub(pace.first);
         match &mut *lock(&self.console.0.eta) {
@@ -246,7 +248,8 @@ impl Stage {
         }
     }
 
-    /// `reward 0.5  1,204 tokens/s  1:20 left`; the tokens themselves where they are counted beside other work.
+    /// Formats `reward 0.5  1,204 tokens/s  1:20 left`, with the number of tokens if the stage counts other
+    /// work.
     fn message(&self, pace: &Pace, left: Option<f64>, values: &[(&str, f64)]) -> String {
         let mut parts: Vec<String> = values
             .iter()
@@ -264,7 +267,7 @@ impl Stage {
     }
 }
 
-/// `m:ss` or `h:mm:ss`.
+/// Formats seconds as `m:ss` or `h:mm:ss`.
 fn clock(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     let (h, m, s) = (seconds / 3600, seconds / 60 % 60, seconds % 60);

@@ -1,25 +1,25 @@
-//! The time left over all stages of a run.
+//! Estimate of the time left over all stages of a run.
 
 use std::time::Instant;
 
-/// Stages of a run that take turns, each with steps still to make and what a step is worth until its speed is known.
+/// Alternating stages of a run: their steps left, and the work of a step until its speed is known.
 pub(super) struct Eta {
     stages: Vec<Stage>,
-    /// When the last step of any stage ended.
+    /// The end of the last step of any stage.
     mark: Instant,
 }
 
 struct Stage {
     name: String,
     left: u64,
-    /// A step's work in units that all stages share.
+    /// The work of a step, in a unit common to all stages.
     work: f64,
     made: u64,
     seconds: f64,
 }
 
 impl Eta {
-    /// Stages as (name, steps left, work of a step).
+    /// Makes an estimate of stages given as (name, steps left, work of a step).
     pub fn new(stages: &[(&str, u64, f64)]) -> Self {
         let stage = |&(name, left, work): &(&str, u64, f64)| Stage {
             name: name.to_owned(),
@@ -31,7 +31,7 @@ impl Eta {
         Self { stages: stages.iter().map(stage).collect(), mark: Instant::now() }
     }
 
-    /// `steps` of stage `name` took the time since the last step of any.
+    /// Records that `steps` of stage `name` took the time since the last step of any stage.
     pub fn advance(&mut self, name: &str, steps: u64) {
         let seconds = self.mark.elapsed().as_secs_f64();
         if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name) {
@@ -40,8 +40,8 @@ impl Eta {
         }
     }
 
-    /// Seconds that are left: a stage that has made steps goes on at its speed, another at the others' by its work. `None`
-    /// before the first step and after the last.
+    /// Returns the seconds left. A stage with steps done continues at its own speed; another at the speed of
+    /// the others, by its work. `None` before the first step and after the last.
     pub fn seconds(&self) -> Option<f64> {
         let made = || self.stages.iter().filter(|stage| stage.made > 0);
         let (seconds, work) =

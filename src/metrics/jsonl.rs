@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one [`Row`] a line, written so that a killed run can be cut back to its checkpoint.
+//! `metrics.jsonl`: one [`Row`] a line. A killed run's file can be truncated to its last checkpoint.
 
 use super::Row;
 use crate::bad_input;
@@ -10,7 +10,8 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// The writer. A checkpoint stores [`MetricsFile::sync`]'s length; a resumed run is opened with it.
+/// The writer. A checkpoint stores the length that [`MetricsFile::sync`] returns; a resumed run opens the
+/// file with it.
 #[derive(Debug)]
 pub struct MetricsFile {
     file: File,
@@ -20,7 +21,7 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// Starts the file of a new run; one that exists is never overwritten.
+    /// Creates the file of a new run; an existing file is never overwritten.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the file exists.
@@ -32,18 +33,18 @@ impl MetricsFile {
             ),
             _ => anyhow::Error::new(e).context(format!("{}: cannot be created", path.display())),
         })?;
-        // The folder's entry must outlive a crash as surely as the rows that a checkpoint counts on.
+        // A checkpoint counts on the rows, so the folder's entry must survive a crash too.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let synced = File::open(folder).and_then(|folder| folder.sync_all());
         synced.with_context(|| format!("{}: cannot be synced", folder.display()))?;
         Ok(Self { file, path: path.to_owned(), bytes: 0, hasher: Hasher::new() })
     }
 
-    /// Opens the file of a resumed run and cuts it to the `bytes` that the checkpoint recorded, which
-    /// drops the rows after the checkpoint and a line that a kill left half written.
+    /// Opens the file of a resumed run and truncates it to the `bytes` of the checkpoint. This drops later
+    /// rows and an incomplete last line.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file is shorter than that, or does not end a line there.
+    /// [`crate::error::BadInput`] when the file is shorter, or no line ends at `bytes`.
     pub fn resume(path: &Path, bytes: u64) -> Result<Self> {
         let shown = path.display();
         let opened = OpenOptions::new()
@@ -75,11 +76,11 @@ impl MetricsFile {
         file.set_len(bytes)
             .and_then(|()| file.rewind())
             .and_then(|()| hasher.update_reader(&file).map(drop))
-            .with_context(|| format!("{shown}: cannot be cut back"))?;
+            .with_context(|| format!("{shown}: cannot be truncated"))?;
         Ok(Self { file, path: path.to_owned(), bytes, hasher })
     }
 
-    /// Appends a row with one write, so that a reader sees whole lines, and a kill tears at most the last.
+    /// Appends a row in one write: readers see whole lines, and a kill damages at most the last line.
     pub fn write(&mut self, row: &Row) -> Result<()> {
         self.check_in_place()?;
         let line = row.to_json() + "\n";
@@ -90,8 +91,8 @@ impl MetricsFile {
         Ok(())
     }
 
-    /// Whether the file is still where it was opened, and so the run's folder: what is written to one that was moved or
-    /// removed is seen by nobody.
+    /// Checks that the file is still at its path. Otherwise the run's folder was moved or removed, and
+    /// further writes would be lost.
     ///
     /// # Errors
     /// When it is not.
@@ -108,12 +109,12 @@ impl MetricsFile {
         Ok(())
     }
 
-    /// The digest of everything written.
+    /// Returns the digest of all bytes written.
     pub fn digest(&self) -> Hash {
         self.hasher.finalize()
     }
 
-    /// Puts everything written on the disk and returns the file's length, for the checkpoint.
+    /// Syncs the file and returns its length, for the checkpoint.
     pub fn sync(&mut self) -> Result<u64> {
         self.check_in_place()?;
         self.file.sync_data().with_context(|| format!("{}: cannot be synced", self.path.display()))?;
@@ -121,10 +122,10 @@ impl MetricsFile {
     }
 }
 
-/// Every row of the file. A last line that has no line feed and is no row is what a kill tore: it is left out.
+/// Reads all rows of the file. An incomplete last line without a line feed is left out.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the file cannot be read or a line is no row: names file and line.
+/// [`crate::error::BadInput`] with file and line when the file cannot be read or a line is not a row.
 pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
     let text = bounded_file::read(path, ROWS_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read ({e}).", path.display()))?;

@@ -1,9 +1,9 @@
-//! Metrics and where they are written: JSON lines, TensorBoard, the console.
+//! Metrics and their writers: JSON lines, TensorBoard, the console.
 //!
 //! ```text
-//! Accumulator ─ finish ─> Metrics ─> Row {step, phase, metrics} ─┬─> MetricsFile   metrics.jsonl
-//! Timings ─ take ───────────┘                                    ├─> TensorBoard   tensorboard/<phase>/events.out.tfevents.*
-//!                                                                └─> Progress      the terminal
+//! Accumulator ─ finish ─> Metrics ─> Row ─┬─> MetricsFile   metrics.jsonl
+//! Timings ─ take ───────────┘             ├─> TensorBoard   tensorboard/<phase>/events.out.tfevents.*
+//!                                         └─> Progress      the terminal
 //! ```
 
 mod accumulator;

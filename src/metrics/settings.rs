@@ -1,15 +1,16 @@
-//! `[logging]`: what a run shows beside `metrics.jsonl`.
+//! `[logging]`: TensorBoard, trajectories and progress lines.
 
 use crate::settings::table;
 
 table! {
-    /// What a run shows beside `metrics.jsonl`.
+    /// Output of a run beside `metrics.jsonl`.
     pub struct LoggingSettings {
-        /// Write TensorBoard event files.
+        /// Writes TensorBoard event files.
         pub tensorboard: bool = true,
-        /// Trajectories of a step written to `trajectories/`.
+        /// Number of trajectories of a step that are written to `trajectories/`.
         pub trajectories_per_step: usize = 8,
-        /// Steps between progress lines on the console, of which at most one appears in two seconds; 0 means no progress at all.
+        /// Number of steps between progress lines on the console, at most one every two seconds; 0 means no
+        /// progress lines.
         pub console_every_steps: u64 = 1,
     }
 }

@@ -3,7 +3,7 @@
 use super::terminal::sanitize_line;
 use unicode_width::UnicodeWidthStr;
 
-/// Rows under a header. A column whose cells are all numbers is aligned to the right.
+/// Rows under a header. A column of numbers is aligned to the right.
 #[derive(Debug, Clone)]
 pub struct Table {
     header: Vec<String>,
@@ -15,15 +15,16 @@ impl Table {
         Self { header: header.into_iter().map(clean).collect(), rows: Vec::new() }
     }
 
-    /// Adds a row; missing cells are empty, cells beyond the header are left out.
+    /// Adds a row; missing cells are empty, surplus cells are dropped.
     pub fn row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
         let mut row: Vec<String> = cells.into_iter().map(clean).collect();
         row.resize(self.header.len(), String::new());
         self.rows.push(row);
     }
 
-    /// The table within so many columns of text: what has no room beside goes on below, after the first column again.
-    pub fn folded(&self, columns: usize) -> String {
+    /// Formats the table within `columns` characters. Columns that do not fit continue below, again after the
+    /// first column.
+    pub fn format_within(&self, columns: usize) -> String {
         let lines = || std::iter::once(&self.header).chain(&self.rows);
         let width_of = |at: usize| lines().map(|line| line[at].width()).max().unwrap_or(0);
         let (mut parts, mut part, mut width) = (vec![], vec![0], width_of(0));
@@ -72,13 +73,14 @@ fn clean(cell: impl Into<String>) -> String {
     sanitize_line(&cell.into()).into_owned()
 }
 
-/// A number with an optional sign, exponent, percent sign or interval; also an empty cell or a dash.
+/// Whether a cell is a number, with an optional sign, exponent, percent sign or interval; also an empty cell
+/// or a dash.
 fn is_number(cell: &str) -> bool {
     let number = cell.trim_end_matches('%').replace([',', ' '], "");
     matches!(number.as_str(), "" | "-" | "–" | "—") || number.parse::<f64>().is_ok()
 }
 
-/// `value` for a person: four significant digits, whole numbers as they are with thousands separated.
+/// Formats `value` with four significant digits; whole numbers keep all digits and have thousands separators.
 pub fn format_number(value: f64) -> String {
     let magnitude = value.abs();
     if !value.is_finite() {

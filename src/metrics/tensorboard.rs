@@ -11,25 +11,25 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Writes rows as scalars with x = step, one sub-folder a phase, which TensorBoard shows as one run each.
+/// Writes rows as scalars with x = step. Each phase has a sub-folder, which TensorBoard shows as one run.
 ///
-/// A resumed run starts a new file whose first event tells TensorBoard to drop what earlier files
-/// hold from that step on, so nothing after the checkpoint shows twice.
+/// A resumed run starts a new file. Its first event makes TensorBoard drop the events of earlier files from
+/// that step on, so no step appears twice.
 #[derive(Debug)]
 pub struct TensorBoard {
     folder: PathBuf,
     files: BTreeMap<Phase, File>,
-    /// First step whose earlier events are to be dropped, when the run is resumed.
+    /// For a resumed run: the step from which earlier events are dropped.
     purge: BTreeMap<Phase, u64>,
 }
 
 impl TensorBoard {
-    /// Writes under `folder`, which is made with the first row.
+    /// Writes under `folder`, which the first row creates.
     pub fn create(folder: &Path) -> Self {
         Self { folder: folder.to_owned(), files: BTreeMap::new(), purge: BTreeMap::new() }
     }
 
-    /// Continues a run of which only `kept` rows count: those before the checkpoint.
+    /// Continues a run. `kept` are its valid rows: those before the checkpoint.
     ///
     /// # Errors
     /// When a file cannot be written.
@@ -45,7 +45,7 @@ impl TensorBoard {
         Ok(board)
     }
 
-    /// Appends the row's metrics as one event; values are stored as `f32`, as TensorBoard does.
+    /// Appends the row's metrics as one event. Values are stored as `f32`, as TensorBoard does.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -68,8 +68,8 @@ impl TensorBoard {
     }
 }
 
-/// A new event file in `folder`. TensorBoard reads a folder's files in the order of their names, so
-/// they are numbered where other writers put the time.
+/// Creates an event file in `folder`. TensorBoard reads a folder's files in the order of their names, so a
+/// number takes the place of the usual time stamp.
 fn start_file(folder: &Path, purge: Option<u64>) -> Result<File> {
     std::fs::create_dir_all(folder)?;
     let mut number = 0;
@@ -88,12 +88,12 @@ fn start_file(folder: &Path, purge: Option<u64>) -> Result<File> {
     Ok(file)
 }
 
-/// Seconds since 1970.
+/// Returns the seconds since 1970.
 fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
 }
 
-/// One TFRecord: length, its masked CRC, data, its masked CRC, all little-endian.
+/// Makes one TFRecord: length, its masked CRC, data, its masked CRC, all little-endian.
 fn frame(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
     let mut record = Vec::with_capacity(data.len() + 16);
@@ -104,7 +104,7 @@ fn frame(data: &[u8]) -> Vec<u8> {
     record
 }
 
-/// CRC-32C, rotated and shifted so that a CRC of data that holds CRCs stays useful.
+/// Returns the CRC-32C, rotated and shifted as TFRecord does, for data that itself holds CRCs.
 fn masked_crc(data: &[u8]) -> u32 {
     const CRC32C: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
     CRC32C.checksum(data).rotate_right(15).wrapping_add(0xa282_ead8)
@@ -122,7 +122,8 @@ enum What<'a> {
     FileVersion,
     /// `message SessionLog { SessionStatus status = 1; }` with START = 1.
     SessionStart,
-    /// `message Summary { repeated Value value = 1; }`, `message Value { string tag = 1; float simple_value = 2; }`
+    /// `message Summary { repeated Value value = 1; }`,
+    /// `message Value { string tag = 1; float simple_value = 2; }`
     Scalars(&'a Row),
 }
 

@@ -1,24 +1,24 @@
-//! Text from models, tools and files, made harmless for a terminal and a page.
+//! Text from models, tools and files, made safe for a terminal and a page.
 
 use std::borrow::Cow;
 use unicode_width::UnicodeWidthStr;
 
-/// `text` with every control character shown as a picture (`␛`, `␇`) or an escape (`\u{9b}`).
+/// Replaces every control character of `text` by a picture (`␛`, `␇`) or an escape (`\u{9b}`).
 ///
-/// Line feed and tab stay. Characters that reorder or hide text (bidirectional controls, line and
-/// paragraph separators, zero-width marks) are escaped too.
+/// Line feed and tab stay. Characters that reorder or hide text (bidirectional controls, line and paragraph
+/// separators, zero-width marks) are escaped too.
 pub fn sanitize_terminal(text: &str) -> Cow<'_, str> {
     sanitize(text, |c| c == '\n' || c == '\t')
 }
 
-/// As [`sanitize_terminal`], for text that must stay on one line: line feed and tab become pictures too.
+/// As [`sanitize_terminal`], for text on one line: line feed and tab become pictures too.
 pub fn sanitize_line(text: &str) -> Cow<'_, str> {
     sanitize(text, |_| false)
 }
 
-/// `text` with its lines broken between words at `columns`; what goes on stands below what follows the line's label, as in
-/// `folder   runs/quickstart`, or two columns in.
-pub(super) fn wrapped(text: &str, columns: usize) -> String {
+/// Breaks the lines of `text` between words at `columns`. Continuation lines are indented to the text after
+/// the line's label, as in `folder   runs/quickstart`, or by two columns.
+pub(super) fn wrap_lines(text: &str, columns: usize) -> String {
     const LABEL_MAX: usize = 16;
     let mut lines = vec![];
     for line in text.lines() {
@@ -26,7 +26,7 @@ pub(super) fn wrapped(text: &str, columns: usize) -> String {
         let indent = label.filter(|at| *at <= LABEL_MAX).unwrap_or(2);
         let (mut broken, mut width) = (String::new(), 0);
         for word in line.split_inclusive(' ') {
-            // A space at the end of a line is not seen.
+            // A space at the end of a line is invisible.
             if width + word.trim_end().width() > columns && width > indent {
                 broken = format!("{}\n{}", broken.trim_end(), " ".repeat(indent));
                 width = indent;
@@ -49,7 +49,7 @@ fn sanitize(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
         match c {
             c if !unsafe_char(c) => clean.push(c),
             '\u{7f}' => clean.push('␡'),
-            // U+2400…: the pictures of the C0 controls, in their order.
+            // U+2400…: the pictures of the C0 controls, in order.
             c if c < ' ' => clean.extend(char::from_u32(0x2400 + c as u32)),
             c => clean.extend(c.escape_unicode()),
         }
@@ -69,8 +69,8 @@ mod tests {
     fn lines_break_between_words_below_what_follows_their_label() {
         let text = "steps    1,000 of cold start, then 80\nwarning: a word-that-is-longer-than-the-line";
         let broken = "steps    1,000 of\n         cold start,\n         then 80\nwarning: a\n  word-that-is-longer-than-the-line";
-        assert_eq!(wrapped(text, 20), broken);
-        assert_eq!(wrapped(text, 200), text);
-        assert_eq!(wrapped("folder   a/path/that/is/too/long", 20), "folder   a/path/that/is/too/long");
+        assert_eq!(wrap_lines(text, 20), broken);
+        assert_eq!(wrap_lines(text, 200), text);
+        assert_eq!(wrap_lines("folder   a/path/that/is/too/long", 20), "folder   a/path/that/is/too/long");
     }
 }

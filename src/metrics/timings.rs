@@ -14,7 +14,7 @@ impl Timings {
         Self::default()
     }
 
-    /// Runs `work` and adds the seconds it took to `timing_s/<stage>`, whether it failed or not.
+    /// Runs `work` and adds its seconds to `timing_s/<stage>`, whether it failed or not.
     pub fn time<T>(&self, stage: &str, work: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = work();
@@ -27,7 +27,7 @@ impl Timings {
         *self.lock().entry(format!("timing_s/{stage}")).or_default() += seconds;
     }
 
-    /// The seconds so far, as `timing_s/<stage>`; the next step starts from nothing.
+    /// Returns the seconds so far, as `timing_s/<stage>`, and resets them for the next step.
     pub fn take(&self) -> Metrics {
         std::mem::take(&mut *self.lock()).into_iter().collect()
     }

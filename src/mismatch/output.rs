@@ -56,7 +56,7 @@ pub fn gaps_table(title: &str, lines: &[Line], columns: usize) -> String {
     for line in lines {
         table.row(std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))));
     }
-    let mut text = table.folded(columns);
+    let mut text = table.format_within(columns);
     let caused = lines.iter().filter_map(|line| Some((&line.name, line.cause.as_ref()?)));
     caused.for_each(|(name, cause)| text.push_str(&format!("{name}: {cause}\n")));
     text

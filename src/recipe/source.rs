@@ -3,7 +3,7 @@
 use super::plan::{Plan, resolve, resolve_stored};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
-use crate::integrity::Seal;
+use crate::integrity::Checksum;
 use crate::settings::{Mistakes, closest};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
@@ -140,15 +140,15 @@ impl RecipeSource {
         };
         let plan = resolve_stored(&file, &text, sets);
         // An edited text may have mistakes; the edit is reported first.
-        match Seal::of(&text, folder) {
-            Seal::Whole => Ok(plan?),
-            Seal::None => {
+        match Checksum::check(&text, folder) {
+            Checksum::Valid => Ok(plan?),
+            Checksum::Missing => {
                 let mut plan = plan?;
                 plan.warnings
-                    .push(format!("{} has no seal, so nobody can say whether it is whole", file.display()));
+                    .push(format!("{} has no checksum; its integrity cannot be verified", file.display()));
                 Ok(plan)
             }
-            Seal::Broken => Err(bad_input!(
+            Checksum::Invalid => Err(bad_input!(
                 "{}: is not what the run wrote: it was cut or changed. Restore it (each checkpoint has a copy, trainer.toml); \
                  after a deliberate edit: rloss verify --accept {}",
                 file.display(),

@@ -13,7 +13,7 @@ use super::run_folder::{RunFolder, holds_run, lock};
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
-use crate::integrity::sealed;
+use crate::integrity::add_checksum;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{Plan, RecipeSource};
@@ -112,7 +112,7 @@ impl<'a> Collection<'a> {
             write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
         if !path.join("recipe.toml").is_file() {
-            write_file(&path.join("recipe.toml"), &sealed(&context.plan.to_toml()))?;
+            write_file(&path.join("recipe.toml"), &add_checksum(&context.plan.to_toml()))?;
         }
         if let Some(confinement) = context.confinement() {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;

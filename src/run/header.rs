@@ -3,7 +3,7 @@
 use super::context::RunContext;
 use super::evaluation::prompts;
 use super::memory::Intent;
-use crate::error::quoted;
+use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
 use crate::metrics::format_number;
 use crate::rollout::RolloutSettings;
@@ -98,5 +98,5 @@ pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String>
 pub fn command_line(arguments: &[&str]) -> String {
     let program = std::env::args().next().unwrap_or_else(|| "rloss".to_owned());
     let words = std::iter::once(program.as_str()).chain(arguments.iter().copied());
-    words.map(quoted).collect::<Vec<_>>().join(" ")
+    words.map(shell_quote).collect::<Vec<_>>().join(" ")
 }

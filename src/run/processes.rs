@@ -1,7 +1,7 @@
 //! What the processes of one run agree on before any work.
 
 use crate::dist::Mesh;
-use crate::integrity::{MANIFEST_FILE, digest_of};
+use crate::integrity::{MANIFEST_FILE, file_digest};
 use crate::recipe::Plan;
 use anyhow::{Context, Result};
 use std::path::Path;
@@ -39,7 +39,7 @@ pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str
     }
     mesh.check_equal("recipes", &plan.to_toml(), "start all with the same file and the same --set")?;
     let binary = std::env::current_exe().context("looking for this program")?;
-    let digest = digest_of(&binary, None).context("reading this program")?;
+    let digest = file_digest(&binary, None).context("reading this program")?;
     mesh.check_equal("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
     let manifest = mesh.agree("the checkpoint", weights.map_or(Ok(String::new()), manifest_digest))?;
     mesh.check_equal("checkpoints", &format!("{manifest} {state}"), "let all nodes see one run folder")
@@ -47,7 +47,7 @@ pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str
 
 /// The digest of a folder's manifest, which names those of its files.
 fn manifest_digest(folder: &Path) -> Result<String> {
-    match digest_of(&folder.join(MANIFEST_FILE), None) {
+    match file_digest(&folder.join(MANIFEST_FILE), None) {
         Ok(digest) => Ok(digest.to_hex().to_string()),
         // A folder from elsewhere, or of old, has none.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),

@@ -6,7 +6,7 @@ use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::holds_adapter;
 use crate::checkpoint::{self, ResumePoint, TrainerState};
-use crate::integrity::sealed;
+use crate::integrity::add_checksum;
 use crate::learner::{OptimizerSettings, Schedule};
 use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
 use crate::recipe::{Plan, RecipeSource, resume_differences};
@@ -366,7 +366,7 @@ fn keep_course(
 }
 
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
-    write_file(&path.join("recipe.toml"), &sealed(&plan.to_toml()))
+    write_file(&path.join("recipe.toml"), &add_checksum(&plan.to_toml()))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::checkpoint::load::{ModelFolder, weights_present};
 use crate::checkpoint::peft::{AdapterFolder, base_of, holds_adapter};
 use crate::checkpoint::save::Companions;
 use crate::dist::Mesh;
-use crate::error::quoted;
+use crate::error::shell_quote;
 use crate::metrics::{Console, Phase};
 use crate::model::config::{Config, Form, Rope};
 use crate::model::init::{InitSettings, init};
@@ -125,7 +125,7 @@ impl ModelSource {
             return Err(bad_input!(
                 "{}: this adapter does not say which base it was trained on; name both: --set model.path=BASE --set model.adapter={}",
                 folder.display(),
-                quoted(&folder.display().to_string())
+                shell_quote(&folder.display().to_string())
             ));
         };
         let mut source = Self::from_base(&base.find(folder, named)?)?;

@@ -107,7 +107,7 @@ impl Process {
 
     /// Adds to `error` how the process ended, if it did.
     fn with_end(&self, error: anyhow::Error) -> anyhow::Error {
-        match self.group.ended(END_WAIT) {
+        match self.group.exit_status(END_WAIT) {
             Some(status) => anyhow!("{error:#} ({status})"),
             None => error,
         }

@@ -1,31 +1,29 @@
-//! What a `tokenizer.json` may ask for. The crate does what the file says, and a file of a few kilobytes may
-//! ask it to replace every letter by a hundred, eight times over. So the steps that lengthen a text are
-//! refused before the crate reads them.
+//! Limits of a `tokenizer.json`. The crate follows the file: a few kilobytes may make it replace every letter
+//! by a hundred, eight times over. So steps that lengthen a text are refused before the crate reads them.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use std::fmt;
 
-/// Values and keys of the sections other than the vocabulary; the longest known has about 50.
+/// Most values and keys of a section other than the vocabulary; the longest known has about 50.
 const STEP_VALUES_MAX: usize = 1000;
-/// Bytes of their texts, patterns among them; the longest known has about 1 KiB.
+/// Most bytes of their strings, patterns included; the longest known has about 1 KiB.
 const STEP_BYTES_MAX: usize = 16 << 10;
-/// Values and keys of the vocabulary; GPT-OSS's has 2 million.
+/// Most values and keys of the vocabulary; GPT-OSS's has 2 million.
 const VOCABULARY_VALUES_MAX: usize = 8_000_000;
-/// Bytes of all regular expressions. A compiled one takes up to 10 MB for a counted repetition, and hardly
-/// any without.
+/// Most bytes of all regular expressions. A compiled counted repetition takes up to 10 MB, other patterns
+/// hardly any memory.
 const PATTERN_BYTES_MAX: usize = 4096;
 const REPETITIONS_MAX: usize = 8;
-/// Steps of one section.
+/// Most steps of one section.
 const STEPS_MAX: usize = 16;
 
-/// Normalizers that lengthen no text more than Unicode's forms do, once, and their keys.
+/// Normalizers that lengthen a text at most as Unicode's forms do, once, and their keys.
 const NORMALIZERS: &[&str] =
     &["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"];
 const NORMALIZER_KEYS: &[&str] = &["type", "normalizers", "strip_left", "strip_right"];
-/// Pre-tokenizers that split a text and leave it as it is, but for `ByteLevel`, which doubles it and may be
-/// there once.
+/// Pre-tokenizers that split a text without changing it. `ByteLevel`, which doubles the text, may occur once.
 const PRE_TOKENIZERS: &[&str] = &[
     "Sequence",
     "Split",
@@ -55,7 +53,7 @@ const PRE_TOKENIZER_KEYS: &[&str] = &[
     "length",
 ];
 
-/// The sections of a `tokenizer.json`, as far as they are looked at here.
+/// The sections of a `tokenizer.json` that are checked.
 #[derive(Deserialize)]
 struct Outline {
     normalizer: Option<Steps>,
@@ -68,10 +66,10 @@ struct Outline {
     _model: Option<Counted>,
 }
 
-/// Refuses a file that asks for what is not bounded. Other mistakes are the crate's to tell.
+/// Refuses a file without bounds on its work. The crate reports other errors.
 ///
 /// # Errors
-/// What is asked for, and what may be.
+/// The message says what exceeds its limit, and the limit.
 pub(super) fn check(json: &[u8]) -> Result<()> {
     let outline: Outline = serde_json::from_slice(json)?;
     let Outline { normalizer, pre_tokenizer, post_processor, decoder, .. } = &outline;
@@ -85,12 +83,12 @@ pub(super) fn check(json: &[u8]) -> Result<()> {
     for (section, steps, allowed) in sections {
         let Some(Steps(steps)) = steps else { continue };
         if steps.types.len() > STEPS_MAX {
-            bail!("{section} has {} steps; at most {STEPS_MAX} are taken", steps.types.len());
+            bail!("{section} has {} steps; the limit is {STEPS_MAX}", steps.types.len());
         }
         if let Some((types, keys)) = allowed {
             if let Some(other) = steps.types.iter().find(|name| !types.contains(&name.as_str())) {
                 bail!(
-                    "{section} {other:?} may lengthen a text without bound; of byte-level BPE are {}",
+                    "{section} {other:?} may lengthen a text without bound; the steps of byte-level BPE are {}",
                     types.join(", ")
                 );
             }
@@ -115,62 +113,67 @@ pub(super) fn check(json: &[u8]) -> Result<()> {
 }
 
 /// A section of steps.
-struct Steps(Found);
+struct Steps(SectionContents);
 
-/// A section that is only counted.
+/// A section whose values are only counted.
 struct Counted;
 
 impl<'de> Deserialize<'de> for Steps {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        let mut found =
-            Found { values_left: STEP_VALUES_MAX, bytes_left: STEP_BYTES_MAX, ..Found::default() };
-        Look { found: &mut found, keeps: true, key: "" }.deserialize(from)?;
-        Ok(Self(found))
+        let mut contents = SectionContents {
+            values_left: STEP_VALUES_MAX,
+            bytes_left: STEP_BYTES_MAX,
+            ..SectionContents::default()
+        };
+        SectionVisitor { contents: &mut contents, keeps: true, key: "" }.deserialize(from)?;
+        Ok(Self(contents))
     }
 }
 
 impl<'de> Deserialize<'de> for Counted {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        let mut found =
-            Found { values_left: VOCABULARY_VALUES_MAX, bytes_left: usize::MAX, ..Found::default() };
-        Look { found: &mut found, keeps: false, key: "" }.deserialize(from)?;
+        let mut contents = SectionContents {
+            values_left: VOCABULARY_VALUES_MAX,
+            bytes_left: usize::MAX,
+            ..SectionContents::default()
+        };
+        SectionVisitor { contents: &mut contents, keeps: false, key: "" }.deserialize(from)?;
         Ok(Self)
     }
 }
 
-/// What a section holds.
+/// The contents of a section.
 #[derive(Default)]
-struct Found {
+struct SectionContents {
     values_left: usize,
     bytes_left: usize,
-    /// Values of keys called `type`.
+    /// Values of the keys `type`.
     types: Vec<String>,
     keys: Vec<String>,
-    /// Of values of keys called `Regex`.
+    /// Bytes of the values of the keys `Regex`.
     pattern_bytes: usize,
     repetitions: usize,
 }
 
-/// Looks through one value, which stands under `key`. No value but those of `type` is kept, and keys where
-/// `keeps` says so.
-struct Look<'a> {
-    found: &'a mut Found,
+/// Visits one value under `key`. It keeps values of `type` and, if `keeps`, keys.
+struct SectionVisitor<'a> {
+    contents: &'a mut SectionContents,
     keeps: bool,
     key: &'a str,
 }
 
-impl Look<'_> {
+impl SectionVisitor<'_> {
     fn count<E: Error>(&mut self, bytes: usize) -> Result<(), E> {
-        let left = (self.found.values_left.checked_sub(1), self.found.bytes_left.checked_sub(bytes));
+        let left = (self.contents.values_left.checked_sub(1), self.contents.bytes_left.checked_sub(bytes));
         let (Some(values), Some(bytes)) = left else {
-            return Err(E::custom("a section is longer than those of any tokenizer of byte-level BPE"));
+            return Err(E::custom("a section is longer than that of any byte-level BPE tokenizer"));
         };
-        (self.found.values_left, self.found.bytes_left) = (values, bytes);
+        (self.contents.values_left, self.contents.bytes_left) = (values, bytes);
         Ok(())
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Look<'_> {
+impl<'de> DeserializeSeed<'de> for SectionVisitor<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
@@ -178,7 +181,7 @@ impl<'de> DeserializeSeed<'de> for Look<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Look<'_> {
+impl<'de> Visitor<'de> for SectionVisitor<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
@@ -208,11 +211,11 @@ impl<'de> Visitor<'de> for Look<'_> {
     fn visit_str<E: Error>(mut self, text: &str) -> Result<(), E> {
         self.count(text.len())?;
         match self.key {
-            "type" if self.keeps => self.found.types.push(text.to_owned()),
+            "type" if self.keeps => self.contents.types.push(text.to_owned()),
             "Regex" => {
-                self.found.pattern_bytes += text.len();
+                self.contents.pattern_bytes += text.len();
                 let counted = |pair: &[u8]| pair[0] == b'{' && (pair[1].is_ascii_digit() || pair[1] == b',');
-                self.found.repetitions += text.as_bytes().windows(2).filter(|pair| counted(pair)).count();
+                self.contents.repetitions += text.as_bytes().windows(2).filter(|pair| counted(pair)).count();
             }
             _ => {}
         }
@@ -221,8 +224,8 @@ impl<'de> Visitor<'de> for Look<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut values: A) -> Result<(), A::Error> {
         self.count(0)?;
-        let Self { found, keeps, key } = self;
-        while values.next_element_seed(Look { found: &mut *found, keeps, key })?.is_some() {}
+        let Self { contents, keeps, key } = self;
+        while values.next_element_seed(SectionVisitor { contents: &mut *contents, keeps, key })?.is_some() {}
         Ok(())
     }
 
@@ -230,10 +233,10 @@ impl<'de> Visitor<'de> for Look<'_> {
         self.count(0)?;
         while let Some(key) = entries.next_key::<String>()? {
             self.count(key.len())?;
-            let look = Look { found: &mut *self.found, keeps: self.keeps, key: &key };
+            let look = SectionVisitor { contents: &mut *self.contents, keeps: self.keeps, key: &key };
             entries.next_value_seed(look)?;
             if self.keeps {
-                self.found.keys.push(key);
+                self.contents.keys.push(key);
             }
         }
         Ok(())
@@ -249,7 +252,7 @@ mod tests {
             .map_or_else(|e| e.to_string(), |()| String::new())
     }
 
-    /// `{"type": "Sequence", NAME: [STEP, ...]}`, so many times.
+    /// Returns `{"type": "Sequence", NAME: [STEP, ...]}` with `count` steps.
     fn sequence(name: &str, step: &str, count: usize) -> String {
         format!("{{\"type\": \"Sequence\", \"{name}\": [{}]}}", vec![step; count].join(","))
     }
@@ -263,7 +266,7 @@ mod tests {
             ("normalizer", sequence("normalizers", &replace, 8), "\"Replace\" may lengthen"),
             ("normalizer", "{\"type\": \"Prepend\", \"prepend\": \"x\"}".into(), "\"Prepend\" may lengthen"),
             ("normalizer", "{\"type\": \"ByteLevel\"}".into(), "\"ByteLevel\" may lengthen"),
-            // The crate also reads steps by their keys alone.
+            // The crate also recognises steps by their keys alone.
             ("normalizer", "{\"prepend\": \"x\"}".into(), "the key \"prepend\""),
             ("normalizer", "{\"type\": \"Strip\", \"prepend\": \"x\"}".into(), "the key \"prepend\""),
             ("normalizer", sequence("normalizers", "{\"type\": \"NFC\"}", 17), "18 steps"),

@@ -10,7 +10,7 @@ pub use embedded::embedded_json;
 
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
-use crate::panics::caught;
+use crate::panics::catch_panic;
 use anyhow::{Result, anyhow};
 use byte_level::{Decoder, alphabet, spell};
 use std::path::Path;
@@ -62,7 +62,7 @@ impl Vocabulary {
             |why: &str| bad_input!("{place}: not a Hugging Face tokenizer.json: {why}; take the model's own");
         limits::check(&json).map_err(|why| refused(&why.to_string()))?;
         // The crate panics on truncated or invalid files.
-        let parsed = caught(|| Tokenizer::from_bytes(&json)).map_err(|why| refused(&why))?;
+        let parsed = catch_panic(|| Tokenizer::from_bytes(&json)).map_err(|why| refused(&why))?;
         let mut inner = parsed.map_err(|e| refused(&e.to_string()))?;
         // Ignore padding and truncation in the file: encoding always gives all tokens of a text and no
         // others.

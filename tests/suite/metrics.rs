@@ -200,8 +200,8 @@ fn columns_without_room_go_below_after_the_first_one_again() {
     let mut table = Table::new(["arm", "largest gap", "mean"]);
     table.row(["sinks", "0.25", "0.125"]);
     let folded = "arm    largest gap\n─────  ───────────\nsinks         0.25\n\narm     mean\n─────  ─────\nsinks  0.125\n";
-    assert_eq!(table.folded(18), folded);
-    assert_eq!(table.folded(80), table.to_string());
+    assert_eq!(table.format_within(18), folded);
+    assert_eq!(table.format_within(80), table.to_string());
 }
 
 #[test]

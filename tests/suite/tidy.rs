@@ -66,9 +66,9 @@ fn identifier(text: &str) -> String {
     text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
 }
 
-/// The rooms that `code` names after `crate::`, braces included. The macro `bad_input!` belongs to `error`.
+/// The modules that `code` names after `crate::`, braces included. The macro `bad_input!` belongs to `error`.
 fn imports(code: &str) -> Vec<String> {
-    let mut rooms = vec![];
+    let mut modules = vec![];
     for (at, matched) in code.match_indices("crate::") {
         let rest = &code[at + matched.len()..];
         if let Some(group) = rest.strip_prefix('{') {
@@ -80,60 +80,60 @@ fn imports(code: &str) -> Vec<String> {
                     '}' => depth -= 1,
                     ',' if depth == 0 => first = true,
                     c if first && !c.is_whitespace() => {
-                        rooms.push(identifier(&group[i..]));
+                        modules.push(identifier(&group[i..]));
                         first = false;
                     }
                     _ => {}
                 }
             }
         } else {
-            rooms.push(identifier(rest));
+            modules.push(identifier(rest));
         }
     }
-    rooms.into_iter().map(|room| if room == "bad_input" { "error".into() } else { room }).collect()
+    modules.into_iter().map(|module| if module == "bad_input" { "error".into() } else { module }).collect()
 }
 
-/// The table of `docs/ARCHITECTURE.md`: rows "| rank | `room` | ...".
-fn ranks() -> BTreeMap<String, u32> {
+/// The table of `docs/ARCHITECTURE.md`: rows "| level | `module` | ...".
+fn levels() -> BTreeMap<String, u32> {
     let page = read("docs/ARCHITECTURE.md");
-    let mut ranks = BTreeMap::new();
+    let mut levels = BTreeMap::new();
     for line in page.lines() {
         let cells: Vec<&str> = line.split('|').map(str::trim).collect();
-        let [_, rank, room, _, ..] = cells[..] else { continue };
-        let Ok(rank) = rank.parse() else { continue };
-        let room = room.trim_matches('`').trim_end_matches('/').trim_end_matches(".rs");
-        assert!(ranks.insert(room.to_owned(), rank).is_none(), "{room} is in the table twice");
+        let [_, level, module, _, ..] = cells[..] else { continue };
+        let Ok(level) = level.parse() else { continue };
+        let module = module.trim_matches('`').trim_end_matches('/').trim_end_matches(".rs");
+        assert!(levels.insert(module.to_owned(), level).is_none(), "{module} is in the table twice");
     }
-    ranks
+    levels
 }
 
-/// The room of a file below `src/`.
-fn room(path: &str) -> &str {
+/// The module of a file below `src/`.
+fn module(path: &str) -> &str {
     let inside = path.strip_prefix("src/").expect("src/");
     inside.split('/').next().expect("a name").trim_end_matches(".rs")
 }
 
 #[test]
 fn imports_go_strictly_downward() {
-    let ranks = ranks();
+    let levels = levels();
     let mut seen = BTreeMap::new();
     let mut wrong = vec![];
     for (path, text) in rust("src") {
-        let from = room(&path);
+        let from = module(&path);
         if ["lib", "main"].contains(&from) {
             continue;
         }
-        let rank = *ranks.get(from).unwrap_or_else(|| panic!("{path}: {from} is not in the table"));
-        seen.insert(from.to_owned(), rank);
+        let level = *levels.get(from).unwrap_or_else(|| panic!("{path}: {from} is not in the table"));
+        seen.insert(from.to_owned(), level);
         for to in imports(&code(&text)) {
-            let known = ranks.get(&to);
-            if to != from && known.is_none_or(|&below| below >= rank) {
-                wrong.push(format!("{path} (rank {rank}) imports {to} (rank {known:?})"));
+            let known = levels.get(&to);
+            if to != from && known.is_none_or(|&below| below >= level) {
+                wrong.push(format!("{path} (level {level}) imports {to} (level {known:?})"));
             }
         }
     }
     assert!(wrong.is_empty(), "see docs/ARCHITECTURE.md:\n{}", wrong.join("\n"));
-    assert_eq!(seen, ranks, "rooms in src/, rooms in the table");
+    assert_eq!(seen, levels, "modules in src/, modules in the table");
 }
 
 #[test]
@@ -303,4 +303,66 @@ fn no_two_public_types_share_a_name() {
     }
     places.retain(|_, files| files.len() > 1);
     assert!(places.is_empty(), "one name, one thing: {places:#?}");
+}
+
+/// Modules whose comments still break the rules of [`comments_follow_the_rules`]. The list only shrinks.
+const COMMENTS_TO_REWRITE: &[&str] =
+    &["checkpoint", "commands", "learner", "mismatch", "model", "ops", "report", "run"];
+
+/// The rules of comments: no line over [`COMMENT_COLUMNS_MAX`] columns, links and tables aside, and no doc
+/// comment that begins with one of [`DOC_STARTS_REFUSED`] instead of what the item is.
+const COMMENT_COLUMNS_MAX: usize = 110;
+const DOC_STARTS_REFUSED: [&str; 3] = ["What", "The same", "So many"];
+
+/// Violations in the text of a file: line number and reason.
+fn comment_violations(text: &str) -> Vec<(usize, String)> {
+    let (mut violations, mut mark_before) = (vec![], None);
+    for (number, line) in text.lines().enumerate().map(|(i, line)| (i + 1, line)) {
+        let comment = line.trim_start();
+        let mark = ["///", "//!", "//"].into_iter().find(|mark| comment.starts_with(mark));
+        let Some(words) = mark.map(|mark| comment[mark.len()..].trim_start()) else {
+            mark_before = None;
+            continue;
+        };
+        let exempt = words.starts_with('|') || words.contains("](") || words.contains("http");
+        if line.chars().count() > COMMENT_COLUMNS_MAX && !exempt {
+            violations.push((number, format!("over {COMMENT_COLUMNS_MAX} columns")));
+        }
+        let begins = |start: &&str| {
+            let rest = words.strip_prefix(*start);
+            rest.is_some_and(|rest| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
+        };
+        if mark != Some("//") && mark != mark_before {
+            let start = DOC_STARTS_REFUSED.iter().find(|start| begins(start));
+            violations.extend(start.map(|start| (number, format!("a doc comment begins with {start:?}"))));
+        }
+        mark_before = mark;
+    }
+    violations
+}
+
+#[test]
+fn comments_follow_the_rules() {
+    let mut wrong: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (path, text) in rust("src") {
+        for (line, reason) in comment_violations(&text) {
+            wrong.entry(module(&path).to_owned()).or_default().push(format!("{path}:{line}: {reason}"));
+        }
+    }
+    let done: Vec<&str> =
+        COMMENTS_TO_REWRITE.iter().copied().filter(|module| !wrong.contains_key(*module)).collect();
+    assert!(done.is_empty(), "take these off COMMENTS_TO_REWRITE: {done:?}");
+    wrong.retain(|module, _| !COMMENTS_TO_REWRITE.contains(&module.as_str()));
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn a_comment_that_breaks_a_rule_is_found() {
+    let long = "x".repeat(COMMENT_COLUMNS_MAX);
+    let text = format!(
+        "/// What it is.\n/// The same, again.\nfn a() {{}} // {long}\n    /// So many.\n/// Whatever.\n\
+         // What is no doc comment.\n// {long}\n// [{long}](x)\n//! | {long} |\n"
+    );
+    let lines: Vec<usize> = comment_violations(&text).into_iter().map(|(line, _)| line).collect();
+    assert_eq!(lines, [1, 4, 7]);
 }

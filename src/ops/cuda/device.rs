@@ -1,7 +1,7 @@
 //! Opening a GPU.
 
 use super::kernel_set;
-use crate::panics::caught;
+use crate::panics::catch_panic;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::cuda_backend::cudarc::driver::result::device::get_default_mem_pool;
 use candle_core::cuda_backend::cudarc::driver::result::mem_pool;
@@ -110,7 +110,7 @@ fn set_pool_attribute(device: &CudaDevice, attribute: CUmemPool_attribute, mut v
 
 /// GPUs that this process sees; none where their driver is missing.
 pub fn gpu_count() -> usize {
-    caught(CudaContext::device_count).ok().and_then(|count| count.ok()).unwrap_or(0) as usize
+    catch_panic(CudaContext::device_count).ok().and_then(|count| count.ok()).unwrap_or(0) as usize
 }
 
 /// A GPU that the kernels run on.
@@ -135,7 +135,7 @@ pub fn usable(ordinal: usize) -> Result<Gpu> {
         Error::Msg(format!("GPU {ordinal} cannot be used: {why}; {DRIVER}"))
     };
     // The CUDA library panics where a library that it wants is missing.
-    let device = caught(|| open(ordinal))
+    let device = catch_panic(|| open(ordinal))
         .map_err(|_| refused("a CUDA library is missing"))?
         .map_err(|error| refused(&error.to_string()))?;
     kernel_set(device.as_cuda_device()?)?;

@@ -40,7 +40,7 @@ fn main() {
         }
     }
     // Those that are caught where they belong are silent, others are told.
-    rloss::panics::tell_in_one_line(1);
+    rloss::panics::install_panic_hook(1);
     let scratch = tempfile::tempdir().expect("a folder");
     let mut targets = targets(scratch.path());
     if let Some(only) = &only {

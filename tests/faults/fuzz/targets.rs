@@ -3,7 +3,7 @@
 use rloss::chat::{Chat, Format};
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::harmony::HarmonyTokenizer;
-use rloss::integrity::{Manifest, Seal, sealed};
+use rloss::integrity::{Checksum, Manifest, add_checksum};
 use rloss::metrics::Row;
 use rloss::model::config::Config;
 use rloss::tasks::answer::AnswerEquality;
@@ -89,9 +89,9 @@ fn recipes(scratch: &Path) -> Vec<Target> {
         target(
             "seal",
             8,
-            [sealed("[train]\nsteps = 3\n")],
+            [add_checksum("[train]\nsteps = 3\n")],
             text(move |input| {
-                let _ = Seal::of(input, &run);
+                let _ = Checksum::check(input, &run);
             }),
         ),
     ]

@@ -1,7 +1,8 @@
-//! The seal of a run's recipe: comments around the text, so that one file, replaced as a whole, holds both.
+//! The checksum of a run's recipe: comments around the text, so that one file holds both and is replaced as a
+//! whole.
 //!
-//! A first line says that a last one follows, so that a file that was cut, at either end, is told from one that never had
-//! a seal.
+//! The first line announces the last one. So a file that was truncated at either end is told apart from a
+//! file that never had a checksum.
 
 use super::MANIFEST_FILE;
 use std::path::Path;
@@ -10,33 +11,34 @@ const HEAD: &str =
     "# A run's recipe, resolved and sealed. After a deliberate edit: rloss verify --accept FOLDER\n";
 const TAIL: &str = "# seal: ";
 
-/// `text` with its seal.
-pub fn sealed(text: &str) -> String {
+/// Adds the checksum to `text`.
+pub fn add_checksum(text: &str) -> String {
     let body = format!("{HEAD}{text}");
     let digest = blake3::hash(body.as_bytes());
     format!("{body}{TAIL}{digest}\n")
 }
 
-/// What the seal of a text says.
+/// The state of a recipe's checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Seal {
-    /// The text is what was sealed.
-    Whole,
-    /// The text was cut or changed since.
-    Broken,
-    /// The text has no seal.
-    None,
+pub enum Checksum {
+    /// The text is unchanged.
+    Valid,
+    /// The text was truncated or changed.
+    Invalid,
+    /// The text has no checksum.
+    Missing,
 }
 
-impl Seal {
-    /// The seal of `text`, the recipe of the run folder `run`. Where checkpoints have manifests, recipes have seals.
-    pub fn of(text: &str, run: &Path) -> Self {
+impl Checksum {
+    /// Checks the checksum of `text`, the recipe of the run folder `run`. If its checkpoints have manifests,
+    /// its recipe must have a checksum.
+    pub fn check(text: &str, run: &Path) -> Self {
         let body = text.strip_suffix('\n').unwrap_or(text);
         let start = body.rfind('\n').map_or(0, |at| at + 1);
         let (lines, last) = text.split_at(start);
         let digest = blake3::hash(lines.as_bytes());
         if lines.starts_with(HEAD) && last == format!("{TAIL}{digest}\n") {
-            return Seal::Whole;
+            return Checksum::Valid;
         }
         let has_part = text.contains(HEAD.trim_end()) || text.contains(TAIL);
         let must_have = || {
@@ -44,12 +46,12 @@ impl Seal {
             entries.into_iter().any(|entry| entry.path().join(MANIFEST_FILE).exists())
         };
         // A resolved recipe has keys.
-        if has_part || !text.contains('=') || must_have() { Seal::Broken } else { Seal::None }
+        if has_part || !text.contains('=') || must_have() { Checksum::Invalid } else { Checksum::Missing }
     }
 }
 
-/// `text` without its seal, whole or broken.
-pub fn unsealed(text: &str) -> String {
+/// Returns `text` without its checksum, valid or not.
+pub fn remove_checksum(text: &str) -> String {
     let kept = text.split_inclusive('\n').filter(|line| *line != HEAD && !line.starts_with(TAIL));
     kept.collect()
 }
@@ -59,33 +61,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seal_breaks_at_any_change() {
+    fn any_change_makes_the_checksum_invalid() {
         let nowhere = Path::new("/nonexistent");
         let plain = "[train]\nsteps = 3\n";
-        let text = sealed(plain);
-        assert_eq!(Seal::of(&text, nowhere), Seal::Whole);
-        assert_eq!(unsealed(&text), plain);
-        assert_eq!(Seal::of(plain, nowhere), Seal::None);
+        let text = add_checksum(plain);
+        assert_eq!(Checksum::check(&text, nowhere), Checksum::Valid);
+        assert_eq!(remove_checksum(&text), plain);
+        assert_eq!(Checksum::check(plain, nowhere), Checksum::Missing);
         for cut in 0..text.len() {
-            assert_eq!(Seal::of(&text[..cut], nowhere), Seal::Broken, "cut at {cut}");
+            assert_eq!(Checksum::check(&text[..cut], nowhere), Checksum::Invalid, "cut at {cut}");
             if cut > 0 {
-                assert_eq!(Seal::of(&text[cut..], nowhere), Seal::Broken, "begun at {cut}");
+                assert_eq!(Checksum::check(&text[cut..], nowhere), Checksum::Invalid, "begun at {cut}");
             }
         }
         for bit in 0..text.len() * 8 {
             let mut bytes = text.clone().into_bytes();
             bytes[bit / 8] ^= 1 << (bit % 8);
             let changed = String::from_utf8_lossy(&bytes);
-            assert_eq!(Seal::of(&changed, nowhere), Seal::Broken, "bit {bit}");
+            assert_eq!(Checksum::check(&changed, nowhere), Checksum::Invalid, "bit {bit}");
         }
     }
 
     #[test]
-    fn a_run_whose_checkpoints_have_manifests_has_a_sealed_recipe() {
+    fn a_run_whose_checkpoints_have_manifests_has_a_checksum_in_its_recipe() {
         let run = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(run.path().join("checkpoints/step-000001")).unwrap();
-        assert_eq!(Seal::of("[train]\nsteps = 3\n", run.path()), Seal::None);
+        assert_eq!(Checksum::check("[train]\nsteps = 3\n", run.path()), Checksum::Missing);
         std::fs::write(run.path().join("checkpoints/step-000001").join(MANIFEST_FILE), "").unwrap();
-        assert_eq!(Seal::of("[train]\nsteps = 3\n", run.path()), Seal::Broken);
+        assert_eq!(Checksum::check("[train]\nsteps = 3\n", run.path()), Checksum::Invalid);
     }
 }
