@@ -270,7 +270,7 @@ mod tests {
             ("normalizer", "{\"prepend\": \"x\"}".into(), "the key \"prepend\""),
             ("normalizer", "{\"type\": \"Strip\", \"prepend\": \"x\"}".into(), "the key \"prepend\""),
             ("normalizer", sequence("normalizers", "{\"type\": \"NFC\"}", 17), "18 steps"),
-            ("normalizer", format!("{{\"type\": \"{}\"}}", "x".repeat(1 << 20)), "longer than those of any"),
+            ("normalizer", format!("{{\"type\": \"{}\"}}", "x".repeat(1 << 20)), "longer than that of any"),
             (
                 "pre_tokenizer",
                 "{\"type\": \"Metaspace\", \"replacement\": \"_\"}".into(),
@@ -295,8 +295,8 @@ mod tests {
                 format!("{{\"type\": \"Replace\", \"pattern\": {{\"Regex\": \"{}\"}}}}", "x".repeat(5000)),
                 "have 5000 bytes",
             ),
-            ("post_processor", format!("[{}0]", "0,".repeat(1001)), "longer than those of any"),
-            ("model", format!("[{}0]", "0,".repeat(8_000_001)), "longer than those of any"),
+            ("post_processor", format!("[{}0]", "0,".repeat(1001)), "longer than that of any"),
+            ("model", format!("[{}0]", "0,".repeat(8_000_001)), "longer than that of any"),
         ] {
             let text = said(section, &steps);
             assert!(text.contains(word), "{section}: {word:?} is not in {text:?}");
