@@ -300,7 +300,7 @@ fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
             3,
             "parallel.sequence: 3 does not divide the 4 heads of attention",
         ),
-        ("eval", &[], 2, "`eval` runs in one process, and this is one of 2"),
+        ("eval", &[], 2, "`eval` runs in one process, but this is one of 2"),
     ];
     for (command, sets, ranks, message) in cases {
         let refused =
