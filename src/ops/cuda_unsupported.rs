@@ -1,4 +1,4 @@
-//! The twin of `cuda/` in a build without feature `cuda`: everything is refused.
+//! Stubs of `cuda/` for a build without feature `cuda`: every function returns an error.
 
 use super::adamw_8bit::Moment;
 use super::embedding::ById;
@@ -12,10 +12,10 @@ use super::rope::Rotation;
 use super::sink_attention::Attention;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor, bail};
 
-/// A result's storage and shape.
+/// Storage and shape of a result.
 type Computed = (CudaStorage, Shape);
 
-/// Declares functions of `cuda/` by the types that they take and give. All of them are refused.
+/// Declares functions of `cuda/` by their argument and result types. All of them return an error.
 macro_rules! refused {
     ($visibility:vis, $($name:ident($($argument:ty),* $(,)?) -> $result:ty;)*) => {
         $($visibility fn $name($(_: $argument),*) -> Result<$result> {
@@ -24,10 +24,10 @@ macro_rules! refused {
     };
 }
 
-/// No value of it exists here.
+/// Stub without values.
 pub enum DeviceLse {}
 
-/// No value of it exists here.
+/// Stub without values.
 #[derive(Debug, Clone)]
 pub enum KvPages {}
 
@@ -41,7 +41,7 @@ impl KvPages {
     }
 }
 
-/// No step is made here.
+/// Stub: no step is ever built.
 #[derive(Default)]
 pub struct DecodeStep(());
 
@@ -51,7 +51,7 @@ impl DecodeStep {
     }
 }
 
-/// None is made here.
+/// Stub that is never constructed.
 pub struct DecodeBatch;
 
 impl DecodeBatch {
@@ -72,7 +72,7 @@ impl DecodeBatch {
     }
 }
 
-/// None is made here.
+/// Stub that is never constructed.
 pub struct Recorded;
 
 impl Recorded {
@@ -87,14 +87,14 @@ impl Recorded {
 
 pub fn unload_kernels() {}
 
-/// No GPU is opened here.
+/// Stub: no GPU is ever opened.
 pub struct Gpu {
     pub device: Device,
     pub name: String,
     pub free_bytes: u64,
 }
 
-/// What no process has here.
+/// Stub that is never constructed.
 pub struct DeviceMemory {
     pub used_max: u64,
     pub reserved_max: u64,

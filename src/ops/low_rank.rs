@@ -1,9 +1,11 @@
-//! The low-rank correction of a product: `y + s · (x · A) · B`, with `x [T, in]`, `A [in, r]`, `B [r, out]` (LoRA, Hu et al. 2021);
-//! by expert with `A [E, in, r]`, `B [E, r, out]` and rows sorted by expert.
+//! The low-rank correction of a product (LoRA, Hu et al. 2021): `y + s · (x · A) · B` with `x [T, in]`, `A
+//! [in, r]`, `B [r, out]`. Per expert: `A [E, in, r]`, `B [E, r, out]`, and rows sorted by expert.
 //!
-//! Backward: `du = s · dy · Bᵀ`, `dx = du · Aᵀ`, `dA = xᵀ · du`, `dB = (s · x · A)ᵀ · dy`; `dy` goes on to `y` as it is.
+//! Backward: `du = s · dy · Bᵀ`, `dx = du · Aᵀ`, `dA = xᵀ · du`, `dB = (s · x · A)ᵀ · dy`; `y` receives
+//! `dy` unchanged.
 //!
-//! On a GPU `x`, the factors, `s · x · A` and `du` are bf16, `y` bf16 or f32, the gradients of the factors f32.
+//! On a GPU `x`, the factors, `s · x · A` and `du` are bf16, `y` is bf16 or f32, and the factors' gradients
+//! are f32.
 
 use super::buffer::buffer;
 use super::cpu::{edit, host_values};
@@ -17,7 +19,8 @@ use super::product::{Spread, StridedMatrix, backward_product, forward_product, p
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
-/// `y + scale · (x · a) · b`, differentiable in all; each row by its expert's pair where there is a `plan`.
+/// Computes `y + scale · (x · a) · b`, differentiable in all four. With a `plan`, each row uses its
+/// expert's factors.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -46,7 +49,7 @@ pub fn add_low_rank(
         scale,
         plan: plan.cloned(),
     };
-    // The factor that learns, so that the graph records the op where nothing before it learns.
+    // A trainable factor: the graph then records the op even if no earlier layer is trainable.
     let tracked = if is_tracked(b.values()) { b } else { a };
     apply([&contiguous(y)?, &contiguous(x)?, tracked.values()], op)
 }
@@ -61,18 +64,18 @@ struct LowRank {
     plan: Option<Dispatch>,
 }
 
-/// Stretch `at` of rows of `width` values.
+/// Returns the rows `at` of rows of `width` values.
 fn rows<'v>(values: &'v [f32], at: &Range<usize>, width: usize) -> &'v [f32] {
     &values[at.start * width..at.end * width]
 }
 
-/// Matrix `index` of `of` values.
+/// Returns matrix `index` of matrices of `of` values each.
 fn nth(values: &[f32], index: usize, of: usize) -> &[f32] {
     &values[index * of..(index + 1) * of]
 }
 
 impl LowRank {
-    /// Each expert that has rows, with these; all rows are the only one's without a plan.
+    /// Returns each expert that has rows, and its rows. Without a plan all rows belong to one expert.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         match &self.plan {
             Some(plan) => plan.groups(rows),
@@ -80,12 +83,12 @@ impl LowRank {
         }
     }
 
-    /// The first row of each expert, where a GPU reads it.
+    /// Returns the first row of each expert, in GPU memory.
     fn starts(&self) -> Result<Option<Tensor>> {
         self.plan.as_ref().map(Dispatch::starts).transpose()
     }
 
-    /// Calls `run` for every group with its stretch of `out`, `width` a row.
+    /// Calls `run` for every group with its rows of `out`, `width` values each.
     fn each(
         &self,
         out: &mut [f32],
@@ -110,7 +113,7 @@ impl LowRank {
         );
     }
 
-    /// `s · x · A`, `[T, r]`.
+    /// Returns `s · x · A`, `[T, r]`.
     fn reduced(&self, x: &[f32], a: &[f32], groups: &[(usize, Range<usize>)]) -> Vec<f32> {
         let [input, rank, _] = self.shape;
         let mut u = buffer(x.len() / input.max(1) * rank);
@@ -176,7 +179,7 @@ impl Operation<3> for LowRank {
         } else {
             None
         };
-        // What is added to the sum of matrix `expert`: leftᵀ · right over its rows.
+        // Adds leftᵀ · right over the rows of `expert` to the gradient of its matrix.
         let add = |gradient: &Gradient, (left, k): (&[f32], usize), (right, n): (&[f32], usize)| {
             gradient.add(|sum| {
                 edit(sum, |sum| {

@@ -1,7 +1,7 @@
-//! A model's tensor as the ops take it: its values, and where its gradient goes if it learns.
+//! A model's tensor as an argument of ops: its values, and the sink of its gradient if it is trainable.
 //!
-//! An op's backward adds a parameter's gradient where it belongs, in place, and gives the graph none: a fresh tensor of
-//! the parameter's size for every micro-batch would cost more than the sum itself.
+//! An op's backward adds a parameter's gradient to the sink's buffer in place; the graph gets none. A new
+//! tensor of the parameter's size per micro-batch would cost more than the addition.
 
 use super::cpu::{add_values, host_values};
 use super::cuda::{add_tensor, copied};
@@ -11,16 +11,17 @@ use super::product::Precision;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor};
 use std::sync::Arc;
 
-/// Takes the gradients of one pass.
+/// Receives the gradients of one pass.
 pub trait GradientSink: Send + Sync {
-    /// Calls `add` with the buffer of parameter `parameter`, which has the parameter's shape, once it is this pass's turn.
+    /// Calls `add` with the gradient buffer of `parameter`, in the parameter's shape, when it is this
+    /// pass's turn.
     ///
     /// # Errors
-    /// Those of `add`, or when a pass before this one failed.
+    /// Those of `add`, or when an earlier pass failed.
     fn add(&self, parameter: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()>;
 }
 
-/// Values, what takes their gradient, and how a CPU multiplies by them.
+/// A tensor's values, the sink of its gradient, and the precision of its products on a CPU.
 #[derive(Clone)]
 pub struct Parameter {
     values: Tensor,
@@ -28,7 +29,7 @@ pub struct Parameter {
     precision: Precision,
 }
 
-/// The way of one parameter's gradient.
+/// The sink of one parameter's gradient.
 #[derive(Clone)]
 pub(super) struct Gradient {
     sink: Arc<dyn GradientSink>,
@@ -36,61 +37,61 @@ pub(super) struct Gradient {
 }
 
 impl Parameter {
-    /// A tensor that no gradient reaches.
+    /// Returns a parameter without a gradient.
     pub fn frozen(values: &Tensor) -> Self {
         Self { values: values.detach(), gradient: None, precision: Precision::F32 }
     }
 
-    /// A variable as a store holds it: training may change it, and no gradient reaches it yet.
+    /// Returns a variable of the parameter store: training may change it, but it has no sink yet.
     pub fn variable(variable: &Tensor) -> Self {
         Self { values: variable.clone(), gradient: None, precision: Precision::F32 }
     }
 
-    /// A variable whose gradient goes to place `parameter` of `sink`.
+    /// Returns a variable whose gradient goes to buffer `parameter` of `sink`.
     pub fn trained(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
         Self::variable(variable).with_gradient(sink, parameter)
     }
 
-    /// The same values, which no gradient reaches.
+    /// Returns the parameter without a gradient.
     pub fn without_gradient(&self) -> Self {
         Self::frozen(&self.values).in_precision(self.precision)
     }
 
-    /// Other values of the same precision, which no gradient reaches.
+    /// Returns a parameter with these values and this precision, without a gradient.
     pub fn with_values(&self, values: &Tensor) -> Self {
         Self::frozen(values).in_precision(self.precision)
     }
 
-    /// The same variable, whose gradient goes to place `parameter` of `sink`.
+    /// Returns the variable with its gradient going to buffer `parameter` of `sink`.
     pub fn with_gradient(&self, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
         Self { gradient: Some(Gradient { sink, parameter }), ..self.clone() }
     }
 
-    /// The same, multiplied in `precision` on a CPU.
+    /// Sets the precision of its products on a CPU.
     pub fn in_precision(self, precision: Precision) -> Self {
         Self { precision, ..self }
     }
 
-    /// How a CPU multiplies by it.
+    /// Returns the precision of its products on a CPU.
     pub fn precision(&self) -> Precision {
         self.precision
     }
 
-    /// The values. A variable where they learn, so that the graph records what is computed from them.
+    /// Returns the values; a variable if they are trainable, so that the graph records ops on them.
     pub fn values(&self) -> &Tensor {
         &self.values
     }
 
-    /// Its gradient's way, for an op to keep.
+    /// Returns the sink of its gradient, for an op to keep.
     pub(super) fn gradient(&self) -> Option<Gradient> {
         self.gradient.clone()
     }
 
-    /// The values as a tensor of the graph, for ops that take their small parameters so: the gradient that reaches it is
-    /// added to the parameter's. On a GPU both are f32.
+    /// Returns the values as a tensor of the graph, for ops that take small parameters that way. The
+    /// gradient that reaches it is added to the parameter's. On a GPU both are f32.
     ///
     /// # Errors
-    /// When the values are not contiguous, or what a GPU does not take.
+    /// When the values are not contiguous, or a GPU does not support them.
     pub fn tracked(&self) -> Result<Tensor> {
         match self.gradient() {
             None => Ok(self.values.clone()),
@@ -100,13 +101,13 @@ impl Parameter {
 }
 
 impl Gradient {
-    /// Hands `add` the buffer to add to.
+    /// Calls `add` with the gradient buffer.
     pub(super) fn add(&self, mut add: impl FnMut(&Tensor) -> Result<()>) -> Result<()> {
         self.sink.add(self.parameter, &mut add)
     }
 }
 
-/// The identity, where a gradient leaves the graph.
+/// The identity op, where a gradient leaves the graph.
 struct Leaf {
     gradient: Gradient,
 }

@@ -1,5 +1,5 @@
-//! Where a graph on the GPU begins and ends: small parameters as tensors of it, their gradients summed, all f32; the scalar
-//! that a gradient enters by.
+//! Entry of small f32 parameters into a graph on the GPU, and the addition of their gradients. Also copies
+//! the scalar from which a backward pass starts.
 
 use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};
@@ -21,7 +21,7 @@ kernel_params! {
     }
 }
 
-/// `x` once more.
+/// Returns a copy of `x`.
 pub(in crate::ops) fn copied(x: DeviceArgument) -> Result<(CudaStorage, Shape)> {
     let (values, device) = OP.input::<f32>("the values", x, x.1.dims())?;
     let mut copy = output::<f32>(device, values.len())?;
@@ -31,7 +31,7 @@ pub(in crate::ops) fn copied(x: DeviceArgument) -> Result<(CudaStorage, Shape)> 
     Ok((CudaStorage::wrap_cuda_slice(copy, device.clone()), x.1.shape().clone()))
 }
 
-/// `sum += x`, in place.
+/// Computes `sum += x` in place.
 pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
     let opened = x.storage_and_layout();
     let (x, _) = OP.opened::<f32>("the gradient", &opened, sum.dims())?;
@@ -42,7 +42,7 @@ pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = Params { x: at.read(&x), sum: at.write(sum), elements: x.len() as i64 };
-        // SAFETY: both live past the launch and have that many elements.
+        // SAFETY: both outlive the launch and have that many elements.
         unsafe { launch(device, &ACCUMULATE, &params, x.len().div_ceil(ACCUMULATE.threads)) }
     })
 }

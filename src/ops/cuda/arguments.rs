@@ -1,4 +1,4 @@
-//! Tensors as a kernel's arguments: checked, opened, and made of what it wrote.
+//! Tensors as arguments of kernels: checks, device slices, and tensors made of outputs.
 
 use crate::ops::argument::Argument;
 use crate::ops::operation::DeviceArgument;
@@ -12,15 +12,15 @@ use candle_core::{
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-/// bf16 elements of 16 bytes.
+/// Number of bf16 elements in 16 bytes.
 const VECTOR: usize = 8;
 
-/// An op by its name in messages.
+/// An op, by its name in messages.
 #[derive(Clone, Copy)]
 pub(super) struct Op(pub &'static str);
 
 impl Op {
-    /// Refuses another element type or shape, or a layout that the kernels cannot walk.
+    /// Checks element type and shape, and that the kernels can read the layout.
     pub fn check(
         self,
         name: &str,
@@ -31,7 +31,7 @@ impl Op {
         Argument { op: self.0, name, dtype: storage.dtype(), layout }.check(dtype, shape)
     }
 
-    /// Refuses rows of a width that kernels which move 16 bytes at a time cannot walk.
+    /// Checks the row width for kernels that move 16 bytes at a time.
     pub fn check_width(self, width: usize) -> Result<()> {
         if width == 0 || !width.is_multiple_of(VECTOR) || width > i32::MAX as usize {
             bail!("{}: rows of {width} on a GPU; take a hidden size that is a multiple of {VECTOR}", self.0);
@@ -39,7 +39,7 @@ impl Op {
         Ok(())
     }
 
-    /// A tensor's storage on the GPU, checked.
+    /// Checks a tensor and returns its storage on the GPU.
     pub fn on_gpu<'a>(
         self,
         name: &str,
@@ -54,7 +54,7 @@ impl Op {
         Ok((storage, layout))
     }
 
-    /// The elements of a forward's argument, checked, and the device that they lie on.
+    /// Checks an argument of a forward. Returns its elements and their device.
     pub fn input<'a, T: CudaDType + WithDType>(
         self,
         name: &str,
@@ -65,7 +65,7 @@ impl Op {
         Ok((self.view(argument.0, argument.1)?, argument.0.device()))
     }
 
-    /// The elements of an opened tensor on the GPU, checked, and the device that they lie on.
+    /// Checks a locked tensor on the GPU. Returns its elements and their device.
     pub fn opened<'a, T: CudaDType + WithDType>(
         self,
         name: &str,
@@ -75,7 +75,7 @@ impl Op {
         self.input(name, self.on_gpu(name, opened, T::DTYPE, shape)?, shape)
     }
 
-    /// The elements of a storage that a layout, which was checked, is over.
+    /// Returns the elements of a storage that a checked layout covers.
     pub fn view<'a, T: CudaDType>(
         self,
         storage: &'a CudaStorage,
@@ -89,8 +89,8 @@ impl Op {
         }
     }
 
-    /// Calls `f` with the elements of a contiguous tensor on the GPU, to change them in place: gradients, weights, an
-    /// optimizer's state.
+    /// Calls `f` with the elements of a contiguous tensor on the GPU, to change them in place: gradients,
+    /// weights, optimizer state.
     pub fn edit<T: CudaDType, R>(
         self,
         tensor: &Tensor,
@@ -105,7 +105,7 @@ impl Op {
     }
 }
 
-/// A closure as an op, for candle lends a storage to ops alone.
+/// A closure as an op: candle gives mutable access to a storage only to ops.
 struct Edit<T, F, R> {
     op: Op,
     f: Cell<Option<F>>,
@@ -134,13 +134,14 @@ impl<T: CudaDType, R, F: FnOnce(&CudaDevice, &mut CudaViewMut<T>) -> Result<R>> 
     }
 }
 
-/// Memory for what a launch writes whole: it is not cleared before, and what it holds till then are no values.
+/// Allocates memory that a launch overwrites whole. It is not cleared; its contents are arbitrary until
+/// then.
 pub(super) fn output<T: CudaDType + DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaSlice<T>> {
-    // SAFETY: its elements are plain numbers, of which every bit pattern is one.
+    // SAFETY: the elements are plain numbers, for which every bit pattern is valid.
     unsafe { device.alloc::<T>(len) }
 }
 
-/// A tensor over a kernel's output.
+/// Makes a tensor of a kernel's output.
 pub(super) fn tensor<T: CudaDType>(
     slice: CudaSlice<T>,
     device: &CudaDevice,
@@ -149,7 +150,7 @@ pub(super) fn tensor<T: CudaDType>(
     of_storage(CudaStorage::wrap_cuda_slice(slice, device.clone()), shape)
 }
 
-/// A tensor over a storage.
+/// Makes a tensor of a storage.
 pub(super) fn of_storage(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }

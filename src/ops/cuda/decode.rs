@@ -1,5 +1,5 @@
-//! Decode of one token a sequence at addresses that stay: what a step changes is copied to the device at its beginning, so that
-//! its launches can be recorded and used again.
+//! Decode of one token per sequence at fixed addresses. The data that changes is copied to the device at
+//! the start of a step, so that the step's launches can be recorded and replayed.
 
 use super::arguments::{Op, tensor};
 use super::launch::kernel_set;
@@ -18,19 +18,19 @@ use std::sync::Arc;
 
 const OP: Op = Op("decode");
 
-/// A layer's part of a step.
+/// One layer's data of a step.
 #[derive(Clone)]
 struct DecodeLayer {
     pool: Arc<KvPool>,
     attention: Attention,
     plan: LaunchPlan,
-    /// Of the step's arrays.
+    /// Its range in the step's arrays.
     arrays: Range<usize>,
-    /// Where the new keys and values go, likewise.
+    /// Its range in the step's cache rows, where the new keys and values go.
     places: Range<usize>,
 }
 
-/// A new token of each of some sequences, layer after layer.
+/// One new token per sequence, with its data of every layer.
 #[derive(Default)]
 pub struct DecodeStep {
     layers: Vec<DecodeLayer>,
@@ -38,10 +38,10 @@ pub struct DecodeStep {
 }
 
 impl DecodeStep {
-    /// Makes room for a new token in each of `sequences`, whose keys and values of the next layer these are.
+    /// Adds the next layer: allocates room for one new token in each of `sequences`, the layer's caches.
     ///
     /// # Errors
-    /// When the cache is too small; then nothing has changed.
+    /// When the cache is too small; nothing has changed then.
     pub fn add_layer(&mut self, attention: Attention, sequences: &mut [&mut KvPages]) -> Result<()> {
         let Some(pool) = sequences.first().map(|sequence| sequence.pool().clone()) else {
             bail!("decode: no sequence")
@@ -50,7 +50,7 @@ impl DecodeStep {
         let counts = vec![1; lengths.len()];
         let batch = LaunchSequences::cached(&counts, &lengths)?;
         let places = pool.extend(sequences, &counts)?;
-        // Wider than needed, so that the shape stays while sequences grow.
+        // Wider than needed, so that the shape stays the same while sequences grow.
         let pages = lengths.iter().max().map_or(1, |longest| (longest + 1).div_ceil(PAGE));
         let (table, pages_max) = page_table(&accounts(sequences), pages.next_power_of_two());
         let kernels = kernel_set(pool.device())?;
@@ -71,20 +71,20 @@ impl DecodeStep {
     }
 }
 
-/// Steps of one shape, in memory that stays.
+/// Device memory for steps of one shape, at fixed addresses.
 pub struct DecodeBatch {
     device: CudaDevice,
     layers: Vec<DecodeLayer>,
     arrays: CudaSlice<i32>,
-    /// In the place of sinks where there are none.
+    /// Used instead of sinks where there are none.
     no_sinks: CudaSlice<f32>,
 }
 
 impl DecodeBatch {
-    /// For steps of the shape of `step`.
+    /// Allocates memory for steps of the shape of `step`.
     ///
     /// # Errors
-    /// When the device's memory does not suffice.
+    /// When the device has too little memory.
     pub fn new(device: &Device, step: &DecodeStep) -> Result<Self> {
         let device = device.as_cuda_device()?;
         let heads = step.layers.iter().map(|layer| layer.attention.heads).max().unwrap_or(1);
@@ -96,16 +96,16 @@ impl DecodeBatch {
         })
     }
 
-    /// Whether `step` has its shape.
+    /// Returns true when `step` has this shape.
     pub fn fits(&self, step: &DecodeStep) -> bool {
         let own = self.layers.iter().map(|layer| (layer.plan.shape, layer.attention));
         self.layers.len() == step.layers.len() && own.eq(step.shapes())
     }
 
-    /// Makes `step` the one that [`DecodeBatch::attend`] looks at.
+    /// Copies `step` to the device; [`DecodeBatch::attend`] then uses it.
     ///
     /// # Errors
-    /// When it does not fit; the driver's.
+    /// When it has another shape, or the driver fails.
     pub fn load(&mut self, step: &DecodeStep) -> Result<()> {
         if !self.fits(step) || self.arrays.len() != step.arrays.len() {
             bail!("decode: a step of another shape");
@@ -113,7 +113,8 @@ impl DecodeBatch {
         self.device.memcpy_htod(&step.arrays, &mut self.arrays)
     }
 
-    /// Attention of layer `index` for the step's tokens, `q [T, N, 64]`, whose `kv [T, 2, M, 64]` enter the cache: `[T, N·64]`.
+    /// Computes attention of layer `index` for the step's tokens `q [T, N, 64]` and adds their `kv [T, 2,
+    /// M, 64]` to the cache. Returns `[T, N·64]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -141,20 +142,20 @@ impl DecodeBatch {
     }
 }
 
-/// Writes the rows of `from`, of the same shape, over those of `to`, both bf16.
+/// Overwrites `to` with `from`, both bf16.
 ///
 /// # Errors
-/// When they are not of one shape, or not on the GPU.
+/// When their shapes differ, or one is not on the GPU.
 pub fn overwrite(to: &Tensor, from: &Tensor) -> Result<()> {
     let opened = from.storage_and_layout();
     let (from, _) = OP.opened::<bf16>("the rows", &opened, to.dims())?;
     OP.edit::<bf16, ()>(to, |device, to| device.cuda_stream().memcpy_dtod(&from, to).w())
 }
 
-/// Writes `values` over `to`.
+/// Overwrites `to` with `values`.
 ///
 /// # Errors
-/// When it is not as long, or not on the GPU.
+/// When the lengths differ, or `to` is not on the GPU.
 pub fn upload(to: &Tensor, values: &[u32]) -> Result<()> {
     if to.elem_count() != values.len() {
         bail!("decode: {} values for {:?}", values.len(), to.dims());

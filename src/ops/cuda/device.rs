@@ -1,4 +1,4 @@
-//! Opening a GPU.
+//! Opening a GPU, and its memory.
 
 use super::kernel_set;
 use crate::panics::catch_panic;
@@ -9,37 +9,40 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Device, Error, Result};
 
-/// The GPU `ordinal`, with a stream of its own: tensors may be made, used and dropped on any OS thread.
+/// Opens GPU `ordinal` with one stream: tensors may be created, used and dropped on any OS thread.
 ///
-/// `Device::new_cuda` would give every OS thread its own stream, with no order between them: a tensor used on a second
-/// thread could be read before it was written. What the process frees it keeps for itself.
+/// `Device::new_cuda` would give every OS thread its own stream, without order between them. A tensor used
+/// on a second thread could be read before it was written. The process keeps the memory that it frees.
 ///
 /// # Errors
-/// The driver's.
+/// When the driver fails.
 pub fn open(ordinal: usize) -> Result<Device> {
     let device = Device::new_cuda_with_stream(ordinal)?;
     keep_freed_memory(device.as_cuda_device()?)?;
     Ok(device)
 }
 
-/// By default freed memory goes back to the driver whenever the GPU is waited for, and every step would ask for it anew.
+/// Lets the process keep freed memory. By default it returns to the driver at every wait for the GPU, and
+/// each step would allocate it anew.
 fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     set_pool_attribute(device, CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
 }
 
-/// What this process has of a GPU's memory, in bytes.
+/// This process's memory on a GPU, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// What tensors lie in, and the most since [`forget_memory_peaks`].
+    /// Memory of tensors, and its maximum since [`forget_memory_peaks`].
     pub used: u64,
     pub used_max: u64,
-    /// With what was freed and is kept, and the most of it.
+    /// Memory of tensors and freed memory that is kept, and its maximum.
     pub reserved: u64,
     pub reserved_max: u64,
 }
 
+/// Returns this process's memory on `device`.
+///
 /// # Errors
-/// The driver's.
+/// When the driver fails.
 pub fn device_memory(device: &CudaDevice) -> Result<DeviceMemory> {
     let [used, used_max, reserved, reserved_max] = [
         CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT,
@@ -49,7 +52,7 @@ pub fn device_memory(device: &CudaDevice) -> Result<DeviceMemory> {
     ]
     .map(|attribute| pool_attribute(device, attribute));
     let (used, reserved) = (used?, reserved?);
-    // A mark that was put back to zero may stay there until more is taken.
+    // A reset maximum may stay at zero until more memory is allocated.
     Ok(DeviceMemory {
         used,
         used_max: used_max?.max(used),
@@ -58,40 +61,41 @@ pub fn device_memory(device: &CudaDevice) -> Result<DeviceMemory> {
     })
 }
 
-/// The next peaks are those from here on.
+/// Resets the maxima of [`device_memory`].
 ///
 /// # Errors
-/// The driver's.
+/// When the driver fails.
 pub fn forget_memory_peaks(device: &CudaDevice) -> Result<()> {
     set_pool_attribute(device, CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)?;
     set_pool_attribute(device, CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, 0)
 }
 
-/// Bytes that tensors can still have: what nothing takes, and what is kept for them.
+/// Returns the bytes that new tensors can use: free memory and kept memory.
 ///
 /// # Errors
-/// The driver's.
+/// When the driver fails.
 pub fn free_memory(device: &CudaDevice) -> Result<u64> {
     let kept = device_memory(device)?;
     let (free, _) = device.cuda_stream().context().mem_get_info().w()?;
     Ok(free as u64 + kept.reserved - kept.used)
 }
 
-/// Gives what was freed and kept back to the driver.
+/// Returns kept memory to the driver.
 ///
 /// # Errors
-/// The driver's.
+/// When the driver fails.
 pub(super) fn give_back_unused(device: &Device) -> Result<()> {
     let stream = device.as_cuda_device()?.cuda_stream();
     stream.synchronize().w()?;
-    // SAFETY: the device is an open context's, and the pool its own.
+    // SAFETY: the device belongs to an open context, and the pool to the device.
     unsafe { mem_pool::trim_to(get_default_mem_pool(stream.context().cu_device()).w()?, 0) }.w()
 }
 
 fn pool_attribute(device: &CudaDevice, attribute: CUmemPool_attribute) -> Result<u64> {
     let context = device.cuda_stream().context().clone();
     let mut value = 0u64;
-    // SAFETY: the device is an open context's, the pool is its own, and the attribute is a number of 64 bits.
+    // SAFETY: the device belongs to an open context, the pool to the device, and the attribute is a 64-bit
+    // number.
     unsafe {
         let pool = get_default_mem_pool(context.cu_device()).w()?;
         mem_pool::get_attribute(pool, attribute, (&raw mut value).cast()).w()?;
@@ -108,33 +112,33 @@ fn set_pool_attribute(device: &CudaDevice, attribute: CUmemPool_attribute, mut v
     }
 }
 
-/// GPUs that this process sees; none where their driver is missing.
+/// Returns the number of GPUs that this process sees; 0 without a driver.
 pub fn gpu_count() -> usize {
     catch_panic(CudaContext::device_count).ok().and_then(|count| count.ok()).unwrap_or(0) as usize
 }
 
-/// A GPU that the kernels run on.
+/// A GPU that supports every op.
 pub struct Gpu {
     pub device: Device,
     pub name: String,
-    /// Bytes of its memory that nothing takes.
+    /// Free memory, bytes.
     pub free_bytes: u64,
 }
 
 const DRIVER: &str = "an NVIDIA driver of release 580 or newer must be loaded (nvidia-smi shows it), and its \
                       libcuda.so.1 come before the toolkit's stub on LD_LIBRARY_PATH";
 
-/// The GPU `ordinal`, if every op runs on it.
+/// Opens GPU `ordinal` and checks that every op runs on it.
 ///
 /// # Errors
-/// Why it cannot be used, and the remedy, in a line.
+/// One line with the reason and the remedy.
 pub fn usable(ordinal: usize) -> Result<Gpu> {
     let refused = |why: &str| {
-        // A backtrace may follow.
+        // A backtrace may follow the first line.
         let why = why.lines().next().unwrap_or_default();
         Error::Msg(format!("GPU {ordinal} cannot be used: {why}; {DRIVER}"))
     };
-    // The CUDA library panics where a library that it wants is missing.
+    // The CUDA library panics when another library is missing.
     let device = catch_panic(|| open(ordinal))
         .map_err(|_| refused("a CUDA library is missing"))?
         .map_err(|error| refused(&error.to_string()))?;

@@ -1,4 +1,5 @@
-//! Tokens to experts and back on the GPU: rows in bf16, weights f32, the plan u32, made and read there.
+//! Dispatch of tokens to experts and their combination on the GPU: bf16 rows, f32 weights. The plan (u32)
+//! stays on the GPU.
 
 use super::arguments::{Op, of_storage, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -12,7 +13,7 @@ const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> 
     Kernel { function, file: "dispatch", threads, shared_bytes }
 }
 
-/// Routes of a block of the sort.
+/// Number of routes that a block of the sort handles.
 const CHUNK: usize = 256;
 const SORT_COUNT: Kernel = kernel("sort_count", 128, CHUNK * 4);
 const SORT_PLACE: Kernel = kernel("sort_place", 1024, 1024 * 4);
@@ -35,7 +36,7 @@ kernel_params! {
         top_k: i32,
     }
 
-    /// `Dispatch` there.
+    /// `Dispatch` of `kernels/dispatch.cuh`.
     struct Params {
         x: u64,
         dy: u64,
@@ -48,8 +49,8 @@ kernel_params! {
     }
 }
 
-/// The plan of [`crate::ops::Dispatch`] for `routes [T, K]`, which are trusted to be below `experts`: what they are is not
-/// known here without waiting for the GPU. `[2·T·K + experts + 1]`.
+/// Computes the plan of [`crate::ops::Dispatch`] for `routes [T, K]`: `[2·T·K + experts + 1]`. Routes must
+/// be below `experts`; a check would wait for the GPU.
 pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> Result<(CudaStorage, Shape)> {
     const OP: Op = Op("sort_by_expert");
     let (tokens, top_k) = routes.1.shape().dims2()?;
@@ -77,7 +78,8 @@ pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> 
             experts: experts as i32,
             top_k: top_k as i32,
         };
-        // SAFETY: all live past the launches; each fills what the next reads, and `plan` has room for its three parts.
+        // SAFETY: all outlive the launches; each launch fills the next one's input, and `plan` has room for
+        // its parts.
         unsafe {
             launch(device, &SORT_COUNT, &params, chunks)?;
             launch(device, &SORT_PLACE, &params, 1)?;
@@ -87,16 +89,16 @@ pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> 
     Ok((CudaStorage::wrap_cuda_slice(plan, device.clone()), Shape::from(len)))
 }
 
-/// What a kernel reads, and in which slots.
+/// Inputs of a kernel.
 struct Operands<'a> {
     x: DeviceArgument<'a>,
     weights: Option<DeviceArgument<'a>>,
-    /// Rows of `x`.
+    /// Indices of rows of `x`.
     rows: &'a Tensor,
     top_k: usize,
 }
 
-/// Launches a kernel, a block for each of `blocks` rows that it writes.
+/// Launches a kernel with one block for each of the `blocks` rows that it writes.
 fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<CudaStorage> {
     let Operands { x, weights, rows, top_k } = *operands;
     let width = x.1.shape().dims2()?.1;
@@ -121,20 +123,21 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
             top_k: top_k as i32,
             ..Params::default()
         };
-        // SAFETY: all live past the launch; `rows` names rows of `x`, and each block writes its own of `out`.
+        // SAFETY: all outlive the launch; `rows` holds indices of rows of `x`, and each block writes its
+        // own row of `out`.
         unsafe { launch(device, kernel, &params, blocks)? };
     }
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
 
-/// Rows `token_of [T·K]` of `x [T, H]`.
+/// Gathers rows `token_of [T·K]` of `x [T, H]`.
 pub(in crate::ops) fn dispatch_forward(x: DeviceArgument, token_of: &Tensor) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = (token_of.dim(0)?, x.1.shape().dims2()?.1);
     let operands = Operands { x, weights: None, rows: token_of, top_k: 1 };
     Ok((run(Op("dispatch"), &DISPATCH_FORWARD, &operands, rows)?, Shape::from((rows, width))))
 }
 
-/// The gradient of each token: the sum of `dy [T·K, H]` over its slots, whose rows are `row_of [T·K]`.
+/// Returns each token's gradient: the sum of `dy [T·K, H]` over its slots, whose rows are `row_of [T·K]`.
 pub(in crate::ops) fn dispatch_backward(dy: &Tensor, row_of: &Tensor, top_k: usize) -> Result<Tensor> {
     const OP: Op = Op("dispatch");
     let (rows, width) = dy.dims2()?;
@@ -145,7 +148,7 @@ pub(in crate::ops) fn dispatch_backward(dy: &Tensor, row_of: &Tensor, top_k: usi
     Ok(of_storage(out, (tokens, width)))
 }
 
-/// Sums of `x [T·K, H]` over each token's slots, weighed by `weights [T, K]`.
+/// Sums `x [T·K, H]` over each token's slots with `weights [T, K]`: `[T, H]`.
 pub(in crate::ops) fn combine_forward(
     x: DeviceArgument,
     weights: DeviceArgument,
@@ -156,7 +159,7 @@ pub(in crate::ops) fn combine_forward(
     Ok((run(Op("combine"), &COMBINE_FORWARD, &operands, tokens)?, Shape::from((tokens, width))))
 }
 
-/// The gradients of `x [T·K, H]` and of `weights [T, K]` from that of the sums, `dy [T, H]`.
+/// Returns the gradients of `x [T·K, H]` and `weights [T, K]` for the sums' gradient `dy [T, H]`.
 pub(in crate::ops) fn combine_backward(
     [x, weights, dy]: [&Tensor; 3],
     row_of: &Tensor,
@@ -184,7 +187,7 @@ pub(in crate::ops) fn combine_backward(
             width: width as i32,
             top_k: top_k as i32,
         };
-        // SAFETY: all live past the launch; `row_of` names every row of `x` and `dx` once.
+        // SAFETY: all outlive the launch; `row_of` holds every row of `x` and `dx` once.
         unsafe { launch(device, &COMBINE_BACKWARD, &params, rows)? };
     }
     Ok((tensor(dx, device, (rows, width)), tensor(dweights, device, (tokens, top_k))))

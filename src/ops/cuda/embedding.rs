@@ -1,4 +1,5 @@
-//! Rows and columns that ids name, on the GPU: values in bf16, a table's gradient in f32, changed in place.
+//! Selection of rows and columns by id on the GPU: values are bf16; a table's gradient is f32, added in
+//! place.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -13,13 +14,13 @@ use half::bf16;
 const OP: Op = Op("rows");
 const TAKE_ROWS: Kernel = Kernel { function: "take_rows", file: "embedding", threads: 256, shared_bytes: 0 };
 const TAKE_COLUMNS: Kernel = Kernel { function: "take_columns", ..TAKE_ROWS };
-/// Of a block that sums: eight of each lane.
+/// Columns that a block sums: eight per lane.
 const SUM_COLUMNS: usize = 256;
 const ADD_ROWS: Kernel =
     Kernel { function: "add_rows", shared_bytes: 256 / 32 * SUM_COLUMNS * size_of::<f32>(), ..TAKE_ROWS };
 const ADD_COLUMNS: Kernel = Kernel { function: "add_columns", ..ADD_ROWS };
 const SUM_ROWS: Kernel = Kernel { function: "sum_rows", ..ADD_ROWS };
-/// Elements that a thread takes at a time.
+/// Elements per thread.
 const VECTOR: usize = 8;
 
 kernel_params! {
@@ -33,7 +34,7 @@ kernel_params! {
         width: i32,
     }
 
-    /// `SumsById` there.
+    /// `SumsById` of `kernels/embedding.cuh`.
     struct SumParams {
         dy: u64,
         order: u64,
@@ -46,13 +47,13 @@ kernel_params! {
     }
 }
 
-/// Rows `ids`, which exist, of `table`.
+/// Returns rows `ids` of `table`; all must exist.
 pub(in crate::ops) fn take_rows(table: DeviceArgument, ids: &[u32]) -> Result<(CudaStorage, Shape)> {
     let width = table.1.shape().dims2()?.1;
     take(&TAKE_ROWS, table, ids, width, 0)
 }
 
-/// Columns `ids`, which exist, of `table`, as rows.
+/// Returns columns `ids` of `table` as rows; all must exist.
 pub(in crate::ops) fn take_columns(table: DeviceArgument, ids: &[u32]) -> Result<(CudaStorage, Shape)> {
     let (width, columns) = table.1.shape().dims2()?;
     take(&TAKE_COLUMNS, table, ids, width, columns)
@@ -81,19 +82,19 @@ fn take(
             width: width as i32,
         };
         let vectors = ids.len() * (width / VECTOR);
-        // SAFETY: all live past the launch; the table has what each id names, as the caller has checked.
+        // SAFETY: all outlive the launch; the caller has checked that every id exists in the table.
         unsafe { launch(device, kernel, &params, vectors.div_ceil(kernel.threads))? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((ids.len(), width))))
 }
 
-/// Adds the rows of `dy` to those of `table [V, H]` that their ids name.
+/// Adds each row of `dy` to the row of `table [V, H]` that its id names.
 pub(in crate::ops) fn add_rows(table: &Tensor, dy: &Tensor, by_id: &ById) -> Result<()> {
     let (rows, width) = table.dims2()?;
     add(&ADD_ROWS, table, dy, by_id, (rows, width, 0))
 }
 
-/// The same to the columns of `table [H, V]`.
+/// Adds each row of `dy` to the column of `table [H, V]` that its id names.
 pub(in crate::ops) fn add_columns(table: &Tensor, dy: &Tensor, by_id: &ById) -> Result<()> {
     let (width, columns) = table.dims2()?;
     add(&ADD_COLUMNS, table, dy, by_id, (columns, width, columns))
@@ -112,12 +113,12 @@ fn add(
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let table = at.write(table);
-        // SAFETY: the table lives past the launch and has `places` rows or columns of `width`.
+        // SAFETY: the table outlives the launch and has `places` rows or columns of `width`.
         unsafe { sum(kernel, device, &dy, by_id, places, SumPlaces { table, out: 0, columns, width }) }
     })
 }
 
-/// The gradient of `x [rows, H]`, of which rows were taken, from that of what was taken.
+/// Returns the gradient of `x [rows, H]` for `dy`, the gradient of the selected rows.
 pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &ById, rows: usize) -> Result<Tensor> {
     let width = dy.dims2()?.1;
     let opened = dy.storage_and_layout();
@@ -126,13 +127,13 @@ pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &ById, rows: usize) -> Result
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let out = at.write(&mut dx);
-    // SAFETY: `dx` lives past the launch and has as many rows of `width`.
+    // SAFETY: `dx` outlives the launch and has `rows` rows of `width`.
     unsafe { sum(&SUM_ROWS, device, &dy, by_id, rows, SumPlaces { table: 0, out, columns: 0, width })? };
     drop(at);
     Ok(tensor(dx, device, (rows, width)))
 }
 
-/// Where sums go: see `SumsById`.
+/// Destination of sums, as in `SumsById`.
 struct SumPlaces {
     table: u64,
     out: u64,
@@ -140,7 +141,7 @@ struct SumPlaces {
     width: usize,
 }
 
-/// Launches `kernel`, a block an id and 256 columns.
+/// Launches `kernel` with one block per id and 256 columns.
 ///
 /// # Safety
 /// The addresses must be of live memory with `places` rows or columns of the width.
@@ -173,6 +174,6 @@ unsafe fn sum(
         columns: to.columns as i64,
         width: to.width as i32,
     };
-    // SAFETY: the caller's promise; the lists live past the launch, every id is below `places`.
+    // SAFETY: guaranteed by the caller; the lists outlive the launch, and every id is below `places`.
     unsafe { launch(device, kernel, &params, ids.len() * to.width.div_ceil(SUM_COLUMNS)) }
 }

@@ -1,13 +1,13 @@
-//! The comparison arm "FA2 without the fix": FlashAttention-2, which knows no sinks. Forward only.
+//! FlashAttention-2 without sinks, for the ablation "FA2 without the fix". Forward only.
 
 use crate::ops::sink_attention::Attention;
 use candle_core::{Result, Tensor, bail};
 
-/// Causal attention by FlashAttention-2 **without sinks**, shapes as [`crate::ops::sink_attention()`] takes them.
-/// It has no backward: differentiating it is an error.
+/// Computes causal attention by FlashAttention-2 **without sinks**; shapes as in
+/// [`crate::ops::sink_attention()`]. It has no backward: differentiating it is an error.
 ///
 /// # Errors
-/// When `attention` asks for sinks, which it would leave out in silence; the library's own.
+/// When `attention` has sinks, which the library would ignore silently; those of the library.
 pub fn fa2_without_the_fix(
     q: &Tensor,
     kv: &Tensor,
@@ -33,7 +33,7 @@ pub fn fa2_without_the_fix(
         longest,
         longest,
         attention.scale(),
-        // Its window leaves the query itself out of the count.
+        // Its window does not count the query itself.
         attention.window.map(|w| w - 1),
         Some(0),
     )?;

@@ -1,4 +1,4 @@
-//! Launches recorded once and given to the GPU again as one: a CUDA graph.
+//! CUDA graphs: launches recorded once and replayed as one.
 
 use super::device::give_back_unused;
 use candle_core::cuda_backend::WrapErr;
@@ -6,20 +6,21 @@ use candle_core::cuda_backend::cudarc::driver::CudaGraph;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use candle_core::{Device, Result, bail};
 
-/// Recorded launches. What they read and write lies where it lay at the recording.
+/// A recorded CUDA graph. It reads and writes the addresses of the recording.
 pub struct Recorded(CudaGraph);
 
 impl Recorded {
-    /// What `work` gives to the device's stream, which it does not do now. `work` may neither wait for the device nor copy from the
-    /// host, and keeps nothing that it allocates.
+    /// Records the launches of `work` without running them. `work` must not wait for the device or copy
+    /// from the host, and its own allocations must end with it.
     ///
     /// # Errors
-    /// Those of `work`; the driver's, where something cannot be recorded.
+    /// Those of `work`, and those of the driver when a call cannot be recorded.
     pub fn of(device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Self> {
         let stream = device.as_cuda_device()?.cuda_stream();
-        // Waits of this stream for itself, of which a recording may have none that reach out of it.
+        // A recording may not wait for events outside of it, and event tracking would add such waits.
         let context = stream.context();
-        // SAFETY: what is allocated meanwhile is used on this stream alone, and gone when it ends.
+        // SAFETY: memory allocated meanwhile is used on this stream only, and is freed when the recording
+        // ends.
         unsafe { context.disable_event_tracking() };
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         let result = begun.w().and_then(|()| {
@@ -30,8 +31,8 @@ impl Recorded {
         // SAFETY: as above.
         unsafe { context.enable_event_tracking() };
         let Some(graph) = result? else { bail!("a recording of launches is empty") };
-        // What its launches allocate is not the pool's, which may keep all that there is for tensors to come. The driver keeps it for
-        // later recordings.
+        // The graph's allocations do not come from the pool, which may hold all free memory. The driver
+        // keeps them for later recordings.
         if graph.upload().is_err() {
             give_back_unused(device)?;
             graph.upload().w()?;
@@ -39,10 +40,10 @@ impl Recorded {
         Ok(Self(graph))
     }
 
-    /// Gives them to the device.
+    /// Launches the graph.
     ///
     /// # Errors
-    /// The driver's.
+    /// When the driver fails.
     pub fn launch(&self) -> Result<()> {
         self.0.launch().w()
     }

@@ -1,7 +1,8 @@
-//! The language model's head on the GPU: `h [R, H]` and `W [H, V]` in bf16, logits in f32, a chunk of rows at a time.
+//! The language-model head on the GPU: `h [R, H]` and `W [H, V]` are bf16, logits f32, one chunk of rows at
+//! a time.
 //!
-//! The sampler's logits and the training pass's are the same product and the same sums, so that a token's log-probability has
-//! the same bits in both.
+//! The sampler's logits and those of the training pass are the same product with the same sums. A token's
+//! log-probability therefore has the same bits in both.
 
 use super::arguments::{Op, of_storage, output, tensor};
 use super::log_prob::{logits_gradient, row_stats};
@@ -16,14 +17,14 @@ use candle_core::{DType, Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("log_prob");
-/// `h · W` for rows `h [m, H]`, f32.
+/// Computes `h · W` for rows `h [m, H]`, f32.
 fn product(h: DeviceArgument, weight: &Tensor) -> Result<CudaStorage> {
     let opened = weight.storage_and_layout();
     let weight = OP.on_gpu("the head", &opened, DType::BF16, weight.dims())?;
     Ok(product_forward(OP.0, h, weight, None, None, DType::F32)?.0)
 }
 
-/// Logits over the temperature `[R, V]`, and their log-sum-exps `[R]`.
+/// Returns logits divided by the temperature `[R, V]`, and their log-sum-exps `[R]`.
 pub(in crate::ops) fn head_logits(
     h: &Tensor,
     weight: &Tensor,
@@ -40,7 +41,7 @@ pub(in crate::ops) fn head_logits(
     Ok([of_storage(z, (rows, vocabulary)), tensor(log_sum_exp, device, rows)])
 }
 
-/// Log-probabilities (first row) and entropies (second row) of `targets`, `[2, R]`.
+/// Returns log-probabilities (first row) and entropies (second row) of `targets`, `[2, R]`.
 pub(in crate::ops) fn head_forward(
     h: DeviceArgument,
     weight: &Tensor,
@@ -65,8 +66,8 @@ pub(in crate::ops) fn head_forward(
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((2, rows))))
 }
 
-/// Adds the weight's gradient where it learns, and returns that of `h` where `h_learns`, from that of what
-/// [`head_forward`] gave, `[2, R]`.
+/// Adds the weight's gradient if it is trainable. Returns the gradient of `h` if `h_learns`. `gradient
+/// [2, R]` is that of [`head_forward`]'s output.
 pub(in crate::ops) fn head_backward(
     [h, weight, gradient]: [&Tensor; 3],
     targets: &[u32],
@@ -81,7 +82,7 @@ pub(in crate::ops) fn head_backward(
     let (gradient, _) = OP.opened::<f32>("the output's gradient", &opened[1], &[2, rows])?;
     let device = of_h.0.device();
     let ids = uploaded(device, targets)?;
-    // A chunk's gradient of the logits `[m, V]`, of its rows of `h`; then what `use_it` makes of both.
+    // Computes a chunk's gradient of the logits `[m, V]` and passes it with its rows of `h` to `use_it`.
     let each_chunk = |use_it: &mut dyn FnMut(Tensor, Tensor) -> Result<()>| {
         for start in (0..rows).step_by(chunk) {
             let m = chunk.min(rows - start);
@@ -114,7 +115,7 @@ pub(in crate::ops) fn head_backward(
     };
     match learns {
         None => each_chunk(&mut |dz, _| add_dh(&dz))?,
-        // Once, whatever the chunks: a pass adds to a parameter as often as it uses it.
+        // Once for all chunks: a pass adds to a parameter once per use.
         Some(learns) => learns.add(|dw| {
             each_chunk(&mut |dz, h| {
                 add_dh(&dz)?;
@@ -130,7 +131,7 @@ pub(in crate::ops) fn head_backward(
     }
 }
 
-/// Ids on the GPU; never an empty allocation's.
+/// Copies ids to the GPU; an empty list still gets an allocation.
 fn uploaded(device: &CudaDevice, ids: &[u32]) -> Result<CudaSlice<u32>> {
     device.clone_htod(if ids.is_empty() { &[0][..] } else { ids })
 }

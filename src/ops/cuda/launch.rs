@@ -1,4 +1,4 @@
-//! Launching kernels; the device's address of what they read and write.
+//! Kernel launches, and device addresses of their arguments.
 
 use super::modules::function;
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, Kernel, KernelSet};
@@ -11,7 +11,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::sync::Arc;
 
-/// Declares what kernels take by value: structs of plain numbers, laid out as the kernels' own.
+/// Declares kernel arguments passed by value: structs of plain numbers with the kernels' layout.
 macro_rules! kernel_params {
     ($($(#[doc = $doc:literal])* struct $name:ident { $($field:ident: $type:ty,)* })*) => {$(
         $(#[doc = $doc])*
@@ -21,17 +21,17 @@ macro_rules! kernel_params {
             $($field: $type,)*
         }
 
-        // SAFETY: plain numbers, laid out as the kernel's struct.
+        // SAFETY: plain numbers with the layout of the kernel's struct.
         unsafe impl candle_core::cuda_backend::cudarc::driver::DeviceRepr for $name {}
     )*};
 }
 
 pub(super) use kernel_params;
 
-/// The kernels of every forward and backward on this device: a function of the device alone, so that no run mixes two.
+/// Returns the kernel set of this device. It depends only on the device, so a run never mixes two sets.
 ///
 /// # Errors
-/// When the kernels do not run on it.
+/// When the kernels do not run on this device.
 pub fn kernel_set(device: &CudaDevice) -> Result<&'static KernelSet> {
     let context = device.cuda_stream().context().clone();
     check_device(&context.name().w()?, context.compute_capability().w()?)?;
@@ -41,8 +41,8 @@ pub fn kernel_set(device: &CudaDevice) -> Result<&'static KernelSet> {
 /// Launches `kernel` with one argument.
 ///
 /// # Safety
-/// `argument` must be what the kernel takes, with addresses of live memory that the kernel may read and write as far as
-/// it does with `blocks` blocks.
+/// `argument` must be the kernel's parameter struct. Its addresses must be of live memory that is valid for
+/// all reads and writes of `blocks` blocks.
 pub(super) unsafe fn launch<A: DeviceRepr>(
     device: &CudaDevice,
     kernel: &Kernel,
@@ -58,13 +58,13 @@ pub(super) unsafe fn launch<A: DeviceRepr>(
     };
     let mut builder = stream.launch_builder(&function);
     builder.arg(argument);
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { builder.launch(config) }.w()?;
     Ok(())
 }
 
-/// Addresses for a launch. Dropped after it, it tells what other streams do with the memory behind it to wait for it, where
-/// the library keeps that order: on a device from [`super::open`].
+/// Addresses for a launch. When it is dropped after the launch, other streams' later uses of the memory
+/// wait for the launch. This holds where the library keeps that order: on a device from [`super::open`].
 pub(super) struct Addresses<'a> {
     stream: &'a CudaStream,
     guards: Vec<SyncOnDrop<'a>>,
@@ -88,27 +88,27 @@ impl<'a> Addresses<'a> {
     }
 }
 
-/// Time on the device between two places of its stream.
+/// A timer of work on the device's stream.
 pub struct Timer {
     stream: Arc<CudaStream>,
     start: CudaEvent,
 }
 
 impl Timer {
-    /// Starts after all work given to the device so far.
+    /// Starts after all work launched so far.
     ///
     /// # Errors
-    /// The driver's.
+    /// When the driver fails.
     pub fn start(device: &CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
         let start = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()?;
         Ok(Self { stream, start })
     }
 
-    /// Milliseconds that the work since then took.
+    /// Returns the milliseconds of the work launched since the start.
     ///
     /// # Errors
-    /// The driver's, those of the work included.
+    /// When the driver or that work fails.
     pub fn milliseconds(self) -> Result<f32> {
         let end = self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()?;
         self.start.elapsed_ms(&end).w()

@@ -1,4 +1,4 @@
-//! The auxiliary loss that keeps experts in use, on the GPU: in f32, counts read from the plan where it lies.
+//! The load-balancing auxiliary loss on the GPU: f32; counts are read from the plan in GPU memory.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -10,7 +10,7 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 
 const OP: Op = Op("load_balance");
-/// A count a thread.
+/// One count per thread.
 const FRACTIONS: Kernel = Kernel {
     function: "load_balance_fractions",
     file: "load_balance",
@@ -18,11 +18,11 @@ const FRACTIONS: Kernel = Kernel {
     shared_bytes: 128 * size_of::<i64>(),
 };
 const ROWS: Kernel = Kernel { function: "load_balance_rows", shared_bytes: 0, ..FRACTIONS };
-/// A sum a thread.
+/// One sum per thread.
 const SUM: Kernel =
     Kernel { function: "load_balance_sum", threads: 256, shared_bytes: 256 * size_of::<f32>(), ..FRACTIONS };
 const BACKWARD: Kernel = Kernel { function: "load_balance_backward", ..ROWS };
-/// Threads of a row.
+/// Threads per row.
 const WARP: usize = 32;
 
 kernel_params! {
@@ -44,18 +44,18 @@ kernel_params! {
     }
 }
 
-/// Of which result a launch is.
+/// The result that a launch computes.
 enum Wanted {
-    /// Addresses of the rows' parts and of their sum.
+    /// Addresses of the rows' losses and of their sum.
     Loss { of_rows: u64, loss: u64 },
-    /// Addresses of the loss's gradient and of the logits'.
+    /// Addresses of the loss's gradient and of the logits' gradient.
     Gradient { dloss: u64, dlogits: u64 },
 }
 
-/// Counts how often each expert is chosen, then gives what is wanted.
+/// Counts how often each expert is chosen, then computes `wanted`.
 ///
 /// # Safety
-/// The addresses must be of live memory: of a number a row, of one, and of a number a logit.
+/// The addresses must be of live memory: one number per row, a scalar, and one number per logit.
 unsafe fn run(
     op: &LoadBalance,
     device: &CudaDevice,
@@ -103,7 +103,8 @@ unsafe fn run(
         scale: (experts as f64 / tokens as f64) as f32,
     };
     let blocks = rows.div_ceil(ROWS.threads / WARP);
-    // SAFETY: the caller's promise; the rest lives past the launches, each of which reads what those before it wrote.
+    // SAFETY: guaranteed by the caller; the rest outlives the launches, each of which reads only written
+    // memory.
     unsafe {
         launch(device, &FRACTIONS, &params, experts)?;
         match wanted {
@@ -119,7 +120,7 @@ unsafe fn run(
     }
 }
 
-/// The loss, a scalar.
+/// Returns the loss, a scalar.
 pub(in crate::ops) fn load_balance_forward(
     op: &LoadBalance,
     logits: DeviceArgument,
@@ -132,13 +133,13 @@ pub(in crate::ops) fn load_balance_forward(
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let wanted = Wanted::Loss { of_rows: at.write(&mut of_rows), loss: at.write(&mut loss) };
-        // SAFETY: both live past the launches, and have those sizes.
+        // SAFETY: both outlive the launches and have those sizes.
         unsafe { run(op, device, &values, (rows, experts), wanted)? };
     }
     Ok((CudaStorage::wrap_cuda_slice(loss, device.clone()), Shape::from(())))
 }
 
-/// The gradient of the logits from that of the loss, a scalar on the GPU too.
+/// Returns the logits' gradient for the gradient of the loss, a scalar on the GPU.
 pub(in crate::ops) fn load_balance_backward(
     op: &LoadBalance,
     logits: &Tensor,
@@ -153,7 +154,7 @@ pub(in crate::ops) fn load_balance_backward(
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let wanted = Wanted::Gradient { dloss: at.read(&dloss), dlogits: at.write(&mut dlogits) };
-        // SAFETY: both live past the launches, and have those sizes.
+        // SAFETY: both outlive the launches and have those sizes.
         unsafe { run(op, device, &logits, (rows, experts), wanted)? };
     }
     Ok(tensor(dlogits, device, (rows, experts)))

@@ -1,4 +1,4 @@
-//! The head's rows of logits on the GPU, in f32; their gradient is in bf16, as the products take it.
+//! Statistics of rows of logits on the GPU, f32, and the logits' gradient, bf16 as the products require.
 
 use super::arguments::Op;
 use super::launch::{Addresses, kernel_params, launch};
@@ -9,7 +9,7 @@ use candle_core::{Result, bail};
 use half::bf16;
 
 const OP: Op = Op("log_prob");
-/// Three numbers a warp.
+/// Three numbers per warp.
 const STATS: Kernel = Kernel {
     function: "log_prob_row_stats",
     file: "log_prob",
@@ -18,9 +18,9 @@ const STATS: Kernel = Kernel {
 };
 const GRADIENT: Kernel =
     Kernel { function: "log_prob_gradient", file: "log_prob", threads: 256, shared_bytes: 0 };
-/// Values that a thread takes at a time.
+/// Values per thread.
 const VECTOR: usize = 8;
-/// What a row may hold: its places are counted in i32.
+/// Maximum row length: indices are i32.
 const VOCABULARY_MAX: usize = 1 << 30;
 
 /// Refuses rows that are too long.
@@ -43,7 +43,7 @@ kernel_params! {
         inverse_temperature: f32,
     }
 
-    /// `LogitsGradient` there.
+    /// `LogitsGradient` of `kernels/log_prob.cuh`.
     struct GradientParams {
         z: u64,
         targets: u64,
@@ -57,7 +57,8 @@ kernel_params! {
     }
 }
 
-/// The vocabulary of `values` logits in `rows` rows, where what belongs to the rows is as long as they are many.
+/// Returns the vocabulary size of `values` logits in `rows` rows. Checks the lengths `of_rows` of per-row
+/// values.
 fn vocabulary(values: usize, rows: usize, of_rows: &[usize]) -> Result<usize> {
     if values == 0 {
         return Ok(0);
@@ -72,12 +73,12 @@ fn vocabulary(values: usize, rows: usize, of_rows: &[usize]) -> Result<usize> {
     Ok(vocabulary)
 }
 
-/// As [`crate::ops::log_prob::row_stats`], of all rows of `z [R, V]`, which then holds logits over the temperature: to
-/// log-sum-exps and entropies `[R]`, and to the log-probabilities of target ids where they are given. A target that is no
-/// token has NaN.
+/// Computes [`crate::ops::log_prob::row_stats`] of all rows of `z [R, V]`, which then holds logits divided
+/// by the temperature. Writes log-sum-exps and entropies `[R]` and, if target ids are given, their
+/// log-probabilities. A target outside the vocabulary gets NaN.
 ///
 /// # Errors
-/// When lengths disagree; the driver's.
+/// When lengths disagree, or the driver fails.
 pub fn row_stats(
     device: &CudaDevice,
     z: &mut CudaViewMut<f32>,
@@ -107,15 +108,16 @@ pub fn row_stats(
         vocabulary: vocabulary as i32,
         inverse_temperature,
     };
-    // SAFETY: all live past the launch, and a block stays in its row, whose numbers were counted.
+    // SAFETY: all outlive the launch, and a block stays in its row; the rows' lengths were checked.
     unsafe { launch(device, &STATS, &params, rows) }
 }
 
-/// The gradient `[R, V]` of logits before the temperature, from `z` over it, each row's log-sum-exp, entropy, and the
-/// gradients of its target's log-probability and of its entropy.
+/// Computes the gradient `[R, V]` of the logits before division by the temperature. Inputs: `z` (after it);
+/// per row the log-sum-exp, the entropy, and the gradients of the target's log-probability and of the
+/// entropy.
 ///
 /// # Errors
-/// When lengths disagree; the driver's.
+/// When lengths disagree, or the driver fails.
 pub fn logits_gradient(
     device: &CudaDevice,
     z: &CudaView<f32>,
@@ -147,6 +149,6 @@ pub fn logits_gradient(
         inverse_temperature,
     };
     let blocks = rows * vocabulary.div_ceil(GRADIENT.threads * VECTOR);
-    // SAFETY: all live past the launch, and a block stays in its row, whose numbers were counted.
+    // SAFETY: all outlive the launch, and a block stays in its row; the rows' lengths were checked.
     unsafe { launch(device, &GRADIENT, &params, blocks) }
 }

@@ -1,5 +1,5 @@
-//! Low-rank corrections on the GPU, `y + s · (x · A) · B`, by the products' kernels. Factors and rows are bf16, and so is
-//! `u = s · x · A` between the two products; the second adds `y` to its sums, and is rounded once, to the type of `y`.
+//! Low-rank corrections on the GPU, `y + s · (x · A) · B`, by the product kernels. Factors, rows and `u = s
+//! · x · A` are bf16. The second product adds `y` to its sums and rounds once, to the type of `y`.
 
 use super::arguments::{Op, of_storage};
 use super::product::{
@@ -13,7 +13,7 @@ use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
 
 const OP: Op = Op("low rank");
 
-/// `u`, `[T, r]`.
+/// Returns `u`, `[T, r]`.
 fn reduced(
     x: DeviceArgument,
     a: &Tensor,
@@ -25,7 +25,7 @@ fn reduced(
     finished_product(OP, x, a, starts, &Finish { scale, bias: None, addend: None }, DType::BF16)
 }
 
-/// `y + s · (x · A) · B`, in the type of `y`, bf16 or f32.
+/// Computes `y + s · (x · A) · B` in the type of `y`, bf16 or f32.
 pub(in crate::ops) fn low_rank_forward(
     y: DeviceArgument,
     x: DeviceArgument,
@@ -40,7 +40,8 @@ pub(in crate::ops) fn low_rank_forward(
     finished_product(OP, (&u, &Layout::contiguous(shape)), b, starts, &finish, y.0.dtype())
 }
 
-/// Adds the gradients of the factors that learn, for `dy` in bf16, and returns that of `x` where something below learns.
+/// Adds the gradients of trainable factors, for `dy` in bf16. Returns `dx` if an earlier layer is
+/// trainable.
 pub(in crate::ops) fn low_rank_backward(
     [x, dy]: [&Tensor; 2],
     [a, b]: [&Tensor; 2],

@@ -1,7 +1,8 @@
-//! Ops on an NVIDIA GPU, compiled with feature `cuda`: the same formulas, bf16 in and out, sums in f32.
+//! Ops on an NVIDIA GPU, compiled with feature `cuda`: the same formulas, bf16 inputs and outputs, f32
+//! sums.
 //!
-//! A row's bits depend on the row alone here too, on one kind of GPU and with one set of kernels; they are not the CPU's.
-//! The kernels are `kernels/*.cu`; docs/KERNELS.md explains them.
+//! A row's bits depend only on the row, given one kind of GPU and one kernel set. They differ from the
+//! CPU's. The kernels are `kernels/*.cu`; docs/KERNELS.md explains them.
 
 mod accumulate;
 mod arguments;

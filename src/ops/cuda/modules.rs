@@ -1,4 +1,4 @@
-//! The kernels' code: machine code where the driver takes it, else PTX, which the driver compiles anew.
+//! Loading of kernels: machine code if the driver accepts it, else PTX, which the driver compiles.
 
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
@@ -11,15 +11,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-/// Shared memory that a block gets without asking.
+/// Shared memory that a block has by default, bytes.
 const SHARED_BYTES_UNASKED: usize = 48 << 10;
-/// Percent of a multiprocessor's on-chip memory: what blocks that ask for much need to fit beside each other.
+/// Percent of a multiprocessor's on-chip memory used as shared memory, so that several large blocks fit.
 const SHARED_CARVEOUT_PERCENT: i32 = 100;
 
-/// A context, by its address: the modules below keep it alive.
+/// A context, by its address; the modules keep it alive.
 type Context = usize;
 
-/// What was loaded so far, by file and by kernel.
+/// Loaded modules by file, and functions by kernel.
 #[derive(Default)]
 struct Loaded {
     modules: HashMap<(Context, &'static str), Arc<CudaModule>>,
@@ -29,19 +29,19 @@ struct Loaded {
 static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
 
 fn loaded() -> MutexGuard<'static, Option<Loaded>> {
-    // A panic elsewhere leaves whole entries only.
+    // A panic elsewhere leaves only complete entries.
     LOADED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Unloads every kernel of the process. They are loaded anew when they are needed.
+/// Unloads all kernels of the process. They are loaded again when needed.
 pub fn unload_kernels() {
     *loaded() = None;
 }
 
-/// `kernel` on this device, ready for a launch.
+/// Returns `kernel` on this device, ready for a launch.
 ///
 /// # Errors
-/// When there is no such file or kernel; the driver's.
+/// When the file or the kernel does not exist, or the driver fails.
 pub(super) fn function(device: &CudaDevice, kernel: &Kernel) -> Result<CudaFunction> {
     let context = device.cuda_stream().context().clone();
     let key = context.cu_ctx() as Context;
@@ -82,7 +82,7 @@ fn load(context: &Arc<CudaContext>, file: &str) -> Result<Arc<CudaModule>> {
     match context.load_module(Ptx::from_binary(code.to_vec())) {
         Ok(module) => Ok(module),
         Err(refusal) => {
-            // Other machine code than was audited: that is said.
+            // The driver compiles code that was not audited, so the user is told.
             eprintln!(
                 "note: {file}: the driver refuses its machine code ({refusal}) and compiles its PTX instead"
             );

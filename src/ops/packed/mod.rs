@@ -1,14 +1,15 @@
-//! Matrices that stay packed: bf16, or MXFP4 as [`super::mxfp4`] has it, in as many bytes as on disk.
+//! Matrices that stay packed in memory: bf16, or MXFP4 ([`super::mxfp4`]), in as many bytes as on disk.
 //!
-//! A product decodes what it needs on the way, in the order of additions of [`super::product`]: **its bits are those of the
-//! product with the decoded matrix**, forward and in the gradient to the input. Nothing here learns.
+//! A product decodes the weights on the way and adds in the order of [`super::product`]. **Its bits are
+//! those of the product with the decoded matrix**, in the forward and in the gradient of the input. Packed
+//! matrices are not trainable.
 //!
-//! A matrix lies in panels of [`COLUMNS`] columns, each from its first k to its last, so that a product reads memory in one
-//! stream and a vector holds neighbouring columns. In MXFP4 a panel goes block by block: [`COLUMNS`] scales, then the
-//! block's bytes, those of a pair of k side by side.
+//! A matrix is stored in panels of [`COLUMNS`] columns, each from its first k to its last. A product
+//! therefore reads memory in one stream, and a vector holds neighbouring columns. An MXFP4 panel is stored
+//! block by block: [`COLUMNS`] scales, then the block's bytes, those of a pair of k side by side.
 //!
-//! On a GPU a matrix in MXFP4 lies in the same panels (`kernels/product_mxfp4.cuh`) and is multiplied there alone: what needs
-//! its bytes on the host refuses.
+//! A GPU stores an MXFP4 matrix in the same panels (`kernels/product_mxfp4.cuh`). It can only multiply by
+//! it: functions that need the bytes on the host refuse it.
 
 mod kernels;
 mod linear;
@@ -27,27 +28,27 @@ use rayon::prelude::*;
 use std::convert::Infallible;
 use std::ops::Range;
 
-/// Columns of a panel.
+/// Columns per panel.
 pub const COLUMNS: usize = 64;
-/// Panels whose weights are decoded together when there are many rows.
+/// Number of panels that are decoded together when there are many rows.
 const TILE_PANELS: usize = 8;
-/// Up to so many rows each weight is decoded in registers; more share one decoded tile.
+/// Maximum number of rows for which weights are decoded in registers. More rows share one decoded tile.
 const FEW_ROWS_MAX: usize = 16;
 
-/// How weights are packed.
+/// The packed format of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedForm {
     Bf16,
-    /// bf16 rows as stored: a table of which rows are looked up, and by which nothing multiplies.
+    /// bf16 rows as stored: an embedding table. Rows are looked up; products are not supported.
     Bf16Rows,
     Mxfp4,
 }
 
 impl PackedForm {
-    /// A block of [`BLOCK`] k in a panel: scales, and two k a byte.
+    /// Bytes per block of a panel: [`BLOCK`] values of k, as scales and two k per byte.
     const MXFP4_BLOCK_BYTES: usize = COLUMNS * (1 + BLOCK / 2);
 
-    /// Bytes of `rows` rows of a panel.
+    /// Returns the bytes of `rows` rows of a panel.
     const fn panel_bytes(self, rows: usize) -> usize {
         match self {
             PackedForm::Bf16 | PackedForm::Bf16Rows => rows * COLUMNS * 2,
@@ -55,7 +56,7 @@ impl PackedForm {
         }
     }
 
-    /// Bytes of a packed `[experts, input, output]`.
+    /// Returns the bytes of a packed `[experts, input, output]`.
     pub const fn bytes(self, [experts, input, output]: [usize; 3]) -> usize {
         match self {
             PackedForm::Bf16Rows => 2 * experts * input * output,
@@ -64,7 +65,7 @@ impl PackedForm {
     }
 }
 
-/// A packed matrix `[in, out]`, or one of each of `E` experts.
+/// A packed matrix `[in, out]`, or one per expert (`E` experts).
 pub struct PackedMatrix {
     form: PackedForm,
     experts: usize,
@@ -73,19 +74,20 @@ pub struct PackedMatrix {
     bytes: Bytes,
 }
 
-/// What a reader of stored weights fills for one panel: `[columns]` rows of the stored matrix `[out, in]`.
+/// The buffers that a reader of stored weights fills for one panel: `[columns]` rows of the stored `[out,
+/// in]`.
 pub struct StoredRows<'a> {
     pub expert: usize,
     pub columns: Range<usize>,
-    /// Little-endian bf16 `[columns][in]`, or MXFP4's blocks `[columns][in / 32][16]`.
+    /// Little-endian bf16 `[columns][in]`, or MXFP4 blocks `[columns][in / 32][16]`.
     pub values: &'a mut [u8],
     /// `[columns][in / 32]`; empty for bf16.
     pub scales: &'a mut [u8],
 }
 
 impl PackedMatrix {
-    /// Packs what `read` fills in, a panel at a time and several side by side; beside the matrix a panel a thread is in
-    /// memory.
+    /// Packs the weights that `read` provides, one panel per call, on several threads. Beyond the matrix it
+    /// holds one panel per thread in memory.
     ///
     /// # Errors
     /// Those of `read`.
@@ -120,7 +122,7 @@ impl PackedMatrix {
         Ok(Self { form, experts, input, output, bytes: Bytes::Host(bytes) })
     }
 
-    /// Packs what [`mxfp4::encode`] gives.
+    /// Packs MXFP4 blocks and scales in the layout of [`mxfp4::encode`].
     pub fn of_mxfp4(blocks: &[u8], scales: &[u8], shape: [usize; 3]) -> Self {
         let [_, input, output] = shape;
         let part = |of: &[u8], rows: &StoredRows, width: usize, to: &mut [u8]| {
@@ -137,7 +139,7 @@ impl PackedMatrix {
         matrix
     }
 
-    /// Packs bf16 values stored `[E, in, out]`: `read` fills one expert's bytes.
+    /// Packs bf16 values stored as `[E, in, out]`; `read` fills the bytes of one expert.
     ///
     /// # Errors
     /// Those of `read`.
@@ -160,50 +162,50 @@ impl PackedMatrix {
         Ok(Self { form, experts, input, output, bytes: Bytes::Host(bytes) })
     }
 
-    /// The matrix whose [`Self::bytes`] these are.
+    /// Rebuilds a matrix from the bytes that [`Self::bytes`] returned.
     pub fn of_bytes(form: PackedForm, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
         assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
         Self { form, experts, input, output, bytes: Bytes::Host(bytes) }
     }
 
-    /// Some of its experts.
+    /// Returns a range of its experts.
     ///
     /// # Errors
-    /// When it lies on a device.
+    /// When the matrix is on a device.
     pub fn experts(&self, experts: Range<usize>) -> candle_core::Result<Self> {
         let one = self.form.bytes([1, self.input, self.output]);
         let bytes = self.bytes()?[experts.start * one..experts.end * one].to_vec();
         Ok(Self { experts: experts.len(), bytes: Bytes::Host(bytes), ..*self })
     }
 
-    /// `[experts, in, out]`.
+    /// Returns `[experts, in, out]`.
     pub fn shape(&self) -> [usize; 3] {
         [self.experts, self.input, self.output]
     }
 
-    /// How it is packed.
+    /// Returns its packed format.
     pub fn form(&self) -> PackedForm {
         self.form
     }
 
-    /// Its size in memory.
+    /// Returns its size in memory, bytes.
     pub fn size_bytes(&self) -> usize {
         self.form.bytes(self.shape())
     }
 
-    /// The same in bf16 with each value replaced by `map` of it, which must be a bf16 again.
+    /// Returns a copy with `map` applied to each value. The matrix must be bf16, and so must every result.
     ///
     /// # Errors
-    /// When it lies on a device.
+    /// When the matrix is on a device.
     pub fn mapped(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
         assert!(self.form != PackedForm::Mxfp4, "only bf16 is mapped value by value");
         Ok(Self { bytes: Bytes::Host(table::map_bf16(self.bytes()?, map)), ..*self })
     }
 
-    /// All weights decoded, `[E, in, out]`.
+    /// Decodes all weights, `[E, in, out]`.
     ///
     /// # Errors
-    /// When it lies on a device.
+    /// When the matrix is on a device.
     pub fn decoded(&self) -> candle_core::Result<Vec<f32>> {
         let bytes = self.bytes()?;
         if self.form == PackedForm::Bf16Rows {
@@ -222,7 +224,7 @@ impl PackedMatrix {
         Ok(values)
     }
 
-    /// Column `index` of the first expert decoded, `[in]`.
+    /// Decodes column `index` of the first expert, `[in]`.
     fn column(&self, index: usize) -> candle_core::Result<impl Iterator<Item = f32>> {
         let panel = self.panel(self.bytes()?, 0, index / COLUMNS);
         Ok((0..self.input).map(move |k| panel.value(k, index % COLUMNS)))
@@ -239,15 +241,17 @@ impl PackedMatrix {
         Panel { form: self.form, bytes: &bytes[start..start + size], columns }
     }
 
-    /// Whether rows may be multiplied without the library, which takes another path for a last chunk of one or two k.
+    /// Returns true when rows may be multiplied without the library. The library uses another code path for
+    /// a last chunk of one or two k.
     fn chains(&self) -> bool {
         !matches!(self.input % K_CHUNK, 1 | 2)
     }
 
-    /// `out (+)= x · W` of one expert: what [`super::product::forward_product`] gives with the decoded matrix, to the bit.
+    /// Computes `out (+)= x · W` of one expert, with the bits of [`super::product::forward_product`] by the
+    /// decoded matrix.
     ///
     /// # Errors
-    /// When it lies on a device.
+    /// When the matrix is on a device.
     pub fn forward(
         &self,
         expert: usize,
@@ -258,10 +262,11 @@ impl PackedMatrix {
         self.forward_grouped(out, x, &[(expert, 0..x.len() / self.input.max(1))], accumulate)
     }
 
-    /// The same for rows that belong to several experts: `groups` names the rows of each, which do not overlap.
+    /// Performs [`Self::forward`] for rows of several experts. `groups` holds each expert with its range of
+    /// rows; ranges do not overlap.
     ///
     /// # Errors
-    /// When it lies on a device.
+    /// When the matrix is on a device.
     pub fn forward_grouped(
         &self,
         out: &mut [f32],
@@ -282,7 +287,8 @@ impl PackedMatrix {
         }
         assert!(x.len() >= end * k && out.len() >= end * n, "packed product: shapes");
         let groups = groups.iter().filter(|(_, rows)| !rows.is_empty());
-        // Columns of `tasks` do not overlap, nor do groups' rows: each place of `out` is one task's.
+        // Columns of `tasks` do not overlap, nor do rows of groups: each element of `out` belongs to one
+        // task.
         let tasks: Vec<Task> = groups
             .flat_map(|(expert, rows)| {
                 let few = rows.len() <= FEW_ROWS_MAX && self.chains() && Vectors::here() != Vectors::Plain;
@@ -301,7 +307,8 @@ impl PackedMatrix {
         Ok(())
     }
 
-    /// Ranges of up to `count` panels, none of them a single column: the library takes another path for one.
+    /// Returns ranges of up to `count` panels, none of a single column: the library uses another code path
+    /// for one.
     fn tiles(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let panels = self.panels();
         let lone = panels > 1 && self.output % COLUMNS == 1;
@@ -335,7 +342,7 @@ impl PackedMatrix {
             }
             return;
         }
-        // One row as two, as every forward has it.
+        // A single row is computed as two, as in every forward.
         let doubled = (m == 1).then(|| [x, x].concat());
         let first = panels.start * COLUMNS;
         let columns = (panels.end * COLUMNS).min(self.output) - first;
@@ -365,10 +372,10 @@ impl PackedMatrix {
         }
     }
 
-    /// `dx = dy · Wᵀ` of one expert: what [`product`] gives with the decoded matrix, to the bit.
+    /// Computes `dx = dy · Wᵀ` of one expert, with the bits of [`product`] by the decoded matrix.
     ///
     /// # Errors
-    /// When it lies on a device.
+    /// When the matrix is on a device.
     pub fn input_gradient(&self, expert: usize, dx: &mut [f32], dy: &[f32]) -> candle_core::Result<()> {
         let bytes = self.bytes()?;
         let (k, n) = (self.input, self.output);
@@ -402,10 +409,10 @@ impl PackedMatrix {
     }
 }
 
-/// Rows of a matrix that a thread decodes at a time for the gradient; whole blocks of MXFP4.
+/// Rows that a thread decodes at a time for the gradient; whole blocks of MXFP4.
 const ROWS_A_TIME: usize = 8 * BLOCK;
 
-/// Some panels of one expert, for its rows.
+/// Panels of one expert to multiply by its rows.
 struct Task {
     expert: usize,
     rows: Range<usize>,
@@ -413,7 +420,7 @@ struct Task {
     few: bool,
 }
 
-/// Rows of `width` bytes, elements of `N` bytes, to columns of a panel.
+/// Transposes rows of `width` bytes (elements of `N` bytes) to columns of a panel.
 fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
     for (column, row) in rows.chunks_exact(width).enumerate() {
         for (k, element) in row.as_chunks::<N>().0.iter().enumerate() {
@@ -423,7 +430,7 @@ fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
     }
 }
 
-/// Stored blocks `[columns][in / 32][16]` and scales `[columns][in / 32]` to a panel.
+/// Copies stored blocks `[columns][in / 32][16]` and scales `[columns][in / 32]` to a panel.
 fn arrange_blocks(panel: &mut [u8], values: &[u8], scales: &[u8]) {
     let blocks = panel.len() / PackedForm::MXFP4_BLOCK_BYTES;
     let (values, _) = values.as_chunks::<{ BLOCK / 2 }>();
@@ -438,14 +445,14 @@ fn arrange_blocks(panel: &mut [u8], values: &[u8], scales: &[u8]) {
     }
 }
 
-/// Whether a stored bf16 is NaN or infinite.
+/// Returns true when a stored bf16 is finite.
 pub fn bf16_is_finite(bytes: [u8; 2]) -> bool {
     u16::from_le_bytes(bytes) & 0x7f80 != 0x7f80
 }
 
-/// Whether all of a stored block's values are finite.
+/// Returns true when all values of a stored block are finite.
 pub fn block_is_finite(bytes: &[u8; BLOCK / 2], scale: u8) -> bool {
-    // Only from 2^126 on can a magnitude of 4 or 6 overflow.
+    // Only at a scale of 2^126 or more can a magnitude of 4 or 6 overflow.
     scale < 253 || mxfp4::decode_block(bytes, scale).iter().all(|v| v.is_finite())
 }
 
@@ -455,7 +462,7 @@ mod tests {
     use crate::random::{Purpose, stream};
     use rand::{Rng, RngCore};
 
-    /// A random matrix of `input × output` in `form`, scales of 2^-127 and below f32's normal range among them.
+    /// A random matrix of `input × output` in `form`; its scales include 2^-127 and subnormal results.
     fn matrix(form: PackedForm, input: usize, output: usize) -> PackedMatrix {
         let mut rng = stream(7, Purpose::Initialisation, &[input as u64, output as u64]);
         let shape = [1, input, output];
