@@ -1,6 +1,6 @@
-//! Attention's error against f64: outputs and gradients of random rows with scores of several widths.
-//! Largest and root-mean-square error over the largest value of each tensor, means over the draws.
-//! `cargo bench --bench accuracy`.
+//! Error of attention against f64: outputs and gradients of random rows with scores of several widths.
+//! Prints the largest and the root-mean-square error, relative to the largest value of each tensor, as
+//! means over the draws. `cargo bench --bench accuracy`.
 
 use candle_core::{Device, Tensor, Var};
 use rand::Rng;
@@ -20,7 +20,7 @@ fn noise(rng: &mut ChaCha8Rng, count: usize, width: f32) -> Vec<f32> {
     (0..count).map(|_| rng.random_range(-width..width)).collect()
 }
 
-/// What one head gives in f64: `o [T][D]`, and the gradients of `Σ o·g` for q, k, v and the sink.
+/// Results of one head in f64: `o [T][D]`, and the gradients of `Σ o·g` for q, k, v and the sink.
 struct Exact {
     o: Vec<f64>,
     q: Vec<f64>,
@@ -29,7 +29,7 @@ struct Exact {
     sink: f64,
 }
 
-/// `q`, `k`, `v`, `g` are `[T][D]`; a query sees `window` keys.
+/// Computes one head; `q`, `k`, `v`, `g` are `[T][D]`, and a query sees `window` keys.
 fn exact(q: &[f32], k: &[f32], v: &[f32], g: &[f32], sink: f32, window: usize) -> Exact {
     let tokens = q.len() / DIM;
     let scale = 1.0 / (DIM as f64).sqrt();
@@ -63,7 +63,7 @@ fn exact(q: &[f32], k: &[f32], v: &[f32], g: &[f32], sink: f32, window: usize) -
     all
 }
 
-/// Largest and root-mean-square difference, over the largest exact value.
+/// Returns the largest and the root-mean-square difference, relative to the largest exact value.
 fn errors(ours: &[f32], exact: &[f64]) -> (f64, f64) {
     let largest = exact.iter().fold(0f64, |m, x| m.max(x.abs()));
     let differences: Vec<f64> =
@@ -72,7 +72,7 @@ fn errors(ours: &[f32], exact: &[f64]) -> (f64, f64) {
     (differences.iter().copied().fold(0.0, f64::max), square.sqrt())
 }
 
-/// One draw: errors of `o`, `dq`, `dkv`, `dsinks`.
+/// Returns the errors of `o`, `dq`, `dkv`, `dsinks` for one draw.
 fn draw(seed: u64, tokens: usize, window: usize, width: f32) -> candle_core::Result<[(f64, f64); 4]> {
     let mut rng = stream(seed, Purpose::Problem, &[tokens as u64, window as u64]);
     let count = tokens * HEADS * DIM;

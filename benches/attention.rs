@@ -1,5 +1,5 @@
-//! Attention on one thread against two: new tokens of cached sequences, whose keys are shared out by chunks and rows.
-//! Medians over interleaved rounds. `cargo bench --bench attention`.
+//! Attention on one thread against two: new tokens of cached sequences, split by chunks of keys and by
+//! rows. Medians over interleaved rounds. `cargo bench --bench attention`.
 
 mod timing;
 
@@ -20,7 +20,7 @@ fn noise(shape: &[usize]) -> Tensor {
     Tensor::from_vec(values, shape, &Device::Cpu).expect("tensor")
 }
 
-/// `sequences` sequences that hold `held` positions get `new` more each.
+/// Measures `new` tokens for each of `sequences` sequences of `held` positions.
 fn measure(name: &str, attention: Attention, sequences: usize, held: usize, new: usize) {
     let Attention { heads, kv_heads, head_dim, .. } = attention;
     let tokens = sequences * new;

@@ -1,6 +1,6 @@
-//! The language model's head at the real vocabulary: log-probabilities and entropies of 1,024 rows, forward and backward.
-//! Prints one JSON line, seconds of every round and peak memory; `scripts/peer_head.py` prints PyTorch's.
-//! `cargo bench --bench head -- [THREADS]`.
+//! The language-model head at the real vocabulary size: log-probabilities and entropies of 1,024 rows,
+//! forward and backward. Prints one JSON line, seconds of every round and peak memory;
+//! `scripts/peer_head.py` prints PyTorch's. `cargo bench --bench head -- [THREADS]`.
 
 #[path = "../src/allocator.rs"]
 mod allocator;
@@ -21,7 +21,7 @@ const HIDDEN: usize = 64;
 const VOCABULARY: usize = 201_088;
 const ROUNDS: usize = 5;
 
-/// The head's gradient, one for all rounds.
+/// The head's gradient buffer, one for all rounds.
 struct Sum(Tensor);
 
 impl GradientSink for Sum {

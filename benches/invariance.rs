@@ -1,5 +1,6 @@
-//! What row invariance costs: the invariant product against the library's default, and a whole training step with
-//! either. Ratios of medians over interleaved rounds, one thread. `cargo bench --features bench --bench invariance`.
+//! Cost of batch invariance: the invariant product against the library's default, and a training step with
+//! each. Ratios of medians over interleaved rounds, one thread. `cargo bench --features bench --bench
+//! invariance`.
 
 mod models;
 mod timing;

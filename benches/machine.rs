@@ -1,13 +1,13 @@
-//! What the machine can do at best, measured in the same run as what is held against it.
+//! Best rates of the machine, measured in the same run as the benchmark that refers to them.
 
 use rayon::prelude::*;
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Larger than any cache, bytes.
+/// Size of the memory to read, bytes: larger than any cache.
 const STREAMED: usize = 1 << 30;
 
-/// The least seconds of `rounds` runs.
+/// Returns the seconds of the fastest of `rounds` runs.
 pub fn least(rounds: usize, mut run: impl FnMut()) -> f64 {
     run();
     (0..rounds)
@@ -19,7 +19,7 @@ pub fn least(rounds: usize, mut run: impl FnMut()) -> f64 {
         .fold(f64::INFINITY, f64::min)
 }
 
-/// Bytes a second that all threads of the pool read together.
+/// Returns the bytes per second that all threads of the pool read together.
 pub fn read_rate() -> f64 {
     let words = vec![1u64; STREAMED / 8];
     let sum = || {
@@ -34,7 +34,8 @@ pub fn read_rate() -> f64 {
         })
 }
 
-/// The `gemm` crate's best rate over some large products on all threads of the pool, multiply-adds a second.
+/// Returns the best rate of the `gemm` crate over some large products on all threads of the pool, in
+/// multiply-adds per second.
 pub fn product_rate() -> f64 {
     let threads = rayon::current_num_threads();
     let parallelism = if threads > 1 { gemm::Parallelism::Rayon(threads) } else { gemm::Parallelism::None };

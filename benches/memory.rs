@@ -1,8 +1,8 @@
-//! Peak memory of one training pass, with recomputed layers, against experts, vocabulary and tokens; and of loading and
-//! saving a model, against its largest tensor.
+//! Peak memory of one training pass with recomputed layers, by experts, vocabulary and tokens. Peak memory
+//! of loading and saving a model, relative to its largest tensor.
 //!
-//! A counting allocator tells the peak above what lay in memory before: weights and gradients, which the pass adds to in
-//! place, are not in a pass's; the model that is loaded is not in the loading's. `cargo bench --bench memory`.
+//! A counting allocator measures the peak above the memory in use before. For a pass that excludes weights
+//! and gradient buffers; for loading it excludes the loaded model. `cargo bench --bench memory`.
 
 mod models;
 
@@ -49,7 +49,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Forward and backward of `batch`; `begin` is called when all but the pass itself is there.
+/// Runs forward and backward of `batch`; calls `begin` when everything but the pass itself is allocated.
 fn run_pass(
     model: &Model,
     parameters: &Parameters,
@@ -92,7 +92,8 @@ fn measure(shape: Shape, tokens: usize) {
     );
 }
 
-/// The planned and the measured peak of an update of a model drawn by `seed`: weights, gradients, optimizer and one pass.
+/// Compares the planned and the measured peak of an update of a random model: weights, gradients,
+/// optimizer, one pass.
 fn planned(seed: u64, recompute_layers: bool) {
     let mut rng = stream(seed, Purpose::Problem, &[]);
     let heads = 2 * rng.random_range(1..6usize);
@@ -107,7 +108,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
     let (model, mut parameters) = model(shape);
-    // Drawing the weights side by side takes more than what follows.
+    // Drawing the weights in parallel uses more memory than the rest.
     PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
     let optimizer = Optimizer::new(&OptimizerSettings::default(), &mut parameters, false).expect("optimizer");
     let batch = &MicroBatch::split(&sequences(shape.vocabulary, tokens / 64, 65), usize::MAX)[0];
@@ -119,7 +120,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     recipe.cold_start.steps = 0;
     recipe.train.recompute_layers = Some(recompute_layers);
     recipe.train.micro_batch_tokens = tokens;
-    // One sequence, so that sampling takes less than the update.
+    // One sequence, so that sampling uses less memory than the update.
     (recipe.rollout.prompt_tokens_max, recipe.rollout.response_tokens_max) = (8, tokens - 8);
     (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) = (1, 1);
     let forms = vec![Form::F32; parameters.len()];
@@ -155,7 +156,8 @@ fn planned(seed: u64, recompute_layers: bool) {
     );
 }
 
-/// The peak above what is there before and, after, `kept` bytes of what `f` gives.
+/// Returns the result of `f` and its peak above the memory in use before and the `kept` bytes of the
+/// result.
 fn peak_of<T>(kept: usize, f: impl FnOnce() -> T) -> (T, usize) {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -205,7 +207,7 @@ fn main() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).stack_size(64 << 20).build().expect("pool");
     pool.install(|| {
         let base = Shape { hidden: 256, ..TINY };
-        // 0: the dense family, four times the width in one gated unit, its head tied.
+        // 0 means the dense family: one SwiGLU MLP of four times the width, and a tied head.
         for experts in [0, 8, 32, 128] {
             measure(Shape { experts, ..base }, 2048);
         }

@@ -28,7 +28,7 @@ pub const TINY: Shape = Shape { hidden: 64, layers: 4, heads: 4, experts: 4, voc
 #[allow(dead_code)]
 pub const SMALL: Shape = Shape { hidden: 512, layers: 8, heads: 8, experts: 16, vocabulary: 4096 };
 
-/// The architecture of this shape.
+/// Returns the architecture of this shape.
 pub fn config(shape: Shape) -> Config {
     let dense = shape.experts == 0;
     Config {
@@ -59,13 +59,13 @@ pub fn config(shape: Shape) -> Config {
     }
 }
 
-/// A model of this shape with random weights.
+/// Returns a model of this shape with random weights.
 #[allow(dead_code)]
 pub fn model(shape: Shape) -> (Model, Parameters) {
     random(config(shape), &Backend::default())
 }
 
-/// A model of this architecture with random weights, all of which learn.
+/// Returns a model of this architecture with random weights, all trainable.
 pub fn random(config: Config, backend: &Backend) -> (Model, Parameters) {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 4.0 };
     let tensors = init(&config, &settings, 0).expect("initialisation");
@@ -78,7 +78,7 @@ pub fn random(config: Config, backend: &Backend) -> (Model, Parameters) {
     (Model::new(config, 4096), parameters)
 }
 
-/// `count` random sequences of `length` tokens, every token but the first trained on.
+/// Returns `count` random sequences of `length` tokens; all tokens but the first are trained on.
 #[allow(dead_code)]
 pub fn sequences(vocabulary: usize, count: usize, length: usize) -> Vec<Sequence> {
     let mut rng = stream(0, Purpose::Problem, &[]);

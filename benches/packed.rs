@@ -1,6 +1,6 @@
-//! Products with packed weights at the released width, against what the machine can do in the same run: bytes a second of
-//! one row's and sixteen rows' products against a plain read of memory, and prefill against the `gemm` crate's best rate.
-//! `cargo bench --bench packed`.
+//! Products with packed weights at the released width, against the best rates of the machine in the same
+//! run. Decode: bytes per second of products of one and sixteen rows against a plain read of memory.
+//! Prefill: against the `gemm` crate's best rate. `cargo bench --bench packed`.
 
 mod machine;
 
@@ -27,7 +27,7 @@ fn matrix(form: PackedForm, shape: [usize; 3]) -> PackedMatrix {
     matrix
 }
 
-/// One decoding step's products with `m` rows: as many of the experts as are asked for.
+/// Measures the products of one decode step with `m` rows by the given experts.
 fn decode(name: &str, matrix: &PackedMatrix, experts: &[usize], m: usize, read: f64) {
     let [all, k, n] = matrix.shape();
     let bytes = matrix.size_bytes() / all * experts.len();
@@ -35,7 +35,7 @@ fn decode(name: &str, matrix: &PackedMatrix, experts: &[usize], m: usize, read: 
         experts.iter().enumerate().map(|(at, expert)| (*expert, at * m..(at + 1) * m)).collect();
     let x = vec![0.5f32; experts.len() * m * k];
     let mut out = vec![0f32; experts.len() * m * n];
-    // Other memory between the rounds, so that caches hold nothing of the matrix.
+    // Reads other memory between the rounds, so that no cache holds the matrix.
     let seconds = (0..7)
         .map(|_| {
             let other = vec![1u8; 256 << 20];

@@ -1,8 +1,10 @@
-//! One GRPO step from end to end: rollout, loss, gradients, update. `cargo bench --bench step -- --hidden 512 ...`
+//! One GRPO step from end to end: rollout, loss, gradients, update. `cargo bench --bench step -- --hidden
+//! 512 ...`
 //!
-//! Prints one JSON line: seconds and processor seconds of each step, apart for rollout and update, what the machine can do at
-//! best in the same run, and how much of that was used. Everything but shapes is at the recipe's defaults. Responses have a
-//! fixed length: tokens that would end one are replaced, as any peer is told not to stop.
+//! Prints one JSON line: wall and processor seconds of rollout and update, the machine's best rates in the
+//! same run, and the share of them that was used. Everything but shapes is at the recipe's defaults.
+//! Responses have a fixed length: tokens that would end one are replaced, and peers are configured not to
+//! stop.
 
 #[path = "../src/allocator.rs"]
 mod allocator;
@@ -72,27 +74,27 @@ struct Shapes {
     steps: u64,
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// The update's prompts differ in their first token, so that every sample of a group computes its own.
+    /// Gives each prompt of the update another first token, so that samples of a group share no prompt.
     #[arg(long)]
     separate_prompts: bool,
-    /// Products by the processor's dot products of bf16.
+    /// Uses the processor's bf16 dot products.
     #[arg(long)]
     bf16_dot: bool,
-    /// What cargo tells every benchmark.
+    /// Flag that cargo passes to every benchmark.
     #[arg(long)]
     bench: bool,
 }
 
 impl Shapes {
-    /// Multiply-adds of a row's products through the layers, and of one through the head.
+    /// Returns the multiply-adds of one row's products: through the layers, and through the head.
     fn multiply_adds(&self) -> (usize, usize) {
         let attention = 2 * self.hidden * (self.heads + self.kv) * self.head_dim;
         let experts = self.hidden * self.experts + 3 * self.topk * self.hidden * self.inter;
         (self.layers * (attention + experts), self.hidden * self.vocab)
     }
 
-    /// Multiply-adds of the products of forward and backward, each once: what is computed again does not count, nor does
-    /// attention. The backward has two products for one of the forward.
+    /// Returns the multiply-adds of the products of forward and backward, each counted once, without
+    /// recomputation and attention. The backward has two products for each one of the forward.
     fn useful(&self, batches: &[MicroBatch]) -> usize {
         let (of_row, of_target) = self.multiply_adds();
         let each = |b: &MicroBatch| b.tokens.len() * of_row + b.targets.len() * of_target;
@@ -117,14 +119,15 @@ impl Shapes {
     }
 }
 
-/// Ids below are control tokens of the embedded vocabulary, those from [`TEXT_END`] on are none of its.
+/// First text id: lower ids are control tokens of the embedded vocabulary. Ids from [`TEXT_END`] on are not
+/// in it.
 const TEXT: u32 = 16;
 const TEXT_END: u32 = 272;
 
-/// Sequences that decode together at most.
+/// Maximum number of sequences that decode together.
 const SEQUENCES_MAX: usize = 64;
 
-/// Samples from the model; what is no text becomes text, so that nothing ends a response early.
+/// A sampler that replaces control tokens by text, so that no response ends early.
 struct TextOnly;
 
 impl TokenSource for TextOnly {
@@ -138,7 +141,7 @@ impl TokenSource for TextOnly {
     }
 }
 
-/// Prompts of one length.
+/// A task with prompts of one length.
 struct Numbers {
     characters: usize,
 }
@@ -169,7 +172,7 @@ impl Task for Numbers {
     }
 }
 
-/// What the system counts of this process.
+/// Returns the system's resource usage of this process.
 fn usage() -> libc::rusage {
     // SAFETY: the struct is plain numbers, and the call fills all of it.
     unsafe {
@@ -179,14 +182,14 @@ fn usage() -> libc::rusage {
     }
 }
 
-/// Processor seconds of this process so far, and its page faults that needed no disk.
+/// Returns this process's processor seconds so far, and its minor page faults.
 fn processor_and_faults() -> (f64, i64) {
     let usage = usage();
     let seconds = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 * 1e-6;
     (seconds(usage.ru_utime) + seconds(usage.ru_stime), usage.ru_minflt)
 }
 
-/// What a stage of a step took.
+/// Resources that a stage of a step used.
 #[derive(Clone, Copy)]
 struct Spent {
     seconds: f64,
@@ -202,7 +205,8 @@ fn time<R>(run: impl FnOnce() -> Result<R>) -> Result<(R, Spent)> {
     Ok((result, Spent { seconds, processor: processor_end - processor, faults: faults_end - faults }))
 }
 
-/// Seconds for a token of each of `batch` sequences, between the first forward that sampled for all and the last.
+/// Returns the seconds per decode step of `batch` sequences, between the first and the last forward that
+/// sampled for all.
 fn decode_step(stamps: &[(Instant, u64)], batch: usize) -> Result<f64> {
     let full = |&&(_, sampled): &&(Instant, u64)| sampled >= batch as u64;
     let (first, last) = (stamps.iter().find(full), stamps.last());
@@ -222,7 +226,7 @@ fn main() -> Result<()> {
     let config = shapes.config();
     let threads = Threads::new(shapes.threads)?;
     let chat = config.family.chat.embedded()?;
-    // Under mpirun the update is that of several processes, each of which samples everything.
+    // Under mpirun several processes share the update; each of them samples everything.
     let mesh = Mesh::connect()?;
     let precision = if shapes.bf16_dot { Precision::Bf16Dot } else { Precision::F32 };
     ensure!(precision.is_here(), "this processor has no dot products of bf16");
@@ -241,7 +245,7 @@ fn main() -> Result<()> {
     let mut useful = 0;
     let timings = Timings::new();
     let batch = SEQUENCES_MAX.min(shapes.prompts as usize * shapes.samples);
-    // The first step is not counted: on either side it is the one that meets fresh memory.
+    // The first step is not counted, here or for peers: it touches fresh memory.
     for step in 0..=shapes.steps {
         let settings = RolloutSettings {
             turns_max: 1,
@@ -331,7 +335,7 @@ fn main() -> Result<()> {
     let (read_rate, product_rate) = threads.wide(|| (machine::read_rate(), machine::product_rate()));
     let (of_row, of_head) = shapes.multiply_adds();
     let of_step = (batch * (of_row + of_head)) as f64 / product_rate;
-    // Of the embedding a step reads a few rows.
+    // A step reads only a few rows of the embedding.
     let read = parameters.bytes() as f64 - 4.0 * (shapes.vocab * shapes.hidden) as f64;
     let rounded = |x: f64| (x * 1e4).round() / 1e4;
     let each = |of: &dyn Fn(&Spent) -> f64, spent: &[Spent]| -> Vec<f64> {

@@ -1,8 +1,8 @@
-//! How the benchmarks time.
+//! Timing of the benchmarks.
 
 use std::time::Instant;
 
-/// Seconds of the two alternatives, interleaved: medians of `rounds`. What `prepare` makes for a run is not timed.
+/// Returns the median seconds of two alternatives over `rounds` interleaved rounds. `prepare` is not timed.
 pub fn medians<S>(
     rounds: usize,
     mut prepare: impl FnMut() -> S,
@@ -12,7 +12,7 @@ pub fn medians<S>(
     run(false, &mut prepare());
     run(true, &mut prepare());
     for round in 0..rounds {
-        // The order alternates too, so that neither always follows the other.
+        // The order alternates too, so that neither always runs second.
         for turn in 0..2 {
             let second = (round + turn) % 2 == 1;
             let mut prepared = prepare();

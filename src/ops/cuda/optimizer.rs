@@ -1,4 +1,5 @@
-//! Updates of weights on the GPU, in place: everything f32 but codes and the weights that a model computes with.
+//! In-place updates of weights on the GPU. All values are f32, except 8-bit codes and bf16 weights of the
+//! forward.
 
 use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};
@@ -23,18 +24,18 @@ const SQUARES: Kernel =
     Kernel { function: "optimizer_squares", shared_bytes: 256 * size_of::<f64>(), ..ADAMW };
 const SUM: Kernel =
     Kernel { function: "optimizer_sum", threads: 1024, shared_bytes: 1024 * size_of::<f64>(), ..ADAMW };
-/// Both maps of codes.
+/// Its shared memory holds both code maps.
 const ADAMW_8BIT: Kernel = Kernel {
     function: "adamw_8bit",
     file: "adamw_8bit",
     threads: 256,
     shared_bytes: 2 * 2 * 256 * size_of::<f32>(),
 };
-/// Values that a thread takes.
+/// Values per thread.
 const VALUES: usize = 4;
-/// Values whose squares a block adds.
+/// Values whose squares a thread block adds.
 const CHUNK: usize = 8192;
-/// Blocks of codes that a block of threads takes: four a warp.
+/// Blocks of codes per thread block: four per warp.
 const CODE_BLOCKS: usize = 4 * 256 / 32;
 
 kernel_params! {
@@ -49,7 +50,7 @@ kernel_params! {
         eps: f32,
     }
 
-    /// `AdamW` there.
+    /// `AdamW` of `kernels/optimizer.cuh`.
     struct AdamWParams {
         weights: u64,
         first: u64,
@@ -59,7 +60,7 @@ kernel_params! {
         step: Step,
     }
 
-    /// `Sgd` there.
+    /// `Sgd` of `kernels/optimizer.cuh`.
     struct SgdParams {
         weights: u64,
         gradient: u64,
@@ -68,7 +69,7 @@ kernel_params! {
         rate: f32,
     }
 
-    /// `Momentum` there.
+    /// `Momentum` of `kernels/optimizer.cuh`.
     struct MomentumParams {
         buffer: u64,
         gradient: u64,
@@ -76,21 +77,21 @@ kernel_params! {
         momentum: f32,
     }
 
-    /// `Scale` there.
+    /// `Scale` of `kernels/optimizer.cuh`.
     struct ScaleParams {
         x: u64,
         count: i64,
         factor: f32,
     }
 
-    /// `RoundToBf16` there.
+    /// `RoundToBf16` of `kernels/optimizer.cuh`.
     struct RoundParams {
         x: u64,
         out: u64,
         count: i64,
     }
 
-    /// `SumOfSquares` there.
+    /// `SumOfSquares` of `kernels/optimizer.cuh`.
     struct SumParams {
         x: u64,
         parts: u64,
@@ -98,7 +99,7 @@ kernel_params! {
         count: i64,
     }
 
-    /// `AdamW8Bit` there.
+    /// `AdamW8Bit` of `kernels/optimizer.cuh`.
     struct AdamW8BitParams {
         maps: u64,
         weights: u64,
@@ -119,12 +120,13 @@ impl From<&AdamW> for Step {
     }
 }
 
-/// Refuses another element type or shape than a tensor that is changed in place must have.
+/// Checks element type and shape of a tensor that is changed in place.
 fn check(name: &str, x: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
     Argument { op: OP.0, name, dtype: x.dtype(), layout: x.layout() }.check(dtype, shape)
 }
 
-/// Calls `f` with the values of `changed` to change and an address of those of `read`, unless there are none.
+/// Calls `f` with the mutable values of `changed` and the address of the values of `read`. Does nothing for
+/// empty tensors.
 fn edit_by(
     (name, changed): (&str, &Tensor),
     read: &Tensor,
@@ -145,21 +147,21 @@ fn edit_by(
     })
 }
 
-/// Launches a kernel that takes [`VALUES`] values a thread.
+/// Launches a kernel that processes [`VALUES`] values per thread.
 ///
 /// # Safety
-/// As of [`launch`].
+/// As for [`launch`].
 unsafe fn for_each<P: DeviceRepr>(
     device: &CudaDevice,
     kernel: &Kernel,
     params: &P,
     count: usize,
 ) -> Result<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { launch(device, kernel, params, count.div_ceil(kernel.threads * VALUES)) }
 }
 
-/// As [`crate::ops::optimizer::adamw`].
+/// Performs [`crate::ops::optimizer::adamw`].
 pub(in crate::ops) fn adamw(
     weights: &Tensor,
     [first, second]: [&Tensor; 2],
@@ -182,38 +184,38 @@ pub(in crate::ops) fn adamw(
                     count: count as i64,
                     step: step.into(),
                 };
-                // SAFETY: all four live past the launch and hold as many values.
+                // SAFETY: all four outlive the launch and have the same number of values.
                 unsafe { for_each(device, &ADAMW, &params, count) }
             })
         })
     })
 }
 
-/// As [`crate::ops::optimizer::sgd`].
+/// Performs [`crate::ops::optimizer::sgd`].
 pub(in crate::ops) fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate: f32) -> Result<()> {
     edit_by(("weights", weights), gradient, |device, weights, gradient| {
         let stream = device.cuda_stream();
         let count = weights.len();
         let mut at = Addresses::new(&stream);
         let params = SgdParams { weights: at.write(weights), gradient, count: count as i64, shrink, rate };
-        // SAFETY: both live past the launch and hold as many values.
+        // SAFETY: both outlive the launch and have the same number of values.
         unsafe { for_each(device, &SGD, &params, count) }
     })
 }
 
-/// As [`crate::ops::optimizer::accumulate`].
+/// Performs [`crate::ops::optimizer::accumulate`].
 pub(in crate::ops) fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
     edit_by(("the buffer", buffer), gradient, |device, buffer, gradient| {
         let stream = device.cuda_stream();
         let count = buffer.len();
         let mut at = Addresses::new(&stream);
         let params = MomentumParams { buffer: at.write(buffer), gradient, count: count as i64, momentum };
-        // SAFETY: both live past the launch and hold as many values.
+        // SAFETY: both outlive the launch and have the same number of values.
         unsafe { for_each(device, &MOMENTUM, &params, count) }
     })
 }
 
-/// As [`crate::ops::optimizer::scale`].
+/// Performs [`crate::ops::optimizer::scale`].
 pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
     check("x", x, DType::F32, x.dims())?;
     OP.edit(x, |device, x: &mut CudaViewMut<f32>| {
@@ -224,12 +226,12 @@ pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
         let count = x.len();
         let mut at = Addresses::new(&stream);
         let params = ScaleParams { x: at.write(x), count: count as i64, factor };
-        // SAFETY: it lives past the launch.
+        // SAFETY: it outlives the launch.
         unsafe { for_each(device, &SCALE, &params, count) }
     })
 }
 
-/// Writes f32 `masters` into `copy`, the bf16 tensor that the model computes with.
+/// Rounds f32 `masters` into `copy`, the bf16 weights of the forward.
 pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> {
     check("the copy", copy, DType::BF16, masters.dims())?;
     let opened = masters.storage_and_layout();
@@ -243,12 +245,12 @@ pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> 
         let count = copy.len();
         let mut at = Addresses::new(&stream);
         let params = RoundParams { x: at.read(&x), out: at.write(copy), count: count as i64 };
-        // SAFETY: both live past the launch and hold as many values.
+        // SAFETY: both outlive the launch and have the same number of values.
         unsafe { for_each(device, &ROUND, &params, count) }
     })
 }
 
-/// As [`crate::ops::optimizer::sum_of_squares`], in an order of its own that depends on the length alone.
+/// Performs [`crate::ops::optimizer::sum_of_squares`], in an order that depends only on the length.
 pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let opened = x.storage_and_layout();
     let (storage, layout) = OP.on_gpu("x", &opened, DType::F32, x.dims())?;
@@ -267,7 +269,7 @@ pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
         sum: at.write(&mut sum),
         count: x.len() as i64,
     };
-    // SAFETY: all live past both launches; the first fills `parts`, which the second reads.
+    // SAFETY: all outlive both launches; the first fills `parts`, which the second reads.
     unsafe {
         launch(device, &SQUARES, &params, chunks)?;
         launch(device, &SUM, &params, 1)?;
@@ -276,8 +278,8 @@ pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     Ok(device.clone_dtoh(&sum)?[0])
 }
 
-/// As [`crate::ops::adamw_8bit::adamw_8bit`]. `maps`: what the codes of the first moment stand for and the bounds between them,
-/// then the second's.
+/// Performs [`crate::ops::adamw_8bit::adamw_8bit`]. `maps` holds the values of the first moment's codes and
+/// the bounds between them, then the second moment's.
 pub(in crate::ops) fn adamw_8bit(
     weights: &Tensor,
     [first, second]: [Moment; 2],
@@ -308,7 +310,8 @@ pub(in crate::ops) fn adamw_8bit(
                     count,
                     step: step.into(),
                 };
-                // SAFETY: all live past the launch; codes, weights and gradient hold as many values, scales a number a block.
+                // SAFETY: all outlive the launch; codes, weights and gradient have one length, scales one
+                // number per block.
                 unsafe { launch(device, &ADAMW_8BIT, &params, blocks.div_ceil(CODE_BLOCKS)) }
             })
         })

@@ -1,4 +1,4 @@
-//! Attention over a key-value cache in pages on the GPU: prefill in chunks and decode, by the forward that trains.
+//! Attention over a paged key-value cache on the GPU: chunked prefill and decode, by the training forward.
 
 use super::arguments::tensor;
 use super::launch::{Addresses, kernel_params, kernel_set, launch};
@@ -13,17 +13,17 @@ use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Keys and values of one layer on a GPU, for all its sequences: `[pages · 64, 2, M, 64]`.
+/// Keys and values of one layer for all sequences, in GPU memory: `[pages · 64, 2, M, 64]`.
 #[derive(Debug)]
 pub struct KvPool {
     device: CudaDevice,
     memory: Mutex<CudaSlice<bf16>>,
     kv_heads: usize,
-    /// Whose page is whose.
+    /// Allocation of the pages to sequences.
     pages: Arc<Pages>,
 }
 
-/// One sequence's keys and values in a pool. Cloning shares its pages, and what is dropped frees them.
+/// One sequence's keys and values in a pool. Clones share pages; dropping the last clone frees them.
 #[derive(Debug, Clone)]
 pub struct KvPages {
     pool: Arc<KvPool>,
@@ -31,18 +31,18 @@ pub struct KvPages {
 }
 
 impl KvPool {
-    /// `pages` free pages for `kv_heads` heads.
+    /// Allocates `pages` free pages for `kv_heads` heads.
     ///
     /// # Errors
-    /// When the device's memory does not suffice.
+    /// When the device has too little memory.
     pub fn new(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<Arc<Self>> {
-        // Never less than a page: an empty allocation has no address.
+        // At least one page: an empty allocation has no address.
         let memory = device.alloc_zeros(pages.max(1) * BLOCK_KEYS * 2 * kv_heads * HEAD_DIM)?;
         let (device, memory, pages) = (device.clone(), Mutex::new(memory), Pages::new(pages));
         Ok(Arc::new(Self { device, memory, kv_heads, pages }))
     }
 
-    /// A sequence without positions.
+    /// Returns an empty sequence.
     pub fn sequence(self: &Arc<Self>) -> KvPages {
         KvPages { pool: self.clone(), sequence: PagedSequence::default() }
     }
@@ -51,15 +51,15 @@ impl KvPool {
         &self.device
     }
 
-    /// Pages that no sequence holds.
+    /// Returns the number of pages that belong to no sequence.
     pub fn free_pages(&self) -> usize {
         self.pages.free()
     }
 
-    /// Makes room in `sequences` and copies the new rows of `kv` `[T, 2, M, 64]` there, `counts[i]` to `sequences[i]`.
+    /// Appends rows of `kv [T, 2, M, 64]`, `counts[i]` of them to `sequences[i]`.
     ///
     /// # Errors
-    /// When the numbers of rows disagree, or the cache is too small: then nothing has changed.
+    /// When row counts disagree, or the cache is too small; nothing has changed then.
     pub fn append(
         &self,
         kv: &CudaView<bf16>,
@@ -74,10 +74,10 @@ impl KvPool {
         self.write(kv, &self.device.clone_htod(&places)?.as_view())
     }
 
-    /// Makes room for `counts[i]` new rows in `sequences[i]`: the place in the cache of each of them.
+    /// Allocates `counts[i]` new rows in `sequences[i]`. Returns the cache row of each.
     ///
     /// # Errors
-    /// When the cache is too small: then nothing has changed.
+    /// When the cache is too small; nothing has changed then.
     pub(super) fn extend(&self, sequences: &mut [&mut KvPages], counts: &[usize]) -> Result<Vec<i32>> {
         if sequences.iter().any(|sequence| !std::ptr::eq(&*sequence.pool, self)) {
             bail!("key-value cache: a sequence of another cache");
@@ -87,7 +87,7 @@ impl KvPool {
         for copy in &growth.copies {
             self.copy(&mut memory, copy)?;
         }
-        // Below the cache's length: `pages` counts no more of them than there is memory for.
+        // Fits i32: rows are below the cache's length.
         Ok(growth.runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect())
     }
 
@@ -99,10 +99,10 @@ impl KvPool {
         Ok(())
     }
 
-    /// Copies rows of `kv` to `places`, which [`KvPool::extend`] gave.
+    /// Copies rows of `kv` to the cache rows `places`, which [`KvPool::extend`] returned.
     ///
     /// # Errors
-    /// When there are more or fewer of them.
+    /// When the row counts differ.
     pub(super) fn write(&self, kv: &CudaView<bf16>, places: &CudaView<i32>) -> Result<()> {
         self.check_rows(kv, places.len())?;
         let (width, tokens) = (self.row_elements(), places.len());
@@ -115,19 +115,20 @@ impl KvPool {
             places: at.read(places),
             row_vectors: (width / VECTOR) as i32,
         };
-        // SAFETY: all three live past the launch, `kv` and `places` have `tokens` rows, and every place is in the cache.
+        // SAFETY: all three outlive the launch, `kv` and `places` have `tokens` rows, and every place is in
+        // the cache.
         unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
     }
 
-    /// What lies in all pages, `[pages · 64, 2, M, 64]`.
+    /// Returns the contents of all pages, `[pages · 64, 2, M, 64]`.
     ///
     /// # Errors
-    /// The device's.
+    /// When the copy fails.
     pub fn values(&self) -> Result<Vec<bf16>> {
         self.device.clone_dtoh(&*self.memory())
     }
 
-    /// Two pages never overlap, so the one that ends first can be split off.
+    /// Copies rows between two pages. They never overlap, so the memory can be split after the first one.
     fn copy(&self, memory: &mut CudaSlice<bf16>, copy: &CopiedRows) -> Result<()> {
         let width = self.row_elements();
         let (from, to, len) = (copy.from * width, copy.to * width, copy.rows * width);
@@ -149,7 +150,7 @@ impl KvPool {
 }
 
 impl KvPages {
-    /// Positions held.
+    /// Returns the number of cached positions.
     pub fn len(&self) -> usize {
         self.sequence.len()
     }
@@ -158,24 +159,25 @@ impl KvPages {
         &self.pool
     }
 
-    /// The same pool's, with `len` positions of whatever lies in the pages: for timings.
+    /// Returns a sequence of this pool with `len` positions of arbitrary contents, for timings.
     ///
     /// # Errors
-    /// When the pages do not suffice.
+    /// When there are too few free pages.
     pub fn reserved(&self, len: usize, window: Option<usize>) -> Result<Self> {
         Ok(Self { pool: self.pool.clone(), sequence: self.pool.pages.reserved(len, window)? })
     }
 
-    /// Frees pages that no query at or after `position` can see through `window`, and no other sequence holds.
+    /// Frees pages that no query at or after `position` can see through `window`. A page that another
+    /// sequence shares stays.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         self.sequence.forget_before(position, window);
     }
 }
 
-/// A sequence without positions of a new pool, as [`KvPool::new`] makes it.
+/// Returns an empty sequence of a new pool.
 ///
 /// # Errors
-/// As there.
+/// Those of [`KvPool::new`].
 pub fn kv_pages(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<KvPages> {
     Ok(KvPool::new(device, kv_heads, pages)?.sequence())
 }
@@ -195,15 +197,15 @@ kernel_params! {
 }
 
 const KV_APPEND: Kernel = Kernel { function: "kv_append", file: "kv_append", threads: 128, shared_bytes: 0 };
-/// Elements of 16 bytes, what a thread moves at a time.
+/// Number of elements in 16 bytes, moved by a thread at a time.
 const VECTOR: usize = 8;
 
-/// Attention of new tokens over cached keys, which they extend: `counts[i]` rows of `q [T, N, 64]` and `kv [T, 2, M, 64]`,
-/// both bf16, belong to `sequences[i]`, all of one pool. `kernels` are those of [`super::kernel_set`]. Not differentiable.
-/// Returns `[T, N·64]` and the log-sum-exps `[T, N]`.
+/// Computes attention of new tokens over cached keys and appends the tokens to the cache. `counts[i]` rows
+/// of bf16 `q [T, N, 64]` and `kv [T, 2, M, 64]` belong to `sequences[i]`, all of one pool. `kernels` must
+/// be those of [`super::kernel_set`]. Not differentiable. Returns `[T, N·64]` and log-sum-exps `[T, N]`.
 ///
 /// # Errors
-/// When shapes disagree, or the cache is too small for the new tokens: then nothing has changed.
+/// When shapes disagree, or the cache is too small; nothing has changed then.
 pub fn sink_attention_paged(
     kernels: &'static KernelSet,
     q: &Tensor,
@@ -241,10 +243,10 @@ pub fn sink_attention_paged(
     Ok((tensor(out, &pool.device, (tokens, heads * HEAD_DIM)), tensor(lse, &pool.device, (tokens, heads))))
 }
 
-/// The same with the device's kernels, `[T, N·64]`.
+/// Performs [`sink_attention_paged`] with the device's kernels; returns `[T, N·64]`.
 ///
 /// # Errors
-/// As there.
+/// Those of [`sink_attention_paged`].
 pub(in crate::ops) fn sink_attention_cached(
     q: &Tensor,
     kv: &Tensor,

@@ -1,4 +1,5 @@
-//! Runs the small kernels of `kernels/primitive_checks.cu`, each of which shows what some machine instructions do.
+//! Runner of the small kernels in `kernels/primitive_checks.cu`; each shows the effect of some machine
+//! instructions.
 
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::sink_attention::kernels::Kernel;
@@ -15,14 +16,14 @@ kernel_params! {
     }
 }
 
-/// Bytes of shared memory of every check.
+/// Shared memory of every check, bytes.
 const SHARED_BYTES: usize = 48 << 10;
 
-/// Runs the check `function` with `blocks` blocks of `threads` on `input`, and returns the `output_words` that it wrote;
-/// words that it did not write are `0xffffffff`. Waits for it.
+/// Runs check `function` with `blocks` blocks of `threads` on `input` and waits for it. Returns
+/// `output_words` words; those that it did not write are `0xffffffff`.
 ///
 /// # Errors
-/// When there is no such check; the driver's.
+/// When the check does not exist, or the driver fails.
 pub fn run_primitive_check(
     device: &CudaDevice,
     function: &'static str,
@@ -44,7 +45,7 @@ pub fn run_primitive_check(
         input_words: input.len() as i32,
         output_words: output_words as i32,
     };
-    // SAFETY: both buffers live past the launch, and every check keeps to the numbers of words it is given.
+    // SAFETY: both buffers outlive the launch, and every check stays within the given numbers of words.
     unsafe { launch(device, &kernel, &buffers, blocks)? };
     drop(at);
     device.clone_dtoh(&written)

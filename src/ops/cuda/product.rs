@@ -1,7 +1,8 @@
-//! Products on the GPU: rows `x [T, in]` by a matrix `[in, out]`, or each by its group's of `[E, in, out]`, and their gradients.
+//! Matrix products on the GPU and their gradients: rows `x [T, in]` by one matrix `[in, out]`, or each row
+//! by its group's matrix of `[E, in, out]`.
 //!
-//! Rows, matrices and what flows back are bf16, sums f32; biases and the gradients of what learns are f32. A matrix may be
-//! packed as MXFP4: the bits are those of the product by the decoded one.
+//! Rows, matrices and gradients of activations are bf16; sums, biases and gradients of parameters are f32.
+//! A matrix may be packed as MXFP4: the bits are those of the product by the decoded matrix.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -14,13 +15,13 @@ use candle_core::cuda_backend::{CudaDType, CudaStorage};
 use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
-/// A tile of the result, as `kernels/product.cuh` has it, and the kernels that make such tiles.
+/// A tile shape of `kernels/product.cuh`, and the kernels that compute such tiles.
 struct Tiling {
     rows: usize,
     columns: usize,
     to_bf16: Kernel,
     to_f32: Kernel,
-    /// To bf16, by a matrix in MXFP4.
+    /// Multiplies by an MXFP4 matrix; the result is bf16.
     of_mxfp4: Kernel,
 }
 
@@ -28,11 +29,11 @@ const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> 
     Kernel { function, file: "product", threads, shared_bytes }
 }
 
-/// Of k, a step of a tile.
+/// Values of k per step of a tile.
 const STEP: usize = 64;
 const WIDE_BYTES: usize = 3 * (128 + 128) * STEP * 2;
 const NARROW_BYTES: usize = 6 * (16 + 64) * STEP * 2;
-/// Of MXFP4, 64 columns of 32 k: scales, and two numbers a byte.
+/// Bytes of an MXFP4 block, 64 columns of 32 k: scales, and two values per byte.
 const BLOCK_BYTES: usize = 64 * (1 + 16);
 const WIDE_MXFP4_BYTES: usize = 2 * 128 * STEP * 2 + 4 * (128 * STEP * 2 + 4 * BLOCK_BYTES);
 const NARROW_MXFP4_BYTES: usize = 2 * 64 * STEP * 2 + 6 * (16 * STEP * 2 + 2 * BLOCK_BYTES);
@@ -55,7 +56,7 @@ const INPUT_GRADIENT_MXFP4: Kernel = kernel("product_input_gradient_mxfp4", 256,
 const WEIGHT_GRADIENT: Kernel = kernel("product_weight_gradient", 256, WIDE_BYTES);
 const BIAS_COLUMNS: usize = 64;
 const BIAS_GRADIENT: Kernel = kernel("product_bias_gradient", 512, 16 * BIAS_COLUMNS * size_of::<f32>());
-/// Rows a group up to which narrow tiles are taken. The choice changes no bit.
+/// Maximum number of rows per group for narrow tiles. The choice changes no bit.
 const NARROW_ROWS_MAX: usize = 64;
 
 kernel_params! {
@@ -76,7 +77,7 @@ kernel_params! {
     }
 }
 
-/// `rows` rows, by matrices `[k, n]`, one or `groups` of them.
+/// Sizes of a product: `rows` rows by one matrix `[k, n]`, or by `groups` of them.
 #[derive(Clone, Copy)]
 struct Sizes {
     rows: usize,
@@ -87,7 +88,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// Those of rows by a matrix `[k, n]`, or by as many as `starts` has groups.
+    /// Returns the sizes for rows by one matrix `[k, n]`, or by one per group of `starts`.
     fn new(op: Op, rows: usize, [k, n]: [usize; 2], starts: Option<&Tensor>) -> Result<Self> {
         let groups = starts.map_or(Ok(1), |starts| starts.dims1().map(|len| len.saturating_sub(1)))?;
         let grouped = starts.is_some();
@@ -105,7 +106,7 @@ impl Sizes {
         if self.grouped { vec![self.groups, self.n] } else { vec![self.n] }
     }
 
-    /// As many tiles of rows as any division into groups can need.
+    /// Returns the maximum number of row tiles over all divisions into groups.
     fn row_tiles(&self, tile_rows: usize) -> usize {
         self.rows.div_ceil(tile_rows) + if self.grouped { self.groups } else { 0 }
     }
@@ -121,7 +122,7 @@ impl Sizes {
     }
 }
 
-/// The last two sizes of a matrix, or of one a group.
+/// Returns the last two dimensions of a matrix, or of one matrix per group.
 fn matrix(dims: &[usize]) -> Result<[usize; 2]> {
     match *dims {
         [k, n] | [_, k, n] => Ok([k, n]),
@@ -129,7 +130,7 @@ fn matrix(dims: &[usize]) -> Result<[usize; 2]> {
     }
 }
 
-/// The first row of each group, and their number at the end, `[E + 1]`, u32; none: one group.
+/// Calls `f` with each group's first row and the number of rows, `[E + 1]`, u32; `None` means one group.
 fn with_starts<R>(
     op: Op,
     starts: Option<&Tensor>,
@@ -141,7 +142,7 @@ fn with_starts<R>(
     f(Some(&op.view(storage, layout)?))
 }
 
-/// The matrices, checked.
+/// Matrices that were checked.
 enum Weight<'a> {
     Bf16(CudaView<'a, bf16>),
     Mxfp4(CudaView<'a, u8>),
@@ -156,11 +157,11 @@ impl<'a> Weight<'a> {
     }
 }
 
-/// What is done with the sums of `x · W` on their way out: they are multiplied, then `bias` and `addend` are added.
+/// The epilogue of `x · W`: the sums are multiplied by `scale`, then `bias` and `addend` are added.
 pub(super) struct Finish<'a> {
     pub scale: f32,
     pub bias: Option<DeviceArgument<'a>>,
-    /// `[T, out]`, of the result's type.
+    /// `[T, out]`, of the output type.
     pub addend: Option<DeviceArgument<'a>>,
 }
 
@@ -170,7 +171,7 @@ impl<'a> Finish<'a> {
     }
 }
 
-/// `x · W + b`, `[T, out]` in `out`: bf16, or the sums themselves, f32.
+/// Computes `x · W + b`, `[T, out]`. `out` is the output type: bf16, or f32 for unrounded sums.
 pub(in crate::ops) fn product_forward(
     op: &'static str,
     x: DeviceArgument,
@@ -182,7 +183,7 @@ pub(in crate::ops) fn product_forward(
     finished_product(Op(op), x, weight, starts, &Finish::with_bias(bias), out)
 }
 
-/// The same with another end.
+/// Performs [`product_forward`] with another epilogue.
 pub(super) fn finished_product(
     op: Op,
     x: DeviceArgument,
@@ -197,7 +198,7 @@ pub(super) fn finished_product(
     multiply(op, sizes, x, &weights, starts, finish, out)
 }
 
-/// `x · W + b` by a matrix in MXFP4 that lies on the GPU, `[T, out]` in bf16.
+/// Computes `x · W + b` by an MXFP4 matrix in GPU memory, `[T, out]` in bf16.
 pub(in crate::ops) fn packed_forward(
     op: &'static str,
     x: DeviceArgument,
@@ -213,7 +214,7 @@ pub(in crate::ops) fn packed_forward(
     })
 }
 
-/// Calls `f` with the bytes of a packed matrix on the GPU.
+/// Calls `f` with the bytes of a packed matrix in GPU memory.
 fn with_packed<R>(op: Op, weight: &PackedMatrix, f: impl FnOnce(&Weight) -> Result<R>) -> Result<R> {
     let bytes = weight.on_device()?;
     let opened = bytes.storage_and_layout();
@@ -250,7 +251,7 @@ fn multiply(
     Ok((storage, Shape::from((rows, n))))
 }
 
-/// What a forward reads, checked.
+/// Inputs of a forward that were checked.
 struct Operands<'a> {
     op: Op,
     x: DeviceArgument<'a>,
@@ -284,13 +285,13 @@ fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
             ..sizes.params()
         };
         let blocks = sizes.row_tiles(tiling.rows) * sizes.n.div_ceil(tiling.columns);
-        // SAFETY: all live past the launch and have the sizes told.
+        // SAFETY: all outlive the launch and have the sizes in `params`.
         unsafe { launch(device, kernel, &params, blocks)? };
     }
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
 
-/// `dy · Wᵀ`, `[T, in]` in bf16.
+/// Computes `dy · Wᵀ`, `[T, in]` in bf16.
 pub(in crate::ops) fn product_input_gradient(
     op: &'static str,
     dy: &Tensor,
@@ -300,7 +301,7 @@ pub(in crate::ops) fn product_input_gradient(
     scaled_input_gradient(op, dy, weight, starts, 1.0)
 }
 
-/// `scale · dy · Wᵀ`.
+/// Computes `scale · dy · Wᵀ`.
 pub(super) fn scaled_input_gradient(
     op: &'static str,
     dy: &Tensor,
@@ -316,7 +317,7 @@ pub(super) fn scaled_input_gradient(
     input_gradient(op, &sizes, dy, &weight, starts, scale)
 }
 
-/// `dy · Wᵀ` by a matrix in MXFP4 that lies on the GPU, `[T, in]` in bf16.
+/// Computes `dy · Wᵀ` by an MXFP4 matrix in GPU memory, `[T, in]` in bf16.
 pub(in crate::ops) fn packed_input_gradient(
     op: &'static str,
     dy: &Tensor,
@@ -359,13 +360,13 @@ fn input_gradient(
             ..sizes.params()
         };
         let blocks = sizes.row_tiles(WIDE.rows) * sizes.k.div_ceil(WIDE.columns);
-        // SAFETY: all live past the launch and have the sizes told.
+        // SAFETY: all outlive the launch and have the sizes in `params`.
         unsafe { launch(device, kernel, &params, blocks) }
     })?;
     Ok(tensor(dx, device, (sizes.rows, sizes.k)))
 }
 
-/// Adds `xᵀ · dy`, a group's over its own rows, to `sum` in place.
+/// Adds `xᵀ · dy` to `sum` in place, for each group over its own rows.
 pub(in crate::ops) fn add_weight_gradient(
     op: &'static str,
     sum: &Tensor,
@@ -383,7 +384,7 @@ pub(in crate::ops) fn add_weight_gradient(
     add_to(op, sum, &sizes, starts, (&WEIGHT_GRADIENT, blocks), (Some(&x), &dy))
 }
 
-/// Adds the sums of `dy`'s columns, a group's over its own rows, to `sum` in place.
+/// Adds the column sums of `dy` to `sum` in place, for each group over its own rows.
 pub(in crate::ops) fn add_bias_gradient(
     op: &'static str,
     sum: &Tensor,
@@ -407,7 +408,7 @@ fn check_sum(op: Op, sum: &Tensor, shape: &[usize]) -> Result<()> {
     Ok(())
 }
 
-/// Launches a kernel that adds to `sum` what it makes of `x` and `dy`.
+/// Launches a kernel that adds its result from `x` and `dy` to `sum`.
 fn add_to(
     op: Op,
     sum: &Tensor,
@@ -430,7 +431,7 @@ fn add_to(
                 starts: starts.map_or(0, |starts| at.read(starts)),
                 ..sizes.params()
             };
-            // SAFETY: all live past the launch and have the sizes told.
+            // SAFETY: all outlive the launch and have the sizes in `params`.
             unsafe { launch(device, kernel, &params, blocks) }
         })
     })

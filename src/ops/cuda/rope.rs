@@ -1,4 +1,4 @@
-//! Rotary position embedding on the GPU: heads in bf16, the table in f32.
+//! Rotary position embedding on the GPU: heads are bf16, the table f32.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -11,7 +11,7 @@ use half::bf16;
 
 const OP: Op = Op("rope");
 const ROPE: Kernel = Kernel { function: "rope", file: "rope", threads: 256, shared_bytes: 0 };
-/// Pairs that a thread takes.
+/// Pairs per thread.
 const VECTOR: usize = 8;
 
 kernel_params! {
@@ -33,7 +33,8 @@ kernel_params! {
     }
 }
 
-/// Addresses of rows: of what is rotated, and of what is copied along, or 0; both `stride` elements from row to row.
+/// Addresses of rows to rotate, and of values to copy along with them, or 0. Both have `stride` elements
+/// from row to row.
 struct Rows {
     rotated: u64,
     copied: u64,
@@ -41,18 +42,18 @@ struct Rows {
 }
 
 impl Rows {
-    /// One tensor of heads alone.
+    /// Returns the address of a tensor of heads only.
     fn alone(address: u64, width: usize) -> Self {
         Self { rotated: address, copied: 0, stride: width }
     }
 
-    /// Keys and values of a row side by side.
+    /// Returns the addresses of keys and values stored side by side in each row.
     fn pairs(address: u64, width: usize) -> Self {
         Self { rotated: address, copied: address + (width * size_of::<bf16>()) as u64, stride: 2 * width }
     }
 }
 
-/// Rows and width of what is rotated, checked.
+/// Checks the number and the width of the rows to rotate.
 fn check(rotation: &Rotation, (rows, width): (usize, usize)) -> Result<()> {
     let half = rotation.table.half();
     if half == 0 || !half.is_multiple_of(VECTOR) || width > (i32::MAX / 2) as usize {
@@ -71,10 +72,10 @@ fn check(rotation: &Rotation, (rows, width): (usize, usize)) -> Result<()> {
     Ok(())
 }
 
-/// Rotates the rows of `width` at `from` into `to`.
+/// Rotates the rows of `width` values at `from` into `to`.
 ///
 /// # Safety
-/// The addresses must be of live memory that holds as many rows as `rotation` has positions.
+/// The addresses must be of live memory with one row per position of `rotation`.
 unsafe fn run(
     device: &CudaDevice,
     rotation: &Rotation,
@@ -109,11 +110,11 @@ unsafe fn run(
         direction,
     };
     let vectors = rows * (width / 2 / VECTOR);
-    // SAFETY: the caller's promise; the table holds every position, as `Rotation` has checked.
+    // SAFETY: guaranteed by the caller; `Rotation` has checked that the table holds every position.
     unsafe { launch(device, &ROPE, &params, vectors.div_ceil(ROPE.threads)) }
 }
 
-/// Rotated `x [T, N·D]`.
+/// Rotates `x [T, N·D]`.
 pub(in crate::ops) fn rope_forward(x: DeviceArgument, rotation: &Rotation) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = x.1.shape().dims2()?;
     let (xs, device) = OP.input::<bf16>("x", x, &[rows, width])?;
@@ -124,13 +125,13 @@ pub(in crate::ops) fn rope_forward(x: DeviceArgument, rotation: &Rotation) -> Re
         let mut at = Addresses::new(&stream);
         let from = Rows::alone(at.read(&xs), width);
         let to = Rows::alone(at.write(&mut out), width);
-        // SAFETY: both live past the launch and hold all rows.
+        // SAFETY: both outlive the launch and hold all rows.
         unsafe { run(device, rotation, width, &from, &to, 1.0)? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
 }
 
-/// The gradient of `x` from that of its rotation, `[T, N·D]`.
+/// Returns the gradient of `x` for `dy`, the gradient of the rotated `x`, `[T, N·D]`.
 pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = dy.dims2()?;
     let opened = dy.storage_and_layout();
@@ -142,13 +143,13 @@ pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<
         let mut at = Addresses::new(&stream);
         let from = Rows::alone(at.read(&dys), width);
         let to = Rows::alone(at.write(&mut dx), width);
-        // SAFETY: both live past the launch and hold all rows.
+        // SAFETY: both outlive the launch and hold all rows.
         unsafe { run(device, rotation, width, &from, &to, -1.0)? };
     }
     Ok(tensor(dx, device, (rows, width)))
 }
 
-/// Rotated keys beside values, `[T, 2·M·D]`.
+/// Returns rotated keys joined with values, `[T, 2·M·D]`.
 pub(in crate::ops) fn rope_keys_forward(
     k: DeviceArgument,
     v: DeviceArgument,
@@ -164,13 +165,13 @@ pub(in crate::ops) fn rope_keys_forward(
         let mut at = Addresses::new(&stream);
         let from = Rows { rotated: at.read(&ks), copied: at.read(&vs), stride: width };
         let to = Rows::pairs(at.write(&mut out), width);
-        // SAFETY: all live past the launch and hold all rows.
+        // SAFETY: all outlive the launch and hold all rows.
         unsafe { run(device, rotation, width, &from, &to, 1.0)? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, 2 * width))))
 }
 
-/// The gradients of keys and values from that of both, `[T, 2·M·D]`.
+/// Returns the gradients of keys and values for the gradient of both, `dkv [T, 2·M·D]`.
 pub(in crate::ops) fn rope_keys_backward(dkv: &Tensor, rotation: &Rotation) -> Result<[Tensor; 2]> {
     let (rows, width) = (dkv.dim(0)?, dkv.dim(1)? / 2);
     let opened = dkv.storage_and_layout();
@@ -183,7 +184,7 @@ pub(in crate::ops) fn rope_keys_backward(dkv: &Tensor, rotation: &Rotation) -> R
         let mut at = Addresses::new(&stream);
         let from = Rows::pairs(at.read(&dkvs), width);
         let to = Rows { rotated: at.write(&mut dk), copied: at.write(&mut dv), stride: width };
-        // SAFETY: all live past the launch and hold all rows.
+        // SAFETY: all outlive the launch and hold all rows.
         unsafe { run(device, rotation, width, &from, &to, -1.0)? };
     }
     Ok([tensor(dk, device, (rows, width)), tensor(dv, device, (rows, width))])

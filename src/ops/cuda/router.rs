@@ -1,4 +1,4 @@
-//! The router's choice on the GPU: logits and weights in f32, routes in u32.
+//! Top-k routing on the GPU: logits and weights are f32, expert ids u32.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -12,7 +12,7 @@ const SOFTMAX_OP: Op = Op("top_k_softmax");
 const ROUTE: Kernel = Kernel { function: "route", file: "router", threads: 128, shared_bytes: 0 };
 const FORWARD: Kernel = Kernel { function: "top_k_softmax_forward", ..ROUTE };
 const BACKWARD: Kernel = Kernel { function: "top_k_softmax_backward", ..ROUTE };
-/// Threads of a token where experts are chosen.
+/// Threads per token in the selection of experts.
 const WARP: usize = 32;
 
 kernel_params! {
@@ -25,7 +25,7 @@ kernel_params! {
         top_k: i32,
     }
 
-    /// `TopKSoftmax` there.
+    /// `TopKSoftmax` of `kernels/router.cuh`.
     struct SoftmaxParams {
         logits: u64,
         routes: u64,
@@ -38,7 +38,8 @@ kernel_params! {
     }
 }
 
-/// The `top_k` experts of each token; no more than there are, and these fewer than 2^16, as the caller has checked.
+/// Returns the `top_k` experts of each token. The caller has checked that `top_k` is at most the number of
+/// experts, which is below 2^16.
 pub(in crate::ops) fn route(logits: DeviceArgument, top_k: usize) -> Result<(CudaStorage, Shape)> {
     let (tokens, experts) = logits.1.shape().dims2()?;
     let (values, device) = ROUTE_OP.input::<f32>("the logits", logits, &[tokens, experts])?;
@@ -53,13 +54,13 @@ pub(in crate::ops) fn route(logits: DeviceArgument, top_k: usize) -> Result<(Cud
             experts: experts as i32,
             top_k: top_k as i32,
         };
-        // SAFETY: both live past the launch; a warp stays in its token's row.
+        // SAFETY: both outlive the launch; a warp stays in its token's row.
         unsafe { launch(device, &ROUTE, &params, tokens.div_ceil(ROUTE.threads / WARP))? };
     }
     Ok((CudaStorage::wrap_cuda_slice(routes, device.clone()), Shape::from((tokens, top_k))))
 }
 
-/// The weights of the chosen experts.
+/// Returns the weights of the routed experts.
 pub(in crate::ops) fn top_k_softmax_forward(
     logits: DeviceArgument,
     routes: &Tensor,
@@ -82,13 +83,13 @@ pub(in crate::ops) fn top_k_softmax_forward(
             top_k: top_k as i32,
             ..SoftmaxParams::default()
         };
-        // SAFETY: all live past the launch; the kernel reads no logit that a row has not.
+        // SAFETY: all outlive the launch; the kernel reads no logit outside a row.
         unsafe { launch(device, &FORWARD, &params, tokens.div_ceil(FORWARD.threads))? };
     }
     Ok((CudaStorage::wrap_cuda_slice(weights, device.clone()), Shape::from((tokens, top_k))))
 }
 
-/// The gradient of the logits `[T, experts]` from that of the weights.
+/// Returns the gradient of the logits `[T, experts]` for the gradient of the weights.
 pub(in crate::ops) fn top_k_softmax_backward(
     weights: &Tensor,
     routes: &Tensor,
@@ -114,7 +115,7 @@ pub(in crate::ops) fn top_k_softmax_backward(
             experts: experts as i32,
             top_k: top_k as i32,
         };
-        // SAFETY: all live past the launch; the kernel writes no logit that a row has not.
+        // SAFETY: all outlive the launch; the kernel writes no logit outside a row.
         unsafe { launch(device, &BACKWARD, &params, tokens.div_ceil(BACKWARD.threads))? };
     }
     Ok(tensor(dlogits, device, (tokens, experts)))

@@ -1,4 +1,5 @@
-//! Tokens drawn from logits on the GPU, and log-probabilities of tokens: both alone reach the host, in one copy.
+//! Sampling from logits on the GPU. Only tokens and log-probabilities are copied to the host, in one
+//! transfer.
 
 use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};
@@ -9,7 +10,7 @@ use candle_core::{Result, Tensor, bail};
 
 const OP: Op = Op("sampling");
 const THREADS: usize = 1024;
-/// Groups of as many threads, whose sums are added first.
+/// Number of thread groups of equal size; each adds its sums first.
 const GROUPS: usize = 32;
 const DRAW: Kernel = Kernel {
     function: "sampling_draw",
@@ -20,7 +21,7 @@ const DRAW: Kernel = Kernel {
 const LIKELIEST: Kernel = Kernel { function: "sampling_likeliest", ..DRAW };
 const LOG_PROBS: Kernel =
     Kernel { function: "sampling_log_probs", file: "sampling", threads: 128, shared_bytes: 0 };
-/// In place of a token, where the row is no distribution.
+/// Written instead of a token when a row is not a distribution.
 const NO_TOKEN: u32 = u32::MAX;
 
 kernel_params! {
@@ -34,7 +35,7 @@ kernel_params! {
         vocabulary: i32,
     }
 
-    /// `LogProbs` there.
+    /// `LogProbs` of `kernels/sampling.cuh`.
     struct LogProbParams {
         z: u64,
         log_sum_exp: u64,
@@ -46,7 +47,7 @@ kernel_params! {
     }
 }
 
-/// The rows of the asked as the kernels take them, each below `rows`.
+/// Returns the requested rows as the kernels read them; checks that each is below `rows`.
 fn checked_rows<A>(asked: &[(usize, A)], rows: usize) -> Result<Vec<u32>> {
     let row = |&(row, _): &(usize, A)| match u32::try_from(row) {
         Ok(id) if row < rows => Ok(id),
@@ -55,8 +56,8 @@ fn checked_rows<A>(asked: &[(usize, A)], rows: usize) -> Result<Vec<u32>> {
     asked.iter().map(row).collect()
 }
 
-/// A token for each of `draws`, a row of `z [R, V]` and a number from [0, 1) that picks; of the likeliest tokens that
-/// number is not asked. Nothing where a row holds no distribution.
+/// Draws a token for each of `draws`: a row of `z [R, V]` and a uniform number in [0, 1). With `likeliest`
+/// it takes the most likely token and ignores the number. `None` means that the row is not a distribution.
 pub(in crate::ops) fn draw_tokens(
     z: &Tensor,
     log_sum_exp: &Tensor,
@@ -85,7 +86,7 @@ pub(in crate::ops) fn draw_tokens(
         drawn: at.write(&mut drawn),
         vocabulary: vocabulary as i32,
     };
-    // SAFETY: all live past the launch, and a block stays in its row, which exists.
+    // SAFETY: all outlive the launch, and a block stays in its row, which exists.
     unsafe { launch(device, if likeliest { &LIKELIEST } else { &DRAW }, &params, draws.len())? };
     drop(at);
     let of_pair = |pair: &[u32]| {
@@ -95,7 +96,7 @@ pub(in crate::ops) fn draw_tokens(
     Ok(device.clone_dtoh(&drawn)?.chunks_exact(2).map(of_pair).collect())
 }
 
-/// `z_t − LSE(z)` of each (row, token).
+/// Returns `z_t − LSE(z)` of each (row, token).
 pub(in crate::ops) fn token_log_probs(
     z: &Tensor,
     log_sum_exp: &Tensor,
@@ -127,7 +128,7 @@ pub(in crate::ops) fn token_log_probs(
         count: tokens.len() as i64,
         vocabulary: vocabulary as i32,
     };
-    // SAFETY: all live past the launch; rows and tokens exist.
+    // SAFETY: all outlive the launch; rows and tokens exist.
     unsafe { launch(device, &LOG_PROBS, &params, tokens.len().div_ceil(LOG_PROBS.threads))? };
     drop(at);
     device.clone_dtoh(&log_probs)

@@ -1,4 +1,4 @@
-//! The plain gated unit on the GPU: `gate` and `up`, `[R, I]` each, and `y` in bf16.
+//! SwiGLU without clamping on the GPU: `gate`, `up` and `y` are `[R, I]` in bf16.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -12,7 +12,7 @@ const OP: Op = Op("silu_gated");
 const FORWARD: Kernel =
     Kernel { function: "silu_gated_forward", file: "silu_gated", threads: 256, shared_bytes: 0 };
 const BACKWARD: Kernel = Kernel { function: "silu_gated_backward", ..FORWARD };
-/// Elements that a thread takes.
+/// Elements per thread.
 const VECTOR: usize = 8;
 
 kernel_params! {
@@ -27,7 +27,7 @@ kernel_params! {
     }
 }
 
-/// `y`.
+/// Returns `y`.
 pub(in crate::ops) fn silu_gated_forward(
     gate: DeviceArgument,
     up: DeviceArgument,
@@ -47,13 +47,13 @@ pub(in crate::ops) fn silu_gated_forward(
             elements: elements as i64,
             ..Params::default()
         };
-        // SAFETY: all live past the launch and have that many elements.
+        // SAFETY: all outlive the launch and have that many elements.
         unsafe { launch(device, &FORWARD, &params, elements.div_ceil(FORWARD.threads * VECTOR))? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
 }
 
-/// The gradients of `gate` and `up` from that of `y`.
+/// Returns the gradients of `gate` and `up` for `dy`.
 pub(in crate::ops) fn silu_gated_backward([gate, up, dy]: [&Tensor; 3]) -> Result<[Tensor; 2]> {
     let (rows, width) = gate.dims2()?;
     let opened = [gate, up, dy].map(Tensor::storage_and_layout);
@@ -74,7 +74,7 @@ pub(in crate::ops) fn silu_gated_backward([gate, up, dy]: [&Tensor; 3]) -> Resul
             dup: at.write(&mut dup),
             elements: elements as i64,
         };
-        // SAFETY: all live past the launch and have that many elements.
+        // SAFETY: all outlive the launch and have that many elements.
         unsafe { launch(device, &BACKWARD, &params, elements.div_ceil(BACKWARD.threads * VECTOR))? };
     }
     Ok([tensor(dgate, device, (rows, width)), tensor(dup, device, (rows, width))])

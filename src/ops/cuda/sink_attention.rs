@@ -1,4 +1,5 @@
-//! Attention with sinks on the GPU: arguments checked, the launch worked out, kernels started. Nothing waits for them.
+//! Attention with sinks on the GPU: checks of arguments, launch plans and launches. Nothing here waits for
+//! a kernel.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_set, launch};
@@ -14,15 +15,15 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
-// SAFETY: plain numbers, laid out as the header's struct: `#[repr(C)]`, and a test compares every field.
+// SAFETY: plain numbers with the layout of the header's struct: `#[repr(C)]`; a test compares every field.
 unsafe impl DeviceRepr for SinkAttentionParams {}
 
 pub(super) const OP: Op = Op("sink_attention");
 
-/// `[T, N]`, kept by the forward for the backward.
+/// Log-sum-exps `[T, N]`, kept by the forward for the backward.
 pub type DeviceLse = CudaSlice<f32>;
 
-/// Where keys and values lie: beside each other in rows of `[2, M, 64]`.
+/// Inputs of attention. Keys and values are side by side in rows of `[2, M, 64]`.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a> {
     /// `[T, N, 64]`.
@@ -33,7 +34,7 @@ pub struct Inputs<'a> {
     pub sinks: &'a CudaView<'a, f32>,
 }
 
-/// What the forward writes.
+/// Outputs of the forward.
 pub struct Outputs {
     /// `[T, N, 64]`.
     pub out: CudaSlice<bf16>,
@@ -41,9 +42,9 @@ pub struct Outputs {
     pub lse: DeviceLse,
 }
 
-/// What the backward writes.
+/// Outputs of the backward.
 pub struct Gradients {
-    /// `[T, N]`, between its kernels.
+    /// `[T, N]`, passed between its kernels.
     delta: CudaSlice<f32>,
     /// `[T, N, 64]`.
     pub dq: CudaSlice<bf16>,
@@ -53,58 +54,62 @@ pub struct Gradients {
     pub dsinks: CudaSlice<f32>,
 }
 
-/// Sizes of a launch. Launches of one shape differ in what their arrays hold alone: a recorded one is good for all of them.
+/// Sizes of a launch. Launches of one shape differ only in the contents of their arrays, so one recording
+/// serves all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LaunchShape {
     pub tokens: usize,
     query_tiles: usize,
     chunk_tiles: usize,
     key_tiles: usize,
-    /// Parts of a spread forward: tokens × chunks of keys of every sequence.
+    /// Number of parts of a split forward: tokens × chunks of keys, summed over sequences.
     parts: usize,
-    /// Whether the forward runs a block a chunk of keys, and a merge: the same bits.
+    /// Whether the forward runs one block per chunk of keys and merges them. The bits are the same.
     spread: bool,
-    /// Width of the page table, for keys in a cache.
+    /// Width of the page table, if keys are in a cache.
     pages_max: Option<usize>,
 }
 
-/// A launch of given sequences but for its arrays, which lie wherever the caller has put them.
+/// A launch plan without its arrays, whose memory the caller owns.
 #[derive(Clone, Copy)]
 pub(super) struct LaunchPlan {
     kernels: &'static KernelSet,
     attention: Attention,
     pub shape: LaunchShape,
-    /// Where each array begins, in elements: query bounds, key bounds, query tiles, key tiles, chunk tiles, part starts, page table.
+    /// Start of each array, in elements: query bounds, key bounds, query tiles, key tiles, chunk tiles,
+    /// part starts, page table.
     starts: [usize; 7],
 }
 
-/// A launch of given sequences, its small arrays on the device: good for any number of layers and passes.
+/// A launch plan with its arrays on the device; any number of layers and passes can use it.
 pub struct Prepared {
     device: CudaDevice,
     plan: LaunchPlan,
-    /// The arrays of the parameters, one after the other.
+    /// The arrays of the parameters, concatenated.
     arrays: CudaSlice<i32>,
-    /// In the place of sinks for the arm without them.
+    /// Sinks of the ablation without sinks.
     no_sinks: Option<CudaSlice<f32>>,
 }
 
-/// How a launch spreads over chunks of keys.
+/// Whether a launch splits the keys of a query into chunks that run in parallel.
 #[derive(Clone, Copy)]
 pub(super) enum Spread {
-    /// Or not, with as many blocks as there are chunks.
+    /// Fixed, with one block per chunk.
     Exactly(bool),
-    /// As the load asks for, in numbers of blocks that stay the same while sequences grow a little: the last is repeated.
+    /// By load. The number of blocks stays the same while sequences grow a little: the last chunk is
+    /// repeated.
     InSteps,
 }
 
-/// Chunks by which a spread launch grows where it does so in steps.
+/// Granularity of the number of chunks with [`Spread::InSteps`].
 const CHUNK_STEP: usize = 32;
 
 impl LaunchPlan {
-    /// For `kernels`, and what its arrays hold. `pages`: a page table and its width, for keys in a cache.
+    /// Returns the plan for `kernels` and the contents of its arrays. `pages` is a page table and its
+    /// width, for keys in a cache.
     ///
     /// # Errors
-    /// When the kernels do not run with these sizes, or a page table is too small.
+    /// When the kernels do not support these sizes, or a page table is too small.
     pub(super) fn new(
         kernels: &'static KernelSet,
         attention: &Attention,
@@ -131,10 +136,10 @@ impl LaunchPlan {
             Some(_) => vec![],
             None => sequences.key_tiles(attention, kernels.dkv_keys),
         };
-        // Only a spread forward reads them.
+        // Only a split forward reads them.
         let mut chunk_tiles = if is_spread { sequences.chunk_tiles(attention) } else { vec![] };
         if let Some(&last) = chunk_tiles.last() {
-            // Its block gives the same numbers again.
+            // A repeated block computes the same numbers again.
             chunk_tiles.resize(chunk_tiles.len().next_multiple_of(step), last);
         }
         let part_starts = if is_spread { sequences.part_starts() } else { vec![0] };
@@ -166,16 +171,16 @@ impl LaunchPlan {
         Ok((Self { kernels, attention: *attention, shape, starts }, arrays))
     }
 
-    /// Fresh memory for [`LaunchPlan::forward`].
+    /// Allocates the outputs of [`LaunchPlan::forward`].
     ///
     /// # Errors
-    /// When the device's memory does not suffice.
+    /// When the device has too little memory.
     pub(super) fn outputs(&self, device: &CudaDevice) -> Result<Outputs> {
         let rows = self.shape.tokens * self.attention.heads;
         Ok(Outputs { out: output(device, rows * HEAD_DIM)?, lse: output(device, rows)? })
     }
 
-    /// What every launch is given: the sizes, the inputs, the sequences.
+    /// Returns the parameters that all launches share: sizes, inputs and sequences.
     fn params<'a>(
         &self,
         arrays: u64,
@@ -186,7 +191,7 @@ impl LaunchPlan {
         let LaunchShape { tokens, pages_max, .. } = self.shape;
         let array = |i: usize| arrays + 4 * self.starts[i] as u64;
         let kv = at.read(inputs.kv);
-        // A window wider than 32 bits is none.
+        // A window wider than 32 bits hides nothing.
         let window = window.and_then(|w| i32::try_from(w).ok()).unwrap_or(0);
         Ok(SinkAttentionParams {
             q: at.read(inputs.q),
@@ -211,7 +216,7 @@ impl LaunchPlan {
         })
     }
 
-    /// Refuses memory that is smaller than what the kernels read: the last check before a launch.
+    /// Checks that the inputs are as large as the kernels read: the last check before a launch.
     fn check_inputs(&self, inputs: &Inputs) -> Result<()> {
         let Attention { heads, kv_heads, .. } = self.attention;
         let LaunchShape { tokens, pages_max, .. } = self.shape;
@@ -233,10 +238,10 @@ impl LaunchPlan {
         Ok(())
     }
 
-    /// Starts the forward. `arrays` are those that came with the plan, or of another of its shape.
+    /// Launches the forward. `arrays` belong to this plan or to another of its shape.
     ///
     /// # Errors
-    /// When sizes disagree; the driver's.
+    /// When sizes disagree, or the driver fails.
     pub(super) fn forward(
         &self,
         device: &CudaDevice,
@@ -258,9 +263,10 @@ impl LaunchPlan {
         let LaunchShape { query_tiles, chunk_tiles, parts, spread, .. } = self.shape;
         let KernelSet { forward, chunk, merge, .. } = self.kernels;
         let blocks = query_tiles * kv_heads;
-        // SAFETY: every address is of memory that lives past the launch and has the size that the header states: the
-        // inputs were checked, the outputs made by `outputs`. Pages were checked against the table's width. The first
-        // kernel writes every part that the second reads; both run on one stream, and so does the release of the parts.
+        // SAFETY: every address is of memory that outlives the launch and has the size that the header
+        // states. The inputs were checked, and `outputs` allocated the outputs. Pages were checked against
+        // the table's width. The first kernel writes every part that the second reads. Both run on one
+        // stream, as does the release of the parts.
         unsafe {
             if !spread {
                 return launch(device, forward, &params, blocks);
@@ -280,11 +286,11 @@ impl LaunchPlan {
 }
 
 impl Prepared {
-    /// For `kernels`, which a run takes from [`kernel_set`] and from nowhere else. `pages`: a page table and its width, for
-    /// keys in a cache.
+    /// Returns a plan for `kernels`, which must come from [`kernel_set`]. `pages` is a page table and its
+    /// width, for keys in a cache.
     ///
     /// # Errors
-    /// When the kernels do not run with these sizes, or a page table is too small.
+    /// When the kernels do not support these sizes, or a page table is too small.
     pub fn new(
         device: &CudaDevice,
         kernels: &'static KernelSet,
@@ -295,11 +301,11 @@ impl Prepared {
         Self::spread_or_serial(device, kernels, attention, sequences, pages, sequences.spreads(attention))
     }
 
-    /// [`Prepared::new`] with the forward spread over chunks of keys, or walked by one block a tile, whatever the load: for
-    /// the check that both give the same bits.
+    /// Performs [`Prepared::new`] with a fixed choice: chunks of keys in parallel, or one block per tile.
+    /// For the check that both give the same bits.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Prepared::new`].
     pub fn spread_or_serial(
         device: &CudaDevice,
         kernels: &'static KernelSet,
@@ -318,18 +324,18 @@ impl Prepared {
         })
     }
 
-    /// Fresh memory for [`Prepared::forward`].
+    /// Allocates the outputs of [`Prepared::forward`].
     ///
     /// # Errors
-    /// When the device's memory does not suffice.
+    /// When the device has too little memory.
     pub fn outputs(&self) -> Result<Outputs> {
         self.plan.outputs(&self.device)
     }
 
-    /// Fresh memory for [`Prepared::backward`].
+    /// Allocates the outputs of [`Prepared::backward`].
     ///
     /// # Errors
-    /// When the device's memory does not suffice.
+    /// When the device has too little memory.
     pub fn gradients(&self) -> Result<Gradients> {
         let Attention { heads, kv_heads, .. } = self.plan.attention;
         let tokens = self.plan.shape.tokens;
@@ -345,7 +351,7 @@ impl Prepared {
         }
     }
 
-    /// What the kernels are given beside outputs, for tests.
+    /// Returns the kernels' parameters without outputs, for tests.
     #[cfg(test)]
     pub(super) fn params<'a>(
         &'a self,
@@ -357,25 +363,26 @@ impl Prepared {
         Ok(SinkAttentionParams { sinks, ..params })
     }
 
-    /// `inputs` with the sinks that the arm gives.
+    /// Returns `inputs` with the sinks that the ablation prescribes.
     fn seen<'a>(&'a self, inputs: &Inputs<'a>, no_sinks: &'a Option<CudaView<'a, f32>>) -> Inputs<'a> {
         Inputs { sinks: no_sinks.as_ref().unwrap_or(inputs.sinks), ..*inputs }
     }
 
-    /// Starts the forward.
+    /// Launches the forward.
     ///
     /// # Errors
-    /// When sizes disagree; the driver's.
+    /// When sizes disagree, or the driver fails.
     pub fn forward(&self, inputs: &Inputs, outputs: &mut Outputs) -> Result<()> {
         let no_sinks = self.no_sinks.as_ref().map(CudaSlice::as_view);
         let inputs = self.seen(inputs, &no_sinks);
         self.plan.forward(&self.device, &self.arrays.as_view(), &inputs, outputs)
     }
 
-    /// Starts the backward of [`Prepared::forward`]: `dout` `[T, N, 64]`. For packed keys alone.
+    /// Launches the backward of [`Prepared::forward`] for `dout [T, N, 64]`. Keys must be packed, not in a
+    /// cache.
     ///
     /// # Errors
-    /// When sizes disagree; the driver's.
+    /// When sizes disagree, or the driver fails.
     pub fn backward(
         &self,
         inputs: &Inputs,
@@ -417,7 +424,7 @@ impl Prepared {
         let of_queries = SinkAttentionParams { tiles: arrays + 4 * starts[2] as u64, ..params };
         let of_keys = SinkAttentionParams { tiles: arrays + 4 * starts[3] as u64, ..params };
         let KernelSet { delta, dkv, dq, dsinks, .. } = kernels;
-        // SAFETY: as in `forward`; the gradients were made by `gradients`.
+        // SAFETY: as in `forward`; `gradients` allocated the gradients.
         unsafe {
             launch(&self.device, delta, &params, rows.div_ceil(DELTA_ROWS))?;
             launch(&self.device, dkv, &of_keys, shape.key_tiles * kv_heads)?;
@@ -430,7 +437,7 @@ impl Prepared {
     }
 }
 
-/// The forward of the op: `q`, `kv`, `sinks` as [`crate::ops::sink_attention()`] takes them, in bf16, bf16 and f32.
+/// Performs the forward of [`crate::ops::sink_attention()`]: `q` and `kv` are bf16, `sinks` f32.
 pub(in crate::ops) fn sink_attention_forward(
     attention: &Attention,
     cu_seqlens: &[usize],
@@ -456,7 +463,8 @@ pub(in crate::ops) fn sink_attention_forward(
     Ok((out, Shape::from((tokens, heads * HEAD_DIM)), outputs.lse))
 }
 
-/// The gradients of `q`, `kv` and `sinks`, from these, the forward's output and its gradient.
+/// Returns the gradients of `q`, `kv` and `sinks`. Inputs: these three, the forward's output and its
+/// gradient.
 pub(in crate::ops) fn sink_attention_backward(
     attention: &Attention,
     cu_seqlens: &[usize],

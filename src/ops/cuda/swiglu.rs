@@ -1,4 +1,4 @@
-//! GPT-OSS's gated unit on the GPU: `x [R, 2I]` and `y [R, I]` in bf16.
+//! GPT-OSS's SwiGLU on the GPU: `x [R, 2I]` and `y [R, I]` in bf16.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -12,7 +12,7 @@ use half::bf16;
 const OP: Op = Op("swiglu");
 const FORWARD: Kernel = Kernel { function: "swiglu_forward", file: "swiglu", threads: 256, shared_bytes: 0 };
 const BACKWARD: Kernel = Kernel { function: "swiglu_backward", ..FORWARD };
-/// Pairs that a thread takes.
+/// Pairs per thread.
 const VECTOR: usize = 8;
 
 kernel_params! {
@@ -27,7 +27,7 @@ kernel_params! {
     }
 }
 
-/// Runs `kernel` on all pairs; it writes `out_elements`.
+/// Runs `kernel` on all pairs; it writes `out_elements` elements.
 fn run(
     kernel: &Kernel,
     device: &CudaDevice,
@@ -49,13 +49,14 @@ fn run(
             limit,
             alpha,
         };
-        // SAFETY: all live past the launch; `x` holds the pairs, `dy` one number each, `out` one or two.
+        // SAFETY: all outlive the launch; `x` holds the pairs, `dy` one number per pair, `out` one or two
+        // per pair.
         unsafe { launch(device, kernel, &params, pairs.div_ceil(kernel.threads * VECTOR))? };
     }
     Ok(out)
 }
 
-/// `y`.
+/// Returns `y`.
 pub(in crate::ops) fn swiglu_forward(
     x: DeviceArgument,
     limit: f32,
@@ -68,7 +69,7 @@ pub(in crate::ops) fn swiglu_forward(
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, half))))
 }
 
-/// The gradient of `x` from that of `y`.
+/// Returns the gradient of `x` for `dy`.
 pub(in crate::ops) fn swiglu_backward(x: &Tensor, dy: &Tensor, limit: f32, alpha: f32) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let opened = [x, dy].map(Tensor::storage_and_layout);

@@ -1,4 +1,4 @@
-//! Attention, its cache, and what crosses threads, on a GPU or the emulated driver.
+//! Tests of attention, its cache and tensors that change threads, on a GPU or the emulated driver.
 
 use crate::ops;
 use crate::ops::cuda::launch::Addresses;
@@ -21,12 +21,12 @@ use std::sync::Arc;
 const ATTENTION: Attention =
     Attention { heads: 4, kv_heads: 2, head_dim: 64, window: Some(20), sinks: true, sink_gradient: true };
 
-/// 0, 1, 2, … as bf16.
+/// Returns 0, 1, 2, … as bf16.
 fn counting(count: usize) -> Vec<bf16> {
     (0..count).map(|i| bf16::from_f32((i % 251) as f32)).collect()
 }
 
-/// A tensor made here, used there, used here again; another that is dropped there while its work waits.
+/// Uses a tensor here, on another thread and here again. Drops another one there while its work is pending.
 fn cross_threads(device: &Device) -> candle_core::Result<Vec<f32>> {
     let made = Tensor::arange(0f32, 1000f32, device)?.affine(2.0, 1.0)?;
     let dropped = made.affine(0.0, 5.0)?;
@@ -51,7 +51,7 @@ fn crossing_with_a_stream_a_thread() {
     assert_eq!(cross_threads(&Device::new_cuda(0).unwrap()).unwrap(), expected);
 }
 
-/// Without it, the test of `open` would pass by luck.
+/// Shows that the test of `open` does not pass by chance.
 #[test]
 fn a_stream_a_thread_loses_the_order() {
     let late = std::env::var("CUDA_EMULATOR").is_ok_and(|mode| mode == "late");
@@ -88,7 +88,7 @@ fn attention_of_no_tokens_is_empty_as_on_the_cpu() {
     }
 }
 
-/// A variable of any numbers.
+/// Returns a variable of arbitrary numbers.
 fn numbers(shape: &[usize], dtype: DType, device: &Device) -> Var {
     let count = shape.iter().product::<usize>() as f32;
     let all = Tensor::arange(0f32, count, &Device::Cpu).unwrap().affine(0.37, 0.0).unwrap().sin().unwrap();
@@ -96,7 +96,8 @@ fn numbers(shape: &[usize], dtype: DType, device: &Device) -> Var {
     Var::from_tensor(&all.to_device(device).unwrap()).unwrap()
 }
 
-/// The gradients of the sinks and of an empty call's `q`, of five tokens with an empty call before them or alone.
+/// Returns the gradients of the sinks and of an empty call's `q`, with or without a call of five tokens
+/// after it.
 fn differentiated(
     device: &Device,
     dtype: DType,
@@ -138,8 +139,8 @@ fn an_empty_call_in_a_graph_is_as_on_the_cpu() {
     }
 }
 
-/// candle's `to_dtype`, `index_select`, `gather`, `sum` and `max` break off on a device where a tensor is empty. An op that
-/// gets a device form needs a test with no rows.
+/// candle's `to_dtype`, `index_select`, `gather`, `sum` and `max` fail on a device when a tensor is empty.
+/// Every op with a GPU forward therefore has a test without rows.
 #[test]
 fn ops_without_a_device_form_say_so() {
     let gpu = open(0).unwrap();
@@ -216,7 +217,7 @@ fn samples_of_a_group_share_their_prompts_pages_and_write_in_their_own() {
     assert_eq!(cache.free_pages(), 2);
     drop(prompt);
     append(&mut [&mut a, &mut b], &[1, 1], &[100.0, 200.0]);
-    // One of the two copied the prompt's last rows: either page begins with them.
+    // One of the two has copied the prompt's last rows: both pages begin with them.
     let seen = cache.values().unwrap();
     let at = |row: usize| seen[row * width].to_f32();
     assert_eq!((at(0), at(63), cache.free_pages()), (0.0, 63.0, 1));
@@ -241,9 +242,9 @@ fn the_forward_finds_its_keys_where_the_tensors_are() {
     assert!(error.unwrap_err().to_string().contains("a cache elsewhere"));
 }
 
-/// What a launch would read at an address.
+/// Returns the words that a launch would read at an address.
 fn words_at(stream: &Arc<CudaStream>, address: u64, count: usize) -> Vec<i32> {
-    // SAFETY: a view of memory that lives longer; it is not freed with the view.
+    // SAFETY: a view of memory that outlives it; dropping the view frees nothing.
     let view = unsafe { stream.upgrade_device_ptr::<i32>(address, count) };
     let words = stream.clone_dtoh(&view).unwrap();
     view.leak();

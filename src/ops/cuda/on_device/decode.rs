@@ -1,4 +1,4 @@
-//! Decode that is loaded, recorded and replayed, beside the same calls one by one.
+//! Tests of decode that is loaded, recorded and replayed, compared with single calls.
 
 use super::{assert_refused, floats, numbers, up};
 use crate::ops::cuda::{
@@ -9,13 +9,13 @@ use crate::ops::sink_attention::Attention;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
-/// One layer sees a window and has sinks, the other sees everything and has none.
+/// One layer has a window and sinks, the other has neither.
 const LAYERS: [Attention; 2] = [
     Attention { heads: 4, kv_heads: 2, head_dim: 64, window: Some(20), sinks: true, sink_gradient: true },
     Attention { heads: 3, kv_heads: 1, head_dim: 64, window: None, sinks: false, sink_gradient: true },
 ];
 
-/// Rows of queries, and of keys and values, of each layer.
+/// Returns rows of queries, and of keys and values, of each layer.
 fn rows(seed: u64, count: usize, gpu: &Device) -> [[Tensor; 2]; 2] {
     LAYERS.map(|Attention { heads, kv_heads, .. }| {
         let of = |seed: u64, shape: &[usize]| {
@@ -30,7 +30,7 @@ fn sinks(layer: usize, gpu: &Device) -> Tensor {
     numbers(9, 1, LAYERS[layer].heads, 1.0).reshape(LAYERS[layer].heads).unwrap().to_device(gpu).unwrap()
 }
 
-/// Both layers' caches of sequences of these lengths, and the layers' pools.
+/// Returns each layer's pool and its caches of sequences of these lengths.
 fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 2]) {
     let device = gpu.as_cuda_device().unwrap();
     let pools = LAYERS.map(|attention| KvPool::new(device, attention.kv_heads, 40).unwrap());
@@ -58,7 +58,7 @@ fn step(sequences: &mut [Vec<KvPages>; 2]) -> DecodeStep {
 fn replayed_steps_have_the_bits_of_single_calls() {
     let gpu = open(0).unwrap();
     let kernels = kernel_set(gpu.as_cuda_device().unwrap()).unwrap();
-    // A page begins on the way, and the longest sequence spreads over chunks of keys.
+    // A new page begins during the steps, and the longest sequence is split into chunks of keys.
     for lengths in [vec![62, 5, 300], vec![1030]] {
         let (pools, mut replayed) = begun(&lengths, &gpu);
         let (own_pools, mut plain) = begun(&lengths, &gpu);
@@ -121,7 +121,7 @@ fn steps_of_another_shape_do_not_fit() {
     let of_two = step(&mut two);
     assert!(!batch.fits(&of_two));
     assert_refused(batch.load(&of_two), "a step of another shape");
-    // From 65 positions on there are two pages.
+    // A sequence of 65 positions or more has two pages.
     assert!(!batch.fits(&step(&mut three)));
     let mut fewer = DecodeStep::default();
     fewer.add_layer(LAYERS[0], &mut three[0].iter_mut().collect::<Vec<_>>()).unwrap();
@@ -151,7 +151,7 @@ fn work_that_fails_leaves_no_recording_begun() {
     let stops = || candle_core::bail!("of the work");
     assert_eq!(Recorded::of(&gpu, stops).err().unwrap().to_string().lines().next(), Some("of the work"));
     assert!(context.is_event_tracking());
-    // What follows is done, not recorded.
+    // Later work runs, it is not recorded.
     let from = up(&numbers(1, 2, 8, 1.0), &gpu);
     overwrite(&x, &from).unwrap();
     assert_eq!(floats(&x), floats(&from));

@@ -1,4 +1,5 @@
-//! Rows and columns that ids name, on a GPU or the emulated driver, against the CPU's on the same numbers.
+//! Tests of the selection of rows and columns by id, on a GPU or the emulated driver, compared with the
+//! CPU.
 
 use super::{
     assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, walked_back,
@@ -9,7 +10,7 @@ use crate::ops::{Parameter, embedding, select_rows, tied_embedding};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
-/// Half of the tokens name one id.
+/// Returns ids, half of which are equal.
 fn ids(tokens: usize, vocabulary: u32) -> Arc<Vec<u32>> {
     let id = |t: u32| if t % 2 == 1 { vocabulary - 1 } else { t * 7919 % vocabulary };
     Arc::new((0..tokens as u32).map(id).collect())
@@ -30,7 +31,7 @@ fn embeddings_give_the_cpus_values_and_add_their_gradient_in_place() {
             let of = |device: &Device, table: &Tensor, dy: &Tensor| {
                 let (parameter, sum) = learning(table, &held.to_device(device).unwrap());
                 let (y, gradients) = walked_back(&[parameter.values()], dy, || lookup(&parameter, &ids));
-                // It goes to the buffer alone.
+                // The table's gradient goes to the buffer only.
                 assert!(gradients[0].is_none());
                 (y, sum)
             };

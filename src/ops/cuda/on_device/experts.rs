@@ -1,4 +1,4 @@
-//! Linear layers, experts, and the way of tokens to them and back, against the CPU's ops on the same numbers.
+//! Tests of linear layers, experts, dispatch and combine, compared with the CPU's ops on the same numbers.
 
 use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, numbers, up, walked_back};
 use crate::ops::cuda::open;
@@ -7,7 +7,7 @@ use crate::ops::{self, Dispatch, Parameter};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use std::sync::Arc;
 
-/// Buffers of gradients, one a parameter.
+/// One gradient buffer per parameter.
 struct Buffers(Vec<Tensor>);
 
 impl GradientSink for Buffers {
@@ -16,7 +16,7 @@ impl GradientSink for Buffers {
     }
 }
 
-/// Parameters that learn: matrices in the type of `device`, and gradients that already hold something.
+/// Trainable parameters: matrices in the type of `device`, and gradient buffers with previous contents.
 struct Learning {
     parameters: Vec<Parameter>,
     gradients: Arc<Buffers>,
@@ -65,7 +65,7 @@ fn linear_gives_the_cpus_values_and_gradients() {
     }
 }
 
-/// Everything between a router's choice and the sum of its experts, forward and backward.
+/// Results from the routed experts to the weighted sum, forward and backward.
 struct Mixed {
     plan: Vec<u32>,
     y: Tensor,
@@ -99,7 +99,7 @@ fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5])
 #[test]
 fn experts_give_the_cpus_values_and_gradients() {
     let gpu = open(0).unwrap();
-    // Experts without tokens among them, and more rows than a tile of one.
+    // Includes experts without tokens, and more rows than a tile.
     for (tokens, experts, top_k, width, out) in [(1, 4, 2, 8, 16), (9, 8, 4, 40, 24), (150, 3, 2, 16, 8)] {
         let routes: Vec<u32> =
             (0..tokens * top_k).map(|i| ((i / top_k * 3 + i % top_k) % experts.min(5)) as u32).collect();
@@ -112,7 +112,7 @@ fn experts_give_the_cpus_values_and_gradients() {
         let exact = mixed(&Device::Cpu, &routes, experts, inputs);
         let got = mixed(&gpu, &routes, experts, inputs);
         assert_eq!(got.plan, exact.plan);
-        // Products are rounded on the way: twice.
+        // Two intermediate products are rounded.
         let size = |x: &Tensor| floats(x).iter().fold(0f32, |size, x| size.max(x.abs()));
         assert_rounded(&got.y, &exact.y, size(&exact.y) / 128.0);
         assert_rounded(&got.dx, &exact.dx, size(&exact.dx) / 128.0);

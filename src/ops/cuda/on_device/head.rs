@@ -1,4 +1,4 @@
-//! The head against the CPU's on the same numbers, and the sampler's bits against training's.
+//! Tests of the head compared with the CPU, and of the sampler's bits compared with training.
 
 use super::{
     assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, walked_back,
@@ -42,7 +42,7 @@ fn the_head_gives_the_cpus_values_and_gradients() {
     }
 }
 
-/// Counts how often a pass adds to a parameter.
+/// A sink that counts how often a pass adds to a parameter.
 struct Counted(AtomicUsize, Tensor);
 
 impl GradientSink for Counted {
@@ -52,7 +52,7 @@ impl GradientSink for Counted {
     }
 }
 
-/// It added once a chunk, which training refuses, and never without rows, which it would wait for.
+/// Once per chunk would be refused by training; never, for no rows, would make training wait.
 #[test]
 fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
     let gpu = open(0).unwrap();
@@ -77,7 +77,7 @@ fn what_is_sampled_has_the_bits_that_training_computes() {
     let head = Weight::Dense(Parameter::frozen(&w));
     let targets = targets(rows, vocabulary);
     let trained = floats(&ops::log_prob_and_entropy(&h, &head, &targets, TEMPERATURE).unwrap());
-    // All rows at once, by wide tiles; one and three at a time, by narrow ones.
+    // All rows at once use wide tiles; one or three rows use narrow ones.
     for count in [rows, 1, 3] {
         for first in (0..rows).step_by(count) {
             let part = h.narrow(0, first, count).unwrap().copy().unwrap();

@@ -1,4 +1,4 @@
-//! The auxiliary loss on a GPU or the emulated driver, against the CPU's on the same numbers.
+//! Tests of the auxiliary loss on a GPU or the emulated driver, compared with the CPU on the same numbers.
 
 use super::{assert_close, assert_refused, differentiated, numbers};
 use crate::ops::cuda::open;
@@ -32,7 +32,7 @@ fn the_loss_and_its_gradient_are_the_cpus() {
     }
 }
 
-/// As training adds it to the rest of the objective.
+/// Training adds the loss to the rest of the objective in this way.
 #[test]
 fn it_is_differentiated_beside_another_gradient() {
     let gpu = open(0).unwrap();

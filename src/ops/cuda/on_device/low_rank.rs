@@ -1,4 +1,4 @@
-//! Low-rank corrections against the CPU's on the same numbers.
+//! Tests of low-rank corrections, compared with the CPU on the same numbers.
 
 use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up};
 use crate::ops::cuda::open;
@@ -9,13 +9,13 @@ fn size(x: &Tensor) -> f32 {
     floats(x).iter().fold(0f32, |size, x| size.max(x.abs()))
 }
 
-/// A sorted plan of so many rows, on a device.
+/// Returns a plan of `rows` sorted rows on a device.
 fn plan(rows: usize, experts: usize, device: &Device) -> Dispatch {
     let routes = (0..rows).map(|i| (i * i % 5 % experts) as u32).collect();
     Dispatch::new(&Tensor::from_vec(routes, (rows, 1), device).unwrap(), experts).unwrap()
 }
 
-/// The result, the gradients of `y` and `x`, and those of the factors, which held a half.
+/// The result, the gradients of `y` and `x`, and those of the factors, whose buffers held 0.5.
 struct Computed {
     z: Tensor,
     inputs: Vec<Tensor>,
@@ -61,7 +61,7 @@ fn corrections_and_their_gradients_are_the_cpus() {
         let (a, b) = (factor(4, input, rank), factor(5, rank, output));
         let of = |device| computed(device, [&y, &x, &dz], [&a, &b], experts);
         let (got, exact) = (of(&gpu), of(&Device::Cpu));
-        // What lies between the two products is rounded.
+        // The intermediate result of the two products is rounded.
         assert_rounded(&got.z, &exact.z, size(&exact.z) / 128.0);
         assert_eq!(floats(&got.inputs[0]), floats(&exact.inputs[0]));
         assert_rounded(&got.inputs[1], &exact.inputs[1], size(&exact.inputs[1]) / 128.0);
@@ -104,7 +104,7 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let of_rows = |rows| (zeros(rows, 16, DType::BF16), zeros(rows, 8, DType::BF16));
     let (y, x) = of_rows(0);
     assert_eq!(of(&y, &x, &right, None).unwrap().dims(), [0, 16]);
-    // An empty call in a graph: gradients of nothing are added.
+    // An empty call in a graph: empty gradients are added.
     let [a, b] =
         [(8, 4), (4, 16)].map(|(k, n)| learning(&zeros(k, n, DType::BF16), &zeros(k, n, DType::F32)));
     let (_, gradients) =

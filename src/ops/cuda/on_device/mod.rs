@@ -25,7 +25,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::sync::Arc;
 
-/// Numbers that bf16 holds, f32 on the CPU.
+/// Returns numbers that bf16 represents exactly, as f32 on the CPU.
 pub(super) fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Tensor {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let values: Vec<f32> = (0..rows * width).map(|_| size * rng.random_range(-3.0f32..3.0)).collect();
@@ -42,7 +42,7 @@ pub(super) fn floats(x: &Tensor) -> Vec<f32> {
     x.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Every value within twice what rounding to bf16 makes of it, and `floor`.
+/// Checks every value within twice the rounding error of bf16, plus `floor`.
 pub(super) fn assert_rounded(got: &Tensor, exact: &Tensor, floor: f32) {
     assert_eq!(got.dims(), exact.dims());
     for (i, (got, exact)) in floats(got).into_iter().zip(floats(exact)).enumerate() {
@@ -50,7 +50,7 @@ pub(super) fn assert_rounded(got: &Tensor, exact: &Tensor, floor: f32) {
     }
 }
 
-/// Every value within `error` of the largest: sums in f32.
+/// Checks every value within `error` times the largest: f32 sums.
 pub(super) fn assert_close(got: &Tensor, exact: &Tensor, error: f32) {
     assert_eq!((got.dims(), got.dtype()), (exact.dims(), DType::F32));
     let (got, exact) = (floats(got), floats(exact));
@@ -65,7 +65,7 @@ pub(super) fn assert_refused<T>(result: candle_core::Result<T>, text: &str) {
     assert!(error.contains(text), "{error}");
 }
 
-/// One parameter's buffer.
+/// The gradient buffer of one parameter.
 pub(super) struct Buffer(pub Tensor);
 
 impl GradientSink for Buffer {
@@ -78,15 +78,15 @@ impl GradientSink for Buffer {
     }
 }
 
-/// `values` learning, and the buffer of their gradient, which holds `held`.
+/// Returns `values` as a trainable parameter, and its gradient buffer, which holds `held`.
 pub(super) fn learning(values: &Tensor, held: &Tensor) -> (ops::Parameter, Tensor) {
-    // A copy: what is added in place shows in no other tensor.
+    // A copy: additions in place must change no other tensor.
     let buffer = held.copy().unwrap();
     let variable = Var::from_tensor(values).unwrap();
     (ops::Parameter::trained(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
 }
 
-/// What `forward` gives, and the gradients of `leaves` for `dy` there.
+/// Returns the output of `forward`, and the gradients of `leaves` for its gradient `dy`.
 pub(super) fn walked_back(
     leaves: &[&Tensor],
     dy: &Tensor,
@@ -101,7 +101,7 @@ pub(super) fn walked_back(
     (y.unwrap(), gradients.unwrap())
 }
 
-/// What the op gives for `inputs`, and their gradients for `dy`; on the device of the inputs.
+/// Returns the op's output for `inputs`, and their gradients for `dy`, on the device of the inputs.
 pub(super) fn differentiated(
     inputs: &[&Tensor],
     dy: &Tensor,

@@ -1,4 +1,4 @@
-//! The optimizer on a GPU or the emulated driver: every value has the CPU's bits.
+//! Tests of the optimizer on a GPU or the emulated driver: every value has the CPU's bits.
 
 use super::{floats, numbers};
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
@@ -16,7 +16,7 @@ const STEP: AdamW = AdamW {
     eps: 1e-8,
 };
 
-/// f32 numbers, more than bf16 holds.
+/// Returns f32 numbers that bf16 cannot represent.
 fn wide(seed: u64, shape: (usize, usize)) -> Tensor {
     (numbers(seed, shape.0, shape.1, 1.0) / 3.0).unwrap()
 }
@@ -25,7 +25,7 @@ fn bits(x: &Tensor) -> Vec<u32> {
     floats(x).into_iter().map(f32::to_bits).collect()
 }
 
-/// Runs `change` on copies of `tensors` on the CPU and on the GPU; all must have the same bits after it.
+/// Runs `change` on copies of `tensors` on the CPU and on the GPU; all must have the same bits afterwards.
 fn same(gpu: &Device, tensors: &[Tensor], change: impl Fn(&[Tensor]) -> Result<()>) {
     let [here, there] = [&Device::Cpu, gpu].map(|device| {
         let copies: Vec<Tensor> =
@@ -69,7 +69,7 @@ fn updates_with_moments_of_8_bits_have_the_cpus_bits() {
         let next = wide(3, shape);
         same(&gpu, &state, |x| {
             let moments = [Moment { codes: &x[1], scales: &x[2] }, Moment { codes: &x[3], scales: &x[4] }];
-            // From nothing, then from codes of all kinds.
+            // First from zeros, then from arbitrary codes.
             adamw_8bit(&x[0], moments, &x[5], &STEP)?;
             adamw_8bit(&x[0], moments, &next.to_device(x[0].device())?, &STEP)
         });

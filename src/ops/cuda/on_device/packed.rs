@@ -1,4 +1,4 @@
-//! Products by packed matrices: the bits of those by the decoded ones.
+//! Tests of products by packed matrices: they have the bits of products by decoded ones.
 
 use super::{assert_refused, assert_rounded, differentiated, floats, learning, numbers, up};
 use crate::ops::cuda::open;
@@ -10,7 +10,7 @@ use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::sync::Arc;
 
-/// Random numbers in MXFP4; `extreme`: the least scales among them, and NaN.
+/// Returns random MXFP4 numbers; with `extreme` also the smallest scales and NaN.
 fn matrix([experts, input, output]: [usize; 3], extreme: bool) -> PackedMatrix {
     let mut rng = ChaCha8Rng::seed_from_u64(11);
     let mut blocks = vec![0u8; experts * input * output / 2];
@@ -111,7 +111,7 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     );
     let wide = Tensor::zeros((1, 32), DType::F32, &gpu).unwrap();
     assert_refused(packed_linear(&wide, &on_gpu, None), "x [1, 32] is F32, expected BF16 on a GPU");
-    // What the host alone does.
+    // Functions that only the host supports.
     let lies = "packed matrix [1, 32, 8] lies on a GPU, where it is multiplied by alone; call to_device(&Device::Cpu)";
     let x = Tensor::zeros((1, 32), DType::F32, &Device::Cpu).unwrap();
     assert_refused(packed_linear(&x, &on_gpu, None), lies);

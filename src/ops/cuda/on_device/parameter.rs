@@ -1,4 +1,4 @@
-//! Where a graph begins, on a GPU or the emulated driver.
+//! Tests of parameters as inputs of a graph, on a GPU or the emulated driver.
 
 use super::{assert_refused, floats, learning, numbers, walked_back};
 use crate::ops::Parameter;

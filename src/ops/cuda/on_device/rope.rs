@@ -1,4 +1,5 @@
-//! Rotary position embedding on a GPU or the emulated driver, against the CPU's on the same numbers.
+//! Tests of rotary position embedding on a GPU or the emulated driver, compared with the CPU on the same
+//! numbers.
 
 use super::{assert_refused, assert_rounded, differentiated, floats, numbers, up};
 use crate::ops::cuda::open;

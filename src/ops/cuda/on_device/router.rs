@@ -1,4 +1,4 @@
-//! The router's choice on a GPU or the emulated driver, against the CPU's on the same numbers.
+//! Tests of top-k routing on a GPU or the emulated driver, compared with the CPU on the same numbers.
 
 use super::{assert_close, assert_refused, differentiated, floats, numbers};
 use crate::ops::cuda::{open, top_k_softmax_backward};
@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 fn experts_are_the_cpus_and_their_weights_and_gradients_too() {
     let gpu = open(0).unwrap();
     for (tokens, experts, top_k) in [(1, 1, 1), (5, 4, 2), (131, 32, 4), (3, 128, 8), (2, 40, 40)] {
-        // bf16 in f32 and few of them: many are equal.
+        // A few bf16 numbers as f32, so that many are equal.
         let logits = numbers(1, tokens, experts, 1.0).affine(4.0, 0.0).unwrap().round().unwrap();
         let dweights = numbers(2, tokens, top_k, 1.0);
         let routes = route(&logits, top_k).unwrap();

@@ -1,4 +1,4 @@
-//! The ops whose rows do not meet, on a GPU or the emulated driver, against the CPU's on the same numbers.
+//! Tests of row-wise ops on a GPU or the emulated driver, compared with the CPU on the same numbers.
 
 use super::{assert_rounded, differentiated, floats, numbers, up};
 use crate::ops;
@@ -29,7 +29,7 @@ fn rms_norm_gives_the_cpus_values_and_gradients() {
         assert_rounded(&ops::rms_norm(&x, &weight, 1e-5).unwrap(), &y, 1e-6);
         let (dx, dweight) = rms_norm_backward([&x, &weight, &dy], 1e-5, true).unwrap();
         assert_rounded(&dx, &gradients[0], 1e-5);
-        // The weight's gradient stays in f32.
+        // The weight's gradient stays f32.
         let (dweight, exact) = (floats(&dweight.unwrap()), floats(&gradients[1]));
         let size = exact.iter().fold(0f32, |size, x| size.max(x.abs()));
         assert!(dweight.iter().zip(&exact).all(|(a, b)| (a - b).abs() <= 1e-5 * size), "{dweight:?}");

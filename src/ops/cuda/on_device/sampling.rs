@@ -1,4 +1,4 @@
-//! Sampling from logits that lie on a GPU or the emulated driver, against the same logits on the CPU.
+//! Tests of sampling from logits on a GPU or the emulated driver, compared with the CPU on the same logits.
 
 use super::{floats, numbers};
 use crate::ops::cuda::open;
@@ -6,7 +6,7 @@ use crate::ops::log_prob::row_stats;
 use crate::ops::logits::{Logits, Sampling};
 use candle_core::{Device, Tensor};
 
-/// The same logits on the CPU and on a GPU.
+/// Returns equal logits on the CPU and on a GPU.
 fn both(z: &Tensor, gpu: &Device) -> [Logits; 2] {
     let (rows, width) = z.dims2().unwrap();
     let sums: Vec<f32> =

@@ -1,4 +1,4 @@
-//! The plain gated unit on a GPU or the emulated driver, against the CPU's on the same numbers.
+//! Tests of SwiGLU without clamping on a GPU or the emulated driver, compared with the CPU.
 
 use super::{assert_refused, assert_rounded, differentiated, floats, numbers, up};
 use crate::ops::cuda::open;
