@@ -146,7 +146,7 @@ impl<T: Element, F: FnOnce(&mut [T]) -> Result<R>, R> InplaceOp1 for Edit<T, F, 
     }
 }
 
-/// `sum ← sum + x`, elementwise.
+/// Computes `sum ← sum + x`, elementwise.
 ///
 /// # Errors
 /// When the tensor is not contiguous, not f32 or not on the CPU.

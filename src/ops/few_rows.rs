@@ -140,7 +140,7 @@ impl FewRows {
     }
 }
 
-/// Computes the columns from `start` on that `out` holds of each row.
+/// Computes columns from `start` on of every row. `out` holds one slice of columns per row.
 ///
 /// # Safety
 /// The processor must have the instructions of `W`.
@@ -400,7 +400,7 @@ mod tests {
             let (x, w, bias) = (noise(ROWS_MAX * k), noise(k * n), noise(ROWS_MAX * n));
             for (name, precision, way) in &ways {
                 let Some(way) = way else {
-                    eprintln!("skipped: this processor cannot make {name}");
+                    eprintln!("skipped: this processor does not support {name}");
                     continue;
                 };
                 for rows in 1..=ROWS_MAX {

@@ -26,7 +26,7 @@ use std::sync::Arc;
 /// When the sizes of `logits`, `plan` and `holders` differ.
 pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u32>>>) -> Result<Tensor> {
     if holders.is_some_and(|holders| Ok(holders.len()) != logits.dim(0).map_err(drop)) {
-        bail!("load_balance: router logits {:?} for other rows than those held", logits.dims());
+        bail!("load_balance: router logits {:?} do not match the rows of `holders`", logits.dims());
     }
     let op = LoadBalance { plan: plan.clone(), holders: holders.cloned(), uploaded: Uploaded::default() };
     apply([&contiguous(logits)?], op)

@@ -19,11 +19,11 @@ use std::borrow::Cow;
 /// evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// 0 takes the most likely token, the lowest id of equals; its log-probability is then 0.
+    /// 0 takes the most likely token (ties: the lowest id), with log-probability 0.
     pub temperature: f64,
     /// Keeps the most likely tokens up to this probability, including the one that reaches it; 1 keeps all.
     pub top_p: f64,
-    /// Keeps the k most likely tokens, the lowest ids of equals; 0 keeps all.
+    /// Keeps the k most likely tokens (ties: the lowest ids); 0 keeps all.
     pub top_k: usize,
     /// Keeps tokens with at least this share of the highest probability; 0 keeps all.
     pub min_p: f64,
@@ -300,7 +300,7 @@ fn distribution(total: f64) -> Result<f64> {
     if total.is_finite() && total > 0.0 { Ok(total) } else { not_finite() }
 }
 
-/// The whole distribution of a row, in blocks of tokens. A draw looks inside one block.
+/// The untruncated distribution of a row, in blocks of tokens. A draw looks inside one block.
 struct Blocks<'a> {
     /// Weights are `e^{z_j − shift}`.
     shift: f32,
@@ -328,7 +328,7 @@ impl<'a> Blocks<'a> {
     /// Selects like [`pick`] over all weights.
     fn pick(&self, row: Row, target: f64) -> Option<usize> {
         let block = self.ends.iter().position(|&end| end > target);
-        // Rounding may leave no block: then the last one that has any weight.
+        // If rounding leaves no block, this takes the last one with a nonzero weight.
         let block = block.or_else(|| self.ends.iter().position(|&end| end == self.total()))?;
         let before = if block == 0 { 0.0 } else { self.ends[block - 1] };
         let start = block * BLOCK;
@@ -375,7 +375,7 @@ fn pick(weights: &[f32], target: f64) -> Option<usize> {
     weights.iter().rposition(|&weight| weight > 0.0)
 }
 
-/// Returns the index of the highest value, the first of equals.
+/// Returns the index of the highest value (ties: the first).
 fn highest(row: &[f32]) -> usize {
     let mut best = 0;
     for (i, &z) in row.iter().enumerate() {

@@ -98,8 +98,8 @@ pub fn max_lanes(row: &[f32]) -> f32 {
     halved(lanes, larger)
 }
 
-/// Multiplies a row by `factor` and returns its largest value then. One pass, as a row of logits exceeds
-/// the cache.
+/// Multiplies a row by `factor` and returns its new largest value. It makes one pass, because a row of
+/// logits exceeds the cache.
 #[inline(always)]
 pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
     if factor == 1.0 {

@@ -74,8 +74,8 @@ impl AdamW {
     }
 }
 
-/// Performs SGD: `w ← w · shrink − rate · g`, the product fused into the sum. That rounds once less beside
-/// a large `w`, and has PyTorch's bits.
+/// Performs SGD: `w ← w · shrink − rate · g`. The last product and the subtraction are one fused operation,
+/// which gives PyTorch's bits.
 ///
 /// # Errors
 /// When shapes differ.

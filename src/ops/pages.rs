@@ -105,7 +105,7 @@ impl Pages {
     ) -> Result<Growth> {
         if counts.len() != sequences.len() {
             let (a, b) = (counts.len(), sequences.len());
-            bail!("key-value cache: new tokens for {a} sequences, {b} sequences; give one count a sequence");
+            bail!("key-value cache: {a} counts for {b} sequences; give one count per sequence");
         }
         let mut taken = self.take(pages_needed(sequences, counts), counts)?.into_iter();
         let mut growth = Growth::default();
@@ -156,7 +156,7 @@ impl Pages {
 
 /// Counts the pages needed for `counts[i]` new tokens of `sequences[i]`, copies of shared ones included.
 fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
-    // The number of sequences about to write each page; the last of its holders keeps it.
+    // The number of sequences about to write each page; the last sequence that shares it keeps it.
     let mut written: HashMap<*const Page, (usize, usize)> = HashMap::new();
     let mut needed = 0;
     for (sequence, &count) in sequences.iter().zip(counts) {
@@ -252,7 +252,7 @@ mod tests {
         drop(a);
         assert_eq!(pages.free(), 3);
         assert_eq!(runs(&pages, &mut [&mut b], &[1]).len(), 1);
-        assert!(pages.extend(&mut [&mut b], &[]).unwrap_err().to_string().contains("one count a sequence"));
+        assert!(pages.extend(&mut [&mut b], &[]).unwrap_err().to_string().contains("one count per sequence"));
     }
 
     #[test]

@@ -169,7 +169,7 @@ pub fn product(
     if tiled && tiles::product(precision, threads, out, a, b, (m, k, n), accumulate) {
         return;
     }
-    assert!(precision == Precision::F32, "a product in bf16 that the processor cannot make");
+    assert!(precision == Precision::F32, "bf16 product: this processor has no bf16 dot products");
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     for start in (0..k).step_by(K_CHUNK) {
         let chunk = K_CHUNK.min(k - start);

@@ -168,7 +168,7 @@ impl Packed {
 
     fn cu_seqlens(&self) -> Result<Vec<usize>> {
         self.sequence_rows.cu_seqlens().ok_or_else(|| {
-            candle_core::Error::Msg("sink_attention: the kernels take sequences that share no rows".into())
+            candle_core::Error::Msg("sink_attention: the GPU kernels do not support shared rows".into())
         })
     }
 }

@@ -220,7 +220,7 @@ impl Weight {
     pub(super) fn on_device(&self) -> Result<&Tensor> {
         match self {
             Weight::Dense(weight) => Ok(weight.values()),
-            Weight::Packed(_) => bail!("a packed head has no form on a GPU yet; take dense weights"),
+            Weight::Packed(_) => bail!("a packed head is not supported on a GPU; use dense weights"),
         }
     }
 

@@ -67,7 +67,7 @@ fn vocabulary(values: usize, rows: usize, of_rows: &[usize]) -> Result<usize> {
         bail!("{}: {values} logits in {rows} rows; give whole rows", OP.0);
     };
     if let Some(other) = of_rows.iter().find(|&&len| len != rows) {
-        bail!("{}: {other} numbers for {rows} rows; give one a row", OP.0);
+        bail!("{}: {other} numbers for {rows} rows; give one per row", OP.0);
     }
     check_vocabulary(OP, vocabulary)?;
     Ok(vocabulary)

@@ -32,7 +32,7 @@ pub fn run_primitive_check(
     output_words: usize,
 ) -> Result<Vec<u32>> {
     if !function.starts_with("check_") || input.is_empty() || output_words == 0 {
-        bail!("{function} on {} words is no check", input.len());
+        bail!("{function} on {} words is not a check", input.len());
     }
     let kernel = Kernel { function, file: "primitive_checks", threads, shared_bytes: SHARED_BYTES };
     let stream = device.cuda_stream();

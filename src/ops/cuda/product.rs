@@ -126,7 +126,7 @@ impl Sizes {
 fn matrix(dims: &[usize]) -> Result<[usize; 2]> {
     match *dims {
         [k, n] | [_, k, n] => Ok([k, n]),
-        _ => bail!("a product by a tensor {dims:?}"),
+        _ => bail!("product: weight {dims:?} is neither a matrix nor one matrix per expert"),
     }
 }
 

@@ -87,7 +87,7 @@ pub struct Prepared {
     plan: LaunchPlan,
     /// The arrays of the parameters, concatenated.
     arrays: CudaSlice<i32>,
-    /// Sinks of the ablation without sinks.
+    /// Values passed as sinks in the ablation without sinks.
     no_sinks: Option<CudaSlice<f32>>,
 }
 
@@ -363,7 +363,7 @@ impl Prepared {
         Ok(SinkAttentionParams { sinks, ..params })
     }
 
-    /// Returns `inputs` with the sinks that the ablation prescribes.
+    /// Returns `inputs`, with `no_sinks` instead of the sinks if given.
     fn seen<'a>(&'a self, inputs: &Inputs<'a>, no_sinks: &'a Option<CudaView<'a, f32>>) -> Inputs<'a> {
         Inputs { sinks: no_sinks.as_ref().unwrap_or(inputs.sinks), ..*inputs }
     }

@@ -49,7 +49,7 @@ impl PackedMatrix {
             Bytes::Host(bytes) => Ok(bytes),
             Bytes::Shard(_) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
             Bytes::Device(_) => bail!(
-                "packed matrix {:?} lies on a GPU, where it is multiplied by alone; call to_device(&Device::Cpu) first",
+                "packed matrix {:?} is on a GPU, which can only multiply by it; call to_device(&Device::Cpu) first",
                 self.shape()
             ),
         }

@@ -21,7 +21,7 @@ pub(super) fn map_bf16(bytes: &[u8], map: impl Fn(f32) -> f32) -> Vec<u8> {
 pub fn packed_rows(table: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     let [_, rows, width] = table.shape();
     if table.form() != PackedForm::Bf16Rows {
-        bail!("embedding: {:?} is arranged to be multiplied by, not looked up in", table.shape());
+        bail!("embedding: {:?} is stored for products, not for lookups", table.shape());
     }
     if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
         bail!("embedding: token {id} in a vocabulary of {rows}");

@@ -72,9 +72,9 @@ pub const TILE_ROWS: usize = 128;
 pub const BLOCK_KEYS: usize = 64;
 /// Keys per chunk; the softmax starts anew at multiples of it.
 pub const CHUNK_KEYS: usize = 512;
-/// Floats of one part, a row's state over one chunk: its output. [`PART_SUMS`] holds the rest.
+/// Number of floats of a part's output. A part is a row's state over one chunk; [`PART_SUMS`] holds the rest.
 pub const PART_OUT: usize = HEAD_DIM;
-/// Floats of a part beside its output: maximum and sum of four lanes.
+/// Number of floats of a part's softmax state: maximum and sum of four lanes.
 pub const PART_SUMS: usize = 8;
 
 /// A kernel: its location and launch configuration.

@@ -67,7 +67,7 @@ impl LaunchSequences {
     /// When the bounds do not start at 0 or decrease.
     pub fn packed(cu_seqlens: &[usize]) -> Result<Self> {
         if cu_seqlens.first() != Some(&0) || cu_seqlens.windows(2).any(|w| w[0] > w[1]) {
-            bail!("sink_attention: the sequences' bounds {cu_seqlens:?} must start at 0 and not fall");
+            bail!("sink_attention: the sequences' bounds {cu_seqlens:?} must start at 0 and not decrease");
         }
         let lengths: Vec<usize> = cu_seqlens.windows(2).map(|w| w[1] - w[0]).collect();
         Self { queries: lengths.clone(), keys: lengths }.checked()
@@ -80,7 +80,7 @@ impl LaunchSequences {
     pub fn cached(counts: &[usize], lengths: &[usize]) -> Result<Self> {
         if counts.len() != lengths.len() {
             bail!(
-                "sink_attention: new tokens for {} sequences, caches of {}; give one count a cache",
+                "sink_attention: new tokens for {} sequences, caches of {}; give one count per cache",
                 counts.len(),
                 lengths.len()
             );

@@ -205,7 +205,7 @@ fn tensors_that_do_not_fit_are_refused_with_shape_and_remedy() {
 #[test]
 fn sequences_that_cannot_be_launched_are_refused() {
     assert_says(&message(LaunchSequences::packed(&[1, 3])), &["[1, 3]", "start at 0"]);
-    assert_says(&message(LaunchSequences::packed(&[0, 3, 2])), &["[0, 3, 2]", "not fall"]);
+    assert_says(&message(LaunchSequences::packed(&[0, 3, 2])), &["[0, 3, 2]", "not decrease"]);
     assert_says(&message(LaunchSequences::cached(&[1, 2], &[5])), &["2 sequences", "caches of 1"]);
     assert_says(
         &message(LaunchSequences::cached(&[1 << 30], &[0])),

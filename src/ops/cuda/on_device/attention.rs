@@ -96,8 +96,8 @@ fn numbers(shape: &[usize], dtype: DType, device: &Device) -> Var {
     Var::from_tensor(&all.to_device(device).unwrap()).unwrap()
 }
 
-/// Returns the gradients of the sinks and of an empty call's `q`, with or without a call of five tokens
-/// after it.
+/// Returns the gradients of the sinks and of an empty call's `q`. A call of five tokens follows; with
+/// `with_empty` the empty call's output is part of the result.
 fn differentiated(
     device: &Device,
     dtype: DType,

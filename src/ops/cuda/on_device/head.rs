@@ -52,7 +52,7 @@ impl GradientSink for Counted {
     }
 }
 
-/// Once per chunk would be refused by training; never, for no rows, would make training wait.
+/// Training refuses one addition per chunk, and it would wait forever if no rows meant no addition.
 #[test]
 fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
     let gpu = open(0).unwrap();

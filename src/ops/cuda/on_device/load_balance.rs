@@ -70,7 +70,7 @@ fn no_rows_are_no_loss_and_what_does_not_fit_is_refused() {
     );
     assert_refused(
         load_balance(&logits, &plan_of(3), Some(&Arc::new(vec![1; 2]))),
-        "other rows than those held",
+        "do not match the rows of `holders`",
     );
     let half = logits.to_dtype(DType::BF16).unwrap();
     assert_refused(load_balance(&half, &plan_of(3), None), "the router logits [3, 8] is BF16, expected F32");

@@ -114,5 +114,5 @@ fn no_rows_of_logits_are_no_launch_and_lengths_that_disagree_are_refused() {
     };
     refused(5, 5, "log_prob: 12 logits in 5 rows; give whole rows");
     refused(0, 0, "12 logits in 0 rows");
-    refused(3, 2, "log_prob: 2 numbers for 3 rows; give one a row");
+    refused(3, 2, "log_prob: 2 numbers for 3 rows; give one per row");
 }

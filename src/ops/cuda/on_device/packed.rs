@@ -112,7 +112,8 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let wide = Tensor::zeros((1, 32), DType::F32, &gpu).unwrap();
     assert_refused(packed_linear(&wide, &on_gpu, None), "x [1, 32] is F32, expected BF16 on a GPU");
     // Functions that only the host supports.
-    let lies = "packed matrix [1, 32, 8] lies on a GPU, where it is multiplied by alone; call to_device(&Device::Cpu)";
+    let lies =
+        "packed matrix [1, 32, 8] is on a GPU, which can only multiply by it; call to_device(&Device::Cpu)";
     let x = Tensor::zeros((1, 32), DType::F32, &Device::Cpu).unwrap();
     assert_refused(packed_linear(&x, &on_gpu, None), lies);
     assert_refused(on_gpu.decoded(), lies);
