@@ -34,8 +34,8 @@ pub fn read_rate() -> f64 {
         })
 }
 
-/// Returns the best rate of the `gemm` crate over some large products on all threads of the pool, in
-/// multiply-adds per second.
+/// Returns the best rate of the `gemm` crate over some large products on all threads, multiply-adds per
+/// second.
 pub fn product_rate() -> f64 {
     let threads = rayon::current_num_threads();
     let parallelism = if threads > 1 { gemm::Parallelism::Rayon(threads) } else { gemm::Parallelism::None };

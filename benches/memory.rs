@@ -92,8 +92,7 @@ fn measure(shape: Shape, tokens: usize) {
     );
 }
 
-/// Compares the planned and the measured peak of an update of a random model: weights, gradients,
-/// optimizer, one pass.
+/// Compares planned and measured peak of a random model's update: weights, gradients, optimizer, one pass.
 fn planned(seed: u64, recompute_layers: bool) {
     let mut rng = stream(seed, Purpose::Problem, &[]);
     let heads = 2 * rng.random_range(1..6usize);
@@ -156,8 +155,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     );
 }
 
-/// Returns the result of `f` and its peak above the memory in use before and the `kept` bytes of the
-/// result.
+/// Returns `f`'s result and its peak above the memory in use before and the result's `kept` bytes.
 fn peak_of<T>(kept: usize, f: impl FnOnce() -> T) -> (T, usize) {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);

@@ -119,8 +119,7 @@ impl Shapes {
     }
 }
 
-/// First text id: lower ids are control tokens of the embedded vocabulary. Ids from [`TEXT_END`] on are not
-/// in it.
+/// First text id: lower ids are control tokens. Ids from [`TEXT_END`] on are outside the vocabulary.
 const TEXT: u32 = 16;
 const TEXT_END: u32 = 272;
 
@@ -205,8 +204,7 @@ fn time<R>(run: impl FnOnce() -> Result<R>) -> Result<(R, Spent)> {
     Ok((result, Spent { seconds, processor: processor_end - processor, faults: faults_end - faults }))
 }
 
-/// Returns the seconds per decode step of `batch` sequences, between the first and the last forward that
-/// sampled for all.
+/// Returns the seconds per decode step from the first to the last forward that sampled for all of `batch`.
 fn decode_step(stamps: &[(Instant, u64)], batch: usize) -> Result<f64> {
     let full = |&&(_, sampled): &&(Instant, u64)| sampled >= batch as u64;
     let (first, last) = (stamps.iter().find(full), stamps.last());

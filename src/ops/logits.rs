@@ -15,8 +15,7 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 use std::borrow::Cow;
 
-/// Sampling parameters. Training uses the whole distribution; greedy and truncated sampling are for
-/// evaluation.
+/// Sampling parameters. Training uses the untruncated distribution; other settings are for evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
     /// 0 takes the most likely token (ties: the lowest id), with log-probability 0.
@@ -70,8 +69,7 @@ pub fn device_logits_rows(vocabulary: usize) -> usize {
     (DEVICE_LOGITS_MAX / vocabulary.max(1) / DEVICE_TILE_ROWS).max(1) * DEVICE_TILE_ROWS
 }
 
-/// Computes logits of rows `h [R, H]` with the head `weight [H, V]`, divided by the temperature of
-/// `sampling`.
+/// Computes logits of rows `h [R, H]` by the head `weight [H, V]`, divided by the sampling temperature.
 ///
 /// # Errors
 /// When shapes disagree.

@@ -4,8 +4,7 @@
 //! Backward: `du = s · dy · Bᵀ`, `dx = du · Aᵀ`, `dA = xᵀ · du`, `dB = (s · x · A)ᵀ · dy`; `y` receives
 //! `dy` unchanged.
 //!
-//! On a GPU `x`, the factors, `s · x · A` and `du` are bf16, `y` is bf16 or f32, and the factors' gradients
-//! are f32.
+//! On a GPU `x`, the factors, `s · x · A`, `du` are bf16, `y` bf16 or f32, the factors' gradients f32.
 
 use super::buffer::buffer;
 use super::cpu::{edit, host_values};
@@ -19,8 +18,7 @@ use super::product::{Spread, StridedMatrix, backward_product, forward_product, p
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
-/// Computes `y + scale · (x · a) · b`, differentiable in all four. With a `plan`, each row uses its
-/// expert's factors.
+/// Computes `y + scale · (x · a) · b`, differentiable in all; with a `plan` by each row's expert.
 ///
 /// # Errors
 /// When shapes disagree.

@@ -2,8 +2,7 @@
 
 use multiversion::multiversion;
 
-/// Number of lanes of a row sum: element `i` is added to lane `i % LANES`, and the lanes are added as a
-/// tree.
+/// Number of lanes of a row sum: element `i` is added to lane `i % LANES`; then the lanes as a tree.
 pub const LANES: usize = 16;
 
 /// Returns `e^x` to about one unit in the last place; exactly 0 below −87, finite up to 88.
@@ -98,8 +97,7 @@ pub fn max_lanes(row: &[f32]) -> f32 {
     halved(lanes, larger)
 }
 
-/// Multiplies a row by `factor` and returns its new largest value. It makes one pass, because a row of
-/// logits exceeds the cache.
+/// Multiplies a row by `factor` and returns its new maximum. One pass: a row of logits exceeds the cache.
 #[inline(always)]
 pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
     if factor == 1.0 {

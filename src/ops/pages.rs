@@ -1,5 +1,4 @@
-//! Page allocation of a device's key-value cache: which page belongs to which sequence. Kept on the host;
-//! no device is needed.
+//! Page allocation of a device's key-value cache: which page belongs to which sequence. Host code only.
 //!
 //! A page holds the keys and values of 64 consecutive positions, the blocks that the attention kernels
 //! read. Cloned sequences share pages. A shared page is copied before it is written, and freed when no

@@ -13,8 +13,7 @@ use std::sync::Arc;
 
 /// Receives the gradients of one pass.
 pub trait GradientSink: Send + Sync {
-    /// Calls `add` with the gradient buffer of `parameter`, in the parameter's shape, when it is this
-    /// pass's turn.
+    /// Calls `add` with the gradient buffer of `parameter`, of its shape, when it is this pass's turn.
     ///
     /// # Errors
     /// Those of `add`, or when an earlier pass failed.

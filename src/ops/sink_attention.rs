@@ -239,8 +239,7 @@ impl Packed {
         let (out, grad) = (host_values(out)?, host_values(grad)?);
         let caches = self.caches(&kv_values);
         let kv_width = 2 * kv_heads * d;
-        // Gradients that each sequence's own queries give its shared keys, added in the order of the
-        // sequences.
+        // Gradients that each sequence's own queries give its shared keys, added in sequence order.
         let sequences = 0..self.sequence_rows.sequences();
         let mut shared: Vec<Vec<f32>> =
             sequences.clone().map(|s| zeros(self.sequence_rows.shared(s) * kv_width)).collect();

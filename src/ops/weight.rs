@@ -88,8 +88,8 @@ impl Weight {
         }
     }
 
-    /// Copies the weight of `shape` to `device`. On a GPU MXFP4 stays packed; all else becomes dense, of
-    /// type `dtype`.
+    /// Copies the weight of `shape` to `device`. On a GPU MXFP4 stays packed; all else becomes a dense
+    /// `dtype`.
     ///
     /// # Errors
     /// When memory runs out.

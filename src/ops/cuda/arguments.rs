@@ -89,8 +89,7 @@ impl Op {
         }
     }
 
-    /// Calls `f` with the elements of a contiguous tensor on the GPU, to change them in place: gradients,
-    /// weights, optimizer state.
+    /// Calls `f` with the elements of a contiguous tensor on the GPU, to change them in place.
     pub fn edit<T: CudaDType, R>(
         self,
         tensor: &Tensor,
@@ -134,8 +133,7 @@ impl<T: CudaDType, R, F: FnOnce(&CudaDevice, &mut CudaViewMut<T>) -> Result<R>> 
     }
 }
 
-/// Allocates memory that a launch overwrites whole. It is not cleared; its contents are arbitrary until
-/// then.
+/// Allocates memory that a launch overwrites whole. Its contents are arbitrary until then.
 pub(super) fn output<T: CudaDType + DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaSlice<T>> {
     // SAFETY: the elements are plain numbers, for which every bit pattern is valid.
     unsafe { device.alloc::<T>(len) }

@@ -22,8 +22,7 @@ pub fn open(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// Lets the process keep freed memory. By default it returns to the driver at every wait for the GPU, and
-/// each step would allocate it anew.
+/// Keeps freed memory in the process. By default it returns to the driver at every wait for the GPU.
 fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     set_pool_attribute(device, CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
 }
@@ -94,7 +93,7 @@ pub(super) fn give_back_unused(device: &Device) -> Result<()> {
 fn pool_attribute(device: &CudaDevice, attribute: CUmemPool_attribute) -> Result<u64> {
     let context = device.cuda_stream().context().clone();
     let mut value = 0u64;
-    // SAFETY: the device belongs to an open context, the pool to the device, and the attribute is a 64-bit
+    // SAFETY: the device belongs to an open context, the pool to the device; the attribute is a 64-bit
     // number.
     unsafe {
         let pool = get_default_mem_pool(context.cu_device()).w()?;

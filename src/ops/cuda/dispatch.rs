@@ -1,5 +1,4 @@
-//! Dispatch of tokens to experts and their combination on the GPU: bf16 rows, f32 weights. The plan (u32)
-//! stays on the GPU.
+//! Dispatch of tokens to experts and their combination on the GPU: bf16 rows, f32 weights, u32 plan.
 
 use super::arguments::{Op, of_storage, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -78,8 +77,8 @@ pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> 
             experts: experts as i32,
             top_k: top_k as i32,
         };
-        // SAFETY: all outlive the launches; each launch fills the next one's input, and `plan` has room for
-        // its parts.
+        // SAFETY: all outlive the launches, each fills the next one's input, and `plan` has room for its
+        // parts.
         unsafe {
             launch(device, &SORT_COUNT, &params, chunks)?;
             launch(device, &SORT_PLACE, &params, 1)?;
@@ -123,8 +122,8 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
             top_k: top_k as i32,
             ..Params::default()
         };
-        // SAFETY: all outlive the launch; `rows` holds indices of rows of `x`, and each block writes its
-        // own row of `out`.
+        // SAFETY: all outlive the launch; `rows` are indices of `x`, and each block writes its own row of
+        // `out`.
         unsafe { launch(device, kernel, &params, blocks)? };
     }
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))

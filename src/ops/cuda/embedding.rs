@@ -1,5 +1,4 @@
-//! Selection of rows and columns by id on the GPU: values are bf16; a table's gradient is f32, added in
-//! place.
+//! Selection of rows and columns by id on the GPU: bf16 values; a table's f32 gradient is added in place.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};

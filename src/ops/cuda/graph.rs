@@ -19,7 +19,7 @@ impl Recorded {
         let stream = device.as_cuda_device()?.cuda_stream();
         // A recording may not wait for events outside of it, and event tracking would add such waits.
         let context = stream.context();
-        // SAFETY: memory allocated meanwhile is used on this stream only, and is freed when the recording
+        // SAFETY: memory allocated meanwhile is used on this stream only and freed before the recording
         // ends.
         unsafe { context.disable_event_tracking() };
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);

@@ -1,5 +1,5 @@
-//! The language-model head on the GPU: `h [R, H]` and `W [H, V]` are bf16, logits f32, one chunk of rows at
-//! a time.
+//! The language-model head on the GPU: `h [R, H]`, `W [H, V]` in bf16; f32 logits, one chunk of rows at a
+//! time.
 //!
 //! The sampler's logits and those of the training pass are the same product with the same sums. A token's
 //! log-probability therefore has the same bits in both.

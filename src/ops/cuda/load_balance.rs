@@ -103,8 +103,7 @@ unsafe fn run(
         scale: (experts as f64 / tokens as f64) as f32,
     };
     let blocks = rows.div_ceil(ROWS.threads / WARP);
-    // SAFETY: guaranteed by the caller; the rest outlives the launches, each of which reads only written
-    // memory.
+    // SAFETY: guaranteed by the caller; the rest outlives the launches, which read only written memory.
     unsafe {
         launch(device, &FRACTIONS, &params, experts)?;
         match wanted {

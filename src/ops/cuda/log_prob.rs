@@ -57,8 +57,7 @@ kernel_params! {
     }
 }
 
-/// Returns the vocabulary size of `values` logits in `rows` rows. Checks the lengths `of_rows` of per-row
-/// values.
+/// Returns the vocabulary size of `values` logits in `rows` rows. Checks the per-row lengths `of_rows`.
 fn vocabulary(values: usize, rows: usize, of_rows: &[usize]) -> Result<usize> {
     if values == 0 {
         return Ok(0);

@@ -40,8 +40,7 @@ pub(in crate::ops) fn low_rank_forward(
     finished_product(OP, (&u, &Layout::contiguous(shape)), b, starts, &finish, y.0.dtype())
 }
 
-/// Adds the gradients of trainable factors, for `dy` in bf16. Returns `dx` if an earlier layer is
-/// trainable.
+/// Adds the gradients of trainable factors for bf16 `dy`. Returns `dx` if an earlier layer is trainable.
 pub(in crate::ops) fn low_rank_backward(
     [x, dy]: [&Tensor; 2],
     [a, b]: [&Tensor; 2],

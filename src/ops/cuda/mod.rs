@@ -1,5 +1,4 @@
-//! Ops on an NVIDIA GPU, compiled with feature `cuda`: the same formulas, bf16 inputs and outputs, f32
-//! sums.
+//! Ops on an NVIDIA GPU, for feature `cuda`: the same formulas, bf16 inputs and outputs, f32 sums.
 //!
 //! A row's bits depend only on the row, given one kind of GPU and one kernel set. They differ from the
 //! CPU's. The kernels are `kernels/*.cu`; docs/KERNELS.md explains them.

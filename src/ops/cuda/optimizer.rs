@@ -1,5 +1,4 @@
-//! In-place updates of weights on the GPU. All values are f32, except 8-bit codes and bf16 weights of the
-//! forward.
+//! In-place updates of weights on the GPU: f32, except 8-bit codes and the forward's bf16 weights.
 
 use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};
@@ -125,8 +124,7 @@ fn check(name: &str, x: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
     Argument { op: OP.0, name, dtype: x.dtype(), layout: x.layout() }.check(dtype, shape)
 }
 
-/// Calls `f` with the mutable values of `changed` and the address of the values of `read`. Does nothing for
-/// empty tensors.
+/// Calls `f` with the values of `changed` and the address of those of `read`, unless they are empty.
 fn edit_by(
     (name, changed): (&str, &Tensor),
     read: &Tensor,
@@ -310,8 +308,8 @@ pub(in crate::ops) fn adamw_8bit(
                     count,
                     step: step.into(),
                 };
-                // SAFETY: all outlive the launch; codes, weights and gradient have one length, scales one
-                // number per block.
+                // SAFETY: all outlive the launch; codes, weights, gradient have one length, scales one per
+                // block.
                 unsafe { launch(device, &ADAMW_8BIT, &params, blocks.div_ceil(CODE_BLOCKS)) }
             })
         })

@@ -115,8 +115,8 @@ impl KvPool {
             places: at.read(places),
             row_vectors: (width / VECTOR) as i32,
         };
-        // SAFETY: all three outlive the launch, `kv` and `places` have `tokens` rows, and every place is in
-        // the cache.
+        // SAFETY: all three outlive the launch, `kv` and `places` have `tokens` rows, places are in the
+        // cache.
         unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
     }
 
@@ -167,8 +167,7 @@ impl KvPages {
         Ok(Self { pool: self.pool.clone(), sequence: self.pool.pages.reserved(len, window)? })
     }
 
-    /// Frees pages that no query at or after `position` can see through `window`. A page that another
-    /// sequence shares stays.
+    /// Frees pages that no query at or after `position` sees through `window`; shared pages stay.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         self.sequence.forget_before(position, window);
     }

@@ -1,5 +1,4 @@
-//! Runner of the small kernels in `kernels/primitive_checks.cu`; each shows the effect of some machine
-//! instructions.
+//! Runner of the small kernels in `kernels/primitive_checks.cu`, which test single machine instructions.
 
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::sink_attention::kernels::Kernel;

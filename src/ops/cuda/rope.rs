@@ -33,8 +33,7 @@ kernel_params! {
     }
 }
 
-/// Addresses of rows to rotate, and of values to copy along with them, or 0. Both have `stride` elements
-/// from row to row.
+/// Addresses of rows to rotate, and of values to copy along, or 0; `stride` elements from row to row.
 struct Rows {
     rotated: u64,
     copied: u64,

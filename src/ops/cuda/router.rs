@@ -38,8 +38,7 @@ kernel_params! {
     }
 }
 
-/// Returns the `top_k` experts of each token. The caller has checked that `top_k` is at most the number of
-/// experts, which is below 2^16.
+/// Returns the `top_k` experts of each token. The caller has checked `top_k <= experts < 2^16`.
 pub(in crate::ops) fn route(logits: DeviceArgument, top_k: usize) -> Result<(CudaStorage, Shape)> {
     let (tokens, experts) = logits.1.shape().dims2()?;
     let (values, device) = ROUTE_OP.input::<f32>("the logits", logits, &[tokens, experts])?;

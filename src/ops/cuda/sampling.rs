@@ -1,5 +1,4 @@
-//! Sampling from logits on the GPU. Only tokens and log-probabilities are copied to the host, in one
-//! transfer.
+//! Sampling from logits on the GPU. Only tokens and log-probabilities are copied to the host, in one copy.
 
 use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};

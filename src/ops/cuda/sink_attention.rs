@@ -1,5 +1,5 @@
-//! Attention with sinks on the GPU: checks of arguments, launch plans and launches. Nothing here waits for
-//! a kernel.
+//! Attention with sinks on the GPU: argument checks, launch plans, launches. Nothing here waits for a
+//! kernel.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_set, launch};
@@ -54,8 +54,7 @@ pub struct Gradients {
     pub dsinks: CudaSlice<f32>,
 }
 
-/// Sizes of a launch. Launches of one shape differ only in the contents of their arrays, so one recording
-/// serves all of them.
+/// Sizes of a launch. Launches of one shape differ only in their arrays' contents and share a recording.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LaunchShape {
     pub tokens: usize,
@@ -96,8 +95,7 @@ pub struct Prepared {
 pub(super) enum Spread {
     /// Fixed, with one block per chunk.
     Exactly(bool),
-    /// By load. The number of blocks stays the same while sequences grow a little: the last chunk is
-    /// repeated.
+    /// By load. The block count is stable while sequences grow a little: the last chunk is repeated.
     InSteps,
 }
 
@@ -378,8 +376,7 @@ impl Prepared {
         self.plan.forward(&self.device, &self.arrays.as_view(), &inputs, outputs)
     }
 
-    /// Launches the backward of [`Prepared::forward`] for `dout [T, N, 64]`. Keys must be packed, not in a
-    /// cache.
+    /// Launches the backward of [`Prepared::forward`] for `dout [T, N, 64]` of packed, not cached, keys.
     ///
     /// # Errors
     /// When sizes disagree, or the driver fails.
@@ -463,8 +460,7 @@ pub(in crate::ops) fn sink_attention_forward(
     Ok((out, Shape::from((tokens, heads * HEAD_DIM)), outputs.lse))
 }
 
-/// Returns the gradients of `q`, `kv` and `sinks`. Inputs: these three, the forward's output and its
-/// gradient.
+/// Returns the gradients of `q`, `kv`, `sinks`. Inputs: these, the forward's output, its gradient.
 pub(in crate::ops) fn sink_attention_backward(
     attention: &Attention,
     cu_seqlens: &[usize],

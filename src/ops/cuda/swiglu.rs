@@ -49,8 +49,7 @@ fn run(
             limit,
             alpha,
         };
-        // SAFETY: all outlive the launch; `x` holds the pairs, `dy` one number per pair, `out` one or two
-        // per pair.
+        // SAFETY: all outlive the launch; per pair `x` holds two numbers, `dy` one, `out` one or two.
         unsafe { launch(device, kernel, &params, pairs.div_ceil(kernel.threads * VECTOR))? };
     }
     Ok(out)

@@ -74,8 +74,7 @@ pub struct PackedMatrix {
     bytes: Bytes,
 }
 
-/// The buffers that a reader of stored weights fills for one panel: `[columns]` rows of the stored `[out,
-/// in]`.
+/// Buffers that a reader of stored weights fills for one panel: `[columns]` rows of `[out, in]`.
 pub struct StoredRows<'a> {
     pub expert: usize,
     pub columns: Range<usize>,
@@ -287,8 +286,7 @@ impl PackedMatrix {
         }
         assert!(x.len() >= end * k && out.len() >= end * n, "packed product: shapes");
         let groups = groups.iter().filter(|(_, rows)| !rows.is_empty());
-        // Columns of `tasks` do not overlap, nor do rows of groups: each element of `out` belongs to one
-        // task.
+        // No two tasks share columns and rows: each element of `out` belongs to one task.
         let tasks: Vec<Task> = groups
             .flat_map(|(expert, rows)| {
                 let few = rows.len() <= FEW_ROWS_MAX && self.chains() && Vectors::here() != Vectors::Plain;
@@ -307,8 +305,7 @@ impl PackedMatrix {
         Ok(())
     }
 
-    /// Returns ranges of up to `count` panels, none of a single column: the library uses another code path
-    /// for one.
+    /// Returns ranges of up to `count` panels, none of one column, where the library has another code path.
     fn tiles(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let panels = self.panels();
         let lone = panels > 1 && self.output % COLUMNS == 1;

@@ -1,5 +1,4 @@
-//! Rows of a packed embedding table that is not trainable, and columns of a packed head tied to the
-//! embedding.
+//! Rows of a packed, frozen embedding table, and columns of a packed head tied to the embedding.
 
 use super::{PackedForm, PackedMatrix};
 use candle_core::{Device, Result, Tensor, bail};

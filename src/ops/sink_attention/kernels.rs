@@ -1,8 +1,6 @@
-//! Rust mirror of `kernels/sink_attention.cuh`: the kernels' parameter struct, their names and launch
-//! sizes.
+//! Rust mirror of `kernels/sink_attention.cuh`: parameter struct, kernel names and launch sizes.
 //!
-//! It is compiled in every build and holds no CUDA type, so a test can compare it with the header on any
-//! machine.
+//! Compiled in every build without CUDA types, so a test can compare it with the header anywhere.
 
 /// `Tile` of the header: 128 packed rows of a sequence from `first`, or [`KernelSet::dkv_keys`] keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

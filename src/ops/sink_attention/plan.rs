@@ -156,8 +156,7 @@ impl LaunchSequences {
         most_work_first(tiles.map(|(tile, seen)| (blocks(seen), tile)).collect())
     }
 
-    /// Returns every query tile with each chunk of keys that one of its rows sees: the blocks of a split
-    /// forward.
+    /// Returns every query tile with each chunk of keys that its rows see: the blocks of a split forward.
     pub fn chunk_tiles(&self, attention: &Attention) -> Vec<ChunkTile> {
         let chunks = |seen: Range<usize>| seen.start / CHUNK_KEYS..seen.end.div_ceil(CHUNK_KEYS);
         let tiles = self.rows_and_keys(attention).into_iter();

@@ -1,5 +1,4 @@
-//! Tests of the selection of rows and columns by id, on a GPU or the emulated driver, compared with the
-//! CPU.
+//! Tests of row and column selection by id, on a GPU or the emulated driver, compared with the CPU.
 
 use super::{
     assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, walked_back,

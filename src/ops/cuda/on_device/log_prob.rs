@@ -1,5 +1,4 @@
-//! Tests of the head's rows of logits on a GPU or the emulated driver, compared with the CPU and the
-//! formulas.
+//! Tests of the head's rows of logits on a GPU or the emulated driver, compared with CPU and formulas.
 
 use super::numbers;
 use crate::ops::cuda::{logits_gradient, open, row_stats};
@@ -7,8 +6,7 @@ use crate::ops::log_prob;
 use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
 
-/// Returns for all rows: `z` after division by the temperature, log-sum-exps, entropies, targets'
-/// log-probabilities.
+/// Returns for all rows: scaled `z`, log-sum-exps, entropies, log-probabilities of the targets.
 fn stats(gpu: &CudaDevice, z: &[f32], targets: &[u32], inverse_temperature: f32) -> [Vec<f32>; 4] {
     let rows = targets.len();
     let (mut z, ids) = (gpu.clone_htod(z).unwrap(), gpu.clone_htod(targets).unwrap());

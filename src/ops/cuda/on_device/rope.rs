@@ -1,5 +1,4 @@
-//! Tests of rotary position embedding on a GPU or the emulated driver, compared with the CPU on the same
-//! numbers.
+//! Tests of rotary position embedding on a GPU or the emulated driver, compared with the CPU.
 
 use super::{assert_refused, assert_rounded, differentiated, floats, numbers, up};
 use crate::ops::cuda::open;
