@@ -1,4 +1,4 @@
-// A gradient that is added where its parameter's is summed up.
+// Adds a gradient to the buffer of its parameter.
 #include "accumulate.cuh"
 
 extern "C" __global__ void __launch_bounds__(accumulate_op::threads) accumulate(const __grid_constant__ Accumulate p) {

@@ -1,4 +1,4 @@
-// Parameters of sums into a buffer, src/ops/parameter.rs.
+// Parameters of additions to a buffer, src/ops/parameter.rs.
 #pragma once
 
 #include "primitives.cuh"
@@ -12,6 +12,6 @@ struct Accumulate {
 
 namespace accumulate_op {
 
-constexpr int threads = 256;  // of an element each
+constexpr int threads = 256;  // one element each
 
 }  // namespace accumulate_op

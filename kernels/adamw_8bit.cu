@@ -1,4 +1,4 @@
-// AdamW whose moments are kept in 8 bits. A warp takes a block of values that share a scale, eight a lane.
+// AdamW with 8-bit moments. One warp per block of values that share a scale, eight values per lane.
 #include "optimizer.cuh"
 
 using namespace optimizer;
@@ -7,7 +7,8 @@ namespace {
 
 constexpr int VALUES = code_block / 32;
 
-// The number of bounds that do not exceed `x`, by halving: the code of the nearest value. 0 where `x` is no number.
+// Returns the number of bounds that do not exceed `x`, by binary search: the code of the nearest value. 0
+// for NaN.
 PRIMITIVE uint32_t nearest(const CodeMap& map, float x) {
   uint32_t code = 0;
   for (int step = 128; step > 0; step /= 2)
@@ -15,8 +16,8 @@ PRIMITIVE uint32_t nearest(const CodeMap& map, float x) {
   return code;
 }
 
-// Writes the codes of a block whose values the lanes hold, and its scale, once all have read the old one. What is above
-// 0 never becomes 0.
+// Writes the codes of a block held by the lanes and its scale, after all lanes have read the old scale. A
+// value above 0 never gets a code for 0.
 PRIMITIVE void encode(const CodeMap& map, const float x[VALUES], uint8_t* codes, float* scale, int count) {
   float highest = 0.0f;
   for (int k = 0; k < VALUES; k++) highest = max(highest, fabsf(x[k]));

@@ -1,4 +1,5 @@
-// Tokens to experts and back. A sum over slots is taken in their order, by one thread an element.
+// Dispatch of tokens to experts and their combination. One thread adds an element over the slots, in slot
+// order.
 #include "dispatch.cuh"
 
 using namespace dispatch;
@@ -6,7 +7,7 @@ using namespace elements;
 
 namespace {
 
-// This block's routes, to shared memory.
+// Copies this block's routes to shared memory.
 PRIMITIVE int load_chunk(const SortRoutes& p, uint32_t* routes) {
   const int first = blockIdx.x * chunk, count = min(chunk, p.pairs - first);
   for (int i = threadIdx.x; i < count; i += sort_threads) routes[i] = p.routes[first + i];
@@ -14,7 +15,7 @@ PRIMITIVE int load_chunk(const SortRoutes& p, uint32_t* routes) {
   return count;
 }
 
-// A token's sum over its slots' rows, in their order, each times its weight.
+// Weighted sum of a token's rows over its slots, in slot order.
 template <bool weighed>
 PRIMITIVE void sum_slots(const Dispatch& p) {
   const int64_t token = blockIdx.x;
@@ -32,7 +33,7 @@ PRIMITIVE void sum_slots(const Dispatch& p) {
 
 }  // namespace
 
-// How many of each chunk's routes go to each expert. Blocks: chunks.
+// Counts each chunk's routes per expert. Blocks: chunks.
 extern "C" __global__ void __launch_bounds__(sort_threads) sort_count(const __grid_constant__ SortRoutes p) {
   uint32_t* routes = reinterpret_cast<uint32_t*>(dynamic_shared_memory());
   const int count = load_chunk(p, routes);
@@ -43,11 +44,11 @@ extern "C" __global__ void __launch_bounds__(sort_threads) sort_count(const __gr
   }
 }
 
-// Where each expert's rows begin, and within them each chunk's. One block.
+// Computes the first row of each expert, and of each chunk within an expert. One block.
 extern "C" __global__ void __launch_bounds__(place_threads) sort_place(const __grid_constant__ SortRoutes p) {
   uint32_t* totals = reinterpret_cast<uint32_t*>(dynamic_shared_memory());
   const int chunks = (p.pairs + chunk - 1) / chunk;
-  uint32_t before = 0;  // rows of all experts before these
+  uint32_t before = 0;  // rows of all earlier experts
   for (int first = 0; first < p.experts; first += place_threads) {
     const int expert = first + threadIdx.x, here = min(place_threads, p.experts - first);
     uint32_t total = 0;
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(place_threads) sort_place(const __g
   if (threadIdx.x == 0) p.starts[p.experts] = before;
 }
 
-// Every route to its row, in the routes' order within an expert. Blocks: chunks.
+// Computes the row of every route, in route order within an expert. Blocks: chunks.
 extern "C" __global__ void __launch_bounds__(sort_threads) sort_scatter(const __grid_constant__ SortRoutes p) {
   uint32_t* routes = reinterpret_cast<uint32_t*>(dynamic_shared_memory());
   const int count = load_chunk(p, routes), first = blockIdx.x * chunk;
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(sort_threads) sort_scatter(const __
   }
 }
 
-// A sorted row is its token's. Blocks: sorted rows.
+// Copies each token's row to its sorted rows. Blocks: sorted rows.
 extern "C" __global__ void __launch_bounds__(row_threads) dispatch_forward(const __grid_constant__ Dispatch p) {
   const bf16* from = p.x + static_cast<int64_t>(p.rows[blockIdx.x]) * p.width;
   bf16* to = p.out + static_cast<int64_t>(blockIdx.x) * p.width;
@@ -105,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(row_threads) combine_forward(const 
   sum_slots<true>(p);
 }
 
-// A slot's row gets its weight times the token's gradient, and the weight the product of both rows. Blocks: (token, slot).
+// Gradients of a slot: its row gets the weight times the token's gradient; its weight gets the dot product
+// of both rows. Blocks: (token, slot).
 extern "C" __global__ void __launch_bounds__(row_threads) combine_backward(const __grid_constant__ Dispatch p) {
   const int64_t row = static_cast<int64_t>(p.rows[blockIdx.x]) * p.width;
   const bf16* dy = p.dy + static_cast<int64_t>(blockIdx.x / p.top_k) * p.width;

@@ -1,4 +1,4 @@
-// What kernels of elements and rows share: eight bf16 at a time, e^x.
+// Helpers of elementwise and row kernels: eight bf16 at a time, e^x.
 #pragma once
 
 #include "primitives.cuh"
@@ -7,7 +7,7 @@ namespace elements {
 
 constexpr int vector = 8;  // bf16 in 16 bytes
 
-// The two bf16 of a register.
+// Unpacks the two bf16 of a register.
 PRIMITIVE float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 PRIMITIVE float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 

@@ -1,4 +1,5 @@
-// Rows and columns that ids name, and their gradient: a block sums one id's tokens, so that no two add to one place.
+// Selection of rows and columns by id, and the gradient. One block adds the tokens of one id, so no two
+// blocks write one row.
 #include "embedding.cuh"
 
 using namespace elements;
@@ -6,7 +7,7 @@ using namespace embedding_op;
 
 namespace {
 
-// The token and the first of eight columns that a thread takes; no token past the last.
+// The token and the first of eight columns of a thread; past the last token there is none.
 struct Place {
   int64_t token;
   int column;
@@ -19,8 +20,8 @@ PRIMITIVE Place place(const Taken& p) {
   return {token, static_cast<int>(index - token * of_row) * vector};
 }
 
-// Calls `put` with the id, a column and its sum. Warp w takes tokens w, w + 8, ... of the id; the warps' sums are added
-// in their order.
+// Calls `put` with the id, a column and its sum. Warp w adds tokens w, w + 8, ... of the id; then the
+// warps' sums are added in warp order.
 template <class Put>
 PRIMITIVE void sum_tokens(const SumsById& p, Put put) {
   const int blocks = (p.width + sum_columns - 1) / sum_columns;
@@ -63,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(take_threads) take_columns(const __
   store(p.out + token * p.width + column, values);
 }
 
-// To the rows of a table's gradient.
+// Adds to rows of a table's gradient.
 extern "C" __global__ void __launch_bounds__(sum_threads) add_rows(const __grid_constant__ SumsById p) {
   sum_tokens(p, [&](int64_t id, int column, float sum) {
     float& total = p.table[id * p.width + column];
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(sum_threads) add_rows(const __grid_
   });
 }
 
-// To its columns.
+// Adds to columns of a table's gradient.
 extern "C" __global__ void __launch_bounds__(sum_threads) add_columns(const __grid_constant__ SumsById p) {
   sum_tokens(p, [&](int64_t id, int column, float sum) {
     float& total = p.table[column * p.columns + id];
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(sum_threads) add_columns(const __gr
   });
 }
 
-// Rows of a gradient that holds nothing yet.
+// Writes rows of a gradient that has no previous contents.
 extern "C" __global__ void __launch_bounds__(sum_threads) sum_rows(const __grid_constant__ SumsById p) {
   sum_tokens(p, [&](int64_t id, int column, float sum) { p.out[id * p.width + column] = to_bf16(sum); });
 }

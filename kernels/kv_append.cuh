@@ -1,4 +1,4 @@
-// Parameters of the append to a cache of keys and values, src/ops/cuda/paged.rs.
+// Parameters of the append to a key-value cache, src/ops/cuda/paged.rs.
 #pragma once
 
 #include "primitives.cuh"
@@ -6,12 +6,12 @@
 struct KvAppend {
   const uint4* rows;      // [tokens, row_vectors]
   uint4* cache;           // [cache rows, row_vectors]
-  const int32_t* places;  // [tokens]: each row's place in the cache
+  const int32_t* places;  // [tokens]: each row's index in the cache
   int32_t row_vectors;    // 16 bytes each
 };
 
 namespace kv_append_op {
 
-constexpr int threads = 128;  // a row
+constexpr int threads = 128;  // per row
 
 }  // namespace kv_append_op

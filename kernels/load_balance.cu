@@ -1,4 +1,4 @@
-// The auxiliary loss that keeps experts in use: how often each is chosen, each row's part, their sum; and the gradient.
+// The load-balancing auxiliary loss: counts per expert, loss per row, sum; and the gradient.
 #include "load_balance.cuh"
 
 using namespace elements;
@@ -8,12 +8,12 @@ namespace {
 
 PRIMITIVE int64_t row_of_warp() { return static_cast<int64_t>(blockIdx.x) * (rows_threads / 32) + threadIdx.x / 32; }
 
-// As how many tokens a row counts.
+// Number of tokens that a row counts for.
 PRIMITIVE float weight(const LoadBalance& p, int64_t row) {
   return p.holders == nullptr ? 1.0f : static_cast<float>(p.holders[row]);
 }
 
-// A row's softmax: its largest logit, the sum of e^(logit − highest), and the mean of the fractions under it.
+// Softmax of a row: largest logit, sum of e^(logit − highest), mean of the fractions.
 struct Softmax {
   float highest, total, mean;
 };
@@ -38,7 +38,7 @@ PRIMITIVE Softmax softmax(const LoadBalance& p, const float* logits) {
 
 }  // namespace
 
-// A block takes an expert. Whole numbers: any order.
+// One block per expert. The sums are of integers, so any order is exact.
 extern "C" __global__ void __launch_bounds__(fractions_threads)
     load_balance_fractions(const __grid_constant__ LoadBalance p) {
   const int64_t start = p.offsets[blockIdx.x], end = p.offsets[blockIdx.x + 1];
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(rows_threads) load_balance_rows(con
   if (threadIdx.x % 32 == 0) p.of_rows[row] = multiply(weight(p, row), of_row.mean);
 }
 
-// One block: a thread takes every 256th row, then a tree.
+// One block: a thread adds every 256th row; a tree adds the threads' sums.
 extern "C" __global__ void __launch_bounds__(sum_threads) load_balance_sum(const __grid_constant__ LoadBalance p) {
   float* sums = reinterpret_cast<float*>(dynamic_shared_memory());
   float sum = 0.0f;

@@ -1,20 +1,21 @@
-// The head's rows of logits: what each comes to, in one pass, and its gradient. A block takes a row of the first; each
-// thread has fixed places and the threads' parts meet in a fixed tree, so that a row's bits depend on the row alone.
+// Rows of logits of the head: statistics in one pass, and the gradient. Statistics use one block per row.
+// Each thread reads fixed positions, and a fixed tree adds the threads' sums. A row's bits depend only on
+// the row.
 #include "log_prob.cuh"
 
 using namespace log_prob;
 
 namespace {
 
-// Keeps 0 · −∞ out of the sums: a value so far below the highest weighs nothing.
+// Keeps 0 · −∞ out of the sums: a value so far below the highest has weight 0.
 constexpr float LOWEST_SHIFT = -1e4f;
 
-// Of some values, h the highest: Σ e^{z − h}, and Σ e^{z − h} (z − h).
+// Sums over some values with highest value h: Σ e^{z − h}, and Σ e^{z − h} (z − h).
 struct Part {
   float highest, sum, moment;
 };
 
-// The same over another highest value, no lower.
+// Converts the sums to another highest value that is not lower.
 PRIMITIVE Part over(float highest, const Part& part) {
   const float shift = max(add(part.highest, -highest), LOWEST_SHIFT);
   const float factor = exp_approx(shift);
@@ -40,7 +41,7 @@ PRIMITIVE Part both(const Part& a, const Part& b) {
   return {highest, add(c.sum, d.sum), add(c.moment, d.moment)};
 }
 
-// All lanes' parts together, in every lane.
+// Adds the sums of all lanes; every lane gets the result.
 PRIMITIVE Part of_warp(Part part) {
   for (int mask = 16; mask > 0; mask /= 2)
     part = both(part, {shuffle_xor(part.highest, mask), shuffle_xor(part.sum, mask), shuffle_xor(part.moment, mask)});
@@ -85,12 +86,12 @@ extern "C" __global__ void __launch_bounds__(stats_threads) log_prob_row_stats(c
   p.log_sum_exp[row] = log_sum_exp;
   p.entropy[row] = add(log_sum, -(part.moment / part.sum));
   if (p.targets == nullptr) return;
-  // No number where there is no such token.
+  // NaN if the target is not in the vocabulary.
   const uint32_t target = p.targets[row];
   p.log_prob[row] = target < static_cast<uint32_t>(p.vocabulary) ? add(z[target], -log_sum_exp) : NAN;
 }
 
-// A thread takes eight values of a row.
+// A thread processes eight values of a row.
 extern "C" __global__ void __launch_bounds__(gradient_threads) log_prob_gradient(const __grid_constant__ LogitsGradient p) {
   const int blocks = (p.vocabulary + gradient_threads * vector - 1) / (gradient_threads * vector);
   const int64_t row = blockIdx.x / blocks;

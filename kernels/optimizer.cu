@@ -1,11 +1,11 @@
-// Updates of weights in place, each value for itself, and the sum of a gradient's squares.
+// In-place updates of weights, value by value, and the sum of a gradient's squares.
 #include "optimizer.cuh"
 
 using namespace optimizer;
 
 namespace {
 
-// Calls `f` with the places of this thread.
+// Calls `f` with the indices of this thread.
 template <class F>
 PRIMITIVE void for_each(int64_t count, F f) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * threads * values + threadIdx.x;
@@ -13,7 +13,7 @@ PRIMITIVE void for_each(int64_t count, F f) {
     if (first + k * threads < count) f(first + k * threads);
 }
 
-// The block's sum of each thread's `x`, in the first thread: a fixed tree.
+// Adds `x` of all threads of the block in a fixed tree; the first thread gets the sum.
 template <int block_threads>
 PRIMITIVE double block_sum(double x) {
   double* sums = reinterpret_cast<double*>(dynamic_shared_memory());
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(threads) optimizer_momentum(const _
   for_each(p.count, [&](int64_t i) { p.buffer[i] = add(multiply(p.buffer[i], p.momentum), p.gradient[i]); });
 }
 
-// A factor of 0 clears what is no number too.
+// A factor of 0 also clears NaN and infinite values.
 extern "C" __global__ void __launch_bounds__(threads) optimizer_scale(const __grid_constant__ Scale p) {
   for_each(p.count, [&](int64_t i) { p.x[i] = p.factor == 0.0f ? 0.0f : multiply(p.x[i], p.factor); });
 }
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(threads) optimizer_round_to_bf16(co
   for_each(p.count, [&](int64_t i) { p.out[i] = to_bf16(p.x[i]); });
 }
 
-// A block takes a chunk. A square of an f32 is exact in f64.
+// One block per chunk. The square of an f32 is exact in f64.
 extern "C" __global__ void __launch_bounds__(threads) optimizer_squares(const __grid_constant__ SumOfSquares p) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * chunk;
   const int64_t end = min(first + chunk, p.count);
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(threads) optimizer_squares(const __
   if (threadIdx.x == 0) p.parts[blockIdx.x] = sum;
 }
 
-// One block, over the chunks.
+// One block adds the chunks.
 extern "C" __global__ void __launch_bounds__(sum_threads) optimizer_sum(const __grid_constant__ SumOfSquares p) {
   const int64_t chunks = (p.count + chunk - 1) / chunk;
   double sum = 0;

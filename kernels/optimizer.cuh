@@ -1,10 +1,10 @@
-// Parameters of the optimizer's kernels, which go over a tensor's values in their order. The formulas are in
-// src/ops/optimizer.rs and src/ops/adamw_8bit.rs; results that need no sum have the CPU's bits.
+// Parameters of the optimizer's kernels, which process a tensor's values in order. Formulas:
+// src/ops/optimizer.rs and src/ops/adamw_8bit.rs. Results without a sum have the CPU's bits.
 #pragma once
 
 #include "primitives.cuh"
 
-// The constants of one AdamW update, as there.
+// Constants of one AdamW update.
 struct AdamWStep {
   float shrink;
   float one_minus_beta1;
@@ -60,7 +60,7 @@ struct SumOfSquares {
   int64_t count;
 };
 
-// Codes of 8 bits and their scales: src/ops/adamw_8bit.rs.
+// 8-bit codes and their scales: src/ops/adamw_8bit.rs.
 struct CodeMap {
   float values[256];
   float bounds[256];
@@ -81,13 +81,13 @@ struct AdamW8Bit {
 namespace optimizer {
 
 constexpr int threads = 256;
-constexpr int values = 4;  // a thread, each `threads` after the one before
+constexpr int values = 4;  // per thread, `threads` apart
 constexpr int chunk = 8192;  // values whose squares one block adds
 constexpr int sum_threads = 1024;
 constexpr int sum_shared_bytes = sum_threads * 8;
 
-constexpr int code_block = 256;  // values that share a scale: a warp's
-constexpr int code_blocks = 4;   // a warp takes, one after the other
+constexpr int code_block = 256;  // values that share a scale, one warp each
+constexpr int code_blocks = 4;   // per warp, one after the other
 constexpr int adamw_8bit_warps = threads / 32;
 constexpr int adamw_8bit_shared_bytes = 2 * 2 * 256 * 4;  // both maps
 

@@ -1,12 +1,13 @@
-// What the machine instructions do, one small kernel each: the same source shows it on a GPU and, by the host twins, on
-// the CPU. tests/cuda_host/primitive_checks.cpp writes what the twins say to primitive_checks.txt; gpu-check compares.
+// Effects of single machine instructions, one small kernel each. The same source runs on a GPU and, by the
+// host twins, on the CPU. tests/cuda_host/primitive_checks.cpp writes the twins' results to
+// primitive_checks.txt; gpu-check compares.
 //
-// Matrix products are of small integers here, exact in any order. The last two kernels take any operands: with them
-// gpu-check tests what the equality of rows rests on.
+// Matrix products here are of small integers, exact in any order. The last two kernels accept any operands:
+// gpu-check tests with them what batch invariance relies on.
 
 #include "primitives.cuh"
 
-// The one parameter. Reading past the end starts over, writing past it does nothing.
+// The parameter of all checks. Reads past the end start over, writes past the end do nothing.
 struct CheckBuffers {
   const uint32_t* in;
   uint32_t* out;
@@ -40,7 +41,7 @@ PRIMITIVE bf16 element_b(const CheckBuffers& b, int k, int n) { return small_int
 
 PRIMITIVE uint32_t two(bf16 low, bf16 high) { return low.bits | static_cast<uint32_t>(high.bits) << 16; }
 
-// The bits of many numbers in one word. Both zeros count as one.
+// Combines the bits of many numbers in one word. Both zeros count as one.
 PRIMITIVE uint32_t fold(const float* x, int count) {
   uint32_t hash = 2166136261u;
   for (int i = 0; i < count; i++) hash = (hash ^ __float_as_uint(add(x[i], 0.0f))) * 16777619u;
@@ -54,7 +55,7 @@ PRIMITIVE uint32_t* shared_words() { return reinterpret_cast<uint32_t*>(dynamic_
 extern "C" __global__ void check_conversions(const __grid_constant__ CheckBuffers b) {
   const int i = thread_of_grid();
   const uint32_t word = get(b, i);
-  // Every kind of number: as it comes, and with ties to even and carries forced.
+  // Every kind of number: unchanged, and with ties to even and carries forced.
   const uint32_t tie = (word & 0xffff0000u) | 0x8000u, carry = word | 0x00ffffffu;
   put(b, 5 * i, to_bf16(__uint_as_float(word)).bits);
   put(b, 5 * i + 1, to_bf16(__uint_as_float(tie)).bits);
@@ -80,8 +81,8 @@ extern "C" __global__ void check_bf16_pairs(const __grid_constant__ CheckBuffers
   const uint32_t word = get(b, i), other = get(b, i + 1);
   const uint32_t x = pack_bf16(any_float(word), any_float(other)), y = pack_bf16(unit_float(other), unit_float(word));
   put(b, 4 * i, multiply_bf16(x, y));
-  put(b, 4 * i + 1, multiply_bf16(word & 0x81ff81ffu, 0x7e807e80u));  // denormal or nearly
-  put(b, 4 * i + 2, multiply_bf16(multiply_bf16(word & 0x81c081c0u, 0x7e807e80u), 0x00400100u));  // and so again
+  put(b, 4 * i + 1, multiply_bf16(word & 0x81ff81ffu, 0x7e807e80u));  // subnormal or nearly
+  put(b, 4 * i + 2, multiply_bf16(multiply_bf16(word & 0x81c081c0u, 0x7e807e80u), 0x00400100u));  // and again
   put(b, 4 * i + 3, permute_bytes(word, other, other & 0x7777u));
 }
 
@@ -120,7 +121,7 @@ extern "C" __global__ void check_barriers(const __grid_constant__ CheckBuffers b
   block_barrier();
   put(b, 4 * i + 1, shared[threads - 1 - i]);
   block_barrier();
-  // The first half of the threads hands words to the second, which alone waits; then all meet.
+  // The first half of the threads passes words to the second half, which waits; then all meet.
   if (i < half) {
     shared[threads + i] = get(b, i + 7);
     named_barrier_arrive(1, threads);
@@ -156,7 +157,7 @@ extern "C" __global__ void check_ldmatrix(const __grid_constant__ CheckBuffers b
   uint32_t* shared = shared_words() + i / 32 * 128;
   for (int word = 0; word < 4; word++) shared[4 * lane + word] = get(b, 4 * i + word);
   warp_barrier();
-  const uint32_t* row = shared + lane * 5 % 32 * 4;  // rows in no order
+  const uint32_t* row = shared + lane * 5 % 32 * 4;  // rows in no particular order
   uint32_t plain[4], transposed[4];
   ldmatrix_x4(plain, row);
   ldmatrix_x4_transposed(transposed, row);
@@ -199,7 +200,7 @@ PRIMITIVE const unsigned char* step_of(const unsigned char* tile, Major major, i
   return tile + step * (major == Major::K ? 32 : 2048);
 }
 
-// d = a b over 64 k, and once more onto that, by `products`.
+// d = a b over 64 k, then once more added to that, by `products`.
 template <typename Products>
 PRIMITIVE void multiply_twice(const CheckBuffers& b, float (&d)[32], const Products& product) {
   for (int e = 0; e < 32; e++) d[e] = 1e9f;  // not to be read
@@ -302,7 +303,7 @@ extern "C" __global__ void check_mbarriers(const __grid_constant__ CheckBuffers 
   for (int word = 0; word < 4; word++) put(b, 7 * i + 3 + word, shared[4 * other + word]);
 }
 
-// Three warpgroups trade registers and go on as before.
+// Three warpgroups exchange registers and continue.
 extern "C" __global__ void __launch_bounds__(384, 1) check_setmaxnreg(const __grid_constant__ CheckBuffers b) {
   const int i = threadIdx.x;
   float x = unit_float(get(b, i));
@@ -316,13 +317,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) check_setmaxnreg(const __gr
   put(b, i, __float_as_uint(x));
 }
 
-// What tiles and descriptors rest on: how far dynamic shared memory starts from a multiple of 1024 bytes.
+// Tiles and descriptors rely on this: the distance of dynamic shared memory from a multiple of 1024 bytes.
 extern "C" __global__ void check_shared_alignment(const __grid_constant__ CheckBuffers b) {
   put(b, thread_of_grid(), shared_address(dynamic_shared_memory()) % 1024);
 }
 
-// One product a warp, problem by problem: a 16x16, b transposed 8x16 in bf16, the accumulator 16x8 in f32, row-major;
-// 320 words in, 128 words out.
+// One product per warp: a 16x16, b transposed 8x16 in bf16, the accumulator 16x8 in f32, row-major; 320
+// words in, 128 words out.
 extern "C" __global__ void check_product_mma(const __grid_constant__ CheckBuffers b) {
   const int problem = thread_of_grid() / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int from = problem * 320, to = problem * 128;
@@ -336,8 +337,8 @@ extern "C" __global__ void check_product_mma(const __grid_constant__ CheckBuffer
   for (int e = 0; e < 4; e++) put(b, to + places[e], __float_as_uint(d[e]));
 }
 
-// One product a warpgroup of a block of its own: a 64x16, b transposed 64x16 in bf16, the accumulator 64x64 in f32,
-// row-major; 5120 words in, 4096 words out.
+// One product per block of one warpgroup: a 64x16, b transposed 64x16 in bf16, the accumulator 64x64 in
+// f32, row-major; 5120 words in, 4096 words out.
 extern "C" __global__ void __launch_bounds__(128) check_product_wgmma(const __grid_constant__ CheckBuffers b) {
   const int from = blockIdx.x * 5120, to = blockIdx.x * 4096;
   unsigned char* a_tile = dynamic_shared_memory();

@@ -1,6 +1,6 @@
-// Every machine instruction the kernels use by name, one function each: the PTX for nvcc and, beside it, the call of
-// its host twin. This is the only file that knows which compiler reads it; kernels include it and nothing else.
-// The twins live in tests/cuda_host: there the kernels run on the CPU, thread for thread.
+// Every machine instruction that the kernels use explicitly, one function each: PTX for nvcc, and a call of
+// its host twin otherwise. Only this file depends on the compiler; kernels include nothing else. The twins
+// are in tests/cuda_host, where kernels run on the CPU, thread by thread.
 //
 // Names follow the PTX instruction. `shared` pointers point into dynamic_shared_memory().
 #pragma once
@@ -23,20 +23,20 @@ struct bf16 {
   uint16_t bits;
 };
 
-// The map of a tensor for TMA loads, made on the host side; layout of CUtensorMap.
+// The map of a tensor for TMA loads, created on the host; layout of CUtensorMap.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
 // ---- Memory ---------------------------------------------------------------------------------------------------------
 
-// The block's dynamic shared memory, 1024-byte aligned: the only shared memory there is.
+// The block's dynamic shared memory, 1024-byte aligned. Kernels use no other shared memory.
 PRIMITIVE unsigned char* dynamic_shared_memory() {
   ON_DEVICE(extern __shared__ __align__(1024) unsigned char shared_memory[]; return shared_memory;)
   ON_HOST(return cuda_host::shared_memory();)
 }
 
-// The 32-bit shared-window address that instructions and descriptors take.
+// The 32-bit shared-window address for instructions and descriptors.
 PRIMITIVE uint32_t shared_address(const void* shared) {
   ON_DEVICE(return static_cast<uint32_t>(__cvta_generic_to_shared(shared));)
   ON_HOST(return cuda_host::shared_address(shared);)
@@ -65,7 +65,7 @@ PRIMITIVE uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
-// The products of the low halves and of the high ones, each rounded to bf16; denormal numbers are kept.
+// Products of the low halves and of the high halves, each rounded to bf16; subnormals are kept.
 PRIMITIVE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
   uint32_t products;
   ON_DEVICE(asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));)
@@ -74,7 +74,8 @@ PRIMITIVE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
   return products;
 }
 
-// Four of the bytes of `low` (0 to 3) and `high` (4 to 7), the lowest first, as the low three bits of `selector`'s four-bit digits name them.
+// Selects four bytes of `low` (0 to 3) and `high` (4 to 7), lowest first. The low three bits of each hex
+// digit of `selector` are an index.
 PRIMITIVE uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t bytes = 0;
   ON_DEVICE(asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));)
@@ -83,7 +84,7 @@ PRIMITIVE uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector)
   return bytes;
 }
 
-// 2^x, relative error below 2^-22; denormal results are zero.
+// 2^x, relative error below 2^-22; subnormal results are zero.
 PRIMITIVE float exp2_approx(float x) {
   float y;
   ON_DEVICE(asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));)
@@ -118,19 +119,19 @@ PRIMITIVE float add(float a, float b) {
 
 // ---- Threads of a warp and of a block -------------------------------------------------------------------------------
 
-// The value of lane (own lane ^ mask). All 32 lanes take part.
+// The value of lane (own lane ^ mask). All 32 lanes must call it.
 PRIMITIVE float shuffle_xor(float x, int mask) {
   ON_DEVICE(return __shfl_xor_sync(0xffffffffu, x, mask);)
   ON_HOST(return cuda_host::shuffle_xor(x, mask);)
 }
 
-// The value of lane `lane`. All 32 lanes take part.
+// The value of lane `lane`. All 32 lanes must call it.
 PRIMITIVE float shuffle_index(float x, int lane) {
   ON_DEVICE(return __shfl_sync(0xffffffffu, x, lane);)
   ON_HOST(return cuda_host::shuffle_index(x, lane);)
 }
 
-// Whether it holds in at least one lane. All 32 lanes take part.
+// True when the condition holds in at least one lane. All 32 lanes must call it.
 PRIMITIVE bool any_lane(bool holds) {
   ON_DEVICE(return __any_sync(0xffffffffu, holds);)
   ON_HOST(return cuda_host::any_lane(holds);)
@@ -141,19 +142,20 @@ PRIMITIVE void warp_barrier() {
   ON_HOST(cuda_host::warp_barrier();)
 }
 
-// All threads of the block, at the same call.
+// Waits for all threads of the block.
 PRIMITIVE void block_barrier(int line = ON_DEVICE(0) ON_HOST(__builtin_LINE())) {
   ON_DEVICE((void)line; __syncthreads();)
   ON_HOST(cuda_host::block_barrier(line);)
 }
 
-// Barrier `id` (1 to 15; 0 is block_barrier's) of `threads` threads, a multiple of 32, those that arrive counted in.
+// Waits at barrier `id` (1 to 15; 0 is block_barrier's) for `threads` threads, a multiple of 32. Arrivals
+// without waiting count.
 PRIMITIVE void named_barrier_sync(int id, int threads) {
   ON_DEVICE(asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");)
   ON_HOST(cuda_host::named_barrier(id, threads, true);)
 }
 
-// Counts towards barrier `id` without waiting.
+// Arrives at barrier `id` without waiting.
 PRIMITIVE void named_barrier_arrive(int id, int threads) {
   ON_DEVICE(asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");)
   ON_HOST(cuda_host::named_barrier(id, threads, false);)
@@ -161,7 +163,8 @@ PRIMITIVE void named_barrier_arrive(int id, int threads) {
 
 // ---- Asynchronous copies (Ampere) -----------------------------------------------------------------------------------
 
-// 16 bytes from global to shared memory, both 16-byte aligned; zeros where not `valid` (`global` is then not read).
+// Copies 16 bytes from global to shared memory, both 16-byte aligned. Writes zeros if not `valid`; `global`
+// is then not read.
 PRIMITIVE void copy_async_16(void* shared, const void* global, bool valid) {
   ON_DEVICE(const int bytes = valid ? 16 : 0;
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
@@ -170,7 +173,7 @@ PRIMITIVE void copy_async_16(void* shared, const void* global, bool valid) {
   ON_HOST(cuda_host::copy_async_16(shared, global, valid);)
 }
 
-// Closes the group of the copies issued since the last commit.
+// Commits the copies issued since the last commit as a group.
 PRIMITIVE void copy_async_commit() {
   ON_DEVICE(asm volatile("cp.async.commit_group;" ::: "memory");)
   ON_HOST(cuda_host::copy_async_commit();)
@@ -206,7 +209,7 @@ PRIMITIVE void ldmatrix_x4(uint32_t r[4], const void* shared) {
   ON_HOST(cuda_host::ldmatrix_x4(r, shared, false);)
 }
 
-// The same, each matrix transposed: the lane gets elements g of rows 2t and 2t+1.
+// Loads as above with each matrix transposed: the lane gets elements g of rows 2t and 2t+1.
 PRIMITIVE void ldmatrix_x4_transposed(uint32_t r[4], const void* shared) {
   ON_DEVICE(asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                          : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -216,28 +219,30 @@ PRIMITIVE void ldmatrix_x4_transposed(uint32_t r[4], const void* shared) {
 }
 
 // ---- Tensor cores of a warpgroup (Hopper) ---------------------------------------------------------------------------
-// A warpgroup is four warps, the first a multiple of four. Operands in shared memory are tiles of 128-byte rows
-// (64 bf16), each 1024-byte aligned group of eight rows swizzled: 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+// A warpgroup is four warps, the first a multiple of four. Operands in shared memory are tiles of 128-byte
+// rows (64 bf16). Each 1024-byte aligned group of eight rows is swizzled: 16-byte chunk c of row r is at
+// chunk c ^ (r % 8).
 
-// The place of byte `offset` of an unswizzled tile; the tile is 1024-byte aligned.
+// Swizzled offset of byte `offset` of a 1024-byte aligned tile.
 PRIMITIVE uint32_t swizzle_128(uint32_t offset) {
   return offset ^ ((offset >> 3) & 0x70);
 }
 
-// How an operand lies in its tile: K: a row holds 64 consecutive k of one m or n; MN: 64 consecutive m or n of one k.
+// Layout of an operand in its tile. K: a row holds 64 consecutive k of one m or n. MN: a row holds 64
+// consecutive m or n of one k.
 enum class Major : int { K = 0, MN = 1 };
 
-// The descriptor of an operand in shared memory, 128-byte swizzle. `shared`: the operand's first element, unswizzled
-// place: for K-major 32 bytes further for each 16 k; for MN-major 2048 bytes further for each 16 k.
-// `groups_apart`: bytes from one group of eight rows to the next (1024 when packed).
-// `columns_apart`: MN-major and wider than 64 only: bytes from 64 columns to the next 64.
+// Descriptor of an operand in shared memory, 128-byte swizzle. `shared` is the unswizzled address of the
+// operand's first element. For each 16 k it advances by 32 bytes (K-major) or 2048 bytes (MN-major).
+// `groups_apart`: bytes from one group of eight rows to the next (1024 when packed). `columns_apart`: bytes
+// from 64 columns to the next 64; only for MN-major wider than 64.
 PRIMITIVE uint64_t wgmma_descriptor(const void* shared, uint32_t groups_apart = 1024, uint32_t columns_apart = 16) {
   const uint64_t start = (shared_address(shared) & 0x3ffff) >> 4;
   return start | static_cast<uint64_t>(columns_apart >> 4) << 16 | static_cast<uint64_t>(groups_apart >> 4) << 32 |
          1ull << 62;
 }
 
-// Orders register accesses before the wgmma that follow: once before each batch, by all its threads.
+// Orders register accesses before the following wgmma instructions: all threads, once before each batch.
 PRIMITIVE void wgmma_fence() {
   ON_DEVICE(asm volatile("wgmma.fence.sync.aligned;" ::: "memory");)
   ON_HOST(cuda_host::wgmma_fence();)
@@ -248,15 +253,15 @@ PRIMITIVE void wgmma_commit() {
   ON_HOST(cuda_host::wgmma_commit();)
 }
 
-// Waits until at most the newest `groups` groups are in flight. Until then registers of a wgmma, a and d, are not to
-// be touched: follow it with wgmma_hold(d) so that nvcc moves no read before it.
+// Waits until at most the newest `groups` groups are in flight. Until then the registers a and d of a wgmma
+// must not be used. Call wgmma_hold(d) afterwards, so that nvcc moves no read before it.
 template <int groups>
 PRIMITIVE void wgmma_wait() {
   ON_DEVICE(asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");)
   ON_HOST(cuda_host::wgmma_wait(groups);)
 }
 
-// Pins registers at this place of the program; no instruction.
+// Pins registers at this point of the program; no instruction.
 template <int count>
 PRIMITIVE void wgmma_hold(float (&d)[count]) {
   ON_DEVICE(_Pragma("unroll") for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i])::"memory");)
@@ -271,8 +276,9 @@ PRIMITIVE void wgmma_hold(float (&d)[count]) {
       "+f"(d[i + 7])
 #define WGMMA_OUT_32(d) WGMMA_OUT_8(d, 0), WGMMA_OUT_8(d, 8), WGMMA_OUT_8(d, 16), WGMMA_OUT_8(d, 24)
 
-// d = a b, plus d where `accumulate`; a 64x16, b 16x64, both in shared memory. Warp w of the warpgroup holds rows 16w to
-// 16w+15: d[4j..4j+2] row g, columns 8j+2t and 8j+2t+1; d[4j+2..4j+4] row g+8. Lands at wgmma_wait.
+// d = a b, plus d if `accumulate`; a 64x16 and b 16x64 are in shared memory. Warp w of the warpgroup holds
+// rows 16w to 16w+15: d[4j..4j+2] row g, columns 8j+2t and 8j+2t+1; d[4j+2..4j+4] row g+8. Valid after
+// wgmma_wait.
 template <Major a_major, Major b_major>
 PRIMITIVE void wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
   ON_DEVICE(asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
@@ -284,7 +290,7 @@ PRIMITIVE void wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b, bool
   ON_HOST(cuda_host::wgmma(d, 64, nullptr, a, a_major == Major::MN, b, b_major == Major::MN, accumulate);)
 }
 
-// The same with a in registers, laid out as in mma_bf16_16x8x16.
+// Multiplies as above with a in registers, in the layout of mma_bf16_16x8x16.
 template <Major b_major>
 PRIMITIVE void wgmma_m64n64k16_bf16(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   ON_DEVICE(asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
@@ -298,14 +304,14 @@ PRIMITIVE void wgmma_m64n64k16_bf16(float (&d)[32], const uint32_t (&a)[4], uint
 
 // ---- mbarriers, TMA, register budgets (Hopper) ----------------------------------------------------------------------
 
-// Makes this thread's shared-memory writes, cp.async's too once waited for, visible to wgmma and TMA.
+// Makes this thread's shared-memory writes, including completed cp.async copies, visible to wgmma and TMA.
 PRIMITIVE void fence_proxy_async() {
   ON_DEVICE(asm volatile("fence.proxy.async.shared::cta;" ::: "memory");)
   ON_HOST(cuda_host::fence_proxy_async();)
 }
 
-// A barrier of `arrivals` arrivals a phase, 8 bytes in shared memory, one thread; fence_proxy_async and a
-// block_barrier before its first use.
+// Initialises a barrier of `arrivals` arrivals per phase, 8 bytes in shared memory; one thread.
+// fence_proxy_async and a block_barrier must precede its first use.
 PRIMITIVE void mbarrier_init(uint64_t* barrier, int arrivals) {
   ON_DEVICE(asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                          : "memory");)
@@ -317,7 +323,7 @@ PRIMITIVE void mbarrier_arrive(uint64_t* barrier) {
   ON_HOST(cuda_host::mbarrier_arrive(barrier, 0);)
 }
 
-// Arrives, and the phase also waits for `bytes` bytes of TMA loads.
+// Arrives; the phase also waits for `bytes` bytes of TMA loads.
 PRIMITIVE void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
   ON_DEVICE(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                          "r"(bytes)
@@ -325,7 +331,7 @@ PRIMITIVE void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
   ON_HOST(cuda_host::mbarrier_arrive(barrier, bytes);)
 }
 
-// One of the expected arrivals, made when all copy_async_16 of this thread before it have landed.
+// One of the expected arrivals, made when all earlier copy_async_16 of this thread are complete.
 PRIMITIVE void mbarrier_arrive_copies(uint64_t* barrier) {
   ON_DEVICE(asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                          : "memory");)
@@ -343,8 +349,8 @@ PRIMITIVE void mbarrier_wait(uint64_t* barrier, int parity) {
   ON_HOST(cuda_host::mbarrier_wait(barrier, parity);)
 }
 
-// The box of a tensor at (x, y, z), x the fastest, to 128-byte swizzled shared memory, counted in bytes on `barrier`;
-// what lies outside the tensor is zero. One thread.
+// Loads the box of a tensor at (x, y, z), x the fastest, to 128-byte swizzled shared memory. Bytes are
+// counted on `barrier`; values outside the tensor are zero. One thread.
 PRIMITIVE void tma_load_3d(void* shared, const TensorMap* map, uint64_t* barrier, int x, int y, int z) {
   ON_DEVICE(asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
                          "[%0], [%1, {%3,%4,%5}], [%2];" ::"r"(shared_address(shared)),
@@ -361,7 +367,7 @@ PRIMITIVE void tma_load_4d(void* shared, const TensorMap* map, uint64_t* barrier
   ON_HOST(const int at[4] = {x, y, z, w}; cuda_host::tma_load(shared, map->opaque, barrier, 4, at);)
 }
 
-// The warpgroup's registers a thread from here on; a multiple of 8. All its warps.
+// Sets the registers per thread of the warpgroup from here on; a multiple of 8. All its warps must call it.
 template <int registers>
 PRIMITIVE void setmaxnreg_increase() {
   ON_DEVICE(asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));)

@@ -1,4 +1,4 @@
-// The products of a linear layer and of experts, forward and backward.
+// Products of linear layers and experts, forward and backward.
 #include "product_mxfp4.cuh"
 
 using namespace product;
@@ -33,7 +33,7 @@ PRIMITIVE Panels panels(const Product& p, int group) {
   return {static_cast<const unsigned char*>(p.weight) + static_cast<int64_t>(group) * panels * blocks * block_bytes, panels, blocks};
 }
 
-// y = s · x · W + b + addend. Blocks: columns' tiles × the most row tiles there can be.
+// y = s · x · W + b + addend. Blocks: tiles of columns × the maximum number of row tiles.
 template <class S, class Out, Weight held>
 PRIMITIVE void forward(const Product& p) {
   const int down = row_tiles(p, S::rows);
@@ -69,7 +69,7 @@ PRIMITIVE void forward(const Product& p) {
   });
 }
 
-// dx = s · dy · Wᵀ. Blocks: tiles of k × the most row tiles there can be.
+// dx = s · dy · Wᵀ. Blocks: tiles of k × the maximum number of row tiles.
 template <class S, Weight held>
 PRIMITIVE void input_gradient(const Product& p) {
   const int down = row_tiles(p, S::rows);
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(WideMxfp4::threads) product_input_g
   input_gradient<WideMxfp4, Weight::mxfp4>(p);
 }
 
-// dW += xᵀ · dy, a group's over its rows in order. Blocks: groups × tiles of k × tiles of n.
+// dW += xᵀ · dy, for each group over its rows in order. Blocks: groups × tiles of k × tiles of n.
 extern "C" __global__ void __launch_bounds__(Wide::threads, 2) product_weight_gradient(const __grid_constant__ Product p) {
   const int across = (p.n + Wide::columns - 1) / Wide::columns, down = (p.k + Wide::rows - 1) / Wide::rows;
   const int first = blockIdx.x / across % down * Wide::rows, column = blockIdx.x % across * Wide::columns;
@@ -146,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(Wide::threads, 2) product_weight_gr
   });
 }
 
-// db += Σ dy, a group's over its rows: each lane's in order, then the lanes' in order. Blocks: groups × tiles of columns.
+// db += Σ dy, for each group over its rows: each lane adds its rows in order, then the lanes are added in
+// order. Blocks: groups × tiles of columns.
 extern "C" __global__ void __launch_bounds__(column_sum_threads) product_bias_gradient(const __grid_constant__ Product p) {
   const int tiles = (p.n + column_sum_columns - 1) / column_sum_columns;
   const Rows rows = group_rows(p, blockIdx.x / tiles);

@@ -1,30 +1,32 @@
-// Products of bf16 matrices with sums in f32, whole or by groups of rows (experts). A block makes one tile of the result; each
-// element is one chain of tensor-core additions over ascending k, whatever tile it lies in and whatever lies beside it.
+// Products of bf16 matrices with f32 sums, whole or by groups of rows (experts). A block computes one tile
+// of the result. Each element is one chain of tensor-core additions over ascending k, in any tile and
+// beside any other rows.
 #pragma once
 
 #include "primitives.cuh"
 
-// src/ops/cuda/product.rs. Rows are sorted by group; group g has matrix g and rows starts[g] to starts[g + 1].
+// Parameters, src/ops/cuda/product.rs. Rows are sorted by group; group g has matrix g and rows starts[g] to
+// starts[g + 1].
 struct Product {
   const bf16* x;           // [rows, k]
-  const void* weight;      // [groups, k, n], bf16; MXFP4 of product_mxfp4.cuh for the kernels of that name
+  const void* weight;      // [groups, k, n], bf16; MXFP4 (product_mxfp4.cuh) for the mxfp4 kernels
   const float* bias;       // [groups, n]; null: none
   const void* addend;      // [rows, n], added to y, of its type; null: none
   const bf16* dy;          // [rows, n]; null in the forward
-  void* out;               // y [rows, n], dx [rows, k], or what is added to: dweight [groups, k, n], dbias [groups, n]
-  const uint32_t* starts;  // [groups + 1]; null: all rows are of one group
+  void* out;               // y [rows, n], dx [rows, k], or sums dweight [groups, k, n], dbias [groups, n]
+  const uint32_t* starts;  // [groups + 1]; null: one group
   int32_t rows;
   int32_t k;
   int32_t n;
   int32_t groups;
-  float scale;  // of the sums that give y and dx
+  float scale;  // factor of y and dx
 };
 
 namespace product {
 
 constexpr int step = 64;  // of k: a row of a panel, 128 bytes
 
-// A tile of the result, the warps that share it, and how many steps' operands are held.
+// A tile of the result, its warps, and the number of steps whose operands are in shared memory.
 template <int rows_, int columns_, int warps_down_, int warps_across_, int stages_>
 struct Shape {
   static constexpr int rows = rows_, columns = columns_, warps_down = warps_down_, warps_across = warps_across_, stages = stages_;
@@ -34,24 +36,25 @@ struct Shape {
   static constexpr int shared_bytes = stages * stage_bytes;
 };
 using Wide = Shape<128, 128, 2, 4, 3>;
-// For few rows: all of its time goes into reading the weight.
+// For few rows: reading the weight takes all of the time.
 using Narrow = Shape<16, 64, 1, 4, 6>;
 
-constexpr int column_sum_threads = 512;  // 16 lanes of rows, of 32 pairs of columns each
+constexpr int column_sum_threads = 512;  // 16 lanes of rows, 32 pairs of columns each
 constexpr int column_sum_lanes = 16;
 constexpr int column_sum_columns = 64;
 constexpr int column_sum_shared_bytes = column_sum_lanes * column_sum_columns * 4;
 
-// One operand of a tile: elements (i, k), i a row of the left one or a column of the right one. Major::K: k runs fastest.
-// Values outside the limits count as 0.
+// One operand of a tile: elements (i, k), where i is a row of the left or a column of the right operand.
+// With Major::K k runs fastest. Values outside the limits count as 0.
 struct Operand {
   const bf16* first;  // element (0, 0), 16-byte aligned where the stride is a multiple of 8
   int64_t stride;     // elements from one k (Major::MN) or i (Major::K) to the next
   int i_limit, k_limit;
 };
 
-// The place of eight elements from (i, k) on, both multiples of eight where they run fastest, in a tile of `extent` i. Panels
-// of 128-byte rows, swizzled: K-major one of `extent` rows, else one of `step` rows for each 64 i.
+// Address of the eight elements from (i, k) on in a tile of `extent` i; the index that runs fastest is a
+// multiple of eight. Panels have swizzled rows of 128 bytes: K-major one panel of `extent` rows, else one
+// of `step` rows for each 64 i.
 template <Major major>
 PRIMITIVE unsigned char* place(unsigned char* tile, int i, int k) {
   const int row = major == Major::K ? i : k, column = major == Major::K ? k : i % 64;
@@ -59,16 +62,16 @@ PRIMITIVE unsigned char* place(unsigned char* tile, int i, int k) {
   return tile + panel + row * 128 + ((column / 8 ^ row % 8) * 16);
 }
 
-// A thread's part in the copies of an operand to tiles. Its vectors of a tile lie a constant number of rows apart and move by a
-// constant from step to step: little else is worked out between them.
+// A thread's share of the copies of an operand to tiles. Its vectors in a tile are a constant number of
+// rows apart and advance by a constant per step, which saves address computations.
 template <Major major, int extent, int threads>
 struct TileCopies {
   static constexpr int across = major == Major::K ? step / 8 : extent / 8;  // vectors of a row
   static constexpr int count = extent * step / 8 / threads, apart = threads / across;
   static_assert(count * threads == extent * step / 8 && apart % 8 == 0, "whole rounds, and one place in the swizzle");
   const bf16* first;   // vector of the first step
-  int stride, offset;  // from row to row; of the first vector in the tile
-  int i_left, k_left;  // from the first vector on, within the limits
+  int stride, offset;  // from row to row; offset of the first vector in the tile
+  int i_left, k_left;  // remaining from the first vector on, within the limits
 };
 
 template <Major major, int extent, int threads>
@@ -90,7 +93,7 @@ PRIMITIVE void load_tile(unsigned char* tile, const TileCopies<major, extent, th
   const int k_left = from.k_left - s * step;
   const int rows = major == Major::K ? from.i_left : k_left, in_row = major == Major::K ? k_left : from.i_left;
   tile += from.offset;
-  // All rows then begin and end at 16 bytes, for the first element does.
+  // All rows then start and end at multiples of 16 bytes, because the first element does.
   if (stride % 8 == 0) {
 #pragma unroll
     for (int v = 0; v < Copies::count; v++)
@@ -110,7 +113,7 @@ PRIMITIVE void load_tile(unsigned char* tile, const TileCopies<major, extent, th
   }
 }
 
-// 16 i by 16 k of the left operand, as mma takes them.
+// 16 i by 16 k of the left operand, in mma's layout.
 template <Major major>
 PRIMITIVE void load_left(uint32_t (&a)[4], unsigned char* tile, int i, int k, int lane) {
   if (major == Major::K)
@@ -119,7 +122,7 @@ PRIMITIVE void load_left(uint32_t (&a)[4], unsigned char* tile, int i, int k, in
     ldmatrix_x4_transposed(a, place<major>(tile, i + lane / 8 % 2 * 8, k + lane / 16 * 8 + lane % 8));
 }
 
-// 16 k by 16 i of the right one: two of mma's.
+// 16 k by 16 i of the right operand: two operands of mma.
 template <Major major>
 PRIMITIVE void load_right(uint32_t (&b)[4], unsigned char* tile, int i, int k, int lane) {
   if (major == Major::K)
@@ -128,7 +131,7 @@ PRIMITIVE void load_right(uint32_t (&b)[4], unsigned char* tile, int i, int k, i
     ldmatrix_x4_transposed(b, place<major>(tile, i + lane / 16 * 8, k + lane % 16));
 }
 
-// A warp's part of a tile: of each 16 rows by 8 columns, what mma gives a lane.
+// A warp's share of a tile: for each 16 rows by 8 columns, a lane's elements of mma.
 template <class S>
 struct Sums {
   float of[S::warp_rows / 16][S::warp_columns / 8][4];
@@ -144,7 +147,7 @@ PRIMITIVE void clear(Sums<S>& sums) {
       for (int c = 0; c < 4; c++) sums.of[i][j][c] = 0.0f;
 }
 
-// Adds this warp's part of one step's product.
+// Adds this warp's share of one step's product.
 template <class S, Major a_major, Major b_major>
 PRIMITIVE void multiply_step(Sums<S>& sums, unsigned char* left, unsigned char* right) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -167,7 +170,7 @@ PRIMITIVE void multiply_step(Sums<S>& sums, unsigned char* left, unsigned char* 
   }
 }
 
-// The sums over k, 0 to `depth`, of this warp's part of the tile.
+// Computes the sums over k from 0 to `depth` of this warp's share of the tile.
 template <class S, Major a_major, Major b_major>
 PRIMITIVE void multiply_tile(Sums<S>& sums, const Operand& a, const Operand& b, int depth) {
   unsigned char* shared = dynamic_shared_memory();
@@ -181,7 +184,7 @@ PRIMITIVE void multiply_tile(Sums<S>& sums, const Operand& a, const Operand& b, 
       load_tile(left(s), copies_a, s);
       load_tile(right(s), copies_b, s);
     }
-    copy_async_commit();  // an empty group keeps their count
+    copy_async_commit();  // an empty group keeps the count
   };
   clear(sums);
   for (int s = 0; s < S::stages - 1; s++) load(s);
@@ -194,7 +197,8 @@ PRIMITIVE void multiply_tile(Sums<S>& sums, const Operand& a, const Operand& b, 
   copy_async_wait<0>();
 }
 
-// Calls `use(row, column, two neighbours' sums)` for every pair of this thread, rows and columns counted in the tile.
+// Calls `use(row, column, sums of two neighbours)` for every pair of this thread; rows and columns are
+// relative to the tile.
 template <class S, class Use>
 PRIMITIVE void each_pair(const Sums<S>& sums, const Use& use) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -209,7 +213,7 @@ PRIMITIVE void each_pair(const Sums<S>& sums, const Use& use) {
         use(row + 16 * i + 8 * half, column + 8 * j, sums.of[i][j][2 * half], sums.of[i][j][2 * half + 1]);
 }
 
-// Some rows of one group; none: `first` is `end`.
+// Rows of one group; empty if `first` is `end`.
 struct Rows {
   int group, first, end;
 };
@@ -219,7 +223,7 @@ PRIMITIVE Rows group_rows(const Product& p, int group) {
   return {group, static_cast<int>(p.starts[group]), static_cast<int>(p.starts[group + 1])};
 }
 
-// Tile `tile` of `tile_rows` rows, counted over all groups; `end` is the group's.
+// Tile `tile` of `tile_rows` rows, counted over all groups; `end` is the end of its group.
 PRIMITIVE Rows row_tile(const Product& p, int tile, int tile_rows) {
   for (int group = 0; group < p.groups; group++) {
     const Rows all = group_rows(p, group);
@@ -230,7 +234,7 @@ PRIMITIVE Rows row_tile(const Product& p, int tile, int tile_rows) {
   return {0, p.rows, p.rows};
 }
 
-// As many tiles as any division of the rows into groups can need.
+// Maximum number of tiles over all divisions of the rows into groups.
 PRIMITIVE int row_tiles(const Product& p, int tile_rows) {
   return (p.rows + tile_rows - 1) / tile_rows + (p.starts ? p.groups : 0);
 }

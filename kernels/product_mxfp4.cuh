@@ -1,10 +1,11 @@
-// Products by a matrix in MXFP4 (E2M1 numbers of four bits, 32 in a row along k with one scale), decoded to bf16 in shared memory:
-// what follows is the product by the decoded matrix, and its bits are the same.
+// Products by an MXFP4 matrix (32 E2M1 numbers of four bits along k share one scale). It is decoded to bf16
+// in shared memory, so the bits are those of the product by the decoded matrix.
 //
-// A matrix lies as PackedMatrix of src/ops/packed has it: panels of 64 columns, the last filled up with zeros, each from its first k
-// to its last in blocks of 32 k. A block is 1,088 bytes: the 64 columns' scales (E8M0), then for each two k 64 bytes, the earlier
-// k's number in the low half. A step of a forward is two blocks of each panel of the tile, one of an input gradient four of one
-// panel: either way stretches of whole blocks, and rows of 64 columns in the tile.
+// Storage as in PackedMatrix of src/ops/packed: panels of 64 columns, the last one padded with zeros. A
+// panel holds blocks of 32 k in ascending order. A block is 1,088 bytes: the scales of 64 columns (E8M0),
+// then 64 bytes for each two k, the earlier k in the low nibbles. A step of a forward uses two blocks of
+// each panel of the tile; a step of an input gradient uses four blocks of one panel. Both are contiguous
+// whole blocks, and rows of 64 columns in the tile.
 #pragma once
 
 #include "product.cuh"
@@ -14,13 +15,14 @@ namespace product {
 constexpr int panel_columns = 64, block_k = 32;
 constexpr int block_bytes = panel_columns * (1 + block_k / 2);
 
-// One group's matrix.
+// The matrix of one group.
 struct Panels {
   const unsigned char* first;
-  int panels, blocks;  // blocks of a panel
+  int panels, blocks;  // blocks per panel
 };
 
-// Such a tile's shape; the blocks it takes a step, and the shared memory: two decoded tiles, then stages of left operand and blocks.
+// Shape of such a tile: its blocks per step, and its shared memory. That holds two decoded tiles, then
+// stages of left operands and blocks.
 template <class S>
 struct Mxfp4 {
   static constexpr int blocks = S::columns / panel_columns * (step / block_k);
@@ -29,11 +31,12 @@ struct Mxfp4 {
   static constexpr int stage_bytes = left_bytes + blocks * block_bytes;
   static constexpr int shared_bytes = 2 * tile_bytes + S::stages * stage_bytes;
 };
-// Two blocks of threads fit a multiprocessor's 228 KiB to the byte.
+// Two thread blocks use a multiprocessor's 228 KiB exactly.
 using WideMxfp4 = Shape<128, 128, 2, 4, 4>;
 using NarrowMxfp4 = Narrow;
 
-// Starts the copy of `count` blocks, of each panel from `panel` on `of_panel` from its `block` on. Those past the ends are zeros.
+// Starts the copy of `count` blocks: `of_panel` of each panel from `panel` on, starting at its `block`.
+// Blocks past the ends are zeros.
 template <int count, int of_panel, int threads>
 PRIMITIVE void load_blocks(unsigned char* to, const Panels& from, int panel, int block) {
   constexpr int vectors = block_bytes / 16;
@@ -45,25 +48,26 @@ PRIMITIVE void load_blocks(unsigned char* to, const Panels& from, int panel, int
   }
 }
 
-// Bytes 2 `pair` and 2 `pair` + 1, each in a half of its own.
+// Bytes 2 `pair` and 2 `pair` + 1, each in one half.
 PRIMITIVE uint32_t halves(const uint2& bytes, int pair) {
   return permute_bytes(pair < 2 ? bytes.x : bytes.y, 0, pair % 2 ? 0x4342 : 0x4140);
 }
 
-// 2^(e - 127) for two e, as bf16. 2^-127 is denormal, and 255 means NaN: these two have a bit in the mantissa.
+// 2^(e - 127) for two e, as bf16. 2^-127 is subnormal and 255 means NaN: both have a mantissa bit.
 PRIMITIVE uint32_t scales_of(uint32_t exponents) {
   const uint32_t normal = ((exponents + 0x00010001) & 0x00fe00fe) + 0x00fe00fe;  // in bit 8 of a half
   return exponents << 7 | (~normal >> 2 & 0x00400040);
 }
 
-// Two E2M1 numbers at the foot of the halves, times two scales, as bf16: exact, or infinite. Sign, exponent and mantissa go to their
-// places in bf16, which is the number times 2^-126, whether it is denormal or not.
+// Two E2M1 numbers in the low bits of the halves, times two scales, as bf16: exact, or infinite. Sign,
+// exponent and mantissa move to their bits of bf16, which gives the number times 2^-126, subnormal or not.
 PRIMITIVE uint32_t decode(uint32_t numbers, uint32_t scales) {
   const uint32_t placed = (numbers & 0x000f000f) * 0x1040 & 0x81c081c0;
   return multiply_bf16(multiply_bf16(placed, 0x7e807e80), scales);
 }
 
-// Decodes `count` blocks to rows of a tile, 32 a block. A thread: eight columns of two pairs of k in one block.
+// Decodes `count` blocks to rows of a tile, 32 rows per block. A thread decodes eight columns of two pairs
+// of k of one block.
 template <int count, int threads>
 PRIMITIVE void decode_blocks(unsigned char* tile, const unsigned char* blocks) {
   static_assert(threads == count * 64, "64 threads a block");
@@ -89,8 +93,8 @@ PRIMITIVE void decode_blocks(unsigned char* tile, const unsigned char* blocks) {
   }
 }
 
-// multiply_tile with the right operand in MXFP4, from `column` of the result on. Major::MN: of a forward; K: of an input gradient.
-// A step is decoded while the one before it is multiplied.
+// multiply_tile with an MXFP4 right operand, from `column` of the result on. Major::MN is a forward,
+// Major::K an input gradient. A step is decoded while the previous one is multiplied.
 template <class S, Major b_major>
 PRIMITIVE void multiply_mxfp4(Sums<S>& sums, const Operand& a, const Panels& b, int column, int depth) {
   using M = Mxfp4<S>;
@@ -108,7 +112,7 @@ PRIMITIVE void multiply_mxfp4(Sums<S>& sums, const Operand& a, const Panels& b, 
       else
         load_blocks<M::blocks, M::blocks, S::threads>(to, b, s, column / block_k);
     }
-    copy_async_commit();  // an empty group keeps their count
+    copy_async_commit();  // an empty group keeps the count
   };
   const auto decode_step = [&](int s) {
     if (s < steps) decode_blocks<M::blocks, S::threads>(tile(s), left(s) + M::left_bytes);

@@ -1,32 +1,32 @@
-// A ring of stages in shared memory through which tiles pass: all warps fill a stage together with cp.async, and each
-// empties it at its own pace. Barriers in shared memory, none of the whole block.
+// A ring of stages in shared memory for tiles. All warps fill a stage together with cp.async; each warp
+// reads it at its own pace. It uses mbarriers, no barrier of the whole block.
 #pragma once
 
 #include "primitives.cuh"
 
-// Stage i % stages holds the i-th pair of tiles; `copies_ahead` pairs are in flight at most.
+// Stage i % stages holds the i-th pair of tiles; at most `copies_ahead` pairs are in flight.
 template <int stages_, int copies_ahead_, int warps, int tile_bytes>
 struct Ring {
   static constexpr int stages = stages_, copies_ahead = copies_ahead_;
   static constexpr int bytes = stages * (2 * tile_bytes + 2 * static_cast<int>(sizeof(uint64_t)));
   static_assert(stages > copies_ahead, "a warp must not wait for a stage that it holds itself");
 
-  unsigned char* tiles;  // 1024-byte aligned; the barriers lie behind them
-  int count;             // pairs that pass
+  unsigned char* tiles;  // 1024-byte aligned; the barriers follow them
+  int count;             // number of pairs
 
   static PRIMITIVE int stage(int i) { return static_cast<uint32_t>(i) % stages; }
   static PRIMITIVE int parity(int i) { return static_cast<uint32_t>(i) / stages % 2; }
 
   PRIMITIVE unsigned char* first(int i) const { return tiles + stage(i) * (2 * tile_bytes); }
   PRIMITIVE unsigned char* second(int i) const { return first(i) + tile_bytes; }
-  // A stage has landed: one arrival a warp.
+  // A stage is filled: one arrival per warp.
   PRIMITIVE uint64_t* full(int i) const {
     return reinterpret_cast<uint64_t*>(tiles + stages * 2 * tile_bytes) + stage(i);
   }
-  // A stage's readers are done: one arrival a warp that reads.
+  // A stage was read: one arrival per warp that reads.
   PRIMITIVE uint64_t* empty(int i) const { return full(i) + stages; }
 
-  // By one thread, before a block_barrier.
+  // Called by one thread, before a block_barrier.
   PRIMITIVE void init(int readers) const {
     for (int i = 0; i < stages; i++) {
       mbarrier_init(full(i), warps);
@@ -35,7 +35,7 @@ struct Ring {
     fence_proxy_async();
   }
 
-  // Starts this thread's part of the copy of the i-th pair: `start(i)`.
+  // Starts this thread's share of the copy of pair i: `start(i)`.
   template <class Start>
   PRIMITIVE void copy(int i, const Start& start) const {
     if (i < count) {
@@ -45,13 +45,13 @@ struct Ring {
     copy_async_commit();
   }
 
-  // The first copies, before the first `pass`.
+  // Starts the first copies, before the first `pass`.
   template <class Start>
   PRIMITIVE void begin(const Start& start) const {
     for (int i = 0; i < copies_ahead - 1; i++) copy(i, start);
   }
 
-  // Starts the copy of a pair to come, and hands over this thread's part of the i-th.
+  // Starts the copy of a later pair, and signals this thread's share of pair i.
   template <class Start>
   PRIMITIVE void pass(int i, int thread, const Start& start) const {
     copy(i + copies_ahead - 1, start);

@@ -1,5 +1,5 @@
-// Root-mean-square norm. A block takes a row; its sums run over fixed places of the row and a fixed tree, so that a row's bits
-// depend on the row alone.
+// RMS normalisation, one block per row. A row's sums use fixed positions and a fixed tree, so its bits
+// depend only on the row.
 #include "row_ops.cuh"
 
 using namespace row_ops;
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int WARPS = rms_norm_threads / 32;
 
-// The block's sums of each thread's `a` and `b`, in every thread.
+// Adds `a` and `b` of all threads of the block; every thread gets both sums.
 struct Sums {
   float a, b;
 };
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(rms_norm_threads) rms_norm_backward
   if (threadIdx.x == 0) p.inverse_rms[blockIdx.x] = r;
 }
 
-// A block takes two columns a thread, over one chunk of rows, in their order.
+// A thread adds two columns over one chunk of rows, in row order.
 extern "C" __global__ void __launch_bounds__(weight_threads) rms_norm_weight(const __grid_constant__ RmsNormWeight p) {
   const int blocks = (p.width / 2 + weight_threads - 1) / weight_threads;
   const int64_t chunk = blockIdx.x / blocks;
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(weight_threads) rms_norm_weight(con
   *reinterpret_cast<float2*>(p.parts + chunk * p.width + column) = make_float2(a, b);
 }
 
-// A thread takes a column over all chunks.
+// A thread adds one column over all chunks.
 extern "C" __global__ void __launch_bounds__(weight_threads) rms_norm_weight_sum(const __grid_constant__ RmsNormWeight p) {
   const int column = blockIdx.x * weight_threads + threadIdx.x;
   if (column >= p.width) return;

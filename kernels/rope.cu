@@ -1,11 +1,11 @@
-// Rotary position embedding, half-split. A thread rotates eight pairs of a head and copies the values at the same places.
+// Rotary position embedding, half-split. A thread rotates eight pairs of a head and copies values along.
 #include "rope.cuh"
 
 using namespace elements;
 
 namespace {
 
-// Eight f32 at `from`, 16-byte aligned.
+// Loads eight f32 at `from`, 16-byte aligned.
 PRIMITIVE Values load_floats(const float* from) {
   const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
   return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};

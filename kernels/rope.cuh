@@ -3,25 +3,25 @@
 
 #include "elements.cuh"
 
-// Rows of heads are rotated; values that lie beside them are copied along.
+// Rows of heads to rotate, and values to copy along with them.
 struct Rope {
   const bf16* x;              // [rows, heads, 2 half], rows `x_stride` apart
-  const bf16* values;         // as x lies; null: none
-  bf16* out;                  // as x, rows `out_stride` apart
-  bf16* values_out;           // as out lies
+  const bf16* values;         // layout of x; null: none
+  bf16* out;                  // like x, rows `out_stride` apart
+  bf16* values_out;           // layout of out
   const float* cosines;       // [positions of the table, half]
-  const float* sines;         // the same
+  const float* sines;         // like cosines
   const uint32_t* positions;  // [rows]
   int64_t rows;
   int32_t heads;
   int32_t half;        // a multiple of 8
   int32_t x_stride;    // elements, a multiple of 8
-  int32_t out_stride;  // the same
-  float direction;     // 1, or -1 for the gradient: the rotation back
+  int32_t out_stride;  // like x_stride
+  float direction;     // 1, or -1 for the gradient (inverse rotation)
 };
 
 namespace rope_op {
 
-constexpr int threads = 256;  // of eight pairs each
+constexpr int threads = 256;  // eight pairs each
 
 }  // namespace rope_op

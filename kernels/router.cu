@@ -1,4 +1,4 @@
-// The router's choice, and a softmax over it.
+// Top-k routing, and the softmax over the chosen logits.
 #include "router.cuh"
 
 using namespace elements;
@@ -6,8 +6,8 @@ using namespace router_op;
 
 namespace {
 
-// An expert in the order of choice: larger logits first, of equal ones the lower index. Indices are f32, exact, so that a
-// warp may exchange them.
+// An expert with its order: larger logits first, ties by lower index. Indices are exact f32, so that a warp
+// can exchange them.
 struct Choice {
   float logit, expert;
 };
@@ -18,7 +18,7 @@ PRIMITIVE bool before(const Choice& a, const Choice& b) {
 
 }  // namespace
 
-// A warp takes a token. Its next expert is the first in order of those after the one chosen last.
+// One warp per token. The next expert is the first in order after the previous one.
 extern "C" __global__ void __launch_bounds__(route_threads) route(const __grid_constant__ Route p) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (route_threads / 32) + threadIdx.x / 32;
   if (token >= p.tokens) return;
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(route_threads) route(const __grid_c
     Choice best = {least, static_cast<float>(p.experts)};
     for (int expert = lane; expert < p.experts; expert += 32) {
       const float logit = logits[expert];
-      // NaN is as the least: an order in which every lane agrees, and no expert twice.
+      // NaN counts as the smallest value: all lanes agree on the order, and no expert is chosen twice.
       const Choice choice = {logit == logit ? logit : least, static_cast<float>(expert)};
       if (before(last, choice) && before(choice, best)) best = choice;
     }
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(route_threads) route(const __grid_c
   }
 }
 
-// A thread takes a token. An expert that does not exist makes its weights NaN: nothing else is read.
+// One thread per token. If an expert does not exist, the token's weights become NaN and nothing is read.
 extern "C" __global__ void __launch_bounds__(softmax_threads)
     top_k_softmax_forward(const __grid_constant__ TopKSoftmax p) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * softmax_threads + threadIdx.x;

@@ -1,4 +1,4 @@
-// Parameters of the router's choice, src/ops/router.rs.
+// Parameters of top-k routing, src/ops/router.rs.
 #pragma once
 
 #include "elements.cuh"
@@ -15,8 +15,8 @@ struct TopKSoftmax {
   const float* logits;     // [tokens, experts]; null in the backward
   const uint32_t* routes;  // [tokens, top_k]
   const float* dweights;   // [tokens, top_k]; null in the forward
-  float* weights;          // [tokens, top_k], what the forward gives and the backward reads
-  float* dlogits;          // [tokens, experts], zeros before; null in the forward
+  float* weights;          // [tokens, top_k], written by the forward, read by the backward
+  float* dlogits;          // [tokens, experts], zeros at first; null in the forward
   int64_t tokens;
   int32_t experts;
   int32_t top_k;
@@ -24,7 +24,7 @@ struct TopKSoftmax {
 
 namespace router_op {
 
-constexpr int route_threads = 128;  // a warp a token
-constexpr int softmax_threads = 128;  // of a token each
+constexpr int route_threads = 128;  // one warp per token
+constexpr int softmax_threads = 128;  // one token each
 
 }  // namespace router_op

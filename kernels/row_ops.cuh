@@ -1,4 +1,4 @@
-// Parameters of the ops whose rows do not meet, and what their kernels share. The formulas are in src/ops.
+// Parameters and helpers of row-wise ops. Formulas: src/ops.
 #pragma once
 
 #include "elements.cuh"
@@ -24,7 +24,7 @@ struct RmsNorm {
   float eps;
 };
 
-// The weight's gradient: first over chunks of rows, then over the chunks.
+// The weight's gradient: first sums over chunks of rows, then over the chunks.
 struct RmsNormWeight {
   const bf16* x;             // [rows, width]
   const bf16* dy;            // [rows, width]
@@ -39,10 +39,10 @@ namespace row_ops {
 
 using namespace elements;
 
-constexpr int swiglu_threads = 256;      // of eight pairs each
-constexpr int rms_norm_threads = 128;    // a row
-constexpr int rms_norm_shared_bytes = 2 * rms_norm_threads / 32 * 4;  // two sums a warp
-constexpr int weight_threads = 128;      // of two columns each
-constexpr int weight_rows = 64;          // a chunk
+constexpr int swiglu_threads = 256;      // eight pairs each
+constexpr int rms_norm_threads = 128;    // per row
+constexpr int rms_norm_shared_bytes = 2 * rms_norm_threads / 32 * 4;  // two sums per warp
+constexpr int weight_threads = 128;      // two columns each
+constexpr int weight_rows = 64;          // per chunk
 
 }  // namespace row_ops

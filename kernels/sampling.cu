@@ -1,5 +1,5 @@
-// Tokens drawn from rows of logits, and log-probabilities of tokens. A block takes a draw, a thread a stretch of the
-// vocabulary, one after the other in id order; sums are in f64 and in fixed places.
+// Sampling from rows of logits, and log-probabilities of tokens. One block per draw; each thread has a
+// range of the vocabulary, in id order. Sums are f64 in a fixed order.
 #include "sampling.cuh"
 
 using namespace sampling;
@@ -18,7 +18,7 @@ PRIMITIVE Row asked_row(const Draws& p) {
   return {p.z + row * p.vocabulary, p.log_sum_exp[row]};
 }
 
-// This thread's ids: from `begin` to before `end`.
+// This thread's ids, `begin` to before `end`.
 struct Stretch {
   int begin, end;
 };
@@ -31,17 +31,17 @@ PRIMITIVE Stretch stretch(int vocabulary) {
 
 PRIMITIVE double weight(const Row& row, float z) { return exp_approx(add(z, -row.log_sum_exp)); }
 
-// Where a thread's sum lies: threads that read a group each meet no bank twice.
+// Index of a thread's sum, padded so that threads that read one group each have no bank conflict.
 PRIMITIVE int place(int thread) { return thread + thread / draw_groups; }
 
 PRIMITIVE void give(const Draws& p, uint32_t token, float log_prob) { p.drawn[blockIdx.x] = {token, __float_as_uint(log_prob)}; }
 
 }  // namespace
 
-// The first token whose cumulative weight exceeds uniform · total. What comes before a token is the sum of the groups
-// before its own, plus (the sum of the group's threads before its own plus the sum of the thread's tokens up to it). That
-// never falls from one token to the next, and a thread ends with the very number with which the next begins: exactly
-// one thread finds its end above the target and its beginning not.
+// Returns the first token whose cumulative weight exceeds uniform · total. A token's cumulative weight is
+// the sum of earlier groups, plus (the sum of the group's earlier threads plus the thread's tokens up to
+// it). It never decreases from token to token, and a thread ends with exactly the number with which the
+// next one begins. So exactly one thread has the target between its beginning and its end.
 extern "C" __global__ void __launch_bounds__(draw_threads) sampling_draw(const __grid_constant__ Draws p) {
   double* sums = reinterpret_cast<double*>(dynamic_shared_memory());
   double* groups = sums + draw_threads + draw_groups;
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(draw_threads) sampling_draw(const _
   }
   sums[place(thread)] = own_sum;
   block_barrier();
-  // Each sum gives way to what comes before it: in its group, then the groups'.
+  // Replaces each sum by the sum before it: within its group, then over groups.
   if (thread < draw_groups) {
     double before = 0;
     for (int k = 0; k < draw_threads / draw_groups; k++) {
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(draw_threads) sampling_draw(const _
     if (thread == 0) give(p, NO_TOKEN, 0.0f);
     return;
   }
-  // Below the total, whatever rounding says: the factor makes of it the number before it.
+  // Below the total despite rounding: the factor gives the largest number below it.
   const double target = fmin(p.uniforms[blockIdx.x] * total, total * (1 - 0x1p-53));
   const double of_groups = groups[thread / (draw_threads / draw_groups)], of_threads = sums[place(thread)];
   if (of_groups + of_threads > target || of_groups + (of_threads + own_sum) <= target) return;
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(draw_threads) sampling_draw(const _
   }
 }
 
-// The token of the highest value, the lowest id of equals; its log-probability is 0.
+// Returns the token of the highest value (ties: the lowest id); its log-probability is 0.
 extern "C" __global__ void __launch_bounds__(draw_threads) sampling_likeliest(const __grid_constant__ Draws p) {
   float* highest = reinterpret_cast<float*>(dynamic_shared_memory());
   int* ids = reinterpret_cast<int*>(highest + draw_threads);
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(draw_threads) sampling_likeliest(co
       ids[thread] = ids[other];
     }
   }
-  // A sum that is a number says that all of the row's values are, and none is infinite.
+  // If the sum is not NaN, no value of the row is NaN or infinite.
   if (thread == 0) give(p, fabsf(row.log_sum_exp) < INFINITY ? ids[0] : NO_TOKEN, 0.0f);
 }
 

@@ -1,4 +1,4 @@
-// Parameters of the sampler's kernels over rows of logits. What is drawn is said in src/ops/logits.rs.
+// Parameters of the sampling kernels over rows of logits. Semantics: src/ops/logits.rs.
 #pragma once
 
 #include "log_prob.cuh"
@@ -10,16 +10,16 @@ struct Drawn {
 };
 
 struct Draws {
-  const float* z;            // [rows, vocabulary], over the temperature
+  const float* z;            // [rows, vocabulary], divided by the temperature
   const float* log_sum_exp;  // [rows]
   const uint32_t* rows;      // [draws]
-  const double* uniforms;    // [draws], from [0, 1); null where the likeliest token is asked for
-  Drawn* drawn;              // [draws]; the token is none of the vocabulary where the row is no distribution
+  const double* uniforms;    // [draws], in [0, 1); null for the most likely token
+  Drawn* drawn;              // [draws]; NO_TOKEN if the row is not a distribution
   int32_t vocabulary;
 };
 
 struct LogProbs {
-  const float* z;            // [rows, vocabulary], over the temperature
+  const float* z;            // [rows, vocabulary], divided by the temperature
   const float* log_sum_exp;  // [rows]
   const uint32_t* rows;      // [count]
   const uint32_t* tokens;    // [count]
@@ -32,9 +32,10 @@ namespace sampling {
 
 using log_prob::vector;
 
-constexpr int draw_threads = 1024;  // a draw
-constexpr int draw_groups = 32;     // of as many threads
-// The threads' sums, a place between two groups, then the groups' sums and the total; or a value and an id a thread.
+constexpr int draw_threads = 1024;  // per draw
+constexpr int draw_groups = 32;     // groups of equal size
+// The threads' sums with one element between groups, then the groups' sums and the total; or a value and an
+// id per thread.
 constexpr int draw_shared_bytes = (draw_threads + draw_groups + draw_groups + 1) * 8;
 constexpr int log_probs_threads = 128;
 constexpr uint32_t NO_TOKEN = 0xffffffffu;

@@ -1,4 +1,4 @@
-// The plain gated unit. A thread takes eight elements; what is left over at the end is taken one by one.
+// SwiGLU without clamping. A thread processes eight elements; a remainder is processed one by one.
 #include "silu_gated.cuh"
 
 using namespace elements;
@@ -9,7 +9,7 @@ PRIMITIVE float sigmoid(float x) { return 1.0f / add(1.0f, exp_approx(-x)); }
 
 PRIMITIVE float value(float gate, float up) { return multiply(multiply(gate, sigmoid(gate)), up); }
 
-// Of gate and up.
+// Gradients of gate and up.
 PRIMITIVE float2 gradients(float gate, float up, float dy) {
   const float s = sigmoid(gate), unit = multiply(gate, s);
   return make_float2(multiply(multiply(dy, up), multiply_add(unit, add(1.0f, -s), s)), multiply(dy, unit));

@@ -1,4 +1,4 @@
-// Parameters of the plain gated unit, src/ops/silu_gated.rs.
+// Parameters of SwiGLU without clamping, src/ops/silu_gated.rs.
 #pragma once
 
 #include "elements.cuh"
@@ -14,6 +14,6 @@ struct SiluGated {
 
 namespace silu_gated_op {
 
-constexpr int threads = 256;  // of eight elements each
+constexpr int threads = 256;  // eight elements each
 
 }  // namespace silu_gated_op

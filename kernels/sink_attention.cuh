@@ -1,44 +1,45 @@
-// Attention with a learnable sink a query head: what its kernels and their callers share. docs/KERNELS.md explains it.
+// Attention with one learnable sink per query head: definitions that kernels and callers share.
+// docs/KERNELS.md explains it.
 //
-// T tokens, N query heads, M key-value heads, N / M = `group` query heads a key-value head, head dimension 64.
-// The queries of a sequence and one key-value head are packed into rows: row = token * group + head of the group.
-// Keys are visited in blocks of 64 and chunks of 512 at absolute positions, in ascending order, so a row's bits depend
-// on nothing else.
+// T tokens, N query heads, M key-value heads, `group` = N / M query heads per key-value head, head
+// dimension 64. The queries of a sequence and one key-value head are packed into rows: row = token * group
+// + head of the group. Keys are processed in blocks of 64 and chunks of 512 at absolute positions, in
+// ascending order. A row's bits depend on nothing else.
 #pragma once
 
 #include "primitives.cuh"
 #include "ring.cuh"
 
-// A block's part of the work: 128 packed rows of a sequence from `first`, or 64 keys from `first` (multiples of these;
-// 128 keys in dkv_hopper).
+// The work of a block: 128 packed rows of a sequence from `first`, or 64 keys (128 in dkv_hopper) from
+// `first`. `first` is a multiple of these.
 struct Tile {
   int32_t sequence;
   int32_t first;
 };
 
-// The same for one chunk of keys: keys 512 * chunk to 512 * chunk + 511.
+// A tile and one chunk of keys: keys 512 * chunk to 512 * chunk + 511.
 struct ChunkTile {
   Tile tile;
   int32_t chunk;
 };
 
-// The one parameter of every kernel here. All pointers but the small arrays' are 16-byte aligned. A kernel reads only
-// what its comment names.
+// The parameter of every kernel here. All pointers are 16-byte aligned, except those of the small arrays. A
+// kernel reads only the fields that its comment names.
 struct SinkAttention {
   const bf16* q;                // [T, N, 64]
   const bf16* k;                // key head m of key row r: k + r * kv_token_stride + m * kv_head_stride
-  const bf16* v;                // the same strides
+  const bf16* v;                // strides of k
   const float* sinks;           // [N]; -1e9 for none
   const int32_t* cu_seqlens_q;  // [sequences + 1] first query token of each sequence, then T
-  const int32_t* cu_seqlens_k;  // [sequences + 1] running sum of the keys' numbers
-  const int32_t* page_table;    // [sequences, pages_max]: keys 64p to 64p + 63 are key rows 64 * page ...; null: packed
-  const Tile* tiles;            // [blocks / M], those with the most work first
-  const ChunkTile* chunk_tiles; // [blocks / M], for each of the rows' tiles the chunks that one of its rows sees
-  const int32_t* part_starts;   // [sequences] running sum of tokens * chunks: a part for each token and chunk of keys
-  float* part_out;              // [parts, N, 64] a chunk's output for each row, between sink_attention_chunk and _merge
-  float2* part_sums;            // [parts, N, 4] its maximum, and its sum as four lanes have it
+  const int32_t* cu_seqlens_k;  // [sequences + 1] running sum of the key counts
+  const int32_t* page_table;    // [sequences, pages_max]: page of keys 64p to 64p + 63; null: packed
+  const Tile* tiles;            // [blocks / M], largest first
+  const ChunkTile* chunk_tiles; // [blocks / M], each tile with each chunk that its rows see
+  const int32_t* part_starts;   // [sequences] running sum of tokens * chunks, one part for each
+  float* part_out;              // [parts, N, 64] output of a chunk, until sink_attention_merge
+  float2* part_sums;            // [parts, N, 4] its maximum, and its sum in four lanes
   bf16* out;                    // [T, N, 64]
-  float* lse;                   // [T, N] natural logarithm of the softmax's sum, the sink inside
+  float* lse;                   // [T, N] natural logarithm of the softmax's sum, sink included
   const bf16* dout;             // [T, N, 64]
   float* delta;                 // [T, N] rowsum(dout * out)
   bf16* dq;                     // [T, N, 64]
@@ -51,7 +52,7 @@ struct SinkAttention {
   int32_t kv_token_stride;      // elements, a multiple of 8
   int32_t kv_head_stride;       // elements, a multiple of 8
   int32_t pages_max;
-  int32_t window;               // keys a query sees, itself included; 0 for all before it. Kernels read Sequence's
+  int32_t window;               // keys a query sees, itself included; 0: all. See Sequence
   float scale;                  // of the scores, above 0
   float scale_log2;             // scale * log2(e)
 };
@@ -59,17 +60,17 @@ struct SinkAttention {
 namespace sink_attention {
 
 constexpr int head_dim = 64;
-constexpr int tile_rows = 128;   // packed rows of a block of the forward and of dq
-constexpr int block_keys = 64;   // keys a step; keys of a page; keys of a block of dkv
-constexpr int chunk_keys = 512;  // keys of a chunk: its softmax starts anew
+constexpr int tile_rows = 128;   // packed rows per block of the forward and of dq
+constexpr int block_keys = 64;   // keys per step, per page, and per block of dkv
+constexpr int chunk_keys = 512;  // keys per chunk; each starts a new softmax
 constexpr int chunk_blocks = chunk_keys / block_keys;
 constexpr int block_bytes = block_keys * head_dim * sizeof(bf16);
 constexpr int tile_bytes = tile_rows * head_dim * sizeof(bf16);
 
-// Threads of a block and bytes of dynamic shared memory, kernel by kernel. Blocks: tiles * kv_heads, but for chunk
-// (chunk_tiles * kv_heads), delta (tokens * heads / delta_rows, rounded up) and dsinks (heads).
+// Threads per block and bytes of dynamic shared memory of each kernel. Blocks: tiles * kv_heads; chunk:
+// chunk_tiles * kv_heads; delta: tokens * heads / delta_rows, rounded up; dsinks: heads.
 constexpr int forward_threads = 128;
-constexpr int rows_bytes = 32 * 11 * 16;  // what a fragment's 16 rows keep in shared memory
+constexpr int rows_bytes = 32 * 11 * 16;  // state of a fragment's 16 rows in shared memory
 constexpr int forward_shared_bytes = tile_bytes + 4 * block_bytes + tile_rows / 16 * rows_bytes;
 constexpr int chunk_threads = forward_threads;
 constexpr int chunk_shared_bytes = forward_shared_bytes;
@@ -83,7 +84,7 @@ constexpr int dq_shared_bytes = 2 * tile_bytes + 4 * block_bytes;
 constexpr int dsinks_threads = 256;
 constexpr int dsinks_shared_bytes = dsinks_threads * sizeof(float);
 
-// The kernels for Hopper's own tensor cores: two warpgroups a block.
+// Kernels for Hopper's tensor cores (wgmma): two warpgroups per block.
 constexpr int hopper_threads = 256;
 template <int stages, int copies_ahead>
 using HopperRing = Ring<stages, copies_ahead, hopper_threads / 32, block_bytes>;
@@ -93,11 +94,11 @@ constexpr int forward_hopper_shared_bytes = tile_rows / 16 * rows_bytes + Forwar
 constexpr int chunk_hopper_threads = hopper_threads;
 constexpr int chunk_hopper_shared_bytes = forward_hopper_shared_bytes;
 constexpr int dkv_hopper_threads = hopper_threads;
-constexpr int dkv_hopper_keys = 128;  // keys of a block, so tiles of its own
-using DkvRing = HopperRing<4, 2>;  // a row's numbers travel in registers: one step ahead, no more
+constexpr int dkv_hopper_keys = 128;  // keys per block, so it has its own tiles
+using DkvRing = HopperRing<4, 2>;  // a row's numbers are in registers: only one step ahead
 constexpr int dkv_hopper_shared_bytes = 4 * block_bytes + DkvRing::bytes + DkvRing::stages * 3 * 64 * sizeof(float);
 constexpr int dq_hopper_threads = hopper_threads;
-using DqRing = HopperRing<8, 3>;  // a block has a multiprocessor's memory for itself
+using DqRing = HopperRing<8, 3>;  // one block uses a multiprocessor's whole memory
 constexpr int dq_hopper_shared_bytes = 2 * tile_bytes + DqRing::bytes;
 
 constexpr float log2_e = 1.44269504f;
@@ -106,12 +107,12 @@ constexpr float hidden = -__builtin_huge_valf();  // the score of a key that a q
 
 // Offsets are 64-bit: a cache or a batch of long sequences has more than 2^31 elements.
 
-// Place of a token's query head in [T, N].
+// Index of a token's query head in [T, N].
 PRIMITIVE int64_t row_place(const SinkAttention& p, int token, int head) {
   return static_cast<int64_t>(token) * p.heads + head;
 }
 
-// The packed rows and the keys of one sequence, seen from one key-value head.
+// The packed rows and the keys of one sequence for one key-value head.
 struct Sequence {
   int index;
   int query_start;  // first token among all queries
@@ -122,7 +123,7 @@ struct Sequence {
   int key_start;    // first key row when packed
   int keys;
   int offset;       // position of the first query token
-  int window;       // keys a query sees; none is wider than all keys, so that sums with positions stay in 32 bits
+  int window;       // keys a query sees; at most all keys, so that sums with positions fit 32 bits
 
   PRIMITIVE Sequence(const SinkAttention& p, int sequence, int head)
       : index(sequence), query_start(p.cu_seqlens_q[sequence]), group(p.heads / p.kv_heads),
@@ -138,12 +139,12 @@ struct Sequence {
   PRIMITIVE int position(int row) const { return offset + token(row); }
   PRIMITIVE int head(int row) const { return kv_head * group + row - token(row) * group; }
 
-  // Place of a packed row in [T, N].
+  // Index of a packed row in [T, N].
   PRIMITIVE int64_t place(const SinkAttention& p, int row) const {
     return row_place(p, query_start + token(row), head(row));
   }
 
-  // Place of a packed row's part of a chunk in [parts, N].
+  // Index of a packed row's part of a chunk in [parts, N].
   PRIMITIVE int64_t part_place(const SinkAttention& p, int row, int chunk) const {
     const int chunks = (keys + chunk_keys - 1) / chunk_keys;
     return row_place(p, p.part_starts[index] + token(row) * chunks + chunk, head(row));
@@ -156,7 +157,7 @@ struct Sequence {
   }
 };
 
-// Elements from a key row's first to the element where `kv_head` begins.
+// Elements from the start of a key row to the start of `kv_head`.
 PRIMITIVE int64_t key_place(const SinkAttention& p, int key_row, int kv_head) {
   return static_cast<int64_t>(key_row) * p.kv_token_stride + static_cast<int64_t>(kv_head) * p.kv_head_stride;
 }
@@ -169,29 +170,29 @@ struct Range {
   PRIMITIVE bool has(int i) const { return first <= i && i < end; }
 };
 
-// The key blocks that queries at positions `first` to `last` see between them.
+// Key blocks that any query at positions `first` to `last` sees.
 PRIMITIVE Range blocks_seen(const Sequence& s, int first, int last) {
   const int key_first = max(0, first + 1 - s.window);
   const int key_end = max(key_first, min(s.keys, last + 1));
   return {key_first / block_keys, (key_end + block_keys - 1) / block_keys};
 }
 
-// Those of which they see every key.
+// Key blocks of which all these queries see every key.
 PRIMITIVE Range blocks_seen_whole(const Sequence& s, int first, int last) {
   return {(max(0, last + 1 - s.window) + block_keys - 1) / block_keys, (first + 1) / block_keys};
 }
 
-// The chunks that hold these key blocks.
+// Chunks that hold these key blocks.
 PRIMITIVE Range chunks_of(Range blocks) {
   return {blocks.first / chunk_blocks, (blocks.end + chunk_blocks - 1) / chunk_blocks};
 }
 
-// Those of these key blocks that lie in a chunk.
+// Those of these key blocks that are in a chunk.
 PRIMITIVE Range blocks_of(Range blocks, int chunk) {
   return {max(blocks.first, chunk * chunk_blocks), min(blocks.end, (chunk + 1) * chunk_blocks)};
 }
 
-// The keys that a query sees.
+// Keys that a query sees.
 struct Seen {
   int first;
   int last;
@@ -200,23 +201,23 @@ struct Seen {
   PRIMITIVE Seen(const Sequence& s, int position) : first(position + 1 - s.window), last(position) {}
 };
 
-// Whether queries at positions `first` to `last` all see all keys from `key_first` to `key_last`.
+// True when all queries at positions `first` to `last` see all keys from `key_first` to `key_last`.
 PRIMITIVE bool all_see(const Sequence& s, int first, int last, int key_first, int key_last) {
   return key_last <= first && key_first > last - s.window;
 }
 
-// Whether at least one of the queries sees at least one of the keys.
+// True when at least one of the queries sees at least one of the keys.
 PRIMITIVE bool any_sees(const Sequence& s, int first, int last, int key_first, int key_last) {
   return key_first <= last && key_last > first - s.window;
 }
 
-// A tile in shared memory is rows of 128 bytes, swizzled as wgmma reads them: this is chunk `chunk` (16 bytes) of `row`.
+// Address of chunk `chunk` (16 bytes) of `row` in a tile: rows of 128 bytes, swizzled for wgmma.
 PRIMITIVE unsigned char* chunk_at(unsigned char* tile, int row, int chunk) {
   return tile + swizzle_128(row * 128 + chunk * 16);
 }
 
-// Starts the copy of a 64-key block of k, and of v right behind it, by `threads` threads; keys past the sequence's end
-// are zeros, so that what lies behind them (0 * Inf) cannot matter.
+// Starts the copy of a 64-key block of k, followed by v, by `threads` threads. Keys past the sequence's end
+// are zeros, so that memory behind them has no effect (0 * Inf).
 template <int threads>
 PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned char* k_tile, int block, int thread) {
   static_assert(threads / 8 % 8 == 0, "rows eight apart are swizzled alike");
@@ -233,8 +234,8 @@ PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned cha
   }
 }
 
-// Starts the copy of packed rows `first` to `first + count - 1` of q; with `dout`, of dout too, right behind. Rows past
-// `end` are zeros.
+// Starts the copy of packed rows `first` to `first + count - 1` of q, and with `dout` of dout right behind.
+// Rows past `end` are zeros.
 template <int count, int threads, bool dout>
 PRIMITIVE void copy_rows(const SinkAttention& p, const Sequence& s, unsigned char* q_tile, int first, int end,
                          int thread) {
@@ -249,7 +250,7 @@ PRIMITIVE void copy_rows(const SinkAttention& p, const Sequence& s, unsigned cha
   }
 }
 
-// Stores `count` rows of a tile as packed rows from `first` of a [T, N, 64] tensor; rows past `end` are left out.
+// Stores `count` rows of a tile as packed rows from `first` of a [T, N, 64] tensor, except rows past `end`.
 template <int count, int threads>
 PRIMITIVE void store_rows(const SinkAttention& p, const Sequence& s, unsigned char* tile, bf16* to, int first, int end,
                           int thread) {
@@ -265,27 +266,27 @@ PRIMITIVE void store_rows(const SinkAttention& p, const Sequence& s, unsigned ch
 PRIMITIVE float low_to_float(uint32_t packed) { return to_float(bf16{static_cast<uint16_t>(packed)}); }
 PRIMITIVE float high_to_float(uint32_t packed) { return to_float(bf16{static_cast<uint16_t>(packed >> 16)}); }
 
-// A 16x64 result of a warp in f32, as the tensor cores leave it (mma.sync and wgmma alike). With g = lane / 4 and
-// t = lane % 4: element 4j + e lies in row g, or g + 8 for e of 2 and 3, column 8j + 2t + e % 2.
+// A 16x64 f32 result of a warp in the tensor cores' layout (mma.sync and wgmma). With g = lane / 4 and t =
+// lane % 4, element 4j + e is in row g (e = 0, 1) or g + 8 (e = 2, 3), column 8j + 2t + e % 2.
 using Fragment = float[32];
 
 PRIMITIVE constexpr int fragment_row(int element) { return element % 4 / 2; }  // 0: row g, 1: row g + 8
 PRIMITIVE int fragment_column(int element, int lane) { return element / 4 * 8 + lane % 4 * 2 + element % 2; }
 
-// A left operand: 16 rows from `row` of a tile, 16 columns a step.
+// A left operand: 16 rows from `row` of a tile, 16 columns per step.
 PRIMITIVE void load_operand(uint32_t (&a)[4][4], unsigned char* tile, int row, int lane) {
 #pragma unroll
   for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], chunk_at(tile, row + lane % 16, 2 * k + lane / 16));
 }
 
-// A fragment of probabilities or of their gradients, rounded to bf16, is the left operand of the next product as it is:
-// 16 columns a step.
+// A fragment of probabilities or of their gradients, rounded to bf16, is already the left operand of the
+// next product: 16 columns per step.
 PRIMITIVE void to_operand(uint32_t (&operand)[4][4], const Fragment& x) {
 #pragma unroll
   for (int i = 0; i < 16; i++) operand[i / 4][i % 4] = pack_bf16(x[2 * i], x[2 * i + 1]);
 }
 
-// Hides the keys that the fragment's rows g and g + 8 do not see; columns are keys from `key_first`.
+// Masks the keys that the fragment's rows g and g + 8 do not see; columns are keys from `key_first`.
 PRIMITIVE void hide_keys(Fragment& scores, const Seen (&seen)[2], int key_first, int lane) {
 #pragma unroll
   for (int row = 0; row < 2; row++) {
@@ -298,13 +299,14 @@ PRIMITIVE void hide_keys(Fragment& scores, const Seen (&seen)[2], int key_first,
   }
 }
 
-// Multiplies rows g and g + 8 by their factors.
+// Multiplies rows g and g + 8 by one factor each.
 PRIMITIVE void multiply_rows(Fragment& x, const float (&factors)[2]) {
 #pragma unroll
   for (int i = 0; i < 32; i++) x[i] = multiply(x[i], factors[fragment_row(i)]);
 }
 
-// Rounds a fragment to bf16 and leaves it as rows `row` to `row + 15` of a tile, whence the warp stores whole lines.
+// Rounds a fragment to bf16 and writes it to rows `row` to `row + 15` of a tile. The warp then stores whole
+// lines.
 PRIMITIVE void put_fragment(const Fragment& x, unsigned char* tile, int row, int lane) {
 #pragma unroll
   for (int i = 0; i < 16; i++) {
@@ -313,7 +315,7 @@ PRIMITIVE void put_fragment(const Fragment& x, unsigned char* tile, int row, int
   }
 }
 
-// Stores the LSE of a fragment's 16 rows, the first at `first`: `lse` holds those of rows g and g + 8.
+// Stores the LSE of a fragment's 16 rows from `first`; `lse` holds those of rows g and g + 8.
 PRIMITIVE void store_lse(const SinkAttention& p, const Sequence& s, const float (&lse)[2], int first, int lane) {
   const float low = shuffle_index(lse[0], lane % 8 * 4), high = shuffle_index(lse[1], lane % 8 * 4);
   const int row = first + lane;

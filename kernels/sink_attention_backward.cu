@@ -1,8 +1,8 @@
-// The gradients of attention with sinks, by mma.sync. No atomics: every sum has one owner and one order.
+// Gradients of attention with sinks, by mma.sync. No atomics: every sum has one owner and one order.
 //
-// delta = rowsum(dout * out); then, in any order: dkv, a block for 64 keys, over the rows that see them; dq, a block for
-// 128 rows, over the keys they see; dsinks, a block a head. Scores are computed again in dkv and in dq: two products
-// more than with atomics, and the same bits from run to run.
+// First delta = rowsum(dout * out); then in any order: dkv, one block per 64 keys, over the rows that see
+// them; dq, one block per 128 rows, over the keys they see; dsinks, one block per head. dkv and dq both
+// recompute the scores: two products more than with atomics, but the same bits in every run.
 
 #include "sink_attention_gradients.cuh"
 #include "warp_products.cuh"
@@ -11,8 +11,8 @@ using namespace sink_attention;
 
 namespace {
 
-// A warp's 16 keys: S^T = K Q^T and dP^T = V dO^T have a key a row, so P^T and dS^T are at once the left operands of
-// dV += P^T dO and dK += dS^T Q.
+// A warp's 16 keys. S^T = K Q^T and dP^T = V dO^T have one key per row, so P^T and dS^T are directly the
+// left operands of dV += P^T dO and dK += dS^T Q.
 struct WarpKeys {
   unsigned char* k_tile;  // the warp's own rows
   unsigned char* v_tile;
@@ -64,7 +64,7 @@ struct WarpQueries {
 
 }  // namespace
 
-// delta = rowsum(dout * out), eight lanes a row.
+// delta = rowsum(dout * out), eight lanes per row.
 extern "C" __global__ void __launch_bounds__(delta_threads)
 sink_attention_delta(const __grid_constant__ SinkAttention p) {
   const int64_t row = delta_row(blockIdx.x, threadIdx.x);
@@ -185,7 +185,8 @@ sink_attention_dq(const __grid_constant__ SinkAttention p) {
   store_rows<16, 32>(p, s, own_tile, p.dq, first, s.rows, lane);
 }
 
-// ds = -sum over all tokens of exp(s - LSE) delta: each thread its tokens in ascending order, then a tree.
+// ds = -sum over all tokens of exp(s - LSE) delta: each thread adds its tokens in ascending order, then a
+// tree.
 extern "C" __global__ void __launch_bounds__(dsinks_threads)
 sink_attention_dsinks(const __grid_constant__ SinkAttention p) {
   float* sums = reinterpret_cast<float*>(dynamic_shared_memory());

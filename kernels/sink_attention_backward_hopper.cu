@@ -1,7 +1,8 @@
-// dK, dV and dQ of attention with sinks, by wgmma; delta and dsinks are those of sink_attention_backward.cu.
+// dK, dV and dQ of attention with sinks, by wgmma; delta and dsinks are in sink_attention_backward.cu.
 //
-// Two warpgroups a block. While a warpgroup works on the probabilities of a step, the tensor cores finish the sums of
-// the step before and the other scores of this one; the other warpgroup fills what is left.
+// Two warpgroups per block. While a warpgroup computes the probabilities of a step, the tensor cores finish
+// the sums of the previous step and the other scores of this one. The other warpgroup uses the remaining
+// time.
 
 #include "sink_attention_gradients.cuh"
 #include "warpgroup_products.cuh"
@@ -15,7 +16,7 @@ struct WarpKeys {
   int first;                     // key of the sequence
   uint32_t k[4][4];
   uint32_t v[4][4];
-  uint32_t probabilities[4][4];  // P^T and dS^T of the step before
+  uint32_t probabilities[4][4];  // P^T and dS^T of the previous step
   uint32_t gradients[4][4];
   Fragment scores;
   Fragment dprobs;
@@ -64,7 +65,7 @@ struct WarpQueries {
   int position_last;
   uint32_t q[4][4];
   uint32_t dout[4][4];
-  uint32_t gradients[4][4];  // dS of the block before
+  uint32_t gradients[4][4];  // dS of the previous block
   RowPair rows;
   Fragment scores;
   Fragment dprobs;
@@ -103,7 +104,7 @@ struct WarpQueries {
   }
 };
 
-// All key blocks of a warpgroup's rows, the first at `block`; `start` starts a copy.
+// Processes all key blocks of a warpgroup's rows from `block` on; `start` starts a copy.
 template <class Start>
 PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const Sequence& s, const DqRing& ring, int block,
                       int thread, const Start& start) {
@@ -149,7 +150,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
   const Range rows = rows_seeing(s, tile.first, min(tile.first + dkv_hopper_keys, s.keys) - 1);
   const DkvRing ring = {key_tiles + 4 * block_bytes, (rows.end - rows.first + step_rows - 1) / step_rows};
   RowNumbers* numbers = reinterpret_cast<RowNumbers*>(ring.tiles + DkvRing::bytes);
-  RowInFlight next;  // of the step that is handed over next
+  RowInFlight next;  // of the next step
   const auto start = [&](int i) {
     const int row = rows.first + i * step_rows;
     copy_rows<step_rows, hopper_threads, true>(p, s, ring.first(i), row, rows.end, thread);
@@ -169,7 +170,7 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
   copy_async_wait<DkvRing::copies_ahead - 1>();
   block_barrier();
 
-  // The steps whose rows see this warpgroup's keys: the others pass by unread.
+  // Only the steps whose rows see this warpgroup's keys; it skips the others.
   const int key_first = tile.first + warpgroup * block_keys, key_last = min(key_first + block_keys, s.keys) - 1;
   const Range own = rows_seeing(s, key_first, key_last);
   const int step_first = (own.first - rows.first) / step_rows;

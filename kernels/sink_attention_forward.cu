@@ -1,9 +1,9 @@
-// O and LSE of attention with sinks, by mma.sync: training, prefill and decode alike.
+// O and LSE of attention with sinks, by mma.sync, for training, prefill and decode.
 //
-// A block takes 128 packed rows, a warp 32 of them: its scores and output stay in registers. Key blocks pass through two
-// stages of shared memory: while the tensor cores work on one, cp.async fills the other. sink_attention_forward walks
-// all chunks of keys; sink_attention_chunk walks one, and sink_attention_merge takes them together, for few rows with
-// many keys. Both ways give the same bits.
+// A block has 128 packed rows, a warp 32 of them; its scores and output stay in registers. Key blocks use
+// two stages of shared memory: the tensor cores read one while cp.async fills the other.
+// sink_attention_forward processes all chunks of keys. For few rows with many keys sink_attention_chunk
+// processes one chunk, and sink_attention_merge merges them. Both ways give the same bits.
 
 #include "sink_attention_softmax.cuh"
 #include "warp_products.cuh"
@@ -61,7 +61,7 @@ struct WarpRows {
     clear(out);
   }
 
-  // O, through the warp's part of the queries' tile, and LSE.
+  // Stores O, through the warp's rows of the queries' tile, and LSE.
   PRIMITIVE void store(const SinkAttention& p, const Sequence& s, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -73,7 +73,7 @@ struct WarpRows {
   }
 };
 
-// A block's work: rows `tile` over all their key blocks, or over those of `chunk`.
+// The work of a block: rows `tile` over all their key blocks, or over those of `chunk`.
 template <bool all_chunks>
 PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
   unsigned char* q_tile = dynamic_shared_memory();
@@ -138,7 +138,8 @@ sink_attention_chunk(const __grid_constant__ SinkAttention p) {
   forward<false>(p, chunk_tile.tile, chunk_tile.chunk);
 }
 
-// O and LSE from the parts of a tile's chunks, 16 threads a row: each its columns, four of them each a part of the sum.
+// O and LSE from the parts of a tile's chunks. 16 threads per row: each has some columns, four of them a
+// share of the sum.
 extern "C" __global__ void __launch_bounds__(merge_threads)
 sink_attention_merge(const __grid_constant__ SinkAttention p) {
   const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
@@ -146,7 +147,7 @@ sink_attention_merge(const __grid_constant__ SinkAttention p) {
   const int row_end = min(tile.first + tile_rows, s.rows), own = threadIdx.x % 16;
   const Range chunks = chunks_of(blocks_seen(s, s.position(tile.first), s.position(row_end - 1)));
   for (int first = tile.first; first < row_end; first += merge_threads / 16) {
-    const int row = min(first + static_cast<int>(threadIdx.x) / 16, row_end - 1);  // the last one more than once
+    const int row = min(first + static_cast<int>(threadIdx.x) / 16, row_end - 1);  // repeats the last one
     const float sink = multiply(p.sinks[s.head(row)], log2_e);
     float maximum = sink, sum = 0.0f;
     float out[4] = {0.0f, 0.0f, 0.0f, 0.0f};

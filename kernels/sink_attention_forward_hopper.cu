@@ -1,12 +1,12 @@
-// O and LSE of attention with sinks, by wgmma: the arithmetic of sink_attention_forward.cu in the same order, on tensor
-// cores that give other last bits. A run uses one or the other.
+// O and LSE of attention with sinks, by wgmma: the operations of sink_attention_forward.cu in the same
+// order. These tensor cores round differently, so a run uses only one of the two.
 //
-// A block takes 128 packed rows, a warpgroup 64 of them; two blocks share a multiprocessor, so that four warpgroups take
-// turns at the tensor cores and at the exponentials, which cost the same time. Within a warpgroup the scores of the next
-// block are on their way while this one's probabilities meet V. Key blocks pass through a ring of stages that all warps
-// fill together and empty each at its own pace: barriers in shared memory, none of the whole block. No warp is set aside
-// for copying: with one, registers would not suffice for four warpgroups. sink_attention_chunk_hopper walks one chunk of
-// keys, and sink_attention_merge takes the chunks together.
+// A block has 128 packed rows, a warpgroup 64 of them. Two blocks share a multiprocessor, so four
+// warpgroups alternate between the tensor cores and the exponentials, which take equal time. Within a
+// warpgroup the next block's scores are computed while this block's probabilities are multiplied by V. Key
+// blocks use a ring of stages that all warps fill together and read at their own pace, with mbarriers only.
+// No warp is reserved for copies: registers would then be too few for four warpgroups.
+// sink_attention_chunk_hopper processes one chunk of keys, and sink_attention_merge merges the chunks.
 
 #include "sink_attention_softmax.cuh"
 #include "warpgroup_products.cuh"
@@ -17,11 +17,11 @@ namespace {
 
 constexpr int warpgroup_rows = 64;
 
-// A warp's 16 rows of its warpgroup's 64. All four warps go through the same steps.
+// A warp's 16 rows of its warpgroup's 64. All four warps perform the same steps.
 struct WarpRows {
   KeptRows kept;
   uint32_t q[4][4];
-  uint32_t probabilities[4][4];     // of the block before
+  uint32_t probabilities[4][4];     // of the previous block
   Fragment scores;
   Fragment out;
   Softmax softmax;
@@ -43,7 +43,7 @@ struct WarpRows {
     wgmma_commit();
   }
 
-  // Scores of key block `block` to probabilities, in place.
+  // Replaces the scores of key block `block` by probabilities.
   PRIMITIVE void normalise(const SinkAttention& p, int block, float (&shrink)[2], int lane) {
     wgmma_hold(scores);
     kept.hide_keys(scores, block, lane);
@@ -54,15 +54,15 @@ struct WarpRows {
     unsigned char* tile = reinterpret_cast<unsigned char*>(kept.own - lane);
     Fragment out;
     finish(out, kept, p, s, first, lane);
-    warp_barrier();  // the tile lies where the rows are kept
+    warp_barrier();  // the tile overlaps the rows' state
     put_fragment(out, tile, 0, lane);
     warp_barrier();
     store_rows<16, 32>(p, s, tile, p.out, first, s.rows, lane);
   }
 };
 
-// Blocks `blocks` of the ring, all in one chunk, over a warpgroup's rows. The ring's first is key block `ring_first`;
-// `start` starts a copy.
+// Processes `blocks` of the ring, all in one chunk, for a warpgroup's rows. The ring starts with key block
+// `ring_first`; `start` starts a copy.
 template <class Start>
 PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const ForwardRing& ring, Range blocks, int ring_first,
                       int thread, const Start& start) {
@@ -80,7 +80,7 @@ PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const ForwardRing& ri
   wgmma_wait<0>();
   w.normalise(p, ring_first + blocks.first, shrink, lane);
   for (int i = blocks.first + 1; i <= last; i++) {
-    // Here, at the top, the compiler cannot take this wait before the exponentials of the step before.
+    // At the top, so that the compiler cannot move this wait before the previous step's exponentials.
     finish_step();
     if (i > blocks.first + 1) ring.release(i - 2, thread);
     ring.pass(i, thread, start);
@@ -98,16 +98,16 @@ PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const ForwardRing& ri
   ring.release(last, thread);
 }
 
-// A block's work: rows `tile` over all their key blocks, or over those of `chunk`. Shared memory: the queries' tile, and
-// in its place, once it is read, what the rows keep; then the ring.
+// The work of a block: rows `tile` over all their key blocks, or over those of `chunk`. Shared memory: the
+// queries' tile, later replaced by the rows' state; then the ring.
 template <bool all_chunks>
 PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
   unsigned char* q_tile = dynamic_shared_memory();
   unsigned char* ring_tiles = q_tile + tile_rows / 16 * rows_bytes;
-  const int thread = threadIdx.x % hopper_threads, warp = thread / 32, lane = thread % 32;  // known not to be negative
+  const int thread = threadIdx.x % hopper_threads, warp = thread / 32, lane = thread % 32;  // known to be nonnegative
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
-  const int warpgroups = (row_last - tile.first) / warpgroup_rows + 1;  // that have rows
+  const int warpgroups = (row_last - tile.first) / warpgroup_rows + 1;  // number with rows
   const int position_first = s.position(tile.first), position_last = s.position(row_last);
   const Range seen = blocks_seen(s, position_first, position_last);
   const Range blocks = all_chunks ? seen : blocks_of(seen, chunk);
@@ -135,7 +135,7 @@ PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
         w.softmax.start_chunk(w.kept);
         i = end;
       }
-      // Read anew: registers do not suffice to hold this over the loop.
+      // Read again: registers are too few to keep it through the loop.
       const Tile own = p.tiles[blockIdx.x / p.kv_heads];
       w.store(p, Sequence(p, own.sequence, blockIdx.x % p.kv_heads), own.first + 16 * warp, w.kept.lane());
     } else {

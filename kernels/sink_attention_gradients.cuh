@@ -1,4 +1,4 @@
-// The gradients' steps that do not depend on the tensor cores' kind: mma.sync and wgmma kernels share them.
+// Steps of the backward that mma.sync and wgmma kernels share.
 #pragma once
 
 #include "sink_attention.cuh"
@@ -10,7 +10,7 @@ PRIMITIVE float probability(float score, float scale_log2, float lse2) {
   return exp2_approx(multiply_add(score, scale_log2, -lse2));
 }
 
-// dS of a probability, but for the factor `scale`: P (dP - delta).
+// dS of a probability without the factor `scale`: P (dP - delta).
 PRIMITIVE float score_gradient(float probability, float dprob, float delta) {
   return multiply(probability, add(dprob, -delta));
 }
@@ -20,18 +20,19 @@ PRIMITIVE void multiply_all(Fragment& x, float factor) {
   for (int i = 0; i < 32; i++) x[i] = multiply(x[i], factor);
 }
 
-// ---- By key: packed rows pass by, in steps of 64 -------------------------------------------------------------------
+// ---- By key: loop over packed rows, in steps of 64 -------------------------------------------------------------------
 
 constexpr int step_rows = 64;
 
-// One number a row of the step, in shared memory. Rows past the end have an infinite LSE: their probability is 0.
+// One number per row of the step, in shared memory. Rows past the end have an infinite LSE: their
+// probability is 0.
 struct RowNumbers {
   float lse2[step_rows];
   float delta[step_rows];
   int position[step_rows];
 };
 
-// A row's numbers on their way from global to shared memory.
+// A row's numbers between global and shared memory.
 struct RowInFlight {
   float lse = 0.0f, delta = 0.0f;
   int position = -1;
@@ -56,10 +57,10 @@ struct RowInFlight {
   }
 };
 
-// The row of [T, N] that a thread of sink_attention_delta works on, eight threads a row.
+// The row of [T, N] of a thread of sink_attention_delta, eight threads per row.
 PRIMITIVE int64_t delta_row(int block, int thread) { return static_cast<int64_t>(block) * delta_rows + thread / 8; }
 
-// The packed rows that see at least one key from `key_first` to `key_last`.
+// Packed rows that see at least one key from `key_first` to `key_last`.
 PRIMITIVE Range rows_seeing(const Sequence& s, int key_first, int key_last) {
   const int tokens = s.rows / s.group;
   const int first = min(tokens, max(0, key_first - s.offset));
@@ -67,7 +68,7 @@ PRIMITIVE Range rows_seeing(const Sequence& s, int key_first, int key_last) {
   return {first * s.group, end * s.group};
 }
 
-// Hides, in scores with a key a row (g and g + 8 from `key`) and a packed row a column, what the mask hides.
+// Masks transposed scores: a key per row (g and g + 8 from `key`), a packed row per column.
 PRIMITIVE void hide_rows(const Sequence& s, Fragment& scores, const RowNumbers& numbers, int key, int lane) {
 #pragma unroll
   for (int i = 0; i < 32; i++) {
@@ -83,7 +84,7 @@ PRIMITIVE void to_probabilities(const SinkAttention& p, Fragment& scores, const 
   for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], p.scale_log2, numbers.lse2[fragment_column(i, lane)]);
 }
 
-// dS^T of P^T and dP^T, in the latter's place.
+// dS^T of P^T and dP^T, in place of dP^T.
 PRIMITIVE void to_score_gradients(const Fragment& probabilities, Fragment& dprobs, const RowNumbers& numbers,
                                   int lane) {
 #pragma unroll
@@ -91,7 +92,7 @@ PRIMITIVE void to_score_gradients(const Fragment& probabilities, Fragment& dprob
     dprobs[i] = score_gradient(probabilities[i], dprobs[i], numbers.delta[fragment_column(i, lane)]);
 }
 
-// Stores a warp's 16 rows of dK or dV, through its own part of the tile.
+// Stores a warp's 16 rows of dK or dV, through its own rows of the tile.
 PRIMITIVE void store_keys(const SinkAttention& p, const Sequence& s, const Fragment& x, unsigned char* tile, bf16* to,
                           int key, int lane) {
   put_fragment(x, tile, 0, lane);
@@ -105,9 +106,9 @@ PRIMITIVE void store_keys(const SinkAttention& p, const Sequence& s, const Fragm
   }
 }
 
-// ---- By packed row: key blocks pass by -----------------------------------------------------------------------------
+// ---- By packed row: loop over key blocks -----------------------------------------------------------------------------
 
-// A fragment's two rows of this lane, g and g + 8.
+// This lane's two rows of a fragment, g and g + 8.
 struct RowPair {
   int positions[2];
   float lse2[2];
@@ -135,7 +136,7 @@ struct RowPair {
     for (int i = 0; i < 32; i++) scores[i] = probability(scores[i], p.scale_log2, lse2[fragment_row(i)]);
   }
 
-  // dS of P and dP, in the latter's place.
+  // dS of P and dP, in place of dP.
   PRIMITIVE void to_score_gradients(const Fragment& probabilities, Fragment& dprobs) const {
 #pragma unroll
     for (int i = 0; i < 32; i++) dprobs[i] = score_gradient(probabilities[i], dprobs[i], delta[fragment_row(i)]);

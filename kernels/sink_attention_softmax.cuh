@@ -1,22 +1,24 @@
-// The forward's softmax over chunks of keys: one definition for every kernel.
+// The forward's softmax over chunks of keys: one definition for all kernels.
 //
-// A row's keys are taken in chunks of 512 at absolute positions. In each, an online softmax starts anew: its maximum at
-// the sink, its sum and output at 0. The row's state (maximum, sum, output) starts so too, and takes in one chunk after
-// the other, ascending, by Merge: whoever walks the chunks, one block all of them or each a block of its own, does the
-// same operations in the same order. A maximum that starts at the sink is finite and none is below it, so a chunk, or a
-// block, of hidden keys changes nothing: factors of exactly 1 and sums of exactly 0. The sink is counted once, by Total.
+// A row's keys are processed in chunks of 512 at absolute positions. In each chunk an online softmax starts
+// with the sink as its maximum, and 0 as its sum and output. The row's state (maximum, sum, output) starts
+// in the same way. Merge adds the chunks to it in ascending order. One block for all chunks and one block
+// per chunk perform the same operations in the same order. A maximum that starts at the sink is finite, so
+// a masked chunk or block changes nothing: its factors are exactly 1 and its sums exactly 0. Total adds the
+// sink once.
 #pragma once
 
 #include "sink_attention.cuh"
 
 namespace sink_attention {
 
-// Takes a chunk's state into that of the chunks before it: `merge(earlier, later)` for the sum and each output.
+// Merges a chunk's state into that of the earlier chunks: `merge(earlier, later)` for the sum and each
+// output.
 struct Merge {
   float earlier;  // the factors
   float later;
 
-  // `maximum`, the chunk's, becomes that of both.
+  // `maximum` is the chunk's; it becomes the maximum of both.
   static PRIMITIVE Merge of(float earlier_maximum, float& maximum) {
     const float chunk_maximum = maximum;
     maximum = fmaxf(earlier_maximum, chunk_maximum);
@@ -28,15 +30,15 @@ struct Merge {
   }
 };
 
-// The whole of the sums that a row's four lanes hold of their columns.
+// Adds the sums that a row's four lanes hold for their columns.
 PRIMITIVE float sum_of_lanes(float sum) {
   sum = add(sum, shuffle_xor(sum, 1));
   return add(sum, shuffle_xor(sum, 2));
 }
 
-// The end of a row.
+// The final softmax of a row.
 struct Total {
-  float share;  // of one in the whole sum
+  float share;  // the factor that normalises a term of the sum
   float lse;
 
   PRIMITIVE Total(float maximum, float sum, float scaled_sink) {
@@ -45,19 +47,20 @@ struct Total {
     lse = multiply(add(maximum, log2_approx(total)), ln_2);
   }
 
-  // Adding 0 makes a -0 that underflow left behind the +0 that it is after a hidden chunk.
+  // Adding 0 turns a -0 from underflow into the +0 that a masked chunk would give.
   PRIMITIVE float operator()(float out) const { return multiply_add(out, share, 0.0f); }
 };
 
-// What a fragment's rows g and g + 8 keep in shared memory, for registers do not suffice: each lane its own numbers.
+// State of a fragment's rows g and g + 8 in shared memory, because registers are too few. Each lane has its
+// own.
 struct KeptRows {
-  float4* own;  // this lane's first
+  float4* own;  // this lane's first element
 
   PRIMITIVE KeptRows(unsigned char* shared, int lane) : own(reinterpret_cast<float4*>(shared) + lane) {}
 
   PRIMITIVE int lane() const { return shared_address(own) / 16 % 32; }
-  PRIMITIVE float4& output(int i) const { return own[32 * i]; }  // of the chunks before, elements 4i to 4i + 3
-  PRIMITIVE float4& sums() const { return own[32 * 8]; }         // of the chunks before, two maxima and two sums
+  PRIMITIVE float4& output(int i) const { return own[32 * i]; }  // earlier chunks, elements 4i to 4i + 3
+  PRIMITIVE float4& sums() const { return own[32 * 8]; }         // earlier chunks, two maxima and two sums
   PRIMITIVE float2& sinks() const { return *reinterpret_cast<float2*>(own + 32 * 9); }  // scaled
   PRIMITIVE Range& whole() const { return reinterpret_cast<Range*>(own + 32 * 9)[1]; }  // see blocks_seen_whole
   PRIMITIVE int4& seen() const { return *reinterpret_cast<int4*>(own + 32 * 10); }       // the first and the last key
@@ -70,7 +73,7 @@ struct KeptRows {
     seen() = make_int4(a.first, a.last, b.first, b.last);
   }
 
-  // Hides what a row does not see of key block `block`.
+  // Masks the keys of block `block` that a row does not see.
   PRIMITIVE void hide_keys(Fragment& scores, int block, int lane) const {
     if (whole().has(block)) return;
     const int4 both = seen();
@@ -90,7 +93,8 @@ struct Softmax {
     sum[0] = sum[1] = 0.0f;
   }
 
-  // Turns a block of scores into exp2(scaled score - maximum); the sums over the blocks before it shrink by `shrink`.
+  // Replaces a block of scores by exp2(scaled score - maximum). Sums of earlier blocks are multiplied by
+  // `shrink`.
   PRIMITIVE void step(const SinkAttention& p, Fragment& scores, float (&shrink)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; row++) {
@@ -113,7 +117,8 @@ struct Softmax {
     }
   }
 
-  // A chunk's end: takes it into the chunks before, in shared memory. The first is what merging it into a row's start gives.
+  // Merges a finished chunk into the earlier ones, in shared memory. The first chunk is stored as it is,
+  // which equals merging it into the initial state.
   PRIMITIVE void end_chunk(const Fragment& out, const KeptRows& kept, bool is_first) const {
     if (is_first) {
       kept.sums() = make_float4(maximum[0], maximum[1], sum[0], sum[1]);
@@ -134,7 +139,7 @@ struct Softmax {
     }
   }
 
-  // Leaves a chunk's state for sink_attention_merge.
+  // Stores a chunk's state for sink_attention_merge.
   PRIMITIVE void store_part(const Fragment& out, const SinkAttention& p, const Sequence& s, int chunk,
                             int first_row, int lane) const {
 #pragma unroll
@@ -151,13 +156,13 @@ struct Softmax {
   }
 };
 
-// Multiplies the output of the blocks before by `shrink`. Where no maximum of the warp's rows has moved, all factors are
-// exactly 1 and it goes on without: the same bits.
+// Multiplies the output of earlier blocks by `shrink`. If no maximum of the warp's rows has changed, all
+// factors are exactly 1 and it is skipped: the same bits.
 PRIMITIVE void shrink_rows(Fragment& out, const float (&shrink)[2]) {
   if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) multiply_rows(out, shrink);
 }
 
-// The end of all chunks: O of a fragment's rows in `out`, and LSE to memory.
+// Finishes all chunks: O of a fragment's rows to `out`, and LSE to memory.
 PRIMITIVE void finish(Fragment& out, const KeptRows& kept, const SinkAttention& p, const Sequence& s, int first_row,
                       int lane) {
   const float2 sinks = kept.sinks();

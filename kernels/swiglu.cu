@@ -1,11 +1,11 @@
-// GPT-OSS's gated unit. A thread takes eight pairs of gate and up; what is left over at the end is taken one by one.
+// GPT-OSS's SwiGLU. A thread processes eight pairs of gate and up; a remainder is processed one by one.
 #include "row_ops.cuh"
 
 using namespace row_ops;
 
 namespace {
 
-// One pair's clamped values and its sigmoid.
+// The clamped values of one pair and its sigmoid.
 struct Unit {
   float gate, up, sigmoid;
 };
@@ -25,11 +25,11 @@ PRIMITIVE float value(const Swiglu& p, uint32_t pair) {
   return multiply(add(u.up, 1.0f), multiply(u.gate, u.sigmoid));
 }
 
-// Of gate and up, packed.
+// Gradients of gate and up, packed.
 PRIMITIVE uint32_t gradient(const Swiglu& p, uint32_t pair, float dy) {
   const float gate = low(pair), up = high(pair);
   const Unit u = unit(p, gate, up);
-  // gate · σ first: far below 0 it is 0, where alpha · gate may be infinite.
+  // gate · σ first: for a very negative gate it is 0, while alpha · gate may be infinite.
   const float slope = multiply_add(multiply(p.alpha, multiply(u.gate, u.sigmoid)), add(1.0f, -u.sigmoid), u.sigmoid);
   const float dgate = multiply(multiply(dy, add(u.up, 1.0f)), slope);
   const float dup = multiply(multiply(dy, u.gate), u.sigmoid);

@@ -1,5 +1,5 @@
-// Products of 16x64 by 64x64 tiles by one warp (mma.sync), f32 sums over ascending k. Right operands lie in shared
-// memory as swizzled tiles of 64 rows of 64 bf16.
+// Products of 16x64 by 64x64 tiles by one warp (mma.sync), f32 sums over ascending k. Right operands are
+// swizzled tiles of 64 rows of 64 bf16 in shared memory.
 #pragma once
 
 #include "sink_attention.cuh"

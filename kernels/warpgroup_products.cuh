@@ -1,5 +1,6 @@
-// Products of 64x64 by 64x64 tiles by one warpgroup (wgmma), f32 sums over ascending k: each warp has 16 rows. Right
-// operands lie in shared memory as swizzled tiles of 64 rows of 64 bf16. Nothing has landed before wgmma_wait.
+// Products of 64x64 by 64x64 tiles by one warpgroup (wgmma), f32 sums over ascending k: each warp has 16
+// rows. Right operands are swizzled tiles of 64 rows of 64 bf16 in shared memory. Results are valid after
+// wgmma_wait.
 #pragma once
 
 #include "sink_attention.cuh"
