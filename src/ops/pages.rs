@@ -173,7 +173,7 @@ impl PagedSequence {
         self.len
     }
 
-    /// Returns true before the first position.
+    /// Returns true when it holds no position.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -22,8 +22,8 @@ pub fn check_device(name: &str, capability: (i32, i32)) -> Result<()> {
     if capability != (9, 0) {
         let (major, minor) = capability;
         bail!(
-            "sink_attention: {name} has compute capability {major}.{minor}, and the kernels are for 9.0 (H100, H200) \
-             alone; fall back to the CPU: put the tensors on Device::Cpu"
+            "sink_attention: {name} has compute capability {major}.{minor}; the kernels support only 9.0 (H100, H200); \
+             put the tensors on Device::Cpu"
         );
     }
     Ok(())
@@ -37,8 +37,8 @@ pub fn check_attention(attention: &Attention) -> Result<()> {
     let Attention { heads, kv_heads, head_dim, window, .. } = *attention;
     if head_dim != HEAD_DIM {
         bail!(
-            "sink_attention: head_dim is {head_dim}, and the CUDA kernels take {HEAD_DIM} alone; for other sizes put the \
-             tensors on Device::Cpu"
+            "sink_attention: head_dim is {head_dim}; the CUDA kernels support only {HEAD_DIM}; put the tensors on \
+             Device::Cpu"
         );
     }
     if kv_heads == 0 || heads == 0 || heads % kv_heads != 0 {
