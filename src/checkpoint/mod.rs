@@ -40,13 +40,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 table! {
-    /// What is saved, and when. The last step, and a stop by a signal, always save.
+    /// Checkpoints of a run. The last step, and a stop by a signal, always save one.
     pub struct CheckpointSettings {
         /// Steps between checkpoints, in either stage; 0 means only at the end.
         pub every_steps: u64 = 20,
-        /// Checkpoints that stay; older ones are removed.
+        /// Number of checkpoints to keep; older ones are removed.
         pub keep: usize = 2 => from(1.0),
-        /// Numbers of the saved weights; the f32 masters are kept with the optimizer either way.
+        /// Format of the saved weights. The f32 masters are saved with the optimizer in any case.
         pub dtype: Form = Form::Bf16,
     }
 }

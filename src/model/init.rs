@@ -11,11 +11,12 @@ use rand::RngCore;
 use rayon::prelude::*;
 
 table! {
-    /// Random weights: matrices d^-1/2 (output projections further divided by the square root of twice the layers), biases 0.
+    /// Random weights. Matrices have standard deviation d^-1/2; output projections are also divided by
+    /// sqrt(2 · layers). Biases are 0.
     pub struct InitSettings {
         /// Standard deviation of the embedding, unless the LM head shares its matrix.
         pub embedding_std: f64 = 0.5 => above(0.0).to(100.0),
-        /// Factor on d^-1/2, the standard deviation of the output head.
+        /// Factor on d^-1/2, the standard deviation of the LM head.
         pub head_scale: f64 = 0.5 => above(0.0).to(100.0),
         /// Value of every attention sink in GPT-OSS. At 4 sinks take much of the attention, near 0 hardly
         /// any.
