@@ -100,7 +100,7 @@ impl PromptLimits<'_> {
         Ok(tokens)
     }
 
-    /// Returns a note on the recipe's own messages, which may be what makes the prompt too long.
+    /// Returns a note on the length of the recipe's own messages, which may make the prompt too long.
     fn in_front(&self) -> String {
         match self.chat.render_training(self.preamble).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),
