@@ -85,7 +85,7 @@ impl ModelFolder {
             if let Some(promised) = promised {
                 let unlisted = present.difference(promised);
                 mistakes.extend(
-                    unlisted.map(|name| format!("{name:?} is in {file_name}, but not so in {INDEX_FILE}")),
+                    unlisted.map(|name| format!("{name:?} is in {file_name}, contrary to {INDEX_FILE}")),
                 );
             }
             self.places.extend(present.into_iter().map(|name| (name, place)));
@@ -332,7 +332,7 @@ fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>
     let map = index
         .get("weight_map")
         .and_then(|m| m.as_object())
-        .ok_or_else(|| bad_input!("{}: key `weight_map` is missing or no object", path.display()))?;
+        .ok_or_else(|| bad_input!("{}: key `weight_map` is missing or not an object", path.display()))?;
     let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (tensor, file) in map {
         let is_plain = |f: &&str| Path::new(f).file_name().is_some_and(|name| name == *f);

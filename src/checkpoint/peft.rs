@@ -76,7 +76,7 @@ impl AdapterFolder {
     pub fn open(path: &Path, specs: &[ParameterSpec]) -> Result<Self> {
         let config = path.join(CONFIG_FILE);
         let text = bounded_file::read_text(&config, JSON_BYTES_MAX).map_err(|e| {
-            bad_input!("{}: cannot be read: {e}; name a folder in PEFT's form", config.display())
+            bad_input!("{}: cannot be read: {e}; name a folder in PEFT format", config.display())
         })?;
         let json: Value = serde_json::from_str(&text)
             .map_err(|e| bad_input!("{}: not valid JSON: {e}", config.display()))?;
@@ -115,7 +115,7 @@ impl AdapterFolder {
                 Some((module, factor)) => {
                     modules.entry(module.to_owned()).or_default()[factor] = Some(name.clone());
                 }
-                None => mistakes.push(format!("{name:?} is no factor of an adapter")),
+                None => mistakes.push(format!("{name:?} is not a factor of an adapter")),
             }
         }
         let mut found = BTreeSet::new();
@@ -148,7 +148,7 @@ impl AdapterFolder {
         specs: &'s [ParameterSpec],
     ) -> Result<&'s ParameterSpec, String> {
         let [Some(a), Some(b)] = names else {
-            return Err(format!("{module} has one factor of two"));
+            return Err(format!("{module} has only one of its two factors"));
         };
         let outer = module.strip_suffix(".base_layer").unwrap_or(module);
         let named = |spec: &&ParameterSpec| match spec.is_expert_matrix() {
@@ -167,7 +167,7 @@ impl AdapterFolder {
         };
         let Some(first) = candidates.first() else {
             return Err(format!(
-                "{module} is adapted, which this model has not or which cannot be: only the matrices of attention, experts and MLP can"
+                "{module} has an adapter, but this model has no such matrix or it cannot have one: only matrices of attention, experts and MLP can"
             ));
         };
         candidates.iter().find(|spec| misfit(spec).is_none()).copied().ok_or_else(|| {
@@ -252,7 +252,7 @@ pub fn write(
         ensure!(working.len() == spec.element_count(), "{}: {} values", spec.name, working.len());
         ensure!(
             working.iter().all(|value| value.is_finite()),
-            "{} is no number: the model diverged, nothing is saved",
+            "{} holds NaN or an infinite value: the model diverged, nothing is saved",
             spec.name
         );
         let place = Places::of(spec);
@@ -317,8 +317,8 @@ fn foreign(json: &Value) -> Vec<String> {
     }
     if json["lora_dropout"].as_f64().unwrap_or(0.0) != 0.0 {
         found.push(format!(
-            "lora_dropout is {}: dropout would make training's forward another one than the rollout's; set it to 0, which \
-             changes nothing of what was trained",
+            "lora_dropout is {}: dropout would make the forward pass of training differ from that of rollout; set it to 0, \
+             which does not change the trained values",
             json["lora_dropout"]
         ));
     }

@@ -71,7 +71,7 @@ pub fn check(run: &Path, digest: Hash) -> Result<()> {
     let remedy = "restore it, or start the run again in another folder";
     match file_digest(&path, None) {
         Ok(found) if found == digest => Ok(()),
-        Ok(_) => Err(bad_input!("{}: damaged: it is not what was written; {remedy}", path.display())),
+        Ok(_) => Err(bad_input!("{}: damaged: its digest has changed; {remedy}", path.display())),
         Err(e) => Err(bad_input!("{}: cannot be read: {e}; {remedy}", path.display())),
     }
 }

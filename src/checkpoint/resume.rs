@@ -13,7 +13,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The remedy for a damaged checkpoint.
-pub(super) const REMEDY: &str = "remove this checkpoint to go on from the one before";
+pub(super) const REMEDY: &str = "remove this checkpoint to continue from the one before";
 /// The file of a run's metrics.
 const METRICS_FILE: &str = "metrics.jsonl";
 
@@ -217,7 +217,7 @@ fn way_back(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path)
     let name = sound.file_name().unwrap_or_default().to_string_lossy();
     let place = shell(&aside);
     BadInput(format!(
-        "{flaw:#}. The newest sound checkpoint is {name}; to go on from it, move what is newer away and give the same command \
+        "{flaw:#}. The newest sound checkpoint is {name}; to go on from it, move the newer ones away and run the same command \
          again: mkdir -p {place} && mv {} {place}/",
         folders.join(" ")
     ))

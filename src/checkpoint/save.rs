@@ -109,7 +109,7 @@ pub fn save(
     config.check()?;
     let mut specs = parameter_specs(config);
     if form == Form::Mxfp4 && !config.family.has_experts {
-        return Err(bad_input!("MXFP4 holds experts, which this family has none of: save in bf16"));
+        return Err(bad_input!("MXFP4 is a format of experts, and this family has none: save in bf16"));
     }
     if form == Form::Mxfp4 {
         check_blocks(&specs)?;

@@ -104,7 +104,7 @@ impl SequenceCache {
     #[cfg(feature = "cuda")]
     pub fn reserve(&mut self, config: &Config, tokens: usize) -> Result<()> {
         for (layer, of) in self.layers.iter_mut().zip(&config.layer_types) {
-            let KvSequence::Device(pages) = layer else { anyhow::bail!("a cache on the host") };
+            let KvSequence::Device(pages) = layer else { anyhow::bail!("the cache is on the host") };
             let window = (*of == LayerType::Sliding).then_some(config.sliding_window);
             *layer = KvSequence::Device(pages.reserved(tokens, window)?);
         }

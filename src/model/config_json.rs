@@ -197,7 +197,7 @@ impl<'a> Keys<'a> {
             (Some(hidden), Some(heads)) if self.value("head_dim").is_none() => {
                 if hidden % heads != 0 {
                     self.mistakes.push(format!(
-                        "head_dim is absent, and hidden_size = {hidden} is no multiple of num_attention_heads = {heads}"
+                        "head_dim is absent, and hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}"
                     ));
                 }
                 (hidden / heads) as usize
@@ -227,7 +227,7 @@ impl<'a> Keys<'a> {
         let types = self.listed_layer_types();
         if !self.family.has_windows && types.contains(&LayerType::Sliding) {
             self.mistakes
-                .push("layer_types has \"sliding_attention\", which is not built for this family".into());
+                .push("layer_types has \"sliding_attention\", which this family does not support".into());
         }
         types
     }
@@ -241,7 +241,7 @@ impl<'a> Keys<'a> {
         });
         types.unwrap_or_else(|| {
             self.mistakes.push(format!(
-                "layer_types must list one of \"sliding_attention\", \"full_attention\" a layer, not {value}"
+                "layer_types must list one of \"sliding_attention\", \"full_attention\" for each layer, not {value}"
             ));
             usual
         })
@@ -275,7 +275,7 @@ impl<'a> Keys<'a> {
             (_, outer) => {
                 let theta = inner.number("rope_theta");
                 if outer.is_some_and(|outer| outer != theta) {
-                    inner.mistakes.push(format!("rope_theta = {theta} contradicts the rope_theta outside"));
+                    inner.mistakes.push(format!("rope_theta = {theta} contradicts the outer rope_theta"));
                 }
                 theta
             }

@@ -117,7 +117,7 @@ fn step(stack: &DecoderStack, caches: &mut [&mut SequenceCache]) -> Result<Decod
         let attention = layer.attention().shape(stack.model, index, &stack.forward);
         let layers = caches.iter_mut().map(|cache| cache.layer(index));
         let mut pages =
-            layers.map(|layer| layer.pages_mut().context("a cache elsewhere")).collect::<Result<Vec<_>>>()?;
+            layers.map(|layer| layer.pages_mut().context("a cache on host")).collect::<Result<Vec<_>>>()?;
         step.add_layer(attention, &mut pages)?;
         if let Some(window) = attention.window {
             // The table of this step has these pages already, and no other step runs before its launches.

@@ -66,7 +66,7 @@ impl Matrix {
     /// # Errors
     /// When shapes disagree, or the experts have no bias.
     pub fn grouped_matmul(&self, x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
-        let bias = self.bias.as_ref().context("experts have biases")?;
+        let bias = self.bias.as_ref().context("the experts' matrix has no bias")?;
         self.adapted(self.weight.grouped_matmul(x, bias, plan)?, x, Some(plan))
     }
 
@@ -118,7 +118,7 @@ impl Matrix {
 
     /// Returns the weight of an LM head or an embedding, which have neither bias nor adapter.
     fn plain(&self) -> Result<&Weight> {
-        ensure!(self.bias.is_none() && self.adapter.is_none(), "a bias or an adapter of head or embedding");
+        ensure!(self.bias.is_none() && self.adapter.is_none(), "a head or embedding with bias or adapter");
         Ok(&self.weight)
     }
 }
@@ -141,7 +141,7 @@ impl Tensors<'_> {
     pub fn vector(&self, name: &str) -> Result<Parameter> {
         match (self.find)(name)? {
             Weight::Dense(parameter) => Ok(parameter),
-            Weight::Packed(_) => bail!("{name} is packed, and a dense tensor belongs there"),
+            Weight::Packed(_) => bail!("{name} is packed, but must be dense"),
         }
     }
 

@@ -99,7 +99,7 @@ fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
     let [_, input, _] = shape;
     if !input.is_multiple_of(mxfp4::BLOCK) {
         return Err(bad_input!(
-            "arms.rollout_mxfp4: {} has {input} inputs, which MXFP4's blocks of {} do not divide; leave the arm off",
+            "arms.rollout_mxfp4: {} has {input} inputs, not a multiple of MXFP4's block size {}; switch this ablation off",
             spec.name,
             mxfp4::BLOCK
         ));

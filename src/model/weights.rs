@@ -157,7 +157,7 @@ impl Weights {
     /// When the model is a critic, which has no LM head.
     pub fn logits(&self, normed: &Tensor, sampling: &Sampling) -> Result<Logits> {
         if self.is_critic {
-            bail!("a critic has no head over the vocabulary");
+            bail!("a critic has no LM head");
         }
         self.head.logits(normed, sampling)
     }

@@ -105,7 +105,7 @@ impl PromptLimits<'_> {
         match self.chat.render_training(self.preamble).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),
             n => format!(
-                ", {n} of them in front of the problem; [harmony] says what stands there, and system_message = false takes it away"
+                ", {n} of them before the problem; [harmony] sets these messages, and system_message = false removes the system message"
             ),
         }
     }

@@ -33,8 +33,8 @@ fn read(keys: &mut Keys) -> Config {
     keys.fixed("attention_bias", &json!(true));
     let rope = keys.rope().unwrap_or_else(|| {
         keys.mistake(
-            "neither rope_scaling nor rope_parameters is there, which some readers take for plain RoPE and \
-             others for YaRN; say which: \"rope_scaling\": {\"rope_type\": \"default\"} is plain",
+            "neither rope_scaling nor rope_parameters is present: some readers then use plain RoPE, others \
+             YaRN; add \"rope_scaling\": {\"rope_type\": \"default\"} for plain RoPE",
         )
     });
     Config {

@@ -34,8 +34,8 @@ fn read(keys: &mut Keys) -> Config {
     // The width of a window is given even when no layer has one.
     if keys.flag("use_sliding_window", false) {
         keys.mistake(
-            "use_sliding_window = true is not built: every layer of this family attends to all before it; \
-             take a model without windows",
+            "use_sliding_window = true is not supported: every layer of this family has full attention; \
+             use a model without windows",
         )
     }
     let rope = keys.rope().unwrap_or_else(|| Rope { theta: keys.number("rope_theta"), yarn: None });

@@ -189,7 +189,7 @@ impl Parameters {
     /// As [`Self::whole`].
     pub fn answer(&self, critic: Option<&Parameters>, asked: &Asked) -> Result<()> {
         let Asked::Tensor { of_critic, index, kind } = asked else {
-            bail!("a file was asked of one who writes none")
+            bail!("a request for a file reached a store of tensors")
         };
         let of = if *of_critic { critic.unwrap_or(self) } else { self };
         of.whole(*index, kind).map(drop)
