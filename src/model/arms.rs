@@ -14,9 +14,9 @@ table! {
         /// Standard deviation of the noise on router logits in rollout and training. Each pass draws its
         /// own noise.
         pub router_noise: f64 = 0.0 => from(0.0).to(100.0),
-        /// Standard deviation of that noise in rollout only.
+        /// Standard deviation of router noise in rollout only.
         pub router_noise_rollout: f64 = 0.0 => from(0.0).to(100.0),
-        /// Standard deviation of that noise in training only.
+        /// Standard deviation of router noise in training only.
         pub router_noise_train: f64 = 0.0 => from(0.0).to(100.0),
         /// Sample in bf16: weights, the residual stream and outputs of the norms are rounded to 8
         /// significant bits.

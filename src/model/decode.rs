@@ -1,7 +1,7 @@
 //! Decode on a GPU with CUDA graphs: the host launches one recorded graph a step instead of every kernel.
 //!
 //! The forward pass is [`DecoderStack::layers`]. Inputs that change from step to step are copied to the GPU
-//! first, so a recording serves every later step of its shape, with the same bits. A shape is recorded on
+//! first. So a recording serves every later step of its shape, with the same bits. A shape is recorded on
 //! its second step.
 
 use super::attend::Attend;

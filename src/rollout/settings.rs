@@ -12,8 +12,8 @@ table! {
         pub prompts_per_step: usize = 8 => from(1.0).to(1e6),
         /// Samples of a prompt: the group over which advantages are computed.
         pub samples_per_prompt: usize = 8 => from(1.0).to(1e6),
-        /// Dynamic sampling (DAPO): the most rounds that replace groups whose rewards are all equal by
-        /// groups of new prompts; 0 means none.
+        /// Dynamic sampling (DAPO): maximum number of rounds that replace groups whose rewards are all
+        /// equal by groups of new prompts; 0 means none.
         pub resample_rounds_max: u64 = 0 => from(0.0).to(1000.0),
         /// Sampling temperature; log-probabilities are those of the distribution sampled from.
         pub temperature: f64 = 1.0 => above(0.0).to(100.0),
