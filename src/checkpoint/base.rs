@@ -1,4 +1,4 @@
-//! The base of an adapter: where it lies, and how it is known again, which is by what its files hold and never by a name.
+//! The base model of an adapter. It is identified by the digest of its files, not by its name.
 
 use super::load::weight_files;
 use super::peft;
@@ -9,20 +9,21 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The folder of a run that holds a base which no other folder does.
+/// The run's subfolder for a base model that is in no other folder.
 pub const BASE_FOLDER: &str = "base";
 
-/// The model that an adapter belongs to.
+/// The base model of an adapter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
-    /// Its folder.
+    /// The folder of the model.
     pub path: PathBuf,
-    /// The digest of its config and weights, hexadecimal.
+    /// Digest of config and weights, hexadecimal.
     pub digest: String,
 }
 
 impl Base {
-    /// The model in `folder`, whose files are read unless a manifest has their digests.
+    /// Returns the model in `folder`. Digests come from its manifest if it has one, else its files are
+    /// read.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file cannot be read.
@@ -31,11 +32,11 @@ impl Base {
         Ok(Self { digest: digest(&path)?, path })
     }
 
-    /// The folder that holds the base of the adapter in `adapter`: where it was, in the run that the adapter is a checkpoint of, or
-    /// where `named` says. The first whose files are those that the adapter was trained on.
+    /// Finds the folder of the base of the adapter in `adapter`. It tries the recorded folder, then the
+    /// adapter's run, then `named`. The first folder with the recorded digest is returned.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when none is.
+    /// [`crate::error::BadInput`] when no folder has that digest.
     pub fn find(&self, adapter: &Path, named: Option<&Path>) -> Result<PathBuf> {
         let in_run = adapter.parent().and_then(Path::parent).map(|run| run.join(BASE_FOLDER));
         let places = [Some(self.path.clone()), in_run, named.map(Path::to_owned)];
@@ -64,7 +65,7 @@ impl Base {
     }
 }
 
-/// The digest of the config and the weights in `folder`, hexadecimal.
+/// Returns the digest of the config and the weights in `folder`, hexadecimal.
 fn digest(folder: &Path) -> Result<String> {
     let known = Manifest::read(folder)?.unwrap_or_default();
     let mut lines = String::new();

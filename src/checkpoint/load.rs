@@ -1,7 +1,7 @@
 //! Weights from a Hugging Face folder: one safetensors file, or shards with an index.
 //!
-//! Opening reads only the headers and checks them against the config, all mistakes at once. Tensors are
-//! then read one at a time, when they are asked for ([`TensorFile`]).
+//! Opening a folder reads only the headers and checks them against the config; one error lists all
+//! mistakes. Tensors are read later, one at a time ([`TensorFile`]).
 
 use super::tensor_file::TensorFile;
 use crate::bad_input;
@@ -23,13 +23,13 @@ use std::sync::Arc;
 
 pub const WEIGHTS_FILE: &str = "model.safetensors";
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
-/// Mistakes told in full; a wrong config makes every tensor one.
+/// Most mistakes that one error lists. With a wrong config every tensor is a mistake.
 const MISTAKES_SHOWN_MAX: usize = 16;
 
-/// Whether `folder` has weight files of any kind. A folder with none means random initialisation.
+/// Whether `folder` has weight files of any kind. A folder without any means random initialisation.
 ///
-/// Weights in another format, or shards without their index, count: starting at random in their place
-/// would be a silent mistake, and [`ModelFolder::open`] tells what is wrong.
+/// Weights in another format, and shards without their index, count too: random initialisation in their
+/// place would go unnoticed. [`ModelFolder::open`] then reports the mistake.
 pub fn weights_present(folder: &Path) -> bool {
     let is_weights = |name: &str| {
         let ends = [".safetensors", ".safetensors.index.json", ".gguf"].iter().any(|end| name.ends_with(end));
@@ -39,19 +39,19 @@ pub fn weights_present(folder: &Path) -> bool {
         .is_ok_and(|entries| entries.flatten().any(|e| is_weights(&e.file_name().to_string_lossy())))
 }
 
-/// An opened folder whose headers agree with the config; tensors are read when asked for.
+/// An open model folder whose headers agree with the config. Tensors are read on demand.
 pub struct ModelFolder {
     folder: PathBuf,
     files: Vec<TensorFile>,
-    /// Stored name to its place in `files`.
+    /// Index in `files` by stored name.
     places: BTreeMap<String, usize>,
 }
 
 impl ModelFolder {
     /// Opens the weight files and checks names, shapes and dtypes against `config`.
     ///
-    /// `BadInput` lists what is missing, unexpected, misshapen or of an unreadable dtype, or names the
-    /// file that is damaged or absent.
+    /// `BadInput` lists tensors that are missing, unexpected, of a wrong shape or of an unreadable dtype,
+    /// or names the damaged or missing file.
     pub fn open(folder: &Path, config: &Config) -> Result<Self> {
         config.check()?;
         let listed = listed_files(folder)?;
@@ -76,7 +76,8 @@ impl ModelFolder {
         ))
     }
 
-    /// Notes where each tensor lies. Returns a mistake for each tensor that the index does not list at that place.
+    /// Records the file of each tensor. Returns a mistake for each tensor that the index assigns to another
+    /// file.
     fn place_tensors(&mut self, listed: &[(String, Option<BTreeSet<String>>)]) -> Vec<String> {
         let mut mistakes = Vec::new();
         for (place, (file, (file_name, promised))) in self.files.iter().zip(listed).enumerate() {
@@ -84,7 +85,7 @@ impl ModelFolder {
             if let Some(promised) = promised {
                 let unlisted = present.difference(promised);
                 mistakes.extend(
-                    unlisted.map(|name| format!("{name:?} is in {file_name}, but not so in {INDEX_FILE}")),
+                    unlisted.map(|name| format!("{name:?} is in {file_name}, contrary to {INDEX_FILE}")),
                 );
             }
             self.places.extend(present.into_iter().map(|name| (name, place)));
@@ -92,7 +93,7 @@ impl ModelFolder {
         mistakes
     }
 
-    /// Compares the headers with the specs.
+    /// Returns the differences between the headers and the specs.
     fn mistakes(&self, specs: &[ParameterSpec]) -> Vec<String> {
         let mut mistakes = Vec::new();
         let mut extra: BTreeSet<&str> = self.places.keys().map(String::as_str).collect();
@@ -119,7 +120,8 @@ impl ModelFolder {
         self.files.get(*self.places.get(name)?)?.metadata.info(name)
     }
 
-    /// MXFP4 where a half of the packed pair is there, else a plain form; f16 counts as f32, which it is read as.
+    /// Returns the stored format: MXFP4 when blocks or scales are present, else f32 or bf16. f16 is read as
+    /// f32.
     pub fn form_of(&self, spec: &ParameterSpec) -> Form {
         let is_packed = spec.is_expert_matrix()
             && spec.stored_tensors(Form::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
@@ -130,7 +132,7 @@ impl ModelFolder {
         }
     }
 
-    /// Reads one parameter that stays packed; `None` where it is stored in a form that is read as f32 ([`Self::values`]).
+    /// Reads one parameter in packed format; `None` when its format is read as f32 ([`Self::values`]).
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
@@ -197,8 +199,8 @@ impl ModelFolder {
             .ok_or_else(|| bad_input!("{}: `{name}` is missing", self.folder.display()))
     }
 
-    /// Reads one parameter as f32 in its working layout. MXFP4 is decoded exactly. Beside the values only the stored bytes of
-    /// this one tensor are in memory.
+    /// Reads one parameter as f32 in its working layout. MXFP4 is decoded exactly. Besides the values,
+    /// memory holds only the stored bytes of this tensor.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite.
@@ -251,20 +253,21 @@ impl TensorSource for ModelFolder {
     }
 }
 
-/// A tensor's place in a file.
+/// The location of a tensor in a file.
 struct TensorPlace<'a> {
     file: &'a TensorFile,
     info: &'a TensorInfo,
 }
 
 impl TensorPlace<'_> {
-    /// Its bytes from `start` on.
+    /// Reads the tensor's bytes from `start` on into `to`.
     fn read_at(&self, start: usize, to: &mut [u8]) -> Result<()> {
         self.file.read_at(self.info, start, to)
     }
 }
 
-/// The mistake in a tensor's header, if there is one. Plain tensors may have any of three float dtypes.
+/// Returns the mistake in a tensor's header, if there is one. Tensors that are not packed may be f32, bf16
+/// or f16.
 fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
     let (dtypes, known): (&[Dtype], _) = match wanted.dtype {
         Dtype::U8 => (&[Dtype::U8], "U8"),
@@ -280,7 +283,7 @@ fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
     }
 }
 
-/// Stored values as they lie in memory.
+/// Converts stored values to the layout in memory.
 fn in_working_layout(spec: &ParameterSpec, stored: impl Iterator<Item = f32>) -> Vec<f32> {
     match (spec.layout, spec.stored_shape.as_slice()) {
         (Layout::Transposed, &[out, input]) => {
@@ -294,7 +297,7 @@ fn in_working_layout(spec: &ParameterSpec, stored: impl Iterator<Item = f32>) ->
     }
 }
 
-/// Where the value at `at` in memory is stored.
+/// Returns the stored index of the value at index `at` in memory.
 fn stored_place(spec: &ParameterSpec, at: usize) -> usize {
     match (spec.layout, spec.stored_shape.as_slice()) {
         (Layout::Transposed, &[out, input]) => at % out * input + at / out,
@@ -302,7 +305,7 @@ fn stored_place(spec: &ParameterSpec, at: usize) -> usize {
     }
 }
 
-/// The names of the weight files of `folder`, in order, its index included.
+/// Returns the names of the weight files of `folder`, in order, followed by the index if there is one.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there are none, or some are absent.
@@ -312,7 +315,7 @@ pub fn weight_files(folder: &Path) -> Result<Vec<String>> {
     Ok(files.into_iter().map(|(name, _)| name).chain(index).collect())
 }
 
-/// The weight files by name; with an index, each with the tensors that it promises there.
+/// Returns the weight files by name; with an index, each with the tensors that the index assigns to it.
 fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>> {
     if folder.join(WEIGHTS_FILE).exists() {
         return Ok(vec![(WEIGHTS_FILE.into(), None)]);
@@ -329,7 +332,7 @@ fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>
     let map = index
         .get("weight_map")
         .and_then(|m| m.as_object())
-        .ok_or_else(|| bad_input!("{}: key `weight_map` is missing or no object", path.display()))?;
+        .ok_or_else(|| bad_input!("{}: key `weight_map` is missing or not an object", path.display()))?;
     let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (tensor, file) in map {
         let is_plain = |f: &&str| Path::new(f).file_name().is_some_and(|name| name == *f);

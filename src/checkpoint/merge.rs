@@ -1,4 +1,5 @@
-//! An adapter added into its matrices: for a folder that programs without adapters read. Nothing here computes with such a sum.
+//! Merges an adapter into its matrices, for programs that do not read adapters. Nothing here computes with
+//! the merged weights.
 
 use crate::model::adapter::Lora;
 use crate::model::names::ParameterSpec;
@@ -8,7 +9,7 @@ use crate::ops::product::{Spread, forward_product};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 
-/// The tensor of `spec` in f32, with its adapter's correction in it: `W + s · A · B`.
+/// Returns the tensor of `spec` in f32, with its adapter merged: `W + s · A · B`.
 ///
 /// # Errors
 /// When there is no such tensor.

@@ -1,12 +1,15 @@
-//! Files of models and runs: Hugging Face folders, adapters in PEFT's form, and checkpoints. Checkpoints are written aside,
-//! synced and renamed, so that a kill at any moment leaves whole ones only.
+//! Files of models and runs: Hugging Face folders, adapters in PEFT format, and checkpoints. A checkpoint
+//! is written to a temporary folder, synced and renamed, so that a kill never leaves a partial one.
 //!
-//! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with two files more:
-//! `trainer.json` says where the run stood, `trainer.safetensors` holds the optimizer's state: f32, and codes of 8 bits.
-//! A critic adds a third, `critic.safetensors`: its weights and its optimizer's state. Of several processes each writes a file of
-//! its own in place of these two.
-//! `trainer.toml` is the recipe as resolved. `manifest.b3`, written last, holds the digest of every other file.
-//! Random numbers need no state: they are functions of the seed and the step.
+//! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with these files more:
+//! - `trainer.json`: the progress of the run.
+//! - `trainer.safetensors`: the optimizer's state, as f32 or 8-bit codes.
+//! - `critic.safetensors`, with a critic: its weights and its optimizer's state.
+//! - `trainer.toml`: the recipe as resolved.
+//! - `manifest.b3`, written last: the digest of every other file.
+//!
+//! With several processes, each writes its own shard of the safetensors files of the trainer and the
+//! critic. Random numbers need no state: they are functions of the seed and the step.
 
 mod base;
 pub mod load;
@@ -40,44 +43,44 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 table! {
-    /// What is saved, and when. The last step, and a stop by a signal, always save.
+    /// Checkpoints of a run. The last step, and a stop by a signal, always save one.
     pub struct CheckpointSettings {
         /// Steps between checkpoints, in either stage; 0 means only at the end.
         pub every_steps: u64 = 20,
-        /// Checkpoints that stay; older ones are removed.
+        /// Number of checkpoints to keep; older ones are removed.
         pub keep: usize = 2 => from(1.0),
-        /// Numbers of the saved weights; the f32 masters are kept with the optimizer either way.
+        /// Format of the saved weights. The f32 masters are saved with the optimizer in any case.
         pub dtype: Form = Form::Bf16,
     }
 }
 
 const STATE_FILE: &str = "trainer.json";
-/// Files of what the optimizers keep: see [`state_files`].
+/// Stems of the files with optimizer state: see [`state_files`].
 const STATE_STEM: &str = "trainer";
 const CRITIC_STEM: &str = "critic";
 const RECIPE_FILE: &str = "trainer.toml";
 
-/// Where a run stood.
+/// The progress of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// The stage: cold start or reinforcement learning.
+    /// The stage: SFT warm-up or reinforcement learning.
     pub phase: Phase,
-    /// Steps of that stage that are done.
+    /// Finished steps of that stage.
     pub step: u64,
-    /// Updates that the stage's optimizer made.
+    /// Updates by the stage's optimizer.
     pub updates: u64,
-    /// Updates that the critic's optimizer made; 0 without one.
+    /// Updates by the critic's optimizer; 0 without a critic.
     #[serde(default)]
     pub critic_updates: u64,
-    /// Length of `metrics.jsonl` at this point, bytes.
+    /// Length of `metrics.jsonl` at this point, in bytes.
     pub metrics_bytes: u64,
-    /// The digest of that much of it; none in a checkpoint without a manifest.
+    /// The digest of those bytes; `None` in a checkpoint without a manifest.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "resume::hexadecimal")]
     pub metrics_digest: Option<Hash>,
-    /// The digest of the run's frozen reference, where it has one.
+    /// The digest of the run's frozen reference, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "resume::hexadecimal")]
     pub reference_digest: Option<Hash>,
-    /// The coefficient of `policy.kl`, where it is steered.
+    /// The coefficient of `policy.kl`, if it is adaptive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kl_coefficient: Option<f64>,
 }
@@ -98,7 +101,7 @@ pub struct Snapshot<'a> {
     pub form: Form,
     pub companions: &'a Companions,
     pub parameters: &'a Parameters,
-    /// The base of an adapter among them.
+    /// The base of the adapter, if `parameters` have one.
     pub base: Option<&'a Base>,
     pub critic: Option<&'a Parameters>,
     /// The recipe as resolved.
@@ -107,10 +110,10 @@ pub struct Snapshot<'a> {
 }
 
 impl Snapshot<'_> {
-    /// Writes the checkpoint into `run` and removes all but the `keep` newest.
+    /// Writes the checkpoint into `run` and removes all but the `keep` newest ones.
     ///
     /// # Errors
-    /// When the disk refuses; checkpoints that were there stay whole.
+    /// When the disk refuses; earlier checkpoints stay whole.
     pub fn write(&self, run: &Path, keep: usize) -> Result<PathBuf> {
         let checkpoints = run.join("checkpoints");
         let name = folder_name(self.state.phase, self.state.step);
@@ -132,8 +135,8 @@ impl Snapshot<'_> {
                 self.parameters.whole(index, MASTER)
             })?,
         };
-        // A frozen tensor is in the model's own files; only where those round it is it kept beside them too. An adapter's base is
-        // in its own folder.
+        // The model's files hold frozen tensors. State files hold those that the model's files round. An
+        // adapter's base has a folder of its own.
         let adapted = self.parameters.adapter().is_some();
         let rounded = |spec: &ParameterSpec, values: &[f32]| !adapted && !self.form_keeps(spec, values);
         state_files::write((aside, STATE_STEM), self.parameters, false, &rounded, &mut manifest)?;
@@ -147,7 +150,7 @@ impl Snapshot<'_> {
         manifest.write(aside)
     }
 
-    /// An adapter's folder, with the config and the tokenizer of its base.
+    /// Writes the adapter, with the config and the tokenizer of its base.
     fn save_adapter(&self, aside: &Path, lora: &Lora) -> Result<Manifest> {
         let base = self.base.context("an adapter without a base")?;
         let mut manifest = Manifest::default();
@@ -159,7 +162,7 @@ impl Snapshot<'_> {
         Ok(manifest)
     }
 
-    /// Whether the saved weights hold `values` of a tensor to the bit.
+    /// Whether the saved weights represent `values` of a tensor exactly.
     fn form_keeps(&self, spec: &ParameterSpec, values: &[f32]) -> bool {
         match (self.form, spec.stored_shape.as_slice()) {
             (Form::F32, _) => true,
@@ -173,17 +176,17 @@ impl Snapshot<'_> {
     }
 }
 
-/// About how many bytes a checkpoint of `parameters`, with their optimizer's state, takes; the small files left out.
+/// Estimates the bytes of a checkpoint of `parameters` with their optimizer state, without the small files.
 pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
     let of = |(index, spec): (usize, &ParameterSpec)| {
         let stored: u64 = match (parameters.adapter(), spec.role) {
-            // The base stays where it is.
+            // The base stays in its own folder.
             (Some(_), role) if role != TensorRole::AdapterFactor => 0,
             (Some(_), _) => (spec.element_count() * size_of::<f32>()) as u64,
             (None, _) => spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum(),
         };
         let state = parameters.state(index);
-        // What learns is kept with all its digits; under bf16 the optimizer's state has them.
+        // Trained tensors are saved in full precision; under bf16 the optimizer's state holds those values.
         let is_kept_too = parameters.is_trained(index) && !state.contains_key(MASTER);
         let master = if is_kept_too { spec.element_count() * size_of::<f32>() } else { 0 };
         let kept = |kind: &&str| {
@@ -194,10 +197,10 @@ pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
     parameters.specs.iter().enumerate().map(of).sum()
 }
 
-/// Gives what the leader asked of a process that helps to write `parameters`, or those of the `critic`.
+/// Serves a request of rank 0 while it writes a checkpoint of `parameters` and `critic`.
 ///
 /// # Errors
-/// When a rank does not come in time.
+/// When a rank does not respond in time.
 pub fn answer(parameters: &Parameters, critic: Option<&Parameters>, asked: &Asked) -> Result<()> {
     match asked {
         Asked::File { folder, stem, of_critic } => state_files::answer(
@@ -210,8 +213,8 @@ pub fn answer(parameters: &Parameters, critic: Option<&Parameters>, asked: &Aske
     }
 }
 
-/// Restores weights and the optimizer's state from the checkpoint `folder`, bit for bit. The optimizer then writes the working
-/// weights.
+/// Restores weights and optimizer state from the checkpoint `folder`, bit for bit. The caller's optimizer
+/// must then write the working weights.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the checkpoint's state does not fit the model.
@@ -219,7 +222,8 @@ pub fn restore(folder: &Path, parameters: &mut Parameters) -> Result<()> {
     state_files::restore((folder, STATE_STEM), parameters, false)
 }
 
-/// Restores a critic's weights and state from the checkpoint `folder`, as [`restore`] does the policy's.
+/// Restores a critic's weights and optimizer state from the checkpoint `folder`, as [`restore`] does for
+/// the policy.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the checkpoint holds no critic, or one that does not fit the model.

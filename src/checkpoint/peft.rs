@@ -1,5 +1,5 @@
-//! An adapter as a folder of PEFT's: `adapter_config.json` and `adapter_model.safetensors`; and `base.json`, which is our own: where
-//! the base lies, and its digest.
+//! Adapters in PEFT format: `adapter_config.json` and `adapter_model.safetensors`. `base.json` is an
+//! addition of this program: the path and the digest of the base.
 //!
 //! | tensor, after `base_model.model.` | shape |
 //! | --- | --- |
@@ -7,8 +7,9 @@
 //! | `…mlp.experts.base_layer.lora_A.weight`, `…lora_B.weight`: `gate_up_proj` | `[E·r, H]`, `[2I, r·E]` |
 //! | `…mlp.experts.lora_A.weight`, `…lora_B.weight`: `down_proj` | `[E·r, I]`, `[H, r·E]` |
 //!
-//! Rows of an experts' `A` go by expert, columns of its `B` by rank: `e·r + j` and `j·E + e`. PEFT wraps one parameter in the other;
-//! where one of the two has an adapter alone, there is no `base_layer` in its name.
+//! Rows of an experts' `A` are ordered by expert, columns of its `B` by rank: `e·r + j` and `j·E + e`. PEFT
+//! wraps one expert parameter in the other. If only one of the two has an adapter, its name has no
+//! `base_layer`.
 
 use super::Base;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
@@ -24,23 +25,23 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The file by which a folder is an adapter's.
+/// The file that marks a folder as an adapter's.
 pub const CONFIG_FILE: &str = "adapter_config.json";
 const TENSORS_FILE: &str = "adapter_model.safetensors";
 const BASE_FILE: &str = "base.json";
-/// As in a recipe: a larger one makes factors infinite.
+/// The limit of `adapter.alpha` in recipes: a larger value makes factors infinite.
 const ALPHA_MAX: f64 = 1e6;
 const PREFIX: &str = "base_model.model.";
 const EXPERTS: &str = ".mlp.experts";
 
-/// An adapter's folder whose config and headers fit a model; values are read when asked for.
+/// An adapter's folder whose config and headers fit a model. Values are read on demand.
 pub struct AdapterFolder {
     pub path: PathBuf,
     pub lora: Lora,
-    /// The model that it was trained on, where this program wrote it.
+    /// The model that the adapter was trained on, if this program wrote the folder.
     pub base: Option<Base>,
     file: TensorFile,
-    /// By factor's name: the stored tensor.
+    /// The stored tensor's name by the factor's name.
     stored: BTreeMap<String, String>,
 }
 
@@ -49,7 +50,7 @@ pub fn holds_adapter(folder: &Path) -> bool {
     folder.join(CONFIG_FILE).is_file()
 }
 
-/// The base that an adapter's folder names, unchecked; `None` where another program wrote it.
+/// Reads the base that an adapter's folder names, unchecked; `None` if another program wrote the folder.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the file is damaged.
@@ -70,12 +71,12 @@ impl AdapterFolder {
     /// Opens the adapter in `path` for a model of the tensors `specs`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] with every mistake: what the config asks for and we do not have, tensors that are missing, of
-    /// another shape or of no matrix of the model.
+    /// [`crate::error::BadInput`] lists every mistake: settings that are not supported, and tensors that
+    /// are missing, of another shape or of no matrix of the model.
     pub fn open(path: &Path, specs: &[ParameterSpec]) -> Result<Self> {
         let config = path.join(CONFIG_FILE);
         let text = bounded_file::read_text(&config, JSON_BYTES_MAX).map_err(|e| {
-            bad_input!("{}: cannot be read: {e}; name a folder in PEFT's form", config.display())
+            bad_input!("{}: cannot be read: {e}; name a folder in PEFT format", config.display())
         })?;
         let json: Value = serde_json::from_str(&text)
             .map_err(|e| bad_input!("{}: not valid JSON: {e}", config.display()))?;
@@ -106,7 +107,7 @@ impl AdapterFolder {
         if mistakes.is_empty() { Ok(opened) } else { Err(refused(&path.join(TENSORS_FILE), mistakes)) }
     }
 
-    /// Finds every module's matrix and its factors. Returns what does not fit.
+    /// Finds the matrix and the factors of each module. Returns the mistakes.
     fn place_tensors(&mut self, specs: &[ParameterSpec]) -> Vec<String> {
         let (mut mistakes, mut modules) = (vec![], BTreeMap::<String, [Option<String>; 2]>::new());
         for name in self.file.metadata.offset_keys() {
@@ -114,7 +115,7 @@ impl AdapterFolder {
                 Some((module, factor)) => {
                     modules.entry(module.to_owned()).or_default()[factor] = Some(name.clone());
                 }
-                None => mistakes.push(format!("{name:?} is no factor of an adapter")),
+                None => mistakes.push(format!("{name:?} is not a factor of an adapter")),
             }
         }
         let mut found = BTreeSet::new();
@@ -138,7 +139,8 @@ impl AdapterFolder {
         mistakes
     }
 
-    /// The matrix that the tensors `names` of `module` adapt: of the two that an experts' module has, the one that both fit.
+    /// Returns the matrix that the tensors `names` of `module` adapt. A module of experts has two matrices:
+    /// the one whose shape fits both tensors is returned.
     fn matrix_of<'s>(
         &self,
         module: &str,
@@ -146,7 +148,7 @@ impl AdapterFolder {
         specs: &'s [ParameterSpec],
     ) -> Result<&'s ParameterSpec, String> {
         let [Some(a), Some(b)] = names else {
-            return Err(format!("{module} has one factor of two"));
+            return Err(format!("{module} has only one of its two factors"));
         };
         let outer = module.strip_suffix(".base_layer").unwrap_or(module);
         let named = |spec: &&ParameterSpec| match spec.is_expert_matrix() {
@@ -165,7 +167,7 @@ impl AdapterFolder {
         };
         let Some(first) = candidates.first() else {
             return Err(format!(
-                "{module} is adapted, which this model has not or which cannot be: only the matrices of attention, experts and MLP can"
+                "{module} has an adapter, but this model has no such matrix or it cannot have one: only matrices of attention, experts and MLP can"
             ));
         };
         candidates.iter().find(|spec| misfit(spec).is_none()).copied().ok_or_else(|| {
@@ -180,7 +182,7 @@ impl AdapterFolder {
         })
     }
 
-    /// The factors' values in working layout, in the order of [`Lora::specs`].
+    /// Returns the factors' values in working layout, in the order of [`Lora::specs`].
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a value is NaN or infinite, or the file cannot be read.
@@ -217,11 +219,11 @@ impl AdapterFolder {
     }
 }
 
-/// Writes the adapter `lora` into `folder`, which must exist, and notes its files. `specs` are the model's own tensors, `factor`
-/// gives the values of each factor by name, in working layout.
+/// Writes the adapter `lora` into `folder`, which must exist, and adds its files to `manifest`. `specs` are
+/// the model's own tensors. `factor` returns the values of a factor by name, in working layout.
 ///
 /// # Errors
-/// When a file exists or the disk refuses, and those of `factor`.
+/// When a file exists, the disk refuses or `factor` fails.
 pub fn write(
     folder: &Path,
     manifest: &mut Manifest,
@@ -250,7 +252,7 @@ pub fn write(
         ensure!(working.len() == spec.element_count(), "{}: {} values", spec.name, working.len());
         ensure!(
             working.iter().all(|value| value.is_finite()),
-            "{} is no number: the model diverged, nothing is saved",
+            "{} holds NaN or an infinite value: the model diverged, nothing is saved",
             spec.name
         );
         let place = Places::of(spec);
@@ -263,13 +265,13 @@ pub fn write(
     manifest.write_file(folder, BASE_FILE, &pretty(&serde_json::to_value(base)?))
 }
 
-/// `adapter_config.json`.
+/// Returns the content of `adapter_config.json`.
 fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &Base) -> Value {
     let adapted: BTreeSet<&str> = lora.targets.iter().map(String::as_str).collect();
     let (mut modules, mut parameters) = (BTreeSet::new(), BTreeSet::new());
     for spec in specs.iter().filter(|spec| adapted.contains(spec.name.as_str())) {
         let module = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
-        // Without the layer, where every layer's is adapted: so the names are told everywhere.
+        // If every layer's matrix is adapted, the name omits the layer, as is usual.
         let of_layers = |name: &str| -> Option<String> {
             let rest = name.strip_prefix("model.layers.")?.split_once('.')?.1;
             let alike = |other: &&ParameterSpec| other.name.ends_with(&format!(".{rest}"));
@@ -288,7 +290,7 @@ fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &Base) -> Value {
             modules.insert(last.unwrap_or_else(|| module.to_owned()));
         }
     }
-    // The first is wrapped first and lies inside: gate_up.
+    // PEFT wraps the first parameter first, and its wrapper is the inner one: gate_up.
     let parameters: Vec<String> = parameters.into_iter().rev().collect();
     json!({
         "peft_type": "LORA",
@@ -307,7 +309,7 @@ fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &Base) -> Value {
     })
 }
 
-/// Requests of a config that are not built, each with its remedy.
+/// Returns the settings of a config that are not supported, each with its remedy.
 fn foreign(json: &Value) -> Vec<String> {
     let mut found = vec![];
     if json["peft_type"].as_str() != Some("LORA") {
@@ -315,8 +317,8 @@ fn foreign(json: &Value) -> Vec<String> {
     }
     if json["lora_dropout"].as_f64().unwrap_or(0.0) != 0.0 {
         found.push(format!(
-            "lora_dropout is {}: dropout would make training's forward another one than the rollout's; set it to 0, which \
-             changes nothing of what was trained",
+            "lora_dropout is {}: dropout would make the forward pass of training differ from that of rollout; set it to 0, \
+             which does not change the trained values",
             json["lora_dropout"]
         ));
     }
@@ -334,7 +336,7 @@ fn foreign(json: &Value) -> Vec<String> {
         "alpha_pattern",
         "layer_replication",
     ];
-    // DoRA and others, those to come among them.
+    // DoRA and other variants, including future ones.
     let is_unknown = |key: &str| {
         let variant = key.starts_with("use_") && key != "use_rslora";
         unknown.contains(&key) || variant || key.ends_with("_config")
@@ -348,7 +350,7 @@ fn foreign(json: &Value) -> Vec<String> {
     };
     let set = json.as_object().into_iter().flatten().filter(|(key, value)| is_unknown(key) && is_set(value));
     found.extend(set.map(|(key, value)| format!("{key} is {value}, which is not supported; {merge}")));
-    // Such a start changes the base's weights too.
+    // Other initialisations change the base's weights too.
     if let Some(start) =
         json["init_lora_weights"].as_str().filter(|start| !["gaussian", "true"].contains(start))
     {
@@ -365,14 +367,14 @@ fn refused(file: &Path, mistakes: Vec<String>) -> anyhow::Error {
     bad_input!("{}: the adapter does not fit: {}{more}", file.display(), shown.join("; "))
 }
 
-/// The module of a stored tensor, and which factor it is: 0 for A, 1 for B.
+/// Returns the module of a stored tensor, and the factor: 0 for A, 1 for B.
 fn parsed(name: &str) -> Option<(&str, usize)> {
     let name = name.strip_prefix(PREFIX)?;
     let factor = |word: &str| name.strip_suffix(word);
     factor(".lora_A.weight").map(|stem| (stem, 0)).or_else(|| factor(".lora_B.weight").map(|stem| (stem, 1)))
 }
 
-/// The stored shape of a factor of `spec`.
+/// Returns the stored shape of a factor of `spec`.
 fn factor_shape(spec: &ParameterSpec, rank: usize, factor: usize) -> Option<Vec<usize>> {
     Some(match (spec.working_shape().as_slice(), factor) {
         (&[input, _], 0) => vec![rank, input],
@@ -383,7 +385,7 @@ fn factor_shape(spec: &ParameterSpec, rank: usize, factor: usize) -> Option<Vec<
     })
 }
 
-/// The name of a factor in the file.
+/// Returns the name of a factor in the file.
 fn stored_name(lora: &Lora, target: &str, factor: usize) -> String {
     let letter = ["A", "B"][factor];
     let Some((layer, inner)) = target.split_once(".mlp.experts.") else {
@@ -395,9 +397,9 @@ fn stored_name(lora: &Lora, target: &str, factor: usize) -> String {
     format!("{PREFIX}{layer}{EXPERTS}{inside}.lora_{letter}.weight")
 }
 
-/// How the values of a factor lie in the file.
+/// The layout of a factor in the file.
 struct Places {
-    /// Of the working shape.
+    /// From the working shape.
     experts: Option<usize>,
     rows: usize,
     columns: usize,
@@ -414,16 +416,16 @@ impl Places {
         Self { experts, rows, columns, is_a: spec.name.ends_with("lora_A") }
     }
 
-    /// Where the value stored at `at` lies in memory.
+    /// Returns the index in memory of the value stored at `at`.
     fn working(&self, at: usize) -> usize {
         let Self { experts, rows, columns, is_a } = *self;
         let experts = experts.unwrap_or(1);
         let (expert, row, column) = if is_a {
-            // [E·r, in]: memory [E, in, r].
+            // [E·r, in] in the file, [E, in, r] in memory.
             let (line, input) = (at / rows, at % rows);
             (line / columns, input, line % columns)
         } else {
-            // [out, r·E], the expert fastest: memory [E, r, out].
+            // [out, r·E] in the file, the expert varies fastest; [E, r, out] in memory.
             let (output, column) = (at / (rows * experts), at % (rows * experts));
             (column % experts, column / experts, output)
         };

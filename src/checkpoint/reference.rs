@@ -1,6 +1,6 @@
-//! The frozen reference: the model as it was when reinforcement learning began.
+//! The frozen reference: the model at the start of reinforcement learning.
 //!
-//! It lies in the run folder beside the checkpoints, so that a resumed run measures against the same bits.
+//! It is a file of the run folder, so that a resumed run uses the same bits.
 
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::atomic_file::replace_file;
@@ -19,7 +19,7 @@ use std::path::Path;
 
 const FILE: &str = "reference.safetensors";
 
-/// A copy of `parameters` that later updates do not reach. What training cannot change is shared.
+/// Copies `parameters`, so that later updates do not change the copy. Frozen tensors are shared.
 ///
 /// # Errors
 /// When memory runs out.
@@ -37,11 +37,12 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
     Parameters::loaded(config, parameters.backend(), tensors)
 }
 
-/// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time, and returns its
-/// digest, which every checkpoint keeps; what is packed is the model's own and is left out.
+/// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time.
+/// Packed tensors are left out: the model's files hold them. Returns the digest, which every checkpoint
+/// records.
 ///
 /// # Errors
-/// When the disk refuses; a reference that was there stays whole.
+/// When the disk refuses; an earlier reference stays whole.
 pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     let specs = reference.specs.iter().enumerate();
     let kept: Vec<(usize, &ParameterSpec)> =
@@ -61,21 +62,21 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     digest.context("the reference was not written")
 }
 
-/// Compares the reference of the run folder `run` with the digest that a checkpoint keeps of it.
+/// Compares the reference in the run folder `run` with the digest that a checkpoint recorded.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when it is missing or not what was written.
+/// [`crate::error::BadInput`] when the reference is missing or changed.
 pub fn check(run: &Path, digest: Hash) -> Result<()> {
     let path = run.join(FILE);
     let remedy = "restore it, or start the run again in another folder";
     match file_digest(&path, None) {
         Ok(found) if found == digest => Ok(()),
-        Ok(_) => Err(bad_input!("{}: damaged: it is not what was written; {remedy}", path.display())),
+        Ok(_) => Err(bad_input!("{}: damaged: its digest has changed; {remedy}", path.display())),
         Err(e) => Err(bad_input!("{}: cannot be read: {e}; {remedy}", path.display())),
     }
 }
 
-/// Reads the reference of the run folder `run` back, a tensor at a time.
+/// Reads the reference from the run folder `run`, a tensor at a time.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when it is missing or does not fit the model.

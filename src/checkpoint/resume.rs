@@ -1,4 +1,4 @@
-//! The checkpoints of a run: which there are, where each stood, and which of them are sound.
+//! The checkpoints of a run: their order, their state, and whether they are intact.
 
 use super::{BASE_FOLDER, STATE_FILE, TrainerState, peft, reference};
 use crate::atomic_file::is_partial;
@@ -13,17 +13,18 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The remedy for a damaged checkpoint.
-pub(super) const REMEDY: &str = "remove this checkpoint to go on from the one before";
-/// Where a run's metrics lie.
+pub(super) const REMEDY: &str = "remove this checkpoint to continue from the one before";
+/// The file of a run's metrics.
 const METRICS_FILE: &str = "metrics.jsonl";
 
-/// The name of a checkpoint's folder: `step-NNNNNN`, or `cold-start-NNNNNN` before reinforcement learning.
+/// Returns the folder name of a checkpoint: `step-NNNNNN`, or `cold-start-NNNNNN` during SFT warm-up.
 pub fn folder_name(phase: Phase, step: u64) -> String {
     let stem = if phase == Phase::ColdStart { "cold-start" } else { "step" };
     format!("{stem}-{step:06}")
 }
 
-/// Where in a run the checkpoint called `name` stands: reinforcement learning comes last.
+/// Returns the order of the checkpoint called `name` in its run: SFT warm-up comes before reinforcement
+/// learning.
 fn place_of(name: &str) -> Option<(bool, u64)> {
     let (stem, step) = name.rsplit_once('-')?;
     let phase = match stem {
@@ -35,7 +36,7 @@ fn place_of(name: &str) -> Option<(bool, u64)> {
     (folder_name(phase, step) == name).then_some((phase == Phase::Rl, step))
 }
 
-/// Reads where the run stood at the checkpoint `folder`.
+/// Reads the progress of the run from the checkpoint `folder`.
 ///
 /// # Errors
 /// [`BadInput`] when the file is missing or damaged.
@@ -46,7 +47,8 @@ pub fn read_state(folder: &Path) -> Result<TrainerState> {
     serde_json::from_str(&text).map_err(|e| bad_input!("{}: damaged: {e}; {REMEDY}", path.display()))
 }
 
-/// Every whole checkpoint of `run`, oldest first. Names tell them, which damage inside does not change.
+/// Returns every checkpoint of `run`, oldest first. It goes by folder names, so damaged files do not
+/// matter.
 pub(super) fn all(run: &Path) -> Result<Vec<PathBuf>> {
     let mut found = vec![];
     let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(vec![]) };
@@ -61,12 +63,12 @@ pub(super) fn all(run: &Path) -> Result<Vec<PathBuf>> {
     Ok(found.into_iter().map(|(_, folder)| folder).collect())
 }
 
-/// Whether `folder` is a checkpoint of a run, and not just a model.
+/// Whether `folder` is a checkpoint of a run, and not only a model.
 pub fn holds_state(folder: &Path) -> bool {
     [STATE_FILE, super::RECIPE_FILE].iter().any(|name| folder.join(name).is_file())
 }
 
-/// The last whole checkpoint of the run folder `run`, if it has any; unchecked.
+/// Returns the last checkpoint of the run folder `run`, unchecked, if there is one.
 ///
 /// # Errors
 /// When the folder cannot be read.
@@ -74,20 +76,21 @@ pub fn newest_folder(run: &Path) -> Result<Option<PathBuf>> {
     Ok(all(run)?.pop())
 }
 
-/// A checkpoint that is sound.
+/// An intact checkpoint.
 #[derive(Debug, Clone)]
 pub struct ResumePoint {
     pub folder: PathBuf,
     pub state: TrainerState,
-    /// False for one without a manifest, of which nobody can say whether it is what was written.
+    /// False without a manifest: its integrity cannot be verified.
     pub verified: bool,
 }
 
-/// The last checkpoint of the run folder `run`, if it has any, to go on from: its files, the reference, and the metrics up to
-/// its length are what was written.
+/// Returns the last checkpoint of the run folder `run`, if there is one. Its files, the reference, and the
+/// metrics up to its length must be intact.
 ///
 /// # Errors
-/// [`BadInput`] when they are not: it names the newest checkpoint that is sound, and how to go on from it.
+/// [`BadInput`] when they are not. The message names the newest intact checkpoint and how to continue from
+/// it.
 pub fn newest(run: &Path) -> Result<Option<ResumePoint>> {
     let folders = all(run)?;
     let Some((newest, older)) = folders.split_last() else { return Ok(None) };
@@ -107,7 +110,7 @@ pub fn newest(run: &Path) -> Result<Option<ResumePoint>> {
     ))
 }
 
-/// Every whole checkpoint of `run`, oldest first, each checked with what it counts on.
+/// Checks every checkpoint of `run` with the files that it depends on, oldest first.
 ///
 /// # Errors
 /// When the folder cannot be read.
@@ -115,11 +118,11 @@ pub fn each(run: &Path) -> Result<Vec<(PathBuf, Result<ResumePoint>)>> {
     Ok(all(run)?.into_iter().map(|folder| (folder.clone(), sound_in(run, &folder))).collect())
 }
 
-/// Checks the checkpoint or model `folder`; whether it has a manifest.
+/// Checks the checkpoint or model `folder`. Returns whether it has a manifest.
 ///
 /// # Errors
-/// [`BadInput`] when a file is not what was written; of a run's checkpoint with the newest one that is sound, and how to go
-/// on from it.
+/// [`BadInput`] when a file was changed. For a run's checkpoint, the message names the newest intact one
+/// and how to continue from it.
 pub fn sound(folder: &Path) -> Result<bool> {
     let flaw = match alone(folder) {
         Ok(verified) => return Ok(verified),
@@ -141,7 +144,7 @@ pub fn sound(folder: &Path) -> Result<bool> {
     }
 }
 
-/// Whether the files of `folder` fit its manifest and its name; false without a manifest.
+/// Checks the files of `folder` against its manifest and its name. Returns whether it has a manifest.
 fn alone(folder: &Path) -> Result<bool> {
     let verified = Manifest::check(folder)?;
     if !folder.join(STATE_FILE).is_file() {
@@ -160,7 +163,7 @@ fn alone(folder: &Path) -> Result<bool> {
     Ok(verified)
 }
 
-/// The checkpoint `folder` of `run`, with what it counts on.
+/// Checks the checkpoint `folder` of `run`, and the files of the run that it depends on.
 fn sound_in(run: &Path, folder: &Path) -> Result<ResumePoint> {
     let verified = alone(folder)?;
     let state = read_state(folder)?;
@@ -175,7 +178,7 @@ fn sound_in(run: &Path, folder: &Path) -> Result<ResumePoint> {
     Ok(ResumePoint { folder: folder.to_owned(), state, verified })
 }
 
-/// Whether the metrics up to the checkpoint are those that it was written after.
+/// Checks that the metrics up to the checkpoint are the bytes that its digest covers.
 fn check_metrics(file: &Path, folder: &Path, state: &TrainerState) -> Result<()> {
     let (shown, bytes) = (file.display(), state.metrics_bytes);
     let length = match fs::metadata(file) {
@@ -206,7 +209,7 @@ fn check_metrics(file: &Path, folder: &Path, state: &TrainerState) -> Result<()>
     Ok(())
 }
 
-/// The error that leads from a flaw to the newest sound checkpoint.
+/// Adds to `flaw` the newest intact checkpoint, and the command that continues from it.
 fn way_back(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path) -> anyhow::Error {
     let shell = |path: &Path| shell_quote(&path.display().to_string());
     let aside = run.join("damaged");
@@ -214,14 +217,14 @@ fn way_back(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path)
     let name = sound.file_name().unwrap_or_default().to_string_lossy();
     let place = shell(&aside);
     BadInput(format!(
-        "{flaw:#}. The newest sound checkpoint is {name}; to go on from it, move what is newer away and give the same command \
+        "{flaw:#}. The newest sound checkpoint is {name}; to go on from it, move the newer ones away and run the same command \
          again: mkdir -p {place} && mv {} {place}/",
         folders.join(" ")
     ))
     .into()
 }
 
-/// Removes what a kill left half written in the run folder `run`.
+/// Removes partial checkpoints that a kill left in the run folder `run`.
 ///
 /// # Errors
 /// When a folder cannot be removed.
@@ -236,7 +239,7 @@ pub fn clear_partial(run: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A digest in `trainer.json`, as hexadecimal digits.
+/// Serialises a digest in `trainer.json` as hexadecimal digits.
 pub(super) mod hexadecimal {
     use blake3::Hash;
     use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};

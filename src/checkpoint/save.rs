@@ -1,7 +1,7 @@
 //! Writes a Hugging Face folder: config.json, safetensors (sharded above a size), tokenizer files.
 //!
-//! The bytes are a function of the arguments. Files are synced; nothing that exists is overwritten. A
-//! caller that wants all or nothing saves into a fresh folder and renames it.
+//! The bytes depend on the arguments only. Files are synced, and no existing file is overwritten. For an
+//! atomic save, save into a new folder and rename it.
 
 use super::load::{INDEX_FILE, WEIGHTS_FILE};
 use super::tensor_file::{write_bf16, write_f32, write_tensors};
@@ -21,10 +21,10 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 
-/// The size above which weights are split, in bytes; the customary limit of the hub.
+/// Largest weight file in bytes, the customary limit of the Hugging Face Hub; more weights are split.
 pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
-/// Files that travel from the folder a model came from to every folder it is saved in.
+/// Files that are copied from a model's folder to every folder it is saved in.
 const COMPANION_FILES: [&str; 5] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -33,12 +33,12 @@ const COMPANION_FILES: [&str; 5] = [
     "generation_config.json",
 ];
 
-/// The small files beside the weights, by name; [`save`] writes them unchanged.
+/// The small files beside the weights, by name. [`save`] writes them unchanged.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Companions(BTreeMap<String, Vec<u8>>);
 
 impl Companions {
-    /// Those of the known files that `folder` has, and a chat template where it brings none.
+    /// Reads those of the known files that `folder` has. Without a chat template it adds that of `chat`.
     pub fn read(folder: &Path, chat: &Chat) -> Result<Self> {
         let mut files = BTreeMap::new();
         for name in COMPANION_FILES {
@@ -56,7 +56,8 @@ impl Companions {
         Ok(found)
     }
 
-    /// The tokenizer and the template of `chat`; what else a reader needs is made from them and the config.
+    /// Returns the tokenizer and the template of `chat`. [`save`] derives the other files from these and
+    /// the config.
     pub fn of(chat: &Chat) -> Self {
         Self(BTreeMap::from([
             ("tokenizer.json".into(), chat.vocabulary().json_bytes().to_vec()),
@@ -64,14 +65,15 @@ impl Companions {
         ]))
     }
 
-    /// Whether transformers finds a template: in a file of its own or, as it once was, beside the tokenizer's settings.
+    /// Whether transformers finds a chat template: in its own file or, as in older versions, in the
+    /// tokenizer's settings.
     fn has_chat_template(&self) -> bool {
         let settings = self.0.get("tokenizer_config.json").map_or(&[][..], Vec::as_slice);
         let settings: Value = serde_json::from_slice(settings).unwrap_or(Value::Null);
         self.0.contains_key(CHAT_TEMPLATE) || !settings["chat_template"].is_null()
     }
 
-    /// The files to write: these, and the ones that can be derived where they are absent.
+    /// Returns the files to write: these, and derived ones for those that are absent.
     fn complete(&self, config: &Config) -> BTreeMap<String, Vec<u8>> {
         let mut files = self.0.clone();
         let derived = [
@@ -89,11 +91,13 @@ impl Companions {
 
 /// Saves a model in `folder`, which must exist, in `form`.
 ///
-/// `tensor` is asked for each parameter once, in file order, and answers with its working tensor (any float
-/// dtype and device). Weights lie in files of at most `shard_bytes_max` bytes, or one parameter. Fails on a
-/// wrong shape, on NaN and infinity, on a file that exists; `BadInput` where MXFP4 cannot hold the sizes.
+/// `tensor` returns each parameter once, in file order, as its working tensor (any float dtype and device).
+/// A weight file has at most `shard_bytes_max` bytes, unless one parameter is larger. Returns the digests
+/// of the written files.
 ///
-/// Returns the digests of what was written.
+/// # Errors
+/// When a shape is wrong, a value is NaN or infinite, or a file exists; `BadInput` when MXFP4 cannot hold
+/// the sizes.
 pub fn save(
     folder: &Path,
     config: &Config,
@@ -105,11 +109,11 @@ pub fn save(
     config.check()?;
     let mut specs = parameter_specs(config);
     if form == Form::Mxfp4 && !config.family.has_experts {
-        return Err(bad_input!("MXFP4 holds experts, which this family has none of: save in bf16"));
+        return Err(bad_input!("MXFP4 is a format of experts, and this family has none: save in bf16"));
     }
     if form == Form::Mxfp4 {
         check_blocks(&specs)?;
-        // Bytes after floats, so that every tensor begins at a multiple of its element's size.
+        // Bytes follow floats, so that every tensor starts at a multiple of its element size.
         specs.sort_by_key(ParameterSpec::is_expert_matrix);
     }
     let shards = shards(&specs, form, shard_bytes_max);
@@ -125,7 +129,7 @@ pub fn save(
     Ok(manifest)
 }
 
-/// Writes what a folder of a model in `form` holds beside the weights: config, tokenizer, template.
+/// Writes the files of a model in `form` except its weights: config, tokenizer, template.
 ///
 /// # Errors
 /// When a file exists or the disk refuses.
@@ -163,7 +167,7 @@ fn bytes_on_disk(spec: &ParameterSpec, form: Form) -> u64 {
     spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum()
 }
 
-/// Splits the parameters, in order, into runs of at most `shard_bytes_max` bytes.
+/// Splits the parameters, in order, into ranges of at most `shard_bytes_max` bytes.
 fn shards(specs: &[ParameterSpec], form: Form, shard_bytes_max: u64) -> Vec<&[ParameterSpec]> {
     let (mut shards, mut start, mut filled) = (Vec::new(), 0, 0);
     for (i, spec) in specs.iter().enumerate() {
@@ -200,7 +204,7 @@ fn write_shard(
     form: Form,
     tensor: &mut impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<Hash> {
-    // The halves of a packed matrix are two stored tensors.
+    // A packed matrix has two stored tensors: blocks and scales.
     let parts = |spec: &ParameterSpec| spec.stored_tensors(form).len();
     let owner: Vec<&ParameterSpec> =
         specs.iter().flat_map(|spec| std::iter::repeat_n(spec, parts(spec))).collect();
@@ -225,7 +229,7 @@ fn write_shard(
     })
 }
 
-/// A working tensor as f32 on the CPU, of the right shape and finite.
+/// Returns a working tensor as f32 on the CPU, after checks of its shape and its values.
 fn checked(spec: &ParameterSpec, working: &Tensor) -> Result<Tensor> {
     let name = &spec.name;
     let wanted = spec.working_shape();
@@ -239,7 +243,7 @@ fn checked(spec: &ParameterSpec, working: &Tensor) -> Result<Tensor> {
     Ok(working)
 }
 
-/// Hands a tensor's values on in stored order, some rows at a time.
+/// Passes a tensor's values to `write` in stored order, some rows at a time.
 fn in_stored_order(
     spec: &ParameterSpec,
     values: &[f32],
@@ -248,7 +252,7 @@ fn in_stored_order(
     let (Layout::Transposed, &[out, input]) = (spec.layout, spec.stored_shape.as_slice()) else {
         return write(values);
     };
-    // A cache line of the working rows at a time.
+    // 16 columns at a time: one cache line of each working row.
     for start in (0..out).step_by(16) {
         let rows = start..(start + 16).min(out);
         let mut piece = vec![0.0; rows.len() * input];
@@ -277,7 +281,8 @@ fn generation_config(config: &Config) -> Value {
     Value::Object(json)
 }
 
-/// Enough for transformers to load `tokenizer.json`, with the special tokens that the config names.
+/// Returns the settings with which transformers loads `tokenizer.json`, with the special tokens of the
+/// config.
 fn tokenizer_config(config: &Config, tokenizer_json: &[u8]) -> Value {
     let tokenizer: Value = serde_json::from_slice(tokenizer_json).unwrap_or(Value::Null);
     let text_of = |id: u32| {

@@ -1,8 +1,8 @@
-//! Optimizer state, in one file or one of each process: f32, and codes of 8 bits.
+//! Optimizer state, in one file or one file for each process: f32, and 8-bit codes.
 //!
-//! One process writes `trainer.safetensors`. Of several each writes its own pieces into `trainer-00002-of-00004.safetensors`,
-//! flat, in the order of [`piece`]; what is not cut the first one writes. Any number of processes reads what any other wrote,
-//! each no more than its own pieces.
+//! One process writes `trainer.safetensors`. With several, each writes its own shards, flat, into a file
+//! such as `trainer-00002-of-00004.safetensors`. Rank 0 also writes the tensors that are not sharded. Any
+//! number of processes can read what any other number wrote, and each reads its own shards only.
 
 use super::resume::REMEDY;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
@@ -21,14 +21,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// A process's word of the file that it wrote.
+/// The result of one process's file.
 #[derive(Serialize, Deserialize)]
 enum Written {
     Digest([u8; 32]),
     Failed(String),
 }
 
-/// The file of `rank` of `ranks`.
+/// Returns the file name of `rank` of `ranks`.
 fn file_name(stem: &str, rank: usize, ranks: usize) -> String {
     match ranks {
         1 => format!("{stem}.safetensors"),
@@ -36,16 +36,17 @@ fn file_name(stem: &str, rank: usize, ranks: usize) -> String {
     }
 }
 
-/// The type in a file of what an optimizer keeps.
+/// Returns the type of an optimizer state in a file.
 fn stored_dtype(dtype: DType) -> Dtype {
     if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
 
-/// Writes into `folder` what the optimizer keeps of each tensor that learns, its master among it, and those frozen tensors
-/// that `keep` asks for; every process its own. The leader asks the others, who [`answer`], and notes all files.
+/// Writes the optimizer state of each trained tensor into `folder`, its master included, and frozen tensors
+/// that `keep` selects. Each process writes its own file. Rank 0 requests it, the others call [`answer`],
+/// and rank 0 adds all files to `manifest`.
 ///
 /// # Errors
-/// When a process cannot write, which is named.
+/// When a process cannot write; the error names its rank.
 pub fn write(
     (folder, stem): (&Path, &str),
     parameters: &Parameters,
@@ -71,10 +72,10 @@ pub fn write(
     Ok(())
 }
 
-/// Writes this process's file, which the leader asked for.
+/// Writes this process's file at the request of rank 0.
 ///
 /// # Errors
-/// When a rank does not come in time; a disk that refuses is the leader's to tell.
+/// When a rank does not respond in time. Rank 0 reports a failed write.
 pub fn answer(folder: &Path, stem: &str, parameters: &Parameters, of_critic: bool) -> Result<()> {
     told(parameters, write_own((folder, stem), parameters, of_critic, &|_, _| false)).map(drop)
 }
@@ -94,16 +95,16 @@ fn write_own(
     keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
 ) -> Result<Hash> {
     let mesh = parameters.mesh();
-    // By name in the file: the tensor, and what is kept of it.
+    // By name in the file: the tensor's index and the kind of its values.
     let mut kept: BTreeMap<String, (usize, &str)> = BTreeMap::new();
     for (index, spec) in parameters.specs.iter().enumerate() {
-        // What is packed is in the files that the model was read from.
+        // The model's own files hold packed tensors.
         let Ok(values) = parameters.values(index) else { continue };
         let is_sharded = parameters.is_sharded(index);
         if !is_sharded && !mesh.is_rank_zero() {
             continue;
         }
-        // An adapter's base learned in the cold start, and is in a folder of its own since.
+        // SFT warm-up trained an adapter's base, which has a folder of its own since then.
         let frozen = || match is_sharded {
             true => Ok(of_critic || parameters.adapter().is_none()),
             false => anyhow::Ok(keep(spec, &host_values(&on_host(values)?)?)),
@@ -132,9 +133,9 @@ fn write_own(
     })
 }
 
-/// The files that so many processes wrote, open.
+/// The open state files, one for each process that wrote.
 struct StateFiles {
-    /// The first one's.
+    /// The path of the first file.
     path: PathBuf,
     files: Vec<TensorFile>,
 }
@@ -153,7 +154,7 @@ impl StateFiles {
         Ok(Self { path: paths.into_iter().next().unwrap_or_default(), files })
     }
 
-    /// Every tensor that says something, by name.
+    /// Returns the names of all tensors that are not empty.
     fn names(&self) -> BTreeSet<String> {
         let of = |file: &TensorFile| {
             let names = file.metadata.offset_keys();
@@ -165,8 +166,9 @@ impl StateFiles {
         self.files.iter().flat_map(|file: &TensorFile| -> Vec<String> { of(file) }).collect()
     }
 
-    /// The values `own`, of `width` bytes each, of the tensor `name`, which lies in the pieces `piece(m, M)` of M files or whole in the
-    /// first. `None` where it is in no file, an error where it has another size or type.
+    /// Reads the values `own` of the tensor `name`. The tensor is sharded over the files, `piece(m, M)` in
+    /// file m of M, or whole in the first. Returns `None` when no file has it, an error when its size or
+    /// type differs.
     fn read(
         &self,
         name: &str,
@@ -198,13 +200,13 @@ impl StateFiles {
     }
 }
 
-/// Why a tensor of a file does not do.
+/// The reason why a stored tensor cannot be used.
 enum Misfit {
     Size,
     Unread(anyhow::Error),
 }
 
-/// How many processes wrote the files of `stem` in `folder`.
+/// Returns the number of processes that wrote the files of `stem` in `folder`.
 fn ranks_of(folder: &Path, stem: &str) -> Option<usize> {
     std::fs::read_dir(folder).ok()?.flatten().find_map(|entry| {
         let name = entry.file_name().into_string().ok()?;
@@ -213,7 +215,8 @@ fn ranks_of(folder: &Path, stem: &str) -> Option<usize> {
     })
 }
 
-/// Reads what [`write`] wrote, a tensor at a time, of each this process's part. With `whole` every frozen tensor must be there too.
+/// Reads the files of [`write`], a tensor at a time; each process reads its own shards. With `whole`, every
+/// frozen tensor must be present too.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the files do not fit the model.
@@ -250,7 +253,7 @@ pub fn restore((folder, stem): (&Path, &str), parameters: &mut Parameters, whole
             parameters.overwrite(index, kind, &bytes)?;
         }
     }
-    // Another optimizer's state of a tensor that learns would be lost in silence.
+    // Otherwise another optimizer's state would be dropped without a message.
     if let Some(name) = unread.first() {
         return Err(damaged(format!("{name} belongs to another model or optimizer")));
     }

@@ -1,5 +1,5 @@
-//! A safetensors file, a tensor at a time: no whole file is ever in memory, and none is mapped, for a mapped file that
-//! shrinks kills the process.
+//! Reads and writes safetensors files a tensor at a time. A file is never in memory as a whole. It is not
+//! mapped either: a mapped file that shrinks kills the process.
 
 use crate::bad_input;
 use crate::bounded_file;
@@ -18,13 +18,13 @@ use std::path::{Path, PathBuf};
 
 /// The longest header that safetensors readers accept, in bytes.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
-/// Tensors of one file. The largest models have about 100,000 in all their files together.
+/// Most tensors of one file. All files of the largest models together have about 100,000.
 const TENSORS_MAX: usize = 200_000;
-/// Values that are converted at a time.
+/// Values converted at a time.
 const PIECE: usize = 1 << 16;
 
-/// Checks that a header names every tensor once, and [`TENSORS_MAX`] at most: of two with one name readers
-/// take either.
+/// Checks that a header has at most [`TENSORS_MAX`] tensors and no name twice. Readers disagree on which of
+/// two equal names counts.
 struct EachOnce;
 
 impl<'de> Visitor<'de> for EachOnce {
@@ -53,12 +53,12 @@ pub struct TensorFile {
     path: PathBuf,
     file: File,
     pub metadata: Metadata,
-    /// Where the data begins.
+    /// Offset of the data in bytes.
     data_start: u64,
 }
 
 impl TensorFile {
-    /// Opens the file and reads its header, which must account for every byte.
+    /// Opens the file and reads its header, which must describe every byte.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the file is damaged, truncated or no safetensors file.
@@ -106,10 +106,10 @@ impl TensorFile {
         Ok(Self { path: path.into(), file, metadata, data_start })
     }
 
-    /// The bytes of one tensor.
+    /// Returns the bytes of one tensor.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file shrank meanwhile or cannot be read.
+    /// [`crate::error::BadInput`] when the file shrank since it was opened, or cannot be read.
     pub fn read(&self, info: &TensorInfo) -> Result<Vec<u8>> {
         let (start, end) = info.data_offsets;
         let mut bytes = vec![0; end - start];
@@ -117,7 +117,7 @@ impl TensorFile {
         Ok(bytes)
     }
 
-    /// Fills `to` with the bytes of one tensor from `start` on; from any number of threads.
+    /// Fills `to` with the bytes of one tensor from `start` on. Several threads may call it at a time.
     ///
     /// # Errors
     /// As [`Self::read`].
@@ -132,11 +132,11 @@ impl TensorFile {
     }
 }
 
-/// Writes a new, synced file of `tensors` in their order, and returns its digest. `write` is asked for each tensor's bytes
-/// once, by its index.
+/// Writes a new, synced file of `tensors` in their order, and returns its digest. `write` writes each
+/// tensor's bytes once, by index.
 ///
 /// # Errors
-/// When the file exists or the disk refuses, and those of `write`.
+/// When the file exists, the disk refuses or `write` fails.
 pub fn write_tensors(
     path: &Path,
     tensors: Vec<StoredTensor>,
@@ -152,7 +152,7 @@ pub fn write_tensors(
     Ok(file.digest())
 }
 
-/// A header, padded to 8 bytes, for `tensors` in order.
+/// Returns the header for `tensors` in order, padded to a multiple of 8 bytes.
 fn header(tensors: Vec<StoredTensor>) -> Result<Vec<u8>> {
     let mut offset = 0;
     let infos = tensors.into_iter().map(|stored| {
@@ -160,7 +160,7 @@ fn header(tensors: Vec<StoredTensor>) -> Result<Vec<u8>> {
         offset += stored.bytes() as usize;
         (stored.name, TensorInfo { dtype: stored.dtype, shape: stored.shape, data_offsets: (start, offset) })
     });
-    // Readers of the hub refuse files that do not say which framework's layout they follow.
+    // The Hub's readers refuse files that do not name the framework of their layout.
     let framework = HashMap::from([("format".to_string(), "pt".to_string())]);
     let metadata = Metadata::new(Some(framework), infos.collect())?;
     let mut json = serde_json::to_vec(&metadata)?;
@@ -168,7 +168,7 @@ fn header(tensors: Vec<StoredTensor>) -> Result<Vec<u8>> {
     Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
 }
 
-/// Writes values as f32, a piece at a time.
+/// Writes values as f32, in chunks.
 ///
 /// # Errors
 /// When the disk refuses.
@@ -176,7 +176,7 @@ pub fn write_f32(out: &mut dyn Write, values: &[f32]) -> Result<()> {
     write_pieces(out, values, |v| v.to_le_bytes())
 }
 
-/// Writes values rounded to bf16, a piece at a time.
+/// Writes values rounded to bf16, in chunks.
 ///
 /// # Errors
 /// When the disk refuses.

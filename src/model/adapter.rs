@@ -1,7 +1,8 @@
-//! Low-rank adapters (LoRA, Hu et al. 2021): which matrices have one, its factors' names and shapes, and their start.
+//! Low-rank adapters (LoRA, Hu et al. 2021): adapted matrices, names and shapes of the factors, initial
+//! values.
 //!
-//! A matrix `W [in, out]` acts as `W + s · A · B` with `A [in, r]` and `B [r, out]`; of experts each has its own pair. The sum is
-//! never formed: base and adapter multiply side by side, in rollout and training alike.
+//! A matrix `W [in, out]` acts as `W + s · A · B` with `A [in, r]` and `B [r, out]`. Each expert has its
+//! own pair of factors. The sum `W + s · A · B` is never formed, in rollout or in training.
 
 use super::config::Config;
 use super::names::{Layout, ParameterSpec, TensorRole};
@@ -10,19 +11,19 @@ use anyhow::{Context, Result};
 use rand::Rng;
 use rayon::prelude::*;
 
-/// An adapter, without its values.
+/// The configuration of an adapter, without the values of its factors.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lora {
-    /// `r`.
+    /// The rank `r`.
     pub rank: usize,
     pub alpha: f64,
-    /// Whether the correction is scaled by `alpha / √r` (Kalajdzievski 2023) in place of `alpha / r`.
+    /// Whether the scale is `alpha / √r` (Kalajdzievski 2023) instead of `alpha / r`.
     pub rslora: bool,
-    /// Names of the adapted tensors, in the order of the model's.
+    /// Names of the adapted tensors, in the order of the model's tensors.
     pub targets: Vec<String>,
 }
 
-/// Whose adapter it is: another one starts from other random numbers.
+/// The model that an adapter belongs to. Each owner draws its initial values from its own random stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Owner {
     Policy = 0,
@@ -30,22 +31,23 @@ pub enum Owner {
 }
 
 impl Lora {
-    /// `s`.
+    /// Returns the scale `s`.
     pub fn scale(&self) -> f32 {
         let rank = self.rank as f64;
         (self.alpha / if self.rslora { rank.sqrt() } else { rank }) as f32
     }
 
-    /// The names of the factors `A` and `B` of the tensor `target`.
+    /// Returns the names of the factors `A` and `B` of the tensor `target`.
     pub fn factors(target: &str) -> [String; 2] {
         let stem = target.strip_suffix(".weight").unwrap_or(target);
         [format!("{stem}.lora_A"), format!("{stem}.lora_B")]
     }
 
-    /// The factors of every target, `A` before `B`, in working layout; `base` are the model's own tensors.
+    /// Returns the factors of every target in working layout, `A` before `B`. `base` holds the model's own
+    /// tensors.
     ///
     /// # Errors
-    /// When a target is not among them, or no matrix.
+    /// When a target is not in `base`, or is not a matrix.
     pub fn specs(&self, base: &[ParameterSpec]) -> Result<Vec<ParameterSpec>> {
         let mut specs = Vec::with_capacity(2 * self.targets.len());
         for target in &self.targets {
@@ -71,10 +73,11 @@ impl Lora {
         Ok(specs)
     }
 
-    /// The factors at the start, in the order of [`Self::specs`]: `A` uniform within ±in^-1/2 (Kaiming with a = √5, as PEFT),
-    /// `B` 0, so that the model begins as it is without.
+    /// Returns initial values of the factors, in the order of [`Self::specs`]. `A` is uniform within
+    /// ±in^-1/2 (Kaiming with a = √5, as in PEFT). `B` is 0, so that the adapter first changes nothing.
     ///
     /// # Errors
+    /// When [`Self::specs`] fails.
     /// Those of [`Self::specs`].
     pub fn start(&self, base: &[ParameterSpec], seed: u64, owner: Owner) -> Result<Vec<Vec<f32>>> {
         let specs: Vec<_> = self.specs(base)?.into_iter().enumerate().collect();
@@ -91,14 +94,14 @@ impl Lora {
     }
 }
 
-/// Whether a tensor can have an adapter: the matrices of attention, of the experts and of the plain gated unit. A router's
-/// choice of experts stays the base's.
+/// Whether a tensor can have an adapter: a matrix of attention, of the experts or of a dense MLP. Routers
+/// cannot.
 pub fn is_adaptable(spec: &ParameterSpec) -> bool {
     let is_matrix = matches!(spec.role, TensorRole::InputProjection | TensorRole::OutputProjection);
     is_matrix && spec.layer.is_some() && !spec.name.ends_with(".router.weight")
 }
 
-/// The tensors that have an adapter unless a recipe names others: all that can.
+/// Returns the default targets: every tensor that can have an adapter.
 pub fn default_targets(config: &Config) -> Vec<String> {
     let specs = super::names::parameter_specs(config);
     specs.into_iter().filter(is_adaptable).map(|spec| spec.name).collect()

@@ -1,4 +1,4 @@
-//! How queries find their keys: packed sequences, or new tokens of cached ones.
+//! Attention over packed sequences, and of new tokens over cached sequences.
 
 use super::cache::SequenceCache;
 use crate::ops::{self, SequenceRows, sink_attention::Attention};
@@ -6,7 +6,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// How queries find their keys.
+/// Attention as a forward pass computes it. Implementations differ in where the keys are.
 pub trait Attend {
     /// `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`.
     fn attend(
@@ -19,7 +19,8 @@ pub trait Attend {
     ) -> Result<Tensor>;
 }
 
-/// Whole sequences, packed: training, and any forward without a cache. Differentiable.
+/// Attention over whole packed sequences: for training, and for any forward pass without a cache.
+/// Differentiable.
 pub struct PackedAttention {
     pub sequence_rows: Arc<SequenceRows>,
 }
@@ -37,10 +38,10 @@ impl Attend for PackedAttention {
     }
 }
 
-/// New tokens of cached sequences: prefill and decode.
+/// Attention of new tokens over cached sequences: prefill and decode.
 pub struct CachedAttention<'a, 'b> {
     pub caches: &'a mut [&'b mut SequenceCache],
-    /// New tokens of each sequence.
+    /// Number of new tokens of each sequence.
     pub counts: &'a [usize],
 }
 

@@ -7,18 +7,19 @@ use crate::ops::pages::PAGE;
 use anyhow::Result;
 use candle_core::Device;
 
-/// Where sequences' keys and values go: host memory as it is needed, or a GPU's pages, of which each layer has so many.
+/// Creates the KV caches of sequences, in host memory or in pages of a GPU. A GPU has a fixed number of
+/// pages a layer.
 #[derive(Debug, Clone)]
 pub struct Caches {
-    /// One without positions.
+    /// An empty cache, which each new sequence clones.
     empty: SequenceCache,
 }
 
 impl Caches {
-    /// `room` on `device`. On the host there is always room.
+    /// Allocates pages for `room` on a GPU `device`. Host memory is allocated as sequences grow.
     ///
     /// # Errors
-    /// When the device's memory does not suffice.
+    /// When the GPU's memory does not suffice.
     pub fn new(config: &Config, device: &Device, room: CacheRoom) -> Result<Self> {
         let Device::Cuda(device) = device else { return Ok(Self { empty: SequenceCache::new(config) }) };
         let layer = |layer: &LayerType| {
@@ -29,63 +30,66 @@ impl Caches {
         Ok(Self { empty: SequenceCache { layers } })
     }
 
-    /// The cache of a new sequence.
+    /// Returns the cache of a new sequence.
     pub fn sequence(&self) -> SequenceCache {
         self.empty.clone()
     }
 }
 
-/// Room that caches on a GPU need at one time.
+/// The capacity that KV caches on a GPU need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CacheRoom {
-    /// Sequences, where those of a group share the pages of their prompt.
+    /// Concurrent sequences. The samples of a group share the pages of their prompt.
     pub sequences: usize,
-    /// Of the longest, in tokens.
+    /// Tokens of the longest sequence.
     pub tokens: usize,
-    /// New tokens that all of them together take in one forward.
+    /// Most new tokens of one forward pass, over all sequences.
     pub fed_tokens_max: usize,
 }
 
 impl CacheRoom {
-    /// Pages that a layer needs.
+    /// Returns the pages that a layer needs.
     pub fn pages(&self, config: &Config, layer: &LayerType) -> usize {
         let whole = self.tokens.div_ceil(PAGE);
         let held = match layer {
-            // The window lies over up to two pages more than it fills. What of their prompt some samples have forgotten others of
-            // the group, which wait, still hold.
+            // A window covers up to two pages more than it fills. Samples of a group free their prompt's
+            // pages at different times, so the factor is 2.
             LayerType::Sliding => 2 * whole.min(config.sliding_window.div_ceil(PAGE) + 2),
-            // The page in which a prompt ends is copied by each that goes on from there.
+            // Each sample copies the page in which its prompt ends.
             LayerType::Full => whole + 1,
         };
-        // New tokens come before old ones are forgotten: a page for each sequence that takes any, and those that they fill.
+        // A pass appends new tokens before it frees old pages: one page a sequence, and the pages that new
+        // tokens fill.
         self.sequences * (held + 1) + self.fed_tokens_max.div_ceil(PAGE)
     }
 
-    /// Bytes that they take on a GPU.
+    /// Returns the bytes of these caches on a GPU.
     pub fn device_bytes(&self, config: &Config) -> u64 {
         let page = (2 * config.num_key_value_heads * config.head_dim * PAGE * size_of::<half::bf16>()) as u64;
         config.layer_types.iter().map(|layer| self.pages(config, layer) as u64 * page).sum()
     }
 }
 
-/// One sequence's cache. Cloning shares full blocks, so the samples of a group share their prompt's.
+/// The KV cache of one sequence. A clone shares full blocks, so the samples of a group share their
+/// prompt's.
 #[derive(Debug, Clone)]
 pub struct SequenceCache {
     layers: Vec<KvSequence>,
 }
 
 impl SequenceCache {
-    /// An empty cache on the host.
+    /// Returns an empty cache on the host.
     pub fn new(config: &Config) -> Self {
         let layer = KvSequence::Host(KvBlocks::new(config.num_key_value_heads, config.head_dim));
         Self { layers: vec![layer; config.num_hidden_layers] }
     }
 
-    /// Bytes that the cache of a sequence of `tokens` tokens takes on the host; sliding layers forget what no query sees.
+    /// Returns the bytes of a cache of `tokens` tokens on the host. Sliding layers keep only blocks of the
+    /// window.
     pub fn bytes(config: &Config, tokens: usize) -> u64 {
         let position = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
         let held = |layer: &LayerType| match layer {
-            // The window lies over up to two blocks more than it fills.
+            // A window covers up to two blocks more than it fills.
             LayerType::Sliding => tokens.min(config.sliding_window + 2 * BLOCK),
             LayerType::Full => tokens,
         };
@@ -93,26 +97,26 @@ impl SequenceCache {
         positions.sum::<u64>() * position as u64
     }
 
-    /// Makes it hold `tokens` positions of whatever lies in a GPU's pages: for timings.
+    /// Extends a GPU cache to `tokens` positions with uninitialised keys and values, for timings.
     ///
     /// # Errors
-    /// When the pages do not suffice, or it is on the host.
+    /// When the pages do not suffice, or the cache is on the host.
     #[cfg(feature = "cuda")]
     pub fn reserve(&mut self, config: &Config, tokens: usize) -> Result<()> {
         for (layer, of) in self.layers.iter_mut().zip(&config.layer_types) {
-            let KvSequence::Device(pages) = layer else { anyhow::bail!("a cache on the host") };
+            let KvSequence::Device(pages) = layer else { anyhow::bail!("the cache is on the host") };
             let window = (*of == LayerType::Sliding).then_some(config.sliding_window);
             *layer = KvSequence::Device(pages.reserved(tokens, window)?);
         }
         Ok(())
     }
 
-    /// Positions held (by every layer, between forwards).
+    /// Returns the number of cached positions. Between forward passes it is equal at every layer.
     pub fn len(&self) -> usize {
         self.layers.first().map_or(0, KvSequence::len)
     }
 
-    /// The keys and values of layer `index`.
+    /// Returns the keys and values of layer `index`.
     pub fn layer(&mut self, index: usize) -> &mut KvSequence {
         &mut self.layers[index]
     }

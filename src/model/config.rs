@@ -1,4 +1,4 @@
-//! The architecture. How `config.json` tells it is the business of `config_json`.
+//! The architecture of a model. `config_json` reads it from `config.json` and writes it.
 
 use super::families::Family;
 use super::names::parameter_count;
@@ -10,14 +10,14 @@ use anyhow::Result;
 use serde_json::Value;
 use std::path::Path;
 
-/// The sigmoid's gain in the experts' SwiGLU; a constant of the architecture.
+/// The gain of the sigmoid in the experts' SwiGLU; a constant of GPT-OSS.
 pub const SWIGLU_ALPHA: f64 = 1.702;
-/// No size may exceed this, so that a product of three never overflows.
+/// Upper limit of every size, so that a product of three sizes never overflows.
 pub(super) const SIZE_MAX: u64 = 1 << 20;
-/// No model may have more parameters, so that no count of bytes ever overflows.
+/// Upper limit of the parameter count, so that a count of bytes never overflows.
 const PARAMETERS_MAX: u128 = 1 << 44;
 
-/// Which earlier positions a layer attends to.
+/// The earlier positions that a layer attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerType {
     /// Position i sees j with 0 <= i − j < `sliding_window`.
@@ -38,7 +38,7 @@ impl LayerType {
         [LayerType::Sliding, LayerType::Full].into_iter().find(|t| t.name() == name)
     }
 
-    /// The order GPT-OSS uses: even layers slide, odd layers are full.
+    /// Returns the layer types of GPT-OSS: even layers slide, odd layers are full.
     pub fn alternating(num_hidden_layers: usize) -> Vec<LayerType> {
         [LayerType::Sliding, LayerType::Full].into_iter().cycle().take(num_hidden_layers).collect()
     }
@@ -52,7 +52,7 @@ pub struct Rope {
     pub yarn: Option<Yarn>,
 }
 
-/// An architecture. Field names are those of `config.json`.
+/// The architecture of a model. Field names are those of `config.json`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// `model_type`.
@@ -64,40 +64,41 @@ pub struct Config {
     pub num_key_value_heads: usize,
     pub head_dim: usize,
     pub intermediate_size: usize,
-    /// Of a family without experts: 0, as the next.
+    /// 0 in a family without experts, as is the next field.
     pub num_local_experts: usize,
     pub num_experts_per_tok: usize,
-    /// Where no layer slides, of no meaning.
+    /// Unused when no layer slides.
     pub sliding_window: usize,
-    /// One entry a layer.
+    /// One entry for each layer.
     pub layer_types: Vec<LayerType>,
     pub rope: Rope,
     pub rms_norm_eps: f64,
-    /// The clamp of the experts' gated unit; of a family without experts 0.
+    /// The clamp in the experts' SwiGLU MLP; 0 in a family without experts.
     pub swiglu_limit: f64,
-    /// Whether the embedding is the head too.
+    /// Whether the LM head shares the embedding's matrix.
     pub tie_word_embeddings: bool,
     pub max_position_embeddings: usize,
     pub bos_token_id: Option<u32>,
-    /// Empty where the file names none.
+    /// Empty when the file names none.
     pub eos_token_ids: Vec<u32>,
     pub pad_token_id: Option<u32>,
 }
 
 choice! {
-    /// The form in which weights lie on disk.
+    /// The format of weights on disk.
     pub enum Form {
         /// 32-bit floating point.
         F32 = "f32",
-        /// bfloat16, the released form of all but the experts.
+        /// bfloat16, the released format of all tensors but the experts.
         Bf16 = "bf16",
-        /// The released form whole: the experts' matrices in MXFP4, rounded to nearest, all else in bfloat16.
+        /// The released format: the experts' matrices in MXFP4, rounded to nearest, the other tensors in
+        /// bfloat16.
         Mxfp4 = "mxfp4",
     }
 }
 
 impl Config {
-    /// Reads `config.json` in `folder`. Every mistake in the file is told in one `BadInput`, by key.
+    /// Reads `config.json` in `folder`. One `BadInput` lists every mistake in the file by its key.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
         let text = bounded_file::read_text(&path, JSON_BYTES_MAX).map_err(|e| {
@@ -109,7 +110,7 @@ impl Config {
         Self::from_json(&value).map_err(|e| bad_input!("{}: {e}", path.display()))
     }
 
-    /// The contradictions in a config built from plain values, as `BadInput` that names each key.
+    /// Checks a config that was built from values. A `BadInput` names the keys that contradict each other.
     pub fn check(&self) -> Result<()> {
         let mistakes = self.mistakes();
         if mistakes.is_empty() { Ok(()) } else { Err(bad_input!("{}", mistakes.join("; "))) }
@@ -169,7 +170,7 @@ impl Config {
         mistakes
     }
 
-    /// Every number that has limits of its own, under its key in a recipe.
+    /// Returns every number that has limits of its own, with its recipe key.
     fn numbers(&self) -> Vec<(&'static str, f64)> {
         let mut numbers = vec![
             ("hidden_size", self.hidden_size as f64),

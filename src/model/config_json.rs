@@ -1,8 +1,9 @@
 //! `config.json` of a Hugging Face folder, to and from [`Config`].
 //!
-//! Two dialects are read: the released one (`rope_theta` with `rope_scaling`, `torch_dtype`,
-//! `experts_per_token`) and the newer one (`rope_parameters`, `dtype`, `num_experts_per_tok`). Where a
-//! file speaks both, they must agree. What is written loads under both. Keys of one family alone are its own file's.
+//! Two dialects are read. The released one has `rope_theta` with `rope_scaling`, `torch_dtype`,
+//! `experts_per_token`. The newer one has `rope_parameters`, `dtype`, `num_experts_per_tok`. Keys of both
+//! dialects in one file must agree. The files written here load in both. Each family's file reads the keys
+//! that only it has.
 
 use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
 use super::families::Family;
@@ -17,7 +18,7 @@ impl Config {
     pub fn from_json(value: &Value) -> Result<Self> {
         let Value::Object(map) = value else { return Err(bad_input!("not a JSON object")) };
         let mut keys = Keys { map, family: Family::default(), mistakes: Vec::new() };
-        // First, and alone: what else must be there depends on it.
+        // The family comes first: the required keys depend on it.
         keys.family = keys.family()?;
         let config = (keys.family.read)(&mut keys);
         let mut mistakes = keys.mistakes;
@@ -27,7 +28,7 @@ impl Config {
         if mistakes.is_empty() { Ok(config) } else { Err(bad_input!("{}", mistakes.join("; "))) }
     }
 
-    /// The content of `config.json` for weights saved in `form`, for readers of either dialect.
+    /// Returns the content of `config.json` for weights saved in `form`, for readers of either dialect.
     pub fn to_json(&self, form: Form) -> Value {
         let rope_scaling = match &self.rope.yarn {
             None => Value::Null,
@@ -83,7 +84,7 @@ impl Config {
     }
 }
 
-/// The keys of one JSON object, read one by one; what is wrong with them gathers in `mistakes`.
+/// The keys of one JSON object. Mistakes in them are collected in `mistakes`.
 pub(super) struct Keys<'a> {
     map: &'a Map<String, Value>,
     family: Family,
@@ -91,7 +92,7 @@ pub(super) struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
-    /// The value of `key`, `None` where it is absent or null.
+    /// Returns the value of `key`; `None` when it is absent or null.
     fn value(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|v| !v.is_null())
     }
@@ -104,13 +105,13 @@ impl<'a> Keys<'a> {
         family.ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::known()))
     }
 
-    /// Notes a mistake; the value that it leaves is never used.
+    /// Records a mistake and returns a placeholder, which is never used.
     pub(super) fn mistake<T: Default>(&mut self, mistake: &str) -> T {
         self.mistakes.push(mistake.to_owned());
         T::default()
     }
 
-    /// The keys that every family has. Other fields are 0 or absent: the family reads them.
+    /// Reads the keys that every family has. The family fills in the other fields, which are 0 or absent.
     pub(super) fn common(&mut self) -> Config {
         let config = Config {
             family: self.family,
@@ -138,7 +139,7 @@ impl<'a> Keys<'a> {
         config
     }
 
-    /// A whole number in 1..=`max`; 0, with a mistake noted, where there is none.
+    /// Reads a whole number in 1..=`max`. Without one it records a mistake and returns 0.
     fn count(&mut self, key: &str, max: u64) -> usize {
         match self.value(key) {
             None => self.mistakes.push(format!("key `{key}` is missing")),
@@ -154,7 +155,7 @@ impl<'a> Keys<'a> {
         self.count(key, SIZE_MAX)
     }
 
-    /// One size under two names; both may be there if they agree.
+    /// Reads a size that has two names. If both are present they must agree.
     pub(super) fn size_of_either(&mut self, newer: &str, released: &str) -> usize {
         if self.value(newer).is_none() && self.value(released).is_some() {
             return self.size(released);
@@ -166,7 +167,7 @@ impl<'a> Keys<'a> {
         size
     }
 
-    /// A finite number; 0, with a mistake noted, where there is none.
+    /// Reads a finite number. Without one it records a mistake and returns 0.
     pub(super) fn number(&mut self, key: &str) -> f64 {
         match self.value(key) {
             None => self.mistakes.push(format!("key `{key}` is missing")),
@@ -178,7 +179,7 @@ impl<'a> Keys<'a> {
         0.0
     }
 
-    /// A token id or a list of them; none where the key is absent.
+    /// Reads a token id or a list of them; an absent key gives an empty list.
     fn token_ids(&mut self, key: &str) -> Vec<u32> {
         let Some(value) = self.value(key) else { return Vec::new() };
         let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
@@ -189,14 +190,14 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// `head_dim`, or each head's share of the hidden size where the key is absent.
+    /// Reads `head_dim`; when absent it is the hidden size divided by the number of heads.
     pub(super) fn head_dim_or_share(&mut self) -> usize {
         let size = |key| self.value(key).and_then(Value::as_u64).filter(|&n| n > 0);
         match (size("hidden_size"), size("num_attention_heads")) {
             (Some(hidden), Some(heads)) if self.value("head_dim").is_none() => {
                 if hidden % heads != 0 {
                     self.mistakes.push(format!(
-                        "head_dim is absent, and hidden_size = {hidden} is no multiple of num_attention_heads = {heads}"
+                        "head_dim is absent, and hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}"
                     ));
                 }
                 (hidden / heads) as usize
@@ -205,7 +206,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// True or false; `default` where the key is absent.
+    /// Reads true or false; an absent key gives `default`.
     pub(super) fn flag(&mut self, key: &str, default: bool) -> bool {
         let Some(value) = self.value(key) else { return default };
         value.as_bool().unwrap_or_else(|| {
@@ -226,7 +227,7 @@ impl<'a> Keys<'a> {
         let types = self.listed_layer_types();
         if !self.family.has_windows && types.contains(&LayerType::Sliding) {
             self.mistakes
-                .push("layer_types has \"sliding_attention\", which is not built for this family".into());
+                .push("layer_types has \"sliding_attention\", which this family does not support".into());
         }
         types
     }
@@ -240,13 +241,13 @@ impl<'a> Keys<'a> {
         });
         types.unwrap_or_else(|| {
             self.mistakes.push(format!(
-                "layer_types must list one of \"sliding_attention\", \"full_attention\" a layer, not {value}"
+                "layer_types must list one of \"sliding_attention\", \"full_attention\" for each layer, not {value}"
             ));
             usual
         })
     }
 
-    /// Both dialects of RoPE, if either is there; where the file has both, they must agree.
+    /// Reads RoPE in either dialect, if present. If the file has both, they must agree.
     pub(super) fn rope(&mut self) -> Option<Rope> {
         let outer_theta = self.value("rope_theta").is_some().then(|| self.number("rope_theta"));
         let mut found: Option<Rope> = None;
@@ -274,7 +275,7 @@ impl<'a> Keys<'a> {
             (_, outer) => {
                 let theta = inner.number("rope_theta");
                 if outer.is_some_and(|outer| outer != theta) {
-                    inner.mistakes.push(format!("rope_theta = {theta} contradicts the rope_theta outside"));
+                    inner.mistakes.push(format!("rope_theta = {theta} contradicts the outer rope_theta"));
                 }
                 theta
             }
@@ -311,7 +312,7 @@ impl<'a> Keys<'a> {
         Rope { theta, yarn }
     }
 
-    /// YaRN's keys; the optional ones default as in the reference implementation.
+    /// Reads the keys of YaRN. Optional ones default as in the reference implementation.
     fn yarn(&mut self) -> Yarn {
         let truncate = self.value("truncate").map(|v| {
             v.as_bool().unwrap_or_else(|| {
@@ -336,14 +337,14 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A key that the architecture fixes: absent, or at the one value that is implemented.
+    /// Checks a key that the architecture fixes: it must be absent or equal to `wanted`.
     pub(super) fn fixed(&mut self, key: &str, wanted: &Value) {
         if let Some(value) = self.value(key).filter(|v| *v != wanted) {
             self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
         }
     }
 
-    /// The keys that every architecture here fixes.
+    /// Checks the keys that every family fixes.
     fn check_fixed(&mut self) {
         let has_experts = self.family.has_experts;
         self.fixed("hidden_act", &json!("silu"));

@@ -1,7 +1,8 @@
-//! Decode on a GPU whose launches are recorded: the host gives the GPU one graph a step instead of every kernel.
+//! Decode on a GPU with CUDA graphs: the host launches one recorded graph a step instead of every kernel.
 //!
-//! The pass is [`DecoderStack::layers`] as ever. What a step changes is copied to the GPU before it, so a recording is good for every later
-//! step of its shape; the bits are the same. A shape is recorded when it comes for the second time.
+//! The forward pass is [`DecoderStack::layers`]. Inputs that change from step to step are copied to the GPU
+//! first. So a recording serves every later step of its shape, with the same bits. A shape is recorded on
+//! its second step.
 
 use super::attend::Attend;
 use super::cache::SequenceCache;
@@ -14,20 +15,21 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
-/// Shapes whose recordings are kept. One changes when a sequence comes or goes, and now and then as they grow.
+/// Most recordings kept at a time. The shape changes when sequences start or end, and sometimes as they
+/// grow.
 const BATCHES_MAX: usize = 4;
 
-/// Steps of decode, recorded by their shape.
+/// Runs decode steps and records them by shape.
 pub struct Decoder {
     device: Device,
-    /// The newest last.
+    /// The most recently used is last.
     batches: Vec<Batch>,
-    /// False once a recording failed.
+    /// False after a recording failed.
     records: bool,
     replayed: u64,
 }
 
-/// Steps of one shape.
+/// The buffers and the recording of one shape.
 struct Batch {
     launches: DecodeBatch,
     /// The first layer's input, `[T, H]`.
@@ -40,23 +42,25 @@ struct Batch {
 }
 
 impl Decoder {
-    /// For `stack`, if its decode can be recorded: on a GPU, with weights that stay where they are.
+    /// Returns a decoder for `stack`, if its decode can be recorded: on a GPU, with weights that stay in
+    /// memory.
     pub fn new(stack: &DecoderStack) -> Option<Self> {
         let device = stack.weights.device().clone();
         let can = device.is_cuda() && stack.weights.are_resident();
         can.then_some(Self { device, batches: vec![], records: true, replayed: 0 })
     }
 
-    /// Steps that were a recording's.
+    /// Returns the number of steps that replayed a recording.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn replayed(&self) -> u64 {
         self.replayed
     }
 
-    /// [`DecoderStack::feed`] of one token for each of `caches`: hidden states `[T, H]`, which stay until the next step.
+    /// Does [`DecoderStack::feed`] of one token for each of `caches`. Returns hidden states `[T, H]`, which
+    /// are valid until the next step.
     ///
     /// # Errors
-    /// As there.
+    /// As [`DecoderStack::feed`].
     pub fn feed(
         &mut self,
         stack: &DecoderStack,
@@ -83,7 +87,7 @@ impl Decoder {
                 Err(error) => {
                     self.records = false;
                     let why = format!("{error:#}");
-                    // A backtrace may follow.
+                    // The error may end in a backtrace.
                     let why = why.lines().next().unwrap_or_default();
                     eprintln!("note: decode is not recorded, every kernel is launched: {why}");
                 }
@@ -105,7 +109,7 @@ impl Decoder {
     }
 }
 
-/// Room for a token in every layer of `caches`, and what attention must know.
+/// Appends one position to every layer of `caches`, and returns the arguments of attention.
 fn step(stack: &DecoderStack, caches: &mut [&mut SequenceCache]) -> Result<DecodeStep> {
     let mut step = DecodeStep::default();
     for index in 0..stack.model.config.num_hidden_layers {
@@ -113,10 +117,10 @@ fn step(stack: &DecoderStack, caches: &mut [&mut SequenceCache]) -> Result<Decod
         let attention = layer.attention().shape(stack.model, index, &stack.forward);
         let layers = caches.iter_mut().map(|cache| cache.layer(index));
         let mut pages =
-            layers.map(|layer| layer.pages_mut().context("a cache elsewhere")).collect::<Result<Vec<_>>>()?;
+            layers.map(|layer| layer.pages_mut().context("a cache on host")).collect::<Result<Vec<_>>>()?;
         step.add_layer(attention, &mut pages)?;
         if let Some(window) = attention.window {
-            // The step's table has them; no other step comes before its launches.
+            // The table of this step has these pages already, and no other step runs before its launches.
             pages.iter_mut().for_each(|pages| pages.forget_before(pages.len(), window));
         }
     }
@@ -146,7 +150,7 @@ impl Batch {
     }
 }
 
-/// Keys found as a loaded step says.
+/// Attention over the keys of the step loaded into `DecodeBatch`.
 struct LoadedAttention<'a>(&'a DecodeBatch);
 
 impl Attend for LoadedAttention<'_> {

@@ -1,8 +1,8 @@
-//! The one forward pass through the layers, and what reads its end.
+//! The one forward pass through the layers, and the head.
 //!
-//! Rollout, training, recomputation and every comparison pass here. They differ in how rows find their keys ([`Rows`]), in
-//! where weights come from ([`Weights`]) and in what they keep of a layer; a pass that keeps nothing holds one layer at
-//! a time.
+//! Rollout, training, recomputation and every comparison use it. They differ in how rows find their keys
+//! ([`Rows`]), in where weights come from ([`Weights`]) and in what they keep of a layer. A pass that keeps
+//! nothing holds one layer in memory at a time.
 
 use super::attend::CachedAttention;
 use super::cache::SequenceCache;
@@ -14,7 +14,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// A model, its weights, and what is changed in the forward.
+/// A model with its weights and its forward options.
 #[derive(Clone, Copy)]
 pub struct DecoderStack<'a> {
     pub model: &'a Model,
@@ -22,27 +22,27 @@ pub struct DecoderStack<'a> {
     pub forward: ForwardOptions,
 }
 
-/// Keeps what a pass needs of its layers: called with a layer's index, its input `[T, H]` and what it gave.
+/// A callback for each layer: it gets the layer's index, its input `[T, H]` and its output.
 pub type Keep<'a> = &'a mut dyn FnMut(usize, &Tensor, &LayerOutput) -> Result<()>;
 
-/// Keeps nothing of a layer.
+/// Keeps nothing of a layer: the callback of passes that need no activations.
 pub fn nothing(_: usize, _: &Tensor, _: &LayerOutput) -> Result<()> {
     Ok(())
 }
 
 impl DecoderStack<'_> {
-    /// Hidden states `[T, H]` after the last layer.
+    /// Returns hidden states `[T, H]` after the last layer.
     ///
     /// # Errors
-    /// When the rows do not fit the model, and those of `keep`.
+    /// When the rows do not fit the model, or `keep` fails.
     pub fn forward(&self, tokens: &Arc<Vec<u32>>, rows: &mut Rows, keep: Keep) -> Result<Tensor> {
         self.layers(self.embed(tokens)?, rows, keep)
     }
 
-    /// [`Self::forward`] from the first layer's input `x [T, H]` on.
+    /// Does [`Self::forward`] from the first layer's input `x [T, H]` on.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::forward`].
     pub fn layers(&self, mut x: Tensor, rows: &mut Rows, keep: Keep) -> Result<Tensor> {
         let layers = self.model.config.num_hidden_layers;
         for index in 0..layers {
@@ -54,10 +54,11 @@ impl DecoderStack<'_> {
         Ok(x)
     }
 
-    /// This rank's part of a pass that others make and it has no rows for, where several ranks make it together ([`Weights::mesh`]).
+    /// Takes this rank through a pass in which it has no rows, where ranks make passes together
+    /// ([`Weights::mesh`]).
     ///
     /// # Errors
-    /// When a rank does not come in time.
+    /// When a rank does not respond in time.
     pub fn pass_by(&self) -> Result<()> {
         let layers = self.model.config.num_hidden_layers;
         (0..layers).try_for_each(|index| {
@@ -67,7 +68,7 @@ impl DecoderStack<'_> {
         })
     }
 
-    /// The first layer's input, `[T, H]`.
+    /// Returns the first layer's input, `[T, H]`.
     ///
     /// # Errors
     /// When a token is not below `V`.
@@ -75,7 +76,7 @@ impl DecoderStack<'_> {
         self.weights.embed(tokens)
     }
 
-    /// Layer `index` alone; the pass asks for layer `next` afterwards.
+    /// Runs layer `index`; `next` is the layer that the pass needs afterwards.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -90,11 +91,11 @@ impl DecoderStack<'_> {
         layer.forward(x, &mut LayerPass { model: self.model, index, options: &self.forward, rows })
     }
 
-    /// Hidden states `[T, H]` for new tokens of cached sequences: `tokens` holds `counts[i]` ids of `caches[i]`, one after
-    /// the other.
+    /// Returns hidden states `[T, H]` of new tokens of cached sequences. `tokens` holds `counts[i]` ids for
+    /// each `caches[i]`, concatenated.
     ///
     /// # Errors
-    /// When a sequence would outgrow the context, and those of `keep`.
+    /// When a sequence would exceed the context, or `keep` fails.
     pub fn feed(
         &self,
         tokens: Vec<u32>,
@@ -111,7 +112,7 @@ impl DecoderStack<'_> {
         self.forward(&Arc::new(tokens), &mut Rows { rotation, attend, replay: None }, keep)
     }
 
-    /// Rows `rows` of `hidden [T, H]` after the last norm, `[R, H]`: what the head reads.
+    /// Returns rows `rows` of `hidden [T, H]` after the final norm, `[R, H]`: the head's input.
     ///
     /// # Errors
     /// When a row does not exist.
@@ -119,8 +120,8 @@ impl DecoderStack<'_> {
         self.model.norm(&ops::select_rows(hidden, rows)?, self.weights.final_norm())
     }
 
-    /// The head's output for `normed [R, H]`: log-probabilities and entropies of `targets` at `temperature`, `[2, R]`;
-    /// under a value head values, `[1, R]`.
+    /// Returns the head's output for `normed [R, H]`: log-probabilities and entropies of `targets` at
+    /// `temperature`, `[2, R]`. A critic returns values, `[1, R]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -128,10 +129,10 @@ impl DecoderStack<'_> {
         self.weights.head(normed, targets, temperature)
     }
 
-    /// The logits of `normed [R, H]`, as a sampler reads them.
+    /// Returns the logits of `normed [R, H]`, for a sampler.
     ///
     /// # Errors
-    /// When the model has no head over a vocabulary.
+    /// When the model is a critic, which has no LM head.
     pub fn logits(&self, normed: &Tensor, sampling: &Sampling) -> Result<Logits> {
         self.weights.logits(normed, sampling)
     }

@@ -1,7 +1,8 @@
-//! Experts over ranks: each rank has the weights of some experts, and rows of hidden states travel to them and back.
+//! Expert parallelism: each rank holds some experts, and rows of hidden states are sent to them and back.
 //!
-//! A row's product with its expert is the same bits wherever it is made and whatever rows lie beside it, and the products come
-//! back in the order in which the rows were sent; so the token's sum in slot order is that of one process.
+//! The bits of a row's expert output depend neither on the rank nor on the rows beside it. Outputs return
+//! in the order in which rows were sent. So the sum over a token's experts has the same bits as in one
+//! process.
 
 use crate::dist::Mesh;
 use crate::dist::wire::f32_bytes;
@@ -13,34 +14,34 @@ use candle_core::{Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The experts that `rank` of `ranks` has: even stretches, in order.
+/// Returns the experts that `rank` of `ranks` holds: an even, contiguous range.
 pub fn experts_of(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
     experts * rank / ranks..experts * (rank + 1) / ranks
 }
 
-/// Which rank has which of a layer's experts.
+/// The placement of a layer's experts on ranks.
 pub struct ExpertRanks {
     mesh: Arc<Mesh>,
     experts: usize,
-    /// Values of a row.
+    /// Values in one row.
     width: usize,
 }
 
-/// The products of this rank's experts with rows `[R, H]`, sorted by the plan.
+/// Computes the outputs of this rank's experts for rows `[R, H]`, sorted by the plan.
 pub type Products<'a> = &'a dyn Fn(&Tensor, &Dispatch) -> Result<Tensor>;
 
 impl ExpertRanks {
-    /// `experts` of a layer whose rows have `width` values, over the ranks of `mesh`.
+    /// Places `experts` experts over the ranks of `mesh`. Each row has `width` values.
     pub fn new(mesh: Arc<Mesh>, experts: usize, width: usize) -> Self {
         Self { mesh, experts, width }
     }
 
-    /// The ranks that must make every pass together.
+    /// Returns the ranks that must make every pass together.
     pub fn mesh(&self) -> &Arc<Mesh> {
         &self.mesh
     }
 
-    /// Those of this rank.
+    /// Returns the experts of this rank.
     pub fn own(&self) -> Range<usize> {
         self.of(self.mesh.rank())
     }
@@ -49,11 +50,12 @@ impl ExpertRanks {
         experts_of(self.experts, rank, self.mesh.ranks())
     }
 
-    /// The products of rows `x [T·K, H]`, sorted by `plan`, with their experts, in the same order. `products` makes those of this
-    /// rank's experts, for the rows of all ranks. Every rank must ask, or [`Self::answer`].
+    /// Returns the expert outputs for rows `x [T·K, H]`, sorted by `plan`, in the same order. `products`
+    /// computes this rank's experts for the rows of all ranks. Every rank must call it, or
+    /// [`Self::answer`].
     ///
     /// # Errors
-    /// When a rank does not come in time, and those of `products`.
+    /// When a rank does not respond in time, or `products` fails.
     pub fn products(&self, x: &Tensor, plan: &Dispatch, products: Products) -> Result<Tensor> {
         let (rows, width) = x.dims2()?;
         ensure!(width == self.width, "rows of {width} values, experts take {}", self.width);
@@ -62,7 +64,7 @@ impl ExpertRanks {
         Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
     }
 
-    /// This rank's part where it has no rows of its own.
+    /// Serves the other ranks' rows when this rank has none.
     ///
     /// # Errors
     /// As [`Self::products`].
@@ -70,7 +72,8 @@ impl ExpertRanks {
         self.exchanged(&vec![0; self.experts], &[], products).map(drop)
     }
 
-    /// Sends rows `x`, so many of each expert, and returns what the ranks gave for them, in their order.
+    /// Sends the rows `x`, `counts` of them to each expert. Returns their outputs by rank, in the order
+    /// sent.
     fn exchanged(&self, counts: &[usize], x: &[f32], products: Products) -> Result<Vec<Vec<u8>>> {
         let (ranks, own) = (self.mesh.ranks(), self.own());
         let bytes_of = |counts: &[usize]| counts.iter().sum::<usize>() * self.width * size_of::<f32>();
@@ -105,8 +108,8 @@ impl ExpertRanks {
         self.mesh.start(what, &self.mesh.all_ranks(), parts, &lengths)?.wait()
     }
 
-    /// The products of the rows that came, in the order in which they came: `asked` has each rank's number for each of this rank's
-    /// experts.
+    /// Computes the outputs of the received rows, in the order received. `asked` has, by rank, the row
+    /// count of each of this rank's experts.
     fn made(&self, asked: &[Vec<usize>], rows: &[Vec<u8>], products: Products) -> Result<Vec<f32>> {
         let experts = asked.iter().flat_map(|counts| (0u32..).zip(counts));
         let routes: Vec<u32> = experts.flat_map(|(e, &count)| std::iter::repeat_n(e, count)).collect();
@@ -118,7 +121,7 @@ impl ExpertRanks {
         let x = Tensor::from_vec(x, (count, self.width), &Device::Cpu)?;
         let plan = Dispatch::new(&Tensor::from_vec(routes, (count, 1), &Device::Cpu)?, self.own().len())?;
         let made = products(&ops::dispatch(&x, &plan)?, &plan)?;
-        // Back into the order of arrival; times 1 changes no bit that the sum of a token's slots would show.
+        // Restores the order of arrival. Multiplying by 1 changes no bits.
         let ones = Tensor::ones((count, 1), made.dtype(), &Device::Cpu)?;
         Ok(host_values(&ops::combine(&made, &ones, &plan)?)?.to_vec())
     }

@@ -1,4 +1,4 @@
-//! The arguments of a forward pass beside its weights: the model, its rows, and what ablations change.
+//! The arguments of a forward pass besides its weights: the model, the rows, and ablations.
 
 use super::attend::Attend;
 use super::config::{Config, SWIGLU_ALPHA};
@@ -15,13 +15,16 @@ pub struct ForwardOptions {
     pub sinks: bool,
     /// False gives the sinks no gradient.
     pub sink_gradient: bool,
-    /// Noise on the router logits, before experts are chosen and weighed.
+    /// Noise on the router logits, before experts are selected and weighted.
     pub router_noise: Option<RouterNoise>,
-    /// Mantissa bits kept of the residual stream and of what the norms give; without gradient. `None`: all.
+    /// Mantissa bits kept of the residual stream and of the norms' outputs. Rounding has no gradient.
+    /// `None`: all.
     pub mantissa_bits: Option<u32>,
-    /// The sigmoid's gain in the experts: another one is a mistake to recognise others by.
+    /// The gain of the sigmoid in the experts. Another value reproduces a known mistake, to recognise it
+    /// elsewhere.
     pub swiglu_alpha: f64,
-    /// True weighs the chosen experts by a softmax over all of them, not made to sum to 1: a mistake likewise.
+    /// True weights the selected experts by a softmax over all experts, without renormalising: a known
+    /// mistake.
     pub softmax_before_top_k: bool,
 }
 
@@ -47,46 +50,46 @@ impl ForwardOptions {
     }
 }
 
-/// The maths of one architecture; it holds no weights.
+/// The computation of one architecture, without weights.
 #[derive(Debug, Clone)]
 pub struct Model {
     pub config: Config,
     table: Arc<ops::rope::RopeTable>,
 }
 
-/// The rows of a batch: where they stand and how they find their keys.
+/// The rows of a batch: their positions, and how they find their keys.
 pub struct Rows<'a> {
     pub rotation: Rotation,
     pub attend: &'a mut dyn Attend,
-    /// Experts to use instead of the router's own choice, `[T, K]` a layer.
+    /// Experts that replace the router's selection, `[T, K]` for each layer.
     pub replay: Option<&'a [Tensor]>,
 }
 
 impl Model {
-    /// The model for sequences of up to `context_tokens_max` positions.
+    /// Returns the model for sequences of up to `context_tokens_max` positions.
     pub fn new(config: Config, context_tokens_max: usize) -> Self {
         let table = Arc::new(super::rope::table(&config.rope, config.head_dim, context_tokens_max));
         Self { config, table }
     }
 
-    /// The model with another table of RoPE, a mistake to recognise others by. `frequencies [D / 2]` are radians a
-    /// position of each pair of dimensions; `factor` multiplies cosine and sine.
+    /// Returns the model with another RoPE table, to recognise a known mistake elsewhere. `frequencies [D /
+    /// 2]` are radians per position of each pair of dimensions. `factor` multiplies cosine and sine.
     pub fn with_rope(config: Config, context_tokens_max: usize, frequencies: &[f32], factor: f64) -> Self {
         let table = Arc::new(ops::rope::RopeTable::new(frequencies, context_tokens_max, factor));
         Self { config, table }
     }
 
-    /// Positions a sequence may have.
+    /// Returns the most positions of a sequence.
     pub fn context_tokens_max(&self) -> usize {
         self.table.positions()
     }
 
-    /// The rotation of rows at `positions`.
+    /// Returns the rotation of rows at `positions`.
     pub fn rotation(&self, positions: Vec<u32>) -> Rotation {
         Rotation::new(self.table.clone(), positions)
     }
 
-    /// A norm of rows `x [R, H]`.
+    /// Returns the RMS norm of rows `x [R, H]`.
     pub(super) fn norm(&self, x: &Tensor, weight: &Parameter) -> Result<Tensor> {
         Ok(ops::rms_norm(x, &weight.tracked()?, self.config.rms_norm_eps)?)
     }

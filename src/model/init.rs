@@ -1,4 +1,5 @@
-//! Random initialisation: a function of the config, the settings and the seed, on every machine.
+//! Random initialisation, a function of the config, the settings and the seed. Every machine gives the same
+//! bits.
 
 use super::config::Config;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
@@ -10,21 +11,23 @@ use rand::RngCore;
 use rayon::prelude::*;
 
 table! {
-    /// Random weights: matrices d^-1/2 (output projections further divided by the square root of twice the layers), biases 0.
+    /// Random weights. Matrices have standard deviation d^-1/2; output projections are also divided by
+    /// sqrt(2 · layers). Biases are 0.
     pub struct InitSettings {
-        /// Standard deviation of the embedding, where it is not the head too.
+        /// Standard deviation of the embedding, unless the LM head shares its matrix.
         pub embedding_std: f64 = 0.5 => above(0.0).to(100.0),
-        /// Factor on d^-1/2, the standard deviation of the output head.
+        /// Factor on d^-1/2, the standard deviation of the LM head.
         pub head_scale: f64 = 0.5 => above(0.0).to(100.0),
-        /// Value of every attention sink, in GPT-OSS; at 4 they carry real mass, near 0 hardly any.
+        /// Value of every attention sink in GPT-OSS. At 4 sinks take much of the attention, near 0 hardly
+        /// any.
         pub sink: f64 = 4.0 => from(-20.0).to(20.0),
     }
 }
 
-/// Every parameter of `config`, f32 values in working layout, in [`parameter_specs`] order.
+/// Returns every parameter of `config`: f32 values in working layout, in [`parameter_specs`] order.
 ///
-/// Matrices are normal with standard deviation fan-in^-1/2; those that write to the residual stream are
-/// divided by sqrt(2 · layers) too (Radford et al. 2019). Biases are 0, norms 1.
+/// Matrices are normal with standard deviation fan-in^-1/2. Those that write to the residual stream are
+/// also divided by sqrt(2 · layers) (Radford et al. 2019). Biases are 0, norms 1.
 pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(ParameterSpec, Vec<f32>)>> {
     config.check()?;
     let draw = |(index, spec): (usize, ParameterSpec)| {
@@ -50,14 +53,15 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
     Ok(specs.into_par_iter().map(draw).collect())
 }
 
-/// A critic's tensors in [`value_model_specs`] order: the decoder stack, which `stack` finds by name, and a fresh value head,
-/// its weight normal with standard deviation 1 / (H + 1), so that first values are near 0, and its bias 0.
+/// Returns a critic's tensors in [`value_model_specs`] order: the decoder stack, read by `stack`, and a new
+/// value head. The head's weight is normal with standard deviation 1 / (H + 1), so that initial values are
+/// near 0. Its bias is 0.
 pub fn value_model(
     config: &Config,
     seed: u64,
     stack: impl Fn(&ParameterSpec) -> Result<Stored>,
 ) -> impl Iterator<Item = Result<(ParameterSpec, Stored)>> {
-    // The first index that no tensor of the policy draws from.
+    // The first index from which no tensor of the policy draws.
     let place = parameter_specs(config).len() as u64;
     let hidden = config.hidden_size;
     value_model_specs(config).into_iter().map(move |spec| {
@@ -72,12 +76,12 @@ pub fn value_model(
     })
 }
 
-/// `count` draws from N(0, `std`²) by Box and Muller (1958), in f64 and then rounded.
+/// Returns `count` draws from N(0, `std`²) by Box and Muller (1958), computed in f64 and rounded to f32.
 ///
-/// The logarithm, sine and cosine are libm's own: the platform's may differ in the last bit.
+/// Logarithm, sine and cosine come from libm: a platform's own may differ in the last bit.
 fn normals(seed: u64, index: u64, std: f64, count: usize) -> Vec<f32> {
     let mut rng = stream(seed, Purpose::Initialisation, &[index]);
-    // Uniform in (0, 1], 53 bits.
+    // Uniform in (0, 1], with 53 bits.
     let mut uniform = || ((rng.next_u64() >> 11) + 1) as f64 * (1.0 / (1u64 << 53) as f64);
     let mut values = Vec::with_capacity(count + 1);
     while values.len() < count {

@@ -1,4 +1,4 @@
-//! Layers: the trait that every family's layer implements, and the parts of which families make them.
+//! Decoder layers: the trait that each family's layer implements, and the blocks that layers consist of.
 
 use super::config::LayerType;
 use super::expert_ranks::ExpertRanks;
@@ -10,18 +10,18 @@ use anyhow::Result;
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
-/// One layer of a decoder: the same code for rollout and training, whatever is in the batch.
+/// One decoder layer. Rollout and training use the same code.
 pub trait Layer: Send + Sync {
-    /// The layer on `x [T, H]`.
+    /// Returns the output of the layer for `x [T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput>;
 
-    /// Its attention.
+    /// Returns the attention of the layer.
     fn attention(&self) -> &AttentionWeights;
 
-    /// Its experts, where it has any.
+    /// Returns the experts, if the layer has any.
     fn experts(&self) -> Option<&Experts> {
         None
     }
@@ -30,7 +30,7 @@ pub trait Layer: Send + Sync {
     fn without_gradient(&self) -> Arc<dyn Layer>;
 }
 
-/// The layer that a pass is at.
+/// The arguments of one layer's forward pass.
 pub struct LayerPass<'a, 'b> {
     pub model: &'a Model,
     pub index: usize,
@@ -39,7 +39,7 @@ pub struct LayerPass<'a, 'b> {
 }
 
 impl LayerPass<'_, '_> {
-    /// The norm of rows `x [T, H]`.
+    /// Returns the norm of rows `x [T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -47,7 +47,7 @@ impl LayerPass<'_, '_> {
         self.options.round(self.model.norm(x, weight)?)
     }
 
-    /// The residual stream `x [T, H]` with what a part of the layer adds to it.
+    /// Adds `mixed`, the output of attention or MLP, to the residual stream `x [T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -56,24 +56,24 @@ impl LayerPass<'_, '_> {
     }
 }
 
-/// A layer's output.
+/// The output of a layer.
 pub struct LayerOutput {
     /// `[T, H]`.
     pub hidden: Tensor,
-    /// Present where the layer has experts.
+    /// Present when the layer has experts.
     pub routing: Option<Routing>,
 }
 
 impl LayerOutput {
-    /// The chosen experts, u32 `[T, K]`, where the layer has experts.
+    /// Returns the routed experts, u32 `[T, K]`, if the layer has experts.
     pub fn routes(&self) -> Option<Tensor> {
         self.routing.as_ref().map(|routing| routing.routes.clone())
     }
 }
 
-/// A router's decision.
+/// The router's decision.
 pub struct Routing {
-    /// The chosen experts, u32 `[T, K]`.
+    /// The routed experts, u32 `[T, K]`.
     pub routes: Tensor,
     /// The rows of each expert.
     pub plan: Dispatch,
@@ -88,12 +88,12 @@ pub struct AttentionWeights {
     pub k: Matrix,
     pub v: Matrix,
     pub o: Matrix,
-    /// `[N]`; none in a family without sinks.
+    /// `[N]`; `None` in a family without sinks.
     pub sinks: Option<Parameter>,
 }
 
 impl AttentionWeights {
-    /// The op's description of attention in layer `index`.
+    /// Returns the shape and options of attention in layer `index`.
     pub fn shape(&self, model: &Model, index: usize, options: &ForwardOptions) -> sink_attention::Attention {
         let c = &model.config;
         sink_attention::Attention {
@@ -106,7 +106,7 @@ impl AttentionWeights {
         }
     }
 
-    /// Attention of normed rows `h [T, H]`: `[T, H]`.
+    /// Returns attention of normed rows `h [T, H]`, `[T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -118,7 +118,7 @@ impl AttentionWeights {
         let kv = ops::rope_keys_with_values(&k, &v, shape.kv_heads, rotation)?;
         let sinks = match &self.sinks {
             Some(sinks) => sinks.tracked()?,
-            // The op does not look at them.
+            // The op ignores these zeros.
             None => Tensor::zeros(shape.heads, DType::F32, q.device())?,
         };
         let mixed = pass.rows.attend.attend(pass.index, &q, &kv, &sinks, shape)?;
@@ -141,18 +141,18 @@ impl AttentionWeights {
 #[derive(Clone)]
 pub struct Experts {
     pub router: Matrix,
-    /// To `2I`, gate and up interleaved.
+    /// Projects to `2I`, gate and up interleaved.
     pub gate_up: Matrix,
     pub down: Matrix,
-    /// Where rows travel to the rank that holds their expert: `gate_up` and `down` are then those of this rank's experts.
+    /// Present under expert parallelism: `gate_up` and `down` then hold this rank's experts only.
     pub ranks: Option<Arc<ExpertRanks>>,
 }
 
 impl Experts {
-    /// The experts' mix of normed rows `h [T, H]`: `[T, H]`, and what the router decided.
+    /// Returns the experts' weighted sum for normed rows `h [T, H]`, `[T, H]`, and the router's decision.
     ///
     /// # Errors
-    /// When shapes disagree, or a rank does not come in time.
+    /// When shapes disagree, or a rank does not respond in time.
     pub fn forward(&self, h: &Tensor, pass: &LayerPass) -> Result<(Tensor, Routing)> {
         let (config, options, rows) = (&pass.model.config, pass.options, &pass.rows);
         let mut router_logits = self.router.matmul_f32(h)?;
@@ -179,7 +179,7 @@ impl Experts {
         Ok((mixed, Routing { routes, plan, router_logits }))
     }
 
-    /// The experts' outputs for rows `x [T·K, H]`, sorted by `plan`.
+    /// Returns the experts' outputs for rows `x [T·K, H]`, sorted by `plan`.
     fn products(
         &self,
         x: &Tensor,
@@ -192,10 +192,10 @@ impl Experts {
         self.down.grouped_matmul(&active, plan)
     }
 
-    /// This rank's part of a layer for which only other ranks have rows.
+    /// Serves the other ranks' rows when this rank has none in this layer.
     ///
     /// # Errors
-    /// When a rank does not come in time.
+    /// When a rank does not respond in time.
     pub fn answer(&self, model: &Model, options: &ForwardOptions) -> Result<()> {
         match &self.ranks {
             Some(ranks) => ranks.answer(&|x, plan| self.products(x, plan, model, options)),
@@ -214,7 +214,7 @@ impl Experts {
     }
 }
 
-/// The shares of `routes [T, K]` in a softmax over all of `logits [T, E]`.
+/// Returns the weights of the experts `routes [T, K]` in a softmax over all of `logits [T, E]`.
 fn shares_of_all(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
     let (tokens, experts) = logits.dims2()?;
     let all = Tensor::arange(0, experts as u32, logits.device())?.broadcast_as((tokens, experts))?;
@@ -230,7 +230,7 @@ pub struct SwigluMlp {
 }
 
 impl SwigluMlp {
-    /// The matrices `mlp.gate_proj`, `mlp.up_proj` and `mlp.down_proj`, without biases.
+    /// Takes the matrices `mlp.gate_proj`, `mlp.up_proj` and `mlp.down_proj`, which have no biases.
     ///
     /// # Errors
     /// When one is missing.
@@ -242,7 +242,7 @@ impl SwigluMlp {
         })
     }
 
-    /// Of normed rows `h [T, H]`: `[T, H]`.
+    /// Returns the MLP's output for normed rows `h [T, H]`, `[T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.

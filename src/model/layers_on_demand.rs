@@ -1,5 +1,6 @@
-//! Layers that are made anew whenever a pass comes to them, so that one at a time is in memory: those of a model larger than
-//! memory, read from disk, and those whose changed tensors would take more memory than what they are made of.
+//! Layers that are built whenever a pass reaches them, so that memory holds one at a time. Their tensors
+//! are read from disk when the model is larger than memory. Or they are derived from tensors in memory when
+//! the derived ones are much larger.
 
 use super::config::Config;
 use super::layer::Layer;
@@ -12,18 +13,18 @@ use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A change that is made to each tensor before a model computes with it.
+/// A change of a tensor before a model computes with it, such as rounding.
 pub type WeightChange = Arc<dyn Fn(&ParameterSpec, Weight) -> Result<Weight> + Send + Sync>;
 
-/// Where the layers' tensors are read from: a model's files, or memory.
+/// The source of the layers' tensors: a model's files, or memory.
 pub trait TensorSource: Send + Sync {
-    /// The tensor of `spec`, packed where it is stored so.
+    /// Returns the tensor of `spec`, packed if it is stored packed.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file cannot be read.
     fn tensor(&self, spec: &ParameterSpec) -> Result<Weight>;
 
-    /// Bytes that the tensor of `spec` takes in memory.
+    /// Returns the bytes of the tensor of `spec` in memory.
     fn resident_bytes(&self, spec: &ParameterSpec) -> u64;
 }
 
@@ -37,30 +38,30 @@ impl TensorSource for HashMap<String, Weight> {
     }
 }
 
-/// The layers of a model, and what is made of their weights as they are read.
+/// The layers of a model, and the changes of their weights when read.
 #[derive(Clone)]
 pub struct LayersOnDemand {
     pub source: Arc<dyn TensorSource>,
     pub config: Config,
-    /// The rounding that `model.dtype` asks for, then ablations or a mistake to recognise others by.
+    /// The rounding of `model.dtype` first, then ablations or changes that reproduce a known mistake.
     pub changes: Vec<WeightChange>,
-    /// By the name of the matrix.
+    /// The key is the name of the adapted matrix.
     pub adapters: HashMap<String, Adapter>,
     /// The precision in which a CPU multiplies dense weights.
     pub precision: Precision,
 }
 
 impl LayersOnDemand {
-    /// Unchanged layers, without adapters.
+    /// Returns layers without changes or adapters.
     pub fn new(source: Arc<dyn TensorSource>, config: &Config) -> Self {
         let (changes, adapters) = (vec![], HashMap::new());
         Self { source, config: config.clone(), changes, adapters, precision: Precision::F32 }
     }
 
-    /// One tensor after all changes.
+    /// Returns one tensor after all changes.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when a file was changed meanwhile, and those of the changes.
+    /// [`crate::error::BadInput`] when a file changed since it was opened, or when a change fails.
     pub fn tensor(&self, spec: &ParameterSpec) -> Result<Weight> {
         let read = self.source.tensor(spec)?;
         let changed = self.changes.iter().try_fold(read, |weight, change| change(spec, weight))?;

@@ -1,4 +1,4 @@
-//! A matrix that the forward multiplies by: a weight with its bias and its adapter. Layers, head and embedding alike are such.
+//! A matrix with its bias and its adapter: the matrices of layers, the LM head and the embedding.
 
 use super::expert_ranks::ExpertRanks;
 use crate::ops::logits::{Logits, Sampling};
@@ -9,7 +9,8 @@ use candle_core::Tensor;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// `[in, out]` and a bias `[out]`, or one of each expert: `[E, in, out]` and `[E, out]`.
+/// A matrix `[in, out]` with a bias `[out]`, or `[E, in, out]` and `[E, out]` with one entry for each
+/// expert.
 #[derive(Clone)]
 pub struct Matrix {
     weight: Weight,
@@ -17,7 +18,7 @@ pub struct Matrix {
     adapter: Option<Adapter>,
 }
 
-/// The two factors of a matrix's low-rank correction: `scale · A · B`. They are never merged with the matrix.
+/// The two factors of a low-rank adapter, `scale · A · B`. They are never merged with the matrix.
 #[derive(Clone)]
 pub struct Adapter {
     /// `[in, r]`, or `[E, in, r]`.
@@ -43,7 +44,7 @@ impl Matrix {
         }
     }
 
-    /// `x [T, in]` → `[T, out]`.
+    /// Multiplies `x [T, in]` → `[T, out]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -51,7 +52,8 @@ impl Matrix {
         self.adapted(self.weight.matmul(x, self.bias.as_ref())?, x, None)
     }
 
-    /// [`Self::matmul`] with sums that stay f32 on every device, for what is decided by them: router scores and values.
+    /// Multiplies as [`Self::matmul`], but accumulates in f32 on every device: for router logits and
+    /// values.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -59,16 +61,16 @@ impl Matrix {
         self.adapted(self.weight.matmul_f32(x, self.bias.as_ref())?, x, None)
     }
 
-    /// Each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, → `[T·K, out]`.
+    /// Multiplies each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, → `[T·K, out]`.
     ///
     /// # Errors
     /// When shapes disagree, or the experts have no bias.
     pub fn grouped_matmul(&self, x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
-        let bias = self.bias.as_ref().context("experts have biases")?;
+        let bias = self.bias.as_ref().context("the experts' matrix has no bias")?;
         self.adapted(self.weight.grouped_matmul(x, bias, plan)?, x, Some(plan))
     }
 
-    /// `y`, the product with `x`, with the adapter's correction.
+    /// Adds the adapter's output for `x` to `y`.
     fn adapted(&self, y: Tensor, x: &Tensor, plan: Option<&Dispatch>) -> Result<Tensor> {
         Ok(match &self.adapter {
             None => y,
@@ -76,7 +78,7 @@ impl Matrix {
         })
     }
 
-    /// Rows `ids` of an embedding `[V, H]`: `[T, H]`.
+    /// Returns rows `ids` of an embedding `[V, H]`, `[T, H]`.
     ///
     /// # Errors
     /// When an id is not below `V`.
@@ -84,7 +86,7 @@ impl Matrix {
         Ok(self.plain()?.rows(ids)?)
     }
 
-    /// Columns `ids` of a head `[H, V]` that is the embedding too, as rows: `[T, H]`.
+    /// Returns columns `ids` of an LM head `[H, V]` that is also the embedding, as rows `[T, H]`.
     ///
     /// # Errors
     /// When an id is not below `V`.
@@ -92,7 +94,8 @@ impl Matrix {
         Ok(self.plain()?.columns(ids)?)
     }
 
-    /// As a language model's head: log-probabilities and entropies of `targets` after `h [R, H]`, `[2, R]`.
+    /// Returns log-probabilities and entropies of `targets` after `h [R, H]`, `[2, R]`. The matrix is an LM
+    /// head.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -105,7 +108,7 @@ impl Matrix {
         Ok(ops::log_prob_and_entropy(h, self.plain()?, targets, temperature)?)
     }
 
-    /// As a language model's head: the logits of `h [R, H]`, as a sampler reads them.
+    /// Returns the logits of `h [R, H]`, for a sampler. The matrix is an LM head.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -113,36 +116,36 @@ impl Matrix {
         Ok(ops::logits(h, self.plain()?, sampling)?)
     }
 
-    /// The weight of a head or an embedding, which have neither bias nor adapter.
+    /// Returns the weight of an LM head or an embedding, which have neither bias nor adapter.
     fn plain(&self) -> Result<&Weight> {
-        ensure!(self.bias.is_none() && self.adapter.is_none(), "a bias or an adapter of head or embedding");
+        ensure!(self.bias.is_none() && self.adapter.is_none(), "a head or embedding with bias or adapter");
         Ok(&self.weight)
     }
 }
 
-/// A model's tensors, found by name.
+/// Finds a model's tensors by name.
 #[derive(Clone, Copy)]
 pub struct Tensors<'a> {
     pub find: &'a dyn Fn(&str) -> Result<Weight>,
-    /// By the name of the matrix.
+    /// The key is the name of the adapted matrix.
     pub adapters: &'a HashMap<String, Adapter>,
-    /// Where each rank has some of the experts.
+    /// Present under expert parallelism.
     pub ranks: Option<&'a Arc<ExpertRanks>>,
 }
 
 impl Tensors<'_> {
-    /// The small dense tensor `name`: a bias, a norm, sinks.
+    /// Returns the small dense tensor `name`: a bias, a norm or sinks.
     ///
     /// # Errors
-    /// When there is none, or it is packed.
+    /// When it is missing or packed.
     pub fn vector(&self, name: &str) -> Result<Parameter> {
         match (self.find)(name)? {
             Weight::Dense(parameter) => Ok(parameter),
-            Weight::Packed(_) => bail!("{name} is packed, and a dense tensor belongs there"),
+            Weight::Packed(_) => bail!("{name} is packed, but must be dense"),
         }
     }
 
-    /// The matrix `name` with the bias of that name, if it has one.
+    /// Returns the matrix `name` with the bias named `bias`, if given.
     ///
     /// # Errors
     /// When there is no such tensor.
@@ -151,28 +154,28 @@ impl Tensors<'_> {
         Ok(Matrix { weight: (self.find)(name)?, bias, adapter: self.adapters.get(name).cloned() })
     }
 
-    /// Those of layer `index`.
+    /// Returns the tensors of layer `index`.
     pub fn layer(&self, index: usize) -> LayerTensors<'_> {
         LayerTensors { tensors: *self, prefix: format!("model.layers.{index}.") }
     }
 }
 
-/// The tensors of one layer, found by what follows the layer's prefix in their names.
+/// Finds the tensors of one layer by the rest of their name after the layer's prefix.
 pub struct LayerTensors<'a> {
     tensors: Tensors<'a>,
     prefix: String,
 }
 
 impl LayerTensors<'_> {
-    /// As [`Tensors::vector`].
+    /// Returns the small dense tensor `name` of the layer, as [`Tensors::vector`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Tensors::vector`].
     pub fn vector(&self, name: &str) -> Result<Parameter> {
         self.tensors.vector(&format!("{}{name}", self.prefix))
     }
 
-    /// The matrix `STEM.weight`, with the bias `STEM.bias`.
+    /// Returns the matrix `STEM.weight` with the bias `STEM.bias`.
     ///
     /// # Errors
     /// When there are no such tensors.
@@ -181,7 +184,7 @@ impl LayerTensors<'_> {
         self.tensors.matrix(&format!("{stem}.weight"), Some(&format!("{stem}.bias")))
     }
 
-    /// The matrix `STEM.weight`, which has no bias.
+    /// Returns the matrix `STEM.weight`, which has no bias.
     ///
     /// # Errors
     /// When there is no such tensor.
@@ -189,7 +192,7 @@ impl LayerTensors<'_> {
         self.tensors.matrix(&format!("{}{stem}.weight", self.prefix), None)
     }
 
-    /// The experts' matrices `STEM`, with their biases `STEM_bias`.
+    /// Returns the experts' matrices `STEM` with their biases `STEM_bias`.
     ///
     /// # Errors
     /// When there are no such tensors.
@@ -198,7 +201,7 @@ impl LayerTensors<'_> {
         self.tensors.matrix(&stem, Some(&format!("{stem}_bias")))
     }
 
-    /// Where each rank has some of the experts.
+    /// Returns the placement of experts on ranks, under expert parallelism.
     pub fn ranks(&self) -> Option<Arc<ExpertRanks>> {
         self.tensors.ranks.cloned()
     }

@@ -1,4 +1,4 @@
-//! Models as pure maths over `ops`: configuration, weights, forward, KV cache.
+//! Models as pure functions over `ops`: configuration, weights, forward pass, KV cache.
 
 pub mod adapter;
 pub mod arms;

@@ -1,4 +1,4 @@
-//! Every trainable tensor: its name in a Hugging Face folder, its shape there, its shape in memory.
+//! Every trainable tensor: its name and shape in a Hugging Face folder, and its shape in memory.
 //!
 //! Shape letters: V vocabulary, H hidden, Q query heads × head_dim, K key-value heads × head_dim,
 //! E experts, I intermediate.
@@ -9,19 +9,19 @@ use safetensors::Dtype;
 /// The embedding's name.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// How a tensor's memory relates to its stored form.
+/// The layout of a tensor in memory, relative to its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
     AsStored,
-    /// Stored [out, in], held as contiguous [in, out]: the K × N form that products read row by row. So lies an embedding
-    /// that is the head too.
+    /// Stored [out, in], held as contiguous [in, out]: the K × N layout whose rows matmuls read. An
+    /// embedding that is also the LM head has this layout.
     Transposed,
 }
 
-/// The role of a tensor; initialisation goes by it.
+/// The role of a tensor, which decides its initialisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TensorRole {
-    /// With a tied head it is both.
+    /// The embedding; with tied embeddings it is also the LM head.
     Embedding,
     /// A matrix that reads the residual stream: q, k, v, router, gate_up.
     InputProjection,
@@ -40,7 +40,7 @@ pub enum TensorRole {
 pub struct ParameterSpec {
     /// The Hugging Face name, such as `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
-    /// The layer it belongs to; `None` for embedding, final norm and head.
+    /// The layer that the tensor belongs to; `None` for embedding, final norm and LM head.
     pub layer: Option<usize>,
     pub role: TensorRole,
     /// The shape in an unquantised Hugging Face folder.
@@ -48,7 +48,7 @@ pub struct ParameterSpec {
     pub layout: Layout,
 }
 
-/// One tensor as it lies in a safetensors file.
+/// One tensor of a safetensors file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredTensor {
     pub name: String,
@@ -57,14 +57,14 @@ pub struct StoredTensor {
 }
 
 impl StoredTensor {
-    /// Its size on disk.
+    /// Returns the size on disk in bytes.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().product::<usize>() as u64 * (self.dtype.bitsize() / 8) as u64
     }
 }
 
 impl ParameterSpec {
-    /// The shape in memory.
+    /// Returns the shape in memory.
     pub fn working_shape(&self) -> Vec<usize> {
         match (self.layout, self.stored_shape.as_slice()) {
             (Layout::Transposed, &[out, input]) => vec![input, out],
@@ -76,33 +76,35 @@ impl ParameterSpec {
         self.stored_shape.iter().product()
     }
 
-    /// The length of the axis that a product with this matrix sums over; 1 for vectors.
+    /// Returns the length of the axis that a matmul sums over; 1 for vectors.
     pub fn fan_in(&self) -> usize {
         let shape = self.working_shape();
         if self.role == TensorRole::Bias || shape.len() < 2 { 1 } else { shape[shape.len() - 2] }
     }
 
-    /// Whether products multiply by it, or rows of it are looked up; the rest are vectors.
+    /// Whether the tensor is a matrix or an embedding; the others are vectors.
     pub fn is_matrix(&self) -> bool {
         !matches!(self.role, TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks)
     }
 
-    /// Expert matrices, the only rank-3 tensors of a model without adapters, are what MXFP4 quantises.
+    /// Whether the tensor is an expert matrix, which MXFP4 quantises. Without adapters these are the only
+    /// rank-3 tensors.
     pub fn is_expert_matrix(&self) -> bool {
         self.stored_shape.len() == 3 && self.role != TensorRole::AdapterFactor
     }
 
-    /// Matrices and biases of experts, `[E, ..]`.
+    /// Whether the tensor is a matrix or bias of the experts, `[E, ..]`.
     pub fn is_of_experts(&self) -> bool {
         self.role != TensorRole::AdapterFactor && self.is_per_expert()
     }
 
-    /// Whether it has one part for each expert: [`Self::is_of_experts`], and the factors of their adapters.
+    /// Whether the tensor has one entry for each expert: [`Self::is_of_experts`], or a factor of their
+    /// adapters.
     pub fn is_per_expert(&self) -> bool {
         self.name.contains(".mlp.experts.")
     }
 
-    /// The tensor of `count` experts alone.
+    /// Returns the spec of this tensor with `count` experts.
     pub fn of_experts(&self, count: usize) -> Self {
         let mut spec = self.clone();
         if let Some(experts) = spec.stored_shape.first_mut() {
@@ -111,10 +113,10 @@ impl ParameterSpec {
         spec
     }
 
-    /// The one or two tensors that hold this parameter in `form`.
+    /// Returns the one or two stored tensors that hold this parameter in `form`.
     ///
-    /// MXFP4 stores an expert matrix [E, in, out] as blocks [E, out, in/32, 16] and scales
-    /// [E, out, in/32]; `in` must be a multiple of 32 for that form to hold it.
+    /// MXFP4 stores an expert matrix [E, in, out] as blocks [E, out, in/32, 16] and scales [E, out, in/32].
+    /// `in` must be a multiple of 32.
     pub fn stored_tensors(&self, form: Form) -> Vec<StoredTensor> {
         let stored = |suffix: &str, dtype, shape: Vec<usize>| StoredTensor {
             name: format!("{}{suffix}", self.name),
@@ -135,7 +137,7 @@ impl ParameterSpec {
     }
 }
 
-/// The tensors of one layer, gathered in file order.
+/// Collects the tensors of one layer in file order.
 pub(super) struct LayerSpecs {
     layer: usize,
     specs: Vec<ParameterSpec>,
@@ -146,7 +148,7 @@ impl LayerSpecs {
         Self { layer, specs: Vec::new() }
     }
 
-    /// Tensor `name` of the layer; a matrix of two dimensions is transposed in memory.
+    /// Adds tensor `name` of the layer. A matrix of two dimensions is transposed in memory.
     pub(super) fn push(&mut self, name: &str, role: TensorRole, stored_shape: &[usize]) {
         let is_linear = stored_shape.len() == 2 && name.ends_with(".weight");
         self.specs.push(ParameterSpec {
@@ -163,15 +165,15 @@ impl LayerSpecs {
     }
 }
 
-/// The number of trainable parameters of `config`.
+/// Returns the number of trainable parameters of `config`.
 pub fn parameter_count(config: &Config) -> u128 {
     let count = |specs: &[ParameterSpec]| specs.iter().map(|s| s.element_count() as u128).sum::<u128>();
     let outside = parameter_specs(&Config { num_hidden_layers: 0, ..config.clone() });
     count(&outside) + config.num_hidden_layers as u128 * count(&(config.family.layer_specs)(config, 0))
 }
 
-/// Every trainable tensor of `config`, in the one order that files, optimizer state and seeds go by:
-/// embedding, layers (attention, then what follows it), final norm, head where it is not the embedding.
+/// Returns every trainable tensor of `config`, in the one order of files, optimizer state and seeds:
+/// embedding, layers (attention, then experts or MLP), final norm, and the LM head unless it is tied.
 pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
     let mut specs = stack_specs(config);
     if !config.tie_word_embeddings {
@@ -181,8 +183,8 @@ pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
     specs
 }
 
-/// Tensors of a critic: a value head, one number a token, in place of the language model's. Names are those of
-/// Hugging Face's token classification.
+/// Returns the tensors of a critic: a value head, one value a token, replaces the LM head. Names are those
+/// of Hugging Face's token classification.
 pub fn value_model_specs(config: &Config) -> Vec<ParameterSpec> {
     let mut specs = stack_specs(config);
     specs.push(whole("score.weight", TensorRole::Head, &[1, config.hidden_size], Layout::Transposed));
@@ -190,7 +192,7 @@ pub fn value_model_specs(config: &Config) -> Vec<ParameterSpec> {
     specs
 }
 
-/// Embedding, layers and final norm.
+/// Returns the specs of embedding, layers and final norm.
 fn stack_specs(config: &Config) -> Vec<ParameterSpec> {
     let (h, v) = (config.hidden_size, config.vocab_size);
     let layout = if config.tie_word_embeddings { Layout::Transposed } else { Layout::AsStored };
@@ -202,7 +204,7 @@ fn stack_specs(config: &Config) -> Vec<ParameterSpec> {
     specs
 }
 
-/// A tensor outside the layers.
+/// Returns the spec of a tensor outside the layers.
 fn whole(name: &str, role: TensorRole, shape: &[usize], layout: Layout) -> ParameterSpec {
     ParameterSpec { name: name.into(), layer: None, role, stored_shape: shape.to_vec(), layout }
 }

@@ -1,4 +1,5 @@
-//! Whole models on a GPU or the emulated driver: one forward in training, prefill and decode, and its gradients beside the CPU's.
+//! Tests of whole models on a GPU or the emulated driver. Training, prefill and decode agree, and gradients
+//! are close to the CPU's.
 
 mod adapted;
 
@@ -52,7 +53,7 @@ fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Confi
     }
 }
 
-/// Buffers of gradients, one a parameter.
+/// Gradient buffers, one for each parameter.
 struct Buffers(Vec<Tensor>);
 
 impl GradientSink for Buffers {
@@ -65,7 +66,8 @@ impl GradientSink for Buffers {
     }
 }
 
-/// A model whose weights all learn; on a GPU its matrices are bf16. Values are what bf16 holds on both.
+/// A model whose weights are all trainable. On a GPU its matrices are bf16. Values on both devices are
+/// exact in bf16.
 struct Learner {
     model: Model,
     weights: Weights,
@@ -111,8 +113,8 @@ impl Learner {
         DecoderStack { model: &self.model, weights: &self.weights, forward: ForwardOptions::default() }
     }
 
-    /// Log-probabilities and entropies of `targets` after every row of sequences of these lengths, `[2, T]`, as training
-    /// computes them; differentiable.
+    /// Returns log-probabilities and entropies of `targets` after every row, `[2, T]`, as training computes
+    /// them. Sequences have the lengths `lengths`. Differentiable.
     fn training(&self, tokens: &[u32], lengths: &[usize]) -> Tensor {
         let mut starts = vec![0];
         lengths.iter().for_each(|length| starts.push(starts[starts.len() - 1] + length));
@@ -127,8 +129,8 @@ impl Learner {
         self.stack().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
     }
 
-    /// Those log-probabilities as a sampler computes them, `pace` tokens of each sequence at a time; single ones by `decoder`,
-    /// if there is one.
+    /// Returns those log-probabilities as a sampler computes them, `pace` tokens of each sequence at a
+    /// time. A `decoder`, if given, feeds single tokens.
     fn sampled(
         &self,
         caches: &Caches,
@@ -189,7 +191,7 @@ fn decode_and_chunks_have_the_bits_of_training() {
     }
 }
 
-/// Sampling has the bits of training, whatever its pace.
+/// Checks that sampling has the bits of training at every pace.
 fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     let lengths = [70, 1, 9];
     let tokens = ids(lengths.iter().sum());
@@ -206,15 +208,15 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     let mut decoder = Decoder::new(&learner.stack()).unwrap();
     let sampled = learner.sampled(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sampled, trained[..tokens.len()], "{:?} recorded", config.family);
-    // One step of three sequences, 8 of two, and one of them for 55 positions of a page and 6 of the next: the first step of
-    // each shape is launched kernel by kernel.
+    // Shapes: one step of three sequences, 8 of two, then one sequence: 55 steps in a page and 6 in the
+    // next. The first step of each shape launches every kernel.
     assert_eq!(decoder.replayed(), 7 + 54 + 5);
 }
 
 #[test]
 fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
     let gpu = open(0).unwrap();
-    // Attention spreads over chunks of 512 keys, of which there is one more from 1025 on; a page more from 1025 too.
+    // Attention splits keys into chunks of 512; from position 1025 on there is one chunk and one page more.
     let shape =
         Config { max_position_embeddings: 1100, num_hidden_layers: 2, ..config(Family::default(), 2, 1, 70) };
     let learner = learner(&shape, &gpu);
@@ -223,7 +225,7 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
     let caches = Caches::new(&shape, &gpu, room).unwrap();
     let mut long = caches.sequence();
     stack.feed(ids(1021), &mut [&mut long], &[1021], &mut nothing).unwrap();
-    // One of them is new, and both share the page in which the other ends.
+    // One sequence is new, and the other two share the page in which the prompt ends.
     let mut recorded = [long.clone(), long.clone(), caches.sequence()];
     let mut plain = [long.clone(), long, caches.sequence()];
     let mut decoder = Decoder::new(&stack).unwrap();
@@ -238,7 +240,7 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
             "step {step}"
         );
         if step == 1 {
-            // Another prompt comes in between, and takes pages.
+            // Another prompt takes pages between two steps.
             let mut other = caches.sequence();
             stack.feed(ids(80), &mut [&mut other], &[80], &mut nothing).unwrap();
         }
@@ -258,12 +260,12 @@ fn log_probabilities_and_gradients_are_the_cpus_up_to_bf16() {
     }
 }
 
-/// Log-probabilities and gradients of a model on a GPU are those of the same model on the CPU, up to bf16.
+/// Checks that log-probabilities and gradients on a GPU are those of the CPU, up to bf16.
 fn check_gradients([cpu, own]: [Learner; 2], gpu: &Device) {
     let lengths = [23, 1, 6];
     let tokens = ids(30);
     let of = |learner: &Learner, device: &Device| {
-        // Of the log-probabilities alone.
+        // The gradient reaches the log-probabilities only.
         let dy: Vec<f32> = (0..60).map(|i| if i < 30 { 1.0 - (i % 7) as f32 / 3.0 } else { 0.0 }).collect();
         let dy = Tensor::from_vec(dy, (2, 30), device).unwrap();
         let mut log_probs = vec![];

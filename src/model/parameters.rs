@@ -1,5 +1,5 @@
-//! The one store of what a model consists of: every tensor under one name and one index, with its values, its gradient and what its
-//! optimizer keeps.
+//! The store of a model's tensors. Each has a name, an index, its values, its gradient and its optimizer
+//! state.
 
 mod edit;
 mod shards;
@@ -23,36 +23,37 @@ use candle_core::{DType, Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// An optimizer's state of a tensor, by name: f32, or codes of 8 bits with their scales.
+/// The optimizer state of one tensor, by name: f32 values, or 8-bit codes with their scales.
 pub type OptimizerState = BTreeMap<&'static str, Tensor>;
 
-/// The state under which an optimizer keeps the digits that the working weights do not have.
+/// The state that holds the f32 master values of weights that are bf16 in the model.
 pub const MASTER: &str = "master";
-/// The states that have one value a block of [`crate::dist::SHARD_ALIGNMENT`] of the tensor's: the scales of 8-bit moments.
+/// The states with one value for each block of [`crate::dist::SHARD_ALIGNMENT`] elements: scales of 8-bit
+/// moments.
 pub const BLOCK_STATES: [&str; 2] = ["first_scales", "second_scales"];
-/// Names the working values where [`Parameters::whole`] is asked for them.
+/// The kind that names the working values themselves, in [`Parameters::whole`].
 pub const VALUES: &str = "values";
 
-/// Every tensor of a model, in [`parameter_specs`] order, or in [`value_model_specs`] order for a critic.
+/// Every tensor of a model, in [`parameter_specs`] order; a critic's are in [`value_model_specs`] order.
 pub struct Parameters {
     config: Config,
     pub specs: Vec<ParameterSpec>,
     entries: Vec<Entry>,
     index: HashMap<String, usize>,
-    /// The layers, for a model that is too large to hold them.
+    /// The layers, when they are read from disk.
     on_disk: Option<LayersOnDemand>,
-    /// Which matrices have an adapter beside them, whose factors are the last tensors.
+    /// The adapter, if there is one. Its factors are the last tensors.
     adapter: Option<Lora>,
     backend: Backend,
 }
 
-/// Where and how a model computes.
+/// The device, the processes and the precision of a model's computation.
 #[derive(Clone)]
 pub struct Backend {
     pub device: Device,
-    /// The processes that make its passes together, and share what is trained.
+    /// The processes that make passes together and share the trained tensors.
     pub mesh: Arc<Mesh>,
-    /// The precision in which a CPU multiplies dense weights.
+    /// The precision of dense matmuls on a CPU.
     pub precision: Precision,
 }
 
@@ -62,10 +63,10 @@ impl Default for Backend {
     }
 }
 
-/// One tensor.
+/// One tensor of the store.
 struct Entry {
     stored: Stored,
-    /// Present where it is trained.
+    /// Present when the tensor is trained.
     gradient: Option<Tensor>,
     state: OptimizerState,
 }
@@ -80,7 +81,8 @@ impl Parameters {
     /// Takes the tensors of `config` in file order, for `backend`.
     ///
     /// # Errors
-    /// Those of `tensors`, and when names or sizes are not those of `config`, or a device's memory does not suffice.
+    /// When `tensors` fails, when names or sizes are not those of `config`, or when a device's memory does
+    /// not suffice.
     pub fn loaded(
         config: &Config,
         backend: &Backend,
@@ -89,10 +91,11 @@ impl Parameters {
         Self::of(config, parameter_specs(config), backend.clone(), tensors)
     }
 
-    /// Leaves the layers of `config` on disk in `source`, `changes` made of every tensor as it is read; nothing of it can be trained.
+    /// Leaves the layers of `config` on disk in `source`. Each tensor gets `changes` when it is read.
+    /// Nothing can be trained.
     ///
     /// # Errors
-    /// As [`Self::loaded`], and those of reading what lies outside the layers.
+    /// As [`Self::loaded`], and when a tensor outside the layers cannot be read.
     pub fn on_disk(
         config: &Config,
         backend: &Backend,
@@ -115,7 +118,7 @@ impl Parameters {
     /// Takes the tensors of a model with a value head, as [`Self::loaded`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::loaded`].
     pub fn with_value_head(
         config: &Config,
         backend: &Backend,
@@ -143,26 +146,26 @@ impl Parameters {
         Ok(Self { config: config.clone(), specs, entries, index, on_disk: None, adapter: None, backend })
     }
 
-    /// Where and how the model computes.
+    /// Returns the device, the processes and the precision.
     pub fn backend(&self) -> &Backend {
         &self.backend
     }
 
-    /// The processes that make passes together.
+    /// Returns the processes that make passes together.
     pub fn mesh(&self) -> &Arc<Mesh> {
         &self.backend.mesh
     }
 
-    /// Where the model computes.
+    /// Returns the device of the model.
     pub fn device(&self) -> &Device {
         &self.backend.device
     }
 
-    /// Puts an adapter beside its matrices: the values of its factors, in the order of [`Lora::specs`]. Nothing is trained until
-    /// [`Self::train_only`] says so.
+    /// Adds an adapter with the values of its factors, in the order of [`Lora::specs`]. Nothing is trained
+    /// until [`Self::train_only`] is called.
     ///
     /// # Errors
-    /// When there is an adapter already, or the values are not its factors'.
+    /// When there is an adapter already, or the values do not fit the factors.
     pub fn adapt(&mut self, lora: Lora, values: Vec<Vec<f32>>) -> Result<()> {
         ensure!(self.adapter.is_none(), "the model has an adapter already");
         let specs = lora.specs(&self.specs)?;
@@ -180,12 +183,12 @@ impl Parameters {
         Ok(())
     }
 
-    /// The adapter beside the model's matrices, if there is one.
+    /// Returns the adapter, if there is one.
     pub fn adapter(&self) -> Option<&Lora> {
         self.adapter.as_ref()
     }
 
-    /// The model without its adapter; no value is copied, and none is trained.
+    /// Returns the model without its adapter. It shares all values, and none is trained.
     pub fn without_adapter(&self) -> Self {
         let base = self.specs.iter().position(|spec| spec.role == TensorRole::AdapterFactor);
         let specs = self.specs[..base.unwrap_or(self.len())].to_vec();
@@ -201,12 +204,12 @@ impl Parameters {
         }
     }
 
-    /// Number of tensors.
+    /// Returns the number of tensors.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Bytes of all values as they lie in memory, or would: also of what is sharded or on disk.
+    /// Returns the bytes of all tensors in memory, as if none were sharded or on disk.
     pub fn bytes(&self) -> u64 {
         let of = |(entry, spec): (&Entry, &ParameterSpec)| match (entry.stored.weight(spec), &self.on_disk) {
             (Ok(Weight::Dense(dense)), _) => {
@@ -219,24 +222,24 @@ impl Parameters {
         self.entries.iter().zip(&self.specs).map(of).sum()
     }
 
-    /// Place of the tensor named `name`.
+    /// Returns the index of the tensor named `name`.
     pub fn position(&self, name: &str) -> Option<usize> {
         self.index.get(name).copied()
     }
 
-    /// Place of the tensor named `name`.
+    /// Returns the index of the tensor named `name`.
     ///
     /// # Errors
-    /// When there is none.
+    /// When there is no such tensor.
     fn place(&self, name: &str) -> Result<usize> {
         self.position(name).with_context(|| format!("no tensor {name}"))
     }
 
-    /// The values of tensor `index`, which training may change, as the model computes with them; of one that is sharded, this rank's,
-    /// flat.
+    /// Returns the trainable values of tensor `index`, in working precision. Of a sharded tensor it returns
+    /// this rank's shard, flat.
     ///
     /// # Errors
-    /// When training cannot change them: they are packed, or on disk.
+    /// When the tensor cannot be trained, because it is packed or on disk.
     pub fn values(&self, index: usize) -> Result<&Tensor> {
         let spec = &self.specs[index];
         match self.entries[index].stored.weight(spec)? {
@@ -245,27 +248,28 @@ impl Parameters {
         }
     }
 
-    /// Whether tensor `index` is sharded, and not packed.
+    /// Whether tensor `index` is sharded and dense.
     pub fn is_sharded(&self, index: usize) -> bool {
         let stored = &self.entries[index].stored;
         stored.is_sharded() && stored.is_variable()
     }
 
-    /// Tensor `index` as it lies here, for another store that shares it, where no training can change it.
+    /// Returns tensor `index` for another store to share, if it is in memory and cannot be trained.
     pub fn shared(&self, index: usize) -> Option<Stored> {
         let stored = &self.entries[index].stored;
         (!stored.is_variable() && !stored.is_on_disk()).then(|| stored.clone())
     }
 
-    /// Whether the ranks share any packed tensor in shards.
+    /// Whether any packed tensor is sharded.
     pub fn has_packed_shards(&self) -> bool {
         self.entries.iter().any(|entry| entry.stored.is_sharded() && !entry.stored.is_variable())
     }
 
-    /// The whole weight of tensor `index`, which no gradient reaches; one that is sharded is gathered, for which every rank must ask.
+    /// Returns the whole weight of tensor `index`, without gradient. A sharded one is gathered, so every
+    /// rank must call it.
     ///
     /// # Errors
-    /// When it is on disk, or a rank does not come in time.
+    /// When the tensor is on disk, or a rank does not respond in time.
     pub fn weight(&self, index: usize) -> Result<Weight> {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
         let weight = match stored.is_sharded() {
@@ -275,10 +279,10 @@ impl Parameters {
         Ok(weight.without_gradient())
     }
 
-    /// The weight of the tensor of `spec`, wherever it is: in memory or on disk.
+    /// Returns the weight of the tensor of `spec`, from memory or disk.
     ///
     /// # Errors
-    /// When there is none, and [`crate::error::BadInput`] when a file was changed meanwhile.
+    /// When there is no such tensor; [`crate::error::BadInput`] when a file changed since it was opened.
     pub fn read(&self, spec: &ParameterSpec) -> Result<Weight> {
         let index = self.place(&spec.name)?;
         match &self.on_disk {
@@ -287,10 +291,11 @@ impl Parameters {
         }
     }
 
-    /// The values with all their digits: what an optimizer keeps of them, or they themselves.
+    /// Returns the values in full precision: the optimizer's master values, or the working values if there
+    /// are none.
     ///
     /// # Errors
-    /// When training cannot change them.
+    /// When the tensor cannot be trained.
     pub fn master(&self, index: usize) -> Result<&Tensor> {
         match self.entries[index].state.get(MASTER) {
             Some(master) => Ok(master),
@@ -298,8 +303,8 @@ impl Parameters {
         }
     }
 
-    /// Trains those tensors that `trained` marks (all of [`Self::len`]), and no others; their gradients are 0. Where several processes
-    /// share the work each keeps its shard of them from now on.
+    /// Trains exactly the tensors that `trained` marks ([`Self::len`] marks), with gradients set to 0. With
+    /// several processes, each keeps its shard of them from then on.
     ///
     /// # Errors
     /// When one cannot be trained, or memory runs out.
@@ -324,7 +329,8 @@ impl Parameters {
         Ok(())
     }
 
-    /// How often a pass uses tensor `index`: twice for an embedding that is the head too.
+    /// Returns how often a pass uses tensor `index`: twice for an embedding that is also the LM head, else
+    /// once.
     pub fn uses(&self, index: usize) -> usize {
         let is_head_too = self.config.tie_word_embeddings && !self.is_critic();
         if is_head_too && self.specs[index].role == TensorRole::Embedding { 2 } else { 1 }
@@ -339,31 +345,32 @@ impl Parameters {
         self.entries[index].gradient.is_some()
     }
 
-    /// The gradient of tensor `index`, where it is trained: the sum of the last batch that ran through [`crate::learner`]; of one
-    /// that is sharded, this rank's shard.
+    /// Returns the gradient of tensor `index`, if trained: the sum over the last batch of
+    /// [`crate::learner`]. Of a sharded tensor it returns this rank's shard.
     pub fn gradient(&self, index: usize) -> Option<&Tensor> {
         self.entries[index].gradient.as_ref()
     }
 
-    /// All gradients, in order.
+    /// Returns all gradients, in order.
     pub fn gradients(&self) -> impl Iterator<Item = Option<&Tensor>> {
         self.entries.iter().map(|entry| entry.gradient.as_ref())
     }
 
-    /// The optimizer's state of tensor `index`.
+    /// Returns the optimizer state of tensor `index`.
     pub fn state(&self, index: usize) -> &OptimizerState {
         &self.entries[index].state
     }
 
-    /// Gives tensor `index` what an optimizer keeps of it.
+    /// Sets the optimizer state of tensor `index`.
     pub fn set_state(&mut self, index: usize, state: OptimizerState) {
         self.entries[index].state = state;
     }
 
-    /// The whole weights in every process, which no gradient reaches, after `change` if there is one: for rollout and comparisons.
+    /// Returns the whole weights without gradients, after `change` if given, for rollout and comparisons.
+    /// Every rank gets them.
     ///
     /// # Errors
-    /// When a tensor of the architecture is missing, and those of `change`.
+    /// When a tensor of the architecture is missing, or `change` fails.
     pub fn frozen(&self, change: Option<&WeightChange>) -> Result<Weights> {
         let on_disk = self.on_disk.clone().map(|mut layers| {
             layers.changes.extend(change.cloned());
@@ -372,11 +379,11 @@ impl Parameters {
         self.weights(on_disk, &|index| self.changed_weight(index, change))
     }
 
-    /// The weights as [`Self::frozen`], where a layer is changed whenever a pass comes to it: decoded to be changed, all layers at once
-    /// would be many times the packed model.
+    /// Returns the weights as [`Self::frozen`], but changes each layer whenever a pass reaches it. Changed
+    /// layers are dense, and all at once would take many times the memory of the packed model.
     ///
     /// # Errors
-    /// Those of `change`, of what lies outside the layers.
+    /// When `change` fails, or a tensor outside the layers cannot be read.
     pub fn changed_on_demand(&self, change: WeightChange) -> Result<Weights> {
         let mut layers = match &self.on_disk {
             Some(layers) => layers.clone(),
@@ -392,8 +399,9 @@ impl Parameters {
         self.weights(Some(layers), &|index| self.changed_weight(index, Some(&change)))
     }
 
-    /// The weights for passes that all ranks make together. Gradients of what is trained go to `sink`, if there is one. Sharded layers
-    /// are gathered as a pass comes to them, so every rank must make the same passes.
+    /// Returns the weights for passes that all ranks make together. Gradients of trained tensors go to
+    /// `sink`, if given. Sharded layers are gathered when a pass reaches them, so every rank must make the
+    /// same passes.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
@@ -430,7 +438,7 @@ impl Parameters {
         Weights::new(&self.config, self.is_critic(), self.bytes(), layers, tensors)
     }
 
-    /// The adapters of all matrices that have one, by the matrix's name.
+    /// Returns the adapters of all adapted matrices, by the matrix's name.
     fn adapters(&self, find: &dyn Fn(&str) -> Result<Weight>) -> Result<HashMap<String, Adapter>> {
         let none = HashMap::new();
         let tensors = Tensors { find, adapters: &none, ranks: None };
@@ -443,8 +451,9 @@ impl Parameters {
     }
 }
 
-/// `stored` as it lies for `backend`. On a GPU matrices are bf16; what they had beyond that is kept as their [`MASTER`]. A shard stays in
-/// host memory with all that an optimizer keeps of it, and goes to the GPU as it is gathered.
+/// Returns the entry of `stored` on `backend`. On a GPU matrices are bf16; if that rounds, the exact values
+/// become their [`MASTER`]. A shard and its optimizer state stay in host memory, and its values go to the
+/// GPU when gathered.
 fn entry(spec: &ParameterSpec, stored: Stored, backend: &Backend) -> Result<Entry> {
     if stored.is_on_disk() {
         ensure!(backend.device.is_cpu(), "{} is on disk", spec.name);

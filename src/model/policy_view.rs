@@ -1,5 +1,5 @@
-//! A policy as it acts: model, weights after arms and what is changed in the forward, as one value. No command can take
-//! half of it.
+//! A policy with its ablations: model, changed weights and forward options as one value, so that no command
+//! applies only some of the ablations.
 
 use super::arms::Arms;
 use super::decoder_stack::DecoderStack;
@@ -12,7 +12,7 @@ use crate::ops::router_noise::{NoisyPass, RouterNoise};
 use anyhow::Result;
 use std::sync::Arc;
 
-/// A policy as a pass without gradients sees it.
+/// A policy for passes without gradients.
 #[derive(Clone)]
 pub struct PolicyView<'a> {
     pub model: &'a Model,
@@ -21,7 +21,7 @@ pub struct PolicyView<'a> {
 }
 
 impl<'a> PolicyView<'a> {
-    /// The model as it is: evaluation.
+    /// Returns the policy without ablations, for evaluation.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
@@ -29,19 +29,20 @@ impl<'a> PolicyView<'a> {
         Ok(Self { model, weights: Arc::new(parameters.frozen(None)?), forward: ForwardOptions::default() })
     }
 
-    /// The policy that samples for training under `arms`.
+    /// Returns the policy that samples for training under `arms`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when `rollout_mxfp4` meets expert matrices that do not divide into its blocks.
+    /// [`crate::error::BadInput`] when `rollout_mxfp4` is on and an expert matrix does not divide into
+    /// MXFP4 blocks.
     pub fn rollout(model: &'a Model, parameters: &Parameters, arms: &Arms, seed: u64) -> Result<Self> {
         Self::of_processes(model, parameters, Some(arms), seed, RolloutWeights::Whole)
     }
 
-    /// The policy under `arms`, or without them, as the processes of a run hold it together for sampling. Every process
-    /// must make the same passes at the same time, unless `weights` says that each has all weights.
+    /// Returns the policy for sampling by all processes of a run, under `arms` if given. Every process must
+    /// make the same passes at the same time, unless `weights` gives each process all weights.
     ///
     /// # Errors
-    /// As [`Self::rollout`], and when a rank does not come in time.
+    /// As [`Self::rollout`], and when a rank does not respond in time.
     pub fn of_processes(
         model: &'a Model,
         parameters: &Parameters,
@@ -58,7 +59,7 @@ impl<'a> PolicyView<'a> {
         Ok(Self { model, weights: Arc::new(weights), forward })
     }
 
-    /// The policy as training under `arms` computes it.
+    /// Returns the policy as training computes it under `arms`.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
@@ -66,14 +67,14 @@ impl<'a> PolicyView<'a> {
         Ok(Self { forward: ForwardOptions::training(arms, seed), ..Self::plain(model, parameters)? })
     }
 
-    /// Its decoder stack.
+    /// Returns the decoder stack of the policy.
     pub fn stack(&self) -> DecoderStack<'_> {
         DecoderStack { model: self.model, weights: self.weights.as_ref(), forward: self.forward }
     }
 }
 
 impl ForwardOptions {
-    /// The rollout's forward under `arms`.
+    /// Returns the options of the rollout's forward pass under `arms`.
     fn rollout(arms: &Arms, seed: u64) -> Self {
         Self {
             router_noise: noise(arms.rollout_noise(), seed, NoisyPass::Rollout),
@@ -82,7 +83,7 @@ impl ForwardOptions {
         }
     }
 
-    /// The training forward under `arms`.
+    /// Returns the options of the training forward pass under `arms`.
     pub fn training(arms: &Arms, seed: u64) -> Self {
         Self {
             sinks: !arms.no_train_sinks,
@@ -92,7 +93,7 @@ impl ForwardOptions {
         }
     }
 
-    /// The forward that gives the old log-probs, where an arm asks for one.
+    /// Returns the options of the forward pass for the old log-probs, if an ablation asks for one.
     pub fn second_forward(arms: &Arms, seed: u64) -> Option<Self> {
         let router_noise = noise(arms.train_noise(), seed, NoisyPass::SecondForward);
         arms.second_forward_old_logprobs.then(|| Self { router_noise, ..Self::training(arms, seed) })

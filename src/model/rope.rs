@@ -4,18 +4,18 @@ use super::config::Rope;
 use super::settings::Yarn;
 use crate::ops::rope::RopeTable;
 
-/// The table of `positions` positions for heads of `head_dim`.
+/// Returns the table of `positions` positions for heads of `head_dim`.
 pub fn table(rope: &Rope, head_dim: usize, positions: usize) -> RopeTable {
     RopeTable::new(&frequencies(rope, head_dim), positions, attention_factor(rope))
 }
 
-/// The factor on cosine and sine.
+/// Returns the factor on cosine and sine.
 pub fn attention_factor(rope: &Rope) -> f64 {
     let factor = rope.yarn.as_ref().map_or(1.0, |yarn| yarn.factor);
     if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 }
 }
 
-/// Radians a position of each pair of dimensions.
+/// Returns the radians per position of each pair of dimensions.
 pub fn frequencies(rope: &Rope, head_dim: usize) -> Vec<f32> {
     let half = head_dim / 2;
     let period = |i: usize| rope.theta.powf(2.0 * i as f64 / head_dim as f64);
@@ -32,8 +32,8 @@ pub fn frequencies(rope: &Rope, head_dim: usize) -> Vec<f32> {
         .collect()
 }
 
-/// The dimensions between which frequencies pass from kept to stretched: those that turn `beta_fast` and
-/// `beta_slow` times within the original context.
+/// Returns the range of dimensions in which frequencies change from unscaled to scaled. At its ends a
+/// frequency turns `beta_fast` and `beta_slow` times within the original context.
 fn ramp_bounds(yarn: &Yarn, theta: f64, head_dim: usize) -> (f64, f64) {
     let original = yarn.original_max_position_embeddings as f64;
     let dimension =

@@ -1,4 +1,4 @@
-//! Arms that round weights: what sampling then computes with.
+//! Ablations that round the weights used for sampling.
 
 use super::arms::Arms;
 use super::config::Form;
@@ -14,50 +14,52 @@ use std::sync::Arc;
 
 /// Stored mantissa bits of bf16.
 const BF16_BITS: u32 = 7;
-/// Mantissa bits that hold every value of MXFP4, those below f32's normal range included.
+/// Mantissa bits that represent every value of MXFP4, including those below f32's normal range.
 const MXFP4_BITS: u32 = 2;
 
-/// How weights are rounded.
+/// The rounding of weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct WeightRounding {
-    /// Experts' matrices to MXFP4, first.
+    /// Rounds experts' matrices to MXFP4, before `bits`.
     pub mxfp4: bool,
-    /// Everything to so many mantissa bits.
+    /// Rounds every tensor to this many mantissa bits.
     pub bits: Option<u32>,
 }
 
 impl WeightRounding {
-    /// Of the policy that samples under `arms`.
+    /// Returns the rounding of the policy that samples under `arms`.
     pub fn of(arms: &Arms) -> Self {
         Self { mxfp4: arms.rollout_mxfp4, bits: arms.rollout_bits() }
     }
 
-    /// One that leaves no tensor alone which either of the two changes.
+    /// Returns a rounding that changes every tensor which `self` or `other` changes.
     pub fn coarser(self, other: Self) -> Self {
         let bits = self.bits.into_iter().chain(other.bits).min();
         Self { mxfp4: self.mxfp4 || other.mxfp4, bits }
     }
 
-    /// Bytes of the tensor that [`Self::apply`] makes of one stored in `form`; 0 where it is shared.
+    /// Returns the bytes that [`Self::apply`] allocates for a tensor stored in `form`; 0 if it shares the
+    /// tensor.
     pub fn copied_bytes(self, spec: &ParameterSpec, form: Form) -> u64 {
         let packed = spec.packed_form(form);
         let coarsened = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedForm::Mxfp4);
         let shortened =
             self.bits.is_some_and(|bits| packed.is_none_or(|packed| bits < mantissa_bits(packed)));
-        // MXFP4 that is shortened further is decoded.
+        // Rounding MXFP4 further decodes it.
         let form = if shortened && packed == Some(PackedForm::Mxfp4) { Form::F32 } else { form };
         if coarsened || shortened { spec.resident_bytes(form) } else { 0 }
     }
 
-    /// Itself as a change.
+    /// Returns the rounding as a change of weights.
     pub fn change(self) -> WeightChange {
         Arc::new(move |spec, weight| self.apply(spec, weight))
     }
 
-    /// The tensor after rounding; one that rounding leaves alone is shared.
+    /// Rounds a tensor; a tensor that rounding does not change is shared.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when `rollout_mxfp4` meets expert matrices that do not divide into its blocks.
+    /// [`crate::error::BadInput`] when `mxfp4` is set and an expert matrix does not divide into MXFP4
+    /// blocks.
     pub fn apply(&self, spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
         let weight = if self.mxfp4 && spec.is_expert_matrix() { to_mxfp4(spec, weight)? } else { weight };
         let Some(bits) = self.bits else { return Ok(weight) };
@@ -72,12 +74,12 @@ impl WeightRounding {
     }
 }
 
-/// Whether every value of the matrix has so few bits already.
+/// Whether `bits` mantissa bits represent every value of the matrix.
 fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
     bits >= mantissa_bits(matrix.form())
 }
 
-/// Mantissa bits that hold every value of `form`.
+/// Returns the mantissa bits that represent every value of `form`.
 fn mantissa_bits(form: PackedForm) -> u32 {
     match form {
         PackedForm::Bf16 | PackedForm::Bf16Rows => BF16_BITS,
@@ -85,7 +87,7 @@ fn mantissa_bits(form: PackedForm) -> u32 {
     }
 }
 
-/// An expert matrix as MXFP4 holds it.
+/// Rounds an expert matrix to MXFP4.
 fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
     if let Weight::Packed(matrix) = &weight
         && matrix.form() == PackedForm::Mxfp4
@@ -97,7 +99,7 @@ fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
     let [_, input, _] = shape;
     if !input.is_multiple_of(mxfp4::BLOCK) {
         return Err(bad_input!(
-            "arms.rollout_mxfp4: {} has {input} inputs, which MXFP4's blocks of {} do not divide; leave the arm off",
+            "arms.rollout_mxfp4: {} has {input} inputs, not a multiple of MXFP4's block size {}; switch this ablation off",
             spec.name,
             mxfp4::BLOCK
         ));

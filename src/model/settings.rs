@@ -1,4 +1,4 @@
-//! `[model]` and `device`: which model, in which numbers, and where it computes.
+//! `[model]` and `device`: the model, its number format, and the device it computes on.
 
 use super::families::Family;
 use super::init::InitSettings;
@@ -8,32 +8,33 @@ use std::path::PathBuf;
 table! {
     /// The model and its tokenizer: a folder, or an architecture with random weights.
     pub struct ModelSettings {
-        /// Folder of a model in Hugging Face form, a checkpoint folder or a run folder (its last checkpoint).
-        /// A folder with `config.json` but no weights gives random weights.
+        /// Folder of a Hugging Face model, a checkpoint folder or a run folder (its last checkpoint). A
+        /// folder with `config.json` but no weights gives random weights.
         pub path: Option<PathBuf> = None,
-        /// Folder of an adapter in PEFT's form (LoRA), a checkpoint or a run folder with one, to begin with; its base is `path`.
-        /// Not needed where `path` is such a checkpoint or run itself.
+        /// Folder of an adapter in PEFT format (LoRA) to start from, or a checkpoint or run folder with an
+        /// adapter. Its base is `path`. Not needed if `path` is itself such a checkpoint or run.
         pub adapter: Option<PathBuf> = None,
-        /// Vocabulary of a model without `path`: `"embedded"` (272 tokens: bytes, and the family's Harmony or
-        /// ChatML) or the path of a
-        /// `tokenizer.json` or of its folder. Default `"embedded"`; refused beside `path`, whose folder has its own.
+        /// Vocabulary of a model without `path`: `"embedded"` (272 tokens: bytes, and the family's Harmony
+        /// or ChatML), or the path of a `tokenizer.json` or of its folder. Default `"embedded"`. Refused
+        /// together with `path`, whose folder has a tokenizer.
         pub tokenizer: Option<Tokenizer> = None,
-        /// Type of the weights in the forward pass; `"bf16"` rounds them there, and the optimizer keeps f32 masters. `"bf16_dot"` also
-        /// multiplies in bf16 on a CPU that has its dot products (AVX-512 BF16), backward passes included: what products take is
-        /// rounded to bf16, sums are f32, and so are the router, attention, norms and a critic's values.
+        /// Type of the weights in the forward pass. `"bf16"` rounds them there, and the optimizer keeps f32
+        /// masters. `"bf16_dot"` also multiplies in bf16 on a CPU with AVX-512 BF16, in forward and
+        /// backward passes: inputs of matmuls are rounded to bf16, and sums are f32. The router, attention,
+        /// norms and a critic's values stay f32.
         pub dtype: Dtype = Dtype::F32,
-        /// Shape of a model without `path`; refused beside it.
+        /// Shape of a model without `path`. Refused together with `path`.
         pub architecture: Option<Architecture>,
-        /// Random weights, for a model without any.
+        /// Random weights, for a model without weights.
         pub init: InitSettings,
     }
 }
 
 table! {
-    /// Shape of the model, under the names of `config.json`. In GPT-OSS even layers have a sliding window, odd layers are full;
-    /// in Qwen2 all are full, and there are no experts.
+    /// Shape of the model, under the names of `config.json`. In GPT-OSS even layers have a sliding window
+    /// and odd layers full attention. In Qwen2 all layers have full attention, and there are no experts.
     pub struct Architecture {
-        /// The family: what a layer consists of, and how its conversations are written.
+        /// The family, which decides the layers and the format of conversations.
         pub model_type: Family = Family::default(),
         /// Width of the residual stream.
         pub hidden_size: usize = 64 => from(1.0).to(65536.0),
@@ -45,15 +46,15 @@ table! {
         pub num_key_value_heads: usize = 2 => from(1.0).to(1024.0),
         /// Width of a head; even.
         pub head_dim: usize = 16 => from(2.0).to(1024.0),
-        /// Width of an expert, or of the layer's one gated unit.
+        /// Width of an expert, or of a dense layer's MLP.
         pub intermediate_size: usize = 64 => from(1.0).to(1048576.0),
-        /// Experts of a layer. GPT-OSS only, as the next two.
+        /// Experts of a layer. This key and the next two are for GPT-OSS only.
         pub num_local_experts: usize = 4 => from(1.0).to(65535.0),
         /// Experts that a token uses.
         pub num_experts_per_tok: usize = 2 => from(1.0).to(1024.0),
         /// Keys that a query of a sliding layer sees, itself included.
         pub sliding_window: usize = 16 => from(1.0).to(16777216.0),
-        /// Whether the embedding is the head too. Qwen2 only.
+        /// Whether the embedding and the LM head share a matrix. Qwen2 only.
         pub tie_word_embeddings: bool = false,
         /// Longest sequence, in tokens.
         pub max_position_embeddings: usize = 160 => from(2.0).to(16777216.0),
@@ -75,7 +76,7 @@ table! {
         pub factor: f64 = 32.0 => from(1.0).to(1e6),
         /// Context length before the extension, in tokens.
         pub original_max_position_embeddings: usize = 4096 => from(1.0).to(16777216.0),
-        /// Rotations above which a frequency is left as it is.
+        /// Rotations above which a frequency is not scaled.
         pub beta_fast: f64 = 32.0 => above(0.0).to(1e6),
         /// Rotations below which a frequency is divided by `factor`.
         pub beta_slow: f64 = 1.0 => above(0.0).to(1e6),
@@ -97,7 +98,8 @@ impl Architecture {
     }
 }
 
-/// The limits of a number of an architecture, in a recipe or a `config.json`; those of YaRN as `yarn.KEY`.
+/// Returns the limits of a number of an architecture, in a recipe or a `config.json`; YaRN's keys are
+/// `yarn.KEY`.
 pub(crate) fn architecture_limits(key: &str) -> Option<Limits> {
     match key.strip_prefix("yarn.") {
         Some(key) => Yarn::limits_of(key),
@@ -105,7 +107,7 @@ pub(crate) fn architecture_limits(key: &str) -> Option<Limits> {
     }
 }
 
-/// The sizes of an architecture that can contradict each other, whether a recipe says them or a `config.json`.
+/// The sizes of an architecture that can contradict each other, in a recipe or in a `config.json`.
 pub struct Sizes<'a> {
     pub num_attention_heads: usize,
     pub num_key_value_heads: usize,
@@ -115,18 +117,18 @@ pub struct Sizes<'a> {
     pub yarn: Option<&'a Yarn>,
 }
 
-/// Two keys of an architecture that cannot both be as they are.
+/// Two keys of an architecture that contradict each other.
 pub struct Contradiction {
-    /// Below `model.architecture`; the first is the one to change.
+    /// Keys below `model.architecture`. The first is the one to change.
     pub keys: [&'static str; 2],
-    /// Of the first.
+    /// The value of the first key.
     pub value: String,
-    /// The flaw of the value, and the remedy.
+    /// The mistake in the value, and the remedy.
     pub what: String,
 }
 
 impl Sizes<'_> {
-    /// Everything that is wrong.
+    /// Returns every contradiction.
     pub fn contradictions(&self) -> Vec<Contradiction> {
         let mut found = Vec::new();
         let mut unless = |holds: bool, keys, value: &dyn std::fmt::Display, what| {
@@ -166,25 +168,25 @@ impl Sizes<'_> {
 }
 
 choice! {
-    /// Numbers of weights and arithmetic.
+    /// Number formats of weights and arithmetic.
     pub enum Dtype {
         /// 32-bit floating point.
         F32 = "f32",
         /// bfloat16.
         Bf16 = "bf16",
-        /// bfloat16, multiplied by the dot products of a CPU.
+        /// bfloat16, multiplied with a CPU's dot-product instructions.
         Bf16Dot = "bf16_dot",
     }
 }
 
 impl Dtype {
-    /// Whether weights are rounded to bf16, of which masters in f32 are kept.
+    /// Whether weights are rounded to bf16, with masters in f32.
     pub fn is_bf16(self) -> bool {
         self != Dtype::F32
     }
 }
 
-/// Where a model without a folder gets its vocabulary from.
+/// The source of the vocabulary of a model without a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Tokenizer {
     /// The 272-token vocabulary inside the binary.
@@ -217,33 +219,36 @@ impl Scalar for Tokenizer {
 choice! {
     /// Where a run computes.
     pub enum DeviceKind {
-        /// A GPU where there is one, the program was built for it, and it can compute what the recipe asks for; else the CPU.
+        /// A GPU, if there is one that the build supports and that can run the recipe; else the CPU.
         Auto = "auto",
         /// The CPU.
         Cpu = "cpu",
-        /// An NVIDIA GPU of compute capability 9.0, one a process: with `model.dtype = "bf16"` and heads 64 wide.
+        /// An NVIDIA GPU of compute capability 9.0, one for each process. It needs `model.dtype = "bf16"`
+        /// and heads 64 wide.
         Cuda = "cuda",
     }
 }
 
 table! {
-    /// A low-rank adapter (LoRA) that learns in place of the model's own weights, which stay as they are, packed or not. The
-    /// reference of `policy.kl` is then the model without it, and the critic a second adapter with a head. Learning rates are
-    /// about ten times those of full training.
+    /// A low-rank adapter (LoRA). It is trained, and the model's own weights stay frozen, packed or not.
+    /// The reference of `policy.kl` is then the model without the adapter, and the critic is a second
+    /// adapter with a value head. Learning rates are about ten times those of full training.
     pub struct AdapterSettings {
-        /// Rank of the correction that each matrix gets.
+        /// Rank of each matrix's adapter.
         pub rank: usize = 16 => from(1.0).to(4096.0),
-        /// The correction is scaled by `alpha / rank`.
+        /// The adapter's output is scaled by `alpha / rank`.
         pub alpha: f64 = 32.0 => above(0.0).to(1e6),
-        /// Scale by `alpha / √rank` instead (rsLoRA), which keeps its size over ranks.
+        /// Scale by `alpha / √rank` instead (rsLoRA), which keeps the output's size the same at every rank.
         pub rslora: bool = false,
-        /// The matrices with an adapter, as patterns over parameters' names in which `*` stands for any characters. Empty means
-        /// all that can have one: q, k, v, o, and both expert matrices of GPT-OSS or the three of the MLP of Qwen2.5.
+        /// The matrices with an adapter, as patterns of parameter names; `*` matches any characters. Empty
+        /// means all that can have one: q, k, v, o, and both expert matrices of GPT-OSS or the three MLP
+        /// matrices of Qwen2.5.
         pub targets: Vec<String> = Vec::new(),
-        /// Whether the cold start too trains the adapter. If not, it trains the whole model, which is then the adapter's base, kept
-        /// in the run's folder; for models that begin at random.
+        /// Whether SFT warm-up (`[cold_start]`) also trains the adapter. If not, it trains the whole model,
+        /// which becomes the adapter's base and is kept in the run folder. That suits models with random
+        /// weights.
         pub cold_start: bool = true,
-        /// Only 0: dropout would make training's forward another one than the rollout's.
+        /// Only 0 is allowed: dropout would make the forward pass of training differ from that of rollout.
         pub dropout: f64 = 0.0 => from(0.0).below(1.0),
     }
 }

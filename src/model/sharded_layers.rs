@@ -1,4 +1,4 @@
-//! Layers of which each rank holds a shard, and which are gathered when a pass comes to them.
+//! Layers sharded over ranks (ZeRO-3), gathered when a pass reaches them.
 
 use super::config::Config;
 use super::layer::Layer;
@@ -15,24 +15,24 @@ use candle_core::{Device, Var};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// An error between processes as an op returns it.
+/// Converts an error between processes into an op's error.
 pub fn within_op(error: anyhow::Error) -> candle_core::Error {
     candle_core::Error::Msg(format!("{error:#}"))
 }
 
-/// A tensor of the store as a gathering sees it.
+/// A tensor of the store, for gathering.
 #[derive(Clone)]
 pub(super) struct Part {
-    /// Its place in the store.
+    /// The index in the store.
     pub index: usize,
-    /// Of the whole.
+    /// The spec of the whole tensor.
     pub spec: ParameterSpec,
     pub stored: Stored,
-    /// Whether gradients reach it.
+    /// Whether the tensor gets gradients.
     pub is_trained: bool,
 }
 
-/// Begins to gather the sharded ones of `parts`, in one exchange.
+/// Starts one exchange that gathers the sharded tensors of `parts`.
 pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<PendingExchange> {
     let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
     for part in parts.iter().filter(|part| part.stored.is_sharded()) {
@@ -44,7 +44,7 @@ pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<PendingEx
     mesh.start(what, &mesh.all_ranks(), replicate(own, mesh.ranks()), &lengths)
 }
 
-/// The tensors of `parts` from what came: the sharded ones assembled, the others as they are.
+/// Returns the weights of `parts`: sharded ones assembled from the exchange, the others unchanged.
 pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: PendingExchange) -> Result<Vec<Weight>> {
     let came = started.wait()?;
     let mut read = vec![0; came.len()];
@@ -62,29 +62,29 @@ pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: PendingExchange) -> R
     parts.iter().map(assemble).collect()
 }
 
-/// A model's sharded layers, one of which is gathered for as long as a pass is at it; the one that comes next is on its way
-/// meanwhile. Every rank must take the same layers in the same order.
+/// The sharded layers of a model. One layer is gathered while a pass uses it, and the exchange of the next
+/// one runs meanwhile. Every rank must ask for the same layers in the same order.
 pub(super) struct ShardedLayers {
     pub mesh: Arc<Mesh>,
     pub config: Config,
     pub layers: Vec<Vec<Part>>,
     pub adapters: HashMap<String, Adapter>,
     pub uses: Uses,
-    /// The layer that is on its way.
+    /// The layer whose exchange is running.
     pub ahead: Mutex<Option<(usize, PendingExchange)>>,
 }
 
-/// The use of gathered tensors.
+/// The use of gathered tensors: their gradients and their device.
 #[derive(Clone)]
 pub(super) struct Uses {
-    /// Where gradients go, in passes that train.
+    /// The destination of gradients, in passes that train.
     pub sink: Option<Arc<dyn GradientSink>>,
-    /// Where they multiply.
+    /// The device that computes.
     pub device: Device,
 }
 
 impl Uses {
-    /// `weight`, gathered, as a layer takes it.
+    /// Returns the gathered `weight` on the device, tracked by the graph if it is trained.
     ///
     /// # Errors
     /// When memory runs out.
@@ -92,7 +92,7 @@ impl Uses {
         let weight = on_device(&weight, &self.device, &part.spec)?;
         Ok(match (&self.sink, weight) {
             (Some(sink), Weight::Dense(gathered)) if part.is_trained => {
-                // A variable, so that the graph records what is computed from it.
+                // A variable, so that the graph records ops on it.
                 let variable = Var::from_tensor(gathered.values())?;
                 let trained = Parameter::trained(variable.as_tensor(), sink.clone(), part.index);
                 Weight::Dense(trained.in_precision(gathered.precision()))

@@ -1,9 +1,9 @@
-//! A micro-batch whose rows are split over several ranks: each has a stretch of them, and all of some heads where rows meet.
+//! Sequence parallelism (DeepSpeed Ulysses): several ranks share the rows of a micro-batch.
 //!
-//! All but attention works row by row. Around attention the ranks exchange: rank `j` gives its rows of everyone's heads and gets
-//! every row of its own heads, and afterwards the other way round. So attention runs as in one process, on fewer heads, and a
-//! row's bits are the same. Backward, the exchanges run in reverse; where key-value heads are fewer than ranks, a head is on
-//! several, and its gradient is the sum of theirs in rank order.
+//! All ops but attention work row by row, so each rank computes a contiguous range of rows. Around
+//! attention, ranks exchange rows for heads: each then has every row of some heads. So a row has the same
+//! bits as in one process. The backward pass runs the exchanges in reverse. With fewer key-value heads than
+//! ranks, several ranks share a head, and its gradient is their sum in rank order.
 
 use super::attend::Attend;
 use super::sharded_layers::within_op;
@@ -18,19 +18,19 @@ use candle_core::{CpuStorage, Device, Shape, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The rows of one micro-batch over the ranks that share it.
+/// The rows of one micro-batch, split over ranks.
 pub struct SplitRows {
     mesh: Arc<Mesh>,
-    /// The ranks that share it, in the order of their stretches.
+    /// The ranks that share the rows, in the order of their ranges.
     group: Vec<usize>,
-    /// This rank's place among them.
+    /// The index of this rank in the group.
     place: usize,
-    /// Each rank's stretch.
+    /// The range of rows of each rank.
     ranges: Vec<Range<usize>>,
 }
 
 impl SplitRows {
-    /// `rows` rows over the ranks of `mesh` that share sequences with this one, in even stretches.
+    /// Splits `rows` rows evenly over the ranks of this rank's sequence group.
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
@@ -42,17 +42,17 @@ impl SplitRows {
         Ok(Self { mesh: mesh.clone(), group, place, ranges })
     }
 
-    /// Each rank's stretch of rows.
+    /// Returns the range of rows of each rank.
     pub fn ranges(&self) -> &[Range<usize>] {
         &self.ranges
     }
 
-    /// This rank's place among those that share the rows.
+    /// Returns the index of this rank in the group.
     pub fn place(&self) -> usize {
         self.place
     }
 
-    /// This rank's stretch.
+    /// Returns the range of rows of this rank.
     pub fn own(&self) -> Range<usize> {
         self.ranges[self.place].clone()
     }
@@ -61,7 +61,7 @@ impl SplitRows {
         self.ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Sends `parts[i]` to the `i`th rank and gives what came from each, which has `lengths[i]` values.
+    /// Sends `parts[i]` to the `i`th rank. Returns the `lengths[i]` values received from each.
     fn exchange(&self, what: &str, parts: Vec<Vec<f32>>, lengths: &[usize]) -> Result<Vec<Vec<f32>>> {
         let parts = parts.iter().map(|part| Arc::new(f32_bytes(part).to_vec())).collect();
         let bytes: Vec<usize> = lengths.iter().map(|length| length * size_of::<f32>()).collect();
@@ -69,26 +69,26 @@ impl SplitRows {
         Ok(came.iter().map(|bytes| f32_values(bytes).collect()).collect())
     }
 
-    /// The values of all ranks, of which the `i`th has `lengths[i]`.
+    /// Gathers the values of all ranks; the `i`th rank has `lengths[i]` values.
     ///
     /// # Errors
-    /// When a rank does not come in time.
+    /// When a rank does not respond in time.
     pub fn all(&self, what: &str, own: &[f32], lengths: &[usize]) -> Result<Vec<Vec<f32>>> {
         self.exchange(what, vec![own.to_vec(); self.group.len()], lengths)
     }
 
-    /// Every row of `x [t, W]`, of which this rank has its stretch: `[T, W]`, differentiable.
+    /// Gathers all rows, `[T, W]`, from the rows `x [t, W]` of each rank. Differentiable.
     ///
     /// # Errors
-    /// When a rank does not come in time.
+    /// When a rank does not respond in time.
     pub fn all_rows(self: &Arc<Self>, x: &Tensor) -> Result<Tensor> {
         Ok(apply([&contiguous(x)?], AllRows { split: self.clone() })?)
     }
 
-    /// Every row of the experts u32 `[t, K]`, of which this rank has its stretch: `[T, K]`.
+    /// Gathers the routed experts of all rows, `[T, K]`, from those of each rank, u32 `[t, K]`.
     ///
     /// # Errors
-    /// When a rank does not come in time.
+    /// When a rank does not respond in time.
     pub fn all_routes(&self, routes: &Tensor) -> Result<Tensor> {
         let top_k = routes.dim(1)?;
         let own: Vec<u8> =
@@ -101,7 +101,8 @@ impl SplitRows {
         Ok(Tensor::from_vec(experts, (self.rows(), top_k), &Device::Cpu)?)
     }
 
-    /// From this rank's rows of all heads, `x [t, H, D]`, to all rows of the heads that `heads` gives this rank: `[T, h, D]`.
+    /// Exchanges this rank's rows of all heads, `x [t, H, D]`, for all rows of this rank's heads, `[T, h,
+    /// D]`.
     fn to_heads(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
         let part = |of: &Vec<usize>| -> Vec<f32> {
             let rows = x.chunks_exact(heads.count * dim);
@@ -113,8 +114,8 @@ impl SplitRows {
         Ok(self.exchange("heads", heads.of_rank.iter().map(part).collect(), &lengths)?.concat())
     }
 
-    /// The other way: from all rows of this rank's heads, `x [T, h, D]`, to its rows of all heads, `[t, H, D]`. A head that
-    /// several ranks have is their sum in rank order.
+    /// Exchanges all rows of this rank's heads, `x [T, h, D]`, for this rank's rows of all heads, `[t, H,
+    /// D]`. A head that several ranks have becomes the sum of theirs in rank order.
     fn to_rows(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
         let own = heads.of_rank[self.place].len() * dim;
         let parts = self.ranges.iter().map(|range| x[range.start * own..range.end * own].to_vec()).collect();
@@ -140,17 +141,18 @@ impl SplitRows {
     }
 }
 
-/// Which heads each rank has.
+/// The heads of each rank.
 #[derive(Clone)]
 struct Heads {
-    /// All of them.
+    /// The number of all heads.
     count: usize,
-    /// By rank.
+    /// The heads by rank.
     of_rank: Vec<Vec<usize>>,
 }
 
 impl Heads {
-    /// Even stretches of `count` heads over `ranks`, which one of the two divides: of fewer heads than ranks each is on several.
+    /// Splits `count` heads evenly over `ranks`. One of the two must divide the other; with fewer heads,
+    /// ranks share a head.
     fn even(count: usize, ranks: usize) -> Self {
         let of = |rank: usize| match count >= ranks {
             true => (rank * count / ranks..(rank + 1) * count / ranks).collect(),
@@ -159,7 +161,7 @@ impl Heads {
         Self { count, of_rank: (0..ranks).map(of).collect() }
     }
 
-    /// The heads of keys and then those of values.
+    /// Returns heads of keys, followed by the heads of values.
     fn twice(self) -> Self {
         let both =
             |of: Vec<usize>| of.iter().copied().chain(of.iter().map(|head| self.count + head)).collect();
@@ -167,7 +169,7 @@ impl Heads {
     }
 }
 
-/// Whether heads of a model can be split over `ranks` processes; says why not.
+/// Returns why a model's heads cannot be split over `ranks` processes; `None` if they can.
 pub fn heads_split(heads: usize, kv_heads: usize, ranks: usize) -> Option<String> {
     let divides = |a: usize, b: usize| b != 0 && a.is_multiple_of(b);
     (!divides(heads, ranks)).then(|| format!("does not divide the {heads} heads of attention")).or_else(
@@ -179,10 +181,10 @@ pub fn heads_split(heads: usize, kv_heads: usize, ranks: usize) -> Option<String
     )
 }
 
-/// Attention of rows that are split over ranks.
+/// Attention whose rows are split over ranks.
 pub struct SplitAttention {
     pub split: Arc<SplitRows>,
-    /// All rows.
+    /// The sequences of all rows.
     pub sequence_rows: Arc<SequenceRows>,
 }
 
@@ -218,7 +220,8 @@ impl Attend for SplitAttention {
     }
 }
 
-/// Rows of all heads to all rows of some heads, or back; each is the other's backward.
+/// Exchanges rows of all heads for all rows of some heads, or the reverse. Each is the other's backward
+/// pass.
 struct MoveHeads {
     split: Arc<SplitRows>,
     heads: Heads,
@@ -256,7 +259,8 @@ impl Operation<1> for MoveHeads {
     }
 }
 
-/// Every rank's rows, on every rank. All of them compute the same from it, so backward each keeps its own rows' gradient.
+/// Gathers every rank's rows on every rank. All ranks compute the same from them, so the backward pass
+/// keeps only the gradient of this rank's rows.
 struct AllRows {
     split: Arc<SplitRows>,
 }

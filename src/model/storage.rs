@@ -1,4 +1,4 @@
-//! A tensor as the store holds it: dense or packed, whole or this rank's shard, in memory or on disk.
+//! A tensor in the store: dense or packed, whole or sharded, in memory or on disk.
 
 use super::config::Form;
 use super::names::{Layout, ParameterSpec, TensorRole};
@@ -13,26 +13,26 @@ use candle_core::{DType, Device, Tensor, Var};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A tensor's weight, and how it is placed. Only variables, which are dense, can be trained.
+/// The weight of a tensor and its placement. Only variables, which are dense, can be trained.
 #[derive(Clone)]
 pub struct Stored {
-    /// `None` while it lies on disk; of a shard, flat values or packed bytes that this rank holds.
+    /// `None` while the tensor is on disk. A shard holds flat values or packed bytes.
     weight: Option<Weight>,
     is_sharded: bool,
 }
 
 impl Stored {
-    /// f32 values in working layout, which training may change.
+    /// Returns a trainable tensor of f32 values in working layout.
     ///
     /// # Errors
-    /// When there are not as many as `spec` says.
+    /// When the number of values differs from that of `spec`.
     pub fn variable(spec: &ParameterSpec, values: Vec<f32>) -> Result<Self> {
         ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
         let variable = Var::from_vec(values, spec.working_shape(), &Device::Cpu)?;
         Ok(Self::of_variable(&variable, false))
     }
 
-    /// A copy of `weight` that training may change.
+    /// Returns a trainable copy of `weight`.
     ///
     /// # Errors
     /// When memory runs out.
@@ -40,7 +40,7 @@ impl Stored {
         Self::variable(spec, weight.decoded(&spec.working_shape())?.flatten_all()?.to_vec1()?)
     }
 
-    /// This rank's shard of such values, flat.
+    /// Returns this rank's shard of a trainable tensor from its flat values.
     ///
     /// # Errors
     /// When memory runs out.
@@ -53,17 +53,18 @@ impl Stored {
         Self { weight: Some(Weight::Dense(Parameter::variable(variable.as_tensor()))), is_sharded }
     }
 
-    /// A weight that stays as it is.
+    /// Returns a frozen tensor.
     pub fn frozen(weight: Weight) -> Self {
         Self { weight: Some(weight.without_gradient()), is_sharded: false }
     }
 
-    /// A tensor that is read from disk whenever a layer computes.
+    /// Returns a tensor that is read from disk whenever a layer computes.
     pub fn on_disk() -> Self {
         Self { weight: None, is_sharded: false }
     }
 
-    /// This rank's shard of tensor `index` where several ranks share it. What is no variable and not packed on the host stays whole.
+    /// Keeps this rank's shard of tensor `index`. Only variables and weights packed on the host are
+    /// sharded.
     ///
     /// # Errors
     /// When memory runs out.
@@ -83,7 +84,7 @@ impl Stored {
         }
     }
 
-    /// The weight in memory, whole or a shard.
+    /// Returns the weight in memory, whole or a shard.
     ///
     /// # Errors
     /// When it is on disk.
@@ -94,7 +95,7 @@ impl Stored {
         }
     }
 
-    /// The weight, all of which is here.
+    /// Returns the whole weight.
     ///
     /// # Errors
     /// When it is sharded or on disk.
@@ -103,27 +104,27 @@ impl Stored {
         self.weight(spec)
     }
 
-    /// Whether it is read from disk.
+    /// Whether the tensor is read from disk.
     pub fn is_on_disk(&self) -> bool {
         self.weight.is_none()
     }
 
-    /// Whether each rank holds a shard of it.
+    /// Whether each rank holds a shard of the tensor.
     pub fn is_sharded(&self) -> bool {
         self.is_sharded
     }
 
-    /// Whether training may change it.
+    /// Whether the tensor can be trained.
     pub fn is_variable(&self) -> bool {
         self.weight.as_ref().is_some_and(Weight::is_variable)
     }
 
-    /// Another weight, placed the same way.
+    /// Returns another weight with the same placement.
     pub(super) fn with_weight(&self, weight: Weight) -> Self {
         Self { weight: Some(weight), is_sharded: self.is_sharded }
     }
 
-    /// Bytes of the whole tensor while ranks exchange it: f32 values, or packed bytes.
+    /// Returns the bytes of the whole tensor when ranks exchange it: f32 values, or packed bytes.
     pub(super) fn exchanged_bytes(&self, spec: &ParameterSpec) -> usize {
         match &self.weight {
             Some(Weight::Packed(matrix)) => matrix.size_bytes(),
@@ -131,7 +132,7 @@ impl Stored {
         }
     }
 
-    /// Which of those bytes `rank` holds for others; none of a tensor that is not sharded.
+    /// Returns the range of those bytes that `rank` holds; empty if the tensor is not sharded.
     pub(super) fn shard_of(
         &self,
         spec: &ParameterSpec,
@@ -150,10 +151,10 @@ impl Stored {
         }
     }
 
-    /// Appends the bytes of this rank's shard.
+    /// Appends the bytes of this rank's shard to `bytes`.
     ///
     /// # Errors
-    /// When there is none.
+    /// When the tensor is on disk.
     pub(super) fn append_shard(&self, bytes: &mut Vec<u8>) -> Result<()> {
         match &self.weight {
             Some(Weight::Dense(dense)) => bytes.extend_from_slice(f32_bytes(&host_values(dense.values())?)),
@@ -163,10 +164,10 @@ impl Stored {
         Ok(())
     }
 
-    /// The weight of `spec` that these bytes are: the whole tensor of which this is a shard, or some of its experts.
+    /// Returns the weight of `spec` from `bytes`: the whole tensor of this shard, or some of its experts.
     ///
     /// # Errors
-    /// When they are not so many.
+    /// When the tensor is on disk, or the number of bytes is wrong.
     pub(super) fn assembled(&self, spec: &ParameterSpec, bytes: Vec<u8>) -> Result<Weight> {
         match &self.weight {
             Some(Weight::Dense(dense)) => {
@@ -183,7 +184,7 @@ impl Stored {
     }
 }
 
-/// `weight` on `device`: on a GPU matrices are MXFP4 as they were, or bf16, and all else is f32.
+/// Copies `weight` to `device`. On a GPU a matrix stays MXFP4 or becomes bf16, and other tensors are f32.
 ///
 /// # Errors
 /// When memory runs out.
@@ -193,10 +194,10 @@ pub fn on_device(weight: &Weight, device: &Device, spec: &ParameterSpec) -> Resu
 }
 
 impl ParameterSpec {
-    /// How the tensor is packed where it lies on disk in `form` and is not trained; `None` for what stays f32.
+    /// Returns the packed format of a frozen tensor that is stored in `form`; `None` when it stays f32.
     pub fn packed_form(&self, form: Form) -> Option<PackedForm> {
         let is_packable = self.is_matrix() && self.role != TensorRole::AdapterFactor;
-        // A single column is multiplied another way.
+        // A matrix of one column is not packed.
         let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
         match form {
             Form::F32 => None,
@@ -207,12 +208,12 @@ impl ParameterSpec {
         }
     }
 
-    /// Whether rows are looked up and nothing multiplies by it: an embedding that is not the head too.
+    /// Whether the tensor is an embedding with its own matrix: rows are looked up, and no matmul reads it.
     pub fn is_table(&self) -> bool {
         self.role == TensorRole::Embedding && self.layout == Layout::AsStored
     }
 
-    /// `[E, in, out]` of a matrix, with one "expert" where it has none.
+    /// Returns `[E, in, out]` of a matrix; `E` is 1 for a matrix without experts.
     pub fn matrix_shape(&self) -> Option<[usize; 3]> {
         match *self.working_shape() {
             [input, output] => Some([1, input, output]),
@@ -221,7 +222,7 @@ impl ParameterSpec {
         }
     }
 
-    /// Bytes of the tensor in memory where it lies on disk in `form` and is not trained.
+    /// Returns the bytes in memory of a frozen tensor that is stored in `form`.
     pub fn resident_bytes(&self, form: Form) -> u64 {
         match (self.packed_form(form), self.matrix_shape()) {
             (Some(form), Some(shape)) => form.bytes(shape) as u64,

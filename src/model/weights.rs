@@ -1,4 +1,4 @@
-//! The weights of a whole model, as a forward pass asks for them: layers are in this process's memory, or made one at a time.
+//! The weights of a whole model for a forward pass. Layers are in memory or built one at a time.
 
 use super::config::Config;
 use super::layer::Layer;
@@ -12,29 +12,30 @@ use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 
-/// The name of the value head's matrix; a model with a tensor of this name is a critic.
+/// The name of the value head's matrix. A model with this tensor is a critic.
 pub(super) const VALUE_HEAD: &str = "score.weight";
 
-/// Where a pass takes its layers from.
+/// The source of a pass's layers.
 pub trait Layers: Send + Sync {
-    /// Layer `index`; the pass asks for layer `next` afterwards.
+    /// Returns layer `index`; `next` is the layer that the pass needs afterwards.
     ///
     /// # Errors
-    /// When it cannot be read, or a rank does not come in time.
+    /// When the layer cannot be read, or a rank does not respond in time.
     fn layer(&self, index: usize, next: Option<usize>) -> Result<Arc<dyn Layer>>;
 
-    /// Whether every layer's tensors lie where they lie from pass to pass.
+    /// Whether every layer's tensors keep their addresses from pass to pass.
     fn are_resident(&self) -> bool {
         false
     }
 
-    /// The ranks that must make every pass together, one at a time.
+    /// Returns the ranks that must make every pass together, one pass at a time; `None` if each is
+    /// independent.
     fn mesh(&self) -> Option<&Arc<Mesh>> {
         None
     }
 }
 
-/// Layers in memory, which may share their experts with other ranks.
+/// Layers in memory. With expert parallelism each rank holds some experts.
 struct ResidentLayers {
     layers: Vec<Arc<dyn Layer>>,
     mesh: Option<Arc<Mesh>>,
@@ -54,26 +55,26 @@ impl Layers for ResidentLayers {
     }
 }
 
-/// A model's weights.
+/// The weights of a model.
 #[derive(Clone)]
 pub struct Weights {
-    /// `[V, H]`, or `[H, V]` where it is the head too.
+    /// `[V, H]`; `[H, V]` when it is also the LM head.
     embedding: Matrix,
     is_tied: bool,
     layers: Arc<dyn Layers>,
     /// `[H]`.
     final_norm: Parameter,
-    /// `[H, V]`: scores of the next token; of a critic `[H, 1]` and `[1]`: one value a token.
+    /// `[H, V]` for logits. A critic has `[H, 1]` with bias `[1]`, for one value a token.
     head: Matrix,
     is_critic: bool,
     bytes: u64,
-    /// Whether gradients reach layers that are trained.
+    /// Whether trained layers get gradients.
     has_gradients: bool,
 }
 
 impl Weights {
-    /// The weights of `config` among `tensors`, `bytes` in all, with a value head in place of the language model's for a critic.
-    /// Without `layers` they are made of `tensors` too.
+    /// Builds the weights of `config` from `tensors`, `bytes` in all. A critic has a value head instead of
+    /// the LM head. Without `layers`, the layers are built from `tensors` too.
     ///
     /// # Errors
     /// When a tensor is missing or of the wrong kind.
@@ -115,7 +116,7 @@ impl Weights {
         }
     }
 
-    /// The first layer's input for tokens `ids`, `[T, H]`.
+    /// Returns the first layer's input for tokens `ids`, `[T, H]`.
     ///
     /// # Errors
     /// When an id is not below `V`.
@@ -123,22 +124,23 @@ impl Weights {
         if self.is_tied { self.embedding.columns(ids) } else { self.embedding.rows(ids) }
     }
 
-    /// Layer `index`; the pass asks for layer `next` afterwards, so that it can be on its way meanwhile.
+    /// Returns layer `index`; `next` is the layer that the pass needs afterwards, which may be gathered
+    /// meanwhile.
     ///
     /// # Errors
-    /// When it cannot be read, or a rank does not come in time.
+    /// When the layer cannot be read, or a rank does not respond in time.
     pub fn layer(&self, index: usize, next: Option<usize>) -> Result<Arc<dyn Layer>> {
         let layer = self.layers.layer(index, next)?;
         Ok(if self.has_gradients { layer } else { layer.without_gradient() })
     }
 
-    /// The norm before the head, `[H]`.
+    /// Returns the norm before the head, `[H]`.
     pub fn final_norm(&self) -> &Parameter {
         &self.final_norm
     }
 
-    /// The head's output for `normed [R, H]`: log-probabilities and entropies of `targets` at `temperature`, `[2, R]`; a
-    /// critic's values, `[1, R]`.
+    /// Returns the head's output for `normed [R, H]`: log-probabilities and entropies of `targets` at
+    /// `temperature`, `[2, R]`. A critic returns values, `[1, R]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -149,33 +151,34 @@ impl Weights {
         }
     }
 
-    /// The logits of `normed [R, H]`, as a sampler reads them.
+    /// Returns the logits of `normed [R, H]`, for a sampler.
     ///
     /// # Errors
-    /// When the model has no head over a vocabulary.
+    /// When the model is a critic, which has no LM head.
     pub fn logits(&self, normed: &Tensor, sampling: &Sampling) -> Result<Logits> {
         if self.is_critic {
-            bail!("a critic has no head over the vocabulary");
+            bail!("a critic has no LM head");
         }
         self.head.logits(normed, sampling)
     }
 
-    /// Bytes that a forward pass reads: work is shared out by them.
+    /// Returns the bytes that a forward pass reads, by which work is divided.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Where the model computes.
+    /// Returns the device of the model.
     pub fn device(&self) -> &Device {
         self.final_norm.values().device()
     }
 
-    /// Whether every tensor lies where it lies from pass to pass.
+    /// Whether every tensor keeps its address from pass to pass.
     pub fn are_resident(&self) -> bool {
         self.layers.are_resident()
     }
 
-    /// The ranks that must make every pass together, one at a time: where layers are gathered from them, or rows travel to them.
+    /// Returns the ranks that must make every pass together, one pass at a time. They gather layers or
+    /// exchange rows of experts.
     pub fn mesh(&self) -> Option<&Arc<Mesh>> {
         self.layers.mesh()
     }

@@ -41,7 +41,7 @@ pub(super) struct SampleWork<'a> {
     cache: SequenceCache,
     /// Index among all trajectories of the rollout.
     pub(super) place: usize,
-    /// Whether it has its own KV-cache place. Until it decodes it uses its prompt's.
+    /// Whether it has its own KV-cache slot. Until it decodes it uses its prompt's slot.
     pub(super) has_room: bool,
     samples: usize,
 }

@@ -10,13 +10,13 @@ use crate::trajectory::{CallOutcome, Group, Outcome};
 /// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | trajectories |
 /// | `response_length/{mean,max,min}` | sampled tokens of a trajectory, insertions left out |
 /// | `prompt_length/{mean,max,min}` | tokens of a trajectory's prompt |
-/// | `num_turns/{mean,max,min}` | stretches of sampled tokens of a trajectory |
-/// | `outcome/<name>` | number of trajectories that ended so; every outcome, 0 included |
-/// | `tool/<name>` | number of calls that came to this; every one, 0 included |
-/// | `trajectory/failed_fraction` | share of trajectories that something other than the policy spoiled: `task_failed`, or `worker_died` |
-/// | `group/zero_signal_fraction` | share of groups whose rewards, the greedy sample's included, are all equal: they teach nothing |
-/// | `critic/reward_baselines/{mean,max,min}` | rewards of the greedy samples, where there are any |
-/// | `group/greedy_samples`, `group/greedy_tokens` | number of greedy samples and of their sampled tokens; no other count has them |
+/// | `num_turns/{mean,max,min}` | turns of a trajectory: runs of sampled tokens |
+/// | `outcome/<name>` | number of trajectories with this outcome; every outcome is present, 0 included |
+/// | `tool/<name>` | number of calls with this outcome; every outcome is present, 0 included |
+/// | `trajectory/failed_fraction` | share of trajectories that failed for a reason outside the policy: `task_failed`, or `worker_died` |
+/// | `group/zero_signal_fraction` | share of groups whose rewards, the greedy sample's included, are all equal, so that their advantages are 0 |
+/// | `critic/reward_baselines/{mean,max,min}` | rewards of the greedy samples, if there are any |
+/// | `group/greedy_samples`, `group/greedy_tokens` | number of greedy samples and of their sampled tokens; other counts exclude them |
 pub fn metrics(groups: &[Group]) -> Accumulator {
     let mut metrics = Accumulator::new();
     for outcome in Outcome::ALL {
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
     use crate::trajectory::{Trajectory, Turn};
 
-    /// A trajectory of `sampled` tokens after a prompt of 3, each turn ending in one of `calls`.
+    /// Returns a trajectory of `sampled` tokens after a prompt of 3. Each turn ends in one of `calls`.
     fn trajectory(
         reward: f32,
         sampled: usize,

@@ -60,10 +60,10 @@ pub struct Rollout<'a> {
     pub task: &'a dyn Task,
     /// The Python tool, used by one rollout at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
-    /// Messages put before every problem's own, as [`preamble`] makes them.
+    /// Messages before those of every problem, as [`preamble`] returns them.
     pub preamble: &'a [Message],
     pub plan: &'a RolloutPlan,
-    /// Keys and values that a GPU holds at the same time; the host holds what is needed.
+    /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
     pub room: CacheRoom,
 }
 

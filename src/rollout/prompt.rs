@@ -100,12 +100,12 @@ impl PromptLimits<'_> {
         Ok(tokens)
     }
 
-    /// Returns a note on the recipe's own messages, which may be what makes the prompt too long.
+    /// Returns a note on the length of the recipe's own messages, which may make the prompt too long.
     fn in_front(&self) -> String {
         match self.chat.render_training(self.preamble).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),
             n => format!(
-                ", {n} of them in front of the problem; [harmony] says what stands there, and system_message = false takes it away"
+                ", {n} of them before the problem; [harmony] sets these messages, and system_message = false removes the system message"
             ),
         }
     }

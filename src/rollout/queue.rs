@@ -84,7 +84,7 @@ impl<'a> State<'a> {
         self.ready.iter().position(|sample| sample.has_room || self.room.fits(sample.group()))
     }
 
-    /// Takes that conversation.
+    /// Takes the conversation that [`Self::next_ready`] selects.
     fn take_ready(&mut self) -> Option<Box<SampleWork<'a>>> {
         let mut sample = self.ready.remove(self.next_ready()?)?;
         if !std::mem::replace(&mut sample.has_room, true) {

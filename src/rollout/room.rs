@@ -1,10 +1,10 @@
 //! KV-cache admission: decides which conversations may begin when the cache is limited.
 //!
-//! A place is the cache that one sequence needs at its longest. The samples of a group share their prompt's
-//! place until they decode. A group with `n` decoding samples takes `max(1, n)` places. A group without a
+//! A slot is the cache that one sequence needs at its longest. The samples of a group share their prompt's
+//! slot until they decode. A group with `n` decoding samples takes `max(1, n)` slots. A group without a
 //! decoding sample can therefore always start one, and no sample waits forever.
 
-/// The places of a cache and their use by groups.
+/// The slots of a cache and their use by groups.
 pub(super) struct Room {
     places: usize,
     taken: usize,
@@ -28,7 +28,7 @@ impl Group {
 }
 
 impl Room {
-    /// Returns `places` free places for `groups` groups of `samples` each.
+    /// Returns `places` free slots for `groups` groups of `samples` each.
     pub fn new(places: usize, groups: usize, samples: usize) -> Self {
         Self { places, taken: 0, samples, groups: vec![Group::default(); groups] }
     }
@@ -38,7 +38,7 @@ impl Room {
         self.taken < self.places
     }
 
-    /// Takes a place for a group's prompt.
+    /// Takes a slot for a group's prompt.
     pub fn begin_group(&mut self, index: usize) {
         let waiting = self.samples;
         self.change(index, |group| group.waiting = waiting);
@@ -120,8 +120,8 @@ mod tests {
         assert!(room.fits(1));
         room.begin_sample(1);
         assert!(!room.has_place());
-        // A sample that ended before it decoded had no place of its own; the group's last one frees the
-        // place.
+        // A sample that ended before it decoded had no slot of its own; the group's last one frees the
+        // slot.
         room.end_sample(0, true);
         room.begin_group(2);
         room.end_sample(2, false);

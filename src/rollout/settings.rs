@@ -6,14 +6,14 @@ use crate::random::Purpose;
 use crate::settings::{above, from, table};
 
 table! {
-    /// How trajectories are sampled for training.
+    /// Sampling of trajectories for training.
     pub struct RolloutSettings {
         /// Prompts of a training step.
         pub prompts_per_step: usize = 8 => from(1.0).to(1e6),
         /// Samples of a prompt: the group over which advantages are computed.
         pub samples_per_prompt: usize = 8 => from(1.0).to(1e6),
-        /// Dynamic sampling (DAPO): up to so many more draws of prompts in place of groups whose rewards
-        /// are all equal; 0 means none.
+        /// Dynamic sampling (DAPO): maximum number of rounds that replace groups whose rewards are all
+        /// equal by groups of new prompts; 0 means none.
         pub resample_rounds_max: u64 = 0 => from(0.0).to(1000.0),
         /// Sampling temperature; log-probabilities are those of the distribution sampled from.
         pub temperature: f64 = 1.0 => above(0.0).to(100.0),
@@ -33,9 +33,9 @@ table! {
         pub sequences_max: usize = 64 => from(1.0).to(65536.0),
         /// Tool calls that run at the same time.
         pub tool_calls_concurrent_max: usize = 64 => from(1.0).to(65536.0),
-        /// Keep each token's chosen experts in the trajectory.
+        /// Keep each token's routed experts in the trajectory.
         pub keep_routes: bool = false,
-        /// On a GPU: launches of decode are recorded and replayed as one. The bits are the same.
+        /// Decode with CUDA graphs on a GPU. The bits are the same.
         pub cuda_graphs: bool = true,
     }
 }
@@ -45,7 +45,7 @@ table! {
     pub struct EvalSettings {
         /// Training steps between evaluations, the last step always included; 0 means never during training.
         pub every_steps: u64 = 10,
-        /// Evaluate the first so many held-out problems.
+        /// Number of held-out problems to evaluate, from the first on.
         pub problems_max: usize = 512 => from(1.0),
         /// Samples of a problem: the k of mean@k.
         pub samples: usize = 1 => from(1.0).to(1e6),
@@ -67,9 +67,9 @@ table! {
 table! {
     /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
     pub struct PreambleSettings {
-        /// Whether prompts begin with a system message; without one the other keys of this table but the
-        /// last have no effect. Default true, but false with the embedded vocabulary, where a byte is a
-        /// token.
+        /// Whether prompts begin with a system message. If false, only `developer_instructions` has an
+        /// effect among the other keys. Default true, but false with the embedded vocabulary, where each
+        /// byte is a token.
         pub system_message: Option<bool> = None,
         /// First line of the system message; absent means the family's own: `You are ChatGPT, a large
         /// language model trained by OpenAI.` of GPT-OSS, `You are Qwen, created by Alibaba Cloud. You are
@@ -108,7 +108,8 @@ impl RolloutPlan {
         Self::training(&settings.sampled_by(sampling), seed, step)
     }
 
-    /// The evaluation after step `step`: sampling and seeds of its own, the budgets of training, no ablation.
+    /// Returns the plan of the evaluation after step `step`. It has its own sampling and seeds, the budgets
+    /// of training, and no ablation.
     pub fn evaluation(settings: &RolloutSettings, eval: &EvalSettings, seed: u64, step: u64) -> Self {
         let &EvalSettings { temperature, top_p, top_k, min_p, .. } = eval;
         let settings = settings.sampled_by(Sampling { temperature, top_p, top_k, min_p });

@@ -1,4 +1,4 @@
-//! GPT-OSS: attention with sinks, sliding in every other layer, and experts.
+//! GPT-OSS: attention with sinks, a sliding window in every other layer, and experts.
 
 use super::FamilyEntry;
 use crate::chat::Format;
@@ -33,8 +33,8 @@ fn read(keys: &mut Keys) -> Config {
     keys.fixed("attention_bias", &json!(true));
     let rope = keys.rope().unwrap_or_else(|| {
         keys.mistake(
-            "neither rope_scaling nor rope_parameters is there, which some readers take for plain RoPE and \
-             others for YaRN; say which: \"rope_scaling\": {\"rope_type\": \"default\"} is plain",
+            "neither rope_scaling nor rope_parameters is present: some readers then use plain RoPE, others \
+             YaRN; add \"rope_scaling\": {\"rope_type\": \"default\"} for plain RoPE",
         )
     });
     Config {
@@ -59,13 +59,13 @@ fn own_keys(config: &Config) -> Value {
         "attention_bias": true,
     });
     if config.rope.yarn.is_none() {
-        // Newer readers take an absent or null entry for YaRN, so plain RoPE is said aloud.
+        // Newer readers take an absent or null entry for YaRN, so plain RoPE is explicit.
         own["rope_scaling"] = json!({ "rope_type": "default" });
     }
     own
 }
 
-/// The tensors of layer `layer`: attention, then experts. Letters as in [`crate::model::names`].
+/// Returns the tensors of layer `layer`: attention, then experts. Letters as in [`crate::model::names`].
 fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let h = config.hidden_size;
     let q = config.num_attention_heads * config.head_dim;
@@ -99,7 +99,7 @@ struct GptOssLayer {
     experts: Experts,
 }
 
-/// The layer made of `tensors`.
+/// Builds the layer from `tensors`.
 fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
     Ok(Arc::new(GptOssLayer {
         input_norm: tensors.vector("input_layernorm.weight")?,

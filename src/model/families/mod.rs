@@ -1,4 +1,4 @@
-//! The model families. A new one is a file of this folder, with an `ENTRY`, and its line in the list below.
+//! The model families. Each is a file of this folder with an `ENTRY` and a line in the list below.
 
 use super::config::{Config, LayerType};
 use super::config_json::Keys;
@@ -18,38 +18,38 @@ registered! {
     mod qwen2;
 }
 
-/// A family, as `model_type` names it.
+/// A family of models.
 pub struct FamilyEntry {
     /// `model_type`.
     pub name: &'static str,
-    /// For the recipe's page.
+    /// The documentation in the recipe's page.
     pub meaning: &'static str,
-    /// The name of its causal language model in transformers.
+    /// The name of the causal language model in transformers.
     pub architecture: &'static str,
-    /// How its conversations are written.
+    /// The format of conversations.
     pub chat: Format,
-    /// Whether a token chooses experts.
+    /// Whether layers have experts.
     pub has_experts: bool,
     /// Whether attention has sinks.
     pub has_sinks: bool,
-    /// Whether layers may attend to a window.
+    /// Whether layers may have a sliding window.
     pub has_windows: bool,
-    /// Whether the embedding may be the head too.
+    /// Whether the embedding and the LM head may share a matrix.
     pub may_tie_embeddings: bool,
-    /// The attention of so many layers, where `config.json` does not list it.
+    /// Returns the layer types for a number of layers, when `config.json` does not list them.
     pub layer_types: fn(usize) -> Vec<LayerType>,
     /// Reads `config.json`.
     pub(super) read: fn(&mut Keys) -> Config,
-    /// The keys of `config.json` that it has beside those of every family, or writes in another way.
+    /// Returns the keys of `config.json` that only this family writes.
     pub(super) own_keys: fn(&Config) -> Value,
-    /// The tensors of a layer, in file order.
+    /// Returns the tensors of a layer, in file order.
     pub(super) layer_specs: fn(&Config, usize) -> Vec<ParameterSpec>,
-    /// The layer made of its tensors.
+    /// Builds a layer from its tensors.
     pub(super) layer: fn(&LayerTensors) -> Result<Arc<dyn Layer>>,
 }
 
 impl Family {
-    /// A half-sentence that lists those there are.
+    /// Returns a phrase that lists the supported families.
     pub(super) fn known() -> String {
         let words: Vec<String> =
             Self::all().into_iter().map(|family| format!("{:?}", family.name())).collect();

@@ -31,11 +31,11 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
 
 fn read(keys: &mut Keys) -> Config {
     keys.fixed("use_mrope", &json!(false));
-    // A window's width is said whether or not there is one.
+    // The width of a window is given even when no layer has one.
     if keys.flag("use_sliding_window", false) {
         keys.mistake(
-            "use_sliding_window = true is not built: every layer of this family attends to all before it; \
-             take a model without windows",
+            "use_sliding_window = true is not supported: every layer of this family has full attention; \
+             use a model without windows",
         )
     }
     let rope = keys.rope().unwrap_or_else(|| Rope { theta: keys.number("rope_theta"), yarn: None });
@@ -50,7 +50,8 @@ fn own_keys(config: &Config) -> Value {
     })
 }
 
-/// The tensors of layer `layer`: attention, then the MLP. Letters as in [`crate::model::names`]. Only q, k and v have biases.
+/// Returns the tensors of layer `layer`: attention, then the MLP. Only q, k and v have biases. Letters as
+/// in [`crate::model::names`].
 fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let h = config.hidden_size;
     let q = config.num_attention_heads * config.head_dim;
@@ -79,7 +80,7 @@ struct Qwen2Layer {
     mlp: SwigluMlp,
 }
 
-/// The layer made of `tensors`.
+/// Builds the layer from `tensors`.
 fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
     Ok(Arc::new(Qwen2Layer {
         input_norm: tensors.vector("input_layernorm.weight")?,

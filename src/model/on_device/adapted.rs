@@ -1,4 +1,4 @@
-//! A model whose experts stay packed in MXFP4 and whose adapters alone learn.
+//! Tests of a model whose experts stay packed in MXFP4, and whose adapters alone are trained.
 
 use super::*;
 use crate::model::config::Form;
@@ -8,12 +8,12 @@ use crate::ops::packed::PackedMatrix;
 use crate::random::{Purpose, stream};
 use rand::Rng;
 
-/// MXFP4 takes whole blocks of 32 inputs.
+/// Returns a config whose sizes divide into MXFP4 blocks of 32.
 fn blocks(heads: usize, kv_heads: usize) -> Config {
     Config { hidden_size: 64, intermediate_size: 32, ..config(Family::default(), heads, kv_heads, 20) }
 }
 
-/// Frozen weights, and factors of rank `rank` that learn beside each matrix but the head.
+/// Returns frozen weights with trainable factors of rank `rank` for each matrix but the LM head.
 fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
     let settings = InitSettings { embedding_std: 1.0, head_scale: 1.0, sink: 0.5 };
     let place = |values: Vec<f32>, shape: &[usize], matrix: bool| {

@@ -1,4 +1,4 @@
-//! Values written over what the store holds: a checkpoint's.
+//! Overwrites values of the store with those of a checkpoint.
 
 use super::Parameters;
 use crate::dist::wire::f32_values;
@@ -7,10 +7,10 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};
 
 impl Parameters {
-    /// Writes `bytes`, little-endian f32 or codes of 8 bits, over what [`Self::own`] gives.
+    /// Writes `bytes`, little-endian f32 or 8-bit codes, over the tensor that [`Self::own`] returns.
     ///
     /// # Errors
-    /// When there is no such thing, or not so many values.
+    /// When there is no such tensor, or the number of values differs.
     pub fn overwrite(&mut self, index: usize, kind: &str, bytes: &[u8]) -> Result<()> {
         let target = self.own(index, kind)?;
         let is_codes = target.dtype() == DType::U8;
@@ -36,7 +36,7 @@ impl Parameters {
         };
         match self.entries[index].state.get_mut(kind) {
             Some(kept) => *kept = written,
-            // The variable itself: another tensor in its place would be no variable of the passes.
+            // Sets the variable in place: passes track this variable.
             None => Var::from_tensor(self.values(index)?)?.set(&written)?,
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Tensors that several processes hold together: weights gathered as a pass comes to them, and whole tensors for a file.
+//! Tensors sharded over processes: gathered when a pass reaches them, or whole for a file.
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
 use crate::dist::wire::{f32_bytes, f32_values};
@@ -21,17 +21,18 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 impl Parameters {
-    /// Tensor `index` as a gathering sees it.
+    /// Returns tensor `index` for gathering.
     fn part(&self, index: usize) -> Part {
         let stored = self.entries[index].stored.clone();
         Part { index, spec: self.specs[index].clone(), stored, is_trained: self.is_trained(index) }
     }
 
-    /// The weights after `change`, for passes that all ranks make together, one at a time: everything is gathered at once but the
-    /// experts, of which each rank has its own, their adapters with them. Experts that every rank has whole, packed, need no others.
+    /// Returns the weights after `change` for expert parallelism: each rank holds its own experts with
+    /// their adapters, and all other tensors whole. All ranks make passes together, one at a time. If every
+    /// rank holds packed experts whole, each rank gets all weights.
     ///
     /// # Errors
-    /// When a rank does not come in time, and those of `change`.
+    /// When a rank does not respond in time, or `change` fails.
     pub fn by_expert(&self, change: &WeightChange) -> Result<Weights> {
         let is_here = |(index, spec): (usize, &ParameterSpec)| {
             spec.is_of_experts() && self.shared(index).is_some_and(|stored| !stored.is_sharded())
@@ -55,7 +56,7 @@ impl Parameters {
         Weights::new(config, self.is_critic(), self.bytes(), None, tensors)
     }
 
-    /// This rank's experts of tensor `index`, for which every rank must ask.
+    /// Returns this rank's experts of tensor `index`. Every rank must call it.
     fn own_experts(&self, index: usize, ranks: &ExpertRanks) -> Result<(ParameterSpec, Weight)> {
         let part = self.part(index);
         let (experts, own) = (self.config.num_local_experts, ranks.own());
@@ -73,8 +74,8 @@ impl Parameters {
         Ok((spec, weight))
     }
 
-    /// The weights with layers that are gathered as a pass comes to them. What lies outside the layers, and the adapters, is gathered
-    /// at once.
+    /// Returns weights whose layers are gathered when a pass reaches them. Tensors outside the layers, and
+    /// adapters, are gathered at once.
     pub(super) fn gathered_by_layer(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
         let uses = Uses { sink: sink.cloned(), device: self.device().clone() };
         let mut layers: Vec<Vec<Part>> = vec![vec![]; self.config.num_hidden_layers];
@@ -101,11 +102,12 @@ impl Parameters {
         Weights::new(&self.config, self.is_critic(), self.bytes(), Some(Arc::new(layers)), tensors)
     }
 
-    /// The whole of tensor `index` under `kind`: its [`MASTER`], its [`VALUES`] or a state of its optimizer. It is on the
-    /// host, gathered where it is sharded, and then flat but for the values. Every rank must ask, or the leader, while the others [`Self::answer`].
+    /// Returns tensor `index` under `kind`: its [`MASTER`], its [`VALUES`] or a state of its optimizer. A
+    /// sharded tensor is gathered. The result is on the host; gathered optimizer states are flat. Either
+    /// every rank calls it, or rank 0 does and the others call [`Self::answer`].
     ///
     /// # Errors
-    /// When there is no such thing, or a rank does not come in time.
+    /// When there is no such tensor, or a rank does not respond in time.
     pub fn whole(&self, index: usize, kind: &str) -> Result<Tensor> {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
         if !stored.is_variable() {
@@ -140,13 +142,13 @@ impl Parameters {
         self.mesh().request(Asked::Tensor { of_critic: self.is_critic(), index, kind: kind.to_owned() })
     }
 
-    /// The bytes of all ranks' shards of tensor `index`, of which `own` are this rank's; every rank must ask.
+    /// Gathers the shards of tensor `index`; `own` is this rank's. Every rank must call it.
     fn gathered(&self, index: usize, own: Vec<u8>) -> Result<Vec<u8>> {
         let parts = self.mesh().all_gather(&format!("all of {}", self.specs[index].name), own)?;
         Ok(ranks_in_shard_order(index, parts.len()).map(|rank| &parts[rank][..]).collect::<Vec<_>>().concat())
     }
 
-    /// The whole of tensor `index`, which is sharded; every rank must ask.
+    /// Gathers the whole of the sharded tensor `index`. Every rank must call it.
     pub(super) fn gathered_weight(&self, index: usize) -> Result<Weight> {
         let stored = &self.entries[index].stored;
         if stored.is_variable() {
@@ -157,22 +159,22 @@ impl Parameters {
         stored.assembled(&self.specs[index], self.gathered(index, own)?)
     }
 
-    /// The type of what is kept of tensor `index` under `kind`, and how many values it has for the whole tensor.
+    /// Returns the type of tensor `index` under `kind`, and the number of values of the whole tensor.
     ///
     /// # Errors
-    /// When there is no such thing.
+    /// When there is no such tensor.
     pub fn kept(&self, index: usize, kind: &str) -> Result<(DType, usize)> {
         let values = self.specs[index].element_count();
         let length = if BLOCK_STATES.contains(&kind) { values.div_ceil(SHARD_ALIGNMENT) } else { values };
         let dtype = self.own(index, kind)?.dtype();
-        // A GPU's bf16 is f32 on the host.
+        // A GPU's bf16 becomes f32 on the host.
         Ok((if dtype == DType::U8 { dtype } else { DType::F32 }, length))
     }
 
-    /// The part of tensor `index` under `kind` that is here.
+    /// Returns the values of tensor `index` under `kind` that this rank holds.
     ///
     /// # Errors
-    /// When there is no such thing.
+    /// When there is no such tensor.
     pub fn own(&self, index: usize, kind: &str) -> Result<&Tensor> {
         match kind {
             VALUES => self.values(index),
@@ -181,20 +183,20 @@ impl Parameters {
         }
     }
 
-    /// Gives what the leader asked, of these or of the `critic`'s tensors.
+    /// Serves a request of rank 0 for a tensor of this store, or of `critic`.
     ///
     /// # Errors
     /// As [`Self::whole`].
     pub fn answer(&self, critic: Option<&Parameters>, asked: &Asked) -> Result<()> {
         let Asked::Tensor { of_critic, index, kind } = asked else {
-            bail!("a file was asked of one who writes none")
+            bail!("a request for a file reached a store of tensors")
         };
         let of = if *of_critic { critic.unwrap_or(self) } else { self };
         of.whole(*index, kind).map(drop)
     }
 
-    /// Of the values that are kept of tensor `index` under `kind`, `length` for the whole tensor, those that this rank holds: all
-    /// where it is not sharded.
+    /// Returns the range that this rank holds of the `length` values of tensor `index` under `kind`: all of
+    /// them if the tensor is not sharded.
     pub fn own_part(&self, index: usize, kind: &str, length: usize) -> Range<usize> {
         if !self.is_sharded(index) {
             return 0..length;
@@ -202,7 +204,7 @@ impl Parameters {
         self.part_of(index, kind, self.mesh().rank(), self.mesh().ranks())
     }
 
-    /// Those that `rank` of `ranks` holds of a tensor that is sharded.
+    /// Returns the range of values that `rank` of `ranks` holds of a sharded tensor.
     pub fn part_of(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
         let own = shard_range(self.specs[index].element_count(), index, rank, ranks);
         let by = if BLOCK_STATES.contains(&kind) { SHARD_ALIGNMENT } else { 1 };
@@ -210,7 +212,7 @@ impl Parameters {
     }
 }
 
-/// Bytes of `part`, a sharded tensor, after an exchange: rank r then has those of the range `of(r)`.
+/// Reshards `part`: afterwards rank r has the bytes of the range `of(r)`. Returns this rank's bytes.
 fn exchanged(mesh: &Mesh, part: &Part, of: impl Fn(usize) -> Range<usize>) -> Result<Vec<u8>> {
     let mut own = vec![];
     part.stored.append_shard(&mut own)?;
@@ -234,11 +236,11 @@ fn exchanged(mesh: &Mesh, part: &Part, of: impl Fn(usize) -> Range<usize>) -> Re
     Ok(ranks_in_shard_order(part.index, ranks).map(|from| &came[from][..]).collect::<Vec<_>>().concat())
 }
 
-/// A request of rank 0 to the other ranks while it writes.
+/// A request of rank 0 to the other ranks while it writes a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Asked {
-    /// Their shards of a tensor.
+    /// The shards of a tensor.
     Tensor { of_critic: bool, index: usize, kind: String },
-    /// Their own file in `folder`, of the name that `stem` begins.
+    /// The state file of each rank in `folder`; its name begins with `stem`.
     File { folder: PathBuf, stem: String, of_critic: bool },
 }
