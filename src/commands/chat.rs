@@ -1,4 +1,4 @@
-//! `rloss chat RUN`: a conversation in the terminal with a trained model and its tool.
+//! `rloss chat RUN`: a chat in the terminal with a trained model and its tool.
 
 use crate::bounded_file;
 use crate::commands::arguments::recipe_help;
@@ -77,7 +77,7 @@ struct Talk<'a> {
     policy: PolicyView<'a>,
     /// Messages without the system prompt.
     messages: Vec<Message>,
-    /// Number of answers given: each has its own random stream.
+    /// Number of answers given. Each answer has its own random stream.
     answers: u64,
 }
 

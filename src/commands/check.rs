@@ -24,12 +24,12 @@ use clap::Args;
 pub struct CheckArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Plan the memory of one of so many processes that train together
+    /// Plan the memory of one of N processes that train together
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
     processes: u32,
 }
 
-/// Stand-in for a model's answer, as no model is loaded.
+/// Stands in for a model's answer, because no model is loaded.
 const ANSWER: &str = "I do not know.";
 
 /// Prints the resolved recipe, its warnings, the first rendered prompt, a dialogue with the task, and each

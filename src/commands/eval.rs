@@ -1,4 +1,4 @@
-//! `rloss eval RECIPE|RUN`: a model's success on the held-out problems.
+//! `rloss eval RECIPE|RUN`: evaluates a model on the held-out problems.
 
 use crate::atomic_file::write_file;
 use crate::bad_input;
@@ -51,7 +51,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let policy = context.plain_policy()?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
-        // The name ends with the step's number, by which a report finds the last one.
+        // The name ends with the step's number, by which a report finds the newest evaluation.
         let name = match sets.len() {
             1 => format!("eval-{step:06}"),
             _ => format!("eval-{}-{step:06}", set.name),

@@ -14,15 +14,15 @@ use std::path::Path;
 const RECIPE: &str = include_str!("init/recipe.toml");
 const PROGRAM: &str = include_str!("init/task.py");
 
-/// Count of numbers that the demonstrations double. Each has several answers; the first is right, the
-/// others are off.
+/// Number of demonstration prompts, each a number to double. Each has several answers: the first is right,
+/// the others are wrong.
 const NUMBERS: u32 = 100;
 const ANSWERS: [i64; 3] = [0, 1, -2];
 
 /// Arguments of `rloss init`.
 #[derive(Args, Debug, Clone)]
 pub struct InitArgs {
-    /// Name of what is to be learned: NAME.toml, NAME.py and NAME.jsonl are written here
+    /// Name of the task to learn: NAME.toml, NAME.py and NAME.jsonl are written here
     name: String,
 }
 

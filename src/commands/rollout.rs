@@ -23,23 +23,23 @@ use clap::{Args, ValueEnum};
 pub struct RolloutArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Write the trajectories in another trainer's form, too: prime-rl's token_exports/step_N/rank_0.jsonl
+    /// Write the trajectories in another trainer's format, too: prime-rl's token_exports/step_N/rank_0.jsonl
     #[arg(long)]
     format: Option<Format>,
 }
 
-/// A format besides this program's own.
+/// A format of another trainer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
     PrimeRl,
 }
 
-/// Samples `rollout.prompts_per_step` prompts, `rollout.samples_per_prompt` times each: those of step 1, or
-/// of the step after a checkpoint's. Exit code 130 when a signal stopped it; running the command again
+/// Samples `rollout.prompts_per_step` prompts, `rollout.samples_per_prompt` times each. The prompts are those
+/// of step 1, or of the step after a checkpoint. Exit code 130 when a signal stopped it; the same command
 /// resumes.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] before any work; errors of the rollout or the disk keep the samples so far.
+/// [`crate::error::BadInput`] before any work. Errors of the rollout or the disk keep the finished samples.
 pub fn run(args: &RolloutArgs) -> Result<u8> {
     let RolloutArgs { run: args, format } = args;
     let source = locate(&args.recipe)?;

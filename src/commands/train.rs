@@ -24,7 +24,7 @@ use std::path::PathBuf;
 pub struct TrainArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Go on with the run in the folder from its last checkpoint
+    /// Resume the run in the folder from its last checkpoint
     #[arg(long)]
     resume: bool,
 }
@@ -90,7 +90,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     Ok(EXIT_DONE)
 }
 
-/// A run that is ready to start.
+/// The checked inputs of a run.
 struct Prepared {
     out: PathBuf,
     plan: Plan,
@@ -100,7 +100,7 @@ struct Prepared {
     point: Option<ResumePoint>,
 }
 
-/// Reads the recipe, and the run to resume; nothing is written.
+/// Reads the recipe, and the run to resume. Writes nothing.
 fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     let source = locate(&args.run.recipe)?;
     let out = match (&args.run.out, &source) {

@@ -19,8 +19,8 @@ use std::path::{Path, PathBuf};
 pub struct VerifyArgs {
     /// A run folder, a checkpoint or a model folder
     folder: PathBuf,
-    /// Take what is there as meant: seal a run's edited recipe.toml, write a model's or checkpoint's
-    /// manifest anew
+    /// Accept the current files: write a new checksum into a run's edited recipe.toml, or a new manifest of a
+    /// model or checkpoint
     #[arg(long)]
     accept: bool,
 }

@@ -1,4 +1,4 @@
-//! Keys of a recipe that mean nothing to the model's family: they are refused by name, not ignored.
+//! Refuses recipe keys that the model's family does not have, instead of ignoring them.
 
 use crate::chat::Format;
 use crate::dist::RolloutWeights;
@@ -11,7 +11,7 @@ use crate::recipe::Plan;
 use crate::rollout::PreambleSettings;
 use crate::settings::Choice;
 
-/// The mistakes, one a key, each with its place and remedy.
+/// Returns a mistake for each such key, with place and remedy.
 pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut found = vec![];
@@ -41,7 +41,7 @@ pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
     found.into_iter().map(told).collect()
 }
 
-/// A key, and what the family has not.
+/// A key, and the reason why the family does not have it.
 type Foreign = (&'static str, &'static str);
 
 fn set(keys: impl IntoIterator<Item = (&'static str, bool)>, why: &'static str) -> Vec<Foreign> {

@@ -1,4 +1,4 @@
-//! What a run is, in a few lines: the head of the console, and `model.json` for its page.
+//! The facts of a run: the header on the console, and `model.json` for the report page.
 
 use super::context::RunContext;
 use super::evaluation::prompts;
@@ -11,7 +11,7 @@ use crate::settings::Choice;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// `model.json`: the model's name and size.
+/// Returns the contents of `model.json`: the model's name, family, device and size.
 pub fn model(context: &RunContext) -> Value {
     let parameters = &context.parameters;
     let count = |learning: bool| -> usize {
@@ -33,7 +33,7 @@ pub fn model(context: &RunContext) -> Value {
     })
 }
 
-/// What the command is to do.
+/// Returns the header's line about the work to do, as label and text.
 fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
     let recipe = context.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
@@ -55,7 +55,8 @@ fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
     }
 }
 
-/// The head of a command's console: model, task, what is to be done, threads and where results go, a line each.
+/// Returns the lines of the console header: model, task, work, device, threads, folder, and the sandbox if
+/// any.
 pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String> {
     let (recipe, facts) = (context.recipe(), model(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
@@ -89,12 +90,12 @@ pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String>
         ("threads", threads),
         ("folder", folder.display().to_string()),
     ];
-    // What holds the code that a model writes is said wherever some may run.
+    // Every command that may run generated code shows the sandbox.
     let confinement = context.confinement().map(|confinement| ("sandbox", confinement));
     head.into_iter().chain(confinement).map(|(what, text)| format!("{what:<8} {text}")).collect()
 }
 
-/// A command line of this program, as it was called.
+/// Returns a command line of this program, with the path by which it was called.
 pub fn command_line(arguments: &[&str]) -> String {
     let program = std::env::args().next().unwrap_or_else(|| "rloss".to_owned());
     let words = std::iter::once(program.as_str()).chain(arguments.iter().copied());
