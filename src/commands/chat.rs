@@ -44,9 +44,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let context = RunContext::open(plan, Intent::Rollout, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
-        console.print(
-            "warning: this recipe's model is drawn at random and has learned nothing; name a run's folder",
-        );
+        console.print("warning: this recipe's model is random and untrained; name a run's folder");
     }
     if let Some(confinement) = context.confinement() {
         console.print(&format!("the Python tool: {confinement}"));
@@ -91,7 +89,7 @@ impl Talk<'_> {
         if self.messages.len() > 1 && self.sampler(&self.plan()).check(&prompt).is_err() {
             self.messages.drain(..self.messages.len() - 1);
             prompt = self.prompt();
-            shown += "(the conversation no longer fits the model's context: it begins anew)\n";
+            shown += "(the conversation no longer fits the model's context: it starts again)\n";
         }
         self.answers += 1;
         let plan = self.plan();

@@ -45,7 +45,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let teller = console.clone();
-    stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
+    stop.tell(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
     let plan = context.evaluation_rollout(step);
     let samples = context.recipe().eval.samples;
     let policy = context.plain_policy()?;
@@ -60,7 +60,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         let found =
             collection.sample(&name, Phase::Eval, &policy, (&plan, samples), prompts, &console, &asked)?;
         let Some(groups) = found else {
-            console.print(&format!("stopped: {}; the same command goes on", out.display()));
+            console.print(&format!("stopped: {}; the same command resumes", out.display()));
             return Ok(EXIT_STOPPED);
         };
         evaluation.sets.push(SetResult::new(&context, set, prompts, groups));

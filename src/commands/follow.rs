@@ -38,7 +38,7 @@ fn taken(port: u16, error: &std::io::Error) -> anyhow::Error {
     let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
     let remedy =
         free.map_or("name another with --port".to_owned(), |free| format!("--port {} is free", free.port()));
-    bad_input!("report --follow: port {port} cannot be had: {error}; {remedy}")
+    bad_input!("report --follow: port {port} is not available: {error}; {remedy}")
 }
 
 /// Returns 128 random bits in hexadecimal.
@@ -61,9 +61,9 @@ impl Follower<'_> {
     fn answer(&self, request: &RequestHead) -> Answer {
         let hosts = [self.address.to_string(), format!("localhost:{}", self.address.port())];
         if !request.host.as_ref().is_some_and(|host| hosts.contains(host)) {
-            Answer::text("403 Forbidden", "this server answers to its own name alone\n")
+            Answer::text("403 Forbidden", "this server answers only requests to its own address\n")
         } else if request.method != "GET" {
-            Answer::text("405 Method Not Allowed", "GET alone is answered\n")
+            Answer::text("405 Method Not Allowed", "only GET is answered\n")
         } else if request.path == format!("/{}/", self.token) {
             match self.page() {
                 Ok(body) => Answer { status: "200 OK", content_type: "text/html; charset=utf-8", body },
@@ -73,7 +73,7 @@ impl Follower<'_> {
         } else if request.path == format!("/{}/state", self.token) {
             Answer::text("200 OK", &state(self.runs))
         } else {
-            Answer::text("404 Not Found", "there is nothing here\n")
+            Answer::text("404 Not Found", "not found\n")
         }
     }
 

@@ -53,7 +53,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let teller = console.clone();
-    stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
+    stop.tell(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
     let recipe = context.recipe();
     let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let plan = context.training_rollout(step);
@@ -62,7 +62,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let policy = context.rollout_policy()?;
     let found = collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.asked())?;
     let Some(rows) = found else {
-        console.print(&format!("stopped: {}; the same command goes on", out.display()));
+        console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);
     };
     let failures = heed_failures(rows.iter().flatten(), &console);

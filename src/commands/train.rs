@@ -60,7 +60,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let before = RunFolder::place_before(&out).filter(|before| args.resume && *before != context.place);
     if let Some(before) = before {
         console.print(&format!(
-            "warning: until now this run computed on {before}, and from here on {}: its bits will differ from a run's on one device",
+            "warning: this run computed on {before}, and continues on {}: its bits will differ from those of a run on one device",
             context.place
         ));
     }
@@ -82,7 +82,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let shown = out.display().to_string();
     if stopped {
         console.print(&format!("stopped: {shown}"));
-        console.print(&format!("to go on: {}", command_line(&["train", &shown, "--resume"])));
+        console.print(&format!("to resume: {}", command_line(&["train", &shown, "--resume"])));
         return Ok(EXIT_STOPPED);
     }
     console.print(&format!("done: {shown}"));
@@ -108,7 +108,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         (None, RecipeSource::Run(run)) if args.resume => run.clone(),
         (None, RecipeSource::Checkpoint { folder, .. }) => {
             return Err(bad_input!(
-                "{}: is a checkpoint; go on with its run by --resume, or name a recipe and start from it with --set model.path={}",
+                "{}: is a checkpoint; continue its run with --resume, or name a recipe and start from it with --set model.path={}",
                 folder.display(),
                 folder.display()
             ));

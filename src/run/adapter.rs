@@ -93,8 +93,8 @@ fn lora(plan: &Plan, asked: &AdapterSettings, config: &Config, base: &[Parameter
         }
         if !named.any(is_adaptable) {
             let what = format!(
-                "the pattern {pattern:?} names nothing that can have an adapter: the matrices of attention, of experts and of \
-                 the MLP can"
+                "the pattern {pattern:?} matches nothing that can have an adapter; the matrices of attention, experts and \
+                 MLP can"
             );
             return Err(mistake(what).into());
         }

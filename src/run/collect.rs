@@ -304,7 +304,7 @@ fn arranged(
         let problem = prompts.iter().find(|p| p.index == prompt).map(|p| &p.problem.id);
         if problem != Some(&t.problem_id) || sample >= samples as u64 {
             return Err(bad_input!(
-                "{}: line {line}: sample {sample} of problem {} is not among those asked for; the data changed since: name another folder with --out",
+                "{}: line {line}: sample {sample} of problem {} is not among those requested; the data has changed: name another folder with --out",
                 file.display(),
                 t.problem_id
             ));

@@ -134,8 +134,10 @@ impl RunContext {
         }
         let streamed = available().is_some_and(|available| source.resident_bytes() > available.bytes);
         if streamed {
-            console
-                .print(&format!("warning: {}: each layer is read whenever it is its turn", folder.display()));
+            console.print(&format!(
+                "warning: {}: each layer is read from disk when it is needed",
+                folder.display()
+            ));
         }
         let none_learns = vec![false; self.trainable.len()];
         let placement = if streamed { Placement::OnDisk } else { Placement::Replicated };

@@ -53,8 +53,8 @@ pub(super) fn choose(
 ) -> Result<ComputePlace, Vec<String>> {
     let place = device(plan, config, mesh, streams)?;
     if place.device.is_cpu() && !precision(&plan.recipe).is_here() {
-        let what = "asks for dot products of bf16 (AVX-512 BF16), which this processor has not; write \"bf16\", which rounds the \
-                    weights alone, or \"f32\"";
+        let what = "needs the instructions of AVX-512 BF16, which this processor lacks; write \"bf16\", which only \
+                    rounds the weights, or \"f32\"";
         return Err(vec![plan.mistake("model.dtype", what.to_owned()).to_string()]);
     }
     Ok(place)
@@ -68,7 +68,7 @@ fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Resul
     }
     let mut found = unsuited(plan, config, mesh);
     if streams {
-        found.push(("device", "compares with changed weights, which the CPU alone does".to_owned()));
+        found.push(("device", "comparing with changed weights works only on the CPU".to_owned()));
     }
     let told = |(key, what): (&str, String)| {
         plan.mistake(key, format!("{what}, or compute on the CPU with device = \"cpu\"")).to_string()
@@ -97,7 +97,7 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
     let recipe = &plan.recipe;
     let mut found = vec![];
     if recipe.model.dtype != Dtype::Bf16 {
-        found.push(("model.dtype", "a GPU computes in bf16 alone; write \"bf16\"".to_owned()));
+        found.push(("model.dtype", "a GPU computes only in bf16; write \"bf16\"".to_owned()));
     }
     let model_key = match recipe.model.architecture {
         Some(_) => [
@@ -109,7 +109,7 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
     };
     if config.head_dim != HEAD_DIM {
         let what = format!(
-            "heads are {} wide, and a GPU's attention takes {HEAD_DIM}; take such a model",
+            "the head size is {}, but the GPU's attention needs {HEAD_DIM}; use such a model",
             config.head_dim
         );
         found.push((model_key[0], what));
@@ -118,7 +118,7 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
         if !size.is_multiple_of(VECTOR) {
             found.push((
                 key,
-                format!("{size} is no multiple of {VECTOR}, of which a GPU's rows are made; take one"),
+                format!("{size} is not a multiple of {VECTOR}, as GPU kernels need; use a multiple"),
             ));
         }
     }
@@ -132,15 +132,15 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
         ("arms.rollout_mantissa_bits", arms.rollout_mantissa_bits > 0),
     ];
     for (key, _) in kernels_lack.into_iter().filter(|(_, on)| *on) {
-        found.push((key, "a GPU has no form of this arm; leave it off".to_owned()));
+        found.push((key, "no GPU kernel has this ablation; turn it off".to_owned()));
     }
     if mesh.ranks() > 1 {
         let parallel = &recipe.parallel;
         if recipe.device == DeviceKind::Auto {
-            found.push(("device", "of several processes each must have a GPU; write \"cuda\"".to_owned()));
+            found.push(("device", "with several processes, each needs a GPU; write \"cuda\"".to_owned()));
         }
         if parallel.sequence > 1 {
-            found.push(("parallel.sequence", "GPUs do not share sequences yet; write 1".to_owned()));
+            found.push(("parallel.sequence", "GPUs have no sequence parallelism yet; write 1".to_owned()));
         }
         if parallel.rollout_weights == RolloutWeights::ByExpert {
             let what = "each GPU samples with all weights; write \"whole\"";

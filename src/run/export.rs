@@ -36,9 +36,7 @@ pub struct RoundingCost {
 /// [`crate::error::BadInput`] when the path exists.
 pub fn refuse_existing(out: &Path) -> Result<()> {
     match out.exists() {
-        true => {
-            Err(bad_input!("{}: is there already, and is left as it is; name another folder", out.display()))
-        }
+        true => Err(bad_input!("{}: already exists and stays unchanged; name another folder", out.display())),
         false => Ok(()),
     }
 }

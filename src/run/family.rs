@@ -25,11 +25,11 @@ pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
     let window = shape.sliding_window != Architecture::default().sliding_window;
     found.extend(set(
         [("model.architecture.sliding_window", window && !family.has_windows)],
-        "every layer attends to all before it",
+        "its layers have full attention",
     ));
     found.extend(set(
         [("model.architecture.tie_word_embeddings", shape.tie_word_embeddings && !family.may_tie_embeddings)],
-        "its head is its own",
+        "its lm_head has weights of its own",
     ));
     if family.chat == Format::ChatMl {
         found.extend(harmony(&recipe.harmony));
@@ -97,6 +97,6 @@ fn harmony(harmony: &PreambleSettings) -> Vec<Foreign> {
         "its system message has no such line",
     );
     let developer = ("harmony.developer_instructions", harmony.developer_instructions.is_some());
-    found.extend(set([developer], "ChatML has no developer; say it in harmony.model_identity"));
+    found.extend(set([developer], "ChatML has no developer message; use harmony.model_identity"));
     found
 }

@@ -70,7 +70,7 @@ fn frozen_by(
     let trainable: Vec<bool> =
         specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
     if !trainable.contains(&true) {
-        let what = "every parameter is frozen; leave one that learns".to_owned();
+        let what = "every parameter is frozen; leave one trainable".to_owned();
         return Err(plan.mistake(key, what).into());
     }
     Ok(trainable)

@@ -42,7 +42,8 @@ fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
         Intent::Train => {
             let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
             let whole = |steps: u64| format_number(steps as f64);
-            let cold = if cold > 0 { format!("{} of cold start, then ", whole(cold)) } else { String::new() };
+            let cold =
+                if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
             ("steps", format!("{cold}{} of reinforcement learning, {sampled} samples each", whole(train)))
         }
         Intent::Eval => {
@@ -63,9 +64,9 @@ pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String>
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
     let learning = match number("learning") {
         _ if !intent.learns() => String::new(),
-        _ if !recipe.trains() => ", none learns".to_owned(),
-        all if all == number("parameters") => ", all learn".to_owned(),
-        some => format!(", {} learn", format_number(some)),
+        _ if !recipe.trains() => ", none trainable".to_owned(),
+        all if all == number("parameters") => ", all trainable".to_owned(),
+        some => format!(", {} trainable", format_number(some)),
     };
     let kind = facts["model_type"].as_str().unwrap_or_default();
     let (layers, parameters) = (format_number(number("layers")), format_number(number("parameters")));
@@ -79,7 +80,7 @@ pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String>
         (1, _) => threads.to_string(),
         (ranks, 1) => format!("{threads} in each of {ranks} processes"),
         (ranks, sharing) => {
-            format!("{threads} in each of {ranks} processes, {sharing} of which share a sequence")
+            format!("{threads} in each of {ranks} processes, {sharing} per sequence-parallel group")
         }
     };
     let head = [

@@ -31,7 +31,7 @@ pub fn refuse_links(folder: &Path) -> Result<()> {
 pub fn refuse_link(path: &Path) -> Result<()> {
     if fs::symlink_metadata(path).is_ok_and(|about| about.is_symlink()) {
         return Err(bad_input!(
-            "{}: is a link, and nothing is written through a link in a run's folder; put what it leads to in its place, \
+            "{}: is a link, and writes into a run folder follow no links; replace it by its target, \
              remove it, or name another folder with --out",
             path.display()
         ));

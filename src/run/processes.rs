@@ -42,7 +42,7 @@ pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str
     let digest = file_digest(&binary, None).context("reading this program")?;
     mesh.check_equal("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
     let manifest = mesh.agree("the checkpoint", weights.map_or(Ok(String::new()), manifest_digest))?;
-    mesh.check_equal("checkpoints", &format!("{manifest} {state}"), "let all nodes see one run folder")
+    mesh.check_equal("checkpoints", &format!("{manifest} {state}"), "use one run folder that all nodes share")
 }
 
 /// Returns the digest of a folder's manifest, which lists the digests of its files.

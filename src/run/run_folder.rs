@@ -94,7 +94,7 @@ impl RunFolder {
         let lock = lock(path)?;
         if checkpoint::newest_folder(path)?.as_ref() != point.map(|point| &point.folder) {
             return Err(bad_input!(
-                "{}: another process went on with the run; give the command again",
+                "{}: another process resumed the run; repeat the command",
                 path.display()
             ));
         }
@@ -154,7 +154,7 @@ impl RunFolder {
     /// # Errors
     /// When the disk cannot be written, or this is not rank 0.
     pub fn sync_metrics(&mut self) -> Result<(u64, blake3::Hash)> {
-        let files = self.files.as_mut().context("only the leader keeps metrics")?;
+        let files = self.files.as_mut().context("only rank 0 writes metrics")?;
         Ok((files.metrics.sync()?, files.metrics.digest()))
     }
 
@@ -312,7 +312,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     let TrainerState { phase, step: done, .. } = point.state;
     if phase != Phase::Rl {
         let of = plan.recipe.cold_start.steps;
-        let line = format!("resuming {} after step {done} of {of} of the cold start", path.display());
+        let line = format!("resuming {} after step {done} of {of} of the SFT warm-up", path.display());
         return Ok((vec![line], Some(point)));
     }
     if steps < done {
@@ -357,7 +357,7 @@ fn keep_course(
     if new.schedule_steps.is_some_and(|asked| asked != end) {
         let asked = new.schedule_steps.unwrap_or(end);
         return Some(format!(
-            "the learning rate jumps onto another course: {table}.optimizer.schedule_steps is {asked} now and was {end}"
+            "the learning rate jumps to another schedule: {table}.optimizer.schedule_steps is now {asked}, and was {end}"
         ));
     }
     if end == steps {
@@ -365,7 +365,7 @@ fn keep_course(
     }
     new.schedule_steps = Some(end);
     Some(format!(
-        "the learning rate keeps its course, whose {} schedule ends at step {end}: {table}.optimizer.schedule_steps = {end}",
+        "the learning-rate schedule, {}, still ends at step {end}: {table}.optimizer.schedule_steps = {end}",
         new.schedule
     ))
 }

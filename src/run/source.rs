@@ -172,7 +172,7 @@ impl ModelSource {
     fn from_base(folder: &Path) -> Result<Self> {
         if holds_adapter(folder) {
             return Err(bad_input!(
-                "{}: is an adapter itself, and no base for another; name its base, or leave model.adapter out",
+                "{}: is an adapter, which cannot be the base of another; name its base, or remove model.adapter",
                 folder.display()
             ));
         }
@@ -355,7 +355,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
         _ if named => None,
         RecipeSource::Run(run) => Some(checkpoint::newest_folder(run)?.ok_or_else(|| {
             bad_input!(
-                "{}: the run has no checkpoint yet; train on with --resume, or name its recipe.toml for the model that it started from",
+                "{}: the run has no checkpoint yet; continue it with --resume, or name its recipe.toml for the model that it started from",
                 run.display()
             )
         })?),
@@ -398,7 +398,7 @@ fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<Pat
 pub fn unverified(folder: &Path) -> String {
     let shown = folder.display();
     format!(
-        "{shown} has no manifest, so nobody can say whether its files are whole; rloss verify --accept {shown} writes one"
+        "{shown} has no manifest; its integrity cannot be verified; rloss verify --accept {shown} writes one"
     )
 }
 
@@ -421,7 +421,7 @@ fn adapter_folder(path: &Path) -> Result<PathBuf> {
     let newest = if holds_adapter(path) { Some(path.to_owned()) } else { checkpoint::newest_folder(path)? };
     newest.filter(|folder| holds_adapter(folder)).ok_or_else(|| {
         bad_input!(
-            "{}: holds no adapter_config.json and no run with an adapter; set model.adapter to a folder in PEFT's form, a \
+            "{}: holds no adapter_config.json and no run with an adapter; set model.adapter to a folder in PEFT's format, a \
              checkpoint or a run folder",
             path.display()
         )

@@ -82,7 +82,7 @@ impl Subject<'_> {
         let room = self.cache_room(1);
         let bytes = room.device_bytes(self.config);
         format!(
-            "of them {} are keys and values of a single sequence of {} tokens, of {} key-value heads {} wide in {} layers",
+            "the KV cache of a single sequence takes {}: {} tokens, {} key-value heads of width {}, {} layers",
             gigabytes(bytes),
             room.tokens,
             self.config.num_key_value_heads,
@@ -104,7 +104,7 @@ impl Subject<'_> {
         if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && self.processes == 1 {
             // A CUDA graph has memory of its own, which the driver keeps.
             let forward = self.pass(rollout.sequences_max, 0).forward();
-            part("recorded launches", forward + self.attention_in_parts_bytes());
+            part("CUDA graph", forward + self.attention_in_parts_bytes());
         }
         if !self.intent.learns() {
             return parts;
@@ -177,7 +177,7 @@ impl Subject<'_> {
             let parts = [
                 caches(room),
                 MemoryPart { name: "one forward and its logits", bytes: forward },
-                MemoryPart { name: "attention in parts", bytes: spread },
+                MemoryPart { name: "partial attention results", bytes: spread },
             ];
             phases.push(("sampling", parts.to_vec()));
         }

@@ -20,7 +20,7 @@ impl Available {
             1 => self,
             several => Self {
                 bytes: self.bytes / several as u64,
-                bound: format!("each process's part of what is {}", self.bound),
+                bound: format!("each process's share of what is {}", self.bound),
             },
         }
     }

@@ -255,19 +255,19 @@ impl MemoryPlan {
 /// Formats the remedies as one line.
 fn what_helps(remedies: &[Remedy]) -> String {
     let help: Vec<String> = remedies.iter().map(Remedy::to_string).collect();
-    if help.is_empty() { "take a larger machine".to_owned() } else { help.join("; ") }
+    if help.is_empty() { "use a larger machine".to_owned() } else { help.join("; ") }
 }
 
 impl std::fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut table = Table::new(["memory", "what", "GB"]);
-        let stays = [("stays", &self.resident)];
+        let mut table = Table::new(["phase", "item", "GB"]);
+        let stays = [("resident", &self.resident)];
         let phases = self.phases.iter().map(|(name, parts)| (*name, parts));
         for (name, parts) in stays.into_iter().chain(phases) {
             for part in parts.iter().filter(|part| part.bytes > 0) {
                 table.row([name.to_owned(), part.name.to_owned(), plain_gigabytes(part.bytes)]);
             }
-            table.row([name.to_owned(), "together".to_owned(), plain_gigabytes(sum(parts))]);
+            table.row([name.to_owned(), "total".to_owned(), plain_gigabytes(sum(parts))]);
         }
         table.row(["peak".to_owned(), String::new(), plain_gigabytes(self.peak_bytes())]);
         write!(f, "{table}")
@@ -277,7 +277,7 @@ impl std::fmt::Display for MemoryPlan {
 /// Adds the memory plan and its remedies to the `error` if a GPU ran out of memory.
 pub fn told_of_memory(error: anyhow::Error, memory: &str) -> anyhow::Error {
     match format!("{error:#}").contains("CUDA_ERROR_OUT_OF_MEMORY") {
-        true => error.context(format!("the GPU's memory ran out, of which this was planned:\n\n{memory}\n")),
+        true => error.context(format!("the GPU's memory ran out; the plan was:\n\n{memory}\n")),
         false => error,
     }
 }
@@ -459,7 +459,7 @@ impl Subject<'_> {
         let learning = [self.ever_learning(), critic.unwrap_or_default()];
         let gathered = learning.iter().map(|learning| self.gathered(learning, recomputes)).max().unwrap_or(0);
         let gathered = if meets { gathered } else { 0 };
-        let gathered = MemoryPart { name: "gathered, and gradients on their way", bytes: gathered };
+        let gathered = MemoryPart { name: "gathered weights, exchanged gradients", bytes: gathered };
         phases.push(("update", vec![MemoryPart { name, bytes }, gathered]));
         phases
     }

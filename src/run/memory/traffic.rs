@@ -50,7 +50,7 @@ impl Traffic {
                 ("rows to experts and back", rows),
                 ("weights, layer by layer", passes * others(all + layers)),
                 ("gradients", passes * others(gradients)),
-                ("heads of split sequences", passes * heads),
+                ("attention heads, sequence parallel", passes * heads),
             ],
         }
     }
@@ -85,8 +85,7 @@ fn sampling(subject: &Subject, all: u64) -> [u64; 2] {
 
 impl std::fmt::Display for Traffic {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut table =
-            Table::new(["what comes to a process in a step", "GB", "s by NVLink", "s by 400 Gb/s"]);
+        let mut table = Table::new(["received per process and step", "GB", "s by NVLink", "s by 400 Gb/s"]);
         let mut row = |what: &str, bytes: u64| {
             let seconds = |rate: f64| format!("{:.2}", bytes as f64 / rate);
             table.row([
@@ -97,7 +96,7 @@ impl std::fmt::Display for Traffic {
             ]);
         };
         self.parts.iter().filter(|(_, bytes)| *bytes > 0).for_each(|(what, bytes)| row(what, *bytes));
-        row("together", self.bytes());
+        row("total", self.bytes());
         write!(f, "{table}")
     }
 }

@@ -119,7 +119,7 @@ impl Subject<'_> {
                 let own = self.config.num_local_experts.div_ceil(self.processes);
                 let bytes = |one: &Pieced| one.spec.of_experts(own).resident_bytes(one.form);
                 MemoryPart {
-                    name: "weights, gathered but for experts",
+                    name: "weights, gathered except experts",
                     bytes: whole_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
                 }
             }

@@ -40,12 +40,12 @@ impl Preflight {
         let Some(&(sampling, packed)) = ways.iter().find(|way| fits(way)).or(ways.last()) else { return };
         if asked.rollout_weights == RolloutWeights::Auto && sampling != RolloutWeights::Whole {
             self.plan.warnings.push(format!(
-                "memory does not hold all weights in each process while it samples: parallel.rollout_weights = \"{sampling}\""
+                "memory is too small for all weights in each process while it samples; using parallel.rollout_weights = \"{sampling}\""
             ));
         }
         if asked.packed_weights == PackedWeights::Auto && packed == PackedWeights::Sharded {
             self.plan.warnings.push(format!(
-                "memory does not hold all packed weights in each process: parallel.packed_weights = \"{packed}\""
+                "memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
             ));
         }
         (self.rollout_weights, self.packed_weights) = (sampling, packed);
@@ -87,7 +87,7 @@ impl Preflight {
         {
             let (needed, there) = (gigabytes(self.subject().host_bytes()), gigabytes(host.bytes));
             return Err(bad_input!(
-                "beside the GPU's {needed} of the host's memory are needed, and {there} are {}; take a larger machine",
+                "{needed} of host memory are needed beside the GPU's, {there} are {}; use a larger machine",
                 host.bound
             ));
         }
@@ -121,8 +121,8 @@ fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> 
     layers.layer(0, None)?;
     let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
     Ok(format!(
-        "{} of memory are needed with all weights; each layer is read from disk whenever it is its turn, about \
-         {seconds:.1} s a forward",
+        "{} of memory are needed for all weights; each layer is read from disk when it is needed, about \
+         {seconds:.1} s per forward",
         gigabytes(needed)
     ))
 }

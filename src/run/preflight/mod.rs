@@ -130,7 +130,8 @@ impl Preflight {
             return Err(mistakes.into_error());
         }
         if let Some(folder) = &source.lacks_weights {
-            plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
+            plan.warnings
+                .push(format!("{} holds no weights; they are initialized at random", folder.display()));
         }
         if let Some(folder) = &source.unverified {
             plan.warnings.push(unverified(folder));
@@ -139,7 +140,7 @@ impl Preflight {
             && confinement.contains("NOT SANDBOXED")
         {
             plan.warnings
-                .push(format!("THE PYTHON TOOL IS {confinement}: code from the model has your own rights"));
+                .push(format!("THE PYTHON TOOL IS {confinement}: code from the model runs with your rights"));
         }
         let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python());
         Ok(Self {
