@@ -13,7 +13,7 @@ pub fn recipe_help() -> String {
     )
 }
 
-/// A recipe.
+/// The recipe argument.
 #[derive(Args, Debug, Clone)]
 pub struct RecipeArgs {
     #[arg(help = recipe_help())]
@@ -23,7 +23,7 @@ pub struct RecipeArgs {
     pub sets: Vec<String>,
 }
 
-/// A recipe and where its results go.
+/// The recipe argument and the folder for results.
 #[derive(Args, Debug, Clone)]
 pub struct RunArgs {
     #[arg(help = recipe_help())]
@@ -31,7 +31,7 @@ pub struct RunArgs {
     /// Replace a recipe's value, such as --set train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
-    /// Folder for the results [default: runs/<recipe's name>; of a run folder its eval/ or rollout/]
+    /// Folder for the results [default: runs/<recipe's name>; for a run folder, its eval/ or rollout/]
     #[arg(long)]
     pub out: Option<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! `rloss chat RUN`: a conversation in the terminal with a trained model and its tool.
+//! `rloss chat RUN`: a chat in the terminal with a trained model and its tool.
 
 use crate::bounded_file;
 use crate::commands::arguments::recipe_help;
@@ -44,9 +44,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let context = RunContext::open(plan, Intent::Rollout, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
-        console.print(
-            "warning: this recipe's model is drawn at random and has learned nothing; name a run's folder",
-        );
+        console.print("warning: this recipe's model is random and untrained; name a run's folder");
     }
     if let Some(confinement) = context.confinement() {
         console.print(&format!("the Python tool: {confinement}"));
@@ -77,7 +75,7 @@ struct Talk<'a> {
     policy: PolicyView<'a>,
     /// Messages without the system prompt.
     messages: Vec<Message>,
-    /// Number of answers given: each has its own random stream.
+    /// Number of answers given. Each answer has its own random stream.
     answers: u64,
 }
 
@@ -91,7 +89,7 @@ impl Talk<'_> {
         if self.messages.len() > 1 && self.sampler(&self.plan()).check(&prompt).is_err() {
             self.messages.drain(..self.messages.len() - 1);
             prompt = self.prompt();
-            shown += "(the conversation no longer fits the model's context: it begins anew)\n";
+            shown += "(the conversation no longer fits the model's context: it starts again)\n";
         }
         self.answers += 1;
         let plan = self.plan();

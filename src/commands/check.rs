@@ -24,12 +24,12 @@ use clap::Args;
 pub struct CheckArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Plan the memory of one of so many processes that train together
+    /// Plan the memory of one of N processes that train together
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
     processes: u32,
 }
 
-/// Stand-in for a model's answer, as no model is loaded.
+/// Stands in for a model's answer, because no model is loaded.
 const ANSWER: &str = "I do not know.";
 
 /// Prints the resolved recipe, its warnings, the first rendered prompt, a dialogue with the task, and each
@@ -83,10 +83,7 @@ fn dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
     lines.push(("reward", format!("{value}, {success}")));
     lines.push(("answer", problem.answer.to_string()));
     let lines: String = lines.iter().map(|(who, text)| format!("{who:<8}{text}\n")).collect();
-    Ok(format!(
-        "\nHow {} goes on after an answer of no use; what it keeps as the right one stands last:\n\n{lines}",
-        task.name()
-    ))
+    Ok(format!("\nThe task {} after a useless answer; its reference answer is last:\n\n{lines}", task.name()))
 }
 
 /// Prints the memory plan of training, or of sampling if nothing is trained, and the peaks of the other
@@ -99,11 +96,11 @@ fn memory(preflight: &Preflight, processes: u32, available: Option<&Available>) 
         1 => String::new(),
         several => format!(" in each of {several} processes"),
     };
-    show(&format!("\nMemory that `rloss {}` takes at most{each}:\n\n{plan}\n", first.name()))?;
+    show(&format!("\nPeak memory of `rloss {}`{each}:\n\n{plan}\n", first.name()))?;
     if processes > 1 && first == Intent::Train {
         let traffic = Traffic::new(&subject);
         show(&format!(
-            "{} passes a step in each process, all sequences at their longest:\n\n{traffic}\n",
+            "{} passes per step in each process, with all sequences at full length:\n\n{traffic}\n",
             traffic.passes
         ))?;
     }

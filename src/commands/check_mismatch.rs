@@ -1,4 +1,5 @@
-//! `rloss check-mismatch [RECIPE]`: the same tokens by two paths, every gap, and its likely cause.
+//! `rloss check-mismatch [RECIPE]`: computes the log-probs of the same tokens on two paths, and explains
+//! every mismatch.
 
 use crate::atomic_file::write_file;
 use crate::dist::Mesh;
@@ -27,11 +28,12 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What `rloss check-mismatch` takes.
+/// Arguments of `rloss check-mismatch`.
 #[derive(Args, Debug, Clone)]
 #[command(after_help = arms::help())]
 pub struct CheckMismatchArgs {
-    /// A recipe file, or a run folder (its resolved recipe and last checkpoint) [default: the quickstart's recipe]
+    /// A recipe file, or a run folder (its resolved recipe and last checkpoint) [default: the quickstart's
+    /// recipe]
     recipe: Option<PathBuf>,
     /// Replace a recipe's value, such as --set train.seed=1
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -39,18 +41,18 @@ pub struct CheckMismatchArgs {
     /// Folder for mismatch.json [default: the run folder, or runs/<recipe's name>-mismatch]
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Arms to measure: a comma starts another row, a plus combines in one
+    /// Ablations to measure: a comma starts another row, a plus combines ablations in one row
     #[arg(long, value_name = "A,B+C")]
     arms: Option<String>,
-    /// Compare what another engine wrote, recognised by its shape (docs/MISMATCH.md lists them); the simplest is a row a
-    /// line: {"tokens": [...], "logprobs": [null or number a token], "temperature": 1.0}. Exit code 2 when a row was bad,
-    /// else 3 when the sides differ, else 0
+    /// Compare a file of another engine, in a format of docs/MISMATCH.md. The simplest format is one row per
+    /// line: {"tokens": [...], "logprobs": [a number or null per token], "temperature": 1.0}. Exit code 2
+    /// when a row is bad, else 3 when the sides differ, else 0
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "arms")]
     against: Vec<PathBuf>,
-    /// Temperature that the file's log-probs are said to be at, where the file states none
+    /// Temperature of the file's log-probs, if the file does not say
     #[arg(long, value_name = "T", default_value_t = 1.0, requires = "against")]
     temperature: f64,
-    /// Weights of an update before, a folder: is the file from those?
+    /// Folder with the weights of an earlier update; tests whether the file comes from these
     #[arg(long, value_name = "FOLDER", requires = "against")]
     earlier: Option<PathBuf>,
 }
@@ -60,7 +62,7 @@ impl CheckMismatchArgs {
         let sets: Vec<String> = self.sets.iter().chain(more).cloned().collect();
         let source = locate(self.recipe.as_deref().unwrap_or(Path::new("quickstart")))?;
         let mut plan = source.resolve(&sets)?;
-        // A model that a --set names is the one that is checked.
+        // The check runs on the model that a --set names, if any.
         pin_model(&mut plan, &source, &sets)?;
         Ok(plan)
     }
@@ -80,7 +82,7 @@ impl CheckMismatchArgs {
     }
 }
 
-/// Prints what it finds and writes `mismatch.json`. Exit code 2 when a row of `--against` was bad.
+/// Prints the results and writes `mismatch.json`. Exit code 2 when a row of `--against` was bad.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before any work.
@@ -115,7 +117,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     Ok(found.code)
 }
 
-/// The model, and the arms to measure by name.
+/// Opens the model, and resolves the named ablations to measure.
 fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(String, Arms)>)> {
     args.out()?;
     let plan = args.plan(&[])?;
@@ -140,7 +142,7 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
     Ok((context, arms))
 }
 
-/// Where the leader shows how far it is.
+/// Returns the console for progress, silent on ranks other than 0.
 fn console(plan: &Plan, mesh: &Mesh) -> Console {
     match mesh.is_rank_zero() {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
@@ -148,14 +150,14 @@ fn console(plan: &Plan, mesh: &Mesh) -> Console {
     }
 }
 
-/// What is printed and written, and the exit code.
+/// The results to print and write, and the exit code.
 struct Checked {
     lines: Vec<Line>,
     verdict: String,
     diagnosis: Option<serde_json::Value>,
     /// Rows that could not be compared.
     bad: Vec<String>,
-    /// Further files for the folder, name and text.
+    /// Other files to write into the folder, as name and text.
     files: Vec<(String, String)>,
     code: u8,
 }
@@ -208,12 +210,12 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     Ok(Checked { lines, verdict: answer, diagnosis, bad: found.bad, files, code })
 }
 
-/// The width of the terminal that standard output is; a file has room for any line.
+/// Returns the width of the terminal on standard output; unlimited for a file.
 fn stdout_columns() -> usize {
     console::Term::stdout().size_checked().map_or(usize::MAX, |(_, columns)| columns.into())
 }
 
-/// A line on stderr; a closed one is nobody to report to.
+/// Prints a line to stderr; a closed stderr is no error.
 fn note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
 }
@@ -226,7 +228,7 @@ fn check_arms(context: &RunContext, rows: &[(String, Arms)], console: &Console) 
     let RunContext { threads, model, parameters, .. } = context;
     let proof = Proof {
         runner: BatchRunner { threads, model, parameters },
-        // Its walks are made by every process on its own.
+        // Each process makes these forward passes on its own.
         rollout: &PolicyView::rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
         training: context.training_forward(),
         temperature: recipe.rollout.temperature,
@@ -263,7 +265,7 @@ fn check_arms(context: &RunContext, rows: &[(String, Arms)], console: &Console) 
     Ok(Checked { lines, verdict, diagnosis: None, bad: vec![], files: vec![], code: EXIT_DONE })
 }
 
-/// One training step's rollouts.
+/// Samples the rollouts of one training step.
 fn sample(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
     let recipe = context.recipe();
     let prompts: Vec<Prompt> = (0..recipe.rollout.prompts_per_step as u64)

@@ -9,7 +9,8 @@ use clap_complete::Shell;
 /// Arguments of `rloss completions`.
 #[derive(Args, Debug, Clone)]
 pub struct CompletionsArgs {
-    /// Which shell: `source <(rloss completions bash)`, or put what it prints where the shell looks for it
+    /// The shell. Use `source <(rloss completions bash)`, or write the output to the shell's folder of
+    /// completions
     shell: Shell,
 }
 

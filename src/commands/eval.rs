@@ -1,4 +1,4 @@
-//! `rloss eval RECIPE|RUN`: a model's success on the held-out problems.
+//! `rloss eval RECIPE|RUN`: evaluates a model on the held-out problems.
 
 use crate::atomic_file::write_file;
 use crate::bad_input;
@@ -45,13 +45,13 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let teller = console.clone();
-    stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
+    stop.tell(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
     let plan = context.evaluation_rollout(step);
     let samples = context.recipe().eval.samples;
     let policy = context.plain_policy()?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
-        // The name ends with the step's number, by which a report finds the last one.
+        // The name ends with the step's number, by which a report finds the newest evaluation.
         let name = match sets.len() {
             1 => format!("eval-{step:06}"),
             _ => format!("eval-{}-{step:06}", set.name),
@@ -60,7 +60,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         let found =
             collection.sample(&name, Phase::Eval, &policy, (&plan, samples), prompts, &console, &asked)?;
         let Some(groups) = found else {
-            console.print(&format!("stopped: {}; the same command goes on", out.display()));
+            console.print(&format!("stopped: {}; the same command resumes", out.display()));
             return Ok(EXIT_STOPPED);
         };
         evaluation.sets.push(SetResult::new(&context, set, prompts, groups));

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 pub struct ExportArgs {
     /// A run folder (its last checkpoint) or a checkpoint, of a run with an adapter
     run: PathBuf,
-    /// Write a whole model with the adapter added into its weights, in the numbers of checkpoint.dtype
+    /// Write a whole model with the adapter merged into its weights, in checkpoint.dtype
     #[arg(long)]
     merged: bool,
     /// Replace a recipe's value, such as --set checkpoint.dtype=f32

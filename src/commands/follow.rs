@@ -1,8 +1,8 @@
-//! `rloss report --follow`: the page of runs that go on, served to this machine's browser.
+//! `rloss report --follow`: serves the page of live runs to this machine's browser.
 //!
-//! Two paths are answered, both below a random token: the page, and what changes when the page would. No path opens a
-//! file, and a request that is not addressed to this server by its own name is refused, so that no other site's page and no
-//! other user's guess reads a run.
+//! The server answers two paths below a random token: the page, and a state that changes with the page. No
+//! path opens a file. A request with another host name is refused. So no page of another site, and no other
+//! user without the token, can read a run.
 
 use crate::bad_input;
 use crate::error::EXIT_DONE;
@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Serves the page of `runs` on `port` of this machine until a signal.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for runs that cannot be reported and for a port in use, which names another.
+/// [`crate::error::BadInput`] for runs without a page, and for a port in use, with a free port as remedy.
 pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     page(runs, true)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| taken(port, &e))?;
@@ -33,15 +33,15 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     Ok(EXIT_DONE)
 }
 
-/// Names a port that is free in place of `port`.
+/// Returns the error for a port in use, which names a free port.
 fn taken(port: u16, error: &std::io::Error) -> anyhow::Error {
     let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
     let remedy =
         free.map_or("name another with --port".to_owned(), |free| format!("--port {} is free", free.port()));
-    bad_input!("report --follow: port {port} cannot be had: {error}; {remedy}")
+    bad_input!("report --follow: port {port} is not available: {error}; {remedy}")
 }
 
-/// 128 random bits, in hexadecimal.
+/// Returns 128 random bits in hexadecimal.
 fn token() -> Result<String> {
     let mut bytes = [0u8; 16];
     let mut source = std::fs::File::open("/dev/urandom").context("random numbers for the address")?;
@@ -53,7 +53,7 @@ struct Follower<'a> {
     runs: &'a [PathBuf],
     token: String,
     address: SocketAddr,
-    /// The state that the page last made shows, and the page.
+    /// The last page, after the state of the runs that it shows.
     made: Mutex<Option<(String, Arc<str>)>>,
 }
 
@@ -61,23 +61,23 @@ impl Follower<'_> {
     fn answer(&self, request: &RequestHead) -> Answer {
         let hosts = [self.address.to_string(), format!("localhost:{}", self.address.port())];
         if !request.host.as_ref().is_some_and(|host| hosts.contains(host)) {
-            Answer::text("403 Forbidden", "this server answers to its own name alone\n")
+            Answer::text("403 Forbidden", "this server answers only requests to its own address\n")
         } else if request.method != "GET" {
-            Answer::text("405 Method Not Allowed", "GET alone is answered\n")
+            Answer::text("405 Method Not Allowed", "only GET is answered\n")
         } else if request.path == format!("/{}/", self.token) {
             match self.page() {
                 Ok(body) => Answer { status: "200 OK", content_type: "text/html; charset=utf-8", body },
-                // Half written at this moment, perhaps: the browser asks again.
+                // A file may be half written now. The browser asks again.
                 Err(error) => Answer::text("503 Service Unavailable", &format!("{error:#}\n")),
             }
         } else if request.path == format!("/{}/state", self.token) {
             Answer::text("200 OK", &state(self.runs))
         } else {
-            Answer::text("404 Not Found", "there is nothing here\n")
+            Answer::text("404 Not Found", "not found\n")
         }
     }
 
-    /// The page as the runs are now, made once for each of their states.
+    /// Returns the page of the runs' current state, from the cache if the state has not changed.
     fn page(&self) -> Result<Arc<str>> {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let now = state(self.runs);

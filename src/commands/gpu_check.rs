@@ -1,8 +1,8 @@
-//! `rloss gpu-check`, hidden: checks that need a GPU. scripts/gpu_check.sh runs it part by part and keeps
-//! its tables.
+//! `rloss gpu-check`, a hidden command: checks that need a GPU. scripts/gpu_check.sh runs it part by part and
+//! keeps its tables.
 //!
-//! Every part prints rows of one Markdown table. A failed check does not end the part: the others are
-//! useful too.
+//! Every part prints rows of one Markdown table. A failed check does not end the part, because the other
+//! results are still useful.
 
 mod facts;
 mod instruction;
@@ -36,13 +36,13 @@ pub struct GpuCheckArgs {
     /// Small cases only, for compute-sanitizer
     #[arg(long)]
     pub small: bool,
-    /// Writes what this device gives for the part "seeded" to a file, and does nothing else
+    /// Write this device's outputs of the part "seeded" to a file, and do nothing else
     #[arg(long, value_name = "FILE")]
     pub write_seeded: Option<PathBuf>,
-    /// Which GPU
+    /// Index of the GPU
     #[arg(long, default_value_t = 0)]
     pub device: usize,
-    /// Times of other implementations in the same run: what scripts/attention_peers.py wrote
+    /// Times of other attention implementations, written by scripts/attention_peers.py in the same run
     #[arg(long, value_name = "FILE")]
     pub peers: Option<PathBuf>,
 }
@@ -50,24 +50,24 @@ pub struct GpuCheckArgs {
 /// A part of the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Part {
-    /// The device's name and the kernels that it would run
+    /// The device's name and its kernels
     Device,
     /// Every instruction of kernels/primitives.cuh against its host twin
     Primitives,
-    /// Every op on small seeded inputs against what the emulated driver gave
+    /// Every op on small seeded inputs against the outputs of the emulated driver
     Seeded,
     /// The properties that the equality of rows depends on
     Facts,
     /// Values and gradients against the CPU's
     Oracle,
-    /// Decode = prefill in chunks = training; spread over blocks = serial; backward from run to run
+    /// Decode = chunked prefill = training; split over blocks = serial; repeated backward = first backward
     Links,
     /// NCCL with one rank, which sends to itself
     #[cfg(feature = "nccl")]
     Nccl,
     /// TFLOP/s and GB/s
     Speed,
-    /// Tokens a second of whole models of gpt-oss-20b's shape
+    /// Tokens per second of whole models of gpt-oss-20b's shape
     Model,
 }
 
@@ -104,7 +104,7 @@ impl Verdicts {
 /// Runs the requested parts; exit code 1 when a check failed.
 ///
 /// # Errors
-/// When there is no GPU that the kernels support, or the peers' file cannot be read.
+/// When no GPU is supported by the kernels, or the peers' file cannot be read.
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let Gpu { device, .. } =

@@ -14,15 +14,15 @@ use std::path::Path;
 const RECIPE: &str = include_str!("init/recipe.toml");
 const PROGRAM: &str = include_str!("init/task.py");
 
-/// Count of numbers that the demonstrations double. Each has several answers; the first is right, the
-/// others are off.
+/// Number of demonstration prompts, each a number to double. Each has several answers: the first is right,
+/// the others are wrong.
 const NUMBERS: u32 = 100;
 const ANSWERS: [i64; 3] = [0, 1, -2];
 
 /// Arguments of `rloss init`.
 #[derive(Args, Debug, Clone)]
 pub struct InitArgs {
-    /// Name of what is to be learned: NAME.toml, NAME.py and NAME.jsonl are written here
+    /// Name of the task to learn: NAME.toml, NAME.py and NAME.jsonl are written here
     name: String,
 }
 
@@ -34,7 +34,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
     let name = &args.name;
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
     if name.is_empty() || name.starts_with('-') || !name.chars().all(allowed) {
-        return Err(bad_input!("init: {name:?} is no name; write letters, digits, _ and - only"));
+        return Err(bad_input!("init: {name:?} is not a valid name; use only letters, digits, _ and -"));
     }
     let [recipe, program, demonstrations] = ["toml", "py", "jsonl"].map(|kind| format!("{name}.{kind}"));
     let fill = |text: &str| {
@@ -43,7 +43,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
     };
     let files = [(&recipe, fill(RECIPE)), (&program, fill(PROGRAM)), (&demonstrations, rows())];
     if let Some((file, _)) = files.iter().find(|(file, _)| Path::new(file).exists()) {
-        return Err(bad_input!("init: {file} is there already and stays as it is; give another name"));
+        return Err(bad_input!("init: {file} already exists and stays unchanged; choose another name"));
     }
     let mut said = String::new();
     for ((file, text), what) in
@@ -73,6 +73,6 @@ fn rows() -> String {
 fn write(path: &Path, text: &str) -> Result<()> {
     let made = OpenOptions::new().write(true).create_new(true).open(path);
     made.and_then(|mut file| file.write_all(text.as_bytes())).map_err(|e| {
-        bad_input!("init: {}: cannot be written: {e}; run it in a folder of yours", path.display())
+        bad_input!("init: {}: cannot be written: {e}; run it in a folder where you can write", path.display())
     })
 }

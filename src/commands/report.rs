@@ -1,4 +1,4 @@
-//! `rloss report RUN...`
+//! `rloss report RUN...`: writes or serves one page about runs.
 
 use crate::commands::follow;
 use crate::error::EXIT_DONE;
@@ -9,16 +9,17 @@ use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;
 
-/// What `rloss report` takes.
+/// Arguments of `rloss report`.
 #[derive(Args, Debug, Clone)]
 pub struct ReportArgs {
     /// Run folders; or one folder of figures, see docs/FIGURES.md
     #[arg(required = true)]
     runs: Vec<PathBuf>,
-    /// The page's file, or a folder for it, such as pages/ [default: report.html in the run folder; of several runs report-N-runs-DIGEST.html in the first]
+    /// The page's file, or a folder for it, such as pages/ [default: report.html in the run folder; for
+    /// several runs report-N-runs-DIGEST.html in the first]
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Serve the page to a browser on this machine while the runs go on
+    /// Serve the page to a browser on this machine while the runs continue
     #[arg(long, conflicts_with = "out")]
     follow: bool,
     /// Port of the served page
@@ -26,7 +27,7 @@ pub struct ReportArgs {
     port: u16,
 }
 
-/// Writes the page and says where it is, or serves it.
+/// Writes the page and prints its path, or serves it.
 ///
 /// # Errors
 /// Those of [`write_report`] and of [`follow::run`].

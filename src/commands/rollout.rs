@@ -23,23 +23,23 @@ use clap::{Args, ValueEnum};
 pub struct RolloutArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Write the trajectories in another trainer's form, too: prime-rl's token_exports/step_N/rank_0.jsonl
+    /// Write the trajectories in another trainer's format, too: prime-rl's token_exports/step_N/rank_0.jsonl
     #[arg(long)]
     format: Option<Format>,
 }
 
-/// A format besides this program's own.
+/// A format of another trainer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
     PrimeRl,
 }
 
-/// Samples `rollout.prompts_per_step` prompts, `rollout.samples_per_prompt` times each: those of step 1, or
-/// of the step after a checkpoint's. Exit code 130 when a signal stopped it; running the command again
+/// Samples `rollout.prompts_per_step` prompts, `rollout.samples_per_prompt` times each. The prompts are those
+/// of step 1, or of the step after a checkpoint. Exit code 130 when a signal stopped it; the same command
 /// resumes.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] before any work; errors of the rollout or the disk keep the samples so far.
+/// [`crate::error::BadInput`] before any work. Errors of the rollout or the disk keep the finished samples.
 pub fn run(args: &RolloutArgs) -> Result<u8> {
     let RolloutArgs { run: args, format } = args;
     let source = locate(&args.recipe)?;
@@ -53,7 +53,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = Stop::listen()?;
     let teller = console.clone();
-    stop.tell(move || teller.print("stopping: what has ended is kept; again to stop at once"))?;
+    stop.tell(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
     let recipe = context.recipe();
     let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let plan = context.training_rollout(step);
@@ -62,7 +62,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let policy = context.rollout_policy()?;
     let found = collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.asked())?;
     let Some(rows) = found else {
-        console.print(&format!("stopped: {}; the same command goes on", out.display()));
+        console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);
     };
     let failures = heed_failures(rows.iter().flatten(), &console);

@@ -24,7 +24,7 @@ use std::path::PathBuf;
 pub struct TrainArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Go on with the run in the folder from its last checkpoint
+    /// Resume the run in the folder from its last checkpoint
     #[arg(long)]
     resume: bool,
 }
@@ -60,7 +60,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let before = RunFolder::place_before(&out).filter(|before| args.resume && *before != context.place);
     if let Some(before) = before {
         console.print(&format!(
-            "warning: until now this run computed on {before}, and from here on {}: its bits will differ from a run's on one device",
+            "warning: this run computed on {before}, and continues on {}: its bits will differ from those of a run on one device",
             context.place
         ));
     }
@@ -82,7 +82,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let shown = out.display().to_string();
     if stopped {
         console.print(&format!("stopped: {shown}"));
-        console.print(&format!("to go on: {}", command_line(&["train", &shown, "--resume"])));
+        console.print(&format!("to resume: {}", command_line(&["train", &shown, "--resume"])));
         return Ok(EXIT_STOPPED);
     }
     console.print(&format!("done: {shown}"));
@@ -90,7 +90,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     Ok(EXIT_DONE)
 }
 
-/// A run that is ready to start.
+/// The checked inputs of a run.
 struct Prepared {
     out: PathBuf,
     plan: Plan,
@@ -100,7 +100,7 @@ struct Prepared {
     point: Option<ResumePoint>,
 }
 
-/// Reads the recipe, and the run to resume; nothing is written.
+/// Reads the recipe, and the run to resume. Writes nothing.
 fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     let source = locate(&args.run.recipe)?;
     let out = match (&args.run.out, &source) {
@@ -108,7 +108,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         (None, RecipeSource::Run(run)) if args.resume => run.clone(),
         (None, RecipeSource::Checkpoint { folder, .. }) => {
             return Err(bad_input!(
-                "{}: is a checkpoint; go on with its run by --resume, or name a recipe and start from it with --set model.path={}",
+                "{}: is a checkpoint; continue its run with --resume, or name a recipe and start from it with --set model.path={}",
                 folder.display(),
                 folder.display()
             ));

@@ -19,8 +19,8 @@ use std::path::{Path, PathBuf};
 pub struct VerifyArgs {
     /// A run folder, a checkpoint or a model folder
     folder: PathBuf,
-    /// Take what is there as meant: seal a run's edited recipe.toml, write a model's or checkpoint's
-    /// manifest anew
+    /// Accept the current files: write a new checksum into a run's edited recipe.toml, or a new manifest of a
+    /// model or checkpoint
     #[arg(long)]
     accept: bool,
 }
@@ -110,12 +110,12 @@ fn accept_recipe(run: &Path) -> Result<Finding> {
     let text = remove_checksum(&text);
     resolve_stored(&file, &text, &[])?;
     write_file(&file, &add_checksum(&text))?;
-    Ok(Ok(format!("{}: sealed as it is now", file.display())))
+    Ok(Ok(format!("{}: new checksum written", file.display())))
 }
 
 fn accept_files(folder: &Path) -> Result<Finding> {
     let manifest = Manifest::of_folder(folder)?;
     manifest.write(folder)?;
     let file = folder.join(MANIFEST_FILE);
-    Ok(Ok(format!("{}: written for the files as they are now", file.display())))
+    Ok(Ok(format!("{}: written for the current files", file.display())))
 }

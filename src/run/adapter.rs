@@ -1,4 +1,4 @@
-//! The adapter of a run: that of the model's folder, or a fresh one as the recipe asks.
+//! The adapter of a run: the one of the model's folder, or a fresh one that the recipe asks for.
 
 use super::freeze::{matches, not_frozen};
 use super::memory::AdapterPart;
@@ -10,24 +10,25 @@ use crate::model::settings::AdapterSettings;
 use crate::recipe::Plan;
 use anyhow::Result;
 
-/// An adapter that is to learn, or that a model came with.
+/// An adapter that is trained, or that came with the model.
 #[derive(Debug, Clone)]
 pub struct RunAdapter {
     pub lora: Lora,
-    /// Its factors.
+    /// Names and shapes of the LoRA factors.
     pub specs: Vec<ParameterSpec>,
-    /// Which of them learn.
+    /// Trainable flags, one per factor.
     pub trainable: Vec<bool>,
-    /// Whether a cold start trains the whole model before.
+    /// True when SFT warm-up first trains the whole model without the adapter.
     pub after_cold_start: bool,
 }
 
 impl RunAdapter {
-    /// The adapter that `found` came with the model, or the one that the recipe asks for where anything `learns`.
+    /// Returns the adapter `found` in the model's folder. Without one, and when the command `learns`, returns
+    /// the adapter of the recipe.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when both are there and differ, a pattern of `adapter.targets` matches nothing that can have an adapter, or
-    /// nothing of it would learn.
+    /// [`crate::error::BadInput`] when both exist and differ, when a pattern of `adapter.targets` matches no
+    /// matrix that can have an adapter, or when no factor would be trainable.
     pub(super) fn of(
         plan: &Plan,
         config: &Config,
@@ -54,21 +55,22 @@ impl RunAdapter {
         Ok(Some(Self { lora, specs, trainable, after_cold_start }))
     }
 
-    /// Fresh values beside the matrices of `parameters`.
+    /// Adds freshly initialized factors to `parameters`.
     ///
     /// # Errors
-    /// When there is an adapter already.
+    /// When `parameters` already has an adapter.
     pub fn attach(&self, parameters: &mut Parameters, seed: u64) -> Result<()> {
         let start = self.lora.start(&parameters.specs, seed, Owner::Policy)?;
         parameters.adapt(self.lora.clone(), start)
     }
 
-    /// Which tensors of the adapted model learn.
+    /// Returns the trainable flags of all tensors: the `base_tensors` of the base, which are frozen, then the
+    /// factors.
     pub fn trainable_of_all(&self, base_tensors: usize) -> Vec<bool> {
         [&vec![false; base_tensors][..], &self.trainable].concat()
     }
 
-    /// What a plan of memory has to know of it.
+    /// Returns the adapter's part of the memory plan's input.
     pub(super) fn part(&self) -> AdapterPart {
         AdapterPart {
             specs: self.specs.clone(),
@@ -78,7 +80,7 @@ impl RunAdapter {
     }
 }
 
-/// The adapter that the recipe asks for.
+/// Returns the adapter that the recipe asks for.
 fn lora(plan: &Plan, asked: &AdapterSettings, config: &Config, base: &[ParameterSpec]) -> Result<Lora> {
     let mistake = |what: String| plan.mistake("adapter.targets", what);
     for pattern in &asked.targets {
@@ -91,8 +93,8 @@ fn lora(plan: &Plan, asked: &AdapterSettings, config: &Config, base: &[Parameter
         }
         if !named.any(is_adaptable) {
             let what = format!(
-                "the pattern {pattern:?} names nothing that can have an adapter: the matrices of attention, of experts and of \
-                 the MLP can"
+                "the pattern {pattern:?} matches nothing that can have an adapter; the matrices of attention, experts and \
+                 MLP can"
             );
             return Err(mistake(what).into());
         }

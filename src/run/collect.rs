@@ -1,9 +1,10 @@
-//! Sampling into a folder of its own, resumable by problem: what `rloss eval` and `rloss rollout` share.
+//! Sampling into a folder, resumable per problem. `rloss eval` and `rloss rollout` share it.
 //!
 //! ```text
-//! OUT/recipe.toml            the recipe as resolved, the model pinned to the folder that was read
-//! OUT/sampling.json          what is sampled, and the model's files: another one may not go on here
-//! OUT/trajectories/NAME.jsonl.partial   a line a trajectory as it ends; NAME.jsonl, in order, when all have
+//! OUT/recipe.toml            the resolved recipe, with model.path set to the folder that was read
+//! OUT/sampling.json          command, step and model files; a sampling with others is refused here
+//! OUT/trajectories/NAME.jsonl.partial   one line per finished trajectory, in order of finishing
+//! OUT/trajectories/NAME.jsonl           all trajectories in order, once the last one has finished
 //! ```
 
 use super::context::RunContext;
@@ -28,8 +29,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Where results go without `--out`: beside a run's checkpoints, by checkpoint; else `runs/<recipe>-<kind>`. What is sampled
-/// with other settings goes beside that, in a folder with the next number.
+/// Returns the folder for results without `--out`. Results of a run or checkpoint go to
+/// `<run>/<kind>/<checkpoint>`, others to `runs/<recipe>-<kind>`. [`Collection::open`] appends a number when
+/// the folder is in use.
 fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
     let model = &plan.recipe.model;
     let checkpoint = model.adapter.as_deref().or(model.path.as_deref()).and_then(Path::file_name);
@@ -43,17 +45,18 @@ fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
 
 pub(super) const MARKER_FILE: &str = "sampling.json";
 
-/// `sampling.json`.
+/// The contents of `sampling.json`.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Marker {
     /// `eval` or `rollout`.
     kind: String,
     step: u64,
-    /// Name, length and time of change of the model's files.
+    /// Name, length in bytes and modification time in nanoseconds of each of the model's files.
     model_files: Vec<(String, u64, u128)>,
 }
 
-/// A folder that takes one sampling; this process holds it. One that took nothing is removed in the end.
+/// A folder with the results of one sampling, locked by this process. Dropping it removes a folder without
+/// results.
 pub struct Collection<'a> {
     context: &'a RunContext,
     pub path: PathBuf,
@@ -61,11 +64,12 @@ pub struct Collection<'a> {
 }
 
 impl<'a> Collection<'a> {
-    /// Starts a sampling of `kind` (`eval` or `rollout`) after `step` in `out`, or goes on with the same one. Without `out`
-    /// in the folder that the source of the recipe gives it, numbered where others are taken.
+    /// Starts or resumes a sampling of `kind` (`eval` or `rollout`) after training step `step`. The results
+    /// go to `out`, or else to the default folder of the recipe's source, with a number if other results are
+    /// there.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the folder holds something else; nothing of it is touched.
+    /// [`crate::error::BadInput`] when the folder holds something else, which stays untouched.
     pub fn open(
         context: &'a RunContext,
         source: &RecipeSource,
@@ -105,7 +109,7 @@ impl<'a> Collection<'a> {
             bad_input!("{}: cannot make the folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
-        // Another process may have begun here in the meantime.
+        // Another process may have started here before the lock was taken.
         check(path, marker, &context.plan)?;
         let begun = Self { context, path: path.to_owned(), _lock: lock };
         if !path.join(MARKER_FILE).is_file() {
@@ -120,16 +124,16 @@ impl<'a> Collection<'a> {
         Ok(begun)
     }
 
-    /// The file of the finished trajectories called `name`.
+    /// Returns the file of the finished trajectories called `name`.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join("trajectories").join(format!("{name}.jsonl"))
     }
 
-    /// Samples what of `prompts` is not in the file `name` yet, and returns all of it: rows in sample order, of each
-    /// prompt. `None` when `stop` said so; what ended until then is kept.
+    /// Samples the `prompts` that the file `name` does not hold yet. Returns the rows of every prompt, in
+    /// sample order. Returns `None` when `stop` returned true; finished trajectories are kept.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a file that does not belong to these prompts; those of the rollout and the disk.
+    /// [`crate::error::BadInput`] for a file with other prompts. Errors of the rollout and the disk.
     #[allow(clippy::too_many_arguments)]
     pub fn sample(
         &self,
@@ -165,7 +169,7 @@ impl<'a> Collection<'a> {
             prompts.iter().zip(&kept).filter(|(_, kept)| kept.is_none()).map(|(p, _)| p.clone()).collect();
         let file = OpenOptions::new().create(true).append(true).open(&partial);
         let file = file.with_context(|| format!("{}", partial.display()))?;
-        // Half a line that a kill left.
+        // Drop a partial last line, left by a kill.
         file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
         let all = (prompts.len() * samples) as u64;
         let stage = console.work(name, all, all - (missing.len() * samples) as u64);
@@ -182,7 +186,7 @@ impl<'a> Collection<'a> {
         Ok(Some(rows))
     }
 
-    /// Samples `prompts`, a line in `file` for each trajectory as it ends.
+    /// Samples `prompts` and appends each trajectory to `file` as it finishes.
     #[allow(clippy::too_many_arguments)]
     fn fill(
         &self,
@@ -227,7 +231,7 @@ impl<'a> Collection<'a> {
         Ok(Some(prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect()))
     }
 
-    /// All rows in order, at once, in place of the partial file.
+    /// Writes all rows in order to `done`, atomically, then removes the partial file.
     fn finish(&self, done: &Path, partial: &Path, rows: &[Vec<TrajectoryRow>]) -> Result<()> {
         replace_file(done, |aside| {
             let mut out = std::io::BufWriter::new(File::create(aside)?);
@@ -248,10 +252,10 @@ impl Drop for Collection<'_> {
     }
 }
 
-/// Says on `console` when most of `rows` failed, whatever the policy did.
+/// Warns on `console` when more than half of `rows` failed for reasons outside the policy.
 ///
 /// # Errors
-/// When all of them did: what was sampled says nothing.
+/// When all of them failed, because the samples then carry no information.
 pub fn heed_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
     let failed: Vec<bool> = rows.map(|row| row.trajectory.failed()).collect();
     let (count, all) = (failed.iter().filter(|failed| **failed).count(), failed.len());
@@ -266,10 +270,10 @@ pub fn heed_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console:
     Ok(())
 }
 
-/// Prints what was asked for; a closed pipe is nobody to report to.
+/// Prints `text` to standard output. A closed pipe is no error.
 ///
 /// # Errors
-/// When standard output takes no more, such as a file on a full disk.
+/// When standard output cannot be written, for example a file on a full disk.
 pub fn show(text: &str) -> Result<()> {
     let mut out = std::io::stdout();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -278,15 +282,15 @@ pub fn show(text: &str) -> Result<()> {
     }
 }
 
-/// A whole line with one write, so that a kill tears at most the last.
+/// Appends a line with a single write, so a kill can damage only the last line.
 fn append(mut file: &File, row: &TrajectoryRow) -> Result<()> {
     let mut line = serde_json::to_vec(row)?;
     line.push(b'\n');
     Ok(file.write_all(&line)?)
 }
 
-/// The rows of each of `prompts`, in sample order; `None` where one is missing. A row that is there twice is the same
-/// twice: it is a function of the recipe.
+/// Groups `rows` by prompt, in sample order. A prompt with a missing sample gets `None`. Duplicate rows are
+/// equal, because a row is a function of the recipe.
 fn arranged(
     rows: Vec<TrajectoryRow>,
     prompts: &[Prompt],
@@ -300,7 +304,7 @@ fn arranged(
         let problem = prompts.iter().find(|p| p.index == prompt).map(|p| &p.problem.id);
         if problem != Some(&t.problem_id) || sample >= samples as u64 {
             return Err(bad_input!(
-                "{}: line {line}: sample {sample} of problem {} is not among those asked for; the data changed since: name another folder with --out",
+                "{}: line {line}: sample {sample} of problem {} is not among those requested; the data has changed: name another folder with --out",
                 file.display(),
                 t.problem_id
             ));
@@ -313,7 +317,7 @@ fn arranged(
     Ok(prompts.iter().map(group).collect())
 }
 
-/// What a model folder holds, cheaply: a changed file has another length or time.
+/// Lists the model's files with length and modification time, a cheap test for changes.
 fn model_files(folder: &Path) -> Vec<(String, u64, u128)> {
     let Ok(entries) = fs::read_dir(folder) else { return vec![] };
     let file = |entry: fs::DirEntry| {
@@ -328,7 +332,7 @@ fn model_files(folder: &Path) -> Vec<(String, u64, u128)> {
     files
 }
 
-/// Refuses a folder that holds something other than this sampling.
+/// Refuses a folder that holds anything but this sampling.
 fn check(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     let file = path.join(MARKER_FILE);
     let shown = file.display();
@@ -357,7 +361,7 @@ fn check(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     if path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
 }
 
-/// Only keys that no sample depends on may differ.
+/// Refuses a stored recipe that differs in a key on which samples depend.
 fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
     let free = |key: &str| {
         ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))

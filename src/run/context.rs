@@ -29,50 +29,50 @@ use candle_core::Device;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A model with its conversations, task and tool, ready to run.
+/// A model with its chat format, task and tool, ready to run.
 pub struct RunContext {
     pub plan: Plan,
     pub threads: Threads,
-    /// Its tokenizer, and how its conversations are written.
+    /// The tokenizer and the chat format.
     pub chat: Chat,
-    /// Tokenizer files and the like that travel with a checkpoint.
+    /// The tokenizer files and others that are copied into every checkpoint.
     pub companions: Companions,
     pub model: Model,
     pub parameters: Parameters,
-    /// Where it computes, in words.
+    /// Name of the device that computes.
     pub place: String,
-    /// The plan of memory, in words.
+    /// The memory plan as text.
     pub memory: String,
-    /// Keys and values that a GPU holds at the same time.
+    /// Capacity of the GPU's KV cache.
     pub room: CacheRoom,
-    /// The weights that each process holds while it samples.
+    /// How each process holds the weights while it samples.
     pub rollout_weights: RolloutWeights,
-    /// The parameters that `train.freeze` leaves trainable.
+    /// Trainable flags of the policy's parameters, from `train.freeze`.
     pub trainable: Vec<bool>,
-    /// The parameters that `critic.freeze` leaves trainable; present where the recipe has a critic.
+    /// Trainable flags of the critic's parameters, from `critic.freeze`; `None` without a critic.
     pub critic_trainable: Option<Vec<bool>>,
-    /// Present where an adapter is trained, or came with the model.
+    /// The adapter that is trained, or that came with the model.
     pub adapter: Option<RunAdapter>,
     /// The adapter's base as checkpoints name it; `None` until a folder holds it.
     pub base: Option<Base>,
     pub task: Box<dyn Task>,
-    /// Present for tasks that use it.
+    /// The Python tool; `None` when the task does not use it.
     pub interpreter: Option<Box<dyn Interpreter>>,
     /// System and developer messages in front of every prompt.
     pub preamble: Vec<Message>,
 }
 
 impl RunContext {
-    /// Opens everything the plan names, once its memory is known to suffice. Nothing is written; reading the
-    /// weights, and what a task's own program fails at later, is told on `console`.
+    /// Opens everything that the plan names, after checking that its memory suffices. Writes nothing. Shows
+    /// progress on `console`, and later the failures of a task's own program.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] with every mistake found, each with its place and remedy.
+    /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
     pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
         Self::open_at(plan, intent, &Mesh::single(), None, console)
     }
 
-    /// The same for a run of the processes of `mesh`, which may go on from `checkpoint`.
+    /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -83,14 +83,14 @@ impl RunContext {
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
-        // Before anything that may fail on one process alone.
+        // First the collective call, because the code below may fail on one process alone.
         let available = least(mesh, available().map(|found| found.shared(mesh.ranks_on_host())))?;
         let mut preflight = Preflight::open_at(plan, intent, mesh, checkpoint, console)?;
         preflight.admit(available)?;
         preflight.load(console)
     }
 
-    /// Refuses a plan, of the same model, with keys that mean nothing to its family.
+    /// Refuses a plan of the same model that sets keys its family does not have.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.
@@ -99,12 +99,12 @@ impl RunContext {
         if mistakes.0.is_empty() { Ok(()) } else { Err(mistakes.into_error()) }
     }
 
-    /// The recipe, resolved.
+    /// Returns the resolved recipe.
     pub fn recipe(&self) -> &Recipe {
         &self.plan.recipe
     }
 
-    /// How conversations become supervised examples.
+    /// Returns how conversations are rendered as supervised examples.
     pub fn rendering(&self) -> Rendering<'_> {
         Rendering {
             chat: &self.chat,
@@ -114,12 +114,12 @@ impl RunContext {
         }
     }
 
-    /// Other weights of the same architecture, none of which learns: a Hugging Face folder, a checkpoint, or
-    /// a run's last one. They stay on disk where they do not fit beside the model's own, which is told on
-    /// `console`.
+    /// Reads frozen weights of the same architecture from `folder`: a Hugging Face folder, a checkpoint, or a
+    /// run with its last checkpoint. Weights that do not fit into memory beside the model's own stay on disk,
+    /// with a warning on `console`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when there are none, or of another architecture.
+    /// [`crate::error::BadInput`] when the folder has no weights, or weights of another architecture.
     pub fn weights_of(&self, folder: &Path, console: &Console) -> Result<Parameters> {
         let source = ModelSource::from_folder(&model_folder(folder)?)?.held_for(self.recipe());
         let same = Config {
@@ -134,8 +134,10 @@ impl RunContext {
         }
         let streamed = available().is_some_and(|available| source.resident_bytes() > available.bytes);
         if streamed {
-            console
-                .print(&format!("warning: {}: each layer is read whenever it is its turn", folder.display()));
+            console.print(&format!(
+                "warning: {}: each layer is read from disk when it is needed",
+                folder.display()
+            ));
         }
         let none_learns = vec![false; self.trainable.len()];
         let placement = if streamed { Placement::OnDisk } else { Placement::Replicated };
@@ -143,14 +145,14 @@ impl RunContext {
         source.parameters(self.recipe(), &none_learns, Intent::Eval, backend, placement, console)
     }
 
-    /// What the arms change in the training forward.
+    /// Returns the options of the training forward, as the ablations set them.
     pub fn training_forward(&self) -> ForwardOptions {
         ForwardOptions::training(&self.recipe().arms, self.recipe().train.seed)
     }
 
-    /// The first `count` prompts of draw `round` (from 0) of training step `step` (from 1): the task's stream
-    /// in order. Each step owns a stretch that suffices for every draw it may make, so its prompts depend on
-    /// its number alone.
+    /// Returns `count` prompts of training step `step` (from 1), for the draw `round` (from 0) of that step.
+    /// Each step owns a fixed range of the task's stream, large enough for all its draws, so its prompts
+    /// depend only on its number.
     pub fn training_prompts(&self, step: u64, round: u64, count: usize) -> Vec<Prompt> {
         let recipe = self.recipe();
         let draws = recipe.rollout.resample_rounds_max + 1;
@@ -159,16 +161,16 @@ impl RunContext {
         (first..first + count as u64).map(|index| Prompt { index, problem: problem(index) }).collect()
     }
 
-    /// The policy that samples for training, as the arms leave it.
+    /// Returns the policy that samples for training, with the ablations applied.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when an arm does not fit the model.
+    /// [`crate::error::BadInput`] when an ablation does not fit the model.
     pub fn rollout_policy(&self) -> Result<PolicyView<'_>> {
         let (arms, seed) = (&self.recipe().arms, self.recipe().train.seed);
         PolicyView::of_processes(&self.model, &self.parameters, Some(arms), seed, self.rollout_weights)
     }
 
-    /// The policy as it is, for evaluation.
+    /// Returns the policy without ablations, for evaluation.
     ///
     /// # Errors
     /// When a tensor is missing.
@@ -176,19 +178,19 @@ impl RunContext {
         PolicyView::of_processes(&self.model, &self.parameters, None, 0, self.rollout_weights)
     }
 
-    /// The training rollout of step `step`.
+    /// Returns the plan of step `step`'s training rollout.
     pub fn training_rollout(&self, step: u64) -> RolloutPlan {
         let recipe = self.recipe();
         RolloutPlan::training(&recipe.rollout, recipe.train.seed, step)
     }
 
-    /// The evaluation after step `step`.
+    /// Returns the plan of the evaluation after step `step`.
     pub fn evaluation_rollout(&self, step: u64) -> RolloutPlan {
         let recipe = self.recipe();
         RolloutPlan::evaluation(&recipe.rollout, &recipe.eval, recipe.train.seed, step)
     }
 
-    /// A rollout of `policy` by `plan`.
+    /// Returns a rollout of `policy` by `plan`.
     pub fn rollout<'a>(&'a self, policy: &'a PolicyView<'a>, plan: &'a RolloutPlan) -> Rollout<'a> {
         Rollout {
             threads: &self.threads,
@@ -202,16 +204,16 @@ impl RunContext {
         }
     }
 
-    /// The processes that make this run together.
+    /// Returns the processes of this run.
     pub fn mesh(&self) -> &Arc<Mesh> {
         self.parameters.mesh()
     }
 
-    /// `samples` conversations of each of `prompts`: every process samples its share of the prompts, and all
-    /// of them get all. `None` when `stop` said so.
+    /// Samples `samples` conversations for each of `prompts`. Each process samples its share of the prompts,
+    /// then all processes receive all results. Returns `None` when `stop` returned true.
     ///
     /// # Errors
-    /// Those of [`Rollout::groups`], and when a rank does not come in time.
+    /// Those of [`Rollout::groups`], and when a rank does not answer in time.
     pub fn groups(
         &self,
         policy: &PolicyView,
@@ -232,12 +234,12 @@ impl RunContext {
         Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::joined))
     }
 
-    /// What the user has to hear of dead workers of the Python tool, if anything.
+    /// Returns a message about dead workers of the Python tool, if any.
     pub fn dead_workers(&self) -> Option<String> {
         self.interpreter.as_ref()?.dead_workers()
     }
 
-    /// What confines the Python tool, for the run folder; `None` without a tool.
+    /// Describes the sandbox of the Python tool, for the run folder; `None` without a tool.
     pub fn confinement(&self) -> Option<String> {
         self.interpreter.as_ref().map(|i| i.confinement())
     }

@@ -1,4 +1,4 @@
-//! Where a command computes: what the recipe asks for, and whether a GPU can do it.
+//! The device of a command: what the recipe asks for, and whether a GPU can do it.
 
 use super::memory::Available;
 use super::source::precision;
@@ -10,17 +10,17 @@ use crate::ops::cuda::{Gpu, gpu_count, usable};
 use crate::recipe::Plan;
 use candle_core::Device;
 
-/// The width of a head that the GPU's attention is written for.
+/// The head width of the GPU's attention kernels.
 const HEAD_DIM: usize = 64;
-/// Values that a GPU moves at a time: rows are made of whole ones.
+/// The number of values that a GPU kernel moves at a time; a row's width must be a multiple.
 const VECTOR: usize = 8;
 
-/// Where a command computes.
+/// The device of a command.
 pub struct ComputePlace {
     pub device: Device,
-    /// In words, for the head of a command and a run's folder.
+    /// Name of the device, for the console's header and the run folder.
     pub name: String,
-    /// What is left of a GPU's memory.
+    /// Free memory of the GPU; `None` on the CPU.
     pub available: Option<Available>,
 }
 
@@ -29,9 +29,9 @@ impl ComputePlace {
         Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
     }
 
-    /// The GPU that the plan names.
+    /// Returns the GPU that the plan names.
     fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
-        // A launcher may show each process its own GPU alone.
+        // A launcher may show each process only its own GPU.
         let place = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
         let index = plan.recipe.parallel.device_index + place;
         let Gpu { device, name, free_bytes } = usable(index)?;
@@ -40,11 +40,11 @@ impl ComputePlace {
     }
 }
 
-/// The place that `plan` asks for. `"auto"` falls back to the CPU, and says so in the plan's warnings where a GPU might have been
-/// expected.
+/// Chooses the device that `plan` asks for. With `"auto"`, a GPU that cannot be used is replaced by the CPU,
+/// with a warning in the plan.
 ///
 /// # Errors
-/// Why the GPU that is asked for cannot be had, a mistake each.
+/// The reasons why the requested GPU cannot be used, one mistake each.
 pub(super) fn choose(
     plan: &mut Plan,
     config: &Config,
@@ -53,14 +53,14 @@ pub(super) fn choose(
 ) -> Result<ComputePlace, Vec<String>> {
     let place = device(plan, config, mesh, streams)?;
     if place.device.is_cpu() && !precision(&plan.recipe).is_here() {
-        let what = "asks for dot products of bf16 (AVX-512 BF16), which this processor has not; write \"bf16\", which rounds the \
-                    weights alone, or \"f32\"";
+        let what = "needs the instructions of AVX-512 BF16, which this processor lacks; write \"bf16\", which only \
+                    rounds the weights, or \"f32\"";
         return Err(vec![plan.mistake("model.dtype", what.to_owned()).to_string()]);
     }
     Ok(place)
 }
 
-/// The place by `device` alone, whatever the processor's instructions.
+/// Chooses by the key `device` alone, without checking the processor's instructions.
 fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Result<ComputePlace, Vec<String>> {
     let asked = plan.recipe.device;
     if asked == DeviceKind::Cpu || (asked == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
@@ -68,7 +68,7 @@ fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Resul
     }
     let mut found = unsuited(plan, config, mesh);
     if streams {
-        found.push(("device", "compares with changed weights, which the CPU alone does".to_owned()));
+        found.push(("device", "comparing with changed weights works only on the CPU".to_owned()));
     }
     let told = |(key, what): (&str, String)| {
         plan.mistake(key, format!("{what}, or compute on the CPU with device = \"cpu\"")).to_string()
@@ -77,7 +77,7 @@ fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Resul
         true => match ComputePlace::gpu(plan, mesh) {
             Ok(place) => return Ok(place),
             Err(error) => {
-                // A backtrace may follow.
+                // Later lines may be a backtrace.
                 let text = error.to_string();
                 let why = text.lines().next().unwrap_or_default().to_owned();
                 vec![plan.mistake("device", why).to_string()]
@@ -92,12 +92,12 @@ fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Resul
     Ok(ComputePlace::cpu())
 }
 
-/// What a GPU cannot do of it: a key, and what to write there.
+/// Lists what a GPU cannot do: pairs of a recipe key and the value to write there.
 fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, String)> {
     let recipe = &plan.recipe;
     let mut found = vec![];
     if recipe.model.dtype != Dtype::Bf16 {
-        found.push(("model.dtype", "a GPU computes in bf16 alone; write \"bf16\"".to_owned()));
+        found.push(("model.dtype", "a GPU computes only in bf16; write \"bf16\"".to_owned()));
     }
     let model_key = match recipe.model.architecture {
         Some(_) => [
@@ -109,7 +109,7 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
     };
     if config.head_dim != HEAD_DIM {
         let what = format!(
-            "heads are {} wide, and a GPU's attention takes {HEAD_DIM}; take such a model",
+            "the head size is {}, but the GPU's attention needs {HEAD_DIM}; use such a model",
             config.head_dim
         );
         found.push((model_key[0], what));
@@ -118,7 +118,7 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
         if !size.is_multiple_of(VECTOR) {
             found.push((
                 key,
-                format!("{size} is no multiple of {VECTOR}, of which a GPU's rows are made; take one"),
+                format!("{size} is not a multiple of {VECTOR}, as GPU kernels need; use a multiple"),
             ));
         }
     }
@@ -132,15 +132,15 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
         ("arms.rollout_mantissa_bits", arms.rollout_mantissa_bits > 0),
     ];
     for (key, _) in kernels_lack.into_iter().filter(|(_, on)| *on) {
-        found.push((key, "a GPU has no form of this arm; leave it off".to_owned()));
+        found.push((key, "no GPU kernel has this ablation; turn it off".to_owned()));
     }
     if mesh.ranks() > 1 {
         let parallel = &recipe.parallel;
         if recipe.device == DeviceKind::Auto {
-            found.push(("device", "of several processes each must have a GPU; write \"cuda\"".to_owned()));
+            found.push(("device", "with several processes, each needs a GPU; write \"cuda\"".to_owned()));
         }
         if parallel.sequence > 1 {
-            found.push(("parallel.sequence", "GPUs do not share sequences yet; write 1".to_owned()));
+            found.push(("parallel.sequence", "GPUs have no sequence parallelism yet; write 1".to_owned()));
         }
         if parallel.rollout_weights == RolloutWeights::ByExpert {
             let what = "each GPU samples with all weights; write \"whole\"";

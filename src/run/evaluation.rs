@@ -1,4 +1,4 @@
-//! Success on held-out problems, during training and by `rloss eval`.
+//! Evaluation on held-out problems, during training and by `rloss eval`.
 
 use super::context::RunContext;
 use crate::metrics::{Console, Metrics, Phase};
@@ -8,12 +8,12 @@ use crate::tasks::{Transcript, ValidationSet};
 use crate::trajectory::{CallOutcome, TrajectoryRow};
 use anyhow::Result;
 
-/// What an evaluation found: a set after the other.
+/// The result of an evaluation, one entry per validation set.
 pub struct Evaluation {
     pub sets: Vec<SetResult>,
 }
 
-/// One validation set's samples.
+/// The samples of one validation set.
 pub struct SetResult {
     pub name: String,
     /// The k of mean@k.
@@ -23,7 +23,7 @@ pub struct SetResult {
     pub problems: Vec<ProblemResult>,
 }
 
-/// One problem's samples.
+/// The samples of one problem.
 pub struct ProblemResult {
     pub id: String,
     pub rows: Vec<TrajectoryRow>,
@@ -31,7 +31,8 @@ pub struct ProblemResult {
     pub votes: Vec<Vote>,
 }
 
-/// Samples every validation set with the model as it is, shown on `console` as a stage within a step. `None` when `stop` said so.
+/// Samples every validation set with the policy without ablations, with progress on `console` as a stage
+/// within a step. Returns `None` when `stop` returned true.
 ///
 /// # Errors
 /// Those of the rollout.
@@ -58,7 +59,8 @@ pub fn evaluate(
     Ok(Some(Evaluation { sets }))
 }
 
-/// The problems to evaluate, by set. A prompt keeps its index whatever `eval.problems_max` is.
+/// Returns the problems to evaluate, per validation set. A prompt's index does not depend on
+/// `eval.problems_max`.
 pub fn prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
     let (mut first, mut sets) = (0, vec![]);
     for set in context.task.validation_sets() {
@@ -70,7 +72,7 @@ pub fn prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
 }
 
 impl SetResult {
-    /// The result from the rows of each prompt.
+    /// Builds the result from each prompt's rows.
     pub fn new(
         context: &RunContext,
         set: &ValidationSet,
@@ -92,8 +94,7 @@ impl SetResult {
         }
     }
 
-    /// Each measure's name after `val-core/<set>/acc/`, and its estimate: mean@k, every pass@k asked for, and maj@k of
-    /// more than one sample.
+    /// Returns mean@k, each requested pass@k, and maj@k when k > 1, each as a name and an estimate.
     pub fn estimates(&self) -> Vec<(String, Estimate)> {
         let over = |value: &dyn Fn(&ProblemResult) -> f64| {
             Estimate::by_problem(&self.problems.iter().map(value).collect::<Vec<_>>())
@@ -109,18 +110,18 @@ impl SetResult {
         estimates
     }
 
-    /// `val-core/<set>/acc/<measure>`.
+    /// Returns the metric's name, `val-core/<set>/acc/<measure>`.
     pub fn key(&self, measure: &str) -> String {
         format!("val-core/{}/acc/{measure}", self.name)
     }
 
-    /// Every sampled conversation.
+    /// Iterates over all sampled conversations.
     pub fn rows(&self) -> impl Iterator<Item = &TrajectoryRow> {
         self.problems.iter().flat_map(|problem| &problem.rows)
     }
 }
 
-/// What a row says, with `given` messages of the prompt in front.
+/// Converts a row to a sample. The first `given` messages belong to the prompt.
 fn sample(context: &RunContext, row: &TrajectoryRow, given: usize) -> Sample {
     let trajectory = &row.trajectory;
     let answered =
@@ -134,7 +135,7 @@ fn sample(context: &RunContext, row: &TrajectoryRow, given: usize) -> Sample {
 }
 
 impl Evaluation {
-    /// The row of `metrics.jsonl`.
+    /// Returns the row of `metrics.jsonl`.
     pub fn metrics(&self) -> Metrics {
         let mut metrics = Metrics::new();
         for set in &self.sets {
@@ -148,7 +149,7 @@ impl Evaluation {
         metrics
     }
 
-    /// One line for the console.
+    /// Returns one line for the console.
     pub fn summary(&self) -> String {
         let text = |set: &SetResult, (measure, e): (String, Estimate)| {
             format!("{} {:.3} (95% {:.3} to {:.3})", set.key(&measure), e.mean, e.low, e.high)
@@ -157,7 +158,7 @@ impl Evaluation {
         self.sets.iter().flat_map(line).collect::<Vec<_>>().join(", ")
     }
 
-    /// The sampled conversations.
+    /// Iterates over all sampled conversations.
     pub fn rows(&self) -> impl Iterator<Item = TrajectoryRow> {
         self.sets.iter().flat_map(SetResult::rows).cloned()
     }

@@ -1,4 +1,5 @@
-//! What a run with an adapter learned, as folders that other programs read: the adapter alone, or the model with it merged in.
+//! Export of a run with an adapter, as folders for other programs: the adapter alone, or merged into the
+//! model.
 
 use super::context::RunContext;
 use super::source::ModelSource;
@@ -19,25 +20,23 @@ use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// What rounding to the saved numbers changed.
+/// Change of log-probabilities by rounding to the saved dtype.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RoundingCost {
-    /// Sampled tokens compared.
+    /// Number of sampled tokens compared.
     pub tokens: usize,
-    /// The largest and the mean change of a log-probability.
+    /// Largest change of a log-probability, in nats; `mean` is the average over tokens.
     pub largest: f64,
     pub mean: f64,
 }
 
-/// Refuses an export to a place that is taken.
+/// Refuses to export to an existing path.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when it is.
+/// [`crate::error::BadInput`] when the path exists.
 pub fn refuse_existing(out: &Path) -> Result<()> {
     match out.exists() {
-        true => {
-            Err(bad_input!("{}: is there already, and is left as it is; name another folder", out.display()))
-        }
+        true => Err(bad_input!("{}: already exists and stays unchanged; name another folder", out.display())),
         false => Ok(()),
     }
 }
@@ -50,7 +49,7 @@ fn without_adapter(recipe: &Recipe) -> anyhow::Error {
     )
 }
 
-/// The new folder `out`, whole or not there, and those above it.
+/// Creates the folder `out` atomically, and its parent folders.
 fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if let Some(above) = out.parent() {
         std::fs::create_dir_all(above)
@@ -59,10 +58,10 @@ fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()
     replace_folder(out, fill)
 }
 
-/// Writes the adapter of the recipe's model to `out`, in PEFT's form.
+/// Writes the adapter of the recipe's model to `out`, in PEFT's format.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is none, or its base is not what it was trained on.
+/// [`crate::error::BadInput`] when there is no adapter, or its base is not the one it was trained on.
 pub fn adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     let source = ModelSource::open(recipe)?;
     let Some(adapter) = &source.adapter else { return Err(without_adapter(recipe)) };
@@ -79,11 +78,11 @@ pub fn adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     })
 }
 
-/// Writes the model of `context` with its adapter merged in to `out`, in the numbers of `checkpoint.dtype`, and says what rounding
-/// to them cost on the last `trajectories`; `None` where there are none.
+/// Writes the model of `context` to `out` in `checkpoint.dtype`, with its adapter merged in. Returns the
+/// error of rounding on the file `trajectories`, or `None` without one.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is no adapter, or the form cannot hold the model.
+/// [`crate::error::BadInput`] when there is no adapter, or when the dtype cannot hold the model.
 pub fn merged_model(
     context: &RunContext,
     trajectories: Option<&Path>,
@@ -128,7 +127,7 @@ pub fn merged_model(
     Ok(Some(RoundingCost { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
 }
 
-/// The trajectories that a run wrote last, of training steps before those of evaluations.
+/// Returns the newest file of trajectories, of training if any, else of evaluations.
 ///
 /// # Errors
 /// When the folder cannot be read.

@@ -1,4 +1,4 @@
-//! Keys of a recipe that mean nothing to the model's family: they are refused by name, not ignored.
+//! Refuses recipe keys that the model's family does not have, instead of ignoring them.
 
 use crate::chat::Format;
 use crate::dist::RolloutWeights;
@@ -11,7 +11,7 @@ use crate::recipe::Plan;
 use crate::rollout::PreambleSettings;
 use crate::settings::Choice;
 
-/// The mistakes, one a key, each with its place and remedy.
+/// Returns a mistake for each such key, with place and remedy.
 pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut found = vec![];
@@ -25,11 +25,11 @@ pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
     let window = shape.sliding_window != Architecture::default().sliding_window;
     found.extend(set(
         [("model.architecture.sliding_window", window && !family.has_windows)],
-        "every layer attends to all before it",
+        "its layers have full attention",
     ));
     found.extend(set(
         [("model.architecture.tie_word_embeddings", shape.tie_word_embeddings && !family.may_tie_embeddings)],
-        "its head is its own",
+        "its lm_head has weights of its own",
     ));
     if family.chat == Format::ChatMl {
         found.extend(harmony(&recipe.harmony));
@@ -41,7 +41,7 @@ pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
     found.into_iter().map(told).collect()
 }
 
-/// A key, and what the family has not.
+/// A key, and the reason why the family does not have it.
 type Foreign = (&'static str, &'static str);
 
 fn set(keys: impl IntoIterator<Item = (&'static str, bool)>, why: &'static str) -> Vec<Foreign> {
@@ -97,6 +97,6 @@ fn harmony(harmony: &PreambleSettings) -> Vec<Foreign> {
         "its system message has no such line",
     );
     let developer = ("harmony.developer_instructions", harmony.developer_instructions.is_some());
-    found.extend(set([developer], "ChatML has no developer; say it in harmony.model_identity"));
+    found.extend(set([developer], "ChatML has no developer message; use harmony.model_identity"));
     found
 }

@@ -1,4 +1,4 @@
-//! Which parameters learn: all but those that a pattern of the recipe, or an arm, names.
+//! Trainable parameters: all except those frozen by patterns of the recipe or by an ablation.
 
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, value_model_specs};
@@ -6,15 +6,16 @@ use crate::recipe::Plan;
 use anyhow::Result;
 use wildmatch::WildMatchPattern;
 
-/// What `arms.freeze_attention` freezes.
+/// The parameters that `arms.freeze_attention` freezes.
 const ATTENTION: &str = "model.layers.*.self_attn.*";
 
-/// Which parameters learn: all but those that a `train.freeze` pattern or the arm names. Under an adapter its own are named so too.
+/// Returns the policy's trainable flags, one per spec. `train.freeze` and the ablation freeze parameters.
+/// `specs` may include adapter factors.
 pub(super) fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
     frozen_by(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), specs, &[])
 }
 
-/// Which of an adapter's factors learn; a pattern may name one of the `others`, too.
+/// Returns the trainable flags of an adapter's factors. A pattern may also match one of `others`.
 pub(super) fn not_frozen(
     plan: &Plan,
     factors: &[ParameterSpec],
@@ -23,8 +24,9 @@ pub(super) fn not_frozen(
     frozen_by(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), factors, others)
 }
 
-/// The same of the critic, if there is one, and `critic.freeze`: of its own tensors, or of its head and its adapter's factors where
-/// the policy has an adapter.
+/// Returns the critic's trainable flags, from `critic.freeze`; `None` without a critic. The parameters are
+/// the critic's own, followed by the `factors` of its adapter. With an adapter, only the head and the factors
+/// are trainable.
 pub(super) fn critic_trainable(
     plan: &Plan,
     config: &Config,
@@ -45,8 +47,8 @@ fn arm(plan: &Plan) -> Option<&'static str> {
     plan.recipe.arms.freeze_attention.then_some(ATTENTION)
 }
 
-/// The parameters of `specs` that neither a pattern of the key `key` nor the `arm`'s names. A pattern must name one of them or of
-/// the `others`.
+/// Returns a flag per parameter of `specs`: true unless a pattern of `key` or the `arm` matches its name.
+/// Each pattern must match a parameter of `specs` or `others`.
 fn frozen_by(
     plan: &Plan,
     key: &str,
@@ -68,14 +70,14 @@ fn frozen_by(
     let trainable: Vec<bool> =
         specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
     if !trainable.contains(&true) {
-        let what = "every parameter is frozen; leave one that learns".to_owned();
+        let what = "every parameter is frozen; leave one trainable".to_owned();
         return Err(plan.mistake(key, what).into());
     }
     Ok(trainable)
 }
 
-/// Whether `pattern` names `name` as a whole: `*` stands for any characters, dots included, every other character for
-/// itself. There is no wildcard of a single character, which the crate asks for: no name holds U+0000.
+/// Matches the whole `name`. `*` stands for any characters, dots included; all other characters match
+/// themselves. The crate requires a single-character wildcard, so it is U+0000, which no name contains.
 pub(super) fn matches(pattern: &str, name: &str) -> bool {
     WildMatchPattern::<'*', '\0'>::new(pattern).matches(name)
 }
@@ -93,10 +95,10 @@ mod tests {
         assert!(!matches("lm_head", "lm_head.weight"));
         assert!(!matches("*.sink", "model.layers.3.self_attn.sinks"));
         assert!(!matches("model.layers.*.mlp.*", "model.layers.3.self_attn.sinks"));
-        // The end may not be taken for a part before it, and several stars may have to look again.
+        // A star must backtrack, and an early match must not count as the end.
         assert!(!matches("*weight*weight", "lm_head.weight"));
         assert!(matches("*.s*s", "model.layers.3.self_attn.sinks"));
-        // Nothing else is special, and no end is enough.
+        // No other character is special, and a suffix alone does not match.
         assert!(!matches("lm?head.weight", "lm_head.weight"));
         assert!(!matches("lm[_]head.{weight,bias}", "lm_head.weight"));
         assert!(!matches("head.weight", "lm_head.weight"));

@@ -1,4 +1,4 @@
-//! What a run is, in a few lines: the head of the console, and `model.json` for its page.
+//! The facts of a run: the header on the console, and `model.json` for the report page.
 
 use super::context::RunContext;
 use super::evaluation::prompts;
@@ -11,7 +11,7 @@ use crate::settings::Choice;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// `model.json`: the model's name and size.
+/// Returns the contents of `model.json`: the model's name, family, device and size.
 pub fn model(context: &RunContext) -> Value {
     let parameters = &context.parameters;
     let count = |learning: bool| -> usize {
@@ -33,7 +33,7 @@ pub fn model(context: &RunContext) -> Value {
     })
 }
 
-/// What the command is to do.
+/// Returns the header's line about the work to do, as label and text.
 fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
     let recipe = context.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
@@ -42,7 +42,8 @@ fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
         Intent::Train => {
             let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
             let whole = |steps: u64| format_number(steps as f64);
-            let cold = if cold > 0 { format!("{} of cold start, then ", whole(cold)) } else { String::new() };
+            let cold =
+                if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
             ("steps", format!("{cold}{} of reinforcement learning, {sampled} samples each", whole(train)))
         }
         Intent::Eval => {
@@ -55,16 +56,17 @@ fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
     }
 }
 
-/// The head of a command's console: model, task, what is to be done, threads and where results go, a line each.
+/// Returns the lines of the console header: model, task, work, device, threads, folder, and the sandbox if
+/// any.
 pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String> {
     let (recipe, facts) = (context.recipe(), model(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
     let learning = match number("learning") {
         _ if !intent.learns() => String::new(),
-        _ if !recipe.trains() => ", none learns".to_owned(),
-        all if all == number("parameters") => ", all learn".to_owned(),
-        some => format!(", {} learn", format_number(some)),
+        _ if !recipe.trains() => ", none trainable".to_owned(),
+        all if all == number("parameters") => ", all trainable".to_owned(),
+        some => format!(", {} trainable", format_number(some)),
     };
     let kind = facts["model_type"].as_str().unwrap_or_default();
     let (layers, parameters) = (format_number(number("layers")), format_number(number("parameters")));
@@ -78,7 +80,7 @@ pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String>
         (1, _) => threads.to_string(),
         (ranks, 1) => format!("{threads} in each of {ranks} processes"),
         (ranks, sharing) => {
-            format!("{threads} in each of {ranks} processes, {sharing} of which share a sequence")
+            format!("{threads} in each of {ranks} processes, {sharing} per sequence-parallel group")
         }
     };
     let head = [
@@ -89,12 +91,12 @@ pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String>
         ("threads", threads),
         ("folder", folder.display().to_string()),
     ];
-    // What holds the code that a model writes is said wherever some may run.
+    // Every command that may run generated code shows the sandbox.
     let confinement = context.confinement().map(|confinement| ("sandbox", confinement));
     head.into_iter().chain(confinement).map(|(what, text)| format!("{what:<8} {text}")).collect()
 }
 
-/// A command line of this program, as it was called.
+/// Returns a command line of this program, with the path by which it was called.
 pub fn command_line(arguments: &[&str]) -> String {
     let program = std::env::args().next().unwrap_or_else(|| "rloss".to_owned());
     let words = std::iter::once(program.as_str()).chain(arguments.iter().copied());

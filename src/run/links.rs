@@ -1,21 +1,20 @@
-//! Links in a run's folder. The folder may come from somebody else, and a link in it would lead writes out of
-//! it.
+//! Symbolic links in a run folder. A folder from someone else may have links that lead writes out of it.
 
 use crate::bad_input;
 use anyhow::Result;
 use std::fs;
 use std::path::Path;
 
-/// Files and folders of a run that are written in place. Whatever else is written replaces a link, and
-/// follows none.
+/// Files and folders of a run that are written in place. All other writes replace a link and do not follow
+/// it.
 const WRITTEN: [&str; 5] = [".lock", "metrics.jsonl", "checkpoints", "eval", "rollout"];
-/// Folders whose entries too are written in place.
+/// Folders whose entries are also written in place.
 const FILLED: [&str; 3] = ["trajectories", "tensorboard", "token_exports"];
 
-/// Refuses links in `folder` at every place that this program writes to.
+/// Refuses links in `folder` at every path that this program writes in place.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] that names the first one.
+/// [`crate::error::BadInput`] that names the first link.
 pub fn refuse_links(folder: &Path) -> Result<()> {
     WRITTEN.iter().chain(&FILLED).try_for_each(|name| refuse_link(&folder.join(name)))?;
     for name in FILLED {
@@ -25,14 +24,14 @@ pub fn refuse_links(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Refuses `path` where it is a link.
+/// Refuses `path` if it is a link.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] that names it.
+/// [`crate::error::BadInput`] that names the path.
 pub fn refuse_link(path: &Path) -> Result<()> {
     if fs::symlink_metadata(path).is_ok_and(|about| about.is_symlink()) {
         return Err(bad_input!(
-            "{}: is a link, and nothing is written through a link in a run's folder; put what it leads to in its place, \
+            "{}: is a link, and writes into a run folder follow no links; replace it by its target, \
              remove it, or name another folder with --out",
             path.display()
         ));

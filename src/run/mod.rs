@@ -1,4 +1,4 @@
-//! What every command that runs a model needs: the preflight, the folder, evaluation, sampling into a folder, signals.
+//! Shared code of all commands that run a model: preflight, run folder, evaluation, sampling, signals.
 
 pub mod adapter;
 pub mod collect;

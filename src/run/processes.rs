@@ -1,4 +1,4 @@
-//! What the processes of one run agree on before any work.
+//! Checks that the processes of a run agree before any work.
 
 use crate::dist::Mesh;
 use crate::integrity::{MANIFEST_FILE, file_digest};
@@ -7,10 +7,10 @@ use anyhow::{Context, Result};
 use std::path::Path;
 use std::time::Duration;
 
-/// Has the processes of `mesh` share sequences, and wait for each other, as `plan` says.
+/// Sets the sequence-parallel degree and the timeout of `mesh` as `plan` says.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there are not as many.
+/// [`crate::error::BadInput`] when the degree does not divide the number of processes.
 pub fn follow(mesh: &Mesh, plan: &Plan) -> Result<()> {
     mesh.set_limit(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
     let sequence = plan.recipe.parallel.sequence;
@@ -28,11 +28,11 @@ pub fn follow(mesh: &Mesh, plan: &Plan) -> Result<()> {
     Ok(())
 }
 
-/// Refuses processes that would not make one run: of other recipes, other binaries, or that begin with other weights, those in
-/// the folder `weights` where there is one; `state` is what else they begin with.
+/// Refuses processes with different recipes, binaries, or starting points. The starting point is the folder
+/// `weights`, if any, and `state`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] on every process, with one message.
+/// [`crate::error::BadInput`] on every process, with the same message.
 pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str) -> Result<()> {
     if mesh.ranks() == 1 {
         return Ok(());
@@ -42,14 +42,14 @@ pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str
     let digest = file_digest(&binary, None).context("reading this program")?;
     mesh.check_equal("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
     let manifest = mesh.agree("the checkpoint", weights.map_or(Ok(String::new()), manifest_digest))?;
-    mesh.check_equal("checkpoints", &format!("{manifest} {state}"), "let all nodes see one run folder")
+    mesh.check_equal("checkpoints", &format!("{manifest} {state}"), "use one run folder that all nodes share")
 }
 
-/// The digest of a folder's manifest, which names those of its files.
+/// Returns the digest of a folder's manifest, which lists the digests of its files.
 fn manifest_digest(folder: &Path) -> Result<String> {
     match file_digest(&folder.join(MANIFEST_FILE), None) {
         Ok(digest) => Ok(digest.to_hex().to_string()),
-        // A folder from elsewhere, or of old, has none.
+        // A folder from another program or an old version has no manifest.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
         Err(error) => Err(error).with_context(|| format!("reading {}", folder.display())),
     }

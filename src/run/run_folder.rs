@@ -1,4 +1,4 @@
-//! A run's folder: its recipe, metrics, trajectories and lock.
+//! The folder of a run: recipe, metrics, trajectories and lock.
 
 use super::collect::MARKER_FILE;
 use super::links::refuse_links;
@@ -17,7 +17,7 @@ use std::io::{BufWriter, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Files that a run or a sampling has before its first result.
+/// Files that a run or a sampling writes before its first result.
 const STARTED: [&str; 7] = [
     "recipe.toml",
     "metrics.jsonl",
@@ -28,14 +28,15 @@ const STARTED: [&str; 7] = [
     ".lock",
 ];
 
-/// A run folder that this process holds, or that the leader of its processes does; others that try are refused until it ends.
+/// A run folder, locked by this process, or by rank 0 of its processes. Other programs are refused while it
+/// is locked.
 pub struct RunFolder {
     pub path: PathBuf,
-    /// `None` in a process that leaves the writing to the leader.
+    /// The open files; `None` on ranks other than 0, which write nothing.
     files: Option<Files>,
 }
 
-/// What is written from step to step.
+/// The files that are written at every step.
 struct Files {
     metrics: MetricsFile,
     tensorboard: Option<TensorBoard>,
@@ -57,7 +58,7 @@ impl RunFolder {
         ))
     }
 
-    /// The folder of a process that leaves the writing to the leader: it reads, and writes nothing.
+    /// Returns the folder for a rank other than 0, which reads and writes nothing.
     pub fn follow(path: &Path) -> Self {
         Self { path: path.to_owned(), files: None }
     }
@@ -65,14 +66,14 @@ impl RunFolder {
     /// Starts a run in `path`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when a run is already there; nothing of it is touched.
+    /// [`crate::error::BadInput`] when a run already exists there, which stays untouched.
     pub fn create(path: &Path, plan: &Plan) -> Result<Self> {
         Self::refuse_existing(path)?;
         fs::create_dir_all(path).map_err(|e| {
             bad_input!("{}: cannot make the run folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
-        // Another process may have made and ended a run here in the meantime.
+        // Another process may have created a run here before the lock was taken.
         Self::refuse_existing(path)?;
         let begin = || {
             write_recipe(path, plan)?;
@@ -84,21 +85,21 @@ impl RunFolder {
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
-    /// Goes on with the run in `path` from `point`, which [`prepare_resume`] found, or from the start when it has no checkpoint
-    /// yet: what lies after that point is cut away.
+    /// Resumes the run in `path` from `point`, the result of [`prepare_resume`], or from the start without a
+    /// checkpoint. Results after that point are removed.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the run is in use, or went on since it was looked at.
+    /// [`crate::error::BadInput`] when the run is in use, or advanced after `point` was read.
     pub fn resume(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<Self> {
         let lock = lock(path)?;
         if checkpoint::newest_folder(path)?.as_ref() != point.map(|point| &point.folder) {
             return Err(bad_input!(
-                "{}: another process went on with the run; give the command again",
+                "{}: another process resumed the run; repeat the command",
                 path.display()
             ));
         }
         checkpoint::clear_partial(path)?;
-        // A kill may have come between the newest checkpoint and the end of an old one.
+        // A kill may have left one old checkpoint too many.
         checkpoint::prune(path, plan.recipe.checkpoint.keep)?;
         let file = path.join("metrics.jsonl");
         let metrics = match (point, file.exists()) {
@@ -114,8 +115,8 @@ impl RunFolder {
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
-    /// Removes what a start made in `path` that failed before anything was measured or sampled: the next start finds the place
-    /// free. A folder with more in it stays.
+    /// Removes the files of a run that failed before its first result, so the next start finds the folder
+    /// free. A folder with results stays.
     pub fn clear_unused(path: &Path) {
         let holds = |file: &Path| fs::metadata(file).is_ok_and(|about| about.len() > 0);
         let sampled = fs::read_dir(path.join("trajectories")).into_iter().flatten().flatten();
@@ -125,7 +126,7 @@ impl RunFolder {
         {
             return;
         }
-        // What cannot be removed is as it was before: in the way, and named by the next start.
+        // A file that cannot be removed stays, and the next start names it.
         for name in ["tensorboard", "trajectories"] {
             let _ = fs::remove_dir_all(path.join(name));
         }
@@ -138,7 +139,7 @@ impl RunFolder {
     /// Appends a row of metrics.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// When the disk cannot be written.
     pub fn write_metrics(&mut self, row: &Row) -> Result<()> {
         let Some(files) = &mut self.files else { return Ok(()) };
         files.metrics.write(row)?;
@@ -148,16 +149,17 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Makes the metrics durable and returns their length, bytes, and digest: a checkpoint keeps both.
+    /// Syncs the metrics to disk. Returns their length in bytes and their digest, for the checkpoint.
     ///
     /// # Errors
-    /// When the disk refuses, or this process does not write.
+    /// When the disk cannot be written, or this is not rank 0.
     pub fn sync_metrics(&mut self) -> Result<(u64, blake3::Hash)> {
-        let files = self.files.as_mut().context("only the leader keeps metrics")?;
+        let files = self.files.as_mut().context("only rank 0 writes metrics")?;
         Ok((files.metrics.sync()?, files.metrics.digest()))
     }
 
-    /// That the folder was moved or removed, if it was, or else `error`, which something that was written there ended in.
+    /// Returns the error that the folder was moved or removed, if it was, else the `error` of the failed
+    /// write.
     pub fn moved_or(&self, error: anyhow::Error) -> anyhow::Error {
         let gone = self.files.as_ref().map(|files| files.metrics.check_in_place());
         gone.and_then(Result::err).unwrap_or(error)
@@ -166,14 +168,15 @@ impl RunFolder {
     /// Writes `trajectories/<name>.jsonl`.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// When the disk cannot be written.
     pub fn write_trajectories(&self, name: &str, rows: impl Iterator<Item = TrajectoryRow>) -> Result<()> {
         let Some(files) = &self.files else { return Ok(()) };
         files.metrics.check_in_place()?;
         write_trajectories(&self.path.join("trajectories"), name, rows)
     }
 
-    /// What to say when two checkpoints of `bytes` do not fit what is free; one is written before another is removed.
+    /// Returns a warning if the disk has no space for two checkpoints of `bytes`. A new checkpoint is written
+    /// before an old one is removed.
     pub fn lacks_space(&self, bytes: u64) -> Option<String> {
         let about = rustix::fs::statvfs(&self.path).ok()?;
         let free = about.f_bavail.saturating_mul(about.f_frsize);
@@ -188,10 +191,10 @@ impl RunFolder {
         })
     }
 
-    /// Records the model's name and size.
+    /// Writes the model's name and size.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// When the disk cannot be written.
     pub fn write_model(&self, model: &serde_json::Value) -> Result<()> {
         if self.files.is_none() {
             return Ok(());
@@ -199,17 +202,17 @@ impl RunFolder {
         write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
-    /// Where the run in `path` has computed until now, in the words of [`super::context::RunContext::place`].
+    /// Returns the device on which the run in `path` last computed, as [`super::context::RunContext::place`].
     pub fn place_before(path: &Path) -> Option<String> {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
         let model: serde_json::Value = serde_json::from_str(&text).ok()?;
         model["device"].as_str().map(str::to_owned)
     }
 
-    /// Records what confines the Python tool.
+    /// Writes the description of the Python tool's sandbox.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// When the disk cannot be written.
     pub fn write_confinement(&self, confinement: &str) -> Result<()> {
         if self.files.is_none() {
             return Ok(());
@@ -218,10 +221,10 @@ impl RunFolder {
     }
 }
 
-/// Writes `<name>.jsonl` into `folder`, one trajectory a line.
+/// Writes `<name>.jsonl` into `folder`, one trajectory per line.
 ///
 /// # Errors
-/// When the disk refuses.
+/// When the disk cannot be written.
 pub fn write_trajectories(
     folder: &Path,
     name: &str,
@@ -244,7 +247,8 @@ pub fn holds_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
-/// Refuses a folder that a live process works in, and one with links where this program writes.
+/// Locks a run folder. Refuses a folder that a live process has locked, or with links where this program
+/// writes.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for either.
@@ -266,13 +270,14 @@ pub fn lock(path: &Path) -> Result<File> {
     }
 }
 
-/// The recipe that the run was started with; `plan` may differ from it only in keys that leave the run what it is.
+/// Returns the recipe with which the run was started, if stored. `plan` may differ from it only in keys that
+/// may change on resume.
 fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     let file = path.join("recipe.toml");
     if !file.exists() {
         return Ok(None);
     }
-    // An adapter's base may have moved; its digest says whether it is the same.
+    // An adapter's base may have moved. Its digest identifies it.
     let adapted = checkpoint::newest_folder(path)?.is_some_and(|newest| holds_adapter(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| adapted);
     let moved: Vec<String> = base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
@@ -288,13 +293,12 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     ))
 }
 
-/// Fits `plan` to the run in `path` that is to go on with it, and says in a line each what that means: from where it goes
-/// on, and the course of the learning rate, which another `train.steps` does not bend. Returns also the checkpoint to go on
-/// from.
+/// Prepares `plan` for resuming the run in `path`. The learning-rate schedule keeps its end, even if
+/// `train.steps` changed. Returns lines for the console, and the checkpoint to resume from.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is no run, it is damaged, its recipe differs in a key that may not change, or more
-/// steps are done than `plan` has.
+/// [`crate::error::BadInput`] when there is no run, it is damaged, its recipe differs in a key that may not
+/// change, or more steps are done than `plan` has.
 pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
     if !holds_run(path) {
         return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
@@ -308,7 +312,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     let TrainerState { phase, step: done, .. } = point.state;
     if phase != Phase::Rl {
         let of = plan.recipe.cold_start.steps;
-        let line = format!("resuming {} after step {done} of {of} of the cold start", path.display());
+        let line = format!("resuming {} after step {done} of {of} of the SFT warm-up", path.display());
         return Ok((vec![line], Some(point)));
     }
     if steps < done {
@@ -338,7 +342,8 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     Ok((lines, Some(point)))
 }
 
-/// Makes the schedule end where it did, unless the user moved its end.
+/// Keeps the end of the schedule, unless the user set another. Returns a line for the console if the end
+/// matters.
 fn keep_course(
     table: &str,
     old: &OptimizerSettings,
@@ -352,7 +357,7 @@ fn keep_course(
     if new.schedule_steps.is_some_and(|asked| asked != end) {
         let asked = new.schedule_steps.unwrap_or(end);
         return Some(format!(
-            "the learning rate jumps onto another course: {table}.optimizer.schedule_steps is {asked} now and was {end}"
+            "the learning rate jumps to another schedule: {table}.optimizer.schedule_steps is now {asked}, and was {end}"
         ));
     }
     if end == steps {
@@ -360,7 +365,7 @@ fn keep_course(
     }
     new.schedule_steps = Some(end);
     Some(format!(
-        "the learning rate keeps its course, whose {} schedule ends at step {end}: {table}.optimizer.schedule_steps = {end}",
+        "the learning-rate schedule, {}, still ends at step {end}: {table}.optimizer.schedule_steps = {end}",
         new.schedule
     ))
 }

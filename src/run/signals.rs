@@ -1,4 +1,5 @@
-//! SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask for a stop; a second SIGINT or SIGTERM exits at once.
+//! Stop signals: SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop. A second SIGINT or SIGTERM exits at
+//! once.
 
 use crate::error::EXIT_STOPPED;
 use anyhow::{Context, Result};
@@ -8,25 +9,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often a signal is looked for to be told of.
+/// Polling interval of the thread that announces a stop.
 const POLL: Duration = Duration::from_millis(50);
-/// A repetition of the first signal within this time counts as the first: GNU `timeout` and batch schedulers signal
+/// A repeated signal within this time does not count, because GNU `timeout` and batch schedulers signal both
 /// the process and its group.
 const REPETITION_MAX: Duration = Duration::from_secs(1);
 
-/// Whether a stop was asked for.
+/// A flag that a signal sets to request a stop.
 #[derive(Clone)]
 pub struct Stop(Arc<AtomicBool>);
 
 impl Stop {
-    /// Listens from now on.
+    /// Starts to listen for signals.
     ///
     /// # Errors
     /// When the system refuses the handlers or a thread.
     pub fn listen() -> Result<Self> {
-        // Slurm sends SIGUSR1 before the end of a job (`--signal`), and mpirun passes it on to its processes.
+        // Slurm sends SIGUSR1 before the end of a job (`--signal`), and mpirun forwards it to its processes.
         let mut kinds = vec![SIGINT, SIGTERM, SIGUSR1];
-        // `nohup` ignores SIGHUP, and so does this process then.
+        // `nohup` ignores SIGHUP, so this process must ignore it too.
         if !is_ignored(SIGHUP) {
             kinds.push(SIGHUP);
         }
@@ -43,12 +44,12 @@ impl Stop {
                 }
             }
         };
-        // It ends with the process.
+        // The thread ends with the process.
         std::thread::Builder::new().name("signals".into()).spawn(wait).context("starting a thread")?;
         Ok(stop)
     }
 
-    /// Has `say` called once, as soon as a stop is asked for: the step under way may take long.
+    /// Calls `say` once, as soon as a stop is requested. The current step may still take long.
     ///
     /// # Errors
     /// When the system refuses a thread.
@@ -60,17 +61,17 @@ impl Stop {
             }
             say();
         };
-        // It ends with the process.
+        // The thread ends with the process.
         std::thread::Builder::new().name("stop".into()).spawn(wait).map(drop).context("starting a thread")
     }
 
-    /// True after the first signal.
+    /// Returns true after the first signal.
     pub fn asked(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// Whether this process was started with `signal` ignored, where the system tells.
+/// Returns whether this process was started with `signal` ignored; false if the system does not say.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

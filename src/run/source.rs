@@ -1,4 +1,5 @@
-//! Where a model comes from: a folder, an adapter with its base, or the recipe's own architecture. Opening reads headers only.
+//! Sources of a model: a folder, an adapter with its base, or the recipe's own architecture. Opening reads
+//! headers only.
 
 use super::memory::Intent;
 use crate::bad_input;
@@ -28,36 +29,36 @@ use half::bf16;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Reading less than this takes no time worth showing.
+/// Reading fewer megabytes shows no progress bar of its own.
 const SHOWN_MEGABYTES: u64 = 256;
 
-/// Where the model comes from: a folder, or the recipe's own architecture.
+/// The source of a model: a folder, or the recipe's own architecture.
 pub(super) struct ModelSource {
     pub(super) config: Config,
     pub(super) chat: Chat,
     pub(super) companions: Companions,
-    /// The files of weights; `None` for random ones.
+    /// The files of weights; `None` for random weights.
     pub(super) weights: Option<Arc<ModelFolder>>,
-    /// A folder that lacks weights, which is worth a warning.
+    /// The folder if it lacks weights, for a warning.
     pub(super) lacks_weights: Option<PathBuf>,
-    /// A folder without a manifest, which is worth one too.
+    /// The folder if it lacks a manifest, for a warning.
     pub(super) unverified: Option<PathBuf>,
-    /// The form in which each tensor lies there; all in f32 for random ones.
+    /// The storage format of each tensor; f32 for random weights.
     pub(super) forms: Vec<Form>,
     /// The folder of the weights.
     pub(super) folder: Option<PathBuf>,
-    /// What adds to the weights, and is read with them.
+    /// The adapter on these weights.
     pub(super) adapter: Option<AdapterFolder>,
 }
 
-/// Where packed weights lie, which are not trained.
+/// Where frozen packed weights are held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Placement {
     /// In the memory of each process.
     Replicated,
-    /// In shards, one a process.
+    /// Sharded over the processes.
     Sharded,
-    /// On disk, but for the layer whose turn it is.
+    /// On disk, except for the current layer.
     OnDisk,
 }
 
@@ -66,7 +67,7 @@ impl ModelSource {
         Ok(Self::open_as_stored(recipe)?.held_for(recipe))
     }
 
-    /// The same, of which no tensor stays packed where the recipe multiplies in bf16: what is packed is multiplied in f32.
+    /// Marks all tensors as unpacked if the recipe multiplies in bf16, because packed products are in f32.
     pub(super) fn held_for(mut self, recipe: &Recipe) -> Self {
         if precision(recipe) == Precision::Bf16Dot {
             self.forms.fill(Form::F32);
@@ -111,7 +112,7 @@ impl ModelSource {
         }
     }
 
-    /// The model in `folder`, which may be a base, or an adapter that says where its base is.
+    /// Opens the model in `folder`, either a base, or an adapter that names its base.
     pub(super) fn from_folder(folder: &Path) -> Result<Self> {
         match holds_adapter(folder) {
             true => Self::from_adapter(folder, None),
@@ -119,7 +120,7 @@ impl ModelSource {
         }
     }
 
-    /// The adapter in `folder` on its base, which may also be where `named` says.
+    /// Opens the adapter in `folder` on its base. The base may also be at `named`.
     pub(super) fn from_adapter(folder: &Path, named: Option<&Path>) -> Result<Self> {
         let Some(base) = base_of(folder)? else {
             return Err(bad_input!(
@@ -136,7 +137,7 @@ impl ModelSource {
         Ok(source)
     }
 
-    /// The same with the adapter in `folder`, which must fit: by shapes and, where it has one, by its base's digest.
+    /// Adds the adapter in `folder`. It must match by shapes and, if it names one, by its base's digest.
     fn with_adapter(mut self, folder: &Path) -> Result<Self> {
         if !checkpoint::sound(folder)? {
             self.unverified.get_or_insert_with(|| folder.to_owned());
@@ -157,7 +158,7 @@ impl ModelSource {
         Ok(self)
     }
 
-    /// The base as a checkpoint names it; none where no folder holds it.
+    /// Returns the base as a checkpoint names it; `None` if no folder holds it.
     pub(super) fn base(&self) -> Result<Option<Base>> {
         match (&self.adapter, &self.folder, &self.weights) {
             (Some(AdapterFolder { base: Some(base), .. }), Some(folder), _) => {
@@ -171,7 +172,7 @@ impl ModelSource {
     fn from_base(folder: &Path) -> Result<Self> {
         if holds_adapter(folder) {
             return Err(bad_input!(
-                "{}: is an adapter itself, and no base for another; name its base, or leave model.adapter out",
+                "{}: is an adapter, which cannot be the base of another; name its base, or remove model.adapter",
                 folder.display()
             ));
         }
@@ -214,12 +215,12 @@ impl ModelSource {
         parameter_specs(&self.config)
     }
 
-    /// Bytes of all weights in memory when none learns.
+    /// Returns the bytes of all weights in memory when none are trainable.
     pub(super) fn resident_bytes(&self) -> u64 {
         self.specs().iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).sum()
     }
 
-    /// Reads or draws the weights, and reads the adapter that comes with them.
+    /// Reads the weights, or initializes them at random. Also reads the adapter.
     pub(super) fn parameters(
         &self,
         recipe: &Recipe,
@@ -237,7 +238,7 @@ impl ModelSource {
         Ok(parameters)
     }
 
-    /// The weights; of those that do not learn, what lies packed on disk stays so.
+    /// Reads or initializes the base weights. Frozen tensors stay packed if they are packed on disk.
     fn base_parameters(
         &self,
         recipe: &Recipe,
@@ -247,7 +248,7 @@ impl ModelSource {
         placement: Placement,
         console: &Console,
     ) -> Result<Parameters> {
-        // What `model.dtype` makes of a tensor; packed ones have no more digits than that.
+        // Rounds a tensor to `model.dtype`. Packed tensors need no rounding.
         let rounded = |mut values: Vec<f32>| {
             if recipe.model.dtype.is_bf16() {
                 values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
@@ -309,7 +310,7 @@ impl ModelSource {
     }
 }
 
-/// How the recipe's model is multiplied by on a CPU.
+/// Returns the precision of matrix products on a CPU.
 pub(super) fn precision(recipe: &Recipe) -> Precision {
     match recipe.model.dtype {
         Dtype::F32 | Dtype::Bf16 => Precision::F32,
@@ -317,7 +318,7 @@ pub(super) fn precision(recipe: &Recipe) -> Precision {
     }
 }
 
-/// The shape of the recipe's model, for what needs nothing else of it.
+/// Returns the config of the recipe's model.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no such model.
@@ -326,9 +327,10 @@ pub fn model_config(recipe: &Recipe) -> Result<Config> {
     Ok(ModelSource::open(recipe)?.config)
 }
 
-/// Sets the plan's model to the folder that holds it, and says after which step it was saved: for a run folder its last
-/// checkpoint, for a checkpoint itself, unless a `--set` names another model. A model that comes from no checkpoint is of
-/// step 0. For a run with an adapter a `--set` may name the base, which moved, and the adapter is the run's.
+/// Sets the plan's `model.path` to the folder with the weights. For a run folder it is the last checkpoint,
+/// for a checkpoint itself. A `--set model.path=…` overrides it, except that for a run with an adapter it
+/// names the adapter's base. Returns the training step after which the model was saved; 0 if it is no
+/// checkpoint.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.
@@ -344,7 +346,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
         ));
     }
     if named && let Some(adapter) = adapter_of(source, model)? {
-        // What the user names is where its base is now.
+        // The user's path is the base of the run's adapter.
         let step = checkpoint::read_state(&adapter)?;
         model.adapter = Some(adapter);
         return Ok(if step.phase == Phase::Rl { step.step } else { 0 });
@@ -353,7 +355,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
         _ if named => None,
         RecipeSource::Run(run) => Some(checkpoint::newest_folder(run)?.ok_or_else(|| {
             bad_input!(
-                "{}: the run has no checkpoint yet; train on with --resume, or name its recipe.toml for the model that it started from",
+                "{}: the run has no checkpoint yet; continue it with --resume, or name its recipe.toml for the model that it started from",
                 run.display()
             )
         })?),
@@ -362,7 +364,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     };
     if folder.is_some() {
         (model.path, model.architecture, model.tokenizer) = (folder, None, None);
-        // A checkpoint with an adapter has it in it.
+        // A checkpoint of an adapter already contains it.
         model.adapter = None;
     }
     let Some(path) = &mut model.path else { return Ok(0) };
@@ -379,7 +381,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     Ok(if state.phase == Phase::Rl { state.step } else { 0 })
 }
 
-/// The checkpoint that `source` names, where it holds an adapter and `model.path` a model without one.
+/// Returns the checkpoint of `source` if it holds an adapter and `model.path` is a model without one.
 fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<PathBuf>> {
     let folder = match source {
         _ if model.adapter.is_some() => None,
@@ -392,15 +394,15 @@ fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<Pat
     Ok(adapted.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
 }
 
-/// The warning about a folder without a manifest.
+/// Returns the warning about a folder without a manifest.
 pub fn unverified(folder: &Path) -> String {
     let shown = folder.display();
     format!(
-        "{shown} has no manifest, so nobody can say whether its files are whole; rloss verify --accept {shown} writes one"
+        "{shown} has no manifest; its integrity cannot be verified; rloss verify --accept {shown} writes one"
     )
 }
 
-/// The folder that holds the model: `path` itself, or the last checkpoint of the run folder it is.
+/// Returns the folder of the model: `path` itself, or the last checkpoint if `path` is a run folder.
 pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
     if path.join("config.json").is_file() {
         return Ok(path.to_owned());
@@ -414,19 +416,19 @@ pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The folder that holds the adapter: `path` itself, or the last checkpoint of the run folder it is.
+/// Returns the folder of the adapter: `path` itself, or the last checkpoint if `path` is a run folder.
 fn adapter_folder(path: &Path) -> Result<PathBuf> {
     let newest = if holds_adapter(path) { Some(path.to_owned()) } else { checkpoint::newest_folder(path)? };
     newest.filter(|folder| holds_adapter(folder)).ok_or_else(|| {
         bad_input!(
-            "{}: holds no adapter_config.json and no run with an adapter; set model.adapter to a folder in PEFT's form, a \
+            "{}: holds no adapter_config.json and no run with an adapter; set model.adapter to a folder in PEFT's format, a \
              checkpoint or a run folder",
             path.display()
         )
     })
 }
 
-/// What the recipe's architecture says; keys of another family are left out.
+/// Returns the config of the recipe's architecture, without keys of other families.
 fn config_of(a: &Architecture, chat: &Chat) -> Config {
     let (family, experts) = (a.model_type, a.model_type.has_experts);
     Config {

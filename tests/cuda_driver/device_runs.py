@@ -226,7 +226,7 @@ def memory_runs_out(world):
     """Another process takes the GPU's memory after this one has planned."""
     env = {"CUDA_EMULATOR_TAKEN_MIB": str(80 * 1024 - 3)}
     said = world.train(world.gpu, "ran_out", *sets(model__path=world.model, device="cuda"), code=1, env=env)
-    for words in ("memory ran out, of which this was planned", "optimizer", "what would help: "):
+    for words in ("memory ran out; the plan was", "optimizer", "what would help: "):
         assert words in said, said
 
 
@@ -234,9 +234,9 @@ def refusals(world):
     asked = [*SHORT, *sets(device="cuda")]
     on_gpu = sets(model__path=world.model)
     cases = [
-        (["model.architecture.head_dim", "16 wide", "device = \"cpu\""], [*asked, *sets(model__architecture__head_dim=16)], {}),
+        (["model.architecture.head_dim", "head size is 16", "device = \"cpu\""], [*asked, *sets(model__architecture__head_dim=16)], {}),
         (["model.dtype", "bf16"], [*asked, *on_gpu, *sets(model__dtype="f32")], {}),
-        (["arms.router_noise", "no form"], [*asked, *on_gpu, *sets(arms__router_noise=0.1)], {}),
+        (["arms.router_noise", "no GPU kernel"], [*asked, *on_gpu, *sets(arms__router_noise=0.1)], {}),
         (["compute capability 8.0", "9.0 (H100, H200)"], [*asked, *on_gpu], {"CUDA_EMULATOR_OLD": "1"}),
         (["GPU 7 cannot be used"], [*asked, *on_gpu, *sets(parallel__device_index=7)], {}),
         (["are free on GPU 0", "what would help", "tokens"], [*asked, *on_gpu], {"CUDA_EMULATOR_MEMORY_MIB": "1"}),

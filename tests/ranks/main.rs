@@ -280,7 +280,7 @@ fn a_stop_is_agreed_on_and_saved() {
     going.wait_for_rows(9);
     going.signal_launcher("USR1");
     let ended = going.wait(Duration::from_secs(60));
-    assert!(ended.stderr.contains("stopped:") && ended.stderr.contains("to go on:"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("stopped:") && ended.stderr.contains("to resume:"), "{}", ended.stderr);
     let steps = rows_with(&ended, "critic/rewards/mean").len();
     assert_eq!(ended.checkpoints().last().unwrap(), &format!("step-{steps:06}"));
 }

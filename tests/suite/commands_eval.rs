@@ -305,7 +305,7 @@ fn the_head_says_what_is_sampled() {
         let output = place.run(&[command, "small.toml"]);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(text.contains(&format!("sampled  {sampled}\n")) && !text.contains("steps    "), "{text}");
-        assert!(!text.contains("learn"), "{text}");
+        assert!(!text.contains("trainable"), "{text}");
     }
 }
 

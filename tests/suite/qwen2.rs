@@ -343,7 +343,7 @@ fn keys_that_mean_nothing_to_the_family_are_refused_by_name() {
         ("checkpoint.dtype=mxfp4", &["checkpoint.dtype"]),
         ("model.init.sink=1.0", &["model.init.sink"]),
         ("model.architecture.num_local_experts=8", &["model.architecture.num_local_experts"]),
-        ("model.architecture.sliding_window=8", &["model.architecture.sliding_window", "all before it"]),
+        ("model.architecture.sliding_window=8", &["model.architecture.sliding_window", "full attention"]),
         ("harmony.reasoning_effort=low", &["harmony.reasoning_effort", "qwen2"]),
         ("harmony.knowledge_cutoff=2024-06", &["harmony.knowledge_cutoff"]),
         ("harmony.current_date=2025-06-28", &["harmony.current_date"]),

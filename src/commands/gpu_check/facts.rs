@@ -1,5 +1,7 @@
-//! What the equality of rows rests on, shown on this GPU: a tensor-core product is deterministic; an element depends on
-//! its own products and accumulator alone, where products of zero are as good as absent; and not on its place.
+//! Facts about this GPU's tensor cores on which the equality of rows depends.
+//!
+//! A product is deterministic. An element depends only on its own row, column and accumulator, and not on its
+//! position. Products of zero do not change it.
 
 use super::Verdicts;
 use super::instruction::{DEPTH, INSTRUCTIONS, Instruction, Operands};
@@ -10,9 +12,9 @@ use half::bf16;
 use rand::Rng;
 use rand::seq::SliceRandom;
 
-/// Trials of each fact.
+/// Trials per fact.
 const TRIALS: usize = 512;
-/// Launches of the same products.
+/// Launches of one set of products.
 const LAUNCHES: usize = 20;
 
 type Verdict = Result<Result<String, String>>;
@@ -35,7 +37,8 @@ fn all_of(trials: usize, wrong: usize) -> Result<String, String> {
     if wrong == 0 { Ok(format!("{trials} of {trials}")) } else { Err(format!("{wrong} of {trials} differ")) }
 }
 
-/// Without this the others would show nothing: numbers whose sums are exact agree in any order.
+/// Checks that sums round. Without it the other facts would prove nothing, because exact sums agree in any
+/// order.
 fn sums_round(on: &Instruction, gpu: &CudaDevice) -> Verdict {
     let mut rng = stream(1, Purpose::Evaluation, &[]);
     let problem = Operands::random(on, &mut rng);
@@ -51,7 +54,7 @@ fn sums_round(on: &Instruction, gpu: &CudaDevice) -> Verdict {
             let size = terms.iter().fold(0f64, |m, x| m.max(x.abs()));
             let seen = f32::from_bits(seen[at]) as f64;
             inexact += usize::from(seen != exact);
-            // Terms may be cut at the largest one's last place.
+            // Terms may be truncated at the last place of the largest one.
             far += usize::from((seen - exact).abs() > size * f64::powi(2.0, -18));
         }
     }
@@ -75,7 +78,7 @@ fn same_everywhere(on: &Instruction, gpu: &CudaDevice) -> Verdict {
     Ok(all_of(TRIALS * LAUNCHES, wrong))
 }
 
-/// Two lists of products of which element `places[i]` must agree.
+/// Compares element `places[i]` of the i-th product of two lists.
 fn compare(
     on: &Instruction,
     gpu: &CudaDevice,
@@ -96,7 +99,7 @@ fn own_products_only(on: &Instruction, gpu: &CudaDevice) -> Verdict {
         let mut one = Operands::random(on, &mut rng);
         let mut other = Operands::random(on, &mut rng);
         if trial % 4 == 0 {
-            // Not even what is no number may leak from other rows and columns.
+            // NaN and infinity must not leak from other rows and columns either.
             other.a.fill(bf16::NAN);
             other.b.fill(bf16::INFINITY);
             other.c.fill(f32::NAN);
@@ -119,7 +122,8 @@ fn zeros_are_invisible(on: &Instruction, gpu: &CudaDevice) -> Verdict {
     for trial in 0..TRIALS {
         let mut one = Operands::random(on, &mut rng);
         let (row, column) = (rng.random_range(0..on.rows), rng.random_range(0..on.columns));
-        // A masked key has the probability 0; its value may be anything finite. Every fourth time all are masked.
+        // A masked key has probability 0, and its value may be any finite number. Every fourth trial masks
+        // all keys.
         let masked: Vec<bool> = (0..DEPTH).map(|_| trial % 4 == 0 || rng.random_bool(0.5)).collect();
         for k in (0..DEPTH).filter(|&k| masked[k]) {
             one.row_of_a(row)[k] = bf16::ZERO;

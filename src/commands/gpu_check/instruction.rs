@@ -1,4 +1,4 @@
-//! One tensor-core instruction on given numbers: the ground for the facts.
+//! Runs one tensor-core instruction on given operands.
 
 use crate::ops::cuda::run_primitive_check;
 use anyhow::Result;
@@ -6,10 +6,10 @@ use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
 use rand::Rng;
 
-/// Products an element.
+/// Products per element.
 pub(super) const DEPTH: usize = 16;
 
-/// `d = a b + c` by one instruction: `a [rows, 16]`, `b [16, columns]`.
+/// One instruction that computes `d = a b + c`, with `a [rows, 16]` and `b [16, columns]`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Instruction {
     pub name: &'static str,
@@ -17,7 +17,7 @@ pub(super) struct Instruction {
     pub rows: usize,
     pub columns: usize,
     threads: usize,
-    /// Warps or warpgroups of a block, a problem each.
+    /// Warps or warpgroups per block; each computes one problem.
     per_block: usize,
 }
 
@@ -40,7 +40,7 @@ pub(super) const INSTRUCTIONS: [Instruction; 2] = [
     },
 ];
 
-/// One product's operands; `b` is held transposed, `[columns][16]`.
+/// Operands of one product. `b` is stored transposed, as `[columns][16]`.
 #[derive(Debug, Clone)]
 pub(super) struct Operands {
     pub a: Vec<bf16>,
@@ -49,7 +49,7 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// Numbers of sizes that make sums round: about 2^-8 to 2^8.
+    /// Draws numbers between about 2^-8 and 2^8, so that sums round.
     pub fn random(on: &Instruction, rng: &mut impl Rng) -> Self {
         let mut any = || rng.random_range(-1f32..1.0) * f32::powi(2.0, rng.random_range(-8..=8));
         let a = (0..on.rows * DEPTH).map(|_| bf16::from_f32(any())).collect();
@@ -68,7 +68,7 @@ impl Operands {
 }
 
 impl Instruction {
-    /// The results' bits, `[rows][columns]` each, of many products in one launch.
+    /// Computes many products in one launch. Returns the bits of each result, `[rows][columns]`.
     pub fn run(&self, gpu: &CudaDevice, problems: &[Operands]) -> Result<Vec<Vec<u32>>> {
         let mut input = vec![];
         for problem in problems {

@@ -1,5 +1,5 @@
-//! The links that must be equal to the bit: rollout's calls against training's, a decode spread over blocks against one
-//! serial walk, and the backward against itself.
+//! Pairs of computations that must be bitwise equal: rollout and training, decode split over blocks and
+//! serial decode, two runs of a backward.
 
 use super::Verdicts;
 use super::oracle::bits;
@@ -14,11 +14,11 @@ use half::bf16;
 use rand::Rng;
 use std::sync::Arc;
 
-/// New tokens a sequence and call.
+/// New tokens per sequence and call.
 #[derive(Clone, Copy)]
 enum Pace {
     Chunk(usize),
-    /// Any number from none to this one, as in a batch that changes from call to call.
+    /// A random number up to this one, 0 included, as in a batch that changes between calls.
     Random(usize),
 }
 
@@ -68,7 +68,7 @@ fn shapes(small: bool) -> Vec<Shape> {
     ]
 }
 
-/// Several chunks of keys a sequence; a window that begins within one.
+/// Shapes with several chunks of keys per sequence, and a window that begins inside a chunk.
 fn long_shapes(small: bool) -> Vec<Shape> {
     let shape = Shape::new;
     if small {
@@ -80,7 +80,7 @@ fn long_shapes(small: bool) -> Vec<Shape> {
     ]
 }
 
-/// All bits that a pass leaves behind.
+/// All outputs of a pass, as bits.
 #[derive(Default, PartialEq)]
 pub(super) struct Bits {
     pub out: Vec<u16>,
@@ -98,7 +98,7 @@ fn words(values: Vec<f32>) -> Vec<u32> {
     values.into_iter().map(f32::to_bits).collect()
 }
 
-/// Training's forward and backward.
+/// Runs training's forward and backward.
 pub(super) fn training(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Bits> {
     let gpu = device.as_cuda_device()?;
     let sequences = LaunchSequences::packed(&problem.shape.cu_seqlens())?;
@@ -120,7 +120,7 @@ pub(super) fn training(problem: &Problem, device: &Device, kernels: &'static Ker
     })
 }
 
-/// A cache whose free pages hold what an earlier sequence left: numbers that are none.
+/// Creates a cache whose free pages hold NaN from an earlier sequence.
 fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Arc<KvPool>> {
     let Shape { heads, kv_heads, .. } = problem.shape;
     let pages: usize = problem.shape.lengths.iter().map(|length| length.div_ceil(64)).sum();
@@ -184,7 +184,7 @@ fn rollout_against_training(
         let mut held: Vec<&mut KvPages> = sequences.iter_mut().collect();
         let (out, lse) =
             sink_attention_paged(kernels, &q, &kv, &sinks, &mut held, &counts, &shape.attention())?;
-        // As a rollout does; another sequence may then fill the page.
+        // A rollout frees these pages, and another sequence may fill them.
         if let Some(window) = shape.attention().window {
             sequences.iter_mut().for_each(|sequence| sequence.forget_before(sequence.len(), window));
         }
@@ -208,10 +208,11 @@ fn rollout_against_training(
     })
 }
 
-/// New tokens of every sequence in the check below, where it has them.
+/// New tokens per sequence in `spread_against_serial`, fewer in a shorter sequence.
 const DECODED: usize = 3;
 
-/// A decode over pages by a block a chunk of keys, whose parts are merged, and by one block that walks all chunks.
+/// Compares two decodes over pages: one block per chunk of keys with merged partial results, and one block
+/// for all chunks.
 fn spread_against_serial(
     problem: &Problem,
     device: &Device,
@@ -226,7 +227,7 @@ fn spread_against_serial(
     let batch = LaunchSequences::cached(&counts, &before)?;
 
     let pages_max = lengths.iter().map(|length| length.div_ceil(64)).max().unwrap_or(0);
-    // A sequence's pages lie backwards, and hold numbers that are none past its end.
+    // Pages of a sequence are in reverse order, and hold NaN past its end.
     let mut pool = vec![bf16::NAN; lengths.len() * pages_max * 64 * kv_row];
     let mut table = vec![];
     let mut q = vec![];
@@ -278,7 +279,7 @@ fn backward_again(
     })
 }
 
-/// Rows of dQ, dK and dV may not depend on what else is in the batch either; ds is a sum over it.
+/// Checks that rows of dQ, dK and dV do not depend on the rest of the batch. ds is a sum over the batch.
 fn alone_against_batch(
     problem: &Problem,
     device: &Device,

@@ -1,5 +1,5 @@
-//! The other ops of a model with dense weights, and the optimizers: values and gradients on the GPU against the CPU's on the
-//! same numbers, and a row's bits.
+//! The other ops of a dense model, and the optimizers: the GPU's values and gradients against the CPU's. Also
+//! compares the bits of a row in different batches.
 
 use super::Verdicts;
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
@@ -17,14 +17,14 @@ use rand::Rng;
 use std::slice::from_ref;
 use std::sync::Arc;
 
-/// How near a value must be to the exact one.
+/// The tolerance of a value.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Rule {
-    /// The same bits.
+    /// Equal bits.
     Same,
-    /// Twice what rounding to bf16 makes of it, and this share of the largest value.
+    /// Twice the error of rounding to bf16, plus this fraction of the largest value.
     Rounded(f32),
-    /// This share of the largest value: sums in f32.
+    /// This fraction of the largest value, for sums in f32.
     Sum(f32),
 }
 
@@ -38,18 +38,18 @@ impl Rule {
     }
 }
 
-/// What f32 sums leave of a value before it is rounded; what a second rounding to bf16 on the way does.
+/// Tolerance of an f32 sum rounded once to bf16. `TWICE` allows a second rounding to bf16.
 const ONCE: Rule = Rule::Rounded(1e-5);
 const TWICE: Rule = Rule::Rounded(1.0 / 128.0);
 const SUM: Rule = Rule::Sum(1e-5);
 
-/// What an op gave. Gradients are those of fixed numbers.
+/// An output of an op. Gradients are for fixed upstream gradients.
 #[derive(Debug, Clone)]
 pub(super) struct Output {
     pub name: String,
     pub values: Vec<f32>,
     pub rule: Rule,
-    /// Each row depends on the op's row alone.
+    /// True when each row depends only on the op's input row.
     by_row: bool,
 }
 
@@ -61,7 +61,7 @@ fn over_rows(name: &str, x: &Tensor, rule: Rule) -> Result<Output> {
     Ok(Output { by_row: false, ..by_row(name, x, rule)? })
 }
 
-/// Numbers that bf16 holds.
+/// Draws numbers that bf16 represents exactly.
 fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Result<Tensor> {
     let mut rng = stream(seed, Purpose::Evaluation, &[]);
     let values: Vec<f32> = (0..rows * width).map(|_| size * rng.random_range(-3.0f32..3.0)).collect();
@@ -72,7 +72,7 @@ fn floats(x: &Tensor) -> Result<Vec<f32>> {
     Ok(x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
-/// The rows an op is given: of `all` those from `first` on.
+/// The input rows of an op: rows `first..all`.
 #[derive(Clone, Copy)]
 struct Rows {
     all: usize,
@@ -84,13 +84,13 @@ impl Rows {
         Ok(x.narrow(0, self.first, self.all - self.first)?.copy()?)
     }
 
-    /// The same for every row, counted from the first of all.
+    /// Returns `id(row)` for each of these rows, counted from row 0 of all.
     fn ids(self, id: impl Fn(usize) -> usize) -> Arc<Vec<u32>> {
         Arc::new((self.first..self.all).map(|row| id(row) as u32).collect())
     }
 }
 
-/// As a device's ops take activations and matrices: the CPU's f32, a GPU's bf16.
+/// Converts activations and matrices to the device's dtype: f32 on the CPU, bf16 on a GPU.
 fn held(x: &Tensor, device: &Device) -> Result<Tensor> {
     if device.is_cuda() { Ok(x.to_device(device)?) } else { Ok(x.to_dtype(DType::F32)?) }
 }
@@ -104,7 +104,7 @@ fn matrix(seed: u64, shape: &[usize], device: &Device) -> Result<Tensor> {
     held(&numbers(seed, shape.iter().product::<usize>() / width, width, 0.3)?.reshape(shape)?, device)
 }
 
-/// f32 on every device.
+/// Draws f32 rows, on every device.
 fn single(seed: u64, rows: Rows, width: usize, device: &Device) -> Result<Tensor> {
     Ok(rows.of(&numbers(seed, rows.all, width, 1.0)?)?.to_dtype(DType::F32)?.to_device(device)?)
 }
@@ -121,20 +121,20 @@ impl GradientSink for Buffer {
     }
 }
 
-/// `values` learning, and the buffer of their gradient, which holds halves.
+/// Returns a trainable parameter of `values`, and its gradient buffer, filled with 0.5.
 pub(super) fn learning(values: &Tensor) -> Result<(Parameter, Tensor)> {
     let halves = Tensor::full(0.5f32, values.dims(), &Device::Cpu)?.to_device(values.device())?;
     let variable = Var::from_tensor(values)?;
     Ok((Parameter::trained(variable.as_tensor(), Arc::new(Buffer(halves.clone())), 0), halves))
 }
 
-/// What `op` gives for `inputs`, and their gradients for `dy`.
+/// Applies `op` to `inputs`. Returns its output, and the inputs' gradients for `dy`.
 fn differentiated(
     inputs: &[Tensor],
     dy: &Tensor,
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,
 ) -> Result<(Tensor, Vec<Tensor>)> {
-    // Rows of something larger may begin where kernels do not read.
+    // A view into a larger tensor may begin at an address that kernels cannot read.
     let copies = inputs.iter().map(Tensor::force_contiguous).collect::<candle_core::Result<Vec<_>>>()?;
     let (inputs, mut y) = (copies.iter().collect::<Vec<_>>(), None);
     let gradients = differentiate(&inputs, || {
@@ -147,7 +147,7 @@ fn differentiated(
     Ok((y.context("nothing was computed")?, gradients.into_iter().map(of).collect::<Result<_>>()?))
 }
 
-/// Products forward and backward, narrow tiles where there are few rows; a width that is no multiple of eight too.
+/// Products forward and backward, with narrow tiles for few rows. One width is not a multiple of 8.
 fn linear(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let mut seen = vec![];
     for (k, n) in [(16, 8), (8, 13)] {
@@ -168,7 +168,7 @@ fn linear(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     Ok(seen)
 }
 
-/// Tokens to their experts, products by expert, and back.
+/// Dispatch of tokens to experts, grouped products, and combine.
 fn experts(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (experts, top_k, width, out) = (4, 2, 16, 8);
     let routes = Tensor::from_iter(
@@ -195,7 +195,7 @@ fn experts(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     ])
 }
 
-/// The router's choice, equal logits among them, and the auxiliary loss.
+/// Routing, also with equal logits, and the load-balancing loss.
 fn router(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (experts, top_k) = (8, 3);
     let logits = (single(1, rows, experts, &Device::Cpu)? * 2.0)?.round()?.to_device(device)?;
@@ -241,7 +241,7 @@ fn rope(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     ])
 }
 
-/// Half of the tokens name one id.
+/// Embedding; half of the tokens have the same id.
 fn embedding(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (vocabulary, width) = (7, 16);
     let ids = rows.ids(|row| if row % 2 == 1 { vocabulary - 1 } else { row * 31 % vocabulary });
@@ -273,7 +273,8 @@ fn silu_gated(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     ])
 }
 
-/// The gated unit of GPT-OSS's experts and the norm; many rows are as wide as a model's. Gradients are those of the sum.
+/// SwiGLU of GPT-OSS's experts, and RMSNorm. With many rows, rows are as wide as a model's. Gradients are
+/// those of the sum.
 fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let width = match rows.all {
         ..=5 => 24,
@@ -304,7 +305,7 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let targets = rows.ids(|row| row * 31 % vocabulary);
     let h = activations(1, rows, width, device)?;
     let weights = Weight::Dense(w.clone());
-    // Of the log-probabilities, then of the entropies.
+    // Upstream gradients of the log-probabilities, then of the entropies.
     let upstream = single(3, rows, 2, &Device::Cpu)?.t()?.contiguous()?.to_device(device)?;
     let (y, dh) = differentiated(from_ref(&h), &upstream, |h| {
         ops::log_prob_and_entropy(h[0], &weights, &targets, temperature)
@@ -347,7 +348,7 @@ const STEP: AdamW = AdamW {
     eps: 1e-8,
 };
 
-/// Every value for itself has the CPU's bits.
+/// Optimizers; each value has the CPU's bits.
 fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let values =
         |seed: u64, width: usize| -> Result<Tensor> { Ok((single(seed, rows, width, &Device::Cpu)? / 3.0)?) };
@@ -370,7 +371,7 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let scales = [(); 2].map(|()| Tensor::zeros(of_8_bits.elem_count().div_ceil(BLOCK), DType::F32, device));
     let ([m, v], [m_scales, v_scales]) = (codes, scales);
     let (m, v, m_scales, v_scales) = (m?, v?, m_scales?, v_scales?);
-    // From nothing, then from codes of all kinds.
+    // From an empty state, then from a state with all codes.
     for seed in [9, 10] {
         let moments = [Moment { codes: &m, scales: &m_scales }, Moment { codes: &v, scales: &v_scales }];
         adamw_8bit(&of_8_bits, moments, &there(values(seed, 53)?)?, &STEP)?;
@@ -407,7 +408,8 @@ const OPS: [(&str, Run); 9] = [
 ];
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
-    // Few rows take narrow tiles of a product, many wide ones; an expert's many need some hundreds.
+    // Few rows select narrow tiles of a product, many rows wide ones; experts need some hundred rows for wide
+    // tiles.
     let counts: &[usize] = if small { &[3, 140] } else { &[1, 3, 67, 140, 1000] };
     for (name, op) in OPS {
         for &all in counts {
@@ -430,7 +432,7 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     }
 }
 
-/// Every value by its output's rule, and the largest share of what that allows.
+/// Checks every value by its output's rule. Returns the largest error as a fraction of the tolerance.
 fn within(got: &[Output], exact: &[Output]) -> Result<String, String> {
     let mut worst: f32 = 0.0;
     for (got, exact) in got.iter().zip(exact) {
@@ -440,7 +442,7 @@ fn within(got: &[Output], exact: &[Output]) -> Result<String, String> {
         let largest = exact.values.iter().fold(0f32, |size, x| size.max(x.abs()));
         for (i, (&seen, &x)) in got.values.iter().zip(&exact.values).enumerate() {
             let (apart, allowed) = ((seen - x).abs(), exact.rule.allowed(x, largest));
-            // No number is within nothing.
+            // NaN must fail.
             let near = apart <= allowed;
             if !near {
                 return Err(format!("{}: value {i} is {seen:.6e}, exactly {x:.6e}", got.name));
@@ -453,7 +455,7 @@ fn within(got: &[Output], exact: &[Output]) -> Result<String, String> {
     Ok(format!("errors at most {worst:.2} of what is allowed"))
 }
 
-/// What the file of seeded outputs has of them: few rows of every op, and a product's wide tiles.
+/// Returns the outputs in the file of seeded outputs: few rows of every op, and a product with wide tiles.
 pub(super) fn seeded(device: &Device) -> Result<Vec<Output>> {
     let mut seen = vec![];
     for (_, op) in OPS {
@@ -476,7 +478,7 @@ mod tests {
             for (index, output) in exact.iter().enumerate() {
                 let mut other = exact.clone();
                 let largest = output.values.iter().fold(0f32, |size, x| size.max(x.abs()));
-                // Away from what it is, whatever its sign.
+                // Increase the magnitude, for either sign.
                 let value = &mut other[index].values[0];
                 *value += 0.001 + 0.01 * value.abs() + 2.5 * output.rule.allowed(*value, largest);
                 assert!(within(&other, &exact).unwrap_err().contains(&output.name), "{}", output.name);

@@ -1,7 +1,8 @@
-//! Tokens a second of whole models of gpt-oss-20b's shape, with random weights.
+//! Tokens per second of whole models of gpt-oss-20b's shape, with random weights.
 //!
-//! Decode and prefill run all layers, the experts packed in MXFP4 as released, and so does training through an adapter. Where everything
-//! learns one and two layers fit: what a layer takes is their difference, and what is said of all layers is an extrapolation.
+//! Decode, prefill and training of an adapter run all layers, with experts packed in MXFP4 as released. Full
+//! training fits only one and two layers. Their difference is the time of a layer, and the time of all layers
+//! is extrapolated.
 
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::BatchRunner;
@@ -34,22 +35,22 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What is measured.
+/// The cases to measure.
 struct Cases {
     config: Config,
-    /// Sequences that decode together, and what each of them holds.
+    /// Numbers of sequences that decode together; `context` has the tokens in each one's cache.
     sequences: &'static [usize],
     context: &'static [usize],
     prefill: usize,
-    /// Tokens of a step, in sequences of `length`.
+    /// Tokens per step, in sequences of `length`.
     training: &'static [usize],
     length: usize,
 }
 
 const WARM_UPS: usize = 2;
-/// The median of so many is given.
+/// Measurements, of which the median is printed.
 const TIMES: usize = 5;
-/// Left free beside the cache: one forward, and the logits drawn from.
+/// Memory left beside the cache, for one forward and the logits.
 const SPARE_BYTES: u64 = 4 << 30;
 
 fn gpt_oss_20b() -> Cases {
@@ -85,7 +86,7 @@ fn gpt_oss_20b() -> Cases {
     }
 }
 
-/// The same in little, to try the program out.
+/// Small cases, to test the program.
 fn small() -> Cases {
     let large = gpt_oss_20b();
     Cases {
@@ -121,7 +122,7 @@ pub(super) fn run(device: &Device, is_small: bool) -> Result<()> {
     training(device, &cases)
 }
 
-/// The memory is what tensors took at most since the row before.
+/// Prints a row of the table. Its memory is the peak of tensors since the previous row.
 fn row(
     device: &Device,
     work: &str,
@@ -137,7 +138,7 @@ fn row(
     Ok(forget_memory_peaks(gpu)?)
 }
 
-/// The median of several times of `pass`, which waits for the device itself.
+/// Returns the median time of `pass`, which waits for the device itself.
 fn median(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut seconds = vec![];
     for time in 0..WARM_UPS + TIMES {
@@ -151,7 +152,7 @@ fn median(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
     Ok(seconds[TIMES / 2])
 }
 
-/// Random weights that are not trained. Tensors of one shape hold the same numbers, each in memory of its own.
+/// Returns random frozen weights. Tensors of equal shape hold equal numbers, each in its own memory.
 fn packed_weights(config: &Config, device: &Device) -> Result<Parameters> {
     let mut made: HashMap<Vec<usize>, Weight> = HashMap::new();
     let mut held = |spec: &ParameterSpec| -> Result<Weight> {
@@ -169,19 +170,19 @@ fn packed_weights(config: &Config, device: &Device) -> Result<Parameters> {
     Parameters::loaded(config, &on(device), loaded)
 }
 
-/// One process that computes on `device`.
+/// Returns the backend of one process that computes on `device`.
 fn on(device: &Device) -> Backend {
     Backend { device: device.clone(), ..Backend::default() }
 }
 
-/// A tensor on the host: experts in MXFP4, all else about as large as trained ones.
+/// Returns a tensor on the host: MXFP4 for experts, others with the magnitude of trained weights.
 fn random(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
     let mut random = stream(7, Purpose::Initialisation, &[]);
     let count = shape.iter().product();
     if let (Some(PackedForm::Mxfp4), Some(of)) = (spec.packed_form(Form::Mxfp4), spec.matrix_shape()) {
         let mut bytes = vec![0; PackedForm::Mxfp4.bytes(of)];
         random.fill_bytes(&mut bytes);
-        // A block's scales, before its numbers: 2^-8.
+        // A block's scales come before its numbers: 2^-8.
         let block = PackedForm::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, COLUMNS]);
         bytes.chunks_exact_mut(block).for_each(|block| block[..COLUMNS].fill(119));
         return Ok(Weight::Packed(Arc::new(PackedMatrix::of_bytes(PackedForm::Mxfp4, of, bytes))));
@@ -230,7 +231,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a machine on which recorded decode gives other bits than decode kernel by kernel.
+/// Returns an error when decode by a CUDA graph and decode by single launches differ in bits.
 fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
     const STEPS: usize = 4;
     let (stack, config) = (policy.stack(), &policy.model.config);
@@ -253,7 +254,7 @@ fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
     Ok(())
 }
 
-/// `count` new tokens of each sequence, by `decoder` if there is one, and the next one drawn.
+/// Feeds `count` new tokens of each sequence, by `decoder` if there is one, and draws the next token.
 fn step(
     policy: &PolicyView,
     held: &mut [SequenceCache],
@@ -278,7 +279,7 @@ fn step(
     Ok(())
 }
 
-/// All layers, packed, through an adapter of rank 8 beside every matrix that can have one.
+/// Trains adapters of rank 8 on all layers of packed weights.
 fn adapted(device: &Device, cases: &Cases) -> Result<()> {
     let mut parameters = packed_weights(&cases.config, device)?;
     let base = parameters.specs.clone();
@@ -311,7 +312,7 @@ fn training(device: &Device, cases: &Cases) -> Result<()> {
     Ok(())
 }
 
-/// `layers` layers and the head, everything learning: as [`passes`].
+/// Trains `layers` layers and the head in full; the results are as in [`passes`].
 fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
     let layer_types = LayerType::alternating(layers);
     let config = Config { num_hidden_layers: layers, layer_types, ..cases.config.clone() };
@@ -327,7 +328,8 @@ fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
     passes(device, cases, &model, parameters, &format!("training, layers: {layers}"))
 }
 
-/// Forward and backward with layers recomputed, seconds for each number of tokens, and an update.
+/// Returns the seconds of forward and backward with recomputed layers, one per number of tokens, then those
+/// of an update.
 fn passes(
     device: &Device,
     cases: &Cases,

@@ -1,4 +1,4 @@
-//! The checks themselves, where there is a GPU or the emulated driver.
+//! Runs the checks, on a GPU or on the emulated driver.
 
 use super::{GpuCheckArgs, Part, run};
 use crate::error::EXIT_DONE;

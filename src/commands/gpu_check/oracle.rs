@@ -1,4 +1,5 @@
-//! The op's values and gradients on the GPU against the CPU's on the same numbers: errors at most twice those of plain bf16.
+//! The GPU's values and gradients of attention against the CPU's: errors are at most twice those of plain
+//! bf16.
 
 use super::Verdicts;
 use super::links::{Bits, training};
@@ -11,11 +12,12 @@ use candle_core::{DType, Device, Tensor, Var};
 use half::bf16;
 use std::sync::Arc;
 
-/// How much larger than plain bf16's an error may be.
+/// Allowed error, as a multiple of plain bf16's.
 const TIMES_PLAIN: f64 = 2.0;
-/// Of a tensor's largest value: what f32 itself may be off. It matters where plain bf16 happens to be exact.
+/// Error of f32 itself, as a fraction of the tensor's largest value. It matters if plain bf16 happens to be
+/// exact.
 const FLOOR: f64 = 1e-6;
-/// Of a tensor's largest value: what the CPU's op in f32 may be off.
+/// Allowed error of the CPU's op in f32, as a fraction of the tensor's largest value.
 const CPU_ERROR: f64 = 1e-4;
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
@@ -38,7 +40,7 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     }
 }
 
-/// The CPU's op, itself held to the formulas. It does not return its log-sum-exps.
+/// Computes the CPU's op, and checks it against the formulas. The op does not return its log-sum-exps.
 fn cpu_reference(problem: &Problem, exact: &Values) -> Result<Result<Values, String>> {
     let mut reference = through_the_op(problem, &Device::Cpu)?;
     reference.lse = exact.lse.clone();
@@ -90,7 +92,7 @@ fn shapes(small: bool) -> Vec<Shape> {
     ]
 }
 
-/// The rule: errors at most [`TIMES_PLAIN`] times those of plain bf16.
+/// Applies the rule: errors are at most [`TIMES_PLAIN`] times those of plain bf16.
 fn against_plain(seen: &Values, reference: &Values, plain: &Values) -> Result<String, String> {
     let bound = |get: fn(&Values) -> &[f64], size: f64| {
         let plain = distance(get(plain), get(reference));
@@ -100,14 +102,15 @@ fn against_plain(seen: &Values, reference: &Values, plain: &Values) -> Result<St
     compare(seen, reference, bound)
 }
 
-/// How far a tensor's elements may be from `exact`, by plain bf16's. Of a handful of elements plain bf16 may have all right
-/// by luck: there its rounding step counts.
+/// Returns the allowed error of a tensor's elements, from plain bf16's distance to `exact`. In a tensor of
+/// few elements plain bf16 may be exact by luck, so at least its rounding step is allowed.
 pub(super) fn plain_bound(plain: &[f64], exact: &[f64]) -> f64 {
     let floor = if exact.len() < 32 { 2f64.powi(-7) } else { FLOOR };
     TIMES_PLAIN * distance(plain, exact).largest.max(floor * largest(exact))
 }
 
-/// Every tensor of `seen` within `bound(tensor, size of its largest value)` of `reference`'s, in maximum and RMS.
+/// Checks that every tensor of `seen` is within `bound(tensor, size of its largest value)` of `reference`, in
+/// maximum and RMS.
 fn compare(
     seen: &Values,
     reference: &Values,
@@ -119,7 +122,7 @@ fn compare(
         let error = distance(get(seen), get(reference));
         for (kind, error, bound) in [("maximum", error.largest, bound.largest), ("RMS", error.rms, bound.rms)]
         {
-            // Written so that an error that is no number fails too.
+            // Written so that NaN fails too.
             let within = error <= bound;
             if !within {
                 return Err(format!("{name}: {kind} error {error:.3e}, allowed {bound:.3e}"));
@@ -141,7 +144,7 @@ pub(super) const TENSORS: Tensors = [
     ("ds", |v| &v.dsinks),
 ];
 
-/// Value and gradients as training gets them: by the op and candle's backward walk.
+/// Computes value and gradients as training does: by the op and candle's backward.
 fn through_the_op(problem: &Problem, device: &Device) -> Result<Values> {
     let [q, kv, sinks, dout] = problem.tensors(device)?;
     let (q, kv, sinks) = (Var::from_tensor(&q)?, Var::from_tensor(&kv)?, Var::from_tensor(&sinks)?);

@@ -6,32 +6,32 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What the script writes.
+/// The script's output.
 #[derive(Debug, Deserialize)]
 pub(super) struct Peers {
-    /// The library and its release.
+    /// The library and its version.
     pub library: String,
-    /// The device that it ran on.
+    /// The device that was measured.
     pub device: String,
     rows: Vec<Row>,
 }
 
 #[derive(Debug, Deserialize)]
 struct Row {
-    /// Who computed: a column of the table.
+    /// The implementation's name, a column of the table.
     what: String,
     heads: usize,
     kv_heads: usize,
     window: Option<usize>,
     length: usize,
     backward: bool,
-    /// None where it did not run.
+    /// `None` if it did not run.
     milliseconds: Option<f32>,
-    /// Why not.
+    /// The reason why it did not run.
     trouble: Option<String>,
 }
 
-/// What was timed.
+/// A measured case of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Timed {
     pub heads: usize,
@@ -42,7 +42,7 @@ pub(super) struct Timed {
 }
 
 impl Peers {
-    /// The peers' names, in order of appearance.
+    /// Returns the implementations' names, in order of appearance.
     pub fn names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = vec![];
         for row in &self.rows {
@@ -53,7 +53,7 @@ impl Peers {
         names
     }
 
-    /// What `name` took, where it ran.
+    /// Returns the time of the implementation `name`, if it ran.
     pub fn milliseconds(&self, name: &str, timed: Timed) -> Option<f32> {
         let Timed { heads, kv_heads, window, length, backward } = timed;
         let row = self.rows.iter().find(|row| {
@@ -63,7 +63,7 @@ impl Peers {
         row.milliseconds
     }
 
-    /// Each trouble once, with who had it.
+    /// Returns each failed implementation with the last reason.
     pub fn troubles(&self) -> BTreeMap<&str, &str> {
         self.rows.iter().filter_map(|row| Some((row.what.as_str(), row.trouble.as_deref()?))).collect()
     }

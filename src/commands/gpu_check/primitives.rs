@@ -1,14 +1,14 @@
-//! Every instruction that the kernels use by name, against what its host twin gives.
+//! Every instruction that the kernels use by name, against the output of its host twin.
 
 use super::Verdicts;
 use crate::ops::cuda::run_primitive_check;
 use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 
-/// Written by the host twins' program in `tests/cuda_host`, which CI compares it with.
+/// The expected outputs, written by the host twins' program in `tests/cuda_host` and checked by CI.
 const EXPECTED: &str = include_str!("../../../kernels/primitive_checks.txt");
 
-/// What `ex2.approx` and `lg2.approx` may be off, both sides together.
+/// Allowed relative error of `ex2.approx` and `lg2.approx`, for both sides together.
 const APPROXIMATE: f32 = 1.0 / (1 << 21) as f32;
 
 struct Check {
@@ -54,7 +54,7 @@ fn agree(rule: &str, seen: u32, expected: u32) -> bool {
     }
 }
 
-/// The input's words, and the checks with what they should write.
+/// Returns the input words, and the checks with their expected outputs.
 fn parse(text: &'static str) -> Result<(Vec<u32>, Vec<Check>)> {
     let mut lines = text.lines().filter(|line| !line.starts_with('#'));
     let (mut input, mut checks) = (vec![], vec![]);

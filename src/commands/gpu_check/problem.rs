@@ -1,4 +1,4 @@
-//! Random attention problems, their numbers already rounded to bf16, and attention written out from its formulas.
+//! Random attention problems with numbers rounded to bf16, and attention computed directly from its formulas.
 
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use crate::random::{Purpose, stream};
@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rand::Rng;
 
-/// A problem's shape. Head size 64.
+/// The shape of an attention problem. The head size is 64.
 #[derive(Debug, Clone)]
 pub(super) struct Shape {
     pub name: &'static str,
@@ -15,9 +15,9 @@ pub(super) struct Shape {
     pub kv_heads: usize,
     pub window: Option<usize>,
     pub lengths: Vec<usize>,
-    /// Standard deviation of the scores, about.
+    /// Approximate standard deviation of the scores.
     pub score_size: f32,
-    /// Repeated over the heads.
+    /// The sinks, repeated over the heads.
     pub sinks: Vec<f32>,
 }
 
@@ -60,7 +60,7 @@ impl Shape {
     }
 }
 
-/// A problem's numbers, all of them bf16's; rows as in [`crate::ops::sink_attention()`].
+/// The numbers of an attention problem, all exact in bf16. Rows are as in [`crate::ops::sink_attention()`].
 #[derive(Debug, Clone)]
 pub(super) struct Problem {
     pub shape: Shape,
@@ -86,7 +86,7 @@ impl Problem {
             (0..count).map(|_| to_bf16(normal() * size as f64) as f32).collect()
         };
         let tokens = shape.tokens();
-        // The scale is 1/8, the root of 64: a score is of the size of q.
+        // The scale is 1/8, since √64 = 8. So a score has the magnitude of q.
         let q = normals(tokens * shape.heads * 64, shape.score_size);
         let kv = normals(tokens * 2 * shape.kv_heads * 64, 1.0);
         let dout = normals(q.len(), 1.0);
@@ -94,12 +94,12 @@ impl Problem {
         Self { shape: shape.clone(), q, kv, sinks, dout }
     }
 
-    /// `q`, `kv`, `sinks`, `dout` on a device: f32 on the CPU; bf16 on a GPU, the sinks in f32.
+    /// Returns `q`, `kv`, `sinks` and `dout` on a device: f32 on the CPU; bf16 on a GPU, with sinks in f32.
     pub fn tensors(&self, device: &Device) -> Result<[Tensor; 4]> {
         let Shape { heads, kv_heads, .. } = self.shape;
         let tokens = self.shape.tokens();
         let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
-        // Rounded on the host: a conversion on the device would be one more thing to trust.
+        // Rounded on the host, so as not to rely on the device's conversion.
         let tensor = |values: &[f32], shape: &[usize]| -> Result<Tensor> {
             Ok(Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
         };
@@ -112,7 +112,7 @@ impl Problem {
     }
 }
 
-/// The output, the log-sum-exps and the gradients of a problem.
+/// The output, log-sum-exps and gradients of a problem.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Values {
     pub out: Vec<f64>,
@@ -126,8 +126,8 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(&a, &b)| a as f64 * b as f64).sum()
 }
 
-/// Attention from its formulas. Plain bf16 rounds every tensor of the computation to bf16 and holds sums in f32, as an
-/// implementation without fused kernels does: scores, probabilities, their gradients, outputs.
+/// Computes attention from its formulas. Plain bf16 is like an implementation without fused kernels: it
+/// rounds scores, probabilities, their gradients and outputs to bf16, and sums in f32.
 pub(super) fn attention(problem: &Problem, plain_bf16: bool) -> Values {
     let round = |x: f64| if plain_bf16 { to_bf16(x) } else { x };
     let sum = |x: f64| if plain_bf16 { x as f32 as f64 } else { x };
@@ -160,7 +160,7 @@ pub(super) fn attention(problem: &Problem, plain_bf16: bool) -> Values {
             let dp: Vec<f64> = (first..=token)
                 .map(|key| round(sum(dot(dout, &problem.kv[value_at(key)..][..64]))))
                 .collect();
-            // The softmax's own backward: the sum over the keys of p dp is dout · out.
+            // The softmax's backward: the sum over the keys of p dp equals dout · out.
             let delta = sum(p.iter().zip(&dp).map(|(p, dp)| p * dp).sum());
             values.dsinks[head] -= round(sink_p * delta);
             for (key, (&p, &dp)) in (first..=token).zip(p.iter().zip(&dp)) {

@@ -1,7 +1,7 @@
-//! Each op on seeded inputs against what the emulated driver gave: the first thing to know on a real GPU.
+//! Each op on seeded inputs against the outputs of the emulated driver: the first check on a new GPU.
 //!
-//! Values may differ by twice the error of plain bf16; what the emulator found masked, an exact zero, must be one; counts
-//! and places must be equal.
+//! Values may differ by twice the error of plain bf16. A masked element, an exact zero on the emulator, must
+//! be zero. Counts and positions must be equal.
 
 use super::Verdicts;
 use super::links::training;
@@ -17,10 +17,10 @@ use std::collections::HashMap;
 use std::fmt::Write;
 use std::path::Path;
 
-/// Written by `gpu-check seeded --write FILE` on the emulated driver.
+/// The expected outputs, written by `gpu-check seeded --write FILE` on the emulated driver.
 const EXPECTED: &str = include_str!("../../../kernels/seeded_outputs.txt");
 
-/// Words by the name of what they are: the bits of f32 numbers, or counts.
+/// Output words by name: bits of f32 numbers, or counts.
 type Outputs = HashMap<String, Vec<u32>>;
 
 fn shapes() -> [Shape; 2] {
@@ -30,7 +30,7 @@ fn shapes() -> [Shape; 2] {
     ]
 }
 
-/// What an op's tensor is called in the file.
+/// Returns the name of an op's tensor in the file.
 fn name(tensor: &str, shape: &Shape, kernels: &str) -> String {
     one_word(&format!("{tensor}, {}, {kernels}", shape.name))
 }
@@ -59,7 +59,7 @@ fn outputs(device: &Device) -> Result<Outputs> {
     Ok(outputs)
 }
 
-/// Of each row of a cache, which appended row it holds, counted from 1.
+/// Returns which appended row each row of a cache holds, counted from 1.
 fn appended(device: &Device) -> Result<Vec<u32>> {
     let gpu = device.as_cuda_device()?;
     let (width, pages) = (2 * 64, 3);
@@ -86,10 +86,10 @@ fn appended(device: &Device) -> Result<Vec<u32>> {
         .collect()
 }
 
-/// Writes the file.
+/// Writes the file of expected outputs.
 ///
 /// # Errors
-/// The device's, the file's.
+/// Those of the device and of the file.
 pub(super) fn write(device: &Device, path: &Path) -> Result<()> {
     let outputs = outputs(device)?;
     let mut names: Vec<&String> = outputs.keys().collect();
@@ -101,7 +101,7 @@ pub(super) fn write(device: &Device, path: &Path) -> Result<()> {
         let words = &outputs[name];
         writeln!(text, "{name} {}", words.len())?;
         for line in words.chunks(16) {
-            // A bf16's lower half is zero, and is left out.
+            // The lower half of a bf16 is zero and left out.
             let word = |w: &u32| if w & 0xffff == 0 { format!("{:x}_", w >> 16) } else { format!("{w:x}") };
             writeln!(text, "{}", line.iter().map(word).collect::<Vec<_>>().join(" "))?;
         }
@@ -170,14 +170,14 @@ pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
     Ok(())
 }
 
-/// Both near what is exact.
+/// Checks that both values are near the exact one.
 fn agree_by_rule(output: &Output, expected: &[f64]) -> Result<String, String> {
     let largest = expected.iter().fold(0f64, |size, x| size.max(x.abs()));
     let seen: Vec<f64> = output.values.iter().map(|&x| x.into()).collect();
     agree(&seen, expected, 2.0 * output.rule.allowed(largest as f32, largest as f32) as f64)
 }
 
-/// Differences at most `bound`, zeros where the emulator has them.
+/// Checks that differences are at most `bound`, and that zeros of the emulator are zeros.
 fn agree(seen: &[f64], expected: &[f64], bound: f64) -> Result<String, String> {
     if seen.len() != expected.len() {
         return Err(format!("{} values, {} by the emulator", seen.len(), expected.len()));
@@ -214,7 +214,7 @@ mod tests {
             for (kernels, (tensor, get)) in KERNEL_SETS.iter().flat_map(|k| TENSORS.map(|t| (k, t))) {
                 let words = &expected[&name(tensor, &shape, kernels.name)];
                 let bound = plain_bound(get(&attention(&problem, true)), get(&exact));
-                // The emulator's own are as near to the formulas.
+                // The emulator's outputs are also within the bound of the formulas.
                 agree(&floats(words), get(&exact), bound)
                     .unwrap_or_else(|e| panic!("{tensor}, {}: {e}", shape.name));
             }

@@ -1,7 +1,8 @@
-//! TFLOP/s, forward and backward, beside other implementations in the same run.
+//! TFLOP/s of attention, forward and backward, beside other implementations in the same run.
 //!
-//! Counted as publishers count: 4 · D products and sums a head and visible pair of query and key in the forward, 2.5 times
-//! that in the backward, whatever a kernel really computes. 16,384 tokens in all, in sequences of one length.
+//! Operations are counted as in publications, whatever a kernel computes: 4 · D per head and visible pair of
+//! query and key in the forward, and 2.5 times that in the backward. There are 16,384 tokens in sequences of
+//! one length.
 
 use super::oracle::bits;
 use super::peers::{Peers, Timed};
@@ -15,12 +16,13 @@ use half::bf16;
 
 const TOKENS: usize = 16_384;
 const WARM_UPS: usize = 3;
-/// The median of so many measurements is given,
+/// Measurements, of which the median is printed.
 const TIMES: usize = 21;
-/// each of so many passes in a row, so that the host's part hides behind the device's.
+/// Passes in a row per measurement, which hide the host's time.
 const PASSES: usize = 5;
 
-/// (heads, key-value heads), window: that of the published figures, GPT-OSS's full layers, its sliding ones.
+/// (heads, key-value heads) and window: of published benchmarks, GPT-OSS's full layers, its sliding-window
+/// layers.
 const MODELS: [((usize, usize), Option<usize>); 3] =
     [((32, 32), None), ((64, 8), None), ((64, 8), Some(128))];
 const LENGTHS: [usize; 5] = [1024, 2048, 4096, 8192, 16_384];
@@ -82,19 +84,19 @@ fn row(timed: Timed, kernels: &KernelSet, ms: f32, names: &[&str], peers: Option
 fn operations(timed: Timed) -> f64 {
     let Timed { heads, window, length, backward, .. } = timed;
     let seen = window.unwrap_or(length).min(length);
-    // The first `seen` queries see 1, 2, ... keys; the others `seen`.
+    // The first `seen` queries see 1, 2, ... keys; all others see `seen` keys.
     let pairs = seen * (seen + 1) / 2 + (length - seen) * seen;
     let forward = (4 * 64 * heads * pairs * (TOKENS / length)) as f64;
     if backward { 2.5 * forward } else { forward }
 }
 
-/// Random numbers, a million of them over and over: zeros would run faster than what is real.
+/// Returns random numbers, about a million of them repeated, because zeros would run faster than real data.
 pub(super) fn numbers(count: usize, seed: u64) -> Vec<bf16> {
     let some = Problem::new(&Shape::new("numbers", (128, 128), None, &[128]), seed);
     bits(&some.q).into_iter().cycle().take(count).collect()
 }
 
-/// Milliseconds of forward and backward.
+/// Returns the milliseconds of forward and backward.
 fn time(
     gpu: &CudaDevice,
     kernels: &'static KernelSet,
@@ -140,7 +142,7 @@ mod tests {
     #[test]
     fn operations_are_counted_as_publishers_do() {
         let timed = |window, length, backward| Timed { heads: 32, kv_heads: 32, window, length, backward };
-        // 4 · 64 · 32 · 16384² / 2, but for the diagonal's half.
+        // 4 · 64 · 32 · 16384² / 2, apart from half of the diagonal.
         let whole = operations(timed(None, 16_384, false));
         assert!((whole / (4.0 * 64.0 * 32.0 * 16_384f64.powi(2) / 2.0) - 1.0).abs() < 1e-4);
         assert_eq!(operations(timed(None, 16_384, true)), 2.5 * whole);

@@ -1,6 +1,8 @@
-//! Milliseconds, TFLOP/s and GB/s of the other ops at gpt-oss-20b's shapes, beside what docs/ROOFLINE.md says is possible.
+//! Milliseconds, TFLOP/s and GB/s of the other ops at gpt-oss-20b's shapes, relative to the limits of
+//! docs/ROOFLINE.md.
 //!
-//! Operations are two a multiply-add; bytes are each tensor's once, as there. The backward is candle's walk over one op.
+//! A multiply-add counts as two operations, and each tensor's bytes count once. The backward is candle's,
+//! over one op.
 
 use super::model_ops::learning;
 use super::speed::{median, numbers};
@@ -22,7 +24,7 @@ struct Sizes {
 }
 
 const TOP_K: usize = 4;
-/// Of the data sheets: dense bf16 products of an H100 SXM and an H200, and their memories.
+/// Peaks from data sheets: dense bf16 products of an H100 SXM and an H200, and their memory bandwidths.
 const OPERATIONS_A_SECOND: f64 = 989e12;
 const H100_BYTES_A_SECOND: f64 = 3.35e12;
 const H200_BYTES_A_SECOND: f64 = 4.8e12;
@@ -36,7 +38,7 @@ const GPT_OSS: Sizes = Sizes {
 };
 const SMALL: Sizes =
     Sizes { hidden: 16, queries: 32, experts: 4, intermediate: 16, vocabulary: 40, tokens: &[3] };
-/// Rows of the head at a time: more would not fit beside it.
+/// Rows of the head per call; memory limits them.
 const HEAD_ROWS_MAX: usize = 1024;
 
 fn random(device: &Device, shape: &[usize]) -> Result<Tensor> {
@@ -71,7 +73,8 @@ pub(super) fn run(device: &Device, small: bool) -> Result<()> {
     time(device, "adamw", count, 0.0, 28.0 * count as f64, || Ok(adamw(&w, [&m, &v], &g, &step)?))
 }
 
-/// One row of the table. Its last column: the least time that the larger of operations and bytes could take, of the time taken.
+/// Prints one row of the table. The last column is the minimal time, set by the slower of operations and
+/// bytes, as a fraction of the measured time.
 fn time(
     device: &Device,
     op: &str,

@@ -1,4 +1,4 @@
-//! The plan of a GPU's memory: matrices in bf16 with f32 masters and gradients, caches in pages.
+//! Memory plan of a GPU: bf16 matrices with f32 masters and gradients, and a paged KV cache.
 
 use super::{
     Available, Intent, Learning, MemoryPart, MemoryPlan, PassShape, PassWeights, Stage, Subject,
@@ -14,10 +14,10 @@ use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
 use crate::policy::KlPlace;
 use crate::rollout::FORWARD_TOKENS_MAX;
 
-/// Sequences that `check-mismatch` decodes together.
+/// Number of sequences that `check-mismatch` decodes together.
 const DECODED_SEQUENCES: usize = 64;
 
-/// Bytes of a tensor that the model multiplies by.
+/// Returns the bytes of a tensor in the dtype of the forward pass: bf16 for matrices, f32 for others.
 fn working_bytes(spec: &ParameterSpec) -> u64 {
     let width = if spec.is_matrix() { size_of::<half::bf16>() } else { size_of::<f32>() };
     (spec.element_count() * width) as u64
@@ -27,7 +27,7 @@ fn all_bytes<'a>(specs: impl IntoIterator<Item = &'a ParameterSpec>) -> u64 {
     specs.into_iter().map(working_bytes).sum()
 }
 
-/// Masters of matrices, and what the update rule keeps.
+/// Returns the bytes of master weights and optimizer state.
 fn optimizer_bytes(settings: &OptimizerSettings, learning: &[Learning]) -> u64 {
     let kept = |(_, spec): &Learning| {
         let values = spec.element_count();
@@ -38,13 +38,13 @@ fn optimizer_bytes(settings: &OptimizerSettings, learning: &[Learning]) -> u64 {
 }
 
 impl Subject<'_> {
-    /// Keys and values that the GPU holds at the same time.
+    /// Returns the capacity of the GPU's KV cache for `sequences`.
     pub fn cache_room(&self, sequences: usize) -> CacheRoom {
         let fed_tokens_max = FORWARD_TOKENS_MAX + self.recipe.rollout.sequences_max;
         CacheRoom { sequences, tokens: self.longest(), fed_tokens_max }
     }
 
-    /// Bytes of the policy's tensor `index`: packed as on disk where that is MXFP4 and does not learn.
+    /// Returns the bytes of the policy's tensor `index`. A frozen MXFP4 tensor stays packed.
     fn gpu_bytes(&self, spec: &ParameterSpec, index: usize) -> u64 {
         let form = self.forms[index];
         match self.is_packed(spec, index) && spec.packed_form(form) == Some(PackedForm::Mxfp4) {
@@ -53,7 +53,7 @@ impl Subject<'_> {
         }
     }
 
-    /// How many of the sequences that are sampled fit into `available` memory, and no less than one.
+    /// Returns how many sampled sequences fit into `available` memory, at least 1.
     pub fn sequences_that_fit(&self, available: &Available) -> usize {
         let (prompts, samples) = self.sampled();
         let fits = |sequences: usize| {
@@ -68,7 +68,8 @@ impl Subject<'_> {
         fitting
     }
 
-    /// What the host holds: the weights as they are read, and of several processes each its pieces of what learns.
+    /// Returns the bytes of host memory: the weights as they are read; with several processes, this one's
+    /// shards too.
     pub fn host_bytes(&self) -> u64 {
         match self.processes {
             1 => self.weight_bytes(),
@@ -76,12 +77,12 @@ impl Subject<'_> {
         }
     }
 
-    /// What a GPU must hold to sample at all, in words.
+    /// Describes the KV cache of one sequence, the least that a GPU needs for sampling.
     pub fn one_sequence(&self) -> String {
         let room = self.cache_room(1);
         let bytes = room.device_bytes(self.config);
         format!(
-            "of them {} are keys and values of a single sequence of {} tokens, of {} key-value heads {} wide in {} layers",
+            "the KV cache of a single sequence takes {}: {} tokens, {} key-value heads of width {}, {} layers",
             gigabytes(bytes),
             room.tokens,
             self.config.num_key_value_heads,
@@ -101,9 +102,9 @@ impl Subject<'_> {
         part("rotary embedding's table", table as u64);
         let rollout = &recipe.rollout;
         if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && self.processes == 1 {
-            // A recording's own memory, which the driver keeps.
+            // A CUDA graph has memory of its own, which the driver keeps.
             let forward = self.pass(rollout.sequences_max, 0).forward();
-            part("recorded launches", forward + self.attention_in_parts_bytes());
+            part("CUDA graph", forward + self.attention_in_parts_bytes());
         }
         if !self.intent.learns() {
             return parts;
@@ -117,7 +118,8 @@ impl Subject<'_> {
             (gathered_bytes(&learning), optimizer_bytes(optimizer, &learning))
         });
         let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
-        // Of several processes each keeps its pieces in host memory, and makes a whole gradient at a time.
+        // With several processes, each keeps its shards in host memory, and one whole gradient at a time on
+        // the GPU.
         let is_alone = self.processes == 1;
         let largest = |learning: &[Learning]| {
             let bytes = learning.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
@@ -140,7 +142,7 @@ impl Subject<'_> {
                 if is_alone { optimizer_bytes(&critic.optimizer, &learning) } else { 0 },
             );
         }
-        // Without its adapter the model itself is the reference.
+        // With an adapter, the reference is the model without it.
         if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
             let copied = own.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
             part("reference", all_bytes(copied.map(|(_, spec)| spec)));
@@ -156,7 +158,7 @@ impl Subject<'_> {
         PassShape { config: self.config, tokens, targets, adapted: self.adapter.is_some(), on_gpu: true }
     }
 
-    /// What long sequences' attention is put together from, where few are decoded.
+    /// Returns the bytes of partial attention results, when few long sequences are decoded by many blocks.
     fn attention_in_parts_bytes(&self) -> u64 {
         let chunks = self.longest().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
         let values = chunks * self.config.num_attention_heads * (self.config.head_dim + 2);
@@ -175,7 +177,7 @@ impl Subject<'_> {
             let parts = [
                 caches(room),
                 MemoryPart { name: "one forward and its logits", bytes: forward },
-                MemoryPart { name: "attention in parts", bytes: spread },
+                MemoryPart { name: "partial attention results", bytes: spread },
             ];
             phases.push(("sampling", parts.to_vec()));
         }

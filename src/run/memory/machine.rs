@@ -1,42 +1,43 @@
-//! How much memory this process may still take: of the machine, of its control group, of its address space.
+//! Free memory for this process: of the machine, its control group and its address space.
 
 use crate::dist::Mesh;
 use anyhow::Result;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What bounds a process, and what is left of it.
+/// The memory that is left to a process, and the limit that bounds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Available {
     pub bytes: u64,
-    /// What sets the bound, in words.
+    /// The limit in words, to follow "… GB are".
     pub bound: String,
 }
 
 impl Available {
-    /// The part of one of `processes` that share the machine.
+    /// Returns the share of one of `processes` on the same machine.
     pub fn shared(self, processes: usize) -> Self {
         match processes {
             1 => self,
             several => Self {
                 bytes: self.bytes / several as u64,
-                bound: format!("each process's part of what is {}", self.bound),
+                bound: format!("each process's share of what is {}", self.bound),
             },
         }
     }
 }
 
-/// What the process that has least of it has, on every process of `mesh`.
+/// Returns the smallest available memory of all processes of `mesh`.
 ///
 /// # Errors
-/// When a process does not come in time.
+/// When a process does not answer in time.
 pub fn least(mesh: &Mesh, own: Option<Available>) -> Result<Option<Available>> {
     let all = mesh.all_gather_records("available memory", &own.map(|own| (own.bytes, own.bound)))?;
     let least = all.into_iter().flatten().min_by_key(|(bytes, _)| *bytes);
     Ok(least.map(|(bytes, bound)| Available { bytes, bound }))
 }
 
-/// The least of what the machine, the control groups and `ulimit -v` leave to this process; `None` where none says.
+/// Returns the smallest of the limits set by the machine, control groups and `ulimit -v`; `None` if none is
+/// known.
 pub fn available() -> Option<Available> {
     let bounds = [
         machine(&read("/proc/meminfo")).map(|bytes| (bytes, "free on this machine")),
@@ -53,30 +54,31 @@ fn read(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default()
 }
 
-/// The number after `key` in lines of `key: number kB`.
+/// Returns the bytes after `key` in lines of `key: number kB`.
 fn kib(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
 }
 
-/// What the machine can give without pushing others out: free pages and those that only mirror files.
+/// Returns the machine's memory available without swapping: free pages and page cache.
 fn machine(meminfo: &str) -> Option<u64> {
     kib(meminfo, "MemAvailable")
 }
 
-/// What `ulimit -v` leaves of the address space.
+/// Returns the address space left under `ulimit -v`.
 fn address_space(limits: &str, status: &str) -> Option<u64> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(limit.saturating_sub(kib(status, "VmSize")?))
 }
 
-/// The least that a control group of this process, or one around it, leaves. Version 2, or the memory controller of 1.
+/// Returns the smallest rest of this process's control group and its ancestors, for cgroup v2 or the v1
+/// memory controller.
 fn control_groups(root: &Path, membership: &str) -> Option<u64> {
     membership.lines().filter_map(|line| of_hierarchy(root, line)).min()
 }
 
-/// A line `number:controllers:path` of `/proc/self/cgroup`.
+/// Returns the same for one line `number:controllers:path` of `/proc/self/cgroup`.
 fn of_hierarchy(root: &Path, line: &str) -> Option<u64> {
     let mut parts = line.splitn(3, ':').skip(1);
     let (controllers, path) = (parts.next()?, parts.next()?.trim_start_matches('/'));
@@ -87,7 +89,7 @@ fn of_hierarchy(root: &Path, line: &str) -> Option<u64> {
         }
         _ => return None,
     };
-    // In a container the path may lie outside what is mounted: its top is then the own group.
+    // In a container, the path may lie outside the mount. Then the mount's root is the own group.
     let own = base.join(path);
     let groups: Vec<PathBuf> = own.ancestors().take_while(|g| g.starts_with(&base)).map(Into::into).collect();
     groups.iter().filter_map(|group| left(group, files)).min()
@@ -98,7 +100,7 @@ fn left(group: &Path, [limit, usage, cache]: [&str; 3]) -> Option<u64> {
     let limit = number(limit)?;
     let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
     let cache = stat.lines().find_map(|line| line.strip_prefix(cache)?.trim().parse::<u64>().ok());
-    // Pages that mirror files are given back when they are needed.
+    // Page cache is reclaimed on demand.
     Some(limit.saturating_sub(number(usage)?.saturating_sub(cache.unwrap_or(0))))
 }
 

@@ -1,7 +1,8 @@
-//! The plan of memory: what a command will take at most, from recipe and config alone, before any work.
+//! Memory plan: the peak memory of a command, computed from recipe and config before any work.
 //!
-//! What stays for the whole run (weights, gradients, optimizer, critic, reference) lies beside the largest of the phases
-//! that follow one another: sampling, the policy's update, the critic's. [`MemoryPlan::admit`] compares it with what there is.
+//! The peak is the resident memory (weights, gradients, optimizer, critic, reference) plus the largest phase.
+//! Phases follow one another: sampling, the policy's update, the critic's update. [`MemoryPlan::admit`]
+//! compares the peak with the available memory.
 
 mod gpu;
 mod machine;
@@ -33,28 +34,29 @@ use crate::rollout::{FORWARD_TOKENS_MAX, engines};
 use anyhow::Result;
 use weights::{Pieced, in_turn, whole_bytes};
 
-/// What the program itself takes: code, tokenizer, task data, threads.
+/// Memory of the program itself: code, tokenizer, task data, threads.
 const PROGRAM_BYTES: u64 = 64 << 20;
-/// A plan above this share of what there is is worth a warning.
+/// A plan above this fraction of the available memory gets a warning.
 const WARNED_SHARE: f64 = 0.9;
-/// Tokens that frame a tool's reply.
+/// Tokens around a tool's reply.
 const REPLY_FRAME_TOKENS: usize = 32;
 
-/// What passes that run side by side may keep of their layers for the backward, unless the recipe says whether they do.
+/// Limit of saved activations of all concurrent passes, unless `train.recompute_layers` is set.
 const KEPT_BYTES_MAX: u64 = 1 << 30;
 
 /// The weights of a pass.
 #[derive(Debug, Clone, Copy)]
 pub struct PassWeights {
     pub bytes: u64,
-    /// Whether matrices have adapters.
+    /// True when matrices have adapters.
     pub adapted: bool,
-    /// Whether packed weights are in pieces.
+    /// True when packed weights are sharded.
     pub packed_pieces: bool,
 }
 
-/// Whether a pass computes its layers again in the backward: as the recipe says, or as its weights and so many threads of so many
-/// processes make it worth. It changes no bit.
+/// Returns whether the backward recomputes activations. The recipe decides; without the key, it depends on
+/// the memory that saved activations of `threads` concurrent passes would take. Results are bitwise equal
+/// either way.
 pub fn recomputes_layers(
     recipe: &Recipe,
     config: &Config,
@@ -65,11 +67,11 @@ pub fn recomputes_layers(
     recipe.train.recompute_layers.unwrap_or_else(|| {
         let tokens = recipe.train.micro_batch_tokens;
         let pass = PassShape { config, tokens, targets: tokens, adapted: weights.adapted, on_gpu: false };
-        // An adapter's base is gathered only where it is cut.
+        // The base of an adapter is gathered only if it is sharded.
         let gathered = !weights.adapted || weights.packed_pieces;
         let kept = match processes {
             1 => passes_at_once(weights.bytes, threads).saturating_mul(pass.both_ways(false)),
-            // The graph of all layers holds them all.
+            // A graph of all layers holds all their weights.
             _ => pass.both_ways(false) + if gathered { weights.bytes } else { 0 },
         };
         kept > KEPT_BYTES_MAX
@@ -80,7 +82,7 @@ fn passes_at_once(weight_bytes: u64, threads: usize) -> u64 {
     if side_by_side(weight_bytes) { threads as u64 } else { 1 }
 }
 
-/// What a command does with the model.
+/// A command that runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Intent {
     Train,
@@ -89,17 +91,17 @@ pub enum Intent {
     CheckMismatch(OtherWeights),
 }
 
-/// What `check-mismatch` holds beside the model's own weights.
+/// The second set of weights that `check-mismatch` holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OtherWeights {
-    /// Those that the arms sample with.
+    /// The weights with which the ablations sample.
     Rounded(WeightRounding),
-    /// Those that a known mistake makes, which may explain another engine's log-probs: a layer at a time.
+    /// The weights changed by a known fault, one layer at a time, to explain another engine's log-probs.
     Changed,
 }
 
 impl Intent {
-    /// The command's name.
+    /// Returns the command's name.
     pub fn name(self) -> &'static str {
         match self {
             Intent::Train => "train",
@@ -109,53 +111,55 @@ impl Intent {
         }
     }
 
-    /// Whether anything learns.
+    /// Returns whether the command trains.
     pub fn learns(self) -> bool {
         self == Intent::Train
     }
 
-    /// Whether the command goes on with a model that is larger than memory: few walks over many tokens are worth it.
+    /// Returns whether the command may read layers from disk on demand. It pays only for few forward passes
+    /// over many tokens.
     pub fn streams(self) -> bool {
         matches!(self, Intent::Eval | Intent::CheckMismatch(_))
     }
 }
 
-/// All that a plan is made from.
+/// The input of a memory plan.
 #[derive(Clone)]
 pub struct Subject<'a> {
     pub intent: Intent,
     pub recipe: &'a Recipe,
     pub config: &'a Config,
-    /// The form that each of the policy's tensors has where it does not learn.
+    /// Storage format of each of the policy's tensors while frozen.
     pub forms: &'a [Form],
-    /// Which of the policy's tensors the recipe lets learn.
+    /// Trainable flags of the policy's tensors.
     pub trainable: Vec<bool>,
-    /// The same of the critic's, where there is one.
+    /// Trainable flags of the critic's tensors; `None` without a critic.
     pub critic_trainable: Option<Vec<bool>>,
-    /// Where an adapter learns, or came with the model.
+    /// The adapter that is trained, or that came with the model.
     pub adapter: Option<AdapterPart>,
     pub uses_python: bool,
     pub threads: usize,
-    /// Whether the layers stay on disk and are read one after the other.
+    /// True when layers stay on disk and are read on demand.
     pub streamed: bool,
-    /// Processes that make the run together; the plan is that of one of them.
+    /// Number of processes of the run. The plan is for one of them.
     pub processes: usize,
-    /// What of the learning weights each of them holds while it samples.
+    /// How each process holds the trainable weights while it samples.
     pub rollout_weights: RolloutWeights,
-    /// What of the packed ones each of them holds.
+    /// How each process holds the packed weights.
     pub packed_weights: PackedWeights,
-    /// Where a GPU computes, whose memory the plan is then of: of how many sequences it holds keys and values.
+    /// Number of sequences in the GPU's KV cache; `None` on the CPU. It selects the memory to plan: GPU or
+    /// host.
     pub gpu_sequences: Option<usize>,
 }
 
-/// What an adapter adds.
+/// An adapter as the memory plan sees it.
 #[derive(Debug, Clone)]
 pub struct AdapterPart {
-    /// Its factors.
+    /// Names and shapes of the factors.
     pub specs: Vec<ParameterSpec>,
-    /// Which of them learn.
+    /// Trainable flags, one per factor.
     pub trainable: Vec<bool>,
-    /// Whether a cold start trains the whole model before.
+    /// True when SFT warm-up first trains the whole model without the adapter.
     pub after_cold_start: bool,
 }
 
@@ -165,44 +169,44 @@ impl AdapterPart {
     }
 }
 
-/// A tensor that learns, with its place in the store.
+/// A trainable tensor and its index in the parameter store.
 type Learning = (usize, ParameterSpec);
 
-/// Those of `specs`, the first of which has the place `first`, that `trainable` marks.
+/// Returns the specs that `trainable` marks, with indices that start at `first`.
 fn marked(specs: impl IntoIterator<Item = ParameterSpec>, trainable: &[bool], first: usize) -> Vec<Learning> {
     (first..).zip(specs).zip(trainable).filter(|(_, learns)| **learns).map(|(found, _)| found).collect()
 }
 
-/// Bytes of `learning` in f32, all of it.
+/// Returns the bytes of `learning` in f32, unsharded.
 fn gathered_bytes(learning: &[Learning]) -> u64 {
     learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
 }
 
-/// Bytes of `specs` in f32.
+/// Returns the bytes of `specs` in f32.
 fn plain_bytes(specs: &[ParameterSpec]) -> u64 {
     specs.iter().map(|spec| spec.resident_bytes(Form::F32)).sum()
 }
 
-/// The stages of training.
+/// A stage of training.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     ColdStart,
     Reinforcement,
 }
 
-/// One line of a plan.
+/// One line of a memory plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryPart {
     pub name: &'static str,
     pub bytes: u64,
 }
 
-/// What a command takes at most.
+/// The peak memory of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// What stays.
+    /// Memory held for the whole run.
     pub resident: Vec<MemoryPart>,
-    /// What comes and goes: the parts of each phase, one phase at a time.
+    /// Memory of each phase; only one phase runs at a time.
     pub phases: Vec<(&'static str, Vec<MemoryPart>)>,
 }
 
@@ -211,7 +215,7 @@ fn sum(parts: &[MemoryPart]) -> u64 {
 }
 
 impl MemoryPlan {
-    /// The plan of `subject`.
+    /// Computes the plan of `subject`.
     pub fn new(subject: &Subject) -> Self {
         match subject.gpu_sequences {
             None => Self { resident: subject.resident(), phases: subject.phases() },
@@ -221,21 +225,21 @@ impl MemoryPlan {
         }
     }
 
-    /// What stays for the whole run.
+    /// Returns the bytes held for the whole run.
     pub fn resident_bytes(&self) -> u64 {
         sum(&self.resident)
     }
 
-    /// The most at any time.
+    /// Returns the peak in bytes.
     pub fn peak_bytes(&self) -> u64 {
         self.resident_bytes() + self.phases.iter().map(|(_, parts)| sum(parts)).max().unwrap_or(0)
     }
 
-    /// Refuses a plan of more than `available`, naming what would help and by how much; returns a warning for one that nearly
-    /// fills it.
+    /// Refuses a plan that needs more than `available`, and names the remedies with their savings. Returns a
+    /// warning for a plan that nearly fills the memory.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when there is not enough.
+    /// [`crate::error::BadInput`] when there is not enough memory.
     pub fn admit(&self, available: Option<&Available>, remedies: &[Remedy]) -> Result<Option<String>> {
         let Some(Available { bytes, bound }) = available else { return Ok(None) };
         let peak = self.peak_bytes();
@@ -248,54 +252,54 @@ impl MemoryPlan {
     }
 }
 
-/// Remedies as a line.
+/// Formats the remedies as one line.
 fn what_helps(remedies: &[Remedy]) -> String {
     let help: Vec<String> = remedies.iter().map(Remedy::to_string).collect();
-    if help.is_empty() { "take a larger machine".to_owned() } else { help.join("; ") }
+    if help.is_empty() { "use a larger machine".to_owned() } else { help.join("; ") }
 }
 
 impl std::fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut table = Table::new(["memory", "what", "GB"]);
-        let stays = [("stays", &self.resident)];
+        let mut table = Table::new(["phase", "item", "GB"]);
+        let stays = [("resident", &self.resident)];
         let phases = self.phases.iter().map(|(name, parts)| (*name, parts));
         for (name, parts) in stays.into_iter().chain(phases) {
             for part in parts.iter().filter(|part| part.bytes > 0) {
                 table.row([name.to_owned(), part.name.to_owned(), plain_gigabytes(part.bytes)]);
             }
-            table.row([name.to_owned(), "together".to_owned(), plain_gigabytes(sum(parts))]);
+            table.row([name.to_owned(), "total".to_owned(), plain_gigabytes(sum(parts))]);
         }
         table.row(["peak".to_owned(), String::new(), plain_gigabytes(self.peak_bytes())]);
         write!(f, "{table}")
     }
 }
 
-/// `error`, with what takes a GPU's memory and what would help where that ran out.
+/// Adds the memory plan and its remedies to the `error` if a GPU ran out of memory.
 pub fn told_of_memory(error: anyhow::Error, memory: &str) -> anyhow::Error {
     match format!("{error:#}").contains("CUDA_ERROR_OUT_OF_MEMORY") {
-        true => error.context(format!("the GPU's memory ran out, of which this was planned:\n\n{memory}\n")),
+        true => error.context(format!("the GPU's memory ran out; the plan was:\n\n{memory}\n")),
         false => error,
     }
 }
 
-/// `1.50 GB`.
+/// Formats as `1.50 GB`.
 pub fn gigabytes(bytes: u64) -> String {
     format!("{} GB", plain_gigabytes(bytes))
 }
 
 fn plain_gigabytes(bytes: u64) -> String {
-    // A GPU's plan has no program in it that fills the first places.
+    // A GPU's plan can be small, because it has no line for the program.
     let places = if bytes < 50_000_000 { 4 } else { 2 };
     format!("{:.places$}", bytes as f64 / 1e9)
 }
 
 impl Subject<'_> {
-    /// The plan and what would make it smaller, in words.
+    /// Formats the plan and the remedies.
     pub fn words(&self) -> String {
         format!("{}\nwhat would help: {}", MemoryPlan::new(self), what_helps(&self.remedies()))
     }
 
-    /// What of the policy learns in `stage`.
+    /// Returns the policy's trainable tensors in `stage`.
     fn learning(&self, stage: Stage) -> Vec<Learning> {
         match &self.adapter {
             Some(adapter) if stage == Stage::Reinforcement || !adapter.after_cold_start => {
@@ -305,7 +309,7 @@ impl Subject<'_> {
         }
     }
 
-    /// What of the policy learns in any stage.
+    /// Returns the policy's tensors that are trainable in any stage.
     fn ever_learning(&self) -> Vec<Learning> {
         let mut found = self.learning(Stage::Reinforcement);
         if self.adapter.as_ref().is_some_and(|adapter| adapter.after_cold_start) {
@@ -314,8 +318,8 @@ impl Subject<'_> {
         found
     }
 
-    /// The sum of `bytes` over `learning`, given each tensor and how many of its values are here: those of the process that has
-    /// most.
+    /// Returns the largest sum over all processes of `bytes(spec, n)`, where `n` is the number of the
+    /// tensor's elements in the process's shard.
     fn share(&self, learning: &[Learning], bytes: impl Fn(&ParameterSpec, usize) -> u64) -> u64 {
         let of = |rank: usize| -> u64 {
             let here = |spec: &ParameterSpec, index: usize| {
@@ -326,12 +330,12 @@ impl Subject<'_> {
         (0..self.processes).map(of).max().unwrap_or(0)
     }
 
-    /// Bytes in f32 of what is here of `learning`.
+    /// Returns the bytes of the largest shard of `learning` in f32.
     fn plain_share(&self, learning: &[Learning]) -> u64 {
         self.share(learning, |_, here| here as u64 * size_of::<f32>() as u64)
     }
 
-    /// What an optimizer keeps here of the tensors `learning`.
+    /// Returns the bytes of optimizer state and master weights in the largest shard.
     fn optimizer(&self, settings: &OptimizerSettings, learning: &[Learning]) -> u64 {
         let rounds_weights = self.recipe.model.dtype.is_bf16();
         self.share(learning, |spec, here| {
@@ -342,13 +346,14 @@ impl Subject<'_> {
         })
     }
 
-    /// What a process gathers in a pass: of `learning` and the packed weights in pieces a layer at a time where it `recomputes`, else
-    /// all of them, as its graph holds all layers; and the gradients that are exchanged.
+    /// Returns the bytes that a process gathers in a pass: weights and exchanged gradients. With
+    /// recomputation, it gathers the sharded weights layer by layer. Without, the graph holds all layers at
+    /// once.
     fn gathered(&self, learning: &[Learning], recomputes: bool) -> u64 {
         let largest = learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).max().unwrap_or(0);
         let pieced: Vec<Pieced> =
             learning.iter().cloned().map(Pieced::learning).chain(self.packed_pieces()).collect();
-        // As a layer comes it is there twice, and the next one is on its way.
+        // A layer is held twice while it arrives, and the next one is prefetched.
         let weights = if recomputes { in_turn(&pieced) } else { whole_bytes(&pieced).max(in_turn(&pieced)) };
         weights + largest + exchange_bytes_max(gathered_bytes(learning)).max(2 * largest)
     }
@@ -362,7 +367,7 @@ impl Subject<'_> {
         let mut parts = vec![MemoryPart { name: "program", bytes: PROGRAM_BYTES }, weights];
         let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
         if self.intent.learns() {
-            // Gradients and optimizer of the stage that takes more of them.
+            // Gradients and optimizer of the stage that needs more memory.
             let stages = [
                 (Stage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
                 (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
@@ -381,9 +386,9 @@ impl Subject<'_> {
                 part("critic's gradients", self.plain_share(&learning));
                 part("critic's optimizer", self.optimizer(&critic.optimizer, &learning));
             }
-            // Without its adapter the model itself is the reference.
+            // With an adapter, the reference is the model without it.
             if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
-                // What learns is cut, in the reference too.
+                // The reference is sharded like the trainable weights.
                 let learning = self.learning(Stage::Reinforcement);
                 let all = self.plain_weights().saturating_sub(gathered_bytes(&learning));
                 part("reference", all + self.plain_share(&learning));
@@ -394,19 +399,19 @@ impl Subject<'_> {
                 part("weights, rounded", self.rounded_weights(rounding));
             }
             Intent::CheckMismatch(OtherWeights::Changed) => part("weights, changed", self.changed_weights()),
-            // Arms round the weights of training's samples alone, while they are drawn.
+            // While training samples, the weights rounded by ablations exist only in the sampling phase.
             Intent::Train | Intent::Rollout | Intent::Eval => {}
         }
         parts
     }
 
-    /// What of the critic learns: its tensors, or its head and its adapter's factors.
+    /// Returns the critic's trainable tensors: its own, and the factors of its adapter.
     fn critic_learning(&self, trainable: &[bool]) -> Vec<Learning> {
         let factors = self.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
         marked(value_model_specs(self.config).into_iter().chain(factors), trainable, 0)
     }
 
-    /// Tokens of the longest sequence: prompt, samples and tool replies, within the context.
+    /// Returns the tokens of the longest sequence: prompt, samples and tool replies, limited by the context.
     fn longest(&self) -> usize {
         let rollout = &self.recipe.rollout;
         let replies = if self.uses_python { rollout.turns_max.saturating_sub(1) } else { 0 };
@@ -435,7 +440,7 @@ impl Subject<'_> {
             adapted: self.adapter.is_some(),
             on_gpu: false,
         };
-        // Processes whose passes meet make them one after the other.
+        // Passes of several processes exchange data, so each process runs one at a time.
         let meets = self.processes > 1;
         let at_once = if meets { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
         if matches!(self.intent, Intent::CheckMismatch(_)) {
@@ -454,12 +459,12 @@ impl Subject<'_> {
         let learning = [self.ever_learning(), critic.unwrap_or_default()];
         let gathered = learning.iter().map(|learning| self.gathered(learning, recomputes)).max().unwrap_or(0);
         let gathered = if meets { gathered } else { 0 };
-        let gathered = MemoryPart { name: "gathered, and gradients on their way", bytes: gathered };
+        let gathered = MemoryPart { name: "gathered weights, exchanged gradients", bytes: gathered };
         phases.push(("update", vec![MemoryPart { name, bytes }, gathered]));
         phases
     }
 
-    /// Prompts of a rollout, and samples of each.
+    /// Returns the number of prompts of a rollout, and of samples per prompt.
     pub fn sampled(&self) -> (usize, usize) {
         let recipe = self.recipe;
         match self.intent {
@@ -468,7 +473,7 @@ impl Subject<'_> {
         }
     }
 
-    /// Caches of all sequences at their longest, one forward of new tokens, and the logits drawn from.
+    /// Returns the memory of sampling: KV caches at full length, one forward pass, and the logits.
     fn sampling(&self) -> Vec<MemoryPart> {
         let (recipe, config) = (self.recipe, self.config);
         let (prompts, samples) = self.sampled();
@@ -477,7 +482,7 @@ impl Subject<'_> {
         let gathered = cut.then(|| self.gathered_for_sampling());
         let together = self.held_while_sampling() != RolloutWeights::Whole;
         let rounded = match self.intent {
-            // What is gathered in parts is rounded as it comes.
+            // Weights gathered per expert are rounded on arrival, without a second set.
             Intent::Train if together => 0,
             Intent::Train | Intent::Rollout => self.rounded_weights(WeightRounding::of(&recipe.arms)),
             Intent::Eval | Intent::CheckMismatch(_) => 0,
@@ -485,7 +490,7 @@ impl Subject<'_> {
         let engines = if together { 1 } else { engines(self.weight_bytes(), self.threads) };
         let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest());
-        // Each row drawn from is copied once by the thread that draws.
+        // The sampling thread copies each row of logits once.
         let drawn = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
         let targets = sequences.div_ceil(engines);
         let adapted = self.adapter.is_some();

@@ -1,4 +1,5 @@
-//! What a forward or a pass in both directions takes beside weights and gradients, bytes. Letters as in [`crate::ops`].
+//! Memory of a forward pass, alone or with its backward, in bytes, without weights and gradients. Shapes are
+//! named as in [`crate::ops`].
 
 use crate::model::config::Config;
 use crate::ops::logits::{device_logits_rows, logits_rows_max};
@@ -6,22 +7,22 @@ use crate::ops::logits::{device_logits_rows, logits_rows_max};
 const F32: u64 = 4;
 const BF16: u64 = 2;
 
-/// A pass over packed sequences.
+/// The shape of a pass over packed sequences.
 #[derive(Debug, Clone, Copy)]
 pub struct PassShape<'a> {
     pub config: &'a Config,
-    /// Tokens fed.
+    /// Number of input tokens.
     pub tokens: usize,
-    /// Rows that the head reads.
+    /// Number of rows that the head reads.
     pub targets: usize,
-    /// Whether matrices have adapters, which give each product's result a second time.
+    /// True when matrices have adapters, each with a second product of the same shape.
     pub adapted: bool,
-    /// Whether rows are bf16, as on a GPU; logits are f32 everywhere.
+    /// True on a GPU, where rows are bf16. Logits are f32 everywhere.
     pub on_gpu: bool,
 }
 
 impl PassShape<'_> {
-    /// `rows × width` values.
+    /// Returns the bytes of `rows × width` values.
     fn values(&self, rows: usize, width: usize) -> u64 {
         rows as u64 * width as u64 * if self.on_gpu { BF16 } else { F32 }
     }
@@ -38,24 +39,26 @@ impl PassShape<'_> {
         self.values(self.tokens, self.config.num_key_value_heads * self.config.head_dim)
     }
 
-    /// Rows of the experts, `T·K`, times `width`.
+    /// Returns the bytes of `T·K` expert rows of `width` values.
     fn routed(&self, width: usize) -> u64 {
         self.values(self.tokens * self.config.num_experts_per_tok, width)
     }
 
-    /// Log-sum-exps, router logits, shares, routes and the plan of one layer.
+    /// Returns the bytes of one layer's log-sum-exps, router logits, routing weights, expert indices and
+    /// dispatch plan.
     fn small(&self) -> u64 {
         let c = self.config;
         let width = c.num_attention_heads + c.num_local_experts + 4 * c.num_experts_per_tok;
         (self.tokens * width) as u64 * F32
     }
 
-    /// What the graph of one layer holds until its backward.
+    /// Returns the bytes that one layer's graph saves for the backward.
     fn layer_kept(&self) -> u64 {
         self.plain_layer_kept() + self.adapted_products()
     }
 
-    /// What adapters add: q, k, v, o, gate_up or gate and up, and down, without the correction.
+    /// Returns the bytes that adapters add: products of q, k, v, o, gate_up (or gate and up) and down,
+    /// without the low-rank part.
     fn adapted_products(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         match self.adapted {
@@ -66,34 +69,35 @@ impl PassShape<'_> {
 
     fn plain_layer_kept(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        // Both norms, o, both sums, the experts' mix; q twice and its mix; k, v and their pair.
+        // Both norms, o, both residual sums, experts' output; q twice and attention's output; k, v and their
+        // pair.
         6 * self.hidden() + 3 * self.queries() + 4 * self.keys() + self.small() + self.routed(2 * h + 3 * i)
     }
 
-    /// The most that one layer's forward holds when nothing is kept of it, its input not counted.
+    /// Returns the peak of one layer's forward when nothing is saved, without its input.
     fn layer_forward(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         let attention = 2 * self.hidden() + 2 * self.queries() + 6 * self.keys();
         let experts = 4 * self.hidden() + self.routed(3 * i + h);
-        // An adapter's product lies beside the base's.
+        // An adapter's product is held beside the base's.
         let adapted = if self.adapted { self.routed(2 * i).max(self.queries()) } else { 0 };
         attention.max(experts) + self.small() + adapted
     }
 
-    /// The most that one layer's backward holds beside the graph.
+    /// Returns the peak of one layer's backward beside the graph.
     ///
-    /// Gradients of an op's input and output at once come to `2I + H`, under an adapter, whose product gives its input a second one and
-    /// their sum, to `2I + 3H`. What is planned is what candle's walk took, which was more where `H` is not much above `I`; no peak
-    /// has been measured from which less could be promised.
+    /// The gradients of one op's input and output take `2I + H` per expert row, or `2I + 3H` with an adapter.
+    /// An adapter gives the input a second gradient, and a sum. The plan uses a larger number, the peak
+    /// measured with candle's backward, because no peak of this backward was measured to justify less.
     fn layer_backward(&self) -> u64 {
         2 * self.hidden() + self.routed(7 * self.config.intermediate_size)
     }
 
-    /// Logits, a chunk of rows at a time.
+    /// Returns the bytes of the logits, one chunk of rows at a time.
     fn logits(&self) -> u64 {
         let vocabulary = self.config.vocab_size;
         match self.on_gpu {
-            // Their gradient lies beside them.
+            // The logits and their gradient.
             true => {
                 self.targets.min(device_logits_rows(vocabulary)) as u64 * vocabulary as u64 * (F32 + BF16)
             }
@@ -101,20 +105,21 @@ impl PassShape<'_> {
         }
     }
 
-    /// The rows that the head reads, before and after the last norm.
+    /// Returns the bytes of the head's input rows, before and after the final norm.
     fn head_rows(&self) -> u64 {
         2 * self.values(self.targets, self.config.hidden_size)
     }
 
-    /// Log-probabilities alone.
+    /// Returns the peak of a forward that computes log-probabilities only.
     pub fn forward(&self) -> u64 {
         self.hidden() + self.layer_forward().max(self.head_rows() + self.logits())
     }
 
-    /// Forward and backward: all layers' graphs, or, with `recompute_layers`, all layers' inputs and one layer's graph.
+    /// Returns the peak of forward and backward. With `recompute_layers`, all layers' inputs are saved and
+    /// one layer's graph; otherwise all layers' graphs.
     pub fn both_ways(&self, recompute_layers: bool) -> u64 {
         let layers = self.config.num_hidden_layers as u64;
-        // Hidden states that go two ways have two gradients and their sum.
+        // Hidden states used twice have two gradients and their sum.
         let head = self.head_rows() + (self.logits() + self.head_rows()).max(3 * self.hidden());
         if recompute_layers {
             let inputs = layers * self.hidden();

@@ -1,4 +1,5 @@
-//! Keys that would make a plan smaller, each with what it saves: the plan is made again with the key changed.
+//! Remedies: recipe keys that would lower the peak, each with its saving. The plan is computed again for each
+//! change.
 
 use super::{AdapterPart, Intent, MemoryPlan, Subject, gigabytes};
 use crate::dist::{PackedWeights, RolloutWeights};
@@ -8,10 +9,10 @@ use crate::model::names::{parameter_specs, value_model_specs};
 use crate::model::settings::AdapterSettings;
 use crate::recipe::Recipe;
 
-/// What a key would save.
+/// A change of a key and its saving.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remedy {
-    /// Such as `train.micro_batch_tokens = 512`.
+    /// The change, such as `train.micro_batch_tokens = 512`.
     pub change: String,
     pub saved_bytes: u64,
 }
@@ -22,11 +23,11 @@ impl std::fmt::Display for Remedy {
     }
 }
 
-/// Experts hold most of the weights.
+/// Matches the expert weights, most of an MoE model's parameters.
 const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
 
 impl Subject<'_> {
-    /// Every single change of a key that would lower the peak, the largest saving first.
+    /// Returns each single change that would lower the peak, the largest saving first.
     pub fn remedies(&self) -> Vec<Remedy> {
         let peak = MemoryPlan::new(self).peak_bytes();
         let mut found: Vec<Remedy> = self
@@ -42,7 +43,7 @@ impl Subject<'_> {
         found
     }
 
-    /// Each change and the peak with it.
+    /// Returns each change with the peak that results.
     fn changes(&self) -> Vec<(String, u64)> {
         let mut changes = vec![];
         let mut with = |what: String, change: &dyn Fn(&mut Recipe)| {
@@ -100,7 +101,7 @@ impl Subject<'_> {
         changes
     }
 
-    /// The peak with an adapter of the usual rank in place of the weights that learn.
+    /// Returns the peak with an adapter of the default rank instead of full training.
     fn with_adapter(&self) -> u64 {
         let base = parameter_specs(self.config);
         let AdapterSettings { rank, alpha, rslora, .. } = AdapterSettings::default();
@@ -121,7 +122,8 @@ impl Subject<'_> {
         MemoryPlan::new(&subject).peak_bytes()
     }
 
-    /// The peak with every expert frozen, in policy and critic alike.
+    /// Returns the peak with all experts frozen, in the policy and a critic; `None` if nothing else is
+    /// trainable.
     fn with_frozen_experts(&self) -> Option<u64> {
         let specs = parameter_specs(self.config);
         let trainable: Vec<bool> = specs

@@ -1,4 +1,4 @@
-//! The plan against what processes hold.
+//! Compares the memory plan with what processes hold.
 
 use super::*;
 use crate::dist::Mesh;
@@ -74,13 +74,13 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
             assert_eq!(planned, held, "{kind:?} on {processes}");
             let all: u64 = held.iter().sum();
             alone = alone.max(all);
-            // Whole blocks, and small tensors that lie on one process.
+            // Blocks and small tensors are not split, so shards are not exactly equal.
             assert!(all as f64 <= 1.05 * alone as f64 / processes as f64, "{all} of {alone} on {processes}");
         }
     }
 }
 
-/// Zeros, as a tensor that lies on disk in `form` is held.
+/// Returns a tensor of zeros, held as a tensor of format `form` on disk is held.
 fn zeros(spec: &ParameterSpec, form: Form) -> Weight {
     match (spec.packed_form(form), spec.matrix_shape()) {
         (Some(form), Some(shape)) => {
@@ -108,7 +108,7 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
                     (Weight::Packed(a), Weight::Packed(b)) if Arc::ptr_eq(a, &b) => 0,
                     (_, made) => made.bytes(),
                 };
-                // What becomes MXFP4 from bf16 is smaller than what it was.
+                // MXFP4 made from bf16 is smaller than the plan, which counts the bf16 size.
                 let exact = !(mxfp4 && form == Form::Bf16 && spec.is_expert_matrix());
                 assert!(
                     if exact { planned == made } else { planned >= made },
@@ -126,7 +126,7 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
 fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     let shape =
         "hidden_size = 1024\nintermediate_size = 1024\nnum_hidden_layers = 24\nnum_local_experts = 16\n";
-    // Updates small enough that sampling is what takes most.
+    // Small updates, so that sampling sets the peak.
     let rest = "[rollout]\nturns_max = 1\n[train]\nmicro_batch_tokens = 1024\n";
     let text = format!("[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n{rest}");
     let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
@@ -144,13 +144,13 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     assert_eq!(planned(4, Some(whole)), (RolloutWeights::Whole, whole));
     let (how, by_expert) = planned(4, Some(whole - 1));
     assert_eq!(how, RolloutWeights::ByExpert);
-    // Three quarters of the experts' 3.6 billion bytes lie elsewhere.
+    // Three quarters of the experts' 3.6 GB are on other processes.
     assert!(whole > by_expert + 2_700_000_000, "{whole}, {by_expert}");
-    // Where nothing suffices the least is planned, and refused later.
+    // If no option fits, the smallest one is planned and refused later.
     assert_eq!(planned(4, Some(by_expert - 1)), (RolloutWeights::ByExpert, by_expert));
-    // One process gathers nothing, however little memory there is.
+    // One process gathers nothing, even with little memory.
     assert_eq!(planned(1, Some(1)).0, RolloutWeights::Whole);
-    // Packed experts are whole everywhere, whatever is asked for.
+    // Unsharded packed experts are complete on every process, for any rollout_weights.
     preflight.plan_for(4, None);
     let subject = preflight.subject();
     let forms = vec![Form::Bf16; subject.forms.len()];
@@ -191,7 +191,7 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
         );
         let subject = preflight.subject();
         assert_eq!(subject.packed_weights, PackedWeights::Sharded);
-        // What each process really holds of them.
+        // Bytes that the process `rank` actually holds.
         let held = |rank: usize| -> u64 {
             let mesh = Mesh::disconnected(rank, processes);
             let factors: u64 = (specs.len()..)
@@ -212,10 +212,10 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
             base.sum::<u64>() + factors
         };
         let most = (0..processes).map(held).max().unwrap();
-        // Other commands hold packed weights whole, and are not told otherwise.
+        // Other commands hold packed weights unsharded, and get no such remedy.
         assert!(!Subject { intent: Intent::Rollout, ..subject.clone() }.can_cut_packed());
         let planned = weights(&subject);
-        // The largest share of factors and of the base may be two processes'.
+        // The largest shard of factors and the largest of the base may be on different processes.
         assert!(
             planned >= most && planned as f64 <= 1.01 * most as f64,
             "{planned} for {most} on {processes}"

@@ -1,4 +1,4 @@
-//! What several processes send each other in a step, from recipe and config alone: bytes that come to each of them.
+//! Communication of one training step: bytes that each process receives, computed from recipe and config.
 
 use super::weights::{Pieced, whole_bytes};
 use super::{Stage, Subject, gathered_bytes};
@@ -6,22 +6,22 @@ use crate::dist::RolloutWeights;
 use crate::metrics::Table;
 
 const F32: u64 = 4;
-/// A link between GPUs of one node, NVLink 4: 900 GB/s both ways.
+/// Bandwidth of NVLink 4 in one direction; 900 GB/s in both.
 const NODE_BYTES_PER_S: f64 = 450e9;
-/// A network card of 400 Gb/s.
+/// Bandwidth of a 400 Gb/s network card.
 const NETWORK_BYTES_PER_S: f64 = 50e9;
 
-/// Bytes that come to one process in a step of reinforcement learning with one update.
+/// Bytes that one process receives in a step of reinforcement learning with one update.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Traffic {
-    /// Passes that a process makes over its micro-batches, all of which are at their longest.
+    /// Number of passes over micro-batches per process, with all sequences at full length.
     pub passes: u64,
-    /// What is exchanged, and its bytes.
+    /// Each exchange's name and its bytes.
     pub parts: Vec<(&'static str, u64)>,
 }
 
 impl Traffic {
-    /// That of `subject`.
+    /// Computes the traffic of `subject`.
     pub fn new(subject: &Subject) -> Self {
         let (recipe, config, ranks) = (subject.recipe, subject.config, subject.processes as u64);
         let sharing = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
@@ -35,9 +35,10 @@ impl Traffic {
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
         let batches = (trajectories * longest).div_ceil(rows);
         let passes = batches.div_ceil(ranks / sharing);
-        // Of what all hold together a process has its part already.
+        // A process already has its own shard.
         let others = |bytes: u64| bytes - bytes / ranks;
-        // Forward, its repetition and backward move queries, keys, values and the mix of every layer.
+        // Forward, recomputation and backward each move queries, keys, values and attention's output of every
+        // layer.
         let width = 2 * config.num_attention_heads + 2 * config.num_key_value_heads;
         let values = rows.div_ceil(sharing) * (width * config.head_dim * config.num_hidden_layers) as u64;
         let heads = 3 * F32 * (values - values / sharing);
@@ -49,18 +50,19 @@ impl Traffic {
                 ("rows to experts and back", rows),
                 ("weights, layer by layer", passes * others(all + layers)),
                 ("gradients", passes * others(gradients)),
-                ("heads of split sequences", passes * heads),
+                ("attention heads, sequence parallel", passes * heads),
             ],
         }
     }
 
-    /// All of it.
+    /// Returns the sum in bytes.
     pub fn bytes(&self) -> u64 {
         self.parts.iter().map(|(_, bytes)| bytes).sum()
     }
 }
 
-/// Weights and rows that come to a process of `subject` while it samples, of `all` bytes that are in pieces.
+/// Returns the bytes of weights and of expert rows that a process receives while it samples. `all` is the
+/// size of all sharded weights.
 fn sampling(subject: &Subject, all: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&subject.recipe.rollout, subject.config, subject.processes as u64);
     let others = |bytes: u64| bytes - bytes / ranks;
@@ -71,7 +73,7 @@ fn sampling(subject: &Subject, all: u64) -> [u64; 2] {
         RolloutWeights::ByExpert => {
             let of_experts: u64 =
                 subject.pieced().iter().filter(|one| one.spec.is_per_expert()).map(Pieced::bytes).sum();
-            // A row goes to its expert, and its product comes back.
+            // A row is sent to its expert, and the product is sent back.
             let rows = own * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
             [
                 others(all - of_experts) + of_experts / ranks,
@@ -83,8 +85,7 @@ fn sampling(subject: &Subject, all: u64) -> [u64; 2] {
 
 impl std::fmt::Display for Traffic {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut table =
-            Table::new(["what comes to a process in a step", "GB", "s by NVLink", "s by 400 Gb/s"]);
+        let mut table = Table::new(["received per process and step", "GB", "s by NVLink", "s by 400 Gb/s"]);
         let mut row = |what: &str, bytes: u64| {
             let seconds = |rate: f64| format!("{:.2}", bytes as f64 / rate);
             table.row([
@@ -95,7 +96,7 @@ impl std::fmt::Display for Traffic {
             ]);
         };
         self.parts.iter().filter(|(_, bytes)| *bytes > 0).for_each(|(what, bytes)| row(what, *bytes));
-        row("together", self.bytes());
+        row("total", self.bytes());
         write!(f, "{table}")
     }
 }

@@ -1,4 +1,4 @@
-//! The plan's weights: those that stay, those that are read a layer at a time, and second sets of them.
+//! The weights in a memory plan: resident, streamed from disk, gathered, and second sets.
 
 use super::{AdapterPart, Learning, MemoryPart, Subject, gathered_bytes, plain_bytes};
 use crate::dist::shard_range;
@@ -8,7 +8,7 @@ use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_mode
 use crate::model::rounding::WeightRounding;
 use std::collections::BTreeMap;
 
-/// A tensor that processes hold together, and its form in memory.
+/// A tensor sharded over the processes, and its format in memory.
 pub(super) struct Pieced {
     pub index: usize,
     pub spec: ParameterSpec,
@@ -16,29 +16,30 @@ pub(super) struct Pieced {
 }
 
 impl Pieced {
-    /// One that learns.
+    /// Creates the entry of a trainable tensor, held in f32.
     pub fn learning((index, spec): Learning) -> Self {
         Self { index, spec, form: Form::F32 }
     }
 
-    /// Bytes of all of it.
+    /// Returns the bytes of the whole tensor.
     pub fn bytes(&self) -> u64 {
         self.spec.resident_bytes(self.form)
     }
 
-    /// The layer with which it is gathered; what has none, and every adapter, is gathered before a walk.
+    /// Returns the layer with which the tensor is gathered. `None` for adapter factors and tensors outside
+    /// layers, which are gathered before the forward pass.
     pub fn layer(&self) -> Option<usize> {
         self.spec.layer.filter(|_| self.spec.role != TensorRole::AdapterFactor)
     }
 }
 
-/// Bytes of all of `pieced`.
+/// Returns the bytes of all `pieced` tensors, unsharded.
 pub(super) fn whole_bytes(pieced: &[Pieced]) -> u64 {
     pieced.iter().map(Pieced::bytes).sum()
 }
 
-/// What a walk holds of `pieced`, which it gathers: what is outside the layers, and a layer twice as it comes and the next on its
-/// way.
+/// Returns the peak of gathering `pieced` layer by layer: tensors outside layers, a layer held twice while it
+/// arrives, and the prefetched next one.
 pub(super) fn in_turn(pieced: &[Pieced]) -> u64 {
     let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
     for one in pieced {
@@ -51,7 +52,7 @@ pub(super) fn in_turn(pieced: &[Pieced]) -> u64 {
 }
 
 impl Subject<'_> {
-    /// Bytes of the policy's weights as they lie in memory, its adapter's among them.
+    /// Returns the bytes of the policy's weights in memory, with its adapter, unsharded.
     pub(super) fn weight_bytes(&self) -> u64 {
         let learns = |index: usize| self.intent.learns() && self.trainable[index];
         let specs = parameter_specs(self.config).into_iter().zip(self.forms).enumerate();
@@ -61,7 +62,8 @@ impl Subject<'_> {
         specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterPart::bytes)
     }
 
-    /// Bytes of the policy's weights that stay in this process: of what learns its share.
+    /// Returns the bytes of the policy's weights in this process: shards of trainable and sharded packed
+    /// tensors, and all others.
     pub(super) fn own_weight_bytes(&self) -> u64 {
         if self.processes == 1 || !self.intent.learns() {
             return self.weight_bytes();
@@ -78,7 +80,7 @@ impl Subject<'_> {
         self.weight_bytes() - shared + self.plain_share(&learning) + packed_share
     }
 
-    /// The packed tensors of the policy that the processes hold together.
+    /// Returns the policy's packed tensors that are sharded.
     pub(super) fn packed_pieces(&self) -> Vec<Pieced> {
         if self.processes == 1 || !self.intent.learns() || self.packed_weights != PackedWeights::Sharded {
             return vec![];
@@ -88,12 +90,13 @@ impl Subject<'_> {
         packed.map(|(index, spec)| Pieced { index, spec, form: self.forms[index] }).collect()
     }
 
-    /// What the processes hold together of the policy: what ever learns, and packed weights where they are cut.
+    /// Returns all of the policy's sharded tensors: those trainable in any stage, and packed ones if sharded.
     pub(super) fn pieced(&self) -> Vec<Pieced> {
         self.ever_learning().into_iter().map(Pieced::learning).chain(self.packed_pieces()).collect()
     }
 
-    /// How a process holds the weights while it samples: as it is told, where they are in pieces; by expert where rows can travel.
+    /// Returns how a process holds the weights while it samples. `Whole` without sharding, and if experts
+    /// cannot be remote.
     pub(super) fn held_while_sampling(&self) -> RolloutWeights {
         match self.rollout_weights {
             _ if self.processes == 1 || !self.intent.learns() => RolloutWeights::Whole,
@@ -103,7 +106,7 @@ impl Subject<'_> {
         }
     }
 
-    /// What a process of several gathers of the weights that are in pieces, beside its own, while it samples.
+    /// Returns the memory of weights that a process gathers from the others for sampling.
     pub(super) fn gathered_for_sampling(&self) -> MemoryPart {
         let pieced = self.pieced();
         match self.held_while_sampling() {
@@ -116,14 +119,15 @@ impl Subject<'_> {
                 let own = self.config.num_local_experts.div_ceil(self.processes);
                 let bytes = |one: &Pieced| one.spec.of_experts(own).resident_bytes(one.form);
                 MemoryPart {
-                    name: "weights, gathered but for experts",
+                    name: "weights, gathered except experts",
                     bytes: whole_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
                 }
             }
         }
     }
 
-    /// Whether rows can travel to experts on other processes: not where each has all of them, packed.
+    /// Returns whether rows can be sent to experts on other processes. Not possible if each process holds all
+    /// experts, packed.
     pub fn has_travelling_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed =
@@ -132,13 +136,13 @@ impl Subject<'_> {
         self.config.family.has_experts && (is_cut || !specs.any(is_packed))
     }
 
-    /// Whether processes can hold any of the policy's tensors together, packed: those of a run that trains.
+    /// Returns whether the command can shard packed weights: it trains, and some are packed.
     pub fn can_cut_packed(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         self.intent.learns() && specs.any(|(index, spec)| self.is_packed(&spec, index))
     }
 
-    /// Bytes of what lies outside the layers, and of the largest layer.
+    /// Returns the bytes of streamed weights: all tensors outside layers, and the largest layer.
     pub(super) fn streamed_weights(&self) -> u64 {
         let specs = parameter_specs(self.config);
         let mut places: BTreeMap<Option<usize>, u64> = BTreeMap::new();
@@ -149,20 +153,21 @@ impl Subject<'_> {
         outside + places.into_values().max().unwrap_or(0)
     }
 
-    /// Whether the policy's tensor `index` stays packed.
+    /// Returns whether the policy's tensor `index` stays packed.
     pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
         let learns = self.intent.learns() && self.trainable[index];
         !learns && spec.packed_form(self.forms[index]).is_some()
     }
 
-    /// Bytes of the policy's weights that are not packed, which a reference copies.
+    /// Returns the bytes of the policy's unpacked weights, which a reference copies.
     pub(super) fn plain_weights(&self) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let plain = specs.filter(|(index, spec)| !self.is_packed(spec, *index));
         plain.map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
     }
 
-    /// Bytes of the critic's own weights: what is packed, and an adapter's base, is the policy's.
+    /// Returns the bytes of the critic's own weights. It shares packed tensors and an adapter's base with the
+    /// policy.
     pub(super) fn critic_weights(&self, trainable: &[bool]) -> u64 {
         let own = value_model_specs(self.config);
         if let Some(adapter) = &self.adapter {
@@ -179,7 +184,8 @@ impl Subject<'_> {
         held.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum()
     }
 
-    /// The second set of weights, which arms sample with. A layer that is read anew is rounded as it is read.
+    /// Returns the bytes of the second set of weights, with which ablations sample. A streamed layer is
+    /// rounded when it is read and needs no copy.
     pub(super) fn rounded_weights(&self, rounding: WeightRounding) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let here = specs.filter(|(_, spec)| !self.streamed || spec.layer.is_none());
@@ -190,8 +196,8 @@ impl Subject<'_> {
         here.map(of).sum()
     }
 
-    /// The most that a known mistake changes at once: a layer, decoded, and a copy of its largest tensor; or an embedding in
-    /// place of the head, and its transpose.
+    /// Returns the peak of weights changed by a known fault: a decoded layer and a copy of its largest
+    /// tensor, or an embedding as head with its transpose.
     pub(super) fn changed_weights(&self) -> u64 {
         let mut layers = BTreeMap::<usize, (u64, u64)>::new();
         let mut head = 0;

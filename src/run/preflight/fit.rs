@@ -1,4 +1,5 @@
-//! Whether a command fits into memory: how weights are sharded over processes, and what is read from disk in turn.
+//! Fits a command into memory: chooses how weights are sharded, and whether layers are read from disk on
+//! demand.
 
 use super::Preflight;
 use crate::bad_input;
@@ -13,13 +14,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 impl Preflight {
-    /// The memory that is planned: a GPU's where one computes, else that of the `host`.
+    /// Returns the memory to plan for: the GPU's if a GPU computes, else the `host`'s.
     pub fn available(&self, host: Option<Available>) -> Option<Available> {
         self.place.available.clone().or(host)
     }
 
-    /// Plans for `processes`, which hold weights as the recipe says. Where the recipe leaves that open, it takes the first way that
-    /// fits `available` memory: packed weights whole before sharded, and sampling that moves less before sampling that moves more.
+    /// Plans for `processes`. For keys that are `"auto"`, takes the first option that fits `available`
+    /// memory. Unsharded packed weights come before sharded ones, and sampling with less communication before
+    /// sampling with more.
     pub fn plan_for(&mut self, processes: usize, available: Option<&Available>) {
         self.processes = processes;
         if self.gpu_sequences.is_some() {
@@ -38,18 +40,19 @@ impl Preflight {
         let Some(&(sampling, packed)) = ways.iter().find(|way| fits(way)).or(ways.last()) else { return };
         if asked.rollout_weights == RolloutWeights::Auto && sampling != RolloutWeights::Whole {
             self.plan.warnings.push(format!(
-                "memory does not hold all weights in each process while it samples: parallel.rollout_weights = \"{sampling}\""
+                "memory is too small for all weights in each process while it samples; using parallel.rollout_weights = \"{sampling}\""
             ));
         }
         if asked.packed_weights == PackedWeights::Auto && packed == PackedWeights::Sharded {
             self.plan.warnings.push(format!(
-                "memory does not hold all packed weights in each process: parallel.packed_weights = \"{packed}\""
+                "memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
             ));
         }
         (self.rollout_weights, self.packed_weights) = (sampling, packed);
     }
 
-    /// The ways to hold weights that the recipe allows several processes, in the order in which they are tried.
+    /// Returns the options that the recipe allows for holding weights on several processes, in order of
+    /// preference.
     fn ways_to_shard(&self) -> Vec<(RolloutWeights, PackedWeights)> {
         let asked = &self.plan.recipe.parallel;
         let subject = self.subject();
@@ -72,11 +75,11 @@ impl Preflight {
         packed.into_iter().flat_map(with).collect()
     }
 
-    /// Refuses what does not fit into `available` memory, and warns of what hardly does. Where the command can do with a layer at
-    /// a time, a model that is too large stays on disk, which is said with what it costs.
+    /// Refuses a plan that exceeds `available` memory, and warns when it nearly does. If the command can
+    /// stream weights, a model that is too large stays on disk, with a warning that names the cost.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names the keys which would help.
+    /// [`crate::error::BadInput`] that names the keys to change.
     pub fn admit(&mut self, host: Option<Available>) -> Result<()> {
         if self.gpu_sequences.is_some()
             && let Some(host) = host.as_ref()
@@ -84,7 +87,7 @@ impl Preflight {
         {
             let (needed, there) = (gigabytes(self.subject().host_bytes()), gigabytes(host.bytes));
             return Err(bad_input!(
-                "beside the GPU's {needed} of the host's memory are needed, and {there} are {}; take a larger machine",
+                "{needed} of host memory are needed beside the GPU's, {there} are {}; use a larger machine",
                 host.bound
             ));
         }
@@ -111,15 +114,15 @@ impl Preflight {
     }
 }
 
-/// What a model that stays on disk costs, from the time that its first layer takes.
+/// Returns a warning with the cost of streaming weights from disk, estimated by timing the first layer.
 fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
     let layers = LayersOnDemand::new(files.clone(), config);
     let begun = Instant::now();
     layers.layer(0, None)?;
     let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
     Ok(format!(
-        "{} of memory are needed with all weights; each layer is read from disk whenever it is its turn, about \
-         {seconds:.1} s a forward",
+        "{} of memory are needed for all weights; each layer is read from disk when it is needed, about \
+         {seconds:.1} s per forward",
         gigabytes(needed)
     ))
 }

@@ -1,4 +1,4 @@
-//! From a preflight to a run: weights are read or drawn.
+//! Turns a preflight into a run context by loading or initializing the weights.
 
 use super::Preflight;
 use crate::dist::PackedWeights;
@@ -9,7 +9,7 @@ use crate::run::source::Placement;
 use anyhow::Result;
 
 impl Preflight {
-    /// Reads or draws the weights.
+    /// Reads the weights, or initializes them at random.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.

@@ -1,4 +1,4 @@
-//! What a command needs, opened and checked before any work: everything but the weights.
+//! Preflight: opens and checks everything a command needs before any work, except the weights.
 
 mod fit;
 mod load;
@@ -26,44 +26,45 @@ use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Everything that a plan names, opened and checked; of the weights only the headers are read.
+/// Everything that a plan names, opened and checked. Of the weights, only the headers are read.
 pub struct Preflight {
     pub plan: Plan,
     intent: Intent,
-    /// The processes that make the run together.
+    /// The processes of the run.
     mesh: Arc<Mesh>,
-    /// How many processes memory is planned for.
+    /// Number of processes that memory is planned for.
     processes: usize,
-    /// What of the learning weights each of them holds while it samples.
+    /// How each process holds the trainable weights while it samples.
     rollout_weights: RolloutWeights,
-    /// What of the packed ones.
+    /// How each process holds the packed weights.
     packed_weights: PackedWeights,
     threads: Threads,
     place: ComputePlace,
-    /// Of how many sequences a GPU holds keys and values.
+    /// Number of sequences in the GPU's KV cache; `None` on the CPU.
     gpu_sequences: Option<usize>,
     pub(super) source: ModelSource,
-    /// Which of the model's own tensors learn, in the first stage.
+    /// Trainable flags of the model's own tensors, in the first stage of training.
     trainable: Vec<bool>,
     critic_trainable: Option<Vec<bool>>,
     adapter: Option<RunAdapter>,
     pub task: Box<dyn Task>,
     interpreter: Option<Box<dyn Interpreter>>,
     preamble: Vec<Message>,
-    /// Whether the layers stay on disk.
+    /// True when the layers stay on disk and are read on demand.
     streamed: bool,
 }
 
 impl Preflight {
-    /// Opens everything the plan names. Nothing is written, and no weights are read.
+    /// Opens everything that the plan names. Writes nothing and reads no weights.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] with every mistake found, each with its place and remedy.
+    /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
     pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
         Self::open_at(plan, intent, &Mesh::single(), None, console)
     }
 
-    /// The same for a run of the processes of `mesh`, which may go on from `checkpoint`, that says where an adapter's base is.
+    /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
+    /// The checkpoint says where an adapter's base is.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -129,7 +130,8 @@ impl Preflight {
             return Err(mistakes.into_error());
         }
         if let Some(folder) = &source.lacks_weights {
-            plan.warnings.push(format!("{} holds no weights; they are drawn at random", folder.display()));
+            plan.warnings
+                .push(format!("{} holds no weights; they are initialized at random", folder.display()));
         }
         if let Some(folder) = &source.unverified {
             plan.warnings.push(unverified(folder));
@@ -138,7 +140,7 @@ impl Preflight {
             && confinement.contains("NOT SANDBOXED")
         {
             plan.warnings
-                .push(format!("THE PYTHON TOOL IS {confinement}: code from the model has your own rights"));
+                .push(format!("THE PYTHON TOOL IS {confinement}: code from the model runs with your rights"));
         }
         let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python());
         Ok(Self {
@@ -162,15 +164,15 @@ impl Preflight {
         })
     }
 
-    /// The first training problem.
+    /// Returns the first training problem.
     pub fn first_problem(&self) -> Problem {
         self.task.training_problem(self.plan.recipe.train.seed, 0)
     }
 
-    /// The prompt of `problem` as the model reads it, and its length in tokens.
+    /// Returns the prompt of `problem` as the model reads it, and its length in tokens.
     ///
     /// # Errors
-    /// When the tokenizer cannot write it; [`crate::error::BadInput`] for one that is too long.
+    /// When the tokenizer fails; [`crate::error::BadInput`] for a prompt that is too long.
     pub fn prompt(&self, problem: &Problem) -> Result<(String, usize)> {
         let limits = PromptLimits {
             chat: &self.source.chat,
@@ -182,12 +184,12 @@ impl Preflight {
         Ok((self.source.chat.vocabulary().decode(&tokens), tokens.len()))
     }
 
-    /// What memory is planned from.
+    /// Returns the memory plan's input.
     pub fn subject(&self) -> Subject<'_> {
         self.subject_of(self.intent)
     }
 
-    /// The same for another command.
+    /// Returns the memory plan's input for another command.
     pub fn subject_of(&self, intent: Intent) -> Subject<'_> {
         Subject {
             intent,
@@ -208,7 +210,7 @@ impl Preflight {
     }
 }
 
-/// Collects [`crate::error::BadInput`]; any other error is one too, but keeps its own words.
+/// Collects error messages, of [`crate::error::BadInput`] and others, in their own words.
 pub(super) struct Mistakes(pub(super) Vec<String>);
 
 impl Mistakes {
@@ -216,7 +218,7 @@ impl Mistakes {
         result.map_err(|error| self.0.push(format!("{error:#}"))).ok()
     }
 
-    /// All of them in one, in the form of a recipe's mistakes.
+    /// Combines all messages into one error, in the format of a recipe's mistakes.
     pub(super) fn into_error(self) -> anyhow::Error {
         match self.0.as_slice() {
             [only] => bad_input!("{only}"),
@@ -225,7 +227,7 @@ impl Mistakes {
     }
 }
 
-/// The recipe's budgets against what the model can hold.
+/// Checks the recipe's token budget and checkpoint dtype against the model.
 fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     let context = config.max_position_embeddings;
     let response = plan.recipe.rollout.response_tokens_max;
@@ -245,7 +247,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Whether attention's heads can be split over the processes that share a sequence.
+/// Checks that attention heads can be split over the processes of a sequence-parallel group.
 fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
     let sequence = plan.recipe.parallel.sequence;
     match heads_split(config.num_attention_heads, config.num_key_value_heads, sequence) {
@@ -257,7 +259,7 @@ fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
     }
 }
 
-/// The tool, whose workers of one machine are divided among the `processes` on it.
+/// Opens the Python tool. The `processes` of a machine divide its workers among themselves.
 fn open_interpreter(recipe: &Recipe, threads: usize, processes: usize) -> Result<Box<dyn Interpreter>> {
     let mut settings = recipe.interpreter.clone();
     settings.workers = match settings.workers {

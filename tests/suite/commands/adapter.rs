@@ -236,7 +236,7 @@ fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same()
     assert!(told.contains("bf16") && number(&told, "change by ") > in_f32, "{told}");
     assert!(!merged.join("adapter_config.json").exists());
     done(rloss().arg("verify").arg(&merged));
-    refused(&mut export(&merged, &[]), &["is there already"]);
+    refused(&mut export(&merged, &[]), &["already exists"]);
     refused(
         rloss().arg("export").arg(warm_model()).arg("--out").arg(folder.path().join("none")),
         &["has no adapter"],
@@ -265,7 +265,7 @@ fn what_does_not_fit_is_refused_before_any_work() {
     let nothing = format!("model.adapter={}", folder.path().display());
     for (sets, words) in [
         (&["adapter.targets=[\"*.conv\"]"][..], &["adapter.targets", "matches no parameter"][..]),
-        (&["adapter.targets=[\"*.router.weight\"]"], &["names nothing that can have an adapter"]),
+        (&["adapter.targets=[\"*.router.weight\"]"], &["matches nothing that can have an adapter"]),
         (&["adapter.dropout=0.1"], &["adapter.dropout", "importance ratio"]),
         (&["adapter.rank=0"], &["adapter.rank"]),
         (&["train.freeze=[\"*.nothing\"]"], &["train.freeze", "lora_"]),

@@ -86,7 +86,7 @@ fn a_recipe_that_trains_nothing_is_not_measured_by_what_training_it_would_take()
     let sets = ["train.steps=0", "cold_start.steps=0"].map(|set| ["--set", set]).concat();
     let output = done(rloss().current_dir(folder.path()).arg("check").arg(quickstart()).args(sets));
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("`rloss rollout` takes at most") && !text.contains("optimizer "), "{text}");
+    assert!(text.contains("Peak memory of `rloss rollout`") && !text.contains("optimizer "), "{text}");
 }
 
 /// A recipe of a task program, written in `folder`: it answers until `ill`, which it then does `instead`.

@@ -17,7 +17,7 @@ fn plain_lines_name_both_stages_and_the_end() {
     assert!(text.contains("step 4: val-core/arithmetic/acc/mean@1 "), "{text}");
     for part in [
         "model    ",
-        "gpt_oss, 4 layers, 286,048 parameters, all learn",
+        "gpt_oss, 4 layers, 286,048 parameters, all trainable",
         "task     arithmetic, with the embedded Python tool",
     ] {
         assert!(text.contains(part), "{part:?} is not in: {text}");

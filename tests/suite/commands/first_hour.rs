@@ -41,12 +41,12 @@ fn what_init_writes_runs_as_it_is_and_stays() {
     std::fs::remove_file(folder.path().join("first.py")).unwrap();
     let again = init("first");
     assert_eq!(again.status.code(), Some(2));
-    assert!(stderr(&again).contains("first.toml is there already"), "{}", stderr(&again));
+    assert!(stderr(&again).contains("first.toml already exists"), "{}", stderr(&again));
     assert!(!folder.path().join("first.py").exists());
     for name in ["", "a b", "../x", "-x", "ä"] {
         let refused = output(rloss().current_dir(&folder).args(["init", "--", name]));
         assert_eq!(refused.status.code(), Some(2), "{name:?}");
-        assert!(stderr(&refused).contains("is no name"), "{}", stderr(&refused));
+        assert!(stderr(&refused).contains("is not a valid name"), "{}", stderr(&refused));
     }
 }
 
@@ -210,7 +210,7 @@ fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
     let shown = text(&long.stdout);
     assert_eq!(long.status.code(), Some(0));
     assert!(shown.contains("no room is left in the model's context of 160"), "{shown}");
-    assert!(shown.contains("it begins anew"), "{shown}");
+    assert!(shown.contains("it starts again"), "{shown}");
     assert!(shown.chars().all(|c| c == '\n' || !c.is_control()), "{shown:?}");
 }
 
@@ -326,7 +326,7 @@ fn a_followed_page_is_served_to_its_own_address_alone() {
     let refused = output(rloss().args(["report", "--follow", "--port", port]).arg(baseline()));
     let text = stderr(&refused);
     assert_eq!(refused.status.code(), Some(2), "{text}");
-    assert!(text.contains(&format!("port {port} cannot be had")) && text.contains("--port "), "{text}");
+    assert!(text.contains(&format!("port {port} is not available")) && text.contains("--port "), "{text}");
     // Two followers do not share a token.
     assert_ne!(Follower::start("0").place().1, path);
 }

@@ -124,7 +124,7 @@ fn a_resumed_run_says_from_where_and_keeps_the_course_of_its_learning_rate() {
     let before = rates(&out);
     let text = stderr(&done(&mut resumed(&out, &["train.steps=6"])));
     assert!(text.contains(&format!("resuming {} after step 4 of 6", out.display())), "{text}");
-    assert!(text.contains("keeps its course, whose linear schedule ends at step 4"), "{text}");
+    assert!(text.contains("the learning-rate schedule, linear, still ends at step 4"), "{text}");
     let after = rates(&out);
     assert_eq!(after[..4], before);
     // The recipe asks for a tenth of 7e-4 at the end of its course, and the rate stays there.
@@ -138,7 +138,7 @@ fn a_resumed_run_says_from_where_and_keeps_the_course_of_its_learning_rate() {
     let moved = ["train.steps=8", "train.optimizer.schedule_steps=8"];
     let text = stderr(&done(&mut resumed(&out, &moved)));
     assert!(
-        text.contains("jumps onto another course: train.optimizer.schedule_steps is 8 now and was 4"),
+        text.contains("jumps to another schedule: train.optimizer.schedule_steps is now 8, and was 4"),
         "{text}"
     );
     assert!(rates(&out)[6] > after[5]);
