@@ -118,7 +118,7 @@ impl BatchRunner<'_> {
             let norm = clip(self.parameters, optimizer.settings.grad_norm_max)?;
             ensure!(
                 norm.is_finite(),
-                "the gradient norm is {norm}: the run is stopped before the weights are spoiled; lower the learning rate or clip"
+                "the gradient norm is {norm}: the run stops before the weights are damaged; lower the learning rate or clip"
             );
             optimizer.update(self.parameters, lr)?;
             Ok(norm)

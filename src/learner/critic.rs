@@ -158,7 +158,7 @@ impl CriticStep<'_> {
             return Ok(None);
         }
         let (old_values, returns) =
-            batch.values.as_ref().zip(batch.returns.as_ref()).context("no values to learn from")?;
+            batch.values.as_ref().zip(batch.returns.as_ref()).context("no values or no returns")?;
         let size = BatchSize::of(&tokens, self.response_tokens_max);
         let normalizer = Normalizer::new(self.aggregation, size)?;
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };

@@ -276,7 +276,7 @@ fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
         && matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_))
     {
         text.push_str(&format!(
-            " With it taken into account {} (median) and {} (maximum) are left.",
+            " With this cause, {} (median) and {} (maximum) remain.",
             number(left.median),
             number(left.max)
         ));

@@ -134,7 +134,7 @@ impl<'a> Measure<'a> {
         if words.is_empty() {
             let backward = arms.no_sink_gradient || arms.freeze_attention;
             return Ok(if backward {
-                "both forwards are the same bits; what this arm breaks is in the backward".to_owned()
+                "both forwards have the same bits; this ablation changes only the backward".to_owned()
             } else {
                 "none: both paths are the same bits".to_owned()
             });

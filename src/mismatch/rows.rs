@@ -124,7 +124,7 @@ impl<'a> Reader<'a> {
                 false => found.bad_told().join("\n"),
             };
             return Err(bad_input!(
-                "{what}\nnothing can be compared; docs/MISMATCH.md lists what is read, the simplest is a row a line: {EXAMPLE}"
+                "{what}\nno row can be compared; docs/MISMATCH.md lists the formats; the simplest is one row a line: {EXAMPLE}"
             ));
         }
         Ok(found)
@@ -221,7 +221,7 @@ impl<'a> Reader<'a> {
         let first = of.shape.get_or_insert(shape).name;
         if first != shape.name {
             let name = shape.name;
-            return Err(format!("one of the {name}, where the file began with {first}; one shape a file"));
+            return Err(format!("one of {name}, but the file began with {first}; use one format a file"));
         }
         shape.rows(value, &self.texts)
     }

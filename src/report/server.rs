@@ -211,7 +211,7 @@ fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead
 }
 
 fn parsed(head: &[u8]) -> Result<RequestHead, Answer> {
-    let wrong = || Answer::text("400 Bad Request", "this is no request of HTTP/1.1\n");
+    let wrong = || Answer::text("400 Bad Request", "this is not an HTTP/1.1 request\n");
     let head = std::str::from_utf8(head).map_err(|_| wrong())?;
     let mut lines = head.split("\r\n");
     let mut words = lines.next().unwrap_or_default().split(' ');

@@ -231,7 +231,7 @@ impl Trainer {
         ensure!(
             !self.monitor.all_failed(),
             "every trajectory of the run failed, so nothing was learned: the task's program or the tool's workers failed each \
-             time, as was told then; rloss check RECIPE asks the program again"
+             time, see the warnings above; rloss check RECIPE asks the program again"
         );
         Ok(false)
     }

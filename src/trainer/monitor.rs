@@ -85,7 +85,7 @@ impl Monitor {
         told(self.failing).then(|| {
             format!(
                 "{} of {} trajectories failed, whatever the policy did: outcome/task_failed = {}, tool/worker_died = {}; \
-                 look at the failures told above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
+                 look at the failures above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
                 format_number(failed),
                 format_number(count),
                 format_number(get("outcome/task_failed")),

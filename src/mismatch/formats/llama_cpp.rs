@@ -72,7 +72,7 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
     let asked_for_ids = !response.tokens.is_empty();
     let (mut ids, mut log_probs, mut texts) = (response.tokens, vec![], vec![]);
     for entry in response.completion_probabilities {
-        let id = entry.id.ok_or("an entry has no id; this llama.cpp is too old to be read")?;
+        let id = entry.id.ok_or("an entry has no id; this llama.cpp is too old; update it")?;
         let before = log_probs.len();
         if !asked_for_ids {
             ids.push(id);

@@ -123,7 +123,7 @@ impl Shape {
             _ if has(value, "tokens") || has(value, "token_ids") => {
                 "tokens without log-probs; write one a token, null where there is none".into()
             }
-            _ => format!("no shape that is known; write rows like {EXAMPLE}, or see docs/MISMATCH.md"),
+            _ => format!("unknown format; write rows like {EXAMPLE}, or see docs/MISMATCH.md"),
         })
     }
 
@@ -147,7 +147,7 @@ pub const TORCH_FILE: &str = "a file of torch.save: lists of numbers in a pickle
 
 /// Parses `value` as `T`; the error says why it is not `what`.
 fn parsed<T: serde::de::DeserializeOwned>(value: Value, what: &str) -> Result<T, String> {
-    serde_json::from_value(value).map_err(|e| format!("not {what}: {e}; see docs/MISMATCH.md for the shape"))
+    serde_json::from_value(value).map_err(|e| format!("not {what}: {e}; see docs/MISMATCH.md for the format"))
 }
 
 /// Joins a prompt without log-probs and a response with log-probs.

@@ -6,13 +6,13 @@ use base64::prelude::BASE64_STANDARD;
 
 /// Decodes base64 `text`.
 pub(super) fn base64_bytes(text: &str) -> Result<Vec<u8>, String> {
-    BASE64_STANDARD.decode(text.trim()).map_err(|e| format!("routed_experts is no base64: {e}"))
+    BASE64_STANDARD.decode(text.trim()).map_err(|e| format!("routed_experts is not base64: {e}"))
 }
 
 /// Reads an array of small unsigned integers with three axes.
 pub(super) fn routes(text: &str) -> Result<RawRoutes, String> {
     let bytes = base64_bytes(text)?;
-    let wrong = || "routed_experts is no .npy of small integers with three axes".to_owned();
+    let wrong = || "routed_experts is not a .npy array of small integers with three axes".to_owned();
     if bytes.len() < 10 || bytes[..6] != *b"\x93NUMPY" {
         return Err(wrong());
     }

@@ -29,7 +29,7 @@ pub(super) fn rows(value: Value) -> Result<Vec<RawRow>, String> {
     }
     for (index, node) in nodes.iter().enumerate() {
         if node.parent.is_some_and(|parent| parent >= index) {
-            return Err(format!("node {index} has a parent that does not stand before it"));
+            return Err(format!("the parent of node {index} does not come before it"));
         }
         let marked = node.mask.iter().filter(|m| **m).count();
         if node.mask.len() != node.token_ids.len() || marked != node.logprobs.len() {

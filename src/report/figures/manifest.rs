@@ -50,7 +50,7 @@ pub(super) fn read(folder: &Path) -> Result<Vec<Figure>> {
         .map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
     let manifest: Manifest = toml::from_str(&text).map_err(|e| {
         let line = e.span().map_or(1, |span| text.get(..span.start).unwrap_or("").matches('\n').count() + 1);
-        bad_input!("{shown}: line {line}: {}. recipes/figures/figures.toml is a sound one.", e.message())
+        bad_input!("{shown}: line {line}: {}. recipes/figures/figures.toml is a valid example.", e.message())
     })?;
     for (place, figure) in manifest.figure.iter().enumerate() {
         if manifest.figure[..place].iter().any(|earlier| earlier.name == figure.name) {
