@@ -339,7 +339,7 @@ mod tests {
             assert_eq!(first_node(nodes), first);
         }
     }
-    /// The token once came from the job's number and the user's, which are public.
+    /// The job's number and the user's name are public, so the token needs a secret.
     #[test]
     fn the_ranks_of_a_user_share_a_key_that_nobody_else_can_read() {
         let folder = tempfile::tempdir().unwrap();

@@ -189,7 +189,8 @@ mod tests {
         Some(stream)
     }
 
-    /// A stopped rank was once noticed only at the time limit of an exchange, 1,800 s by default.
+    /// Without heartbeats, only the time limit of an exchange (1,800 s by default) would detect a stopped
+    /// rank.
     #[test]
     fn a_rank_that_says_nothing_is_told_from_one_that_is_there_and_one_that_is_gone() {
         let silence = Duration::from_millis(100);

@@ -105,7 +105,8 @@ impl Mesh {
         self.local_rank
     }
 
-    /// Returns how many of them share this process's cores: a launcher may have bound each to its own cores.
+    /// Returns the number of ranks on this machine that share this process's cores. A launcher may bind each
+    /// rank to its own cores.
     pub fn ranks_on_cores(&self) -> usize {
         self.ranks_on_cores
     }
@@ -268,7 +269,7 @@ impl Mesh {
         };
         let verdicts = self.all_gather_records(what, &verdict)?;
         let Some(first) = verdicts.iter().position(|verdict| verdict.error.is_some()) else { return result };
-        // All ranks end now: that is no failure.
+        // All ranks end now, which must not count as a failure.
         self.disconnect();
         let Verdict { error, is_bad_input } = &verdicts[first];
         if first != self.rank() {

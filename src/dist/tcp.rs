@@ -123,7 +123,7 @@ pub(super) fn join(
 mod tests {
     use super::*;
 
-    /// Rank 0 once waited 5 s for each.
+    /// A silent connection must not delay rank 0, which reads all greetings concurrently.
     #[test]
     fn new_connections_that_say_nothing_keep_no_rank_waiting() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

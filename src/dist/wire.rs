@@ -15,7 +15,7 @@ pub fn pack(record: &impl Serialize) -> Result<Vec<u8>> {
 /// Deserialises a record of [`pack`].
 ///
 /// # Errors
-/// When the bytes are no such record.
+/// When the bytes are not such a record.
 pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     rmp_serde::from_slice(bytes).context("deserialising from another rank")
 }

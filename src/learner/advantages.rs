@@ -1,4 +1,4 @@
-//! The advantages of a batch: rewards, their shaping, the penalty of the divergence, and the estimator.
+//! The advantages of a batch: rewards, reward shaping, KL penalty, and the estimator.
 
 use super::batch::Batch;
 use super::critic::CriticStep;
@@ -16,25 +16,25 @@ use crate::policy::{KlPlace, PolicySettings};
 use crate::trajectory::Group;
 use anyhow::{Context, Result};
 
-/// How the advantages of a batch are estimated.
+/// Estimates the advantages of a batch.
 pub struct AdvantageEstimator<'a> {
     pub policy: &'a PolicySettings,
-    /// The anchor O of the ratio.
+    /// The source of the old log-probabilities of the ratio.
     pub anchor: OldLogprob,
-    /// Weight of the divergence in the reward at this step.
+    /// Coefficient of the KL penalty in the reward at this step.
     pub kl_coefficient: f64,
-    /// The limit of overlong shaping.
+    /// The token limit of overlong shaping.
     pub response_tokens_max: usize,
-    /// The source of returns; the advantage `gae` needs it.
+    /// The critic, which gives the returns; the advantage `gae` needs it.
     pub critic: Option<CriticStep<'a>>,
 }
 
 impl AdvantageEstimator<'_> {
-    /// Fills in the advantages of `batch`, which are those of `groups`, and with a critic the returns.
-    /// Returns the figures.
+    /// Computes the advantages of `batch`, which holds the trajectories of `groups`; with a critic also the
+    /// returns. Returns the metrics.
     ///
     /// # Errors
-    /// When a column is missing or holds no number, or `remax` has no greedy samples.
+    /// When a column is missing or a value is not a number, or `remax` has no greedy samples.
     pub fn fill(&self, batch: &mut Batch, groups: &[&Group]) -> Result<Metrics> {
         let mut metrics = Metrics::new();
         let shaping = self.shaping()?;
@@ -86,8 +86,8 @@ impl AdvantageEstimator<'_> {
         Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty).map(Some)
     }
 
-    /// The penalty of each token for the divergence between anchor and reference; 0 where the reward has
-    /// none.
+    /// Returns the KL penalty of each token, between the old and the reference log-probabilities; 0 if the
+    /// reward has no penalty.
     fn penalties(&self, batch: &Batch, sequences: &Sequences, metrics: &mut Metrics) -> Result<Vec<f32>> {
         let nothing = vec![0.0; sequences.tokens()];
         let (KlPlace::Reward, Some(reference)) = (self.policy.kl.place, &batch.reference_log_probs) else {
@@ -105,7 +105,7 @@ impl AdvantageEstimator<'_> {
     }
 }
 
-/// The reward of each trajectory, shaped.
+/// Returns the shaped reward of each trajectory.
 fn rewards(groups: &[&Group], shaping: Option<&Overlong>, metrics: &mut Metrics) -> Vec<f32> {
     let trajectories = || groups.iter().flat_map(|g| &g.trajectories);
     let mut rewards: Vec<f32> = trajectories().map(|t| t.reward).collect();
@@ -118,7 +118,7 @@ fn rewards(groups: &[&Group], shaping: Option<&Overlong>, metrics: &mut Metrics)
     rewards
 }
 
-/// Rewards token by token: a response's own on its last token, `penalties` on each.
+/// Returns the reward of each token: `penalties` on every token, and the response's reward on its last one.
 fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) -> Vec<f32> {
     let mut of_tokens = penalties;
     for (reward, row) in rewards.iter().zip(sequences.rows()) {
@@ -129,7 +129,7 @@ fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) ->
     of_tokens
 }
 
-/// The reward of each prompt's greedy sample, once for every trajectory of its group, shaped as theirs are.
+/// Returns the shaped reward of the prompt's greedy sample, once for every trajectory of its group.
 fn greedy_rewards(groups: &[&Group], shaping: Option<&Overlong>) -> Result<Vec<f32>> {
     let of_group = |group: &&Group| -> Result<Vec<f32>> {
         let Some(greedy) = &group.greedy else {

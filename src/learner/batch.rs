@@ -1,5 +1,5 @@
-//! The one record of a step's trajectories: columns with one value a trained token, sequence after sequence.
-//! A step fills them in from top to bottom; nothing of them changes between its first update and its last.
+//! The record of a step's trajectories: columns with one value a trained token, sequence after sequence. A
+//! step fills in the columns from top to bottom. They do not change between its first and its last update.
 
 use super::forward_backward::PassOutput;
 use super::micro_batch::{MicroBatch, Packing, Sequence};
@@ -15,46 +15,47 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A batch, or the minibatch of it that one update takes.
+/// A batch, or the minibatch of one update.
 #[derive(Debug, Clone)]
 pub struct Batch {
     pub sequences: Vec<Arc<Sequence>>,
-    /// Start of each sequence in the columns, and their length.
+    /// Start of each sequence in the columns, and the length of the columns.
     pub cu_seqlens: Vec<usize>,
-    /// Log-probabilities at sampling.
+    /// Log-probabilities stored at sampling.
     pub rollout_log_probs: Vec<f32>,
-    /// Log-probabilities of a training forward before the first update, where one is made.
+    /// Log-probabilities of a training forward before the first update, if the step runs one.
     pub training_log_probs: Option<Vec<f32>>,
-    /// Log-probabilities of the frozen reference, where the recipe has one.
+    /// Log-probabilities of the frozen reference, if the recipe has one.
     pub reference_log_probs: Option<Vec<f32>>,
-    /// The critic's values before its first update, where there is a critic.
+    /// The critic's values before its first update, if there is a critic.
     pub values: Option<Vec<f32>>,
     pub advantages: Vec<f32>,
     /// The critic's targets.
     pub returns: Option<Vec<f32>>,
-    /// False where a rejection took the token out of the loss.
+    /// False where rejection removed the token from the loss.
     pub mask: Vec<bool>,
     /// Importance weights of the rollout correction.
     pub weights: Option<Vec<f32>>,
-    /// Experts chosen at sampling, one entry a sequence, where training's own are compared with them.
+    /// Experts chosen at sampling, one entry a sequence; present when they are compared with training's
+    /// experts.
     pub rollout_routes: Option<Vec<Routes>>,
     /// Experts to replay, one entry a sequence.
     replay: Option<Vec<Routes>>,
     packing: Packing,
-    /// The sequences as the policy's forward takes them, with the experts to replay.
+    /// The packed sequences for the policy's forward, with the experts to replay.
     pub micro_batches: Vec<MicroBatch>,
 }
 
-/// A forward of the policy over a whole batch.
+/// The result of the policy's forward over a whole batch.
 pub struct Forward {
-    /// One a trained token.
+    /// One value a trained token.
     pub log_probs: Vec<f32>,
-    /// The experts it chose, one entry a sequence.
+    /// The chosen experts, one entry a sequence.
     pub routes: Vec<Routes>,
 }
 
 impl Batch {
-    /// The trained tokens of `groups`, packed; the other columns are empty.
+    /// Packs the trained tokens of `groups`; the other columns are empty.
     pub fn new(groups: &[&Group], packing: Packing) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
         for Trajectory { tokens, mask, logprobs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
@@ -81,7 +82,7 @@ impl Batch {
         }
     }
 
-    /// Packs the batch again, with `routes` as the experts of every later forward of the policy.
+    /// Packs the batch again. Every later forward of the policy uses `routes` as its experts.
     ///
     /// # Errors
     /// When memory runs out.
@@ -91,7 +92,7 @@ impl Batch {
         Ok(())
     }
 
-    /// The micro-batches of a model that replays no experts and packs by `packing`.
+    /// Returns the micro-batches for a model that replays no experts and packs by `packing`.
     pub fn micro_batches_of(&self, packing: Packing) -> Cow<'_, [MicroBatch]> {
         match self.replay.is_none() && packing == self.packing {
             true => Cow::Borrowed(&self.micro_batches),
@@ -99,21 +100,21 @@ impl Batch {
         }
     }
 
-    /// The place of a micro-batch in the columns.
+    /// Returns the range of a micro-batch in the columns.
     pub fn span(&self, micro_batch: &MicroBatch) -> Range<usize> {
         self.cu_seqlens[micro_batch.sequences.start]..self.cu_seqlens[micro_batch.sequences.end]
     }
 
-    /// The trained tokens that count.
+    /// Returns the trained tokens, without the rejected ones.
     ///
     /// # Errors
-    /// When the columns disagree.
+    /// When the columns have different lengths.
     pub fn tokens(&self) -> Result<Sequences<'_>> {
         Sequences::new(&self.cu_seqlens, &self.mask)
     }
 
-    /// Which sequences each update of epoch `epoch` takes: one update takes all in order, several take even
-    /// shares of a shuffle that depends on seed, step and epoch alone.
+    /// Returns the sequence indices of each update of epoch `epoch`. A single update takes all sequences in
+    /// order. Several updates take equal shares of a shuffle that depends on seed, step and epoch alone.
     pub fn minibatches(&self, count: usize, seed: u64, step: u64, epoch: u64) -> Vec<Vec<usize>> {
         let total = self.sequences.len();
         let count = count.clamp(1, total.max(1));
@@ -124,7 +125,8 @@ impl Batch {
         (0..count).map(|i| order[i * total / count..(i + 1) * total / count].to_vec()).collect()
     }
 
-    /// The minibatch of the sequences `indices`, in that order; the batch itself where that is all of it.
+    /// Returns the minibatch of the sequences `indices`, in that order; borrows the batch if `indices` is all
+    /// of it.
     ///
     /// # Errors
     /// When memory runs out.
@@ -166,7 +168,8 @@ impl Batch {
         Ok(Cow::Owned(minibatch))
     }
 
-    /// Joins the outputs of the policy's micro-batches. Experts are read where sampling's are known.
+    /// Joins the outputs of the policy's micro-batches. Reads the experts only if those of sampling are
+    /// known.
     ///
     /// # Errors
     /// When experts cannot be read.
@@ -178,12 +181,12 @@ impl Batch {
         Ok(Forward { log_probs: outputs.iter().flat_map(|o| o.log_probs()).copied().collect(), routes })
     }
 
-    /// `rollout_corr/`, `mismatch/` and `training/` figures: how far the log-probabilities and experts of
-    /// sampling are from those of `training`, a forward before the first update. Rejected tokens are among
-    /// them.
+    /// Returns the `rollout_corr/`, `mismatch/` and `training/` metrics. They compare the log-probabilities
+    /// and experts of sampling with those of `training`, a forward before the first update. Rejected tokens
+    /// are included.
     ///
     /// # Errors
-    /// When no token was sampled, or a log-probability is no number.
+    /// When no token was sampled, or a log-probability is not a number.
     pub fn mismatch(&self, training: &Forward) -> Result<Metrics> {
         let all = vec![true; self.rollout_log_probs.len()];
         let sequences = Sequences::new(&self.cu_seqlens, &all)?;
@@ -205,8 +208,8 @@ impl Batch {
         Ok(metrics)
     }
 
-    /// Advantages and, with the log-probabilities `training` of a forward before the first update,
-    /// mismatches, spread over all tokens of each sequence.
+    /// Returns the advantages of all tokens of each sequence. With `training`, the log-probabilities of a
+    /// forward before the first update, it also returns the mismatches.
     pub fn token_figures(&self, training: Option<&[f32]>) -> Vec<TokenFigures> {
         let of_sequence = |(sequence, span): (&Arc<Sequence>, &[usize])| {
             let spread = |value: &dyn Fn(usize) -> f32| -> Vec<f32> {
@@ -230,7 +233,7 @@ fn pack(sequences: &[Arc<Sequence>], packing: Packing) -> Vec<MicroBatch> {
     MicroBatch::split_sharing(sequences, packing.cut, |_| packing.shared_positions_max)
 }
 
-/// Packs with experts to replay. Sequences share only rows that have the same experts.
+/// Packs the sequences with experts to replay. Sequences share only rows with the same experts.
 fn pack_replayed(
     sequences: &[Arc<Sequence>],
     Packing { cut, shared_positions_max, top_k }: Packing,

@@ -1,4 +1,4 @@
-//! Runs the micro-batches of a batch, side by side or one after the other, and sums gradients in batch order.
+//! Runs the micro-batches of a batch, in parallel or one at a time, and sums gradients in batch order.
 
 use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
 use super::gradients::{GradientSum, clip};
@@ -11,16 +11,16 @@ use crate::ops::threads::{Threads, awake};
 use anyhow::{Context, Result, ensure};
 use std::sync::{Mutex, PoisonError};
 
-/// Models of up to this many bytes run micro-batches side by side, one a thread. Larger models run one
+/// Maximum bytes of a model that runs micro-batches in parallel, one a thread. Larger models run one
 /// micro-batch at a time and parallelise each op.
 const SIDE_BY_SIDE_BYTES_MAX: u64 = 256 << 20;
 
-/// Whether micro-batches of a model of `weight_bytes` run side by side.
+/// Returns whether micro-batches of a model of `weight_bytes` run in parallel.
 pub fn side_by_side(weight_bytes: u64) -> bool {
     weight_bytes <= SIDE_BY_SIDE_BYTES_MAX
 }
 
-/// A model that runs batches. Its parameters hold the gradients.
+/// Runs batches through a model. The gradients are stored in its parameters.
 #[derive(Clone, Copy)]
 pub struct BatchRunner<'a> {
     pub threads: &'a Threads,
@@ -28,18 +28,21 @@ pub struct BatchRunner<'a> {
     pub parameters: &'a Parameters,
 }
 
-/// The objective of each micro-batch: its index, then as [`super::forward_backward::HeadObjective`].
+/// The objective of each micro-batch: its index, then the arguments of
+/// [`super::forward_backward::HeadObjective`].
 pub type BatchObjective<'a, const N: usize> =
     &'a (dyn Fn(usize, [&[f32]; N]) -> Result<HeadColumns<N>> + Sync);
 
 impl BatchRunner<'_> {
-    /// Runs forward and backward of every micro-batch, and leaves the batch's gradients in the parameters.
-    /// `objective` is called for every micro-batch, also for those that other processes ran. Its gradients
-    /// must already be divided by the whole batch's count. `load_balance` is the coefficient over the whole
+    /// Runs the forward and backward pass of every micro-batch. The parameters hold the gradients of the
     /// batch.
     ///
+    /// `objective` is called for every micro-batch, including those that other processes ran. Its gradients
+    /// must already be divided by the token count of the whole batch. `load_balance` is the coefficient over
+    /// the whole batch.
+    ///
     /// # Errors
-    /// Those of the passes and of the objective.
+    /// When a pass or the objective fails.
     pub fn accumulate<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -63,7 +66,7 @@ impl BatchRunner<'_> {
         let sum = self.threads.wide(|| GradientSum::begin(self.parameters))?;
         let outputs = self.each(batches, |turn| {
             let weights = self.parameters.for_passes(Some(&sum.of_pass(turn.round)));
-            // Passes after a failed one would wait for it.
+            // Otherwise later passes would wait for a failed one.
             weights.and_then(|weights| pass(turn, &weights)).inspect_err(|_| sum.fail(turn.round))
         })?;
         sum.finish()?;
@@ -74,10 +77,10 @@ impl BatchRunner<'_> {
         Ok(outputs)
     }
 
-    /// The head's columns of every micro-batch, without gradients.
+    /// Returns the head's columns of every micro-batch, without gradients.
     ///
     /// # Errors
-    /// Those of the passes.
+    /// When a pass fails.
     pub fn forward<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -86,11 +89,11 @@ impl BatchRunner<'_> {
         self.forward_observed(batches, settings, &|_| ())
     }
 
-    /// Like [`Self::forward`]; calls `passed` after each micro-batch of this process, in any order and from
-    /// any thread.
+    /// Like [`Self::forward`], but calls `passed` after each micro-batch of this process, in any order and
+    /// from any thread.
     ///
     /// # Errors
-    /// Those of the passes.
+    /// When a pass fails.
     pub fn forward_observed<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -109,38 +112,39 @@ impl BatchRunner<'_> {
     /// Clips the gradients, updates the weights with them, and returns the gradient norm before clipping.
     ///
     /// # Errors
-    /// When the norm is no number; the weights are as they were then.
+    /// When the norm is not a number; the weights are then unchanged.
     pub fn clip_and_update(&self, optimizer: &mut Optimizer, lr: f64) -> Result<f64> {
         self.threads.wide(|| {
             let norm = clip(self.parameters, optimizer.settings.grad_norm_max)?;
             ensure!(
                 norm.is_finite(),
-                "the gradient norm is {norm}: the run is stopped before the weights are spoiled; lower the learning rate or clip"
+                "the gradient norm is {norm}: the run stops before the weights are damaged; lower the learning rate or clip"
             );
             optimizer.update(self.parameters, lr)?;
             Ok(norm)
         })
     }
 
-    /// Whether passes run side by side. A GPU runs one after the other.
+    /// Returns whether passes run in parallel. On a GPU they run one at a time.
     fn is_side_by_side(&self) -> bool {
         self.parameters.device().is_cpu() && side_by_side(self.parameters.bytes())
     }
 
-    /// The cut of a batch into micro-batches of up to `tokens_max` tokens.
+    /// Returns the limits for micro-batches of up to `tokens_max` tokens.
     pub fn cut(&self, tokens_max: usize) -> Cut {
         Cut { tokens_max, in_pairs: self.is_side_by_side() }
     }
 
-    /// The packing of trajectories into micro-batches of up to `tokens_max` tokens. On a GPU sequences share
-    /// no rows, as its attention reads whole sequences.
+    /// Returns the packing of trajectories into micro-batches of up to `tokens_max` tokens. On a GPU
+    /// sequences share no rows, because its attention reads whole sequences.
     pub fn packing(&self, tokens_max: usize) -> Packing {
         let shared_positions_max = if self.parameters.device().is_cpu() { usize::MAX } else { 0 };
         let top_k = self.model.config.num_experts_per_tok;
         Packing { cut: self.cut(tokens_max), shared_positions_max, top_k }
     }
 
-    /// Calls `run` for each of `batches` and returns the results in order. Where each runs changes no result.
+    /// Calls `run` for each of `batches` and returns the results in order. The thread that runs a batch does
+    /// not change its result.
     fn each<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -156,8 +160,9 @@ impl BatchRunner<'_> {
         }
     }
 
-    /// Processes, or groups of them, take the micro-batches in turn. All run the same number of passes, since
-    /// passes exchange tensors; a process that has none left runs the last one masked.
+    /// Distributes the micro-batches over the processes, or groups of them, in round-robin order. All
+    /// processes run the same number of passes, because passes exchange tensors. A process with no
+    /// micro-batch left runs its last one masked.
     fn in_turn<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -186,7 +191,7 @@ impl BatchRunner<'_> {
     }
 }
 
-/// One value a micro-batch, which objectives put in from any thread.
+/// One value a micro-batch; objectives set the values from any thread.
 pub struct Shares<S>(Vec<Mutex<Option<S>>>);
 
 impl<S> Shares<S> {
@@ -208,13 +213,13 @@ impl<S> Shares<S> {
     }
 }
 
-/// One pass of a batch.
+/// One pass of a batch in this process.
 #[derive(Debug, Clone, Copy)]
 struct Turn {
-    /// Its micro-batch.
+    /// Index of its micro-batch.
     index: usize,
-    /// Its number among the passes of this process.
+    /// Index of the pass among those of this process.
     round: usize,
-    /// Whether it runs only to exchange tensors with other ranks' passes.
+    /// Whether the pass adds no gradient and runs only to exchange tensors with the passes of other ranks.
     masked: bool,
 }

@@ -1,7 +1,6 @@
-//! The critic: the policy's decoder stack with a value head, its estimate of advantages, and its gradients.
+//! The critic: the policy's decoder stack with a value head; its advantage estimates and gradients.
 //!
-//! The value of a token is read where the policy chooses it, before it is seen: V of the state, not of the
-//! action.
+//! The value of a token is read at the row that predicts the token. It is V of the state, not of the action.
 
 use super::batch::Batch;
 use super::batch_runner::{BatchRunner, Shares};
@@ -31,9 +30,9 @@ pub struct Critic {
 }
 
 impl Critic {
-    /// A critic that starts from a copy of the `policy`'s decoder stack, with a head drawn from the run's
-    /// `seed`. Where the policy has an adapter, the critic is a second adapter on the same base. `trainable`
-    /// marks its trainable tensors.
+    /// Creates a critic from a copy of the `policy`'s decoder stack, with a head drawn from the run's `seed`.
+    /// If the policy has an adapter, the critic is a second adapter on the same base. `trainable` selects its
+    /// trainable tensors.
     ///
     /// # Errors
     /// When memory runs out.
@@ -72,7 +71,7 @@ impl Critic {
         Ok(Self { settings: settings.clone(), parameters, optimizer })
     }
 
-    /// A second adapter with a head on the policy's base, none of which is copied.
+    /// Creates a second adapter with a value head on the policy's base. It copies no tensor of the base.
     fn adapted(
         (config, policy, lora): (&Config, &Parameters, &Lora),
         trainable: &[bool],
@@ -93,20 +92,20 @@ impl Critic {
     }
 }
 
-/// The critic at one step.
+/// The critic and its settings at one step.
 #[derive(Clone, Copy)]
 pub struct CriticStep<'a> {
-    /// Over the critic's parameters.
+    /// Runs batches with the critic's parameters.
     pub runner: BatchRunner<'a>,
     pub settings: &'a CriticSettings,
-    /// The aggregation of the policy loss, with the constant that it may need.
+    /// The aggregation of the policy loss.
     pub aggregation: Aggregation,
     pub response_tokens_max: usize,
     pub pass: PassSettings,
     pub micro_batch_tokens: usize,
 }
 
-/// The critic's estimate, one value a token.
+/// The critic's advantages and returns, one value a token.
 pub struct ValueEstimate {
     /// Normalised over the batch.
     pub advantages: Vec<f32>,
@@ -119,19 +118,19 @@ impl CriticStep<'_> {
         batch.micro_batches_of(self.runner.packing(self.micro_batch_tokens))
     }
 
-    /// The value of every trained token of `batch`, one after the other.
+    /// Returns the value of every trained token of `batch`, in batch order.
     ///
     /// # Errors
-    /// Those of the passes.
+    /// When a pass fails.
     pub fn values(&self, batch: &Batch) -> Result<Vec<f32>> {
         let outputs = self.runner.forward(&self.micro_batches(batch), self.pass)?;
         Ok(outputs.into_iter().flat_map(|PassOutput { head: [values], .. }| values).collect())
     }
 
-    /// Advantages and returns from `rewards` and `values`, one a token.
+    /// Returns advantages and returns from `rewards` and `values`, one value a token.
     ///
     /// # Errors
-    /// When a value is no number, or the batch has too few tokens to be normalised.
+    /// When a value is not a number, or the batch has too few tokens to normalise over.
     pub fn estimate(&self, sequences: &Sequences, rewards: &[f32], values: &[f32]) -> Result<ValueEstimate> {
         let found = gae(sequences, rewards, values, self.settings.gamma, self.settings.lambda)?;
         let advantages = whiten(sequences, &found.advantages)?;
@@ -148,18 +147,18 @@ impl CriticStep<'_> {
         Ok(ValueEstimate { advantages, returns: found.returns, metrics })
     }
 
-    /// Gradients of the value loss over `batch` or a minibatch, into the critic's parameters. Returns the
-    /// figures; `None` when every token was rejected.
+    /// Computes the gradients of the value loss over `batch` or a minibatch, into the critic's parameters.
+    /// Returns the metrics; `None` when every token was rejected.
     ///
     /// # Errors
-    /// When a pass fails, a value is no number, or the batch has no values and returns.
+    /// When a pass fails, a value is not a number, or the batch has no values and returns.
     pub fn gradients(&self, batch: &Batch) -> Result<Option<Metrics>> {
         let tokens = batch.tokens()?;
         if tokens.valid_tokens() == 0 {
             return Ok(None);
         }
         let (old_values, returns) =
-            batch.values.as_ref().zip(batch.returns.as_ref()).context("no values to learn from")?;
+            batch.values.as_ref().zip(batch.returns.as_ref()).context("no values or no returns")?;
         let size = BatchSize::of(&tokens, self.response_tokens_max);
         let normalizer = Normalizer::new(self.aggregation, size)?;
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };

@@ -11,7 +11,7 @@ use anyhow::Result;
 use serde_json::Value;
 use std::path::Path;
 
-/// Where supervised examples come from.
+/// The source of supervised examples.
 pub enum Examples {
     /// Rows of a file, reshuffled each epoch.
     Rows { sequences: Vec<Sequence>, order: Order },
@@ -19,23 +19,23 @@ pub enum Examples {
     Demonstrations,
 }
 
-/// Turns conversations into tokens.
+/// Renders conversations into tokens.
 #[derive(Clone, Copy)]
 pub struct Rendering<'a> {
     pub chat: &'a Chat,
-    /// System and developer messages in front of a demonstration.
+    /// System and developer messages before a demonstration.
     pub preamble: &'a [Message],
-    /// Longest sequence that the model takes, tokens.
+    /// Maximum tokens of a sequence.
     pub context_tokens_max: usize,
     /// Size of the model's vocabulary.
     pub vocabulary: usize,
 }
 
 impl Rendering<'_> {
-    /// A demonstration's tokens; the assistant's own are trained on.
+    /// Returns a demonstration's tokens. The loss covers the assistant's tokens.
     ///
     /// # Errors
-    /// When a message cannot be rendered or the whole is longer than the context.
+    /// When a message cannot be rendered, or the conversation is longer than the context.
     pub fn demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
         let messages: Vec<Message> = self.preamble.iter().chain(&demonstration.messages).cloned().collect();
         let place = match self.preamble.is_empty() {
@@ -68,7 +68,7 @@ impl Rendering<'_> {
         Ok(Sequence { tokens, mask })
     }
 
-    /// Reads JSON lines, each `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`, up to `rows_max`.
+    /// Reads up to `rows_max` JSON lines, each `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] naming file and row.
@@ -102,10 +102,10 @@ impl Rendering<'_> {
 }
 
 impl Examples {
-    /// Rows of a file when there is one, else the task's demonstrations.
+    /// Reads the rows of `file` if given; else uses the task's demonstrations.
     ///
     /// # Errors
-    /// Those of [`Rendering::read_rows`].
+    /// When [`Rendering::read_rows`] fails.
     pub fn open(file: Option<&Path>, rendering: &Rendering) -> Result<Self> {
         Ok(match file {
             Some(path) => {
@@ -117,10 +117,10 @@ impl Examples {
         })
     }
 
-    /// Examples `start..start + count` of the endless stream.
+    /// Returns examples `start..start + count` of the endless stream.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the task makes no demonstrations.
+    /// [`crate::error::BadInput`] when the task has no demonstrations.
     pub fn batch(
         &self,
         rendering: &Rendering,

@@ -1,7 +1,7 @@
 //! Forward and backward of one micro-batch, layer by layer.
 //!
-//! With recomputation only each layer's input is kept; the backward computes a layer again with gradients,
-//! from the gradient above it. Without it one graph holds everything. The bits are the same.
+//! With recomputation, a pass keeps only each layer's input; the backward pass recomputes one layer at a
+//! time. Without it, one graph holds all activations. Both give the same bits.
 
 use super::micro_batch::MicroBatch;
 use crate::model::attend::PackedAttention;
@@ -19,58 +19,58 @@ use candle_core::Tensor;
 #[derive(Debug, Clone, Copy)]
 pub struct PassSettings {
     pub recompute_layers: bool,
-    /// The sampling temperature: log-probabilities are those of the sampled distribution.
+    /// The sampling temperature. Log-probabilities are those of the distribution at this temperature.
     pub temperature: f64,
-    /// Coefficient of the load-balancing loss for this micro-batch (already its share of the batch); 0 for
-    /// none.
+    /// Coefficient of the load-balancing loss for this micro-batch, scaled by its share of the batch; 0 means
+    /// off.
     pub load_balance: f64,
     pub forward: ForwardOptions,
 }
 
-/// The head's output for each target, in columns of `[R]`: a policy's log-probabilities and entropies, or a
-/// critic's values.
+/// The head's outputs for each target, in `N` columns of `[R]`: a policy's log-probabilities and entropies,
+/// or a critic's values.
 pub type HeadColumns<const N: usize> = [Vec<f32>; N];
 
-/// From the columns of the head to the objective's gradients with respect to them.
+/// A function from the head's columns to the objective's gradients with respect to them.
 pub type HeadObjective<'a, const N: usize> = &'a dyn Fn([&[f32]; N]) -> Result<HeadColumns<N>>;
 
-/// The output of a pass. Gradients went to the weights' sink.
+/// The output of a pass. The gradients are in the sink of the weights.
 #[derive(Debug)]
 pub struct PassOutput<const N: usize = 2> {
     pub head: HeadColumns<N>,
-    /// The experts chosen, u32 `[T, K]` a layer; none in a model without experts.
+    /// The chosen experts, u32 `[T, K]` for each layer; empty for a model without experts.
     pub routes: Vec<Tensor>,
-    /// Load-balancing loss, mean over layers, before its coefficient; 0 when not asked for.
+    /// Load-balancing loss, mean over layers, before its coefficient; 0 when it is off.
     pub load_balance: f64,
 }
 
 impl PassOutput {
-    /// Log-probability of each target, `[R]`.
+    /// Returns the log-probability of each target, `[R]`.
     pub fn log_probs(&self) -> &[f32] {
         &self.head[0]
     }
 
-    /// Entropy of each target's distribution in nats, `[R]`.
+    /// Returns the entropy of each target's distribution in nats, `[R]`.
     pub fn entropies(&self) -> &[f32] {
         &self.head[1]
     }
 }
 
-/// The pass of one micro-batch.
+/// The forward and backward pass of one micro-batch.
 pub struct Pass<'a> {
     pub model: &'a Model,
-    /// Trainable ones have a sink for their gradients.
+    /// The weights; trainable ones have a sink for their gradients.
     pub weights: &'a Weights,
     pub batch: &'a MicroBatch,
     pub settings: PassSettings,
 }
 
 impl Pass<'_> {
-    /// The head's columns and the chosen experts; `weights` should be frozen. A critic's value of a target is
-    /// read where the target is predicted.
+    /// Returns the head's columns and the chosen experts; `weights` should be frozen. A critic's value of a
+    /// target is read at the row that predicts it.
     ///
     /// # Errors
-    /// When the batch does not fit the model, or its head gives another number of columns.
+    /// When the batch does not fit the model, or the head gives a number of columns other than `N`.
     pub fn forward<const N: usize>(&self) -> Result<PassOutput<N>> {
         let mut routes = vec![];
         let hidden = self.walk(&self.stack(), &mut |_, _, output| {
@@ -80,11 +80,11 @@ impl Pass<'_> {
         Ok(PassOutput { head: columns(&self.head(&hidden)?)?, routes, load_balance: 0.0 })
     }
 
-    /// Forward, `objective` on the head's columns, backward.
+    /// Runs the forward pass, `objective` on the head's columns, and the backward pass.
     ///
     /// # Errors
-    /// When the batch does not fit the model, its head gives another number of columns, or the objective
-    /// fails.
+    /// When the batch does not fit the model, the head gives a number of columns other than `N`, or the
+    /// objective fails.
     pub fn forward_backward<const N: usize>(&self, objective: HeadObjective<'_, N>) -> Result<PassOutput<N>> {
         if self.settings.recompute_layers { self.recomputed(objective) } else { self.whole_graph(objective) }
     }
@@ -93,7 +93,7 @@ impl Pass<'_> {
         DecoderStack { model: self.model, weights: self.weights, forward: self.settings.forward }
     }
 
-    /// Calls `f` with the batch's rows, which use the experts `replay`.
+    /// Calls `f` with the batch's rows. The rows use the experts `replay`, if given.
     fn with_rows<R>(&self, replay: Option<&[Tensor]>, f: impl FnOnce(&mut Rows) -> R) -> R {
         let sequence_rows = self.batch.sequence_rows.clone();
         let rotation = self.model.rotation(self.batch.positions.clone());
@@ -115,7 +115,7 @@ impl Pass<'_> {
         self.with_rows(replay.as_deref(), |rows| stack.forward(&self.batch.tokens, rows, keep))
     }
 
-    /// The head's output, `[N, R]`.
+    /// Returns the head's output, `[N, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
         let normed = self.stack().normed(hidden, &self.batch.rows)?;
         self.stack().head(&normed, &self.batch.targets, self.settings.temperature)
@@ -164,7 +164,7 @@ impl Pass<'_> {
             let x = inputs.pop().context("a layer's input is missing")?;
             let next = index.checked_sub(1);
             upstream = self.through(&x, || {
-                // The experts of the first forward, whoever chose them.
+                // The recomputation uses the experts of the first forward.
                 let output =
                     self.with_rows(Some(&routes), |rows| self.stack().layer(index, next, &x, rows))?;
                 let balance = self.load_balance(&output, &mut balances)?;
@@ -175,13 +175,15 @@ impl Pass<'_> {
         Ok(PassOutput { head: columns(&head)?, routes, load_balance: self.mean_of_layers(&balances)? })
     }
 
-    /// The gradient with respect to `x` of what `forward` computes from it and returns with its gradients.
+    /// Returns the gradient with respect to `x`. `forward` computes outputs from `x` and returns each with
+    /// its gradient.
     fn through(&self, x: &Tensor, forward: impl FnOnce() -> Result<Vec<(Tensor, Tensor)>>) -> Result<Tensor> {
         let gradient = differentiate(&[x], forward)?.pop().flatten();
         gradient.context("no gradient at a layer's input")
     }
 
-    /// The mean over layers of the losses; read once at the end of a pass, as reading waits for a GPU.
+    /// Returns the mean of `losses` over layers. It is read once at the end of a pass, because a read waits
+    /// for the GPU.
     fn mean_of_layers(&self, losses: &[Tensor]) -> Result<f64> {
         let mut sum = 0.0;
         for loss in losses {
@@ -190,8 +192,8 @@ impl Pass<'_> {
         Ok(sum / self.model.config.num_hidden_layers as f64)
     }
 
-    /// The layer's load-balancing loss with its coefficient, where there is one. Appends the loss to
-    /// `balances`.
+    /// Returns the layer's load-balancing loss and its coefficient, if the coefficient is not 0. Appends the
+    /// loss to `balances`.
     fn load_balance(
         &self,
         output: &LayerOutput,
@@ -215,7 +217,7 @@ impl Pass<'_> {
         Ok(Some((loss, coefficient)))
     }
 
-    /// The objective's gradient as a tensor of the head's shape, `[N, R]`.
+    /// Returns the objective's gradient as a tensor of the head's shape, `[N, R]`.
     fn gradient<const N: usize>(&self, head: &Tensor, objective: HeadObjective<'_, N>) -> Result<Tensor> {
         let mut columns = columns::<N>(head)?;
         for column in &mut columns {
@@ -226,14 +228,14 @@ impl Pass<'_> {
         Ok(Tensor::from_vec(own, head.shape(), head.device())?)
     }
 
-    /// Joins this rank's column `own` with the other ranks' into that of all targets.
+    /// Joins this rank's column `own` with the columns of the other ranks into the column of all targets.
     fn of_all(&self, own: Vec<f32>) -> Result<Vec<f32>> {
         let Some(split) = &self.batch.split else { return Ok(own) };
         let lengths: Vec<usize> = split.targets.iter().map(Vec::len).collect();
         Ok(split.column(&split.rows.all("what the head gives", &own, &lengths)?))
     }
 
-    /// This rank's part of a column of all targets.
+    /// Returns this rank's shard of a column of all targets.
     fn of_own(&self, all: Vec<f32>) -> Vec<f32> {
         match &self.batch.split {
             None => all,

@@ -1,12 +1,13 @@
 //! The sum of a batch's gradients: every pass adds in place to one set of buffers, in the order of the batch.
 //!
-//! Passes run side by side, but one pass at a time locks a parameter's buffer; pass `i + 1` waits until pass
-//! `i` has added all of its gradients to it. Passes add gradients in the same parameter order, so they form a
-//! pipeline. The order of additions does not depend on the number of threads, and no buffer is copied.
+//! Passes run in parallel, but one pass at a time locks a parameter's buffer. Pass `i + 1` waits until pass
+//! `i` has added all of its gradients to that buffer. Passes add gradients in the same parameter order, so
+//! they form a pipeline. The order of additions does not depend on the number of threads, and no buffer is
+//! copied.
 //!
-//! With several processes a pass adds to a whole tensor of zeros. The ranks exchange its shards, and each
-//! adds the received shards to its own, in rank order. Ranks take the micro-batches in turn, so rank order is
-//! batch order.
+//! With several processes, a pass adds to a whole tensor of zeros. The ranks then exchange shards of that
+//! tensor. Each rank adds the received shards to its own shard in rank order. Micro-batches go to the ranks
+//! in round-robin order, so rank order is batch order.
 
 use crate::dist::wire::f32_bytes;
 use crate::dist::wire::f32_values;
@@ -23,21 +24,21 @@ use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// Bytes of gradients in one exchange at least: small tensors are sent together.
+/// Minimum bytes of gradients in one exchange; small tensors are sent together.
 const GROUP_BYTES: u64 = 4 << 20;
-/// Bytes of gradients in flight at most, sent and received. A larger tensor is sent alone.
+/// Maximum bytes of gradients in flight, sent and received. A larger tensor is sent alone.
 const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
 
-/// Bytes in flight at most where the gradients of one pass are `pass_bytes`: never more than those of one
-/// pass.
+/// Returns the maximum bytes in flight when one pass has gradients of `pass_bytes`; at most `pass_bytes`.
 pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
     EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
 }
 
-/// The gradient buffers of one batch, and the pass whose turn it is at each.
+/// The gradient buffers of one batch, and the pass that may add next to each buffer.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
-    /// How often a pass adds to each: twice for an embedding tied to the head, the head's part first.
+    /// Additions of one pass to each parameter: 2 for an embedding tied to the head (the head's first), else
+    /// 1.
     uses: Vec<usize>,
     turns: Mutex<Turns>,
     changed: Condvar,
@@ -49,9 +50,9 @@ pub struct GradientSum {
 struct Reduction {
     mesh: Arc<Mesh>,
     specs: Vec<ParameterSpec>,
-    /// Where passes add.
+    /// The device on which passes add gradients.
     device: Device,
-    /// Bytes in flight at most.
+    /// Maximum bytes in flight.
     bytes_max: u64,
     on_its_way: Mutex<OnItsWay>,
 }
@@ -61,27 +62,28 @@ struct Reduction {
 struct OnItsWay {
     /// Whole tensors that wait to be sent together, and their bytes.
     waiting: (Vec<(usize, Tensor)>, u64),
-    /// Their pass. An exchange holds one pass: two would be added by rank and not in batch order.
+    /// The pass of the waiting tensors. One exchange holds one pass: two passes would be added by rank, not
+    /// in batch order.
     pass: usize,
-    /// Exchanges: their parameters, and the bytes they take.
+    /// Exchanges in flight: their parameters, their bytes, and the exchange.
     started: VecDeque<(Vec<usize>, u64, PendingExchange)>,
 }
 
 struct Turns {
-    /// How often each parameter's buffer was added to.
+    /// Additions to each parameter's buffer so far.
     adds: Vec<usize>,
-    /// The first pass that ended before it had added everything.
+    /// The first pass that failed before it had added all gradients.
     failed: Option<usize>,
 }
 
-/// One pass's place in the sum.
+/// The gradient sink of one pass.
 struct PassTurn {
     sum: Arc<GradientSum>,
     pass: usize,
 }
 
 impl GradientSum {
-    /// Clears the gradients of trainable parameters and begins a sum in them.
+    /// Clears the gradients of trainable parameters and begins a new sum.
     ///
     /// # Errors
     /// When a gradient cannot be written.
@@ -105,18 +107,18 @@ impl GradientSum {
     /// Waits until every gradient has been added.
     ///
     /// # Errors
-    /// When a rank does not come in time.
+    /// When a rank does not answer within the time limit.
     pub fn finish(&self) -> candle_core::Result<()> {
         self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))
     }
 
-    /// The sink of pass `pass` of the batch, from 0. It takes each parameter's gradient once for each of its
-    /// uses.
+    /// Returns the gradient sink of pass `pass` of the batch, from 0. The sink takes one gradient for each
+    /// use of a parameter.
     pub fn of_pass(self: &Arc<Self>, pass: usize) -> Arc<dyn GradientSink> {
         Arc::new(PassTurn { sum: self.clone(), pass })
     }
 
-    /// Marks pass `pass` as failed, so that later ones do not wait for it.
+    /// Marks pass `pass` as failed, so that later passes do not wait for it.
     pub fn fail(&self, pass: usize) {
         let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         turns.failed = Some(turns.failed.map_or(pass, |first| first.min(pass)));
@@ -156,7 +158,7 @@ impl GradientSink for PassTurn {
 }
 
 impl Reduction {
-    /// Has `add` add to zeros, and sends the waiting tensors once they are [`GROUP_BYTES`].
+    /// Calls `add` on a tensor of zeros. Sends the waiting tensors once they hold [`GROUP_BYTES`].
     fn add(
         &self,
         pass: usize,
@@ -202,13 +204,13 @@ impl Reduction {
         Ok(())
     }
 
-    /// How many values of a parameter's gradient this rank holds.
+    /// Returns the number of values of a parameter's gradient that this rank holds.
     fn own_values(&self, parameter: usize) -> usize {
         let values = self.specs[parameter].element_count();
         shard_range(values, parameter, self.mesh.rank(), self.mesh.ranks()).len()
     }
 
-    /// Adds received shards, in rank order, until at most `left` bytes are in flight.
+    /// Adds received shards in rank order until at most `left` bytes are in flight.
     fn settle(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>], left: u64) -> candle_core::Result<()> {
         while state.started.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > left {
             let Some((parameters, _, started)) = state.started.pop_front() else { break };
@@ -235,7 +237,7 @@ impl Reduction {
     }
 }
 
-/// A pass that unwinds has failed, and later ones must not wait for it.
+/// Marks a pass that panics as failed, so that later passes do not wait for it.
 impl Drop for PassTurn {
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -244,7 +246,7 @@ impl Drop for PassTurn {
     }
 }
 
-/// The norm of the gradient over all parameters.
+/// Returns the norm of the gradient over all parameters.
 ///
 /// # Errors
 /// When a gradient cannot be read.
@@ -252,13 +254,14 @@ pub fn global_norm(parameters: &Parameters) -> Result<f64> {
     let gradients: Vec<&Tensor> = parameters.gradients().flatten().collect();
     let squares = gradients.par_iter().map(|gradient| sum_of_squares(gradient));
     let squares = squares.collect::<candle_core::Result<Vec<f64>>>()?;
-    // Each rank's share of each tensor, in rank order.
+    // The squared norms of all ranks' shards, in rank order.
     let ranks = parameters.mesh().all_gather_records("the gradient's norm", &squares)?;
     let of_tensor = |index: usize| ranks.iter().map(|squares| squares[index]).sum::<f64>();
     Ok((0..squares.len()).map(of_tensor).sum::<f64>().sqrt())
 }
 
-/// Scales all gradients down to `norm_max` where they exceed it; 0 means no limit. Returns the norm before.
+/// Scales all gradients down if their norm exceeds `norm_max`; 0 means no limit. Returns the norm before
+/// scaling.
 ///
 /// # Errors
 /// When a gradient cannot be read or written.

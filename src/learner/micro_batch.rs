@@ -10,59 +10,59 @@ use std::borrow::{Borrow, Cow};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// One sequence to train on.
+/// One training sequence.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sequence {
     pub tokens: Vec<u32>,
-    /// True where the token is trained on. The first token never is, as no token predicts it.
+    /// True where the loss covers the token. It is false for the first token, which no token predicts.
     pub mask: Vec<bool>,
 }
 
-/// Sequences as the forward takes them. A sequence's last token predicts nothing, so it is a target only.
+/// Packed sequences, the input of a forward pass. A sequence's last token predicts nothing, so it is only a
+/// target.
 #[derive(Debug, Clone)]
 pub struct MicroBatch {
-    /// Which sequences of the batch these are.
+    /// Range of these sequences in the batch.
     pub sequences: Range<usize>,
     /// Input ids, `[T]`.
     pub tokens: Arc<Vec<u32>>,
-    /// Position of each within its sequence, `[T]`.
+    /// Position of each token within its sequence, `[T]`.
     pub positions: Vec<u32>,
     /// The rows of each sequence in `tokens`.
     pub sequence_rows: Arc<SequenceRows>,
-    /// How many sequences hold each row, `[T]`; `None` where nothing is shared.
+    /// Number of sequences that share each row, `[T]`; `None` if no row is shared.
     pub holders: Option<Arc<Vec<u32>>>,
-    /// Rows that predict a trained token, `[R]`. A shared row is listed once for each sequence that it
-    /// predicts a token of.
+    /// Rows that predict a trained token, `[R]`. A shared row appears once for each sequence in which it
+    /// predicts one.
     pub rows: Arc<Vec<u32>>,
-    /// The tokens they predict, `[R]`.
+    /// The tokens that `rows` predict, `[R]`.
     pub targets: Arc<Vec<u32>>,
-    /// Start of each sequence in `rows`, and `R`.
+    /// Start of each sequence in `rows`, and the length `R`.
     pub cu_targets: Vec<usize>,
-    /// Experts to use instead of the router's choice, u32 `[T, K]` a layer.
+    /// Experts that replace the router's choice, u32 `[T, K]` for each layer.
     pub replay: Option<Vec<Tensor>>,
-    /// Present in one rank's part of a micro-batch. Tokens, positions, rows, targets and experts are then
-    /// this rank's; the rest is the whole's.
+    /// Present in one rank's shard of a micro-batch. Then tokens, positions, rows, targets and experts are
+    /// those of this rank; the other fields describe the whole micro-batch.
     pub split: Option<Arc<Split>>,
 }
 
-/// The parameters of packing. The same sequences and experts under the same packing give the same
-/// micro-batches.
+/// The parameters of packing. Equal sequences, experts and packing give equal micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Packing {
     pub cut: Cut,
-    /// Positions that a sequence may share with the one before it, at most.
+    /// Maximum positions that a sequence may share with the one before it.
     pub shared_positions_max: usize,
-    /// Experts of a token.
+    /// Number of experts of a token.
     pub top_k: usize,
 }
 
-/// The cut of a batch into micro-batches.
+/// The limits for a split of a batch into micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cut {
-    /// Input tokens of a micro-batch at most.
+    /// Maximum input tokens of a micro-batch.
     pub tokens_max: usize,
-    /// Whether several micro-batches are made even in number, so that two threads have equal work. It does
-    /// not depend on the actual number of threads, so no bit does.
+    /// Whether the number of micro-batches is even when it is above 1, so that two threads have equal work.
+    /// It does not depend on the actual number of threads, so results do not either.
     pub in_pairs: bool,
 }
 
@@ -73,10 +73,10 @@ impl From<usize> for Cut {
     }
 }
 
-/// The split of a micro-batch over the ranks that share it.
+/// The shards of a micro-batch over the ranks of a sequence-parallel group.
 pub struct Split {
     pub rows: Arc<SplitRows>,
-    /// For each rank the indices of its targets among the whole's.
+    /// For each rank, the indices of its targets in the whole micro-batch.
     pub targets: Vec<Vec<usize>>,
 }
 
@@ -87,12 +87,12 @@ impl std::fmt::Debug for Split {
 }
 
 impl Split {
-    /// The indices of this rank's targets.
+    /// Returns the indices of this rank's targets.
     pub fn own_targets(&self) -> &[usize] {
         &self.targets[self.rows.place()]
     }
 
-    /// Joins the ranks' columns of targets into the whole's.
+    /// Joins the ranks' columns into the column of all targets.
     pub fn column(&self, parts: &[Vec<f32>]) -> Vec<f32> {
         let mut whole = vec![0.0; self.targets.iter().map(Vec::len).sum()];
         for (places, part) in self.targets.iter().zip(parts) {
@@ -103,7 +103,7 @@ impl Split {
 }
 
 impl MicroBatch {
-    /// The split over the ranks of `mesh` that share sequences; `None` where none do.
+    /// Returns the shards over the sequence-parallel ranks of `mesh`; `None` without sequence parallelism.
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
@@ -120,7 +120,7 @@ impl MicroBatch {
         Ok(Some(Split { rows: Arc::new(rows), targets }))
     }
 
-    /// This rank's part, where several share sequences; the whole elsewhere.
+    /// Returns this rank's shard under sequence parallelism, else the whole micro-batch.
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
@@ -169,14 +169,15 @@ impl MicroBatch {
         }
     }
 
-    /// Splits `sequences`, in order, into micro-batches of up to `cut` input tokens and about equal size; a
-    /// longer sequence makes one of its own.
+    /// Splits `sequences`, in order, into micro-batches of about equal size within the limit `cut`. A longer
+    /// sequence becomes a micro-batch by itself.
     pub fn split(sequences: &[Sequence], cut: impl Into<Cut>) -> Vec<Self> {
         Self::split_sharing(sequences, cut, |_| 0)
     }
 
-    /// Like [`Self::split`], where a sequence shares the common prefix with the one before it, up to
-    /// `shared_max(index)` tokens. Shared tokens count once toward the limit; targets count each.
+    /// Like [`Self::split`], but a sequence shares its common prefix with the one before it, up to
+    /// `shared_max(index)` tokens. Shared tokens count once toward the limit; targets count once for each
+    /// sequence.
     pub fn split_sharing(
         sequences: &[impl Borrow<Sequence>],
         cut: impl Into<Cut>,
@@ -197,10 +198,10 @@ impl MicroBatch {
         let fewest = total.div_ceil(tokens_max.max(1));
         let cut = |parts: usize| cut_into(parts, total, &units, tokens_max);
         let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
-        // A few more parts are tried where lengths and bound make their number odd.
+        // If lengths and limit make the number of micro-batches odd, try up to three more.
         let full = (fewest..fewest + 4).map(cut).find(is_even).unwrap_or_else(|| cut(fewest));
-        // Parts that begin with a prompt of their own may exceed the limit and leave small parts over, which
-        // other passes wait for. More parts avoid that.
+        // A micro-batch that begins within a group repeats its prompt. It may exceed the limit, which leaves
+        // a small micro-batch over; the other passes then wait. A larger number of micro-batches avoids that.
         let holding = (fewest..=full.len())
             .map(|parts| (parts, cut(parts)))
             .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
@@ -209,24 +210,24 @@ impl MicroBatch {
     }
 }
 
-/// The mean over rows of `values`, one a micro-batch.
+/// Returns the mean over rows of `values`, one value a micro-batch.
 pub(super) fn mean_of_rows(micro_batches: &[MicroBatch], values: impl Iterator<Item = f64>) -> f64 {
     let rows: usize = micro_batches.iter().map(|batch| batch.tokens.len()).sum();
     let weighted = values.zip(micro_batches).map(|(value, batch)| value * batch.tokens.len() as f64);
     weighted.sum::<f64>() / rows.max(1) as f64
 }
 
-/// Sequences that go into one micro-batch together.
+/// Sequences that stay together in one micro-batch.
 struct Unit {
     sequences: Range<usize>,
-    /// Its rows beside the sequences before it, or its targets where they are more.
+    /// Its rows that the sequences before it do not share, or its targets if they are more.
     own_tokens: usize,
-    /// Its tokens as the first of a micro-batch, where it shares with none.
+    /// Its rows when it is first in a micro-batch and shares none.
     tokens: usize,
 }
 
-/// The units of `sequences`. A group stays together where it fits, since a cut computes its prompt twice. A
-/// group begins where much less is shared than within it: all prompts may begin alike.
+/// Groups `sequences` into units. A group stays together if it fits, because a split computes its prompt
+/// twice. A new group begins where far fewer tokens are shared than within it: all prompts may begin alike.
 fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<Unit> {
     let unit = |(i, sequence): (usize, &&Sequence)| {
         let tokens = sequence.inputs().len();
@@ -251,12 +252,13 @@ fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<Un
     units
 }
 
-/// Cuts `units`, `total` long, into about `parts` parts of about equal size and up to `tokens_max` tokens.
+/// Splits `units`, `total` tokens long, into about `parts` ranges of about equal size and up to `tokens_max`
+/// tokens.
 fn cut_into(parts: usize, total: usize, units: &[Unit], tokens_max: usize) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = vec![];
     let (mut tokens, mut part, mut before) = (0, 0, 0);
     for unit in units {
-        // The part in which the unit's middle lies, when the whole is cut into equal parts.
+        // The range that holds the unit's middle if the total is divided into equal ranges.
         let own_part = (2 * before + unit.own_tokens) * parts / (2 * total).max(1);
         before += unit.own_tokens;
         match ranges.last_mut() {
@@ -275,7 +277,7 @@ fn cut_into(parts: usize, total: usize, units: &[Unit], tokens_max: usize) -> Ve
 }
 
 impl Sequence {
-    /// The forward's input: the last token is a target only.
+    /// Returns the input of the forward pass. The last token is only a target.
     fn inputs(&self) -> &[u32] {
         &self.tokens[..self.tokens.len().saturating_sub(1)]
     }
@@ -319,7 +321,7 @@ mod tests {
 
     #[test]
     fn a_group_is_not_cut_where_it_fits() {
-        // Prompts of 20 tokens, of which 6 are those of all; 4 samples of 10 each.
+        // Prompts of 20 tokens; all prompts share the first 6. There are 4 samples of 10 tokens each.
         let sample = |group: u32, sample: u32| {
             let prompt = (0..20).map(|i| if i < 6 { i } else { 100 * (group + 1) + i });
             let tokens: Vec<u32> = prompt.chain((0..11).map(|i| 1000 * (sample + 1) + i)).collect();
@@ -331,7 +333,7 @@ mod tests {
             let batches = MicroBatch::split_sharing(&groups, cut, |_| usize::MAX);
             batches.into_iter().map(|batch| batch.sequences).collect()
         };
-        // A group has 64 rows, 58 beside another.
+        // A group has 64 rows, and 58 rows after another group.
         assert_eq!(spans(130, false), [0..8, 8..16, 16..24]);
         assert_eq!(spans(130, true), [0..4, 4..12, 12..16, 16..24]);
         assert_eq!(spans(70, true), [0..4, 4..8, 8..12, 12..16, 16..20, 20..24]);
@@ -350,7 +352,7 @@ mod tests {
             let batches =
                 MicroBatch::split_sharing(&group, Cut { tokens_max: 100, in_pairs }, |_| usize::MAX);
             let rows: Vec<usize> = batches.iter().map(|batch| batch.tokens.len()).collect();
-            // The first has the prompt as its share.
+            // The first micro-batch also holds the prompt.
             assert!(rows.len() <= 14 && rows[1..].iter().all(|rows| (80..=100).contains(rows)), "{rows:?}");
         }
     }
@@ -371,7 +373,7 @@ mod tests {
         assert_eq!(*batch.targets, [7, 8, 7, 9, 1, 1, 2, 3]);
         assert_eq!(batch.cu_targets, [0, 2, 4, 5, 8]);
         assert_eq!(**batch.holders.as_ref().unwrap(), [3, 3, 3, 3, 2, 1, 1, 1, 1, 1, 1]);
-        // What is cut off from its group brings the prompt along.
+        // A micro-batch that begins within a group repeats the prompt.
         let batches = MicroBatch::split_sharing(&sequences, 6, |_| usize::MAX);
         assert_eq!(batches.iter().map(|b| b.sequences.clone()).collect::<Vec<_>>(), [0..1, 1..3, 3..4]);
         assert_eq!(*batches[1].tokens, [10, 11, 12, 13, 7]);

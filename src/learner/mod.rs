@@ -1,4 +1,4 @@
-//! The verbs of a training step: batches, forward and backward passes, losses, gradients, optimizer, critic.
+//! The parts of a training step: batches, forward and backward passes, losses, gradients, optimizer, critic.
 
 pub mod advantages;
 pub mod batch;

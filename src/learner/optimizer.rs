@@ -1,4 +1,4 @@
-//! AdamW, also with 8-bit moments, and SGD: their state for each trainable tensor, and their updates.
+//! AdamW, AdamW with 8-bit moments, and SGD: the state of each trainable tensor, and the updates.
 
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::TensorRole;
@@ -8,14 +8,14 @@ use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, sgd};
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// AdamW's first and second moment.
+/// AdamW's first and second moments.
 const MOMENTS: [&str; 2] = ["first", "second"];
-/// AdamW's moments in 8 bits; their scales are [`BLOCK_STATES`].
+/// AdamW's moments as 8-bit codes; [`BLOCK_STATES`] holds their scales.
 const CODES: [&str; 2] = ["first_codes", "second_codes"];
-/// SGD's moving sum of gradients.
+/// SGD's momentum buffer.
 const MOMENTUM: &str = "momentum";
 
-/// The state of a tensor of `values` values, whose part in this process has `shape`.
+/// Lists the state buffers of a tensor of `values` values, whose shard in this process has `shape`.
 fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
     match settings.kind {
         OptimizerKind::AdamW8Bit if values >= adamw_8bit::VALUES_MIN => {
@@ -32,23 +32,24 @@ fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static s
     }
 }
 
-/// Bytes of the state of a tensor of `values` values, `here` of which are in this process.
+/// Returns the bytes of state of a tensor of `values` values, `here` of which are in this process.
 pub fn state_bytes(settings: &Settings, values: usize, here: usize) -> u64 {
     let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
     buffers(settings, values, &Shape::from(here)).into_iter().map(bytes).sum()
 }
 
-/// An optimizer over the trainable tensors. Its state lies beside them, in [`Parameters`].
+/// An optimizer over the trainable tensors. [`Parameters`] stores its state.
 #[derive(Debug, Clone)]
 pub struct Optimizer {
     pub settings: Settings,
-    /// Updates so far.
+    /// Number of updates so far.
     pub updates: u64,
 }
 
 impl Optimizer {
-    /// A fresh optimizer, with fresh state in `parameters`. Where the model computes with weights rounded to
-    /// bf16, the f32 ones are kept as [`MASTER`]; else the weights are the masters, as a GPU's vectors are.
+    /// Creates an optimizer with zero state in `parameters`. If the model computes with weights rounded to
+    /// bf16, [`MASTER`] keeps the f32 weights. Otherwise the weights are the masters, as vectors on a GPU
+    /// are.
     ///
     /// # Errors
     /// When memory runs out.
@@ -79,8 +80,8 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// The learning rate of step `step` (from 1) of `steps`: linear warm-up, then the schedule down to the
-    /// last step, or to that of `schedule_steps`.
+    /// Returns the learning rate of step `step` (from 1) of `steps`: linear warm-up, then the schedule. The
+    /// schedule ends at the last step, or at `schedule_steps`.
     pub fn learning_rate(&self, step: u64, steps: u64) -> f64 {
         let s = &self.settings;
         let done = step - 1;
@@ -99,10 +100,10 @@ impl Optimizer {
         s.lr * fraction
     }
 
-    /// Updates the weights of `parameters` by their gradients at learning rate `lr`.
+    /// Updates the weights of `parameters` from their gradients at learning rate `lr`.
     ///
     /// # Errors
-    /// When a tensor cannot be changed, or the state is another optimizer's.
+    /// When a tensor cannot be written, or the state belongs to another optimizer.
     pub fn update(&mut self, parameters: &Parameters, lr: f64) -> Result<()> {
         self.updates += 1;
         let t = self.updates as i32;
@@ -143,7 +144,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Writes the master of tensor `index`, if there is one, as the model computes with it.
+    /// Writes the master weight of tensor `index`, if there is one, in the precision that the model computes
+    /// with.
     fn write_working_weights(&self, parameters: &Parameters, index: usize) -> Result<()> {
         match parameters.state(index).get(MASTER) {
             Some(master) => Ok(round_to_bf16(parameters.values(index)?, master)?),
@@ -151,7 +153,8 @@ impl Optimizer {
         }
     }
 
-    /// Writes every master as the model computes with it: after a checkpoint was read.
+    /// Writes all master weights in the precision that the model computes with; for use after loading a
+    /// checkpoint.
     ///
     /// # Errors
     /// When a weight cannot be written.

@@ -1,4 +1,4 @@
-//! The results of passes, exchanged between the processes that made them.
+//! The results of passes, exchanged between processes.
 
 use super::forward_backward::PassOutput;
 use super::micro_batch::MicroBatch;
@@ -8,11 +8,11 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// A [`PassOutput`] on its way.
+/// A [`PassOutput`] in serializable form.
 #[derive(Serialize, Deserialize)]
 pub(super) struct PassRecord {
     head: Vec<Vec<f32>>,
-    /// Each layer's experts.
+    /// Routed experts of each layer.
     routes: Vec<Vec<u32>>,
     top_k: usize,
     load_balance: f64,
@@ -24,7 +24,7 @@ impl<const N: usize> PassOutput<N> {
     pub(super) fn record(self) -> Result<PassRecord> {
         let Self { head, mut routes, load_balance } = self;
         if N == 1 {
-            // Nobody asks for a critic's experts.
+            // A critic's experts are not used.
             routes.clear();
         }
         let top_k = routes.first().map_or(Ok(1), |routes| routes.dim(1))?;
@@ -33,10 +33,10 @@ impl<const N: usize> PassOutput<N> {
         Ok(PassRecord { head: head.into(), routes, top_k, load_balance })
     }
 
-    /// The whole of the parts that the ranks of one group made of `batch`.
+    /// Joins the outputs of the ranks of one sequence-parallel group into the output of `batch`.
     ///
     /// # Errors
-    /// When there is no part, or they do not fit the batch.
+    /// When there is no output, or the outputs do not fit the batch.
     pub(super) fn joined(mut parts: Vec<PassRecord>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self> {
         let first = parts.first().context("a group without ranks")?;
         let (layers, top_k, load_balance) = (first.routes.len(), first.top_k, first.load_balance);

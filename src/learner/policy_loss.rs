@@ -1,5 +1,4 @@
-//! The loss of one update of the policy: the recipe's policy loss, divergence from the reference, entropy
-//! bonus.
+//! The loss of one policy update: policy loss, KL to the reference, entropy bonus.
 
 use super::batch::Batch;
 use super::forward_backward::{HeadColumns, PassOutput};
@@ -12,32 +11,32 @@ use crate::policy::{BatchSize, KlPlace, Normalizer, PolicySettings, Sequences};
 use anyhow::Result;
 use std::collections::BTreeMap;
 
-/// The objective of an update over a batch or a minibatch. Every micro-batch's share is divided by the whole
-/// update's count, so the cut into micro-batches does not matter.
+/// The objective of an update over a batch or a minibatch. Every micro-batch's loss is divided by the token
+/// count of the whole update. So the split into micro-batches does not change the result.
 pub struct UpdateLoss<'a> {
     batch: &'a Batch,
     policy: &'a PolicySettings,
     loss: Box<dyn LossFunction>,
     anchor: OldLogprob,
-    /// Updates that the step makes.
+    /// Number of updates in the step.
     updates: usize,
     normalizer: Normalizer,
 }
 
-/// A micro-batch's share of an update's loss. Shares add up.
+/// A micro-batch's share of an update's loss. The sum of the shares is the loss.
 pub struct LossShare {
     /// The policy loss, without its gradient.
     policy: PolicyLoss,
-    /// Divergence from the reference, before its coefficient.
+    /// KL to the reference, before its coefficient.
     kl: f64,
 }
 
 impl<'a> UpdateLoss<'a> {
-    /// The loss over `batch`, whose ratios are taken against `anchor`. `response_tokens_max` is the constant
-    /// of [`crate::policy::Aggregation::Constant`].
+    /// Creates the loss over `batch`, with ratios against the log-probabilities of `anchor`.
+    /// `response_tokens_max` is the constant of [`crate::policy::Aggregation::Constant`].
     ///
     /// # Errors
-    /// When the recipe's loss refuses its settings, or there is nothing to divide by.
+    /// When the recipe's loss refuses its settings, or the batch has no token.
     pub fn new(
         batch: &'a Batch,
         policy: &'a PolicySettings,
@@ -51,11 +50,11 @@ impl<'a> UpdateLoss<'a> {
         Ok(Self { batch, policy, loss, anchor, updates, normalizer })
     }
 
-    /// The share of micro-batch `index`, and its gradient with respect to the log-probabilities and entropies
-    /// of the head.
+    /// Returns the loss share of micro-batch `index`, and its gradient with respect to the head's
+    /// log-probabilities and entropies.
     ///
     /// # Errors
-    /// When a log-probability is no number.
+    /// When a log-probability is not a number.
     pub fn share(
         &self,
         index: usize,
@@ -82,7 +81,7 @@ impl<'a> UpdateLoss<'a> {
                 *sum += (policy.kl.coefficient * f64::from(*gradient)) as f32;
             }
         }
-        // The bonus is the aggregated entropy, of which more is better.
+        // The bonus rewards entropy, so its gradient has the opposite sign of a loss.
         let bonus = policy.entropy_coefficient;
         let entropies = match bonus == 0.0 {
             true => vec![0.0; entropies.len()],
@@ -92,7 +91,7 @@ impl<'a> UpdateLoss<'a> {
         Ok((LossShare { policy: loss, kl }, [log_probs, entropies]))
     }
 
-    /// The update's figures from its `shares` and passes: means over its own tokens.
+    /// Returns the update's metrics from its `shares` and passes: means over its own tokens.
     pub fn metrics(&self, shares: &[LossShare], outputs: &[PassOutput], balanced: bool) -> Metrics {
         let mut metrics = Metrics::new();
         let mut means: BTreeMap<&str, TokenMean> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! The recipe's rollout correction, applied to a batch.
+//! Applies the recipe's rollout correction to a batch.
 
 use super::batch::Batch;
 use crate::metrics::Metrics;
@@ -6,11 +6,11 @@ use crate::policy::CorrectionSettings;
 use crate::policy::correction::correct;
 use anyhow::{Context, Result};
 
-/// Fills in the weights of `batch` and takes rejected tokens out of its mask, by its training and rollout
-/// log-probabilities. Returns the figures; an inactive correction does nothing.
+/// Computes the importance weights of `batch` and masks rejected tokens, from its training and rollout
+/// log-probabilities. Returns the metrics. An inactive correction changes nothing.
 ///
 /// # Errors
-/// When there are no training log-probabilities, or one of them is no number.
+/// When there are no training log-probabilities, or one of them is not a number.
 pub fn correct_rollout(batch: &mut Batch, settings: &CorrectionSettings) -> Result<Metrics> {
     if !settings.active() {
         return Ok(Metrics::new());

@@ -1,5 +1,5 @@
-//! The experts that a router chose, by sequence: those kept at sampling, those of a training forward, and
-//! those to replay.
+//! Routed experts of each sequence: those stored at sampling, those of a training forward, and those to
+//! replay.
 
 use super::forward_backward::PassOutput;
 use super::micro_batch::MicroBatch;
@@ -9,13 +9,14 @@ use crate::trajectory::{Group, Trajectory};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 
-/// Experts of one sequence's input tokens, `[layers]` of `[T × K]`.
+/// Routed experts of one sequence's input tokens: `[layers]` of `[T × K]`.
 pub type Routes = Vec<Vec<u16>>;
 
-/// The experts kept at sampling, per sequence; `layers` of them have `top_k` each a token.
+/// Returns the routed experts stored at sampling, one entry a sequence, with `top_k` experts a token and
+/// layer.
 ///
 /// # Errors
-/// When a trajectory lacks those of a fed token.
+/// When a trajectory has no experts for a token that the model reads.
 pub fn kept(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<Routes>> {
     let of_one = |trajectory: &Trajectory| {
         let fed = trajectory.tokens.len().saturating_sub(1);
@@ -37,10 +38,10 @@ pub fn kept(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<Routes
     groups.iter().flat_map(|group| &group.trajectories).map(of_one).collect()
 }
 
-/// The experts that a forward chose, per sequence.
+/// Returns the experts that a forward chose, one entry a sequence.
 ///
 /// # Errors
-/// When they cannot be read.
+/// When the tensors of experts cannot be read.
 pub fn chosen(micro_batches: &[MicroBatch], outputs: &[PassOutput]) -> Result<Vec<Routes>> {
     let mut routes = vec![];
     for (batch, output) in micro_batches.iter().zip(outputs) {
@@ -56,13 +57,13 @@ pub fn chosen(micro_batches: &[MicroBatch], outputs: &[PassOutput]) -> Result<Ve
     Ok(routes)
 }
 
-/// A layer's routes u32 `[T, K]` on the host, and `K`.
+/// Returns a layer's routed experts u32 `[T, K]` on the host, and `K`.
 fn experts_of(routes: &Tensor) -> Result<(Vec<u16>, usize)> {
     let experts = routes.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|e| e as u16);
     Ok((experts.collect(), routes.dim(1)?))
 }
 
-/// Share of (fed token, layer) with the same set of experts; 1 of nothing.
+/// Returns the share of (input token, layer) pairs with the same set of experts; 1 when there are no pairs.
 pub(super) fn agreement(a: &[Routes], b: &[Routes], top_k: usize) -> f64 {
     let layers = a.iter().flatten().zip(b.iter().flatten());
     let pairs = layers.flat_map(|(a, b)| a.chunks_exact(top_k).zip(b.chunks_exact(top_k)));
@@ -72,13 +73,15 @@ pub(super) fn agreement(a: &[Routes], b: &[Routes], top_k: usize) -> f64 {
     if all == 0 { 1.0 } else { same as f64 / all as f64 }
 }
 
-/// Positions from the first on at which two sequences have the same experts in all layers, `top_k` a token.
+/// Returns the length of the common prefix on which two sequences have the same `top_k` experts in all
+/// layers.
 pub(super) fn common_positions(a: &Routes, b: &Routes, top_k: usize) -> usize {
     let layers = a.iter().zip(b).map(|(a, b)| a.iter().zip(b).take_while(|(a, b)| a == b).count());
     layers.min().unwrap_or(0) / top_k.max(1)
 }
 
-/// The experts of the rows of `sequences`, as `sequence_rows` has them: u32 `[T, K]` a layer.
+/// Returns the experts of the packed rows of `sequences`: u32 `[T, K]` for each layer. Shared rows appear
+/// once.
 ///
 /// # Errors
 /// When memory runs out.

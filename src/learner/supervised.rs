@@ -5,17 +5,17 @@ use super::forward_backward::PassSettings;
 use super::micro_batch::{MicroBatch, Sequence, mean_of_rows};
 use anyhow::Result;
 
-/// The figures of one supervised step.
+/// The loss and counts of one supervised step.
 pub struct SupervisedOutput {
     /// Mean negative log-likelihood of the trained tokens.
     pub loss: f64,
-    /// Load-balancing loss before its coefficient; 0 when not asked for.
+    /// Load-balancing loss before its coefficient; 0 when it is off.
     pub load_balance: f64,
     /// Tokens that went through the model.
     pub tokens: usize,
 }
 
-/// Leaves the gradients of the mean negative log-likelihood of `sequences` in the runner's parameters.
+/// Computes the gradients of the mean negative log-likelihood of `sequences`, into the runner's parameters.
 ///
 /// # Errors
 /// When a pass fails.
@@ -37,7 +37,7 @@ pub fn gradients(
     Ok(SupervisedOutput { loss: -sum / targets.max(1) as f64, load_balance, tokens })
 }
 
-/// Mean negative log-likelihood of the trained tokens of `sequences`, without gradients.
+/// Returns the mean negative log-likelihood of the trained tokens of `sequences`, without gradients.
 ///
 /// # Errors
 /// When a pass fails.

@@ -1,4 +1,4 @@
-//! Another engine's rows compared with this model: the verdict, the place of the mismatch, and both in words.
+//! Compares another engine's rows with this model: verdict, location of the mismatch, and text for both.
 
 use super::compare::Gap;
 use super::diagnose::{Diagnosis, Reference, Verdict, listed};
@@ -17,21 +17,21 @@ use crate::model::config::LayerType;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-/// The comparison of a side's rows with the model.
+/// The comparison of one side's rows with the model.
 pub struct Comparison {
-    /// The failing link over all tokens, then by position.
+    /// Figures over all tokens, then by position.
     pub lines: Vec<Line>,
-    /// One paragraph: the answer.
+    /// The answer, one paragraph.
     pub answer: String,
     pub diagnosis: Diagnosis,
     pub located: Located,
     pub places: Places,
-    /// Where rows carry the experts chosen.
+    /// Present if the rows hold the routed experts.
     pub routes: Option<RouteComparison>,
 }
 
 impl Comparison {
-    /// Its part of `mismatch.json`.
+    /// Returns the comparison's part of `mismatch.json`.
     pub fn to_json(&self) -> Value {
         let Diagnosis { verdict, figures, left, f32_yard, bf16_yard, within_bf16, without_effect, .. } =
             &self.diagnosis;
@@ -113,7 +113,7 @@ pub fn compare(
     Ok(Comparison { lines, answer, diagnosis, located, places, routes })
 }
 
-/// The sides that `rows` carry: the engine's, and a trainer's where the file has both.
+/// Splits `rows` into the sides that they hold: the engine's, and a trainer's if the file has both.
 pub fn sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
     if rows.iter().all(|row| row.trainer_log_probs.is_none()) {
         return vec![("rollout", rows)];
@@ -124,10 +124,10 @@ pub fn sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
     vec![("inference", rows), ("trainer", trainer)]
 }
 
-/// Compares the file's two sides with each other; `None` where it has one.
+/// Compares the file's two sides with each other; `None` if it has only one.
 ///
 /// # Errors
-/// When a log-prob is no number.
+/// When a log-prob is not a number.
 pub fn between_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Line>> {
     let (mut inference, mut trainer, mut cu_seqlens) = (vec![], vec![], vec![0]);
     for row in rows {
@@ -148,7 +148,7 @@ pub fn between_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Line>
     Ok(Some(Line { name: "inference against trainer".to_owned(), metrics: named(&gap)?, cause: None }))
 }
 
-/// Packs the rows, those of one temperature together; and the place in `rows` of every target's row.
+/// Packs the rows, grouped by temperature. Also returns the index in `rows` of every target's row.
 fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<usize>) {
     let mut order: Vec<usize> = (0..rows.len()).collect();
     order.sort_by(|&a, &b| rows[a].temperature.total_cmp(&rows[b].temperature));
@@ -179,15 +179,15 @@ fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<usize
     (observed, row_of_target)
 }
 
-/// A target moved when its gap is beyond what rounding makes: of f32 where most targets agree so far, else of
-/// bf16.
+/// Returns the difference beyond which a target differs: more than rounding makes. This is f32 rounding if
+/// most targets agree that closely, else bf16 rounding.
 fn threshold(diagnosis: &Diagnosis) -> f64 {
     let f32_like = diagnosis.figures.median <= 4.0 * diagnosis.f32_yard.median.max(1e-6);
     let yard = if f32_like { &diagnosis.f32_yard } else { &diagnosis.bf16_yard };
     (4.0 * yard.p90).max(1e-4)
 }
 
-/// The figures over the targets at the positions that `keep` says; `None` when there are none.
+/// Returns the figures over the targets whose position `keep` accepts; `None` if there are none.
 fn line(
     name: &str,
     keep: &dyn Fn(usize) -> bool,
@@ -214,14 +214,14 @@ fn line(
     Ok(Some(Line { name: name.to_owned(), metrics: named(&gap)?, cause: None }))
 }
 
-/// A line's figures.
+/// Returns a line's figures by name.
 fn named(gap: &Gap) -> Result<Vec<(String, Option<f64>)>> {
     let mut metrics = vec![("mismatch/tokens".to_owned(), Some(gap.rollout.len() as f64))];
     metrics.extend(gap.metrics()?.into_iter().map(|(name, value)| (name, Some(value))));
     Ok(metrics)
 }
 
-/// Rows that are no well-formed conversation, with the reason. A row of one token says nothing.
+/// Returns the rows that are not a well-formed conversation, with the reason. Rows of one token are ignored.
 fn ill_formed(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
     let longer = rows.iter().filter(|row| row.tokens.len() > 1);
     longer
@@ -229,7 +229,7 @@ fn ill_formed(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
         .collect()
 }
 
-/// How far, where and why, in one paragraph.
+/// Returns the answer: how far, where and why, in one paragraph.
 fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
     let number = |value: f64| format_number(value);
     let figures = &found.figures;
@@ -276,7 +276,7 @@ fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
         && matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_))
     {
         text.push_str(&format!(
-            " With it taken into account {} (median) and {} (maximum) are left.",
+            " With this cause, {} (median) and {} (maximum) remain.",
             number(left.median),
             number(left.max)
         ));
@@ -296,7 +296,7 @@ fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
     text
 }
 
-/// Which tokens moved.
+/// Describes which tokens differ.
 fn place(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
     let share = 100.0 * located.moved as f64 / located.targets as f64;
     let mut text = format!(" {:.3}% of the tokens moved beyond rounding", share);

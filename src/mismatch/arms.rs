@@ -1,22 +1,22 @@
-//! Ablations (`[arms]`) on the command line: `a,b+c` is a row with `a` and a row with `b` and `c`.
+//! Parses ablations (`[arms]`) on the command line: `a,b+c` makes a row with `a` and a row with `b` and `c`.
 
 use crate::model::arms::Arms;
 use std::fmt::Write;
 
-/// Standard deviation of router noise where none is given: an exaggeration that shows at once.
+/// Default standard deviation of router noise; stronger than in practice, so that its effect is clear.
 const ROUTER_NOISE: &str = "0.3";
-/// Mantissa bits where none are given: those of FP8 E4M3, an exaggeration too.
+/// Default mantissa bits: those of FP8 E4M3, also stronger than in practice.
 const MANTISSA_BITS: &str = "3";
 
-/// One row: its name, and the `key=value` settings that switch its ablations on.
+/// One row: its name, and the `key=value` settings that enable its ablations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArmRow {
     pub name: String,
     pub sets: Vec<String>,
 }
 
-/// The rows that `text` asks for. Values are checked where the settings are read. `recipe` gives the strength
-/// of an ablation that is written without one, if it has it switched on.
+/// Parses the rows of `text`. The settings check the values later. An ablation without a value takes its
+/// strength from `recipe`, if the recipe enables it.
 pub fn rows(text: &str, recipe: &Arms) -> Vec<ArmRow> {
     text.split(',')
         .map(|row| ArmRow {
@@ -26,7 +26,7 @@ pub fn rows(text: &str, recipe: &Arms) -> Vec<ArmRow> {
         .collect()
 }
 
-/// The setting of one ablation, `name` or `name=value`; `None` where the recipe's own value stays.
+/// Returns the setting of one ablation, `name` or `name=value`; `None` to keep the recipe's value.
 fn setting(arm: &str, recipe: &Arms) -> Option<String> {
     let value = match arm {
         _ if arm.contains('=') => return Some(format!("arms.{arm}")),
@@ -38,11 +38,11 @@ fn setting(arm: &str, recipe: &Arms) -> Option<String> {
     Some(format!("arms.{arm}={value}"))
 }
 
-/// The list of ablations for a help text.
+/// Returns the list of ablations for a help text.
 pub fn help() -> String {
     let mut text = "Arms, each also a key of the recipe's [arms]:\n".to_owned();
     for (key, what) in Arms::all() {
-        // Writing to a String cannot fail.
+        // A write to a String cannot fail.
         let _ = writeln!(text, "  {key:<28} {what}");
     }
     let _ = write!(

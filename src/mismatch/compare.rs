@@ -1,14 +1,14 @@
-//! Figures of a log-prob mismatch: training log-probs against rollout log-probs on the same tokens.
+//! The figures of a log-prob mismatch between training and rollout on the same tokens.
 
 use crate::policy::Sequences;
 use crate::policy::correction::{ImportanceConfig, Level, WeightBound, importance_weights};
 use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics};
 use anyhow::{Result, ensure};
 
-/// Weights above this are cut, so that one token does not decide spread and sample size.
+/// Importance weights are capped here, so that one token does not decide spread and sample size.
 const WEIGHT_MAX: f64 = 1e6;
 
-/// Columns of the table: metric and its short name.
+/// Columns of the table: metric and short name.
 pub const COLUMNS: [(&str, &str); 12] = [
     ("mismatch/logprob_abs_diff_max", "|Δlogp| max"),
     ("mismatch/logprob_abs_diff_mean", "|Δlogp| mean"),
@@ -24,23 +24,23 @@ pub const COLUMNS: [(&str, &str); 12] = [
     ("mismatch/first_divergent_layer", "first layer"),
 ];
 
-/// Log-probabilities of the same targets by both paths.
+/// Log-probabilities of the same targets from both computations.
 pub struct Gap<'a> {
     /// Start of each sequence, and the number of targets.
     pub cu_seqlens: &'a [usize],
     pub training: &'a [f32],
     pub rollout: &'a [f32],
-    /// The log-probs that the importance ratio is taken against: the rollout's, or a second forward's.
+    /// The old log-probs of the importance ratio: the rollout's, or a second forward's.
     pub old: &'a [f32],
     /// Ratios outside `1 − low ..= 1 + high` are clipped.
     pub clip: (f64, f64),
 }
 
 impl Gap<'_> {
-    /// The figures, by the names of [`COLUMNS`].
+    /// Returns the figures, with the metric names of [`COLUMNS`].
     ///
     /// # Errors
-    /// When a log-probability is no number, or there is none.
+    /// When a log-probability is not a number, or there are no targets.
     pub fn metrics(&self) -> Result<Vec<(String, f64)>> {
         let tokens = self.training.len();
         ensure!(self.rollout.len() == tokens && self.old.len() == tokens, "lengths differ");

@@ -1,8 +1,8 @@
-//! Which known mistake explains log-probabilities, if any: the decision.
+//! Decides which known mistake explains log-probabilities, if any.
 //!
-//! This model's log-probs of the same tokens are computed under each cause. [`Yardsticks`] say what rounding
-//! makes of them. A cause is named when what is left after it is rounding by every figure of [`GapFigures`],
-//! the regression slope on its step is 1, and no other cause does as well.
+//! This model's log-probs of the same tokens are computed under each cause. [`Yardsticks`] bound the mismatch
+//! that rounding makes. A cause is named under three conditions: the remaining mismatch is within rounding by
+//! every figure of [`GapFigures`], the regression slope is 1, and no other cause explains the data as well.
 
 use super::causes::Cause;
 use super::distance::{Fit, GapFigures, slope};
@@ -16,56 +16,56 @@ use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// A candidate that leaves more than so many times what could be rounding, and this share of the spread, is
-/// not looked at closely.
+/// A candidate is dropped early if it leaves more than this multiple of the rounding bound and more than this
+/// share of the spread.
 const HOPELESS: (f64, f64) = (2.0, 0.5);
-/// A cause must be so many nats of log-likelihood better than none, and leave at most this share of the
-/// spread.
+/// A named cause improves the log-likelihood over no cause by at least this many nats. It leaves at most this
+/// share of the spread.
 const EVIDENCE_MIN: f64 = 25.0;
 const SPREAD_SHARE_MAX: f64 = 0.95;
-/// Where what it explains may be rounding: one flip of routing moves many tokens together, so likelihood
-/// proves little there.
+/// Maximum share of the spread that a cause may leave if rounding could explain the mismatch too. There,
+/// likelihood proves little: one change of routing moves many tokens together.
 const SPREAD_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
-/// Causes within so many nats of log-likelihood of the best, and this share of its spread, are not told
-/// apart.
+/// A cause is not distinguishable from the best one within this many nats of log-likelihood and this factor
+/// of its spread.
 const TOLD_APART: f64 = 15.0;
 const SPREAD_TOLD_APART: f64 = 1.02;
-/// The slope of a right cause is 1, give or take this and four standard errors.
+/// The slope of a correct cause is 1, within this tolerance plus four standard errors.
 const SLOPE_ERROR: f64 = 0.12;
-/// Causes that are looked at closely.
+/// Number of candidates whose rounding is computed.
 const CLOSE_MAX: usize = 8;
-/// More causes than this that cannot be told apart are not named.
+/// Maximum number of indistinguishable causes that are named.
 const SET_MAX: usize = 3;
 
-/// The model as it should be.
+/// The model without any mistake, and the means to compute it.
 #[derive(Clone, Copy)]
 pub struct Reference<'a> {
     pub threads: &'a Threads,
     pub model: &'a Model,
     pub parameters: &'a Parameters,
-    /// The weights of an update before, where they are at hand.
+    /// The weights before the last update, if available.
     pub earlier: Option<&'a Parameters>,
-    /// Where progress is shown.
+    /// Shows progress.
     pub console: &'a Console,
 }
 
-/// The answer.
+/// The outcome of the diagnosis.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Verdict {
-    /// No figure exceeds what rounding of f32 makes.
+    /// No figure exceeds what f32 rounding makes.
     Agrees,
-    /// No figure exceeds what bf16 makes, and no cause shows.
+    /// No figure exceeds what bf16 rounding makes, and no cause is evident.
     Rounding,
-    /// One mistake; what is left is rounding.
+    /// This mistake explains the mismatch; only rounding remains.
     Named(Cause),
-    /// One of these, each of which leaves only rounding.
+    /// Each of these mistakes alone leaves only rounding.
     OneOf(Vec<Cause>),
-    /// None of the known causes; up to two that explain a part.
+    /// No known cause explains the mismatch. Lists up to two causes that explain a part.
     Unknown(Vec<Cause>),
 }
 
 impl Verdict {
-    /// Its word in `mismatch.json`.
+    /// Returns the verdict's name in `mismatch.json`.
     pub fn kind(&self) -> &'static str {
         match self {
             Verdict::Agrees => "agrees",
@@ -76,12 +76,13 @@ impl Verdict {
         }
     }
 
-    /// Whether something is wrong: no agreement, and not rounding either.
+    /// Returns whether there is a mistake: neither agreement nor rounding.
     pub fn differs(&self) -> bool {
         !matches!(self, Verdict::Agrees | Verdict::Rounding)
     }
 
-    /// The causes it lists: the one named, those not told apart, or the guesses.
+    /// Returns the causes of the verdict: the named one, the indistinguishable ones, or the partial
+    /// explanations.
     pub fn causes(&self) -> &[Cause] {
         match self {
             Verdict::Agrees | Verdict::Rounding => &[],
@@ -90,7 +91,7 @@ impl Verdict {
         }
     }
 
-    /// In words.
+    /// Returns the verdict as text.
     pub fn words(&self) -> String {
         match self {
             Verdict::Agrees => "agrees".into(),
@@ -102,47 +103,48 @@ impl Verdict {
     }
 }
 
-/// Causes that are not told apart, in words.
+/// Joins indistinguishable causes into text.
 pub fn listed(causes: &[Cause]) -> String {
     causes.iter().map(Cause::words).collect::<Vec<_>>().join("; or ")
 }
 
-/// The answer with its figures.
+/// The verdict with its figures.
 pub struct Diagnosis {
     pub verdict: Verdict,
-    /// `theirs − ours` of all targets.
+    /// `theirs − ours` for all targets, in nats.
     pub gaps: Vec<f64>,
     pub figures: GapFigures,
-    /// Gaps under the verdict's first explanation, or under the model as it is where they agree; without
-    /// [`Self::ties`].
+    /// Remaining mismatch under the verdict's first explanation, or under the unchanged model if they agree.
+    /// It excludes [`Self::ties`].
     pub left: Option<GapFigures>,
-    /// This model in slightly shortened f32 against itself.
+    /// Mismatch of this model in slightly shortened f32 against itself.
     pub f32_yard: GapFigures,
-    /// This model in bf16 against itself.
+    /// Mismatch of this model in bf16 against itself.
     pub bf16_yard: GapFigures,
-    /// Whether no figure exceeds what bf16 makes, whatever else was found.
+    /// Whether no figure exceeds what bf16 makes, independent of the verdict.
     pub within_bf16: bool,
-    /// Causes that change no log-prob of these rows: nothing is said about them.
+    /// Causes that change no log-prob of these rows; these rows cannot confirm or exclude them.
     pub without_effect: Vec<&'static str>,
-    /// This model's own log-probs of the same targets.
+    /// This model's log-probs of the same targets.
     pub computed: Vec<f32>,
-    /// Targets that moved because rounding of f32 decides which of two experts is chosen.
+    /// Number of targets that differ because f32 rounding decides between two experts.
     pub ties: usize,
 }
 
-/// A candidate looked at closely.
+/// A candidate with its rounding bounds.
 struct Close {
     candidate: Candidate,
-    /// Gaps under it without the targets whose choice of experts is a tie, and how many these are.
+    /// Remaining mismatch without the targets whose choice of experts is a tie, and the number of those
+    /// targets.
     settled: GapFigures,
     ties: usize,
-    /// Under its causes and bf16, or f32, whichever fits better.
+    /// Fit with the candidate computed in bf16 or f32, whichever is better.
     fit: Fit,
     yardsticks: Yardsticks,
 }
 
 impl Close {
-    /// One whose rounding is not computed.
+    /// Wraps a candidate whose rounding is not computed.
     fn hopeless(candidate: Candidate) -> Self {
         let (fit, settled) = (candidate.fit, candidate.figures);
         Self { candidate, settled, ties: 0, fit, yardsticks: Yardsticks::none() }
@@ -160,13 +162,13 @@ impl Close {
         self.yardsticks.is_of_f32(&self.settled)
     }
 
-    /// Rounding as a cause is named only when it is computed to the last digits: else any noise would do.
-    /// bf16 weights are a part of what computing in bf16 makes.
+    /// Returns whether the cause is a form of rounding. Such a cause must match to the last digits, since any
+    /// noise of its size resembles it. Rounding to bf16 weights is part of bf16 computation.
     fn is_rounding(&self) -> bool {
         self.candidate.cause.as_ref().is_some_and(Cause::is_rounding)
     }
 
-    /// Whether `other` explains as well as this, the best.
+    /// Returns whether `other` explains the data as well as `self`, the best candidate.
     fn as_good(&self, other: &Close) -> bool {
         self.fit.log_likelihood - other.fit.log_likelihood < TOLD_APART
             || other.fit.spread < self.fit.spread * SPREAD_TOLD_APART
@@ -174,7 +176,7 @@ impl Close {
 }
 
 impl Reference<'_> {
-    /// Why `observed` differs from this model, if it does.
+    /// Returns why `observed` differs from this model, if it does.
     ///
     /// # Errors
     /// When a forward fails.
@@ -202,7 +204,7 @@ impl Reference<'_> {
         let close = self.nearest(&search, candidates, &null)?;
         let verdict = match decide(&null, &close) {
             Some(verdict) => verdict,
-            // bf16 moves every token: few that moved in a file of f32 are something else.
+            // bf16 moves every token. If only a few tokens of an f32 file differ, the reason is another.
             None if found.within_bf16 && !null.is_of_f32() => Verdict::Rounding,
             None => {
                 let explains = |close: &&Close| !close.is_rounding() && evident(&null, close);
@@ -219,7 +221,7 @@ impl Reference<'_> {
         Ok(found)
     }
 
-    /// The best of `candidates` by their fit, each by the better of its fits in f32 and in bf16; best first.
+    /// Returns the best of `candidates`, best first. Each has the better of its fits in f32 and bf16.
     fn nearest(&self, search: &Search, candidates: Vec<Candidate>, null: &Close) -> Result<Vec<Close>> {
         let hopeless = |candidate: &Candidate| {
             candidate.fit.spread > HOPELESS.1 * null.fit.spread
@@ -233,7 +235,7 @@ impl Reference<'_> {
                 false => self.close(search, candidate),
             }
         })?;
-        // A yardstick never shrinks below that of the model as it is.
+        // The bounds are never smaller than those of the unchanged model.
         close.iter_mut().for_each(|close| close.yardsticks.at_least(&null.yardsticks));
         close.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
         Ok(close)
@@ -241,7 +243,7 @@ impl Reference<'_> {
 
     fn close(&self, search: &Search, candidate: Candidate) -> Result<Close> {
         let cause = candidate.cause.as_ref();
-        // Rounded once more it would be another explanation: the model's own yardsticks hold.
+        // Rounding it again would be another explanation, so the bounds of the unchanged model apply.
         if cause.is_some_and(Cause::shortens_mantissas) {
             return Ok(Close::hopeless(candidate));
         }
@@ -266,14 +268,14 @@ impl Reference<'_> {
     }
 }
 
-/// The verdict from explanations `close`, best first; `None` when none of them will do.
+/// Returns the verdict from the candidates `close`, best first; `None` if none explains the data.
 fn decide(null: &Close, close: &[Close]) -> Option<Verdict> {
     let exact: Vec<&Close> = close.iter().filter(|close| close.leaves_f32()).collect();
     let explains = |close: &&Close| {
         let (slope, error) = slope(&null.candidate.gaps, &close.candidate.gaps);
         !close.is_rounding()
             && close.leaves_bf16()
-            // Where most tokens are equal to f32's digits, what moves them is no explanation.
+            // If most tokens agree to f32's digits, a cause that moves them is no explanation.
             && (close.is_of_f32() || !null.is_of_f32())
             && evident(null, close)
             && (slope - 1.0).abs() <= SLOPE_ERROR + 4.0 * error
@@ -281,7 +283,7 @@ fn decide(null: &Close, close: &[Close]) -> Option<Verdict> {
     let fitting: Vec<&Close> =
         if exact.is_empty() { close.iter().filter(explains).collect() } else { exact.clone() };
     let best = fitting.first()?;
-    // Whatever explains better, and fails on another count, forbids to be sure of this one.
+    // A candidate that fits better but fails another test makes this one uncertain.
     let overtaken = close.iter().any(|other| {
         best.fit.log_likelihood + TOLD_APART < other.fit.log_likelihood
             && !other.is_rounding()
@@ -304,8 +306,8 @@ fn decide(null: &Close, close: &[Close]) -> Option<Verdict> {
     }
 }
 
-/// Whether the data speaks for `close` rather than for `null`, the model as it is: computed as it is, and not
-/// only in a rounding that happens to fit.
+/// Returns whether the data favours `close` over `null`, the unchanged model. The unrounded computation must
+/// show it; a rounding that happens to fit does not count.
 fn evident(null: &Close, close: &Close) -> bool {
     let may_be_rounding = null.leaves_bf16() && !null.is_of_f32();
     let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };

@@ -1,14 +1,14 @@
-//! How far two lists of log-probabilities are apart: figures that cannot be fooled by a majority that agrees,
-//! and a score that ranks explanations.
+//! The distance between two lists of log-probabilities: figures that detect a differing minority, and a score
+//! that ranks explanations.
 
-/// A gap counts as at most this many nats: −∞ against a number.
+/// Maximum difference, in nats; it stands for −∞ against a number.
 const GAP_MAX: f64 = 50.0;
-/// Log-probs below this stand for "impossible": engines write −9999 and the like where JSON has no −∞.
+/// Log-probs below this mean "impossible": JSON has no −∞, so engines write −9999 or similar.
 const IMPOSSIBLE: f32 = -1000.0;
-/// No spread is taken to be smaller: f32's own digits.
+/// Minimum spread: the resolution of f32.
 const SPREAD_MIN: f64 = 2e-7;
 
-/// The gaps `theirs − ours`; none (0) where `has_value` is false.
+/// Returns the differences `theirs − ours`, in nats; 0 where `has_value` is false.
 pub fn gaps(theirs: &[f32], ours: &[f32], has_value: &[bool]) -> Vec<f64> {
     let gap = |(&t, &o): (&f32, &f32)| match (t < IMPOSSIBLE, o < IMPOSSIBLE) {
         (true, true) => 0.0,
@@ -22,7 +22,7 @@ pub fn gaps(theirs: &[f32], ours: &[f32], has_value: &[bool]) -> Vec<f64> {
     pairs.map(|(pair, has_value)| if *has_value { gap(pair) } else { 0.0 }).collect()
 }
 
-/// GapFigures of |Δlogp|, each of which can veto "agrees".
+/// Statistics of |Δlogp|. Each of them alone can refute agreement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GapFigures {
     pub median: f64,
@@ -31,7 +31,7 @@ pub struct GapFigures {
     pub p999: f64,
     pub max: f64,
     pub mean: f64,
-    /// Effective sample size of the weights e^Δ over their number.
+    /// Effective sample size of the weights e^Δ, divided by their number.
     pub effective_sample_share: f64,
 }
 
@@ -40,7 +40,7 @@ impl GapFigures {
         let mut sorted: Vec<f64> = gaps.iter().map(|gap| gap.abs()).collect();
         sorted.sort_unstable_by(f64::total_cmp);
         let count = sorted.len();
-        // The smallest value that at least this share does not exceed.
+        // The smallest value that at least this share of the values does not exceed.
         let quantile = |share: f64| match ((share * count as f64).ceil() as usize).clamp(1, count.max(1)) {
             _ if count == 0 => 0.0,
             rank => sorted[rank - 1],
@@ -58,7 +58,7 @@ impl GapFigures {
         }
     }
 
-    /// The figures by name, as `mismatch.json` has them.
+    /// Returns the figures with their names in `mismatch.json`.
     pub fn named(&self) -> [(&'static str, f64); 7] {
         [
             ("median", self.median),
@@ -71,7 +71,7 @@ impl GapFigures {
         ]
     }
 
-    /// Gaps so many times as large; of the effective sample the loss.
+    /// Scales the figures by `times`. For the effective sample, it scales the loss.
     pub fn scaled(&self, times: f64) -> Self {
         Self {
             median: times * self.median,
@@ -84,7 +84,7 @@ impl GapFigures {
         }
     }
 
-    /// Figure by figure the larger one; of the effective sample the smaller.
+    /// Returns the larger value of each figure; for the effective sample, the smaller one.
     pub fn larger(&self, other: &GapFigures) -> Self {
         Self {
             median: self.median.max(other.median),
@@ -97,14 +97,15 @@ impl GapFigures {
         }
     }
 
-    /// Every figure at most `body` (of median, p90 and mean) or `tail` (of the rest) times `other`'s, or
-    /// `floor`.
+    /// Returns whether each figure is at most `floor`, or at most `body` times (median, p90, mean) or `tail`
+    /// times (the rest) the figure of `other`.
     pub fn within(&self, other: &GapFigures, (body, tail): (f64, f64), floor: f64) -> bool {
         let at_most = |mine: f64, theirs: f64, factor: f64| mine <= (factor * theirs).max(floor);
         at_most(self.median, other.median, body)
             && at_most(self.p90, other.p90, body)
             && at_most(self.mean, other.mean, body)
-            // Of few tokens a flip of routing, which belongs to the maximum, may be the last hundredth.
+            // With few tokens, one token with other experts may be the last percent; it belongs to the
+            // maximum.
             && at_most(self.p99, other.p99.max(other.p999 / tail), tail)
             && at_most(self.p999, other.p999, tail)
             && at_most(self.max, other.max, tail)
@@ -112,8 +113,8 @@ impl GapFigures {
     }
 }
 
-/// Spread of gaps under Student's t with 3 degrees of freedom, which a few flips of routing do not move, and
-/// their log-likelihood under it.
+/// Student's t distribution with 3 degrees of freedom, fitted to differences: spread and log-likelihood. A
+/// few tokens with other experts do not move the spread.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fit {
     pub spread: f64,
@@ -129,7 +130,8 @@ impl Fit {
             if sorted.is_empty() { 0.0 } else { *sorted.select_nth_unstable_by(middle, f64::total_cmp).1 };
         let mut spread = start.max(SPREAD_MIN);
         for _ in 0..30 {
-            // The expectation step weighs outliers down, the maximisation step takes the weighted variance.
+            // The expectation step reduces the weight of outliers; the maximisation step takes the weighted
+            // variance.
             let weighted: f64 = gaps.iter().map(|gap| gap * gap * weight(*gap, spread)).sum();
             spread = (weighted / count).sqrt().max(SPREAD_MIN);
         }
@@ -143,8 +145,9 @@ fn weight(gap: f64, spread: f64) -> f64 {
     4.0 / (3.0 + (gap / spread).powi(2))
 }
 
-/// How much of the step from one explanation to another the data takes: the slope of `before` on `step`,
-/// outliers weighed down, and its standard error. 1 where the step is right, 0 where it is beside the point.
+/// Returns the regression slope of `before` on the step from one explanation to another, and its standard
+/// error. Outliers have less weight. The slope is 1 if the step is correct and 0 if it is unrelated to the
+/// data.
 pub fn slope(before: &[f64], after: &[f64]) -> (f64, f64) {
     let spread = Fit::of(after).spread;
     let (mut xy, mut xx) = (0.0, 0.0);

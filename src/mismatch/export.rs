@@ -1,4 +1,4 @@
-//! Rollouts in other trainers' form, with what training computes for the same tokens.
+//! Exports rollouts in the format of other trainers, with training's log-probs of the same tokens.
 
 use super::formats::prime_rl::ExportLine;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
@@ -7,8 +7,8 @@ use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;
 use anyhow::Result;
 
-/// The text of prime-rl's `token_exports/step_N/rank_0.jsonl` for `trajectories` of `step`: `training` gives
-/// the trainer's side. Conversations without a sampled token are left out, as there.
+/// Returns prime-rl's `token_exports/step_N/rank_0.jsonl` for `trajectories` of `step`. `training` computes
+/// the trainer's side. Conversations without a sampled token are left out, as prime-rl does.
 ///
 /// # Errors
 /// When a forward fails.

@@ -1,4 +1,5 @@
-//! Log-probabilities as engines may report them: at another temperature, after a filter, of rounded logits.
+//! Log-probabilities as engines may report them: at another temperature, after a filter, or from rounded
+//! logits.
 
 use super::causes::Cause;
 use super::observed::ObservedBatch;
@@ -8,7 +9,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 use half::bf16;
 
-/// A sampler's filter before it took the log-probability.
+/// A sampler's filter, applied before the log-probability is taken.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Filter {
     TopP(f64),
@@ -16,10 +17,10 @@ pub enum Filter {
     MinP(f64),
 }
 
-/// Decides between mistakes that lie behind the logits.
+/// Distinguishes mistakes that happen after the logits.
 pub const DECIDES: &str = "the log-probs of several tokens at one place (top_logprobs)";
 
-/// The log-probs of what `filter` kept.
+/// Declares the cause: log-probs over the tokens that `filter` keeps.
 fn filtered(filter: Filter) -> Cause {
     let (name, kept) = match filter {
         Filter::TopP(p) => ("log-probs after top-p", format!("top_p = {p:.3}")),
@@ -30,10 +31,10 @@ fn filtered(filter: Filter) -> Cause {
     Cause::head(name, format!("renormalised over what {kept} keeps"), DECIDES, settings)
 }
 
-/// How logits become log-probabilities.
+/// The computation of log-probabilities from logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeadSettings {
-    /// Multiple of the temperature that the log-probs are said to be at.
+    /// Factor on the temperature that the file states.
     pub temperature_factor: f64,
     pub filter: Option<Filter>,
     pub bf16_logits: bool,
@@ -46,8 +47,8 @@ impl Default for HeadSettings {
 }
 
 impl HeadSettings {
-    /// Log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ where the filter keeps none. Those
-    /// that were not sampled are at temperature 1, over all tokens.
+    /// Returns the log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ where the filter removes
+    /// the target. Targets that were not sampled are at temperature 1, over the whole vocabulary.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -62,7 +63,7 @@ impl HeadSettings {
         Ok(found)
     }
 
-    /// As if all targets were sampled.
+    /// Returns the log-probabilities as if all targets were sampled.
     fn of_all(
         &self,
         policy: &PolicyView,
@@ -86,7 +87,7 @@ impl HeadSettings {
     }
 }
 
-/// Calls `use_row` with each of the asked rows' index and raw logits `[V]`.
+/// Calls `use_row` with the index and the raw logits `[V]` of each requested row.
 fn each_row(
     policy: &PolicyView,
     normed: &Tensor,
@@ -105,7 +106,7 @@ fn each_row(
     Ok(())
 }
 
-/// The log-probability of `target` under `softmax(z / τ)` after `filter`.
+/// Returns the log-probability of `target` under `softmax(z / τ)` after `filter`.
 fn log_prob(z: &[f32], target: usize, temperature: f64, filter: Option<Filter>) -> f64 {
     match filter {
         None => Sorted::unsorted_log_prob(z, target, temperature),
@@ -113,16 +114,16 @@ fn log_prob(z: &[f32], target: usize, temperature: f64, filter: Option<Filter>) 
     }
 }
 
-/// A token of at least this share of the probability of the last one kept may be kept in its place.
+/// A token with at least this share of the last kept token's probability may be kept instead.
 const EDGE: f64 = 0.7;
 
-/// One row's distribution, likeliest first.
+/// One row's distribution, most likely token first.
 struct Sorted {
-    /// Place of the target.
+    /// Rank of the target.
     place: usize,
     log_prob: f64,
     probabilities: Vec<f64>,
-    /// Up to each place, it included.
+    /// Cumulative probability up to and including each rank.
     cumulative: Vec<f64>,
 }
 
@@ -156,7 +157,7 @@ impl Sorted {
         }
     }
 
-    /// Tokens kept.
+    /// Returns the number of tokens that `filter` keeps.
     fn kept(&self, filter: Filter) -> usize {
         let count = self.probabilities.len();
         match filter {
@@ -169,8 +170,8 @@ impl Sorted {
         }
     }
 
-    /// The engine has a log-prob for the target, so it kept it: one at the edge counts as kept, for rounding
-    /// moves the edge.
+    /// Returns the target's log-probability after `filter`. The engine reported the target, so it kept it. A
+    /// target at the edge counts as kept, since rounding moves the edge.
     fn log_prob(&self, filter: Filter) -> f64 {
         let kept = self.kept(filter);
         let at_edge =
@@ -182,21 +183,21 @@ impl Sorted {
     }
 }
 
-/// Rows of logits kept in memory, to fit what no list of causes can hold.
+/// Rows of logits kept in memory to fit continuous parameters, such as a temperature.
 pub struct FitRows {
-    /// Raw logits, target, stated temperature and what the engine says, a row.
+    /// For each row: raw logits, target, stated temperature, and the engine's log-prob.
     rows: Vec<(Vec<f32>, usize, f64, f64)>,
 }
 
-/// A fitted temperature this near the stated one is the stated one.
+/// Relative tolerance within which a fitted temperature counts as the stated one.
 const TEMPERATURE_ALIKE: f64 = 0.005;
-/// Rows that a parameter is fitted on.
+/// Maximum rows for the fit of a parameter.
 const FIT_ROWS_MAX: usize = 384;
-/// Values of logits kept for it.
+/// Maximum logit values kept for the fit.
 const FIT_VALUES_MAX: usize = 1 << 24;
 
 impl FitRows {
-    /// Evenly spaced sampled targets of `batches`, whose `normed` rows are given.
+    /// Selects evenly spaced sampled targets of `batches`, with their rows `normed`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -227,7 +228,7 @@ impl FitRows {
         Ok(Self { rows })
     }
 
-    /// The filters, and the temperature where it is another than the stated one, that fit best.
+    /// Returns the best filters, and the best temperature if it differs from the stated one.
     pub fn causes(&self) -> Vec<Cause> {
         if self.rows.is_empty() {
             return vec![];
@@ -242,8 +243,8 @@ impl FitRows {
         found
     }
 
-    /// The multiple of the stated temperature that fits best: a grid over 0.1 to 10, then golden-section
-    /// search.
+    /// Returns the factor on the stated temperature that fits best: a grid over 0.1 to 10, then
+    /// golden-section search.
     fn temperature_factor(&self) -> f64 {
         let gap = |log: f64| {
             spread(self.rows.iter().map(|(z, target, temperature, theirs)| {
@@ -261,7 +262,7 @@ impl FitRows {
         ((low + high) / 2.0).exp()
     }
 
-    /// The best filter of each kind.
+    /// Returns the best filter of each kind.
     fn filters(&self) -> [Filter; 3] {
         let sorted: Vec<(Sorted, f64)> = self
             .rows
@@ -277,7 +278,7 @@ impl FitRows {
                 }))
             };
             let gaps = filters.into_iter().map(|filter| (filter, gap(filter)));
-            // Filters that keep the same are one: the middle of them is named.
+            // Filters that keep the same tokens are equivalent; the middle one is named.
             let gaps: Vec<(Filter, f64)> = gaps.collect();
             let least = gaps.iter().map(|(_, gap)| *gap).fold(f64::INFINITY, f64::min);
             let equal: Vec<Filter> =
@@ -293,7 +294,7 @@ impl FitRows {
     }
 }
 
-/// Mean of √|x|: large where many are, little moved by a few.
+/// Returns the mean of √|x|, on which a few large values have little effect.
 fn spread(values: impl Iterator<Item = f64>) -> f64 {
     let (mut sum, mut count) = (0.0, 0.0);
     for value in values {
@@ -315,7 +316,7 @@ mod tests {
         assert!((of(1, Filter::TopP(0.6)) - 0.25 / 0.75).abs() < 1e-6);
         assert!((of(2, Filter::MinP(0.29)) - 0.15 / 0.9).abs() < 1e-6);
         assert_eq!(of(3, Filter::TopK(2)), 0.0);
-        // The first that is left out is at the edge.
+        // The first removed token is at the edge.
         assert!((of(3, Filter::MinP(0.29)) - 0.1 / 0.9).abs() < 1e-6);
         assert!((log_prob(&z, 3, 0.5, None).exp() - 0.01 / 0.345).abs() < 1e-6);
     }

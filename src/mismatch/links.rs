@@ -1,13 +1,14 @@
-//! The proof that rollout and training are one forward, link by link.
+//! Proves link by link that rollout and training are one forward.
 //!
-//! | link | says |
+//! | link | equality |
 //! | --- | --- |
-//! | `batch_invariance` | a row alone on one thread = the row in any packing, in any order, on several threads |
-//! | `prefill_equals_training` | a prompt read into the cache = the training forward |
-//! | `decode_equals_prefill` | a token at a time with the cache = the prompt in one piece |
-//! | `rollout_equals_training` | what was stored at sampling = the training forward: hence, and measured |
+//! | `batch_invariance` | a row alone on one thread = the row in any packing and order, on several threads |
+//! | `prefill_equals_training` | prefill into the cache = the training forward |
+//! | `decode_equals_prefill` | decode, one token at a time with the cache = prefill of the whole sequence |
+//! | `rollout_equals_training` | log-probs stored at sampling = the training forward; follows from the others, and is measured |
 //!
-//! The first three cover every token that follows another; the last one those that were sampled.
+//! The first three compare every token but the first of each sequence; the last one compares the sampled
+//! tokens.
 
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::{Pass, PassOutput, PassSettings};
@@ -19,18 +20,18 @@ use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;
 use anyhow::Result;
 
-/// Sequences decoded together.
+/// Number of sequences decoded together.
 const DECODE_SEQUENCES: usize = 64;
 
-/// The result of one link.
+/// The result of one link of the proof.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Link {
     pub name: &'static str,
-    /// Log-probabilities compared.
+    /// Number of log-probabilities compared.
     pub tokens: usize,
-    /// Those that are the same bits on both sides.
+    /// Number of tokens with the same bits on both sides.
     pub bit_equal: usize,
-    /// Largest difference; infinite where one side is no number.
+    /// Largest difference, in nats; infinite if one side is not a number.
     pub logprob_abs_diff_max: f64,
 }
 
@@ -40,7 +41,7 @@ impl Link {
     }
 
     fn add(&mut self, a: &[f32], b: &[f32]) {
-        // A length that differs must not pass for agreement.
+        // Different lengths count as differences.
         self.tokens += a.len().max(b.len());
         for (a, b) in a.iter().zip(b) {
             self.bit_equal += usize::from(a.to_bits() == b.to_bits());
@@ -50,12 +51,12 @@ impl Link {
         }
     }
 
-    /// Share of tokens with the same bits; 1 of nothing.
+    /// Returns the share of tokens with the same bits; 1 if there are no tokens.
     pub fn bit_equal_fraction(&self) -> f64 {
         if self.tokens == 0 { 1.0 } else { self.bit_equal as f64 / self.tokens as f64 }
     }
 
-    /// True when every bit agrees.
+    /// Returns whether all bits agree.
     pub fn holds(&self) -> bool {
         self.bit_equal == self.tokens && self.logprob_abs_diff_max == 0.0
     }
@@ -65,18 +66,18 @@ impl Link {
 #[derive(Clone, Copy)]
 pub struct Proof<'a> {
     pub runner: BatchRunner<'a>,
-    /// The policy that samples.
+    /// The sampling policy.
     pub rollout: &'a PolicyView<'a>,
     /// The ablations of the training forward.
     pub training: ForwardOptions,
     pub temperature: f64,
     pub micro_batch_tokens: usize,
-    /// Where progress is shown, in tokens.
+    /// Shows progress, in tokens.
     pub console: &'a Console,
 }
 
 impl Proof<'_> {
-    /// All links over `trajectories`, in order.
+    /// Returns all links over `trajectories`, in order.
     ///
     /// # Errors
     /// When a forward fails.
@@ -86,7 +87,8 @@ impl Proof<'_> {
             mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
         };
         let sequences: Vec<Sequence> = trajectories.iter().map(every).collect();
-        // By all processes of the run, where there are several: they then stand for one of the packings.
+        // In a run of several processes, all of them compute this side; it then stands for one of the
+        // packings.
         let training = self.spread(&sequences)?;
 
         let mut invariance = Link::new("batch_invariance");
@@ -130,7 +132,7 @@ impl Proof<'_> {
         Ok([invariance, prefill_link, decode_link, rollout])
     }
 
-    /// The training forward of `sequences` as training makes it: log-probabilities a sequence.
+    /// Runs `sequences` through the forward as training does; returns the log-probabilities of each sequence.
     fn spread(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
         let stage = self.stage("training", sequences);
@@ -152,8 +154,8 @@ impl Proof<'_> {
         }
     }
 
-    /// The training forward of `sequences` in this process, packed up to `tokens_max` and shown as `name`:
-    /// log-probabilities a sequence.
+    /// Runs the training forward of `sequences` in this process, packed up to `tokens_max`, with a progress
+    /// stage `name`. Returns the log-probabilities of each sequence.
     fn training(
         &self,
         name: &str,
@@ -176,19 +178,19 @@ impl Proof<'_> {
         Ok(log_probs)
     }
 
-    /// A stage that feeds every sequence but for its last token.
+    /// Starts a progress stage over all input tokens of `sequences`.
     fn stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
         let all: usize = sequences.iter().map(|sequence| inputs(&sequence.tokens)).sum();
         self.console.work(name, all as u64, 0)
     }
 }
 
-/// Tokens that are fed so that all after the first have a log-probability.
+/// Returns the number of input tokens: all but the last.
 fn inputs(tokens: &[u32]) -> usize {
     tokens.len().saturating_sub(1)
 }
 
-/// `tokens` more are fed.
+/// Counts `tokens` more input tokens.
 fn advance(stage: &Progress, tokens: usize) {
     stage.advance(tokens as u64, tokens as u64, &[]);
 }

@@ -1,4 +1,4 @@
-//! The place of a log-prob mismatch: the positions, rows, tokens or experts that hold the tokens that moved.
+//! Locates a log-prob mismatch: the positions, rows, tokens or experts of the differing targets.
 
 use super::diagnose::Reference;
 use super::observed::Observed;
@@ -8,30 +8,31 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 
-/// A group is the place of the mismatch when at least this share of the moved tokens lies in it, and this
-/// share of it moved.
+/// A group locates the mismatch if it has at least this share of the differing targets, and at least this
+/// share of its targets differ.
 const CAUGHT_MIN: f64 = 0.8;
 const MOVED_MIN: f64 = 0.5;
-/// And tokens outside move at most this often, relative to those inside.
+/// Maximum rate of differing targets outside the group, relative to the rate inside.
 const OUTSIDE_MAX: f64 = 0.25;
-/// Groups of fewer targets are not looked at.
+/// Minimum targets of a group.
 const GROUP_TARGETS_MIN: usize = 3;
 
 /// Each target's row, position, token and experts.
 pub struct Places {
     /// Names of the rows.
     pub names: Vec<String>,
-    /// Place of its row among the names.
+    /// Index of each target's row in `names`.
     pub rows: Vec<usize>,
-    /// Position in its row.
+    /// Position of each target in its row.
     pub positions: Vec<usize>,
-    /// Experts of each layer that the row which predicts it goes through, `[layer][target]`.
+    /// Routed experts of the position that predicts the target, `[layer][target]`.
     experts: Vec<Vec<Vec<u32>>>,
     tokens: Vec<u32>,
 }
 
 impl Places {
-    /// Places of the targets of `observed`: `rows` has one entry a target, an index into the rows' `names`.
+    /// Collects the locations of the targets of `observed`. `rows` has one entry a target, an index into
+    /// `names`.
     ///
     /// # Errors
     /// When a forward fails.
@@ -62,34 +63,34 @@ impl Places {
         Ok(found)
     }
 
-    /// Experts of target `target` at `layer`.
+    /// Returns the experts of target `target` at `layer`.
     pub fn experts(&self, layer: usize, target: usize) -> Option<&[u32]> {
         self.experts.get(layer)?.get(target).map(Vec::as_slice)
     }
 }
 
-/// The place of the mismatch.
+/// The location of the mismatch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Location {
-    /// In words: "positions from 513 on".
+    /// Description, such as "positions from 513 on".
     pub place: String,
-    /// Shares of the targets that moved, inside and outside.
+    /// Shares of the targets that differ, inside and outside the location.
     pub moved_inside: f64,
     pub moved_outside: f64,
     pub targets: usize,
 }
 
-/// The targets that moved beyond a threshold, and the one place that holds them, if there is one.
+/// The targets that differ by more than a threshold, and the location that explains them, if there is one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Located {
     pub moved: usize,
     pub targets: usize,
     pub location: Option<Location>,
-    /// The first few that moved: name of the row, position, gap.
+    /// The first few differing targets: name of the row, position, difference in nats.
     pub first: Vec<(String, usize, f64)>,
 }
 
-/// Finds the place of the gaps beyond `threshold`.
+/// Locates the differences beyond `threshold`, in nats.
 pub fn locate(places: &Places, gaps: &[f64], threshold: f64) -> Located {
     let moved: Vec<bool> = gaps.iter().map(|gap| gap.abs() > threshold).collect();
     let total = moved.iter().filter(|m| **m).count();
@@ -105,7 +106,7 @@ pub fn locate(places: &Places, gaps: &[f64], threshold: f64) -> Located {
         if covered < CAUGHT_MIN || share < MOVED_MIN || rest > OUTSIDE_MAX * share {
             return;
         }
-        // Precision and recall, alike.
+        // F1 score: precision and recall count equally.
         let score = 2.0 * share * covered / (share + covered);
         if best.as_ref().is_none_or(|(other, _)| score > *other) {
             let location =
@@ -118,7 +119,7 @@ pub fn locate(places: &Places, gaps: &[f64], threshold: f64) -> Located {
         keys.enumerate().for_each(|(target, key)| groups.entry(key).or_default().push(target));
         groups
     };
-    // A cut by position: where the tokens that moved begin, or end.
+    // A boundary by position: the differing targets begin or end there.
     let longest = places.positions.iter().copied().max().unwrap_or(0);
     for cut in cuts(places, &moved, longest) {
         let side = |keep: &dyn Fn(usize) -> bool| -> Vec<usize> {
@@ -162,7 +163,8 @@ pub fn locate(places: &Places, gaps: &[f64], threshold: f64) -> Located {
     }
 }
 
-/// Positions at which what moved may begin or end: the first that moved of each row, and one past the last.
+/// Returns the positions where differences may begin or end: each row's first differing one, and the one
+/// after its last.
 fn cuts(places: &Places, moved: &[bool], longest: usize) -> Vec<usize> {
     let mut share = vec![(0usize, 0usize); longest + 2];
     for (position, moved) in places.positions.iter().zip(moved) {
@@ -171,8 +173,8 @@ fn cuts(places: &Places, moved: &[bool], longest: usize) -> Vec<usize> {
     }
     let total: usize = share.iter().map(|s| s.0).sum();
     let count: usize = share.iter().map(|s| s.1).sum();
-    // The cut that parts the most: the largest gap between what moved so far and what would have, spread
-    // evenly.
+    // The best boundary: the largest difference between the differing targets up to it and their number if
+    // they were spread evenly.
     let (mut before, mut seen, mut best) = (0usize, 0usize, (0.0f64, 0usize, 0.0f64, 0usize));
     for (position, (m, n)) in share.iter().enumerate() {
         let excess = before as f64 / total.max(1) as f64 - seen as f64 / count.max(1) as f64;

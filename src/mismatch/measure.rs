@@ -1,8 +1,8 @@
-//! Ablations (`[arms]`), measured on the same tokens.
+//! Measures ablations (`[arms]`) on the same tokens.
 //!
-//! The tokens are those of one rollout. Where an ablation changes the rollout's forward, the rollout's
-//! log-probs are computed again on these tokens as that rollout would have stored them: every perturbation
-//! works on a row alone.
+//! The tokens come from one rollout. If an ablation changes the rollout's forward, the rollout's log-probs
+//! are recomputed on these tokens. They equal the values which that rollout would have stored, because every
+//! perturbation acts on each row alone.
 
 use super::compare::Gap;
 use super::diagnose::{Reference, Verdict};
@@ -20,22 +20,22 @@ use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 
-/// The tokens, and what all ablations have in common.
+/// The tokens and settings that all ablations share.
 pub struct Measure<'a> {
     reference: Reference<'a>,
     seed: u64,
     temperature: f64,
     clip: (f64, f64),
-    /// The ablations that the tokens were sampled under.
+    /// The ablations under which the tokens were sampled.
     sampled_under: Arms,
     observed: Observed,
     cu_seqlens: Vec<usize>,
-    /// The model's own log-probs, without any ablation.
+    /// The model's log-probs without ablations.
     plain: Vec<f32>,
 }
 
 impl<'a> Measure<'a> {
-    /// Over `trajectories`, sampled under `arms` at `temperature`.
+    /// Prepares the measurement of `trajectories`, sampled under `arms` at `temperature`.
     pub fn new(
         reference: Reference<'a>,
         trajectories: &[&Trajectory],
@@ -64,7 +64,7 @@ impl<'a> Measure<'a> {
         Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, plain })
     }
 
-    /// The figures of one combination of ablations.
+    /// Returns the figures of one combination of ablations.
     ///
     /// # Errors
     /// When an ablation does not fit the model, or a forward fails.
@@ -108,13 +108,13 @@ impl<'a> Measure<'a> {
         Ok(Line { name: name.to_owned(), metrics, cause: Some(cause) })
     }
 
-    /// Whether the rollout under `arms` is the one that was sampled.
+    /// Returns whether the tokens were sampled with the rollout settings of `arms`.
     fn samples_alike(&self, arms: &Arms) -> bool {
         let side = |arms: &Arms| (arms.rollout_noise(), arms.rollout_bits(), arms.rollout_mxfp4);
         side(arms) == side(&self.sampled_under)
     }
 
-    /// The likely cause, found from the log-probs alone.
+    /// Returns the likely cause, derived from the log-probs alone.
     fn cause(&self, arms: &Arms, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
         let mut words = vec![];
         for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
@@ -134,7 +134,7 @@ impl<'a> Measure<'a> {
         if words.is_empty() {
             let backward = arms.no_sink_gradient || arms.freeze_attention;
             return Ok(if backward {
-                "both forwards are the same bits; what this arm breaks is in the backward".to_owned()
+                "both forwards have the same bits; this ablation changes only the backward".to_owned()
             } else {
                 "none: both paths are the same bits".to_owned()
             });
@@ -143,17 +143,17 @@ impl<'a> Measure<'a> {
     }
 }
 
-/// The places where two forwards part.
+/// Where two forward passes diverge.
 #[derive(Default)]
 struct Divergence {
-    /// Share of (token, layer) with the same set of experts.
+    /// Share of (token, layer) pairs with the same set of experts.
     routing_agreement: f64,
-    /// First layer, from 0, with an output that differs in any bit.
+    /// First layer, from 0, whose output differs in any bit.
     first_layer: Option<usize>,
 }
 
-/// Both paths over the same batches: their log-probabilities, and where they part. `passed` is told of each
-/// path's pass.
+/// Runs both forwards over the same batches. Returns their log-probabilities and where they diverge. Calls
+/// `passed` after each pass.
 ///
 /// # Errors
 /// When a forward fails.
@@ -187,15 +187,15 @@ fn both(
     Ok((log_probs, divergence))
 }
 
-/// One layer's output.
+/// The output of one layer.
 struct LayerTrace {
-    /// Experts chosen, `[T, K]`; none in a model without experts.
+    /// Routed experts, `[T, K]`; empty for a model without experts.
     routes: Vec<u32>,
-    /// `[T, H]`.
+    /// The layer's output, `[T, H]`.
     hidden: Vec<f32>,
 }
 
-/// The forward of `batch` by `policy`: the head's input, and each layer's output.
+/// Runs `batch` through `policy`; returns the head's input and the output of each layer.
 fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerTrace>)> {
     let mut layers = vec![];
     let normed = policy.normed(batch, &mut |_, _, output: &LayerOutput| {
@@ -207,13 +207,13 @@ fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerT
     Ok((normed, layers))
 }
 
-/// A stage of so many `passes` over `batches`, in tokens.
+/// Starts a progress stage of `passes` passes over `batches`, counted in tokens.
 fn stage(reference: &Reference, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
     reference.console.work(name, (tokens * passes) as u64, 0)
 }
 
-/// A pass over `batch` is done.
+/// Counts one pass over `batch` as done.
 fn advance(stage: &Progress, batch: &MicroBatch) {
     let tokens = batch.tokens.len() as u64;
     stage.advance(tokens, tokens, &[]);

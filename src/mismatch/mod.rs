@@ -1,9 +1,8 @@
-//! How far two ways to compute the same log-probabilities are apart, and why.
+//! Measures how far two computations of the same log-probabilities differ, and finds out why.
 //!
-//! [`links`] is the proof that rollout and training are one forward, link by link. [`compare`] puts figures
-//! on a log-prob mismatch, [`diagnose`] finds its likely cause among [`causes`], [`against`] compares another
-//! engine's rows, [`arms`] reads the ablations asked for, [`measure`] measures them, [`output`] shows the
-//! result.
+//! [`links`] proves link by link that rollout and training are one forward. [`compare`] computes the figures
+//! of a log-prob mismatch. [`diagnose`] finds its likely cause among [`causes`]. [`against`] compares another
+//! engine's rows. [`arms`] parses the ablations, [`measure`] measures them, and [`output`] prints the result.
 
 pub mod against;
 pub mod arms;

@@ -1,4 +1,4 @@
-//! Tokens with the log-probabilities that someone computed for them.
+//! Tokens with log-probabilities from another computation.
 
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use std::ops::Range;
@@ -7,23 +7,23 @@ use std::ops::Range;
 #[derive(Debug, Clone)]
 pub struct ObservedBatch {
     pub tokens: MicroBatch,
-    /// The temperature that the log-probs are said to be at.
+    /// The temperature that the file states for the log-probs.
     pub temperature: f64,
-    /// Whether each target was sampled. Engines give a prompt's log-probs raw: at temperature 1, over all
-    /// tokens.
+    /// Whether each target was sampled. Engines give raw log-probs for a prompt: at temperature 1, over the
+    /// whole vocabulary.
     pub sampled: Vec<bool>,
 }
 
-/// Tokens and log-probs that are compared with the model.
+/// Tokens and log-probs to compare with the model.
 #[derive(Debug, Clone, Default)]
 pub struct Observed {
     pub batches: Vec<ObservedBatch>,
-    /// Log-probs of all targets, batch after batch.
+    /// Log-probs of all targets, in batch order.
     pub log_probs: Vec<f32>,
 }
 
 impl Observed {
-    /// Targets that were all sampled at one temperature.
+    /// Wraps batches whose targets were all sampled at one temperature.
     pub fn sampled(batches: Vec<MicroBatch>, temperature: f64, log_probs: Vec<f32>) -> Self {
         let batch = |tokens: MicroBatch| {
             let sampled = vec![true; tokens.targets.len()];
@@ -32,13 +32,13 @@ impl Observed {
         Self { batches: batches.into_iter().map(batch).collect(), log_probs }
     }
 
-    /// Tokens fed of the longest sequence.
+    /// Returns the number of input tokens of the longest sequence.
     pub fn row_tokens_max(&self) -> usize {
         let positions = self.batches.iter().flat_map(|batch| &batch.tokens.positions);
         positions.max().map_or(0, |&last| last as usize + 1)
     }
 
-    /// Places of each sequence's targets.
+    /// Returns the range of each sequence's targets.
     pub fn rows(&self) -> Vec<Range<usize>> {
         let counts =
             self.batches.iter().flat_map(|batch| batch.tokens.cu_targets.windows(2).map(|w| w[1] - w[0]));
@@ -50,8 +50,8 @@ impl Observed {
         counts.map(&mut row).collect()
     }
 
-    /// Evenly spaced sequences with up to about `targets_max` targets, the last one cut short; and the places
-    /// of their targets among all.
+    /// Selects evenly spaced sequences with up to about `targets_max` targets; the last one may be truncated.
+    /// Also returns the indices of their targets among all targets.
     pub fn part(&self, targets_max: usize) -> (Self, Vec<usize>) {
         let stride = self.log_probs.len().div_ceil(targets_max.max(1)).max(1);
         let (mut part, mut places) = (Self::default(), vec![]);
@@ -77,7 +77,7 @@ impl Observed {
 }
 
 impl ObservedBatch {
-    /// The sequences `kept`, each by its index, up to its so many first targets.
+    /// Selects sequences: `kept` lists (index, number of first targets).
     fn cut(&self, kept: &[(usize, usize)]) -> Self {
         let whole = &self.tokens;
         let (mut sequences, mut sampled) = (vec![], vec![]);
@@ -95,7 +95,7 @@ impl ObservedBatch {
             sequences.push(Sequence { tokens, mask });
             sampled.extend_from_slice(&self.sampled[own]);
         }
-        // One micro-batch: nothing is too long for it.
+        // One micro-batch without a limit.
         let tokens = MicroBatch::split(&sequences, usize::MAX).swap_remove(0);
         Self { tokens, temperature: self.temperature, sampled }
     }
@@ -117,7 +117,7 @@ mod tests {
         let whole = Observed::sampled(batches, 1.0, (0..count).map(|i| i as f32).collect());
         let (part, places) = whole.part(8);
         assert_eq!(whole.rows(), [0..4, 4..7, 7..13, 13..15]);
-        // Every other sequence; the first has 4 targets, so 4 of the third's 6 remain.
+        // Every other sequence. The first has 4 targets, so 4 of the third's 6 remain.
         assert_eq!(places, [0, 1, 2, 3, 7, 8, 9, 10]);
         assert_eq!(part.log_probs, [0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 9.0, 10.0]);
         let all = |of: &dyn Fn(&MicroBatch) -> Vec<u32>| -> Vec<u32> {

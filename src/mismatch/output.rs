@@ -1,4 +1,4 @@
-//! The result as a table for people and as `mismatch.json`.
+//! Prints the result as a table, and writes it as `mismatch.json`.
 
 use super::compare::COLUMNS;
 use super::links::Link;
@@ -9,14 +9,15 @@ use serde_json::{Map, Value, json};
 #[derive(Debug, Clone, PartialEq)]
 pub struct Line {
     pub name: String,
-    /// By metric name; `None` for what does not exist, such as the first layer that differs where none does.
+    /// Values by metric name; `None` if there is no value, such as the first differing layer when no layer
+    /// differs.
     pub metrics: Vec<(String, Option<f64>)>,
-    /// The likely cause, in words.
+    /// The likely cause as text.
     pub cause: Option<String>,
 }
 
 impl Line {
-    /// A link of the proof.
+    /// Makes the line of one link of the proof.
     pub fn of_link(link: &Link) -> Self {
         let metrics = [
             ("mismatch/tokens", link.tokens as f64),
@@ -35,7 +36,7 @@ impl Line {
     }
 }
 
-/// The links of the proof as a table.
+/// Formats the links of the proof as a table.
 pub fn links_table(lines: &[Line]) -> String {
     let mut table = Table::new(["link", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
     for line in lines {
@@ -45,7 +46,7 @@ pub fn links_table(lines: &[Line]) -> String {
     table.to_string()
 }
 
-/// Gaps as a table within so many columns of text, and under it the cause of each.
+/// Formats the mismatches as a table of at most `columns` text columns, with the cause of each line below it.
 pub fn gaps_table(title: &str, lines: &[Line], columns: usize) -> String {
     let used: Vec<_> = COLUMNS
         .iter()
@@ -64,14 +65,14 @@ pub fn gaps_table(title: &str, lines: &[Line], columns: usize) -> String {
 
 fn shown(value: Option<f64>) -> String {
     value.map_or("–".to_owned(), |value| match value {
-        // A share just under 1 must not be shown as 1.
+        // A share just below 1 must not print as 1.
         value if value < 1.0 && format_number(value) == "1" => format!("{value}"),
         value => format_number(value),
     })
 }
 
-/// `mismatch.json`: `{"rows": [{"name", metric: value, …, "cause"}], "verdict", "diagnosis"?, "bad_rows"?}`.
-/// What is no number is null.
+/// Returns `mismatch.json`: `{"rows": [{"name", metric: value, …, "cause"}], "verdict", "diagnosis"?,
+/// "bad_rows"?}`. A value that is not a number becomes null.
 pub fn to_json(lines: &[Line], verdict: &str, diagnosis: Option<Value>, bad_rows: &[String]) -> String {
     let row = |line: &Line| {
         let mut row = Map::new();

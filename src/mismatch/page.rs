@@ -1,22 +1,22 @@
-//! A page to paste into an issue, and the picture beside it: |Δlogp| by position.
+//! A Markdown page to paste into an issue, and its chart: |Δlogp| by position.
 
 use super::against::Comparison;
 use super::distance::GapFigures;
 use std::fmt::Write;
 
-/// Lengths are in SVG user units.
+/// Size and margins of the chart, in SVG user units.
 const WIDTH: f64 = 640.0;
 const HEIGHT: f64 = 260.0;
 const LEFT: f64 = 56.0;
 const TOP: f64 = 14.0;
 const FOOT: f64 = 36.0;
-/// Stretches of positions, each of which shows its median and its maximum.
+/// Maximum number of position ranges; the chart shows the median and the maximum of each.
 const STRETCHES_MAX: usize = 80;
-/// The axis begins here: what is smaller is drawn at its foot.
+/// Lower end of the axis. Smaller values are drawn there.
 const GAP_MIN: f64 = 1e-7;
 
-/// `mismatch.md`: the answer, the table, the yardsticks. `table` is that of the terminal, `seen` says what
-/// was read.
+/// Returns `mismatch.md`: the answer, the table and the rounding bounds. `table` is the terminal's table;
+/// `seen` lists the formats that were read.
 pub fn page(answer: &str, table: &str, seen: &[String]) -> String {
     let read: String = seen.iter().map(|line| format!("- {line}\n")).collect();
     format!(
@@ -26,8 +26,8 @@ pub fn page(answer: &str, table: &str, seen: &[String]) -> String {
     )
 }
 
-/// `mismatch.svg`: median and maximum of |Δlogp| over stretches of positions, on a logarithmic axis, with
-/// bf16's own.
+/// Returns `mismatch.svg`: median and maximum of |Δlogp| over ranges of positions, on a logarithmic axis,
+/// with the bf16 bound.
 pub fn picture(found: &Comparison) -> String {
     let (positions, gaps) = (&found.places.positions, &found.diagnosis.gaps);
     let longest = positions.iter().copied().max().unwrap_or(1);
@@ -45,7 +45,7 @@ pub fn picture(found: &Comparison) -> String {
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" font-size=\"11\">\n\
          <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#fff\"/>\n"
     );
-    // Writing to a String cannot fail.
+    // A write to a String cannot fail.
     for decade in 0..=decades as i32 {
         let at = y(GAP_MIN * 10f64.powi(decade));
         let label = -7 + decade;

@@ -1,4 +1,4 @@
-//! Forward passes over given tokens: log-probabilities, and each layer's output.
+//! Forward passes over given tokens: log-probabilities, and the output of each layer.
 
 use crate::learner::micro_batch::MicroBatch;
 use crate::model::attend::PackedAttention;
@@ -12,13 +12,13 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// A policy, taken apart.
+/// The steps of a policy's forward as separate functions.
 impl PolicyView<'_> {
-    /// The head's input after the forward of whole sequences, `[R, H]`: the training forward's ops in its
-    /// order. `keep` is called with each layer's output.
+    /// Returns the head's input after the forward of whole sequences, `[R, H]`, with the ops of the training
+    /// forward in the same order. Calls `keep` with the output of each layer.
     ///
     /// # Errors
-    /// When the batch does not fit the model, and those of `keep`.
+    /// When the batch does not fit the model, or `keep` fails.
     pub fn normed(&self, batch: &MicroBatch, keep: decoder_stack::Keep) -> Result<Tensor> {
         let attend = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
         let rotation = self.model.rotation(batch.positions.clone());
@@ -27,7 +27,7 @@ impl PolicyView<'_> {
         stack.normed(&last, &batch.rows)
     }
 
-    /// Log-probabilities of the batch's targets from `normed`, `[R]`.
+    /// Returns the log-probabilities of the batch's targets from `normed`, `[R]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -35,7 +35,7 @@ impl PolicyView<'_> {
         Ok(self.stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
-    /// The forward's log-probabilities of all batches' targets, batch after batch, of which `passed` is told.
+    /// Returns the log-probabilities of all batches' targets, in order. Calls `passed` after each batch.
     ///
     /// # Errors
     /// When a batch does not fit the model.
@@ -54,8 +54,8 @@ impl PolicyView<'_> {
         Ok(found.concat())
     }
 
-    /// Log-probability of every token but the first of each sequence, the prompt in one piece, as a rollout's
-    /// prefill.
+    /// Returns the log-probability of every token but the first of each sequence. Each prompt is read in one
+    /// forward, like a rollout's prefill.
     ///
     /// # Errors
     /// When a sequence does not fit the model.
@@ -73,8 +73,8 @@ impl PolicyView<'_> {
         sequences.iter().map(one).collect()
     }
 
-    /// Log-probability of every token but the first of each sequence, decoded a token at a time in one batch,
-    /// which sequences leave as they end. `fed` is called with the tokens of each forward.
+    /// Returns the log-probability of every token but the first of each sequence. All sequences decode one
+    /// token at a time in one batch, and leave it when they end. Calls `fed` with the tokens of each forward.
     ///
     /// # Errors
     /// When a sequence does not fit the model.
@@ -108,14 +108,14 @@ impl PolicyView<'_> {
         Ok(log_probs)
     }
 
-    /// Room for so many sequences.
+    /// Allocates KV caches for `sequences` sequences.
     fn caches(&self, sequences: usize, tokens: usize, fed_tokens_max: usize) -> Result<Caches> {
         let room = CacheRoom { sequences, tokens, fed_tokens_max };
         Caches::new(&self.model.config, self.weights.device(), room)
     }
 }
 
-/// Log-probabilities as the sampler takes them, of `targets` after the rows of `x [R, H]`.
+/// Returns the log-probabilities of `targets` after the rows of `x [R, H]`, computed as the sampler does.
 fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<f32>> {
     let (stack, sampling) = (policy.stack(), Sampling::whole(temperature));
     let rows_max = logits_rows_max(policy.model.config.vocab_size);

@@ -1,46 +1,46 @@
-//! Yardsticks: the log-prob mismatch that rounding alone makes of this model.
+//! Rounding bounds: the log-prob mismatch that rounding alone makes in this model.
 //!
-//! The model is computed with mantissas a little shorter than f32's, in bf16, and in bf16 with coarser
-//! activations, and compared with itself. In bf16 a near tie between two experts falls either way, and its
-//! token moves far: how far says nothing about a mistake. So targets whose experts no rounding changes are
-//! held to their own, much smaller, yardstick.
+//! The model runs with mantissas slightly shorter than f32's, in bf16, and in bf16 with coarser activations.
+//! Each result is compared with the unrounded one. In bf16 a near tie between two experts can go either way
+//! and change the token a lot. The size of that change says nothing about a mistake. So targets whose experts
+//! are the same under all roundings have their own, much smaller bound.
 
 use super::causes::Cause;
 use super::distance::GapFigures;
 use super::search::{Search, Traced, gaps_between};
 use anyhow::Result;
 
-/// Multiples of the yardstick that count as rounding: of the body's figures and of the tail's.
+/// Multiples of the bound that count as rounding: for the body's figures and for the tail's.
 const F32_FACTORS: (f64, f64) = (4.0, 8.0);
 const BF16_FACTORS: (f64, f64) = (2.5, 8.0);
-/// The same multiples for targets whose experts no rounding changes: their tail is that of noise.
+/// Multiples for targets whose experts are the same under all roundings; their tail has only noise.
 const DECIDED_FACTORS: (f64, f64) = (2.5, 4.0);
-/// Never told from rounding of f32, nats.
+/// Differences below this always count as f32 rounding, in nats.
 pub const F32_FLOOR: f64 = 2e-5;
-/// Mantissa bits that stand for f32's other orders of addition, and those of bf16.
+/// Mantissa bits that simulate other f32 summation orders, and the mantissa bits of bf16.
 const F32_BITS: u32 = 21;
 const BF16_BITS: u32 = 7;
-/// Mantissa bits of coarse activations: engines round at more places than this model does, which makes
-/// transformers' noise about twice that of 7.
+/// Mantissa bits of coarse activations. Engines round in more places than this model: the noise of
+/// transformers is about twice that of 7 bits.
 const COARSE_BITS: u32 = 6;
-/// No rounding changes the choice of experts when the last one chosen leads the next by so many times what
-/// bf16 moves a score (median).
+/// The choice of experts counts as decided if the last chosen score leads the next one by this multiple of
+/// the median change of a score in bf16.
 const LEAD_MIN: f32 = 12.0;
 
-/// This model, as it is or under a cause, rounded, against itself.
+/// Mismatch of this model with rounding against itself without, unchanged or under a cause.
 pub struct Yardsticks {
     pub f32: GapFigures,
     pub bf16: GapFigures,
     /// Figures of the targets that are `decided`.
     bf16_decided: GapFigures,
-    /// Whether each target's experts stay the same in bf16.
+    /// Whether each target has the same experts in bf16.
     decided: Vec<bool>,
-    /// Log-probs in bf16, finely and coarsely rounded.
+    /// Log-probs in bf16, with fine and coarse activations.
     pub in_bf16: [Vec<f32>; 2],
 }
 
 impl Yardsticks {
-    /// Yardsticks of the model under `cause`, whose log-probs are `exact`.
+    /// Computes the bounds of the model under `cause`, whose log-probs are `exact`.
     ///
     /// # Errors
     /// When a forward fails.
@@ -64,7 +64,7 @@ impl Yardsticks {
         })
     }
 
-    /// Yardsticks that nothing but equality is within.
+    /// Returns bounds that only exact equality meets.
     pub fn none() -> Self {
         let nothing = GapFigures::of(&[]);
         Self {
@@ -76,14 +76,14 @@ impl Yardsticks {
         }
     }
 
-    /// No yardstick below `other`'s.
+    /// Raises each bound to at least that of `other`.
     pub fn at_least(&mut self, other: &Yardsticks) {
         self.f32 = self.f32.larger(&other.f32);
         self.bf16 = self.bf16.larger(&other.bf16);
         self.bf16_decided = self.bf16_decided.larger(&other.bf16_decided);
     }
 
-    /// Whether `gaps` are what bf16 leaves.
+    /// Returns whether bf16 rounding explains `gaps`.
     pub fn within_bf16(&self, gaps: &[f64]) -> bool {
         GapFigures::of(gaps).within(&self.bf16, BF16_FACTORS, F32_FLOOR)
             && GapFigures::of(&kept(gaps, &self.decided)).within(
@@ -93,20 +93,20 @@ impl Yardsticks {
             )
     }
 
-    /// Whether gaps of `figures` may be `times` as large as what bf16 leaves, or less.
+    /// Returns whether `figures` are at most `times` the bf16 bound.
     pub fn near_bf16(&self, figures: &GapFigures, times: f64) -> bool {
         figures.within(&self.bf16.scaled(times), BF16_FACTORS, F32_FLOOR)
     }
 
-    /// Whether most of `figures` are what f32 leaves where bf16 would leave more: such a file was not
-    /// computed in bf16.
+    /// Returns whether most of `figures` are within the f32 bound where bf16 would exceed it. Such a file was
+    /// not computed in bf16.
     pub fn is_of_f32(&self, figures: &GapFigures) -> bool {
         let most = (F32_FACTORS.0 * self.f32.median).max(F32_FLOOR);
         figures.median <= most && self.bf16.median > 4.0 * most
     }
 }
 
-/// Whether `figures` are what rounding of f32 leaves, by `yard`.
+/// Returns whether f32 rounding explains `figures`, given its bound `yard`.
 pub fn within_f32(figures: &GapFigures, yard: &GapFigures) -> bool {
     figures.within(yard, F32_FACTORS, F32_FLOOR)
 }
@@ -115,8 +115,8 @@ fn kept(gaps: &[f64], keep: &[bool]) -> Vec<f64> {
     gaps.iter().zip(keep).filter(|(_, keep)| **keep).map(|(gap, _)| *gap).collect()
 }
 
-/// Returns whether each target's `chosen` experts lead the others by far more than bf16 moves a score, in
-/// every layer.
+/// Returns whether each target's `chosen` experts lead the others in every layer by far more than bf16
+/// changes a score.
 fn decided(exact: &Traced, bf16: &Traced, chosen: usize) -> Vec<bool> {
     let mut decided = vec![true; exact.log_probs.len()];
     for (exact, bf16) in exact.scores.iter().zip(&bf16.scores) {
@@ -151,7 +151,7 @@ mod tests {
 
     #[test]
     fn a_wrong_token_shows_among_flips_of_routing() {
-        // Every tenth token may flip, and then moves far; the others hardly move.
+        // Every tenth token may change experts and then moves far; the others hardly move.
         let noise = |i: usize| 0.01 * (i as f64 * 0.7).sin();
         let decided: Vec<bool> = (0..400).map(|i| i % 10 > 0).collect();
         let bf16: Vec<f64> = (0..400).map(|i| if i % 40 == 0 { 3.0 } else { noise(i) }).collect();

@@ -1,5 +1,5 @@
-//! The experts that the engine chose against ours: the share of tokens that went elsewhere, by layer, and
-//! whether the log-prob mismatch is on those.
+//! Compares the engine's routed experts with ours: the share of tokens with other experts by layer, and
+//! whether these tokens have the log-prob mismatch.
 
 use super::distance::GapFigures;
 use super::locate::Places;
@@ -7,20 +7,20 @@ use super::rows::TokenRow;
 use crate::metrics::format_number;
 use serde_json::{Value, json};
 
-/// The share of targets that went through other experts, where routed experts are known.
+/// Shares of targets with other experts than ours, if routed experts are known.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RouteComparison {
     pub targets: usize,
-    /// Share of them with another set of experts, by layer.
+    /// Share of targets with another set of experts, by layer.
     pub differ_by_layer: Vec<f64>,
-    /// Share with another set in any layer.
+    /// Share of targets with another set in any layer.
     pub differ: f64,
-    /// Median |Δlogp| where some layer's experts differ, and where none do.
+    /// Median |Δlogp| of targets with other experts in some layer, and of the remaining targets.
     pub medians: (f64, f64),
 }
 
 impl RouteComparison {
-    /// Compares the `rows` with routes; `None` where no row has any. `gaps` are those of the targets at
+    /// Compares the routed experts of `rows`; `None` if no row has any. `gaps` are those of the targets at
     /// `places`.
     pub fn of(rows: &[TokenRow], places: &Places, gaps: &[f64]) -> Option<Self> {
         let layers = rows.iter().find_map(|row| row.routes.as_ref())?.layers;
@@ -30,7 +30,7 @@ impl RouteComparison {
             let Some(routes) = &rows[places.rows[target]].routes else { continue };
             let mut same = true;
             for (layer, count) in differing.iter_mut().enumerate() {
-                // The row before the target predicts it.
+                // The target is predicted from the position before it.
                 let theirs = routes.of(places.positions[target] - 1, layer)?;
                 let ours = places.experts(layer, target)?;
                 if !ours.iter().all(|expert| theirs.contains(expert)) {
@@ -50,7 +50,7 @@ impl RouteComparison {
         })
     }
 
-    /// In words.
+    /// Returns the comparison as text.
     pub fn words(&self) -> String {
         let layers: Vec<String> =
             self.differ_by_layer.iter().map(|share| format!("{:.1}%", 100.0 * share)).collect();
@@ -70,7 +70,7 @@ impl RouteComparison {
         )
     }
 
-    /// For `mismatch.json`.
+    /// Returns the comparison for `mismatch.json`.
     pub fn to_json(&self) -> Value {
         json!({
             "tokens": self.targets,

@@ -1,4 +1,4 @@
-//! Another engine's rows, read from files as they lie: JSON, JSONL, gzip, a record at a time.
+//! Reads another engine's rows from files: JSON, JSONL or gzip, one record at a time.
 
 use super::formats::{EXAMPLE, RawRow, Shape, TORCH_FILE, TokenTexts};
 use crate::bad_input;
@@ -13,35 +13,35 @@ use std::cell::Cell;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// A log-prob may lie so far above 0 by rounding.
+/// Maximum log-prob above 0; rounding can exceed 0 slightly.
 const ABOVE_ZERO_MAX: f64 = 1e-3;
-/// A record of text, and a file of it, bytes.
+/// Maximum size of a record and of a file, in bytes of text.
 const RECORD_BYTES_MAX: u64 = 64 << 20;
 const FILE_BYTES_MAX: u64 = 2 << 30;
-/// Bad rows that are remembered: a file with more holds something else.
+/// Maximum number of bad rows that are stored; a file with more has other content.
 const BAD_ROWS_MAX: usize = 100_000;
-/// Bad rows that are each told; `mismatch.json` has all.
+/// Maximum number of bad rows that are printed; `mismatch.json` has all.
 const BAD_TOLD_MAX: usize = 10;
 
-/// One row that can be compared.
+/// A valid row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRow {
-    /// Line or element in the file, from 1, and the choice where a record has several; before it the file's
-    /// name where there are several.
+    /// Line or element in the file, from 1, and the choice if a record has several. With several files, the
+    /// file's name comes first.
     pub name: String,
     pub tokens: Vec<u32>,
-    /// `None` where the engine gave none. The first token's is not looked at: nothing predicts it.
+    /// `None` if the engine gave no value. The first token's is ignored: nothing predicts it.
     pub log_probs: Vec<Option<f32>>,
-    /// A trainer's log-probs, where the file has both.
+    /// A trainer's log-probs, if the file has both.
     pub trainer_log_probs: Option<Vec<Option<f32>>>,
     /// Temperature of the sampled tokens' log-probs.
     pub temperature: f64,
-    /// Tokens at the start whose log-probs are raw: a prompt's, at temperature 1 and over all tokens.
+    /// Number of prompt tokens with raw log-probs: at temperature 1, over the whole vocabulary.
     pub raw_tokens: usize,
     pub routes: Option<ChosenExperts>,
 }
 
-/// Experts that the engine chose: `[token][layer × slot]`, for the tokens that were fed.
+/// The engine's routed experts, `[token][layer × slot]`, for the input tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChosenExperts {
     pub layers: usize,
@@ -50,7 +50,7 @@ pub struct ChosenExperts {
 }
 
 impl ChosenExperts {
-    /// Those of the token at `position`, at `layer`.
+    /// Returns the experts of the token at `position`, at `layer`.
     pub fn of(&self, position: usize, layer: usize) -> Option<&[u32]> {
         self.experts.get((position * self.layers + layer) * self.slots..)?.get(..self.slots)
     }
@@ -60,14 +60,14 @@ impl ChosenExperts {
 #[derive(Debug, Default)]
 pub struct TokenRows {
     pub rows: Vec<TokenRow>,
-    /// Whose shapes were seen, in words, with what was done to read them.
+    /// The formats that were read, as text, with any conversion.
     pub seen: Vec<String>,
-    /// Rows that cannot be compared, each named with its reason.
+    /// Rows that cannot be compared, each with its name and the reason.
     pub bad: Vec<String>,
 }
 
 impl TokenRows {
-    /// [`Self::bad`] as it is shown: the first ones, and how many there are besides.
+    /// Returns [`Self::bad`] for printing: the first rows, and the number of the others.
     pub fn bad_told(&self) -> Vec<String> {
         let more = self.bad.len().saturating_sub(BAD_TOLD_MAX);
         let rest = (more > 0).then(|| format!("{more} more rows are bad"));
@@ -86,8 +86,8 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// For a model of `config` and contexts of `context_tokens_max`; rows that state no temperature are at
-    /// `temperature`.
+    /// Creates a reader for a model of `config` with contexts of `context_tokens_max`. `temperature` applies
+    /// to rows that state none.
     pub fn new(
         config: &'a Config,
         context_tokens_max: usize,
@@ -124,7 +124,7 @@ impl<'a> Reader<'a> {
                 false => found.bad_told().join("\n"),
             };
             return Err(bad_input!(
-                "{what}\nnothing can be compared; docs/MISMATCH.md lists what is read, the simplest is a row a line: {EXAMPLE}"
+                "{what}\nno row can be compared; docs/MISMATCH.md lists the formats; the simplest is one row a line: {EXAMPLE}"
             ));
         }
         Ok(found)
@@ -167,7 +167,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// A record a line; or one record over all lines.
+    /// Reads one record a line, or one record over all lines.
     fn read_lines(&self, of: &mut OfFile, text: &mut impl BufRead) -> io::Result<()> {
         let mut line = vec![];
         for number in 1.. {
@@ -184,7 +184,7 @@ impl<'a> Reader<'a> {
                 continue;
             }
             let mut parsed = serde_json::from_slice::<Value>(&line);
-            // A record of many lines begins with an unfinished one.
+            // A record of many lines begins with an incomplete line.
             let first = of.shape.is_none() && of.found.bad.is_empty();
             if first && parsed.as_ref().is_err_and(serde_json::Error::is_eof) {
                 text.take(RECORD_BYTES_MAX).read_to_end(&mut line)?;
@@ -199,7 +199,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Takes the rows of one record, or notes why there are none.
+    /// Adds the rows of one record, or the reason why it has none.
     fn take(&self, of: &mut OfFile, number: usize, value: Value) {
         let raws = match self.raw_rows(of, value) {
             Ok(raws) => raws,
@@ -221,12 +221,12 @@ impl<'a> Reader<'a> {
         let first = of.shape.get_or_insert(shape).name;
         if first != shape.name {
             let name = shape.name;
-            return Err(format!("one of the {name}, where the file began with {first}; one shape a file"));
+            return Err(format!("one of {name}, but the file began with {first}; use one format a file"));
         }
         shape.rows(value, &self.texts)
     }
 
-    /// `raw`, if it can be compared with this model.
+    /// Checks `raw` and returns it as a row, if it can be compared with this model.
     fn row(&self, raw: RawRow, name: String) -> Result<TokenRow, String> {
         let (count, vocab_size) = (raw.tokens.len(), self.config.vocab_size);
         if count == 0 {
@@ -258,8 +258,8 @@ impl<'a> Reader<'a> {
         Ok(TokenRow { name, tokens, log_probs, trainer_log_probs, temperature, raw_tokens, routes })
     }
 
-    /// Whether ids and texts are of one tokenizer. Texts that lost bytes, and special tokens left blank, say
-    /// nothing.
+    /// Checks that ids and texts belong to one tokenizer. Texts with lost bytes and blank special tokens are
+    /// ignored.
     fn check_texts(&self, tokens: &[u32], texts: &[(usize, String)]) -> Result<(), String> {
         for (at, text) in texts {
             let bytes = tokens.get(*at).and_then(|&token| self.tokenizer.token_bytes(token));
@@ -300,7 +300,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// `values` as numbers that a log-prob can be.
+/// Checks that `values` are possible log-probs.
 fn checked(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Option<f32>>, String> {
     if values.len() != count {
         let given = values.len();
@@ -314,7 +314,7 @@ fn checked(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Optio
     Ok(values.iter().map(|l| l.map(|l| l as f32)).collect())
 }
 
-/// A file while it is read.
+/// A file and its state while it is read.
 struct OfFile<'a> {
     shape: Option<&'static Shape>,
     from_texts: usize,
@@ -344,9 +344,9 @@ impl OfFile<'_> {
     }
 }
 
-/// Says why a line cannot be parsed.
+/// Returns why a line cannot be parsed.
 fn not_json(line: &[u8], error: &serde_json::Error) -> String {
-    // Not JSON, but what some writers make of a number that is none.
+    // Some writers emit these for a value that is not a number; they are not JSON.
     let text = String::from_utf8_lossy(line);
     match ["NaN", "Infinity"].iter().any(|word| text.contains(word)) {
         true => "a log-prob is NaN or infinite; write null where there is none".to_owned(),
@@ -354,7 +354,7 @@ fn not_json(line: &[u8], error: &serde_json::Error) -> String {
     }
 }
 
-/// A text of records, none of which may be longer than what is `left`; who takes one sets it anew.
+/// Limits each record to `left` bytes. The consumer of a record resets `left`.
 struct Records<'a, R> {
     text: R,
     left: &'a Cell<u64>,
@@ -371,7 +371,7 @@ impl<R: Read> Read for Records<'_, R> {
     }
 }
 
-/// The elements of an array, one after the other, until one is refused.
+/// Passes the elements of an array to a function, until it refuses one.
 struct Elements<'a>(&'a mut dyn FnMut(Value) -> Result<(), String>);
 
 impl<'de> Visitor<'de> for Elements<'_> {

@@ -1,4 +1,4 @@
-//! Explanations, computed: this model's log-probs under each known cause.
+//! Computes this model's log-probs under each known cause.
 
 use super::causes::variant::Variant;
 use super::causes::{Cause, causes};
@@ -17,58 +17,57 @@ use anyhow::{Context, Result};
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// Models up to so many parameters are computed side by side, a cause a thread: copies of weights are then
-/// cheap.
+/// Maximum parameters of a model that runs causes in parallel, one a thread; copies of its weights are cheap.
 const SIDE_BY_SIDE_PARAMETERS_MAX: u128 = 1 << 24;
-/// A cause has no effect where it moves no log-prob by more, nats.
+/// A cause has no effect if it moves no log-prob by more than this, in nats.
 const NO_EFFECT: f64 = 1e-6;
 
-/// Causes are first computed on about so many targets, doubled until the mean gap there is at least this
-/// share of the whole's: a fault may live on few rows, or far into them.
+/// Causes first run on about this many targets. The number doubles until the mean difference there is at
+/// least this share of the mean over all: a mistake may affect only few rows, or only late positions.
 const PART_TARGETS: usize = 256;
 const PART_GAP_SHARE_MIN: f64 = 0.5;
-/// The best causes of a part that are then computed on all targets.
+/// Number of best causes of the part that then run on all targets.
 const COMPUTED_MAX: usize = 12;
 
-/// One explanation.
+/// One explanation with its fit.
 #[derive(Clone)]
 pub struct Candidate {
-    /// `None` for the model as it is.
+    /// The cause; `None` for the unchanged model.
     pub cause: Option<Cause>,
     pub log_probs: Vec<f32>,
-    /// `theirs − ours`, 0 where the explanation says nothing.
+    /// `theirs − ours`, in nats; 0 where the explanation gives no value.
     pub gaps: Vec<f64>,
     pub figures: GapFigures,
     pub fit: Fit,
-    /// Whether the explanation says something about each target.
+    /// Whether the explanation gives a value for each target.
     has_value: Vec<bool>,
 }
 
-/// Log-probs, and what routers said on the way.
+/// Log-probs, and the router scores of the same forward.
 pub struct Traced {
     pub log_probs: Vec<f32>,
-    /// The experts' scores, `[layer][target][expert]`; no layers in a model without experts.
+    /// Router scores, `[layer][target][expert]`; empty for a model without experts.
     pub scores: Vec<Vec<Vec<f32>>>,
 }
 
 impl Candidate {
-    /// From what the cause gives; a token without a value in `has_value` is not looked at.
+    /// Compares a cause's log-probs with `theirs`. Tokens with `has_value` false are ignored.
     fn of(theirs: &[f32], cause: Option<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
         let gaps = gaps(theirs, &log_probs, &has_value);
         Self { figures: GapFigures::of(&gaps), fit: Fit::of(&gaps), cause, log_probs, gaps, has_value }
     }
 
-    /// How well `rounded`, the same explanation computed in another precision, fits `theirs`.
+    /// Returns how well `rounded`, this explanation in another precision, fits `theirs`.
     pub fn fit_of(&self, theirs: &[f32], rounded: &[f32]) -> Fit {
         Fit::of(&gaps(theirs, rounded, &self.has_value))
     }
 
-    /// Name of its cause.
+    /// Returns the name of the cause.
     pub fn name(&self) -> Option<&'static str> {
         self.cause.as_ref().map(|cause| cause.name)
     }
 
-    /// The best `count` by their fit, best first. Of one mistake's variants two suffice.
+    /// Returns the best `count` candidates by fit, best first, with at most two variants of one mistake.
     pub fn best(mut candidates: Vec<Self>, count: usize) -> Vec<Self> {
         candidates.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
         let mut seen = vec![];
@@ -81,12 +80,12 @@ impl Candidate {
     }
 }
 
-/// A forward up to the head, from which any head's log-probs follow.
+/// A forward pass up to the head; any head's log-probs follow from it.
 struct Walk {
     model: Model,
     weights: Arc<Weights>,
     forward: ForwardOptions,
-    /// As fed.
+    /// The batches as they were fed to the model.
     batches: Vec<ObservedBatch>,
     normed: Vec<Tensor>,
     has_value: Vec<bool>,
@@ -106,17 +105,17 @@ impl Walk {
     }
 }
 
-/// The rows, and the model's own log-probs of them.
+/// The observed rows, and the model's log-probs of them.
 pub struct Search<'a> {
     reference: Reference<'a>,
     pub observed: &'a Observed,
     as_it_is: Walk,
-    /// The model's own log-probs.
+    /// The unchanged model's log-probs.
     pub computed: Vec<f32>,
 }
 
 impl<'a> Search<'a> {
-    /// Computes the model's own log-probs.
+    /// Computes the unchanged model's log-probs.
     ///
     /// # Errors
     /// When a forward fails.
@@ -130,20 +129,20 @@ impl<'a> Search<'a> {
         Ok(Self { reference, observed, as_it_is, computed })
     }
 
-    /// The model as it is.
+    /// Returns the candidate of the unchanged model.
     pub fn unchanged(&self) -> Candidate {
         let all = vec![true; self.computed.len()];
         Candidate::of(&self.observed.log_probs, None, self.computed.clone(), all)
     }
 
-    /// Experts that a token goes through; 0 in a model without.
+    /// Returns the number of experts of a token; 0 for a model without experts.
     pub fn experts_chosen(&self) -> usize {
         let config = &self.reference.model.config;
         if config.family.has_experts { config.num_experts_per_tok } else { 0 }
     }
 
-    /// The model's log-probs under `cause`, with the routers' scores, weights and activations having
-    /// mantissas of so many `bits`.
+    /// Returns the model's log-probs under `cause` and the router scores. `bits` are the mantissa bits of
+    /// weights and of activations.
     ///
     /// # Errors
     /// When a forward fails.
@@ -171,11 +170,11 @@ impl<'a> Search<'a> {
         Ok(found)
     }
 
-    /// `f(index)` for every index below `count`, in order: side by side where the model is small, else one
-    /// after the other with all threads.
+    /// Returns `f(index)` for every index below `count`, in order. Small models run the calls in parallel,
+    /// others run one call at a time with all threads.
     ///
     /// # Errors
-    /// The first of `f`'s.
+    /// The first error of `f`.
     pub fn each<R: Send>(
         &self,
         count: usize,
@@ -188,7 +187,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Every cause, the hopeless left out, and the names of those without any effect on these rows.
+    /// Returns the candidates of all promising causes, and the names of those without any effect on these
+    /// rows.
     ///
     /// # Errors
     /// When a forward fails.
@@ -202,7 +202,7 @@ impl<'a> Search<'a> {
         if let Some(part) = telling_part(self.observed, &self.computed) {
             let walk = threads.wide(|| self.reference.walk(None, &part))?;
             let (shown, hidden) = self.computed_on(&part, &walk, &asked)?;
-            // A cause that the part does not show may show in the whole.
+            // A cause without effect on the part may have one on the whole.
             let kept = Candidate::best(shown, COMPUTED_MAX).into_iter().chain(hidden);
             asked = kept.filter_map(|candidate| candidate.cause).collect();
         }
@@ -216,8 +216,8 @@ impl<'a> Search<'a> {
         Ok((shown, without_effect))
     }
 
-    /// Each of `asked`, where the model's own walk over `observed` is `base`: those that change a log-prob,
-    /// and those that change none.
+    /// Computes each of the causes `asked`; `base` is the unchanged forward over `observed`. Returns the
+    /// causes that change a log-prob, and those that change none.
     fn computed_on(
         &self,
         observed: &Observed,
@@ -247,12 +247,12 @@ impl<'a> Search<'a> {
     }
 }
 
-/// `a − b`.
+/// Returns `a − b`, element by element.
 pub fn gaps_between(a: &[f32], b: &[f32]) -> Vec<f64> {
     gaps(a, b, &vec![true; a.len()])
 }
 
-/// The smallest part of the rows whose gaps are like the whole's; `None` where that is the whole.
+/// Returns the smallest part of the rows with differences like those of all rows; `None` if that is all rows.
 fn telling_part(observed: &Observed, computed: &[f32]) -> Option<Observed> {
     let gaps = gaps_between(&observed.log_probs, computed);
     let mean = GapFigures::of(&gaps).mean;

@@ -1,20 +1,19 @@
-//! Ties of routing: two experts whose scores are equal but for f32's rounding, so that an engine may choose
-//! either.
+//! Ties of routing: two experts with scores that differ only by f32 rounding. An engine may choose either
+//! one.
 
 use super::distance::GapFigures;
 use std::ops::Range;
 
-/// Forwards of so many mantissa bits choose now one side of a tie, now the other.
+/// Mantissa bits of forwards that choose different sides of a tie.
 pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
-/// A gap is that of a tie when such a forward leaves at most this share of it, or of its row's gaps: the
-/// tokens after a tie attend to it.
+/// A forward explains a tie if it leaves at most this share of the token's difference, or of its row's
+/// differences: tokens after a tie attend to it.
 const LEFT_MAX: f64 = 0.1;
-/// In a row that it explains, it leaves on a token at most so many times what it leaves on nine tokens in
-/// ten.
+/// In a row that it explains, a forward leaves at most this multiple of the 90th percentile on any token.
 const NOISE_MAX: f64 = 4.0;
 
-/// `gaps` of the log-probs `theirs` in `rows`, with 0 in place of those that one of `forwards` explains, and
-/// the number of these. Gaps up to `floor` are not looked at.
+/// Sets to 0 the `gaps` that one of `forwards` explains as ties, for the log-probs `theirs` in `rows`. Also
+/// returns the number of those targets. Gaps up to `floor` are ignored.
 pub fn without_ties(
     gaps: &[f64],
     theirs: &[f32],
@@ -48,8 +47,8 @@ mod tests {
 
     #[test]
     fn a_tie_explains_its_row_and_no_mistake_beside_it() {
-        // Two rows of 20; in the first a tie moves token 5, and those after it a little; in the second token
-        // 30 is wrong.
+        // Two rows of 20 tokens. In the first a tie moves token 5 and slightly the tokens after it. In the
+        // second, token 30 is wrong.
         let ours = [-2f32; 40];
         let mut tied = ours;
         tied[5] = -2.5;

@@ -1,11 +1,11 @@
-//! The alarm levels beside what each run came to.
+//! A table of the alarm limits and each run's values.
 
 use super::run::Run;
 use crate::metrics::{Phase, format_number};
 use crate::policy::alarm::{ALARMS, Alarm};
 use minijinja::{Value, context};
 
-/// The levels of every metric that a run recorded.
+/// Returns the alarm limits of every metric that a run recorded.
 pub(super) fn table(runs: &[Run]) -> Vec<Value> {
     let row = |alarm: &'static Alarm| {
         let reading = |run: &Run| reading(alarm, &run.series(Phase::Rl, alarm.metric));
@@ -17,7 +17,7 @@ pub(super) fn table(runs: &[Run]) -> Vec<Value> {
     ALARMS.iter().filter_map(row).collect()
 }
 
-/// The range that counts as healthy, in words.
+/// Returns the healthy range as text.
 pub(super) fn healthy(alarm: &Alarm) -> String {
     let (low, high) = (format_number(alarm.low), format_number(alarm.high));
     match (alarm.low.is_finite(), alarm.high.is_finite()) {
@@ -27,17 +27,17 @@ pub(super) fn healthy(alarm: &Alarm) -> String {
     }
 }
 
-/// The ends of the healthy range of `metric` that a chart can show.
+/// Returns the finite bounds of `metric`'s healthy range, for a chart.
 pub(super) fn levels(metric: &str) -> Option<(String, Vec<f64>)> {
     let alarm = ALARMS.iter().find(|alarm| alarm.metric == metric)?;
     Some((healthy(alarm), [alarm.low, alarm.high].into_iter().filter(|level| level.is_finite()).collect()))
 }
 
-/// The last value, the value farthest out, or nearest to a bound, with its step, and how many of the values
-/// ring.
+/// Returns the last value, the worst value with its step, and the number of values that trigger the alarm.
+/// The worst value is farthest outside the range, or nearest to a bound.
 fn reading(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Value> {
     let &(_, last) = points.last()?;
-    // What is no number is worse than any.
+    // NaN is worse than any value.
     let excess = |value: f64| match value.is_nan() {
         true => f64::INFINITY,
         false => (value - alarm.high).max(alarm.low - value),

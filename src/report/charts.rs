@@ -1,4 +1,4 @@
-//! Which metrics are shown, in which order, under which names.
+//! Selects the charts, their order and their titles.
 
 use super::alarms;
 use super::plot::{Plot, Scale, Series};
@@ -13,13 +13,13 @@ use std::collections::BTreeSet;
 #[derive(Serialize)]
 pub(super) struct Section {
     title: &'static str,
-    /// Shown closed.
+    /// Collapsed at first.
     folded: bool,
     charts: Vec<Chart>,
-    /// Charts of which every line is exactly 0 at every step, where that is no alarm: one line stands for
-    /// them, and they are shown closed.
+    /// Charts with every curve exactly 0 at every step, unless that is an alarm. They are collapsed into one
+    /// line.
     zeros: Vec<Chart>,
-    /// Titles of charts that no run has values for.
+    /// Titles of charts without values.
     absent: Vec<&'static str>,
 }
 
@@ -29,12 +29,12 @@ struct Chart {
     title: String,
     metric: String,
     unit: &'static str,
-    /// The metric's healthy range, where it has alarm levels.
+    /// The metric's healthy range, if it has alarm limits.
     healthy: Option<String>,
     plot: Plot,
 }
 
-/// A chart that every report looks for.
+/// A chart that every report tries to draw.
 struct Spec {
     section: &'static str,
     title: &'static str,
@@ -44,7 +44,7 @@ struct Spec {
     scale: Scale,
 }
 
-/// Title, metrics (the second and later ones dashed), unit on the y-axis. Sections follow one another.
+/// Title, metrics (dashed from the second on), unit of the y-axis. The charts of a section are consecutive.
 const SPECS: [Spec; 21] = {
     const fn spec(
         section: &'static str,
@@ -98,12 +98,12 @@ const SPECS: [Spec; 21] = {
     ]
 };
 
-/// Whether a metric that is 0 at every step says that nothing was learned.
+/// Returns whether 0 at every step means that nothing was learned.
 fn is_alarm_at_zero(metric: &str) -> bool {
     is_held_out(metric) || metric.ends_with("rewards/mean") || metric.ends_with("grad_norm")
 }
 
-/// The page's sections, and the numbers that its script reads values from under the pointer.
+/// Returns the page's sections, and the values that its script shows under the pointer.
 pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     let mut shown: BTreeSet<(Phase, String)> = BTreeSet::new();
     let mut sections: Vec<Section> = Vec::new();
@@ -152,7 +152,7 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     (sections, data)
 }
 
-/// Title, unit, phase and scale of the chart of `metric`.
+/// Returns title, unit, phase and scale of the chart of `metric`.
 pub(super) fn look(metric: &str) -> (String, &'static str, Phase, Scale) {
     match SPECS.iter().find(|spec| spec.metrics.contains(&metric)) {
         Some(spec) => (spec.title.to_owned(), spec.unit, spec.phase, spec.scale),
@@ -163,13 +163,13 @@ pub(super) fn look(metric: &str) -> (String, &'static str, Phase, Scale) {
     }
 }
 
-/// Every (phase, metric) of any run, ordered.
+/// Returns every (phase, metric) of all runs, ordered.
 fn recorded(runs: &[Run]) -> BTreeSet<(Phase, String)> {
     let rows = runs.iter().flat_map(|run| &run.rows);
     rows.flat_map(|row| row.metrics.iter().map(|(name, _)| (row.phase, name.to_owned()))).collect()
 }
 
-/// Held-out success stands right after the reward.
+/// Inserts held-out success right after the reward.
 fn add_held_out(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &mut Section) {
     let held_out = recorded.iter().filter(|(_, metric)| is_held_out(metric));
     let charts: Vec<Chart> = held_out
@@ -185,7 +185,7 @@ fn add_held_out(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &m
     learning.charts.splice(at..at, charts);
 }
 
-/// `None` when no run has a value.
+/// Lays out one chart; `None` if no run has a value.
 fn chart(
     runs: &[Run],
     title: &str,
@@ -217,7 +217,7 @@ fn chart(
     Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, healthy, plot })
 }
 
-/// Numbers the charts and collects their data: numbers only, no text of any run.
+/// Numbers the charts and collects their data. The data has only numbers, no text of any run.
 fn number(sections: &mut [Section]) -> Value {
     let mut data = Vec::new();
     for chart in sections.iter_mut().flat_map(|section| section.charts.iter_mut().chain(&mut section.zeros)) {

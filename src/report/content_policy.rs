@@ -1,9 +1,10 @@
-//! The page's Content-Security-Policy: it names its own script and style by their SHA-256, so that no other
-//! runs.
+//! The page's Content-Security-Policy. It lists the SHA-256 of the page's own script and style, so that no
+//! other runs.
 
 use base64::prelude::{BASE64_STANDARD, Engine};
 
-/// The policy of a page whose one style and one script these are. A page that is `served` may ask its server.
+/// Returns the policy of a page with this style and this script. A page that is `served` may fetch from its
+/// server.
 pub(super) fn content_policy(style: &str, script: &str, served: bool) -> String {
     let source = |text: &str| format!("'sha256-{}'", BASE64_STANDARD.encode(sha256(text.as_bytes())));
     format!(
@@ -14,7 +15,8 @@ pub(super) fn content_policy(style: &str, script: &str, served: bool) -> String 
     )
 }
 
-/// FIPS 180-4, section 4.2.2: 32 bits of the cube roots of the first 64 primes, after the point.
+/// FIPS 180-4, section 4.2.2: the first 32 bits of the fractional parts of the cube roots of the first 64
+/// primes.
 #[rustfmt::skip]
 const ROUND_CONSTANTS: [u32; 64] = [
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -27,7 +29,7 @@ const ROUND_CONSTANTS: [u32; 64] = [
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 ];
 
-/// SHA-256 (FIPS 180-4), which browsers ask for. Nothing else here needs it.
+/// Returns the SHA-256 (FIPS 180-4), the digest that Content-Security-Policy takes.
 fn sha256(message: &[u8]) -> [u8; 32] {
     let mut padded = message.to_vec();
     padded.push(0x80);

@@ -1,4 +1,4 @@
-//! A handful of trajectories to read: the best and the worst of the first and of the last step.
+//! Selects trajectories to read: the best and the worst of the first and of the last step.
 
 use super::run::Run;
 use crate::bad_input;
@@ -12,14 +12,14 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-/// A trajectory chosen for reading, and why.
+/// A selected trajectory, and the reason.
 #[derive(Clone)]
 pub(super) struct Picked {
     pub row: TrajectoryRow,
     pub why: &'static str,
 }
 
-/// The best and the worst trajectory of one step, by reward; the first of equals.
+/// The best and the worst trajectory of one step, by reward; the first one among equals.
 struct Extremes {
     best: TrajectoryRow,
     worst: Option<TrajectoryRow>,
@@ -37,10 +37,10 @@ impl Extremes {
     }
 }
 
-/// Chooses from `folder`'s `*.jsonl`; nothing when there is no such folder.
+/// Selects trajectories from `folder`'s `*.jsonl`; returns none if the folder does not exist.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for a line that is no trajectory: names file and line.
+/// [`crate::error::BadInput`] with file and line for a line that is not a trajectory.
 pub(super) fn pick(folder: &Path) -> Result<Vec<Picked>> {
     if !folder.is_dir() {
         return Ok(Vec::new());
@@ -73,7 +73,8 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<Picked>> {
     Ok(picked)
 }
 
-/// The first and the last file of each kind: its name up to the number in it (`step-000001`, `eval-000080`).
+/// Returns the first and the last file of each kind. The kind is the name before the number (`step-000001`,
+/// `eval-000080`).
 fn first_and_last_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut groups: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
     for path in files(folder)? {
@@ -95,7 +96,7 @@ fn kind_and_number(path: &Path) -> (String, u64) {
     (kind, number)
 }
 
-/// The `*.jsonl` of `folder`, by kind and number; none when there is no such folder.
+/// Returns the `*.jsonl` files of `folder`, sorted by kind and number; none if the folder does not exist.
 pub(super) fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     if !folder.is_dir() {
         return Ok(vec![]);
@@ -123,7 +124,7 @@ pub(super) fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Res
         }
         match serde_json::from_slice(&line) {
             Ok(row) => each(row),
-            // What a kill tore.
+            // A killed run can leave an incomplete last line.
             Err(_) if !line.ends_with(b"\n") => break,
             Err(why) => {
                 return Err(bad_input!(
@@ -135,7 +136,7 @@ pub(super) fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Res
     Ok(())
 }
 
-/// The trajectories of each run that has some, as the template shows them.
+/// Returns the trajectories of each run that has some, for the template.
 pub(super) fn view(runs: &[Run]) -> Vec<Value> {
     let all = runs.iter().filter(|run| !run.picked.is_empty());
     all.map(|run| {
@@ -173,7 +174,7 @@ fn trajectory_view(picked: &Picked) -> Value {
         outcome => trajectory.outcome.name(),
         reward => format_number(f64::from(trajectory.reward)),
         success => trajectory.success,
-        // Sampled tokens, turns, calls and what became of them.
+        // Counts of sampled tokens, turns and calls, and the outcome.
         facts,
         messages => messages.iter().map(message_view).collect::<Vec<_>>(),
     }
@@ -187,7 +188,7 @@ fn message_view(message: &Message) -> Value {
         // `python → assistant`, `commentary`, …
         notes => notes.into_iter().flatten().collect::<Vec<_>>(),
         content => message.content,
-        // Long and the same in every trajectory: shown closed.
+        // These messages are long and equal in every trajectory, so they start collapsed.
         folded => matches!(message.role, Role::System | Role::Developer),
     }
 }

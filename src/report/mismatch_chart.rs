@@ -1,38 +1,38 @@
-//! The bars beside the mismatch table: for each ablation, how far rollout and training are apart.
+//! The bar chart beside the mismatch table: how far rollout and training differ for each ablation.
 
 use crate::metrics::format_number;
 use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 
-/// Lengths are in SVG user units. The ablations' names stand left of `LEFT`, the values right of the bars.
+/// Lengths in SVG user units. The ablations' names are left of `LEFT`, the values right of the bars.
 const WIDTH: f64 = 720.0;
 const LEFT: f64 = 176.0;
 const RIGHT: f64 = WIDTH - 70.0;
 const TOP: f64 = 6.0;
 const BAR: f64 = 13.0;
-/// One ablation's three bars and the space under them.
+/// Height of one ablation: three bars and the space below.
 const ARM: f64 = 3.0 * BAR + 12.0;
-/// Ticks, their labels and the axis label.
+/// Height of ticks, tick labels and the axis label.
 const FOOT: f64 = 38.0;
-/// A longer name is cut, and whole under the pointer.
+/// Maximum characters of a name. A longer one is truncated; the pointer shows all of it.
 const NAME_CHARS_MAX: usize = 26;
-/// Decades of the axis when no value is above 0.
+/// Decades of the axis if no value is above 0.
 const DECADES_OF_NOTHING: (f64, f64) = (-6.0, 0.0);
 const TICKS_MAX: f64 = 8.0;
 
 const LOGP_MAX: &str = "mismatch/logprob_abs_diff_max";
-/// Key, name, colour. A row that has none but the first is a link of the proof, not an ablation.
+/// Key, name, colour. A row with only the first metric is a link of the proof, not an ablation.
 const METRICS: [(&str, &str, usize); 3] = [
     (LOGP_MAX, "|Δlogp| max", 5),
     ("mismatch/logprob_abs_diff_mean", "|Δlogp| mean", 4),
     ("mismatch/log_ppl_abs_diff_max", "log-ppl gap max", 3),
 ];
 
-/// Decades from the left edge to the right.
+/// The decades at the left and the right edge.
 struct Decades(f64, f64);
 
 impl Decades {
-    /// From the power of ten below the smallest value above 0, at least one decade.
+    /// Covers `values` from the power of ten below the smallest positive one; at least one decade.
     fn of(values: impl Iterator<Item = f64>) -> Self {
         let logs = values.filter(|v| *v > 0.0 && v.is_finite()).map(f64::log10);
         let range = logs.fold(None, |range, v| match range {
@@ -56,7 +56,7 @@ impl Decades {
     }
 }
 
-/// A bar chart ready for the template; `None` when no row is an ablation's.
+/// Lays out a bar chart for the template; `None` if no row is an ablation.
 pub(super) fn chart(rows: &[&Map<String, Json>]) -> Option<Value> {
     let is_ablation = |row: &&&Map<String, Json>| METRICS[1..].iter().any(|(key, ..)| row.contains_key(*key));
     let rows: Vec<_> = rows.iter().filter(is_ablation).collect();
@@ -74,7 +74,7 @@ pub(super) fn chart(rows: &[&Map<String, Json>]) -> Option<Value> {
             bar(metric, colour, y, number(row, key), same_bits, &decades)
         });
         let name = row.get("name").and_then(Json::as_str).unwrap_or("–");
-        // The name, whole and cut to the space there is.
+        // The full name, and the name truncated to the available space.
         context! { short => cut(name), name, y => top + 1.5 * BAR, bars => bars.collect::<Vec<_>>() }
     });
     let bottom = TOP + rows.len() as f64 * ARM;
@@ -102,7 +102,7 @@ fn bar(
     let end = value.filter(|v| *v > 0.0).map(|v| to.place(v.log10()));
     let zero = value == Some(0.0);
     let label = match value {
-        // Gaps that cancel out over a sequence also come to 0.
+        // Differences that cancel out over a sequence also give 0.
         Some(_) if zero && same_bits => "0: same bits".to_owned(),
         value => value.map_or("–".to_owned(), format_number),
     };
@@ -111,7 +111,7 @@ fn bar(
         colour,
         y,
         height => BAR - 2.0,
-        // None where nothing can be drawn: 0, or no number.
+        // `None` if there is no bar: 0, or not a number.
         width => end.map(|end| format!("{:.1}", end - LEFT)),
         zero,
         label_x => format!("{:.1}", end.unwrap_or(LEFT + 4.0) + 5.0),

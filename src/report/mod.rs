@@ -1,21 +1,20 @@
-//! Curves and readable trajectories from run folders, as one HTML page.
+//! Draws curves and readable trajectories from run folders, as one HTML page.
 //!
 //! ```text
-//! run folder ─ run.rs ─> Run ─┬─ charts.rs: which metrics share a chart ─ plot.rs: scales, ticks, paths ─┐
-//!                             ├─ alarms.rs: alarm levels beside the values ──────────────────────────────┤
-//!                             ├─ tables.rs: summary, outcomes, mismatch ─────────────────────────────────┼─> page.html
-//!                             │  └─ mismatch_chart.rs: the bars beside the mismatch table ───────────────┤
-//!                             ├─ conversation.rs: which trajectories to read ────────────────────────────┤
-//!                             └─ trajectories.rs: all of them, packed for the page's browser ────────────┘
+//! run folder ─ run.rs ─> Run ─┬─ charts.rs: metrics of a chart ─ plot.rs: scales, ticks, paths ┐
+//!                             ├─ alarms.rs: alarm limits beside the values ────────────────────┤
+//!                             ├─ tables.rs: summary, outcomes, mismatch ───────────────────────┼─> page.html
+//!                             │  └─ mismatch_chart.rs: bars beside the mismatch table ─────────┤
+//!                             ├─ conversation.rs: selected trajectories ───────────────────────┤
+//!                             └─ trajectories.rs: all of them, packed for the page's browser ──┘
 //! ```
 //!
-//! Runs that differ in their seed alone share a curve (`seeds.rs`).
+//! Runs that differ only in their seed share a curve (`seeds.rs`).
 //!
-//! `server.rs` serves the page of runs that go on. `content_policy.rs` lets the page run its own script
-//! alone.
+//! `server.rs` serves the page of active runs. `content_policy.rs` allows only the page's own script.
 //!
-//! `figures/` draws curves of several seeds instead. The template escapes every value it is given, so
-//! geometry is computed here and markup stands there.
+//! `figures/` draws curves of several seeds instead. The template escapes every value; so the code computes
+//! geometry, and the template has the markup.
 
 mod alarms;
 mod charts;
@@ -38,11 +37,11 @@ use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
 use std::path::{Path, PathBuf};
 
-/// Writes the page of `runs`, all of them overlaid, and returns its path: `out`, or `report.html` in the
-/// run's folder; that of several runs is `report-N-runs-DIGEST.html` in the first one's, a page for each set
-/// of runs. The page holds everything it shows: it asks nothing of a network.
+/// Writes the page of all `runs` and returns its path: `out`, or `report.html` in the run's folder. The
+/// default for several runs is `report-N-runs-DIGEST.html` in the first run's folder, one page for each set
+/// of runs. The page is self-contained: it needs no network.
 ///
-/// A folder with a `figures.toml` is a set of figures in place of a run: see `docs/FIGURES.md`.
+/// A folder with a `figures.toml` is a set of figures, not a run: see `docs/FIGURES.md`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when a folder is missing or given twice, has no `metrics.jsonl`, holds a line
@@ -80,7 +79,7 @@ pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Tells the page of these runs from that of others beside it.
+/// Returns a digest of the set of runs, for the page's file name.
 fn digest(runs: &[PathBuf]) -> String {
     let mut hash = crc32fast::Hasher::new();
     for run in runs {
@@ -91,20 +90,20 @@ fn digest(runs: &[PathBuf]) -> String {
     format!("{:08x}", hash.finalize())
 }
 
-/// The page of `runs`. One that is `served` asks its server for news, and no one else for anything.
+/// Returns the page of `runs`. A `served` page asks only its server for updates.
 ///
 /// # Errors
-/// Those of [`write_report`].
+/// As [`write_report`].
 pub fn page(runs: &[PathBuf], served: bool) -> Result<String> {
     render(Run::load_all(runs)?, served)
 }
 
-/// A digest of the names, lengths and times of the files that the page of `runs` reads.
+/// Returns a digest of the names, lengths and times of the files that the page of `runs` reads.
 pub fn state(runs: &[PathBuf]) -> String {
     let mut hash = crc32fast::Hasher::new();
     for run in runs {
         let mut files = vec![run.join("metrics.jsonl"), run.join("mismatch.json"), run.join("trajectories")];
-        // A folder's time changes with each file that comes.
+        // A folder's modification time changes with each new file.
         files.push(run.join("recipe.toml"));
         for file in files {
             let about = std::fs::metadata(&file).ok();
@@ -115,12 +114,12 @@ pub fn state(runs: &[PathBuf]) -> String {
     format!("{:08x}", hash.finalize())
 }
 
-/// Escapes every value that a template shows.
+/// Returns a template environment that escapes every value.
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_auto_escape_callback(|_| AutoEscape::Html);
     environment.set_formatter(|out, state, value| match value.as_str() {
-        // Control characters are shown as pictures; the page's own style and script pass.
+        // Control characters become visible symbols. The page's own style and script are not escaped.
         Some(text) if !value.is_safe() => {
             escape_formatter(out, state, &Value::from(sanitize_terminal(text).as_ref()))
         }
@@ -169,7 +168,7 @@ fn title(runs: &[Run]) -> String {
     }
 }
 
-/// JSON that may stand inside a script element whatever strings it holds.
+/// Returns JSON that is safe inside a script element, whatever strings it holds.
 fn script_json(value: &serde_json::Value) -> String {
     value.to_string().replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026")
 }

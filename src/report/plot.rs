@@ -5,10 +5,10 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// The view box, and the drawing area in it.
+/// The view box and the drawing area in it.
 pub(super) const WIDTH: f64 = 460.0;
 pub(super) const HEIGHT: f64 = 236.0;
-/// Where the drawing begins, unless the labels of its ticks and the unit beside them need more.
+/// Left edge of the drawing area. It grows if tick labels and the unit need more width.
 const LEFT: f64 = 58.0;
 const UNIT_WIDTH: f64 = 23.0;
 const TICK_CHARACTER: f64 = 7.2;
@@ -16,7 +16,7 @@ const RIGHT: f64 = WIDTH - 12.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 38.0;
 
-/// More points than this are thinned, keeping each stretch's smallest and largest.
+/// Maximum points of a curve. Longer curves keep only the smallest and largest value of each segment.
 const POINTS_MAX: usize = 600;
 /// A curve with fewer points is not smoothed.
 const SMOOTHED_POINTS_MIN: usize = 30;
@@ -28,7 +28,7 @@ const WIDE: f64 = 50.0;
 /// (step, value), ascending in steps.
 pub(super) type Points = Vec<(u64, f64)>;
 
-/// How the y-axis is chosen.
+/// The scale of the y-axis.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Scale {
     /// From the smallest to the largest value.
@@ -41,7 +41,7 @@ pub(super) enum Scale {
     Unit,
 }
 
-/// One line of a chart.
+/// One curve of a chart.
 pub(super) struct Series {
     pub run: usize,
     pub name: String,
@@ -51,7 +51,7 @@ pub(super) struct Series {
     pub interval: (Points, Points),
 }
 
-/// A chart ready for the template.
+/// A chart for the template.
 #[derive(Serialize)]
 pub(super) struct Plot {
     width: f64,
@@ -65,9 +65,9 @@ pub(super) struct Plot {
     x_ticks: Vec<Tick>,
     y_ticks: Vec<Tick>,
     lines: Vec<Line>,
-    /// Heights of levels that a value should keep to, where they are within the y-axis.
+    /// Heights of the alarm limits that are within the y-axis.
     levels: Vec<String>,
-    /// Said under the chart, such as "exactly 0 at all 80 steps".
+    /// Notes below the chart, such as "exactly 0 at all 80 steps".
     notes: Vec<Note>,
     #[serde(skip)]
     x: Axis,
@@ -92,24 +92,24 @@ struct Line {
     run: usize,
     name: String,
     dashed: bool,
-    /// Paths; the smoothed one and the band are empty when there is none.
+    /// SVG paths; the smoothed curve and the band may be empty.
     raw: String,
     smooth: String,
     band: String,
-    /// Points so few that each is drawn.
+    /// The points, drawn as dots if there are few.
     dots: Vec<[String; 2]>,
-    /// Where a value is not finite: x-positions.
+    /// x-positions of values that are not finite.
     broken: Vec<String>,
     last_step: u64,
     last: String,
     #[serde(skip)]
     points: Points,
-    /// Indices of the points that are drawn.
+    /// Indices of the drawn points.
     #[serde(skip)]
     kept: Vec<usize>,
 }
 
-/// A map from values to positions.
+/// Maps values to positions.
 #[derive(Clone, Copy)]
 struct Axis {
     low: f64,
@@ -132,7 +132,7 @@ impl Axis {
 }
 
 impl Plot {
-    /// `None` without a single point.
+    /// Lays out the chart; `None` if there is no point.
     pub fn new(series: Vec<Series>, scale: Scale) -> Option<Plot> {
         let steps = || series.iter().flat_map(|s| &s.points).map(|&(step, _)| step as f64);
         let (first, last) = range(steps())?;
@@ -162,20 +162,20 @@ impl Plot {
         })
     }
 
-    /// Whether every line is exactly 0 at more than one step and at all of them.
+    /// Returns whether every curve has more than one step and is exactly 0 at all of them.
     pub fn is_zero(&self) -> bool {
         let zero = |line: &Line| line.points.len() > 1 && line.points.iter().all(|point| point.1 == 0.0);
         self.lines.iter().all(zero)
     }
 
-    /// Draws those of `levels` that are within the y-axis.
+    /// Adds lines for those of `levels` that are within the y-axis.
     pub fn mark(&mut self, levels: &[f64]) {
         let y = &self.y;
         let shown = |level: &&f64| (y.low..=y.high).contains(*level) && (!y.log || **level > 0.0);
         self.levels = levels.iter().filter(shown).map(|&level| y.at(level)).collect();
     }
 
-    /// The script's data: values under the pointer.
+    /// Returns the data for the script that shows the values under the pointer.
     pub fn data(&self) -> Value {
         let series = self.lines.iter().map(|line| {
             let (steps, values): (Vec<u64>, Vec<Value>) =
@@ -209,7 +209,7 @@ fn y_axis(series: &[Series], scale: Scale) -> Axis {
     if scale == Scale::Unit && low >= 0.0 && high <= 1.0 {
         return axis(0.0, 1.0, false);
     }
-    // A flat curve gets an axis around it; one near zero starts at zero.
+    // A flat curve is centred on its axis; one near zero starts at zero.
     let spread = match high - low {
         0.0 if high == 0.0 => 1.0,
         0.0 => high.abs(),
@@ -219,7 +219,7 @@ fn y_axis(series: &[Series], scale: Scale) -> Axis {
     axis(floor, high + spread * 0.05, false)
 }
 
-/// Multiples of 1, 2 or 5 times a power of ten, about `count` of them, all with the same decimals.
+/// Returns about `count` multiples of 1, 2 or 5 times a power of ten, all with the same number of decimals.
 fn linear_ticks(axis: &Axis, count: f64) -> Vec<Tick> {
     let rough = (axis.high - axis.low) / count;
     let power = 10f64.powf(rough.log10().floor());
@@ -235,7 +235,7 @@ fn linear_ticks(axis: &Axis, count: f64) -> Vec<Tick> {
     values.map(|value| Tick { at: axis.at(value), label: label(value) }).collect()
 }
 
-/// Powers of ten, with 2 and 5 between them when there are few.
+/// Returns powers of ten, with 2 and 5 times them if there are few.
 fn log_ticks(axis: &Axis) -> Vec<Tick> {
     let (first, last) = (axis.low.log10().floor() as i32, axis.high.log10().ceil() as i32);
     let decades = last - first;
@@ -281,7 +281,7 @@ fn line(series: Series, x: &Axis, y: &Axis) -> Line {
     }
 }
 
-/// Indices to draw: all, or of each stretch the smallest, the largest and what is not finite.
+/// Returns the indices to draw: all, or each segment's smallest, largest and non-finite values.
 fn thin(points: &[(u64, f64)]) -> Vec<usize> {
     if points.len() <= POINTS_MAX {
         return (0..points.len()).collect();
@@ -302,8 +302,8 @@ fn thin(points: &[(u64, f64)]) -> Vec<usize> {
     kept
 }
 
-/// The mean over a centred window, of the logarithm on a log axis: unlike a trailing average it does
-/// not lag. At the ends the window holds fewer points.
+/// Returns the mean over a centred window (of the logarithm on a log axis). A centred window does not lag,
+/// unlike a trailing average. It holds fewer points at the ends.
 fn smooth(points: &[(u64, f64)], log: bool) -> Points {
     let half = WINDOW_HALF_MIN.max(points.len() / 50);
     let window_mean = |i: usize| {
@@ -317,7 +317,7 @@ fn smooth(points: &[(u64, f64)], log: bool) -> Points {
     (0..points.len()).map(window_mean).collect()
 }
 
-/// A line through the points, broken where a value is not finite.
+/// Draws a line through the points, broken where a value is not finite.
 fn path(points: impl Iterator<Item = (u64, f64)>, x: &Axis, y: &Axis) -> String {
     let mut path = String::new();
     let mut pen_down = false;
@@ -331,7 +331,7 @@ fn path(points: impl Iterator<Item = (u64, f64)>, x: &Axis, y: &Axis) -> String 
     path
 }
 
-/// The area between the ends of the interval, over the steps that have both.
+/// Draws the area between the ends of the interval, over the steps that have both.
 fn band((low, high): &(Points, Points), x: &Axis, y: &Axis) -> String {
     if low.len() != high.len() || low.len() < 2 || low.iter().chain(high).any(|p| !p.1.is_finite()) {
         return String::new();
@@ -360,7 +360,7 @@ fn notes(lines: &[Line]) -> Vec<Note> {
     notes
 }
 
-/// Six significant digits; what is not finite as text.
+/// Formats a value with six significant digits; a non-finite value becomes text.
 fn short(value: f64) -> Value {
     let rounded = format!("{value:.5e}").parse().unwrap_or(value);
     serde_json::Number::from_f64(rounded).map_or_else(|| json!(format_number(value)), Value::Number)

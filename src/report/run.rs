@@ -1,4 +1,4 @@
-//! A run folder as a report reads it.
+//! A run folder, as the report reads it.
 
 use super::conversation::{self, Picked};
 use super::plot::Points;
@@ -9,23 +9,23 @@ use anyhow::Result;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// One run folder, read.
+/// The contents of one run folder.
 #[derive(Clone, Default)]
 pub(super) struct Run {
-    /// The folder's name, or as much of its path as tells it from the others.
+    /// The folder's name, or enough of its path to distinguish it from the others.
     pub label: String,
     pub folder: PathBuf,
-    /// Place among the page's curves: seeds of one recipe share one.
+    /// Index among the page's curves; seeds of one recipe share a curve.
     pub curve: usize,
-    /// Seeds of several runs that share a curve.
+    /// The seeds, if several runs share the curve.
     pub seeds: String,
-    /// `model.json`, when there is one.
+    /// `model.json`, if present.
     pub model: Option<serde_json::Value>,
     pub rows: Vec<Row>,
-    /// The resolved recipe; empty when the folder has none.
+    /// The resolved recipe; empty if the folder has none.
     pub recipe: toml::Table,
     pub picked: Vec<Picked>,
-    /// `mismatch.json`, when there is one.
+    /// `mismatch.json`, if present.
     pub mismatch: Option<serde_json::Value>,
 }
 
@@ -40,7 +40,7 @@ impl Run {
         labels(folders).into_iter().zip(folders).map(|(label, folder)| Self::load(label, folder)).collect()
     }
 
-    /// Reads a folder's metrics and recipe, which is all that a figure needs.
+    /// Reads only a folder's metrics and recipe; a figure needs no more.
     pub fn load_metrics(label: String, folder: &Path) -> Result<Run> {
         Ok(Run {
             label,
@@ -78,7 +78,7 @@ impl Run {
         })
     }
 
-    /// The values of `metric` in the rows of `phase`.
+    /// Returns the values of `metric` in the rows of `phase`.
     pub fn series(&self, phase: Phase, metric: &str) -> Points {
         let rows = self.rows.iter().filter(|row| row.phase == phase);
         let mut points: Points = rows.filter_map(|row| Some((row.step, row.metrics.get(metric)?))).collect();
@@ -86,7 +86,7 @@ impl Run {
         points
     }
 
-    /// The recipe's value at a dotted key, as text.
+    /// Returns the recipe's value at a dotted key, as text.
     pub fn setting(&self, key: &str) -> Option<String> {
         let (table, name) = key.split_once('.')?;
         match self.recipe.get(table)?.get(name)? {
@@ -96,7 +96,7 @@ impl Run {
     }
 }
 
-/// Folder names; where two are the same, the paths as given.
+/// Returns the folders' names; full paths where two names are equal.
 fn labels(folders: &[PathBuf]) -> Vec<String> {
     let name = |folder: &PathBuf| {
         let full = std::fs::canonicalize(folder).unwrap_or_else(|_| folder.clone());

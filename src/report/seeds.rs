@@ -1,16 +1,16 @@
-//! Runs of one recipe that differ in their seed alone, as one curve: the mean, and a band from the lowest to
-//! the highest.
+//! Merges runs that differ only in their seed into one curve: the mean, and a band from the lowest to the
+//! highest value.
 
 use super::run::Run;
 use crate::metrics::{Metrics, Phase, Row};
 use std::collections::BTreeMap;
 
-/// Keys and tables in which runs of one recipe may differ; no result depends on the tables.
+/// Keys and tables that may differ between runs of one recipe; the tables do not affect results.
 const FREE: [(&str, Option<&str>); 4] =
     [("train", Some("seed")), ("parallel", None), ("logging", None), ("checkpoint", None)];
 
-/// One curve a recipe: a run by itself, or its seeds together. Sets each run's `curve` to its place among
-/// them.
+/// Returns one curve a recipe: a single run, or its seeds merged. Sets each run's `curve` to the index of its
+/// curve.
 pub(super) fn curves(runs: &mut [Run]) -> Vec<Run> {
     let mut groups: Vec<(Option<toml::Table>, Vec<usize>)> = Vec::new();
     for (i, run) in runs.iter().enumerate() {
@@ -42,8 +42,8 @@ fn without_seed(recipe: &toml::Table) -> toml::Table {
     recipe
 }
 
-/// The runs as one: the mean of each metric over those that have it at a step, and its lowest and highest
-/// value where the charts look for the ends of an interval.
+/// Merges runs into one. Each metric is the mean over the runs that have it at a step. Its lowest and highest
+/// values become the ends of the interval that charts draw.
 fn together(runs: &[&Run]) -> Run {
     let [only] = runs else {
         let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();

@@ -1,5 +1,5 @@
-//! A small HTTP/1.1 server for one page: it reads the head of a request, and never a body. Sizes, times and
-//! connections are bounded, so that no client takes memory or keeps another one waiting.
+//! A small HTTP/1.1 server for one page. It reads the head of a request, and never a body. Sizes, times and
+//! connections are bounded, so that no client can exhaust memory or block another client.
 
 use anyhow::{Context, Result};
 use std::collections::VecDeque;
@@ -8,37 +8,38 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How often a stop is looked for.
+/// Interval between checks for a stop.
 const POLL: Duration = Duration::from_millis(200);
-/// Longest head of a request.
+/// Maximum bytes of a request's head.
 const HEAD_BYTES_MAX: usize = 16 << 10;
-/// How long a client may take to send its head.
+/// Time limit for a client to send its head.
 const HEAD_WAIT: Duration = Duration::from_secs(5);
-/// How long it may take to receive an answer.
+/// Time limit for a client to receive a response.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
-/// Time for which the server discards what a client still sends after the answer. An earlier close could reset
+/// Time for which the server discards input after the response. An earlier close could reset the connection
+/// before the client has read the response.
 /// the connection before the client has read the answer.
 const LINGER: Duration = Duration::from_millis(200);
 const LINGER_BYTES_MAX: usize = 64 << 10;
-/// Connections at a time. A further one takes the place of the oldest that is not being answered.
+/// Maximum connections. A further one replaces the oldest connection without a response in progress.
 const CONNECTIONS_MAX: usize = 64;
-/// How often room for another connection is looked for, and how long.
+/// Interval and time limit of the wait for a free connection slot.
 const ROOM_POLL: Duration = Duration::from_millis(1);
 const ROOM_WAIT: Duration = Duration::from_millis(500);
 const HEADERS: &str = "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r\nX-Content-Type-Options: nosniff\r\n\
      X-Frame-Options: DENY\r\nConnection: close\r\n";
 
-/// The head of a request that has no body.
+/// The head of a request without a body.
 pub struct RequestHead {
     pub method: String,
     pub path: String,
-    /// The value of its one `Host`.
+    /// The value of its single `Host` header.
     pub host: Option<String>,
 }
 
-/// What a request is answered with.
+/// A response.
 pub struct Answer {
-    /// Status and its phrase, such as `404 Not Found`.
+    /// Status code and phrase, such as `404 Not Found`.
     pub status: &'static str,
     pub content_type: &'static str,
     pub body: Arc<str>,
@@ -50,7 +51,7 @@ impl Answer {
     }
 }
 
-/// Connections that are open, and those among them that are not being answered, oldest first.
+/// The number of open connections, and the idle ones, oldest first.
 #[derive(Default)]
 struct Connections(Mutex<State>);
 
@@ -62,11 +63,11 @@ struct State {
 
 impl Connections {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it is held.
+        // Nothing panics while the lock is held.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a connection in, where another gives way if there are too many. False where none does.
+    /// Adds a connection. If there are too many, closes the oldest idle one; returns false if none is idle.
     fn begin(&self, number: u64, stream: &TcpStream) -> bool {
         let Ok(kept) = stream.try_clone() else { return false };
         let begun = Instant::now();
@@ -75,7 +76,7 @@ impl Connections {
             if state.open >= CONNECTIONS_MAX
                 && let Some((_, oldest)) = state.idle.pop_front()
             {
-                // Its thread ends a moment later, so there may be more than that for as long.
+                // Its thread ends slightly later, so the count can exceed the limit for that time.
                 let _ = oldest.shutdown(Shutdown::Both);
             }
             if state.open < 2 * CONNECTIONS_MAX {
@@ -91,12 +92,12 @@ impl Connections {
         }
     }
 
-    /// From now on the connection is being answered.
+    /// Marks the connection as busy: its response is in progress.
     fn answering(&self, number: u64) {
         self.lock().idle.retain(|(other, _)| *other != number);
     }
 
-    /// It was answered, and is the first to give way.
+    /// Marks the connection as idle after its response, and first to be closed.
     fn answered(&self, number: u64, stream: &TcpStream) {
         if let Ok(kept) = stream.try_clone() {
             self.lock().idle.push_front((number, kept));
@@ -109,16 +110,16 @@ impl Connections {
     }
 }
 
-/// Answers requests by `answer`, each on a thread of its own, until `stopped`.
+/// Serves requests with `answer`, each on its own thread, until `stopped`.
 ///
 /// # Errors
-/// When the system refuses to bound the wait for a connection.
+/// When the socket's timeout cannot be set.
 pub fn serve(
     listener: &TcpListener,
     answer: &(dyn Fn(&RequestHead) -> Answer + Sync),
     stopped: &dyn Fn() -> bool,
 ) -> Result<()> {
-    // Linux gives up accepting after that time.
+    // On Linux, this also limits the time of an accept.
     rustix::net::sockopt::set_socket_timeout(listener, rustix::net::sockopt::Timeout::Recv, Some(POLL))
         .context("waiting for a request")?;
     let connections = &Connections::default();
@@ -128,7 +129,7 @@ pub fn serve(
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => continue,
-                // Of descriptors, perhaps, which others give back; or a client that is gone.
+                // File descriptors may have run out until other connections close, or the client left.
                 Err(_) => {
                     std::thread::sleep(POLL);
                     continue;
@@ -142,18 +143,18 @@ pub fn serve(
                 converse(&stream, answer, connections, number);
                 connections.end(number);
             };
-            // Without a thread the client sees its connection closed.
+            // If no thread starts, the client sees its connection closed.
             if std::thread::Builder::new().name("page".into()).spawn_scoped(scope, work).is_err() {
                 connections.end(number);
             }
         }
-        // Nobody waits for those that say nothing.
+        // Do not wait for clients that send nothing.
         connections.lock().idle.iter().for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
         Ok(())
     })
 }
 
-/// One request and its answer.
+/// Handles one request and its response.
 fn converse(
     stream: &TcpStream,
     answer: &dyn Fn(&RequestHead) -> Answer,
@@ -165,7 +166,7 @@ fn converse(
     let answer = match head {
         Some(Ok(request)) => answer(&request),
         Some(Err(refusal)) => refusal,
-        // It went, was too slow, or gave way to another.
+        // The client left, was too slow, or was closed in favour of another one.
         None => return,
     };
     let Answer { status, content_type, body } = answer;
@@ -190,7 +191,8 @@ fn converse(
     }
 }
 
-/// The head of a request, or what a head that cannot be answered gets; nothing for a client that sends none.
+/// Reads the head of a request. Returns an error response for an invalid head, and `None` if the client sends
+/// none.
 fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead, Answer>> {
     let (mut head, mut piece) = (vec![], [0; 1024]);
     let end = loop {
@@ -209,7 +211,7 @@ fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead
 }
 
 fn parsed(head: &[u8]) -> Result<RequestHead, Answer> {
-    let wrong = || Answer::text("400 Bad Request", "this is no request of HTTP/1.1\n");
+    let wrong = || Answer::text("400 Bad Request", "this is not an HTTP/1.1 request\n");
     let head = std::str::from_utf8(head).map_err(|_| wrong())?;
     let mut lines = head.split("\r\n");
     let mut words = lines.next().unwrap_or_default().split(' ');
@@ -238,7 +240,7 @@ fn parsed(head: &[u8]) -> Result<RequestHead, Answer> {
     Ok(RequestHead { method: method.to_owned(), path: path.to_owned(), host })
 }
 
-/// What comes before `deadline`; nothing after it, or when the connection is broken.
+/// Reads bytes until `deadline`; `None` after it or when the connection is broken.
 fn read(mut stream: &TcpStream, piece: &mut [u8], deadline: Instant) -> Option<usize> {
     stream.set_read_timeout(Some(left(deadline)?)).ok()?;
     stream.read(piece).ok()
@@ -253,7 +255,7 @@ fn write(mut stream: &TcpStream, mut bytes: &[u8], deadline: Instant) -> Option<
     Some(())
 }
 
-/// The time until `deadline`, if there is any.
+/// Returns the time until `deadline`; `None` after it.
 fn left(deadline: Instant) -> Option<Duration> {
     deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
 }

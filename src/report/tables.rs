@@ -1,4 +1,4 @@
-//! The page's tables: what each run is and came to, outcome counts, mismatch results.
+//! The page's tables: settings and results of each run, outcome counts, mismatch results.
 
 use super::mismatch_chart;
 use super::run::Run;
@@ -7,7 +7,7 @@ use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 
-/// A metric's first and last value, shown as `name`.
+/// Returns a metric's first and last value, shown as `name`.
 fn change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
     let series = run.series(phase, metric);
     let (first, last) = (series.first()?.1, series.last()?.1);
@@ -16,7 +16,7 @@ fn change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
 
 const ABSENT: &str = "–";
 
-/// A row of the summary for each run.
+/// Returns a row of the summary for each run.
 pub(super) fn summary(runs: &[Run]) -> Vec<Value> {
     runs.iter().enumerate().map(|(i, run)| summarise(i, run)).collect()
 }
@@ -40,7 +40,7 @@ fn summarise(i: usize, run: &Run) -> Value {
     }
 }
 
-/// A program that is the task, by the names of its files.
+/// Returns the task; a program as a task is shown by its file names.
 fn task(run: &Run) -> Option<String> {
     let words = run.recipe.get("task")?.get("command")?.as_array()?;
     let name = |word: &toml::Value| {
@@ -52,7 +52,7 @@ fn task(run: &Run) -> Option<String> {
     (!words.is_empty()).then(|| words.iter().map(name).collect::<Vec<_>>().join(" "))
 }
 
-/// Says of a run most of whose trajectories failed that they did: their rewards tell nothing of the policy.
+/// Returns a warning for a run in which most trajectories failed: their rewards say nothing about the policy.
 pub(super) fn failures(run: &Run) -> Option<String> {
     let shares = run.series(Phase::Rl, "trajectory/failed_fraction");
     let share = shares.iter().map(|(_, share)| share).sum::<f64>() / shares.len() as f64;
@@ -66,7 +66,7 @@ pub(super) fn failures(run: &Run) -> Option<String> {
     })
 }
 
-/// `gpt-oss-20b: gpt_oss, 24 layers, 20,914,757,184 parameters`, from the run's `model.json`.
+/// Returns `gpt-oss-20b: gpt_oss, 24 layers, 20,914,757,184 parameters`, from the run's `model.json`.
 fn model(run: &Run) -> Option<String> {
     let facts = run.model.as_ref()?;
     let number = |key: &str| facts.get(key).and_then(Json::as_f64);
@@ -81,22 +81,23 @@ fn model(run: &Run) -> Option<String> {
     ))
 }
 
-/// A held-out success metric; the ends of its confidence interval are drawn with it, not by themselves.
+/// Returns whether `name` is a held-out success metric. The ends of its confidence interval belong to its
+/// chart.
 pub(super) fn is_held_out(name: &str) -> bool {
     name.starts_with("val-core/") && !is_interval_end(name)
 }
 
-/// `val-core/gsm8k/acc/mean@4` as `gsm8k mean@4`.
+/// Shortens `val-core/gsm8k/acc/mean@4` to `gsm8k mean@4`.
 pub(super) fn held_out_name(metric: &str) -> String {
     metric.trim_start_matches("val-core/").replace("/acc/", " ")
 }
 
-/// `<metric>/ci95_low` and `<metric>/ci95_high`: the ends of the metric's 95% interval.
+/// Returns whether `name` is `<metric>/ci95_low` or `<metric>/ci95_high`: an end of a 95% interval.
 pub(super) fn is_interval_end(name: &str) -> bool {
     name.ends_with("/ci95_low") || name.ends_with("/ci95_high")
 }
 
-/// The run's metric names that `keep` keeps, ordered.
+/// Returns the run's metric names that `keep` accepts, ordered.
 fn names(run: &Run, keep: impl Fn(&str) -> bool) -> BTreeSet<&str> {
     run.rows
         .iter()
@@ -106,7 +107,7 @@ fn names(run: &Run, keep: impl Fn(&str) -> bool) -> BTreeSet<&str> {
         .collect()
 }
 
-/// Sum over the rows of `timing_s/step`; a row without it counts all its `timing_s/…`.
+/// Sums `timing_s/step` over the rows; for a row without it, sums all its `timing_s/…`.
 fn wall_time(rows: &[Row]) -> String {
     let of_row = |row: &Row| {
         let stages = || row.metrics.iter().filter(|(name, _)| name.starts_with("timing_s/")).map(|(_, s)| s);
@@ -121,8 +122,8 @@ fn wall_time(rows: &[Row]) -> String {
     }
 }
 
-/// Outcome counts: one row a metric, and for each run the first and the last RL step's count. `None` when no
-/// run counted outcomes.
+/// Returns the outcome counts: one row a metric, with the counts of each run's first and last RL step. `None`
+/// if no run counted outcomes.
 pub(super) fn outcomes(runs: &[Run]) -> Option<Value> {
     let is_count = |name: &str| name.starts_with("outcome/") || name.starts_with("tool/");
     let all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
@@ -145,7 +146,7 @@ fn first_and_last_step(run: &Run) -> [Option<&Row>; 2] {
     [first, steps.next_back().or(first)]
 }
 
-/// Each run's `mismatch.json`, where it has one.
+/// Returns the `mismatch.json` of each run that has one.
 pub(super) fn mismatches(runs: &[Run]) -> Vec<Value> {
     let with_file = runs.iter().filter_map(|run| Some((run, run.mismatch.as_ref()?)));
     with_file
@@ -170,7 +171,7 @@ pub(super) fn mismatches(runs: &[Run]) -> Vec<Value> {
         .collect()
 }
 
-/// A value's text, and whether it is a number.
+/// Returns a value's text, and whether it is a number.
 fn cell(value: Option<&Json>) -> (String, bool) {
     match value {
         None | Some(Json::Null) => (ABSENT.into(), true),

@@ -1,8 +1,9 @@
-//! Every written trajectory of the runs, packed for the page's browser: tokens, log-probabilities, advantages
-//! and gaps.
+//! Packs all stored trajectories of the runs for the page's browser: tokens, log-probabilities, advantages
+//! and log-prob mismatches.
 //!
-//! A column holds one entry a trajectory. Token texts stand once in `vocabulary`; a trajectory's tokens are
-//! indices into it, and its figures bytes, both in base64, so that ten thousand trajectories fit in a page.
+//! A column holds one entry a trajectory. `vocabulary` holds each token text once. A trajectory's tokens are
+//! indices into it, and its figures are bytes. Both are base64, so that ten thousand trajectories fit in a
+//! page.
 
 use super::run::Run;
 use crate::harmony::Role;
@@ -18,41 +19,41 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-/// The packed trajectories of a page at most, bytes.
+/// Maximum bytes of the packed trajectories of a page.
 const BYTES_MAX: usize = 50 << 20;
-/// The lowest log-probability that a byte tells from those below it.
+/// The lowest log-probability that a byte represents; lower values become it.
 const LOG_PROB_MIN: f64 = -16.0;
-/// Gaps are told apart by their decade from this one up.
+/// The lower end of the mismatch scale.
 const GAP_MIN: f64 = 1e-8;
-/// Steps of a gap's byte in a decade.
+/// Steps of a mismatch byte in a decade.
 const GAP_STEPS: f64 = 12.0;
-/// Entries of a trajectory that are not packed, bytes.
+/// Estimated bytes of a trajectory's other entries.
 const ROW_BYTES: usize = 160;
 
-/// The data of the page's script.
+/// The data for the page's script.
 #[derive(Serialize, Default)]
 pub(super) struct Browser {
     runs: Vec<String>,
     phases: Vec<&'static str>,
     outcomes: Vec<&'static str>,
     vocabulary: Vec<String>,
-    /// Indices of special tokens in it.
+    /// Indices of special tokens in `vocabulary`.
     special: Vec<usize>,
-    /// A problem's name and the right answer, where it is known.
+    /// Each problem's name and correct answer, if known.
     problems: Vec<(String, Option<String>)>,
     rows: Vec<Packed>,
-    /// How the bytes of figures are read.
+    /// The scales of the figures' bytes.
     log_prob_min: f64,
     gap_min: f64,
     gap_steps: f64,
-    /// Said where not every trajectory that was written is here.
+    /// Shown if some stored trajectories are not on the page.
     pub(super) left_out: Option<String>,
 }
 
-/// One trajectory; the names are short because they stand in the page ten thousand times.
+/// One trajectory. The field names are short because the page repeats them ten thousand times.
 #[derive(Serialize)]
 struct Packed {
-    /// Run and phase, places in the lists.
+    /// Indices of run and phase in their lists.
     r: usize,
     h: usize,
     /// Step, prompt and sample.
@@ -61,40 +62,40 @@ struct Packed {
     s: u64,
     reward: f32,
     success: bool,
-    /// Outcome and problem, places in the lists.
+    /// Indices of outcome and problem in their lists.
     o: usize,
     q: usize,
-    /// Sampled tokens.
+    /// Number of sampled tokens.
     n: usize,
-    /// Stretches of sampled tokens: first, and one past the last.
+    /// Ranges of sampled tokens: start and end, which is excluded.
     turns: Vec<(usize, usize)>,
-    /// Places in the vocabulary, little-endian u32 cut to three bytes; absent without a tokenizer.
+    /// Vocabulary indices, little-endian u32 truncated to three bytes; absent without a tokenizer.
     #[serde(skip_serializing_if = "Option::is_none")]
     k: Option<String>,
     /// Log-probabilities of the sampled tokens.
     l: String,
-    /// One advantage of all sampled tokens, or the largest and each as its share.
+    /// A common advantage of all sampled tokens, or the largest one and each token's share of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     a: Option<f32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     b: Option<String>,
-    /// Gaps: absent where unknown, empty where all are exactly 0.
+    /// Log-prob mismatches: absent if unknown, empty if all are exactly 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     g: Option<String>,
-    /// Without a tokenizer: the messages.
+    /// The messages, if there is no tokenizer.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     m: Vec<(String, String)>,
-    /// Place within its step.
+    /// Index within its step.
     #[serde(skip)]
     nth: usize,
     #[serde(skip)]
     bytes: usize,
 }
 
-/// Packs the trajectories of `runs`, each from the folder beside it; `None` when there are none.
+/// Packs the trajectories in the folders of `runs`; `None` if there are none.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for a line that is no trajectory: names file and line.
+/// [`crate::error::BadInput`] with file and line for a line that is not a trajectory.
 pub(super) fn pack(runs: &[Run]) -> Result<Option<Browser>> {
     let mut packer = Packer { limit: usize::MAX, ..Packer::default() };
     for (index, run) in runs.iter().enumerate() {
@@ -128,7 +129,7 @@ pub(super) fn pack(runs: &[Run]) -> Result<Option<Browser>> {
     }))
 }
 
-/// The run's own, from its last checkpoint, or the one inside the binary where the recipe says so.
+/// Returns the tokenizer of the run's last checkpoint, or the embedded one if the recipe names it.
 fn tokenizer(run: &Run) -> Option<Vocabulary> {
     let mut folders: Vec<PathBuf> = std::fs::read_dir(run.folder.join("checkpoints"))
         .into_iter()
@@ -163,7 +164,7 @@ struct Packer {
     counts: BTreeMap<(usize, Phase, u64), usize>,
     bytes: usize,
     seen: usize,
-    /// Trajectories of a step that are kept.
+    /// Maximum trajectories of a step.
     limit: usize,
 }
 
@@ -237,7 +238,7 @@ impl Packer {
         packed
     }
 
-    /// Three bytes a token: the vocabulary of a page is far below 16 million.
+    /// Packs three bytes a token: the page's vocabulary is far below 16 million entries.
     fn tokens(&mut self, t: &Trajectory) -> Option<String> {
         let tokenizer = self.tokenizer.take()?;
         let mut bytes = Vec::with_capacity(3 * t.tokens.len());
@@ -270,7 +271,7 @@ impl Packer {
     }
 }
 
-/// A token as it is read; bytes that are no text by themselves in hexadecimal.
+/// Returns a token's text; bytes that are not text by themselves are in hexadecimal.
 fn spelling(tokenizer: &Vocabulary, token: u32) -> String {
     match tokenizer.token_bytes(token) {
         None => format!("[{token}]"),
@@ -281,7 +282,8 @@ fn spelling(tokenizer: &Vocabulary, token: u32) -> String {
     }
 }
 
-/// The root of the share of [`LOG_PROB_MIN`], so that likely tokens are told apart finely.
+/// Returns the square root of the log-probability's share of [`LOG_PROB_MIN`], as a byte. The root gives
+/// likely tokens a finer resolution.
 fn log_prob_byte(log_prob: f32) -> u8 {
     let share = (f64::from(log_prob) / LOG_PROB_MIN).clamp(0.0, 1.0);
     (share.sqrt() * 255.0).round() as u8
@@ -300,7 +302,7 @@ fn advantages(values: Option<Vec<f32>>) -> (Option<f32>, Option<String>) {
     }
 }
 
-/// Sign and decade of each gap; 0 is exactly 0, and the text is empty where all are.
+/// Encodes sign and decade of each mismatch; 0 means exactly 0. The text is empty if all are 0.
 fn gap_text(gaps: &[f32]) -> String {
     if gaps.iter().all(|gap| *gap == 0.0) {
         return String::new();

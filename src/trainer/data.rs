@@ -1,4 +1,5 @@
-//! A run's training data beside its own samples: supervised examples, held-out ones, stored trajectories.
+//! A run's training data other than its own samples: supervised examples, held-out examples, stored
+//! trajectories.
 
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
@@ -12,17 +13,17 @@ use std::path::PathBuf;
 /// A run's data, opened and checked before any work.
 pub struct TrainingData {
     pub(super) examples: Examples,
-    /// Examples that are only measured.
+    /// Held-out examples; only their loss is measured.
     pub(super) held_out: Vec<Sequence>,
-    /// Present when the recipe trains on fixed trajectories.
+    /// Present if the recipe trains on fixed trajectories.
     pub(super) stored: Option<StoredRollouts>,
 }
 
 impl TrainingData {
-    /// Opens what the recipe names, and renders the first prompts.
+    /// Opens the data that the recipe names, and renders the first prompts.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] naming file and row, or a problem whose prompt is too long.
+    /// [`crate::error::BadInput`] with file and row, or with the problem whose prompt is too long.
     pub fn open(context: &RunContext) -> Result<Self> {
         let file = context.recipe().cold_start.train_file.as_deref();
         let examples = Examples::open(file, &context.rendering())?;
@@ -33,8 +34,8 @@ impl TrainingData {
     }
 }
 
-/// Refuses problems that do not fit, before any work: those of the first step, unless its trajectories are
-/// stored, and the held-out ones.
+/// Checks before any work that the prompts fit in the context: those of the first step, unless its
+/// trajectories are stored, and the held-out ones.
 fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
     let recipe = context.recipe();
     if recipe.train.steps == 0 {
@@ -52,7 +53,7 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
     Ok(())
 }
 
-/// The trajectories that take the place of sampling, if the recipe names any.
+/// Opens the trajectories that replace sampling, if the recipe names any.
 fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     let config = &context.model.config;
     let replayed = (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RouteShape {
@@ -64,14 +65,14 @@ fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     context.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 
-/// Supervised examples that are only measured: a file's, or the task's held-out demonstrations.
+/// Returns the held-out examples: rows of a file, or the task's held-out demonstrations.
 fn held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> {
     let cold_start = &context.recipe().cold_start;
     let rendering = context.rendering();
     if cold_start.steps == 0 {
         return Ok(vec![]);
     }
-    // A task that makes no demonstrations must be refused before any work.
+    // Refuse a task without demonstrations before any work.
     examples.batch(&rendering, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
         return rendering.read_rows(path, Some(cold_start.validation_rows_max));

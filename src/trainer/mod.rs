@@ -1,7 +1,7 @@
 //! A run of `rloss train`: SFT warm-up, then reinforcement learning step by step, with evaluations and
 //! checkpoints.
 //!
-//! [`Trainer::reinforcement_learning`] is the loop over steps; `step.rs` is the algorithm of one.
+//! [`Trainer::reinforcement_learning`] is the loop over steps; `step.rs` is the algorithm of one step.
 
 mod data;
 mod monitor;
@@ -34,14 +34,14 @@ use candle_core::Device;
 use monitor::Monitor;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The console's figures of a step, where the step has them.
+/// The metrics on the console's line of a step, if the step has them.
 const SHOWN: [(&str, &str); 3] = [
     ("reward", "critic/rewards/mean"),
     ("explained variance", "critic/vf_explained_var"),
     ("max gap", "mismatch/log_ppl_abs_diff_max"),
 ];
 
-/// One run.
+/// One training run.
 pub struct Trainer {
     context: RunContext,
     data: TrainingData,
@@ -49,24 +49,25 @@ pub struct Trainer {
     console: Console,
     stop: Stop,
     timings: Timings,
-    /// A tool call was ended by the wall clock: the run is no longer reproducible, which is said once.
+    /// Whether a tool call hit the wall-clock limit: the run is then not reproducible. The warning is printed
+    /// once.
     timed_out: bool,
-    /// The current activity, in words.
+    /// The current activity, as text.
     at: Arc<Mutex<String>>,
     monitor: Monitor,
-    /// The frozen reference, where the recipe asks for one.
+    /// The frozen reference, if the recipe needs one.
     reference: Option<Parameters>,
-    /// The digest of its file.
+    /// The digest of the reference's file.
     reference_digest: Option<blake3::Hash>,
-    /// The coefficient of the divergence from it, which a target may steer.
+    /// The KL coefficient, which may adapt to a target.
     kl: KlController,
 }
 
 impl Trainer {
-    /// A run in `folder` that is yet to start, or to go on from the checkpoint `point`.
+    /// Prepares a run in `folder`: a new one, or one that resumes from the checkpoint `point`.
     ///
     /// # Errors
-    /// When memory runs out, or the metrics of the run that goes on cannot be read.
+    /// When memory runs out, or the metrics of a resumed run cannot be read.
     pub fn new(
         mut context: RunContext,
         data: TrainingData,
@@ -82,7 +83,7 @@ impl Trainer {
         if point.is_some() {
             let before = read_rows(&folder.path.join("metrics.jsonl"))?;
             before.iter().filter(|row| row.phase == Phase::Rl).for_each(|row| {
-                // What was told then is not told again.
+                // Warnings of earlier steps are not repeated.
                 let _ = monitor.note(row.step, &row.metrics);
             });
         }
@@ -103,10 +104,10 @@ impl Trainer {
         })
     }
 
-    /// Both stages. Returns whether a signal stopped the run.
+    /// Runs both stages. Returns whether a signal stopped the run.
     ///
     /// # Errors
-    /// Any; the last checkpoint is intact then.
+    /// Any error; the last checkpoint stays intact.
     pub fn run(&mut self, point: Option<ResumePoint>) -> Result<bool> {
         let recipe = self.context.plan.recipe.clone();
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
@@ -138,7 +139,7 @@ impl Trainer {
         self.reinforcement_learning(optimizer, critic, rl_start)
     }
 
-    /// Tells the console what is left to do after `done`, so that it shows one time for all of it.
+    /// Passes the work left after `done` to the console, which shows one time for all of it.
     fn plan_time(&self, done: Option<(Phase, u64)>) {
         let recipe = self.context.recipe();
         let (steps, every) = (recipe.train.steps, recipe.eval.every_steps);
@@ -159,19 +160,19 @@ impl Trainer {
                 recipe.cold_start.steps.saturating_sub(cold_done),
                 recipe.cold_start.batch_size as f64,
             ),
-            // In the quickstart a sampled and trained conversation costs 1.5 demonstrations, a sampled one
-            // 0.25. The stages' own times replace this guess.
+            // In the quickstart, sampling and training a conversation costs as much as 1.5 demonstrations;
+            // sampling alone costs 0.25. Measured times replace this guess.
             ("rl", steps.saturating_sub(rl_done), 1.5 * sampled as f64),
             ("evaluation", evaluations, 0.25 * (problems * recipe.eval.samples) as f64),
         ]);
     }
 
-    /// Notes what is under way, for who asks it to stop.
+    /// Sets the current activity, which is printed when a signal asks for a stop.
     fn now(&self, at: String) {
         *self.at.lock().unwrap_or_else(PoisonError::into_inner) = at;
     }
 
-    /// A fresh optimizer, or the one of the checkpoint, whose weights it writes into the model.
+    /// Makes a new optimizer, or loads the checkpoint's and writes its weights into the model.
     fn optimizer(&mut self, settings: &OptimizerSettings, point: Option<&ResumePoint>) -> Result<Optimizer> {
         let context = &mut self.context;
         let round = context.plan.recipe.model.dtype.is_bf16();
@@ -185,7 +186,7 @@ impl Trainer {
         Ok(optimizer)
     }
 
-    /// The second stage from step `start` on. Returns whether a signal stopped it.
+    /// Runs the second stage from step `start` on. Returns whether a signal stopped it.
     fn reinforcement_learning(
         &mut self,
         mut optimizer: Optimizer,
@@ -230,7 +231,7 @@ impl Trainer {
         ensure!(
             !self.monitor.all_failed(),
             "every trajectory of the run failed, so nothing was learned: the task's program or the tool's workers failed each \
-             time, as was told then; rloss check RECIPE asks the program again"
+             time, see the warnings above; rloss check RECIPE asks the program again"
         );
         Ok(false)
     }
@@ -252,7 +253,7 @@ impl Trainer {
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
         let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();
         let all = evaluation.rows().count();
-        // Before anything is learned: steps would fail the same way, each after its time limits.
+        // Stop before training: steps would fail too, each only after its time limits.
         ensure!(
             step > 0 || failed < all,
             "every trajectory of the first evaluation failed: the task's program or the tool's workers failed each time; the \
@@ -289,14 +290,14 @@ impl Trainer {
         }
     }
 
-    /// Says when the Python tool's workers die.
+    /// Warns when workers of the Python tool died.
     fn watch_workers(&self, step: u64) {
         if let Some(deaths) = self.context.dead_workers() {
             self.console.print(&format!("warning: step {step}: {deaths}"));
         }
     }
 
-    /// Says what deserves a second look.
+    /// Warns about unusual values of a step.
     fn watch(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) {
         if rollouts.tool_timed_out() && !self.timed_out {
             self.timed_out = true;
@@ -316,7 +317,8 @@ impl Trainer {
     }
 }
 
-/// Peaks of a GPU's memory since the last row: allocated by tensors, and reserved by this process.
+/// Returns the peaks of a GPU's memory since the last row: allocated by tensors, and reserved by this
+/// process.
 fn memory_peaks(device: &Device) -> Result<Metrics> {
     let mut metrics = Metrics::new();
     if let Device::Cuda(gpu) = device {

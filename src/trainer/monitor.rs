@@ -1,4 +1,4 @@
-//! Warnings about a step: failures, rewards without signal, a collapse of success, alarm levels.
+//! Warnings about a step: failures, rewards without signal, a collapse of the success rate, alarm limits.
 
 use crate::metrics::{Metrics, format_number};
 use crate::policy::advantage::Advantage;
@@ -7,24 +7,25 @@ use crate::recipe::Recipe;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
-/// Steps over which the success is averaged before it is compared with its best.
+/// Number of steps over which the success rate is averaged before it is compared with its best.
 const WINDOW_STEPS: usize = 5;
-/// Standard errors that a fall of the success must exceed, so that chance alone does not warn.
+/// Minimum fall of the success rate in standard errors, so that chance alone does not warn.
 const FALL_ERRORS_MIN: f64 = 3.0;
 
-/// Follows a run's steps.
+/// Monitors the steps of a run.
 pub(super) struct Monitor {
-    /// Whether advantages compare the rewards of a group, so that equal ones teach nothing.
+    /// Whether advantages compare the rewards of a group; equal rewards then give no gradient.
     groups_compared: bool,
-    /// Of all steps so far.
+    /// Trajectories of all steps so far.
     trajectories: f64,
     failed: f64,
-    /// Steps in a row where most trajectories failed, and steps in a row where no group had a signal.
+    /// Consecutive steps in which most trajectories failed, and consecutive steps in which no group had a
+    /// signal.
     failing: u64,
     flat: u64,
     /// Successes and trajectories of the last steps.
     window: VecDeque<(f64, f64)>,
-    /// The best window: its share of successes, its trajectories, its last step.
+    /// The best window: its success rate, its trajectories, its last step.
     best: Option<(f64, f64, u64)>,
 }
 
@@ -47,12 +48,12 @@ impl Monitor {
         }
     }
 
-    /// Takes in the figures of step `step`, and says what is wrong with it.
+    /// Adds the metrics of step `step`, and returns warnings about it.
     pub fn note(&mut self, step: u64, metrics: &Metrics) -> Vec<String> {
         let mut warnings = vec![];
         warnings.extend(self.failures(step, metrics));
         let flat = self.signal(metrics);
-        // Trajectories that failed are reason enough.
+        // Failed trajectories already explain the missing signal.
         warnings.extend(flat.filter(|_| self.failing == 0));
         warnings.extend(self.success(step, metrics));
         if metrics.get("rollout_corr/rollout_is_mean") == Some(0.0) {
@@ -70,7 +71,7 @@ impl Monitor {
         warnings
     }
 
-    /// Whether there were trajectories and every one of them failed.
+    /// Returns whether there were trajectories and all of them failed.
     pub fn all_failed(&self) -> bool {
         self.trajectories > 0.0 && self.failed >= self.trajectories
     }
@@ -84,7 +85,7 @@ impl Monitor {
         told(self.failing).then(|| {
             format!(
                 "{} of {} trajectories failed, whatever the policy did: outcome/task_failed = {}, tool/worker_died = {}; \
-                 look at the failures told above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
+                 look at the failures above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
                 format_number(failed),
                 format_number(count),
                 format_number(get("outcome/task_failed")),
@@ -110,7 +111,7 @@ impl Monitor {
         ))
     }
 
-    /// A fall to less than half of the best, told once.
+    /// Returns a warning, once, when the success rate falls below half of its best.
     fn success(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
         let count = trajectories(metrics);
         self.window.push_back((metrics.get("critic/success/mean")? * count, count));
@@ -132,7 +133,7 @@ impl Monitor {
         if share >= best / 2.0 || best - share <= FALL_ERRORS_MIN * error {
             return None;
         }
-        // What comes after is measured against itself, once this fall has left the window.
+        // Start anew: later steps are not compared with the time before this fall.
         self.window.clear();
         self.best = None;
         Some(format!(
@@ -144,12 +145,12 @@ impl Monitor {
     }
 }
 
-/// The step's trajectories, by their outcomes.
+/// Returns the number of the step's trajectories, from its outcome counts.
 fn trajectories(metrics: &Metrics) -> f64 {
     Outcome::ALL.iter().filter_map(|outcome| metrics.get(&format!("outcome/{}", outcome.name()))).sum()
 }
 
-/// Whether the `streak`th step in a row of the same trouble is told: ever more seldom.
+/// Returns whether the `streak`th consecutive step of a problem is reported; the intervals grow.
 fn told(streak: u64) -> bool {
     matches!(streak, 1 | 3) || (streak > 0 && streak.is_multiple_of(10))
 }

@@ -1,4 +1,4 @@
-//! A step's rollouts, with dynamic sampling where the recipe asks for it.
+//! A step's rollouts, with dynamic sampling if the recipe enables it.
 
 use super::Trainer;
 use crate::metrics::{Metrics, Phase};
@@ -8,13 +8,13 @@ use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts};
 use crate::trajectory::{Group, TokenFigures, TrajectoryRow};
 use anyhow::{Context, Result};
 
-/// The rollouts of a step, and the groups that are trained on.
+/// The rollouts of a step, and the groups used for training.
 pub(super) struct Sampled {
-    /// All sampled groups, discarded ones included. The rollout's figures are over all of them.
+    /// All sampled groups, including discarded ones. The rollout metrics cover all of them.
     pub drawn: Rollouts,
     /// Indices into `drawn.groups`.
     trained: Vec<usize>,
-    /// Draws beyond the first; `None` without dynamic sampling.
+    /// Number of extra sampling rounds; `None` without dynamic sampling.
     rounds: Option<u64>,
 }
 
@@ -23,7 +23,8 @@ impl Sampled {
         self.trained.iter().map(|&index| &self.drawn.groups[index]).collect()
     }
 
-    /// The first `count` rows of the step; the trained ones have the token figures `learned`, in their order.
+    /// Returns the first `count` rows of the step. Trained trajectories have the token figures `learned`, in
+    /// their order.
     pub fn rows(&self, count: usize, learned: &[TokenFigures]) -> Vec<TrajectoryRow> {
         let mut rows: Vec<TrajectoryRow> = self.drawn.rows(Phase::Rl).take(count).collect();
         let sizes: Vec<usize> = self.drawn.groups.iter().map(|group| group.trajectories.len()).collect();
@@ -37,7 +38,7 @@ impl Sampled {
         rows
     }
 
-    /// The rollout's figures.
+    /// Returns the rollout's metrics.
     pub fn metrics(&self) -> Result<Metrics> {
         let mut metrics = rollout::metrics(&self.drawn.groups).finish()?;
         if let Some(rounds) = self.rounds {
@@ -50,7 +51,7 @@ impl Sampled {
 
 impl Trainer {
     /// Samples the groups of step `step`, or reads stored ones. Dynamic sampling replaces groups without
-    /// signal until the rounds are used up.
+    /// signal, up to the limit of rounds.
     pub(super) fn sample(&self, step: u64) -> Result<Sampled> {
         let recipe = &self.context.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
@@ -81,7 +82,7 @@ impl Trainer {
         Ok(Sampled { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
     }
 
-    /// Samples one group a prompt, with a greedy sample where the advantage needs one.
+    /// Samples one group a prompt, and a greedy sample if the advantage needs one.
     fn draw(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
         let context = &self.context;
         let recipe = &context.plan.recipe;
@@ -96,7 +97,7 @@ impl Trainer {
         Ok(drawn)
     }
 
-    /// `samples` conversations of each prompt, timed as `stage`.
+    /// Samples `samples` conversations of each prompt, timed as `stage`.
     fn conversations(
         &self,
         stage: &'static str,

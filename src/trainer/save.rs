@@ -1,4 +1,4 @@
-//! Checkpoints of a run: when and what.
+//! Checkpoints of a run: their schedule and contents.
 
 use super::Trainer;
 use crate::checkpoint::{self, Snapshot, TrainerState};
@@ -9,7 +9,8 @@ use crate::model::config::Form;
 use anyhow::Result;
 
 impl Trainer {
-    /// Saves when it is time, at the end of a stage and when a signal asked for it. Returns whether one did.
+    /// Saves a checkpoint when due: by the schedule, at the end of a stage, or after a signal. Returns
+    /// whether a signal asked for a stop.
     pub(super) fn checkpoint_or_stop(
         &mut self,
         phase: Phase,
@@ -18,7 +19,7 @@ impl Trainer {
         optimizer: &Optimizer,
         critic: Option<&Critic>,
     ) -> Result<bool> {
-        // Some processes may have seen the signal and others not yet.
+        // Some processes may not have received the signal yet.
         let asked = self.context.mesh().any("whether to stop", self.stop.asked())?;
         let every = self.context.plan.recipe.checkpoint.every_steps;
         if asked || last || (every > 0 && step.is_multiple_of(every)) {
@@ -29,15 +30,15 @@ impl Trainer {
         Ok(asked)
     }
 
-    /// The format of saved weights.
+    /// Returns the format of saved weights.
     fn form(&self) -> Form {
         self.context.plan.recipe.checkpoint.dtype
     }
 
-    /// Warns when the disk has no space for the next checkpoints.
+    /// Warns if the disk has too little space for the next checkpoints.
     pub(super) fn watch_space(&self) {
         let policy = checkpoint::bytes(self.form(), &self.context.parameters);
-        // A critic is the policy again, or its adapter, in f32 with its optimizer's state.
+        // A critic is as large as the policy, or as its adapter, in f32 with its optimizer state.
         let critic = self
             .context
             .plan
@@ -81,7 +82,7 @@ impl Trainer {
                 recipe: &context.plan.to_toml(),
                 state,
             };
-            // A folder that goes away on the way is what has to be told.
+            // If the folder was moved during the save, report that.
             snapshot.write(&folder.path, checkpoint.keep).map(drop).map_err(|error| folder.moved_or(error))
         };
         let critic = critic.map(|critic| &critic.parameters);

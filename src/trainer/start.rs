@@ -1,5 +1,4 @@
-//! The start of reinforcement learning: the adapter, the critic, the frozen reference and the weight of its
-//! divergence.
+//! The start of reinforcement learning: the adapter, the critic, the frozen reference and the KL coefficient.
 
 use super::Trainer;
 use crate::atomic_file::replace_folder;
@@ -14,7 +13,7 @@ use crate::policy::{KlPlace, KlSettings};
 use anyhow::{Context, Result};
 
 impl Trainer {
-    /// Attaches the adapter after the SFT warm-up; from here on it alone is trainable.
+    /// Attaches the adapter after the SFT warm-up; from then on only the adapter is trainable.
     pub(super) fn begin_adapter(&mut self) -> Result<()> {
         let context = &mut self.context;
         let Some(adapter) = context.adapter.as_ref().filter(|_| context.parameters.adapter().is_none())
@@ -28,13 +27,13 @@ impl Trainer {
         self.keep_base()
     }
 
-    /// Writes the base into the run's folder where no other folder holds it; checkpoints name it.
+    /// Writes the base model into the run's folder if no other folder has it; checkpoints refer to it.
     pub(super) fn keep_base(&mut self) -> Result<()> {
         let context = &mut self.context;
         if context.parameters.adapter().is_none() || context.base.is_some() {
             return Ok(());
         }
-        // The weights have no more digits than this format.
+        // This format keeps all digits of the weights.
         let form = match context.plan.recipe.model.dtype {
             Dtype::Bf16 | Dtype::Bf16Dot => Form::Bf16,
             Dtype::F32 => Form::F32,
@@ -57,7 +56,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// The critic of the recipe, if any: from the policy's current weights, or from the checkpoint.
+    /// Makes the recipe's critic, if any: from the policy's current weights, or from the checkpoint.
     pub(super) fn critic(&self, point: Option<&ResumePoint>) -> Result<Option<Critic>> {
         let context = &self.context;
         let recipe = &context.plan.recipe;
@@ -75,8 +74,8 @@ impl Trainer {
         Ok(Some(critic))
     }
 
-    /// Sets the reference: the current weights, those that a run resumed from `point` began with, or with an
-    /// adapter the model without it.
+    /// Sets the reference model: the current weights; in a run resumed from `point`, the weights of its
+    /// start; with an adapter, the model without it.
     pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
         let context = &self.context;
         let (config, parameters) = (&context.model.config, &context.parameters);
@@ -105,7 +104,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// The coefficient of the divergence: the recipe's, or `steered`, that of a resumed run.
+    /// Makes the KL coefficient: the recipe's, or `steered`, the adapted value of a resumed run.
     pub(super) fn kl_controller(kl: &KlSettings, steered: Option<f64>) -> Result<KlController> {
         match kl.target {
             None => Ok(KlController::Fixed { coefficient: kl.coefficient }),

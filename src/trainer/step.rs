@@ -1,5 +1,5 @@
-//! One step of reinforcement learning, from top to bottom: sample, score, advantages, corrections, and for
-//! each minibatch loss, backward, clip, optimizer.
+//! One step of reinforcement learning, from top to bottom: sample, score, advantages, correction. Then for
+//! each minibatch: loss, backward, clip, optimizer.
 
 use super::Trainer;
 use super::sample::Sampled;
@@ -22,8 +22,8 @@ use crate::trajectory::{Group, TokenFigures};
 use anyhow::{Context, Result};
 
 impl Trainer {
-    /// Samples the groups of step `step` and learns from them. Returns the update's figures, and those of
-    /// each trained token.
+    /// Samples the groups of step `step` and trains on them. Returns the metrics, and the figures of each
+    /// trained token.
     pub(super) fn step(
         &mut self,
         step: u64,
@@ -57,29 +57,28 @@ impl Trainer {
     }
 }
 
-/// How a step's trajectories become updates of the policy and the critic.
+/// Updates policy and critic from a step's trajectories.
 #[derive(Clone, Copy)]
 pub struct PolicyStep<'a> {
     /// The step's number, from 1.
     pub step: u64,
-    /// Over the policy's parameters.
+    /// Runs batches with the policy's parameters.
     pub runner: BatchRunner<'a>,
-    /// Weights of the frozen reference; `policy.kl` needs them.
+    /// Weights of the frozen reference; required by `policy.kl`.
     pub reference: Option<&'a Parameters>,
     pub policy: &'a PolicySettings,
     pub train: &'a TrainSettings,
-    /// Weight of the divergence in the reward at this step: `policy.kl.coefficient`, or what it was steered
-    /// to.
+    /// KL coefficient in the reward at this step: `policy.kl.coefficient`, or its adapted value.
     pub kl_coefficient: f64,
     pub pass: PassSettings,
-    /// An ablation: the old log-probs come from a forward of their own, whatever `policy.old_logprob` says.
+    /// An ablation: the old log-probs come from a separate forward, independent of `policy.old_logprob`.
     pub second_forward: Option<ForwardOptions>,
     /// The constant of [`crate::policy::Aggregation::Constant`], and the limit of overlong shaping.
     pub response_tokens_max: usize,
     pub timings: &'a Timings,
 }
 
-/// One update before the optimizer; its gradients are in the policy's parameters.
+/// One update before the optimizer runs; the policy's parameters hold its gradients.
 pub struct Update {
     /// Means over the update's own tokens.
     pub metrics: Metrics,
@@ -87,11 +86,12 @@ pub struct Update {
 }
 
 impl PolicyStep<'_> {
-    /// The step after sampling. Returns means over the updates, figures of the whole batch before the first,
-    /// and those of each token. While a critic warms up, it alone is updated.
+    /// Runs the step after sampling. Returns the metrics and the figures of each token. The metrics are means
+    /// over the updates, and values of the whole batch before the first update. During critic warm-up only
+    /// the critic is updated.
     ///
     /// # Errors
-    /// When a pass fails, or a log-probability, value or gradient norm is no number.
+    /// When a pass fails, or a log-probability, value or gradient norm is not a number.
     pub fn learn(
         &self,
         groups: &[&Group],
@@ -107,7 +107,7 @@ impl PolicyStep<'_> {
         if !warming_up {
             let (updates, first) = self.update_policy(&batch, optimizer)?;
             metrics.extend(updates);
-            // The first update's own forward, where it takes the whole batch.
+            // Use the first update's own forward if it covers the whole batch.
             forward = first.filter(|_| self.train.minibatches == 1).or(forward);
         }
         if let Some(forward) = &forward {
@@ -118,7 +118,7 @@ impl PolicyStep<'_> {
         Ok((metrics, batch.token_figures(training.map(Vec::as_slice))))
     }
 
-    /// The batch as all updates see it, the policy's forward over it where one was made, and the figures.
+    /// Returns the batch for all updates, the policy's forward over it if one ran, and the metrics.
     ///
     /// # Errors
     /// As [`Self::learn`].
@@ -141,8 +141,8 @@ impl PolicyStep<'_> {
         Ok((batch, forward, metrics))
     }
 
-    /// The forwards before the first update. They fill in the log-probabilities of reference and policy,
-    /// experts to replay, and the critic's values.
+    /// Runs the forwards before the first update. They give the log-probabilities of reference and policy,
+    /// the experts to replay, and the critic's values.
     fn score(
         &self,
         batch: &mut Batch,
@@ -180,8 +180,8 @@ impl PolicyStep<'_> {
         Ok(forward)
     }
 
-    /// Whether the policy runs a forward before its first update. Otherwise the first update's own forward is
-    /// compared with the rollout.
+    /// Returns whether the policy runs a forward before its first update. Otherwise the rollout is compared
+    /// with the first update's own forward.
     fn needs_forward(&self, critic: Option<&Critic>) -> bool {
         let anchor = self.anchor();
         let in_reward = self.policy.kl.place == KlPlace::Reward && anchor == OldLogprob::Detach;
@@ -197,7 +197,7 @@ impl PolicyStep<'_> {
         if self.second_forward.is_some() { OldLogprob::Recompute } else { self.policy.old_logprob }
     }
 
-    /// The critic's updates, whose targets are fixed by then.
+    /// Runs the critic's updates; their targets are fixed before.
     fn update_critic(&self, batch: &Batch, critic: &mut Critic) -> Result<Metrics> {
         let Critic { settings, parameters, optimizer } = critic;
         let view = self.critic_step(settings, parameters);
@@ -207,7 +207,7 @@ impl PolicyStep<'_> {
         means.finish()
     }
 
-    /// The policy's updates: their figures, and the forward of the first.
+    /// Runs the policy's updates. Returns their metrics and the forward of the first update.
     fn update_policy(&self, batch: &Batch, optimizer: &mut Optimizer) -> Result<(Metrics, Option<Forward>)> {
         let &TrainSettings { minibatches, epochs, .. } = self.train;
         let lr = optimizer.learning_rate(self.step, self.train.steps);
@@ -260,10 +260,11 @@ impl PolicyStep<'_> {
         Ok((means, made, skipped))
     }
 
-    /// Loss and backward of the policy over `batch` or a minibatch; `None` when every token was rejected.
+    /// Computes loss and gradients of the policy over `batch` or a minibatch; `None` if every token was
+    /// rejected.
     ///
     /// # Errors
-    /// When a pass fails, or a log-probability is no number.
+    /// When a pass fails, or a log-probability is not a number.
     pub fn gradients(&self, batch: &Batch) -> Result<Option<Update>> {
         if batch.tokens()?.valid_tokens() == 0 {
             return Ok(None);
@@ -286,7 +287,7 @@ impl PolicyStep<'_> {
             settings,
             aggregation: self.policy.aggregation,
             response_tokens_max: self.response_tokens_max,
-            // Ablations apply to the policy's forward alone.
+            // Ablations do not apply to the critic's forward.
             pass: PassSettings {
                 forward: ForwardOptions::default(),
                 temperature: 1.0,

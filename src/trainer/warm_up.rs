@@ -1,4 +1,5 @@
-//! The SFT warm-up (`[cold_start]`): supervised steps before reinforcement learning, by the same pass.
+//! The SFT warm-up (`[cold_start]`): supervised steps before reinforcement learning, with the same forward
+//! and backward pass.
 
 use super::Trainer;
 use crate::learner::forward_backward::PassSettings;
@@ -9,7 +10,7 @@ use crate::metrics::{Metrics, Phase};
 use anyhow::Result;
 
 impl Trainer {
-    /// The supervised stage from step `start` on. Returns whether a signal stopped it.
+    /// Runs the supervised stage from step `start` on. Returns whether a signal stopped it.
     pub(super) fn cold_start(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
         let recipe = self.context.plan.recipe.clone();
         let cold_start = &recipe.cold_start;

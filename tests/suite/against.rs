@@ -155,7 +155,7 @@ fn bad_rows_are_named_and_the_others_are_compared() {
         (8, "temperature = 0"),
         (9, "not a row"),
         (10, "all log-probs after the first are null"),
-        (11, "one of the verl's agent-loop rows, where the file began with rows of tokens and logprobs"),
+        (11, "one of verl's agent-loop rows, but the file began with rows of tokens and logprobs"),
         (12, "text alone"),
     ]) {
         assert!(bad.contains(&format!("row {row}: ")) && bad.contains(what), "{bad}");

@@ -91,11 +91,11 @@ fn every_arm_opens_the_gap_that_its_name_says() {
         (clean.clone(), "none: both paths are the same bits"),
         (
             arms(|a| a.no_sink_gradient = true),
-            "both forwards are the same bits; what this arm breaks is in the backward",
+            "both forwards have the same bits; this ablation changes only the backward",
         ),
         (
             arms(|a| a.freeze_attention = true),
-            "both forwards are the same bits; what this arm breaks is in the backward",
+            "both forwards have the same bits; this ablation changes only the backward",
         ),
         (arms(|a| a.second_forward_old_logprobs = true), "none: both paths are the same bits"),
     ] {

@@ -65,7 +65,7 @@ fn sinks(config: &Config) -> Vec<Cause> {
     found
 }
 
-/// Gives layer i of `layers` the sinks of layer i + `by`, around.
+/// Gives layer i the sinks of layer i + `by`, modulo `layers`.
 fn sinks_of_layer(by: usize, layers: usize) -> WeightEdit {
     Arc::new(move |parameters| {
         let mut all = HashMap::new();

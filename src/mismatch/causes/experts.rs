@@ -1,4 +1,4 @@
-//! Mistakes of experts, norms and the matrix of the head.
+//! Mistakes of experts, norms and the head's matrix.
 
 use super::{Cause, FORWARD, WEIGHTS, WeightEdit, missing_biases, rope::others};
 use crate::model::config::{Config, SWIGLU_ALPHA};

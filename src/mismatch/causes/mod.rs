@@ -1,8 +1,8 @@
-//! The mistakes known by name. Each is declared once: its name, its words, what decides, and how it is made.
+//! The known mistakes. Each is declared once: name, description, deciding experiment, and change.
 //!
-//! A file lists those of one part of the computation that a model has a place for, told by the model's
-//! configuration, so that a new family has its causes without an entry here. [`variant`] holds what a mistake
-//! may change.
+//! Each file lists the mistakes of one part of the computation. The model's configuration decides which of
+//! them apply, so a new model family needs no entry here. [`variant`] holds the settings that a mistake may
+//! change.
 
 mod attention;
 mod experts;
@@ -22,19 +22,19 @@ use candle_core::Tensor;
 use std::sync::Arc;
 use variant::Variant;
 
-/// One mistake, with its parameters. Two are equal when their words are.
+/// One mistake with its parameters. Two are equal if their descriptions are.
 #[derive(Clone)]
 pub struct Cause {
-    /// The name that all variants of the mistake share, as in the table of docs/MISMATCH.md.
+    /// The name that all variants of the mistake share, as in docs/MISMATCH.md.
     pub name: &'static str,
-    /// The difference to the right computation.
+    /// The difference from the correct computation.
     detail: String,
-    /// The rows, or the run of the engine, that tell the mistake from others.
+    /// The rows, or the run of the engine, that distinguish this mistake from others.
     pub decides: &'static str,
     change: Change,
 }
 
-/// Makes the change of every tensor from the weights as they are.
+/// Computes the change of every tensor from the original weights.
 pub type WeightEdit = Arc<dyn Fn(&Parameters) -> Result<WeightChange> + Send + Sync>;
 
 #[derive(Clone)]
@@ -49,7 +49,7 @@ impl Cause {
         Self { name, detail: detail.into(), decides, change }
     }
 
-    /// A mistake in configuration, forward or batch.
+    /// Declares a mistake in configuration, forward or batch.
     pub fn forward(
         name: &'static str,
         detail: impl Into<String>,
@@ -59,7 +59,7 @@ impl Cause {
         Self::new(name, detail, decides, Change::Forward(Arc::new(change)))
     }
 
-    /// A mistake in the values of the tensors for which `concerns` is true.
+    /// Declares a mistake in the values of the tensors for which `concerns` is true.
     pub fn values(
         name: &'static str,
         detail: impl Into<String>,
@@ -74,7 +74,7 @@ impl Cause {
         Self::weights(name, detail, decides, Arc::new(move |_| Ok(changed.clone())))
     }
 
-    /// A mistake in the weights.
+    /// Declares a mistake in the weights.
     pub fn weights(
         name: &'static str,
         detail: impl Into<String>,
@@ -84,7 +84,7 @@ impl Cause {
         Self::new(name, detail, decides, Change::Weights(edit))
     }
 
-    /// A mistake in how logits become log-probs.
+    /// Declares a mistake in the computation of log-probs from logits.
     pub fn head(
         name: &'static str,
         detail: impl Into<String>,
@@ -94,12 +94,12 @@ impl Cause {
         Self::new(name, detail, decides, Change::Head(settings))
     }
 
-    /// In words.
+    /// Returns the description.
     pub fn words(&self) -> String {
         format!("{}: {}", self.name, self.detail)
     }
 
-    /// The head's settings, where the mistake changes nothing before the head.
+    /// Returns the head's settings, if the mistake changes nothing before the head.
     pub fn head_settings(&self) -> Option<HeadSettings> {
         match self.change {
             Change::Head(settings) => Some(settings),
@@ -107,17 +107,17 @@ impl Cause {
         }
     }
 
-    /// Whether the numbers of the whole computation are shorter.
+    /// Returns whether the mistake shortens the mantissas of the whole computation.
     pub fn shortens_mantissas(&self) -> bool {
         self.name == precision::SHORT_MANTISSAS
     }
 
-    /// Whether any noise of that size looks like it.
+    /// Returns whether any noise of that size resembles the mistake.
     pub fn is_rounding(&self) -> bool {
         self.shortens_mantissas() || self.name == precision::BF16_WEIGHTS
     }
 
-    /// Makes the mistake.
+    /// Applies the mistake to `variant`.
     pub fn apply(&self, variant: &mut Variant) {
         match &self.change {
             Change::Forward(change) => change(variant),
@@ -139,8 +139,8 @@ impl std::fmt::Debug for Cause {
     }
 }
 
-/// The causes for a model of `config` whose parameters are known beforehand; temperature and filters are
-/// fitted. `has_earlier`: the weights of the update before are at hand.
+/// Returns the causes for a model of `config` with known parameters; temperature and filters are fitted
+/// later. `has_earlier`: the weights before the last update are available.
 pub fn causes(config: &Config, has_earlier: bool) -> Vec<Cause> {
     let mut found = rope::causes(config);
     found.extend(attention::causes(config));
@@ -159,13 +159,13 @@ pub fn causes(config: &Config, has_earlier: bool) -> Vec<Cause> {
 const WEIGHTS: &str = "a run of the engine with the weights loaded anew in bf16";
 const FORWARD: &str = "a run of the engine in f32, on more tokens";
 
-/// A group of biases that go missing together.
+/// Declares that a group of biases is missing.
 fn missing_biases(name: &'static str, detail: &'static str, endings: &'static [&'static str]) -> Cause {
     let concerns = |spec: &ParameterSpec| endings.iter().any(|ending| spec.name.ends_with(ending));
     Cause::values(name, detail, WEIGHTS, concerns, |values| Ok(values.zeros_like()?))
 }
 
-/// Places `order` of the last axis.
+/// Selects the indices `order` of the last axis.
 fn taken(values: &Tensor, order: &[u32]) -> Result<Tensor> {
     Ok(values.index_select(&Tensor::new(order, values.device())?, values.rank() - 1)?)
 }

@@ -34,8 +34,9 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
     found
 }
 
-/// Blocks of 32 inputs at the power of two that puts the largest magnitude in 4..8; magnitudes round to the
-/// nearest of the format's eight, ties to the even index, and so those beyond 6 to 6.
+/// Rounds to MXFP4 in blocks of 32 inputs. The scale is the power of two that puts the largest magnitude in
+/// 4..8. Magnitudes round to the nearest of the format's eight values, ties to the even index; those beyond 6
+/// become 6.
 fn mxfp4_cut_off(tensor: &Tensor) -> Result<Tensor> {
     let [_, inputs, outputs]: [usize; 3] = tensor.dims3()?.into();
     let mut values = tensor.flatten_all()?.to_vec1::<f32>()?;

@@ -1,4 +1,4 @@
-//! Mistakes of what is fed and read.
+//! Mistakes of the input tokens and of the rows that are read.
 
 use super::Cause;
 use crate::mismatch::head::{self, HeadSettings};

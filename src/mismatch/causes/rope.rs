@@ -1,4 +1,4 @@
-//! Mistakes of the rotary embedding.
+//! Mistakes of the rotary position embedding (RoPE).
 
 use super::{Cause, taken};
 use crate::model::config::{Config, Rope};
@@ -9,7 +9,8 @@ const DECIDES: &str = "longer rows: the angles part with the distance";
 
 pub(super) fn causes(config: &Config) -> Vec<Cause> {
     let head_dim = config.head_dim;
-    // Half-split RoPE turns place i with i + half; there the neighbours 2i and 2i + 1 must lie.
+    // Half-split RoPE rotates dimension i with i + half, so the interleaved neighbours 2i and 2i + 1 go
+    // there.
     let place = move |o: usize| {
         let (head, i, half) = (o / head_dim * head_dim, o % head_dim, head_dim / 2);
         (head + if i < half { 2 * i } else { 2 * (i - half) + 1 }) as u32
@@ -72,7 +73,7 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
     found
 }
 
-/// Those of `values` that are not `own`.
+/// Returns the values other than `own`.
 pub(super) fn others(values: &[f64], own: f64) -> impl Iterator<Item = f64> {
     values.iter().copied().filter(move |value| (value / own - 1.0).abs() > 1e-9)
 }

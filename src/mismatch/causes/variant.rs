@@ -1,4 +1,4 @@
-//! A computation that differs from the right one as causes say, and its log-probabilities.
+//! A computation with mistakes, and its log-probabilities.
 
 use super::{Cause, WeightEdit};
 use crate::learner::micro_batch::MicroBatch;
@@ -13,23 +13,22 @@ use crate::ops::SequenceRows;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 
-/// Everything that a cause may change.
+/// The settings that a cause may change.
 pub struct Variant {
     pub config: Config,
-    /// Another table of RoPE: radians a position of each pair of dimensions, and the factor on cosine and
-    /// sine.
+    /// Another RoPE table: radians a position for each pair of dimensions, and the factor on cosine and sine.
     pub rope: Option<(Vec<f32>, f64)>,
     pub forward: ForwardOptions,
     pub weights: Vec<WeightEdit>,
     pub earlier: bool,
     pub double_start: bool,
-    /// Rows later, and whether the target moves too.
+    /// Row offset of the reads, and whether the target moves too.
     pub shift: Option<(i32, bool)>,
     pub head: HeadSettings,
 }
 
 impl Variant {
-    /// The right computation, or the one with `cause`.
+    /// Returns the correct computation, or the computation with `cause`.
     pub fn of(config: &Config, cause: Option<&Cause>) -> Self {
         let mut variant = Self {
             config: config.clone(),
@@ -47,15 +46,14 @@ impl Variant {
         variant
     }
 
-    /// Shortens the mantissas of weights and of activations (residual stream and norms' outputs) to so many
-    /// bits.
+    /// Rounds weights and activations (residual stream and outputs of norms) to these mantissa bits.
     pub fn round(&mut self, weight_bits: u32, activation_bits: u32) {
         let rounding = WeightRounding { mxfp4: false, bits: Some(weight_bits) };
         self.weights.push(Arc::new(move |_| Ok(rounding.change())));
         self.forward.mantissa_bits = Some(activation_bits);
     }
 
-    /// The model that computes it, for sequences one token longer than asked: a start token may stand twice.
+    /// Returns the model, with context for one token more than asked: the start token may appear twice.
     pub fn model(&self, row_tokens_max: usize) -> Model {
         let (config, positions) = (self.config.clone(), row_tokens_max + 1);
         match &self.rope {
@@ -64,7 +62,7 @@ impl Variant {
         }
     }
 
-    /// `model` with the weights that it computes with.
+    /// Returns the policy of `model` with the variant's weights.
     ///
     /// # Errors
     /// When a tensor is missing or an edit does not fit.
@@ -90,8 +88,8 @@ impl Variant {
         Ok(PolicyView { model, weights: Arc::new(weights), forward: self.forward })
     }
 
-    /// `batch` as it was fed, and for each target whether it has a value at all: a shift has none at a row's
-    /// end.
+    /// Returns `batch` with the variant's changes, and whether each target has a value: a shift has none at
+    /// the end of a row.
     pub fn batch(&self, batch: &MicroBatch) -> (MicroBatch, Vec<bool>) {
         let mut batch = if self.double_start { doubled(batch) } else { batch.clone() };
         match self.shift {
@@ -107,7 +105,7 @@ impl Variant {
     }
 }
 
-/// The first token of every sequence twice. No rows are shared here.
+/// Repeats the first token of every sequence. No rows are shared here.
 fn doubled(batch: &MicroBatch) -> MicroBatch {
     let (mut tokens, mut positions, mut cu_seqlens) = (vec![], vec![], vec![0]);
     let mut rows = Vec::with_capacity(batch.rows.len());
@@ -129,12 +127,12 @@ fn doubled(batch: &MicroBatch) -> MicroBatch {
     }
 }
 
-/// Reads the row `by` later for each target, of its own token or of the one that follows that row.
+/// Shifts the row of each target by `by`. With `with_target` the target moves along.
 fn shifted(batch: &mut MicroBatch, (by, with_target): (i32, bool)) -> Vec<bool> {
     let (mut rows, mut targets) = (batch.rows.to_vec(), batch.targets.to_vec());
     let mut has_value = vec![false; rows.len()];
     for own in (0..batch.sequence_rows.sequences()).map(|i| batch.sequence_rows.own_rows(i)) {
-        // The last token of a sequence is a target only: it is known where it is one.
+        // The last token of a sequence is only a target; it is known only where it is one.
         let last = batch.rows.iter().position(|&r| r as usize + 1 == own.end).map(|i| batch.targets[i]);
         for i in (0..rows.len()).filter(|&i| own.contains(&(batch.rows[i] as usize))) {
             let row = i64::from(batch.rows[i]) + i64::from(by);

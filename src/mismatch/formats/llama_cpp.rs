@@ -11,10 +11,10 @@ pub(super) const NO_LOG_PROBS: &str =
 #[derive(Deserialize)]
 struct Response {
     completion_probabilities: Vec<Entry>,
-    /// Ids sampled; empty unless they were asked for.
+    /// Sampled ids; empty unless the request asked for them.
     #[serde(default)]
     tokens: Vec<u64>,
-    /// Text, or ids where ids were sent.
+    /// Text, or ids if the request sent ids.
     prompt: Option<Value>,
     tokens_evaluated: Option<usize>,
     generation_settings: Option<Settings>,
@@ -38,8 +38,9 @@ struct Settings {
 const LEFT_OUT: &str = "completion_probabilities lacks tokens: llama.cpp writes none for one that ends within a character; \
     ask with \"return_tokens\": true, which gives all ids";
 
-/// Where among `ids`, from `start` on, the token `id` of an entry stands: `bytes` are its own and those of
-/// the tokens before it that have no entry, because their text ended within a character.
+/// Returns the index in `ids`, from `start` on, of the token `id` of an entry. `bytes` are the entry's bytes.
+/// They include the bytes of tokens before it that have no entry, because their text ended within a
+/// character.
 fn place(ids: &[u64], start: usize, id: u64, bytes: Option<&[u8]>, tokenizer: &Vocabulary) -> Option<usize> {
     (start..ids.len()).filter(|&at| ids[at] == id).find(|&at| {
         bytes.is_none_or(|bytes| {
@@ -49,7 +50,7 @@ fn place(ids: &[u64], start: usize, id: u64, bytes: Option<&[u8]>, tokenizer: &V
     })
 }
 
-/// `bytes` without those of token `id` at their start; a special token may be written as no text.
+/// Strips the bytes of token `id` from the start of `bytes`. A special token may have no text.
 fn without<'a>(bytes: &'a [u8], id: u64, tokenizer: &Vocabulary) -> Option<&'a [u8]> {
     let id = u32::try_from(id).ok()?;
     let own = tokenizer.token_bytes(id).unwrap_or_default();
@@ -71,7 +72,7 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
     let asked_for_ids = !response.tokens.is_empty();
     let (mut ids, mut log_probs, mut texts) = (response.tokens, vec![], vec![]);
     for entry in response.completion_probabilities {
-        let id = entry.id.ok_or("an entry has no id; this llama.cpp is too old to be read")?;
+        let id = entry.id.ok_or("an entry has no id; this llama.cpp is too old; update it")?;
         let before = log_probs.len();
         if !asked_for_ids {
             ids.push(id);
@@ -93,7 +94,7 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
     })
 }
 
-/// The prompt's ids, if they are beyond doubt: they spell the text, and are as many as the server counted.
+/// Returns the prompt's ids if they are certain: they decode to the text, and their count is the server's.
 fn ids_of(text: &str, count: Option<usize>, tokenizer: &Vocabulary) -> Result<Vec<u64>, String> {
     let ids = tokenizer.encode_with_special(text).map_err(|e| format!("{e:#}"))?;
     let counted = count.is_none_or(|count| count == ids.len());

@@ -1,4 +1,5 @@
-//! Files of other engines, recognised by their shape: one source file an engine. docs/MISMATCH.md shows each.
+//! The files of other engines, recognised by their JSON structure; one source file an engine.
+//! docs/MISMATCH.md shows each format.
 
 mod llama_cpp;
 mod npy;
@@ -13,41 +14,41 @@ mod verl;
 use serde_json::Value;
 pub use texts::TokenTexts;
 
-/// A row as an engine wrote it, not checked yet.
+/// A row as an engine wrote it, before any check.
 #[derive(Debug, Default)]
 pub struct RawRow {
     pub tokens: Vec<u64>,
-    /// One a token; `None` where there is none.
+    /// One value a token; `None` if the engine gave none.
     pub log_probs: Vec<Option<f64>>,
-    /// A trainer's log-probs of the same tokens, where the file has them.
+    /// A trainer's log-probs of the same tokens, if the file has them.
     pub trainer_log_probs: Option<Vec<Option<f64>>>,
     pub temperature: Option<f64>,
-    /// Tokens at the start that were not sampled, where their log-probs are there too and so are raw.
+    /// Number of prompt tokens with raw log-probs at the start; those tokens were not sampled.
     pub raw_tokens: usize,
     pub routes: Option<RawRoutes>,
-    /// Text of tokens, by place, where the file gives it beside the id.
+    /// Texts of tokens, by index, if the file has them beside the ids.
     pub texts: Vec<(usize, String)>,
-    /// Ids were found from texts.
+    /// Whether the ids were derived from texts.
     pub from_texts: bool,
 }
 
-/// Experts chosen, one value a (token, layer, slot), tokens first.
+/// Routed experts, one value a (token, layer, slot), tokens first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RawRoutes {
     pub experts: Vec<u32>,
-    /// Where the file says it: tokens, layers, slots.
+    /// Tokens, layers and slots, if the file gives them.
     pub shape: Option<[usize; 3]>,
 }
 
-/// A shape of records: how it is told from others, and its reader.
+/// A format of records: how to recognise it, and its reader.
 pub struct Shape {
-    /// In words.
+    /// Name for messages.
     pub name: &'static str,
     is: fn(&Value) -> bool,
     read: fn(Value, &TokenTexts) -> Result<Vec<RawRow>, String>,
 }
 
-/// The shapes in the order in which a record is compared with them.
+/// The formats, in the order in which a record is compared with them.
 static SHAPES: [Shape; 9] = [
     Shape {
         name: "responses of /v1/chat/completions (vLLM)",
@@ -105,10 +106,10 @@ fn one(row: RawRow) -> Vec<RawRow> {
 }
 
 impl Shape {
-    /// The shape of `value`; or what it lacks to have one.
+    /// Returns the format of `value`.
     ///
     /// # Errors
-    /// With the remedy, for a shape without token ids or log-probs, and for an unknown one.
+    /// With the remedy, for a format without token ids or log-probs, and for an unknown one.
     pub fn of(value: &Value) -> Result<&'static Self, String> {
         let texts = |keys: [&str; 2]| keys.iter().all(|key| value.get(*key).is_some_and(Value::is_string));
         if let Some(shape) = SHAPES.iter().find(|shape| (shape.is)(value)) {
@@ -122,34 +123,34 @@ impl Shape {
             _ if has(value, "tokens") || has(value, "token_ids") => {
                 "tokens without log-probs; write one a token, null where there is none".into()
             }
-            _ => format!("no shape that is known; write rows like {EXAMPLE}, or see docs/MISMATCH.md"),
+            _ => format!("unknown format; write rows like {EXAMPLE}, or see docs/MISMATCH.md"),
         })
     }
 
-    /// The rows of one record.
+    /// Reads the rows of one record.
     ///
     /// # Errors
-    /// Says what is missing or wrong, and the remedy.
+    /// Names the missing or wrong part, and the remedy.
     pub fn rows(&self, value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
         (self.read)(value, texts)
     }
 }
 
-/// A row of our own.
+/// An example row of rloss's own format.
 pub const EXAMPLE: &str = r#"{"tokens": [1, 5], "logprobs": [null, -0.7], "temperature": 1.0}"#;
 
-/// For slime's files, which candle's reader of pickles, made for tensors, does not take.
+/// The message for slime's files: candle's pickle reader accepts only tensors.
 pub const TORCH_FILE: &str = "a file of torch.save: lists of numbers in a pickle are not read here; convert it with\n  \
     import json, torch\n  \
     for s in torch.load(FILE, weights_only=False)[\"samples\"]:\n      \
     print(json.dumps({k: s.get(k) for k in (\"tokens\", \"response_length\", \"loss_mask\", \"rollout_log_probs\")}))";
 
-/// `value` as `T`, or what about it is wrong.
+/// Parses `value` as `T`; the error says why it is not `what`.
 fn parsed<T: serde::de::DeserializeOwned>(value: Value, what: &str) -> Result<T, String> {
-    serde_json::from_value(value).map_err(|e| format!("not {what}: {e}; see docs/MISMATCH.md for the shape"))
+    serde_json::from_value(value).map_err(|e| format!("not {what}: {e}; see docs/MISMATCH.md for the format"))
 }
 
-/// A prompt without log-probs before a response with them.
+/// Joins a prompt without log-probs and a response with log-probs.
 fn prompt_and_response(prompt: Vec<u64>, response: Vec<u64>, log_probs: Vec<Option<f64>>) -> RawRow {
     let mut all = vec![None; prompt.len()];
     all.extend(log_probs);

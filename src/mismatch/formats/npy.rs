@@ -1,22 +1,22 @@
-//! NumPy's `.npy` in base64, as vLLM sends the experts that it chose.
+//! NumPy's `.npy` in base64, the format of vLLM's routed experts.
 
 use super::RawRoutes;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 
-/// The bytes that `text` spells.
+/// Decodes base64 `text`.
 pub(super) fn base64_bytes(text: &str) -> Result<Vec<u8>, String> {
-    BASE64_STANDARD.decode(text.trim()).map_err(|e| format!("routed_experts is no base64: {e}"))
+    BASE64_STANDARD.decode(text.trim()).map_err(|e| format!("routed_experts is not base64: {e}"))
 }
 
-/// Small unsigned integers of three axes.
+/// Reads an array of small unsigned integers with three axes.
 pub(super) fn routes(text: &str) -> Result<RawRoutes, String> {
     let bytes = base64_bytes(text)?;
-    let wrong = || "routed_experts is no .npy of small integers with three axes".to_owned();
+    let wrong = || "routed_experts is not a .npy array of small integers with three axes".to_owned();
     if bytes.len() < 10 || bytes[..6] != *b"\x93NUMPY" {
         return Err(wrong());
     }
-    // Version 1 has two bytes of length, later ones four.
+    // Version 1 has a 2-byte header length, later versions 4 bytes.
     let (length, start) = match bytes[6] {
         1 => (usize::from(u16::from_le_bytes([bytes[8], bytes[9]])), 10usize),
         _ => {

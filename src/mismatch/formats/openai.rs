@@ -1,11 +1,12 @@
-//! `/v1/completions` and `/v1/chat/completions`: vLLM's with ids, llama-cpp-python's with the tokens' text.
+//! `/v1/completions` and `/v1/chat/completions`: vLLM with token ids, llama-cpp-python with the texts of
+//! tokens.
 
 use super::{RawRow, TokenTexts, npy, parsed};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
 
-/// A prompt token's entry by id in text: the token itself and the likeliest ones.
+/// The entries of each prompt token, keyed by id as text: the token itself and the most likely ones.
 type PromptLogProbs = Vec<Option<HashMap<String, PromptEntry>>>;
 
 #[derive(Deserialize)]
@@ -16,7 +17,7 @@ struct PromptEntry {
 #[derive(Deserialize)]
 struct Response {
     choices: Vec<Choice>,
-    /// A chat's choices share it.
+    /// Shared by all choices of a chat.
     prompt_token_ids: Option<Vec<u64>>,
     prompt_logprobs: Option<PromptLogProbs>,
 }
@@ -47,12 +48,13 @@ struct Content {
 const NO_PROMPT: &str = "the prompt is missing, and a log-prob depends on it; ask vLLM with \"return_token_ids\": true, \
                          llama-cpp-python with echo=True";
 
-/// Whether the first choice has log-probs in the list `key`: `content` in a chat, `token_logprobs` in a completion.
+/// Returns whether the first choice has log-probs in the list `key`: `content` in a chat, `token_logprobs` in
+/// a completion.
 pub(super) fn has_log_probs(value: &Value, key: &str) -> bool {
     value["choices"][0]["logprobs"].get(key).is_some()
 }
 
-/// The remedy for choices without log-probs.
+/// Returns the remedy for choices without log-probs.
 pub(super) fn without_log_probs(value: &Value) -> &'static str {
     match value["choices"][0].get("message") {
         Some(_) => "choices have no logprobs; ask with \"logprobs\": true",
@@ -60,7 +62,7 @@ pub(super) fn without_log_probs(value: &Value) -> &'static str {
     }
 }
 
-/// A row a choice.
+/// Reads one row a choice of a completion.
 pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let response: Response = parsed(value, "a response of /v1/completions")?;
     let row = |choice: Choice| {
@@ -79,7 +81,7 @@ pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow
     response.choices.into_iter().map(row).collect()
 }
 
-/// A row a choice.
+/// Reads one row a choice of a chat.
 pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let response: Response = parsed(value, "a response of /v1/chat/completions")?;
     let mut prompts = vec![(response.prompt_token_ids, response.prompt_logprobs)];
@@ -117,7 +119,7 @@ struct Prompt {
     log_probs: Option<PromptLogProbs>,
 }
 
-/// Prompt and response in one. With `echo` the response's values begin with the prompt's.
+/// Joins prompt and response. With `echo` the response's values include the prompt's.
 fn sequence(
     prompt: Prompt,
     ids: Option<Vec<u64>>,
@@ -134,7 +136,7 @@ fn sequence(
     };
     let routes = routes.map(|text| npy::routes(&text)).transpose()?;
     let prompt_ids = match (prompt.ids, echoed) {
-        // Without ids of its own an echoed response is the whole; with them, only the values are.
+        // Without prompt ids, an echoed response holds the prompt too. With prompt ids, only its values do.
         (_, true) if from_texts || values.len() == response.len() => vec![],
         (Some(ids), _) => ids,
         (None, _) => return Err(NO_PROMPT.into()),
@@ -150,7 +152,7 @@ fn sequence(
     if values.len() != response.len() {
         return Err(format!("{} token ids but {} log-probs of the response", response.len(), values.len()));
     }
-    // With `echo` alone nothing says where the prompt ends.
+    // With `echo` alone the end of the prompt is unknown.
     let raw_tokens = prompt_ids.len();
     let first = if spelled.len() == response.len() { prompt_ids.len() } else { 0 };
     let spelled = spelled.into_iter().filter(|_| !from_texts).enumerate();
@@ -168,7 +170,7 @@ fn sequence(
     })
 }
 
-/// The value of each prompt token: the entry of its own id.
+/// Returns the log-prob of each prompt token, from the entry of its own id.
 fn of_prompt(ids: &[u64], entries: PromptLogProbs) -> Result<Vec<Option<f64>>, String> {
     if ids.len() != entries.len() {
         return Err(format!("{} prompt_token_ids but {} prompt_logprobs", ids.len(), entries.len()));

@@ -1,16 +1,16 @@
-//! This project's rows: `{"tokens", "logprobs", "temperature"?, "mask"?}`, its trajectories among them.
+//! rloss's own rows: `{"tokens", "logprobs", "temperature"?, "mask"?}`. Its trajectories have this format.
 
 use super::{RawRow, parsed};
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Other keys, which some exports carry, are not read.
+/// A row; other keys of some exports are ignored.
 #[derive(Deserialize)]
 struct Own {
     tokens: Vec<u64>,
     logprobs: Vec<Option<f64>>,
     temperature: Option<f64>,
-    /// False where the token was not sampled and its log-prob stands for none.
+    /// False where the token was not sampled, so its log-prob is ignored.
     mask: Option<Vec<bool>>,
 }
 

@@ -1,6 +1,6 @@
-//! prime-rl's `token_exports/step_N/rank_R.jsonl`: one sequence a line, aligned columns. Both sides are
-//! there: what the inference engine reported and what the trainer computed. Numbers stand where `loss_mask`
-//! is false, too, and say nothing.
+//! prime-rl's `token_exports/step_N/rank_R.jsonl`: one sequence a line, in aligned columns. It has both
+//! sides: log-probs of the inference engine and of the trainer. Values where `loss_mask` is false are
+//! ignored.
 
 use super::{RawRow, parsed};
 use crate::trajectory::Trajectory;
@@ -38,8 +38,8 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
     })
 }
 
-/// A line of the export, as `rloss rollout --format prime-rl` writes it: every column of the trainer's, null
-/// where a rollout has no value.
+/// A line of the export as `rloss rollout --format prime-rl` writes it, with all of the trainer's columns. A
+/// column is null if a rollout has no value for it.
 #[derive(Serialize)]
 pub struct ExportLine {
     schema_version: u64,
@@ -69,8 +69,8 @@ pub struct ExportLine {
 }
 
 impl ExportLine {
-    /// The line of `trajectory`, the `index`-th of `step`; `trainer` has a log-prob for each token that it
-    /// sampled.
+    /// Makes the line of `trajectory`, number `index` of `step`. `trainer` has a log-prob for each sampled
+    /// token.
     pub fn new(
         trajectory: &Trajectory,
         trainer: &[f32],

@@ -1,4 +1,4 @@
-//! SGLang's `/generate` with `return_logprob`: `[log-prob, id, text]` a token in `meta_info`.
+//! SGLang's `/generate` with `return_logprob`: `[log-prob, id, text]` for each token in `meta_info`.
 
 use super::npy::base64_bytes;
 use super::{RawRoutes, RawRow, parsed};
@@ -48,7 +48,7 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
     Ok(row)
 }
 
-/// The text may be left out.
+/// Reads one entry; its text is optional.
 fn entry_of(entry: Value) -> Result<Entry, String> {
     match entry.as_array().map(Vec::len) {
         Some(2) => {

@@ -1,10 +1,10 @@
-//! Tokens known by their text alone: an id only where the vocabulary leaves no choice.
+//! Maps a token's text to its id, if exactly one id has that text.
 
 use crate::vocabulary::Vocabulary;
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-/// Which id has a text. The table is made when it is first asked.
+/// A table from text to token id, built on first use.
 pub struct TokenTexts {
     pub(super) tokenizer: Vocabulary,
     /// `None` where several ids have the same bytes.
@@ -16,10 +16,10 @@ impl TokenTexts {
         Self { tokenizer, ids: OnceLock::new() }
     }
 
-    /// The one id whose bytes are those of `text`; `token_id:N`, as vLLM writes on request, is N.
+    /// Returns the id whose bytes are those of `text`. For vLLM's optional form `token_id:N` it is N.
     ///
     /// # Errors
-    /// When none or several have them, or the text lost bytes on the way.
+    /// When no id or several ids have these bytes, or the text has replacement characters for lost bytes.
     pub(super) fn id(&self, text: &str) -> Result<u64, String> {
         if let Some(id) = text.strip_prefix("token_id:").and_then(|id| id.parse().ok()) {
             return Ok(id);

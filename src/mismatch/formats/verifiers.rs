@@ -1,4 +1,5 @@
-//! verifiers' `traces.jsonl`: messages as a tree of nodes, each with the tokens that it adds; a row a leaf.
+//! verifiers' `traces.jsonl`: messages as a tree of nodes, each with the tokens that it adds. Each leaf gives
+//! a row.
 
 use super::{RawRow, parsed};
 use serde::Deserialize;
@@ -16,7 +17,7 @@ struct Node {
     token_ids: Vec<u64>,
     #[serde(default)]
     mask: Vec<bool>,
-    /// One a sampled token, of those that `mask` marks.
+    /// One value for each sampled token, which `mask` marks.
     #[serde(default)]
     logprobs: Vec<f64>,
 }
@@ -28,7 +29,7 @@ pub(super) fn rows(value: Value) -> Result<Vec<RawRow>, String> {
     }
     for (index, node) in nodes.iter().enumerate() {
         if node.parent.is_some_and(|parent| parent >= index) {
-            return Err(format!("node {index} has a parent that does not stand before it"));
+            return Err(format!("the parent of node {index} does not come before it"));
         }
         let marked = node.mask.iter().filter(|m| **m).count();
         if node.mask.len() != node.token_ids.len() || marked != node.logprobs.len() {

@@ -1,4 +1,4 @@
-//! verl's rows where they carry tokens, and slime's samples; both refuse what is text alone.
+//! verl's rows with token ids, and slime's samples. Files with text alone are refused.
 
 use super::{RawRoutes, RawRow, parsed, prompt_and_response};
 use serde::Deserialize;
@@ -46,7 +46,7 @@ struct Slime {
     rollout_routed_experts: Option<Vec<Vec<Vec<u32>>>>,
 }
 
-/// slime's sample as JSON: log-probs of the response alone.
+/// Reads slime's sample as JSON; it has log-probs for the response only.
 pub(super) fn slime(value: Value) -> Result<RawRow, String> {
     let slime: Slime = parsed(value, "a sample of slime")?;
     let (count, response) = (slime.tokens.len(), slime.response_length);

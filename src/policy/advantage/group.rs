@@ -76,7 +76,7 @@ fn scale_rewards(
     Ok(advantages)
 }
 
-/// Says for each group whether it moves the policy: its rewards differ.
+/// Returns for each group whether it changes the policy, which needs unequal rewards.
 ///
 /// DAPO's dynamic sampling replaces the other groups. A group of one keeps its reward as advantage, so it is
 /// informative unless that reward is 0.

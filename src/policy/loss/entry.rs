@@ -32,7 +32,7 @@ pub struct LossEntry {
 }
 
 impl LossEntry {
-    /// The values that most losses share; name, meaning and `make` are each loss's own.
+    /// The defaults of a loss; name, meaning and `make` are set by each loss.
     pub(super) const DEFAULT: LossEntry = LossEntry {
         name: "",
         meaning: "",

@@ -1,4 +1,4 @@
-//! The runs behind one curve: several seeds of one recipe.
+//! The runs of one curve: several seeds of one recipe.
 
 use super::manifest;
 use crate::bad_input;
@@ -9,13 +9,13 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// From so many stored mantissa bits on, a rollout's rounding is one that machines make: bf16 has 7.
+/// Mantissa bits from which a rollout's rounding exists in practice: bf16 has 7 stored bits.
 const MANTISSA_BITS_REAL: i64 = 7;
 
-/// One recipe's runs.
+/// The runs of one recipe.
 pub(super) struct Curve {
     pub label: String,
-    /// (seed, run), in the order of the seeds; empty when none has been run.
+    /// (seed, run), ordered by seed; empty without runs.
     pub seeds: Vec<(u64, Run)>,
 }
 
@@ -41,8 +41,8 @@ impl Curve {
         Ok(Curve { label: curve.label.clone(), seeds })
     }
 
-    /// Whether an ablation of the runs is stronger than what is met in practice: noise on the router's
-    /// logits, or a rollout with a mantissa shorter than bf16's.
+    /// Returns whether an ablation of the runs is stronger than in practice: noise on the router's logits, or
+    /// a rollout with a mantissa shorter than bf16's.
     pub fn exaggerated(&self) -> bool {
         let Some(arms) = self.seeds.first().and_then(|(_, run)| run.recipe.get("arms")) else { return false };
         let noise = ["router_noise", "router_noise_rollout", "router_noise_train"];
@@ -52,13 +52,13 @@ impl Curve {
         noisy || (bits > 0 && bits < MANTISSA_BITS_REAL)
     }
 
-    /// The values of `metric` for each seed.
+    /// Returns the values of `metric` for each seed.
     pub fn values(&self, phase: Phase, metric: &str) -> Vec<Points> {
         self.seeds.iter().map(|(_, run)| run.series(phase, metric)).collect()
     }
 
-    /// The mean over the seeds, on a log axis that of the logarithm, between the smallest and the largest
-    /// value. On a log axis what is below `floor` stands at it.
+    /// Returns the mean over the seeds, with the smallest and the largest value as its band. On a log axis
+    /// the mean is that of the logarithm, and values below `floor` become `floor`.
     pub fn series(&self, index: usize, phase: Phase, metric: &str, floor: Option<f64>) -> Series {
         let mut steps: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
         for (step, value) in

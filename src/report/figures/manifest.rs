@@ -1,4 +1,4 @@
-//! `figures.toml`: which curves make which figure.
+//! `figures.toml`: the figures and their curves.
 
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde::Deserialize;
 use std::path::Path;
 
-/// The file whose presence makes a folder a set of figures.
+/// The file that marks a folder as a set of figures.
 pub(crate) const FILE: &str = "figures.toml";
 
 #[derive(Deserialize)]
@@ -15,14 +15,14 @@ struct Manifest {
     figure: Vec<Figure>,
 }
 
-/// One figure: its panels side by side, each with every curve.
+/// One figure: panels side by side, each with all curves.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Figure {
     /// The stem of its SVG file.
     pub name: String,
     pub title: String,
-    /// Its text, a sentence or two.
+    /// Its caption, one or two sentences.
     pub about: String,
     /// The metric of each panel.
     pub panels: Vec<String>,
@@ -33,7 +33,7 @@ pub(super) struct Figure {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Curve {
-    /// The recipe's file name without its ending, and so the folder of its runs.
+    /// The recipe's file name without extension, which is also the folder of its runs.
     pub recipe: String,
     pub label: String,
 }
@@ -41,7 +41,8 @@ pub(super) struct Curve {
 /// Reads the manifest in `folder`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] with the line, where it cannot be read or names what is no plain name.
+/// [`crate::error::BadInput`] with the line, when it cannot be read or a name has other characters than a
+/// plain name.
 pub(super) fn read(folder: &Path) -> Result<Vec<Figure>> {
     let file = folder.join(FILE);
     let shown = file.display();
@@ -49,7 +50,7 @@ pub(super) fn read(folder: &Path) -> Result<Vec<Figure>> {
         .map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
     let manifest: Manifest = toml::from_str(&text).map_err(|e| {
         let line = e.span().map_or(1, |span| text.get(..span.start).unwrap_or("").matches('\n').count() + 1);
-        bad_input!("{shown}: line {line}: {}. recipes/figures/figures.toml is a sound one.", e.message())
+        bad_input!("{shown}: line {line}: {}. recipes/figures/figures.toml is a valid example.", e.message())
     })?;
     for (place, figure) in manifest.figure.iter().enumerate() {
         if manifest.figure[..place].iter().any(|earlier| earlier.name == figure.name) {

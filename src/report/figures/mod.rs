@@ -1,8 +1,8 @@
-//! Figures: curves of several seeds, as one page and as one SVG file a figure.
+//! Figures: curves of several seeds, on one page and as one SVG file a figure.
 //!
 //! ```text
-//! figures.toml ─ manifest.rs ─> Figure ─ curve.rs: its runs, the mean over seeds ─┬─ panel.rs ─> figure.svg ─┬─> <name>.svg
-//!                                                                                 └─ table.rs ───────────────┴─> report.html
+//! figures.toml ─ manifest.rs ─> Figure ─ curve.rs: its runs ─┬─ panel.rs ─> figure.svg ─┬─> <name>.svg
+//!                                                            └─ table.rs ───────────────┴─> report.html
 //! ```
 
 mod curve;
@@ -19,8 +19,8 @@ use curve::Curve;
 use minijinja::{Environment, Value, context};
 use std::path::{Path, PathBuf};
 
-/// Draws the figures of `folder`: `report.html` with all of them, whose path it returns, and `<name>.svg` for
-/// each.
+/// Draws the figures of `folder`: `report.html` with all of them, and `<name>.svg` for each. Returns the path
+/// of `report.html`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the manifest or a run cannot be read, or when there is no run at all.

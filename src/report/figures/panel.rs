@@ -9,18 +9,18 @@ use serde::Serialize;
 
 /// Space around and between the panels.
 const GAP: f64 = 20.0;
-/// The figure's title, and a panel's.
+/// Heights of the figure's title, of a panel's title, and of a legend row.
 const TITLE: f64 = 30.0;
 const PANEL_TITLE: f64 = 24.0;
 const LEGEND_ROW: f64 = 18.0;
-/// A character of the title, so that the figure is wide enough for it.
+/// Width of a character of the title, for the width of the figure.
 const TITLE_CHARACTER: f64 = 8.5;
-/// A log axis begins at its smallest value, but not below this share of the largest nor, where that is less,
-/// below `FLOOR`: gradients that vanish would take the whole axis.
+/// A log axis begins at its smallest value, but not below the smaller of `FLOOR` and this share of the
+/// largest value. Otherwise vanishing gradients would take the whole axis.
 const FLOOR_SHARE: f64 = 1e-4;
 const FLOOR: f64 = 1e-3;
 
-/// A figure, ready for its template.
+/// A figure with its layout, for the template.
 #[derive(Serialize)]
 pub(super) struct Drawing {
     width: f64,
@@ -35,7 +35,7 @@ struct Panel {
     y: f64,
     title: String,
     unit: &'static str,
-    /// Whether some values are so small that they are drawn at the lower edge of a log axis.
+    /// Whether some values are below the log axis and drawn at its lower edge.
     floored: bool,
     plot: Plot,
 }
@@ -71,7 +71,8 @@ impl Drawing {
     }
 }
 
-/// `None` when no run has a value. Colours go by the place among all curves, drawn or not.
+/// Lays out the panel of one metric; `None` if no run has a value. A curve's colour is its index among all
+/// curves.
 fn panel(metric: &str, curves: &[Curve]) -> Option<Panel> {
     let (title, unit, phase, scale) = charts::look(metric);
     let (scale, floor, floored) = match scale {
@@ -87,7 +88,7 @@ fn panel(metric: &str, curves: &[Curve]) -> Option<Panel> {
     Some(Panel { x: 0.0, y: 0.0, title, unit, floored, plot })
 }
 
-/// Where a log axis begins, and whether a value lies below.
+/// Returns the lower end of a log axis, and whether a value is below it.
 fn floor(curves: &[Curve], phase: Phase, metric: &str) -> Option<(f64, bool)> {
     let all =
         || curves.iter().flat_map(|curve| curve.values(phase, metric)).flatten().map(|(_, value)| value);

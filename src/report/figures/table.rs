@@ -1,4 +1,4 @@
-//! The figures in numbers: what each curve's seeds came to.
+//! A table of the figures' results: values of each seed.
 
 use super::curve::Curve;
 use crate::metrics::{Phase, format_number};
@@ -6,12 +6,12 @@ use crate::report::plot::Points;
 use crate::report::tables::is_held_out;
 use minijinja::{Value, context};
 
-/// How a run's values of a metric become one number.
+/// Reduces a run's values of a metric to one number.
 type Summary = fn(&Points) -> Option<f64>;
-/// Heading, phase, metric, how it becomes one number, and its digits.
+/// Heading, phase, metric, reduction, and number of digits.
 type Column<'a> = (&'static str, Phase, &'a str, Summary, usize);
 
-/// One row a curve, a value a seed in each cell.
+/// Returns one row a curve; each cell has one value a seed.
 pub(super) fn table(curves: &[Curve]) -> Value {
     let held_out =
         curves.iter().flat_map(|curve| &curve.seeds).flat_map(|(_, run)| &run.rows).find_map(|row| {
@@ -52,7 +52,7 @@ fn list(parts: impl Iterator<Item = String>) -> String {
     parts.collect::<Vec<_>>().join(" · ")
 }
 
-/// `value` to so many significant digits.
+/// Formats `value` with `digits` significant digits.
 fn short(value: f64, digits: usize) -> String {
     let rounded = format!("{value:.*e}", digits.saturating_sub(1)).parse().unwrap_or(value);
     format_number(rounded)
