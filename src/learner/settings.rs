@@ -10,24 +10,27 @@ table! {
         pub steps: u64 = 80 => from(0.0).to(1e9),
         /// Seed of the run: every random number derives from it.
         pub seed: u64 = 0,
-        /// Tokens packed into one forward and backward; a longer trajectory makes a micro-batch of its own. Models of up to
-        /// 256 MiB run them side by side on a CPU, and get an even number of them.
+        /// Tokens packed into one micro-batch, the unit of a forward and backward. A longer trajectory
+        /// becomes a micro-batch of its own. On a CPU, models of up to 256 MiB run micro-batches in parallel,
+        /// and their number is made even.
         pub micro_batch_tokens: usize = 1280 => from(1.0).to(16777216.0),
-        /// Updates of a pass over the step's trajectories, which are shuffled and split evenly; 1 keeps their order. With more
-        /// than 1 a forward over the whole batch comes before the first update: the mismatch is measured on all of it.
+        /// Optimizer updates per epoch. Trajectories are shuffled and split evenly; 1 keeps their order. With
+        /// more than 1, a forward over the whole batch precedes the first update, and the mismatch is
+        /// measured on it.
         pub minibatches: usize = 1 => from(1.0).to(1e6),
-        /// Passes over the step's trajectories.
+        /// Epochs over the step's trajectories.
         pub epochs: usize = 1 => from(1.0).to(1e6),
-        /// Weight of the load-balancing loss over experts in reinforcement learning; 0 means none.
+        /// Weight of the experts' load-balancing loss in reinforcement learning; 0 means none.
         pub load_balance_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
-        /// Keep only each layer's input and compute the layer again in the backward: less memory, more work, same bits. Absent
-        /// means: where the micro-batches that run side by side would keep more than 1 GiB.
+        /// Activation checkpointing: keep each layer's input only and compute the layer again in the
+        /// backward. It needs less memory and more time, and gives the same bits. Absent means: on if the
+        /// micro-batches that run in parallel would keep more than 1 GiB.
         pub recompute_layers: Option<bool> = None,
-        /// Parameters that stay as they are, as patterns over their names in which `*` stands for any characters.
+        /// Frozen parameters: patterns over their names, in which `*` matches any characters.
         pub freeze: Vec<String> = Vec::new(),
-        /// Train on these trajectories, as `rloss rollout` writes them, instead of sampling: `rollout.prompts_per_step` of
-        /// their groups a step, from the first again after the last. Rewards and log-probabilities stay as stored, so give
-        /// `rollout.temperature` the value they were sampled at. Absent means sampling.
+        /// Trajectories to train on instead of sampling, as `rloss rollout` writes them. A step takes
+        /// `rollout.prompts_per_step` groups, and starts again at the first after the last. Rewards and
+        /// log-probabilities stay as stored: set `rollout.temperature` to the value they were sampled at.
         pub trajectories: Option<PathBuf> = None,
         /// Optimizer of this stage.
         pub optimizer: OptimizerSettings = OptimizerSettings::default(),
@@ -35,21 +38,24 @@ table! {
 }
 
 table! {
-    /// The supervised stage before reinforcement learning, on assistant tokens only.
+    /// SFT warm-up before reinforcement learning. The loss covers assistant tokens only.
     pub struct ColdStartSettings {
-        /// Steps; 0 means no cold start.
+        /// Steps; 0 means no warm-up.
         pub steps: u64 = 0 => from(0.0).to(1e9),
-        /// Demonstrations of a step.
+        /// Demonstrations per step.
         pub batch_size: usize = 32 => from(1.0).to(1e6),
-        /// JSONL rows `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`; absent means the task's own demonstrations.
+        /// JSONL rows `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`. Absent means the task's
+        /// own demonstrations.
         pub train_file: Option<PathBuf> = None,
-        /// Held-out rows of the same form, on which the loss is measured; absent means the task's own held-out demonstrations.
+        /// Held-out rows in the format of `train_file`, for the validation loss. Absent means the task's own
+        /// held-out demonstrations.
         pub validation_file: Option<PathBuf> = None,
-        /// Measure the loss on the first so many held-out rows or demonstrations.
+        /// Maximum number of held-out rows or demonstrations for the validation loss; the first ones are
+        /// used.
         pub validation_rows_max: usize = 256 => from(1.0).to(1e6),
-        /// Steps between measurements of the held-out loss; 0 means only after the last step.
+        /// Steps between validation losses; 0 means only after the last step.
         pub eval_every_steps: u64 = 0,
-        /// Weight of the load-balancing loss over experts; 0 means none.
+        /// Weight of the experts' load-balancing loss; 0 means none.
         pub load_balance_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
         /// Optimizer of this stage.
         pub optimizer: OptimizerSettings = OptimizerSettings { lr: 1e-5, ..OptimizerSettings::default() },
@@ -57,24 +63,25 @@ table! {
 }
 
 table! {
-    /// The critic of `policy.advantage = "gae"`: a second model of the policy's architecture, which starts from the policy's
-    /// weights at the start of reinforcement learning, with a head that gives each token one value. Every step it learns the
-    /// returns before the policy is updated.
+    /// The critic of `policy.advantage = "gae"`: a second model of the policy's architecture, with a head
+    /// that gives one value per token. It starts from the policy's weights at the start of reinforcement
+    /// learning. In every step it is fitted to the returns before the policy is updated.
     pub struct CriticSettings {
-        /// Discount of later rewards, a token.
+        /// Discount of later rewards, per token.
         pub gamma: f64 = 1.0 => from(0.0).to(1.0),
-        /// Weight of later errors of the critic: 1 trusts the returns, 0 the next value.
+        /// GAE's λ: 1 uses the returns, 0 the critic's next value.
         pub lambda: f64 = 1.0 => from(0.0).to(1.0),
-        /// First steps of reinforcement learning in which only the critic learns.
+        /// First steps of reinforcement learning in which only the critic is trained.
         pub warmup_steps: u64 = 0 => from(0.0).to(1e9),
-        /// Updates of a pass over the step's trajectories, as `train.minibatches` of the policy.
+        /// Optimizer updates per epoch, as `train.minibatches` for the policy.
         pub minibatches: usize = 1 => from(1.0).to(1e6),
-        /// Passes over the step's trajectories.
+        /// Epochs over the step's trajectories.
         pub epochs: usize = 1 => from(1.0).to(1e6),
-        /// A token whose value came nearer to its return by more than this within a step learns no more in it; 0 means no bound.
+        /// Value clipping: a token gives no gradient once its value has moved toward its return by more than
+        /// this within a step. 0 means no clipping.
         pub value_clip: f64 = 0.5 => from(0.0).to(1e6),
-        /// Parameters of the critic that stay as they are, as patterns like those of `train.freeze`; its head is
-        /// `score.weight` and `score.bias`.
+        /// Frozen parameters of the critic: patterns as in `train.freeze`. Its head is `score.weight` and
+        /// `score.bias`.
         pub freeze: Vec<String> = Vec::new(),
         /// Optimizer of the critic.
         pub optimizer: OptimizerSettings = OptimizerSettings { lr: 1e-5, ..OptimizerSettings::default() },
@@ -82,32 +89,33 @@ table! {
 }
 
 table! {
-    /// Optimizer and learning-rate schedule. Masters are f32, and moments but for those of `adamw_8bit`.
+    /// Optimizer and learning-rate schedule. Master weights are f32, and so are moments, except with
+    /// `adamw_8bit`.
     pub struct OptimizerSettings {
         /// Update rule.
         pub kind: OptimizerKind = OptimizerKind::AdamW,
         /// Learning rate after the warm-up.
         pub lr: f64 = 1e-6 => above(0.0).to(10.0),
-        /// Course of the learning rate between warm-up and last step.
+        /// Learning-rate schedule between the warm-up and the last step.
         pub schedule: Schedule = Schedule::Constant,
-        /// Step at which the course ends, after which the learning rate stays; absent means the stage's last one. A run resumed
-        /// with another `train.steps` keeps its course by it.
+        /// Step at which the schedule ends; later steps keep its final learning rate. Absent means the
+        /// stage's last step. A resumed run with another `train.steps` keeps its schedule by this key.
         pub schedule_steps: Option<u64> = None => from(1.0).to(1e9),
         /// Learning rate of the last step, as a fraction of `lr`; for `linear` and `cosine`.
         pub lr_final_fraction: f64 = 0.0 => from(0.0).to(1.0),
-        /// Steps over which the learning rate rises linearly to `lr`.
+        /// Steps in which the learning rate rises linearly to `lr`.
         pub warmup_steps: u64 = 0 => from(0.0).to(1e9),
         /// Decay of AdamW's first moment.
         pub beta1: f64 = 0.9 => from(0.0).below(1.0),
         /// Decay of AdamW's second moment.
         pub beta2: f64 = 0.999 => from(0.0).below(1.0),
-        /// Added to the root of AdamW's second moment.
+        /// ε of AdamW, added to the square root of the second moment.
         pub eps: f64 = 1e-8 => from(1e-20).to(1.0),
-        /// Decay of SGD's moving sum of gradients; 0 keeps none.
+        /// Momentum of SGD; 0 means none.
         pub momentum: f64 = 0.0 => from(0.0).below(1.0),
         /// Decoupled weight decay, multiplied by the learning rate.
         pub weight_decay: f64 = 0.0 => from(0.0).to(100.0),
-        /// Gradients are scaled down to this global norm; 0 means no clipping.
+        /// Gradient clipping: the maximum global norm; 0 means no clipping.
         pub grad_norm_max: f64 = 1.0 => from(0.0).to(1e9),
     }
 }
@@ -117,21 +125,21 @@ choice! {
     pub enum OptimizerKind {
         /// Adam with decoupled weight decay (Loshchilov, Hutter 2019).
         AdamW = "adamw",
-        /// The same with moments of 8 bits, block by block (Dettmers et al. 2022): 2.03 bytes a value instead of 8.
+        /// AdamW with block-wise 8-bit moments (Dettmers et al. 2022): 2.03 bytes a value instead of 8.
         AdamW8Bit = "adamw_8bit",
-        /// Gradient descent, plain or with `momentum`.
+        /// Gradient descent, with `momentum` if set.
         Sgd = "sgd",
     }
 }
 
 choice! {
-    /// Courses of the learning rate.
+    /// Learning-rate schedules.
     pub enum Schedule {
-        /// `lr` throughout.
+        /// Constant `lr`.
         Constant = "constant",
-        /// A straight line from `lr` to `lr_final_fraction` of it.
+        /// Linear from `lr` to `lr_final_fraction` of it.
         Linear = "linear",
-        /// Half a cosine from `lr` to `lr_final_fraction` of it.
+        /// Cosine from `lr` to `lr_final_fraction` of it.
         Cosine = "cosine",
     }
 }

@@ -80,8 +80,8 @@ fn both_dialects_of_config_are_read_and_what_is_not_built_is_refused() {
     let yarn = changed(json!({ "rope_scaling": longer })).unwrap().rope.yarn;
     assert!(matches!(yarn, Some(Yarn { truncate: true, .. })), "{yarn:?}");
     for (changes, parts) in [
-        (json!({ "use_sliding_window": true }), &["use_sliding_window = true", "not built"][..]),
-        (json!({ "layer_types": vec!["sliding_attention"; 4] }), &["sliding_attention", "not built"]),
+        (json!({ "use_sliding_window": true }), &["use_sliding_window = true", "not supported"][..]),
+        (json!({ "layer_types": vec!["sliding_attention"; 4] }), &["sliding_attention", "does not support"]),
         (
             json!({ "head_dim": null, "num_attention_heads": 6, "num_key_value_heads": 6 }),
             &["head_dim", "multiple"],

@@ -53,10 +53,11 @@ fn recipes_page_is_what_the_types_say() {
 
 #[test]
 fn every_key_and_every_table_is_documented() {
+    let page = page::document().replace('\n', " ");
     for entry in Recipe::default().entries() {
         let (Entry::Table { path, doc, .. } | Entry::Key { path, doc, .. }) = &entry;
         assert!(doc.len() > 10 && doc.ends_with('.'), "{path}: {doc:?}");
-        assert!(page::document().contains(doc.split('|').next().unwrap()), "{path} is not in the page");
+        assert!(page.contains(doc.split('|').next().unwrap()), "{path} is not in the page");
     }
 }
 

@@ -305,9 +305,6 @@ fn no_two_public_types_share_a_name() {
     assert!(places.is_empty(), "one name, one thing: {places:#?}");
 }
 
-/// Modules whose comments still break the rules of [`comments_follow_the_rules`]. The list only shrinks.
-const COMMENTS_TO_REWRITE: &[&str] = &["learner"];
-
 /// The rules of comments: no line over [`COMMENT_COLUMNS_MAX`] columns, links and tables aside, and no doc
 /// comment that begins with one of [`DOC_STARTS_REFUSED`] instead of what the item is.
 const COMMENT_COLUMNS_MAX: usize = 110;
@@ -342,16 +339,12 @@ fn comment_violations(text: &str) -> Vec<(usize, String)> {
 
 #[test]
 fn comments_follow_the_rules() {
-    let mut wrong: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut wrong = vec![];
     for (path, text) in rust("src") {
         for (line, reason) in comment_violations(&text) {
-            wrong.entry(module(&path).to_owned()).or_default().push(format!("{path}:{line}: {reason}"));
+            wrong.push(format!("{path}:{line}: {reason}"));
         }
     }
-    let done: Vec<&str> =
-        COMMENTS_TO_REWRITE.iter().copied().filter(|module| !wrong.contains_key(*module)).collect();
-    assert!(done.is_empty(), "take these off COMMENTS_TO_REWRITE: {done:?}");
-    wrong.retain(|module, _| !COMMENTS_TO_REWRITE.contains(&module.as_str()));
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
@@ -364,4 +357,36 @@ fn a_comment_that_breaks_a_rule_is_found() {
     );
     let lines: Vec<usize> = comment_violations(&text).into_iter().map(|(line, _)| line).collect();
     assert_eq!(lines, [1, 4, 7]);
+}
+
+/// Lines of a Markdown page over [`COMMENT_COLUMNS_MAX`] columns; tables, code and links aside.
+fn long_lines_of_prose(text: &str) -> Vec<usize> {
+    let (mut long, mut in_code) = (vec![], false);
+    for (number, line) in text.lines().enumerate().map(|(i, line)| (i + 1, line)) {
+        let words = line.trim_start();
+        in_code ^= words.starts_with("```");
+        let exempt = in_code || words.starts_with('|') || words.contains("](") || words.contains("http");
+        if line.chars().count() > COMMENT_COLUMNS_MAX && !exempt {
+            long.push(number);
+        }
+    }
+    long
+}
+
+#[test]
+fn pages_stay_within_the_columns() {
+    let mut wrong = vec![];
+    let mut pages: Vec<_> = ["docs", "tests"].into_iter().flat_map(texts).collect();
+    for entry in fs::read_dir(root()).expect("the root") {
+        let path = entry.expect("entry").path();
+        if path.extension().is_some_and(|extension| extension == "md") {
+            pages.push((path.display().to_string(), fs::read_to_string(&path).expect("a page")));
+        }
+    }
+    for (path, text) in pages.into_iter().filter(|(path, _)| path.ends_with(".md")) {
+        wrong.extend(long_lines_of_prose(&text).into_iter().map(|line| format!("{path}:{line}")));
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    let long = "x ".repeat(COMMENT_COLUMNS_MAX);
+    assert_eq!(long_lines_of_prose(&format!("{long}\n| {long}\n```sh\n{long}\n```\n{long}")), [1, 6]);
 }

@@ -8,23 +8,23 @@ use rloss::settings::Entry;
 const HEAD: &str = "\
 # Recipes
 
-A recipe is a TOML file. Every key has a default, so a recipe holds only what differs from it. `recipe.toml` in a run
-folder is the recipe as resolved, with every default written out; running it again is the same run, unless a resumed run
-changed `[eval]` or `[checkpoint]` on its way.
+A recipe is a TOML file. Every key has a default: a recipe holds only the keys that differ from it. The
+`recipe.toml` of a run folder is the resolved recipe, with every key. Training it again gives the same run,
+unless a resume changed `[eval]` or `[checkpoint]` on the way.
 
-- `base = \"FILE\"`, before any table, takes another recipe as the ground: what is written here counts over it. The path
-  counts from this recipe's folder, and a base has no base of its own. The resolved recipe holds both.
-- `--set key=value` sets a key over the file, and the last one counts: `--set train.seed=3`, `--set task.name=gsm8k`,
+- `base = \"FILE\"`, before any table, names a recipe to start from: the keys here override its keys. The path
+  is relative to this recipe's folder. A base cannot have a base. The resolved recipe holds the keys of both.
+- `--set key=value` overrides a key, and the last one wins: `--set train.seed=3`, `--set task.name=gsm8k`,
   `--set 'eval.pass_at=[1, 4]'`. A string needs no quotes there.
-- `--set model.path=FOLDER` replaces the file's `model.architecture` and `model.tokenizer` as well: the folder has its own.
-- Relative paths count from the working directory. The resolved recipe holds absolute ones.
-- All mistakes are reported together before any work: `file:line: key: what is wrong; what to do`.
-- A run that goes on with `--resume` may differ in `device`, `train.steps`, `schedule_steps`, `[eval]`, `[logging]`,
-  `[parallel]` and `[checkpoint]`, and in nothing else. Another `train.steps` does not bend the learning rate's course: it ends where it
-  did, and `schedule_steps` in the run's recipe then says where.
+- `--set model.path=FOLDER` also replaces `model.architecture` and `model.tokenizer`: the folder has its own.
+- Relative paths count from the working directory. The resolved recipe holds absolute paths.
+- All mistakes are reported together before any work, as `file:line: key: what is wrong; what to do`.
+- A run resumed with `--resume` may differ in `device`, `train.steps`, `schedule_steps`, `[eval]`,
+  `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. Another `train.steps` does not change the
+  learning-rate schedule: it ends at the same step, which the run's recipe then names in `schedule_steps`.
 
-This page is written from the settings types of `src/`, and a test compares the two. After a change there:
-`UPDATE_EXPECT=1 cargo test --release recipes_page`.
+This page is generated from the settings types of `src/`, and a test compares the two. To write it again after
+a change there, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
 ";
 
 /// The text of `docs/recipes.md`.
@@ -39,7 +39,7 @@ pub fn document() -> String {
     for entry in recipe.entries() {
         match entry {
             Entry::Table { path, doc, .. } => {
-                text.push_str(&format!("\n## [{path}]\n\n{doc}\n\n{columns}"));
+                text.push_str(&format!("\n## [{path}]\n\n{}\n\n{columns}", wrap(doc)));
             }
             Entry::Key { path, doc, kind, value, meanings } => {
                 let key = path.rsplit('.').next().unwrap_or(&path);
@@ -65,6 +65,22 @@ fn values(kind: &str, meanings: &[(&str, &str)]) -> String {
         meaning => format!("`\"{word}\"`: {}", cell(meaning)),
     });
     words.collect::<Vec<_>>().join("<br>")
+}
+
+/// Breaks a paragraph into lines of at most 110 columns.
+fn wrap(text: &str) -> String {
+    let (mut lines, mut line) = (vec![], String::new());
+    for word in text.split_whitespace() {
+        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > 110 {
+            lines.push(std::mem::take(&mut line));
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line.push_str(word);
+    }
+    lines.push(line);
+    lines.join("\n")
 }
 
 fn cell(text: &str) -> String {
