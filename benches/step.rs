@@ -31,7 +31,7 @@ use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Recipe;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SampledPlace, Sampling, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, TokenPosition, Sampling, TokenSource,
 };
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
@@ -134,7 +134,7 @@ impl TokenSource for TextOnly {
         Sampling::whole(1.0)
     }
 
-    fn choose(&self, _: SampledPlace, drawn: u32) -> Result<u32> {
+    fn choose(&self, _: TokenPosition, drawn: u32) -> Result<u32> {
         let text = TEXT..TEXT_END;
         Ok(if text.contains(&drawn) { drawn } else { TEXT + drawn % (TEXT_END - TEXT) })
     }
@@ -223,7 +223,7 @@ fn main() -> Result<()> {
     let start_bytes = usage().ru_maxrss * 1024;
     let config = shapes.config();
     let threads = Threads::new(shapes.threads)?;
-    let chat = config.family.chat.embedded()?;
+    let chat = config.family.chat.read_embedded()?;
     // Under mpirun several processes share the update; each of them samples everything.
     let mesh = Mesh::connect()?;
     let precision = if shapes.bf16_dot { Precision::Bf16Dot } else { Precision::F32 };
@@ -254,7 +254,7 @@ fn main() -> Result<()> {
             cuda_graphs: false,
             ..RolloutSettings::default()
         };
-        let plan = RolloutPlan::training(&settings, 0, step);
+        let plan = RolloutPlan::for_training(&settings, 0, step);
         let prompts: Vec<Prompt> = (0..shapes.prompts)
             .map(|i| step * shapes.prompts + i)
             .map(|index| Prompt { index, problem: task.training_problem(0, index) })
@@ -277,7 +277,7 @@ fn main() -> Result<()> {
                 let mut stamps = stamps.lock().unwrap_or_else(PoisonError::into_inner);
                 stamps.push((Instant::now(), progress.sampled_tokens));
             };
-            let drawn = rollout.groups_from(&TextOnly, &prompts, shapes.samples, &note, &|| false)?;
+            let drawn = rollout.sample_from_source(&TextOnly, &prompts, shapes.samples, &note, &|| false)?;
             Ok(drawn.context("nobody stopped it")?.groups)
         })?;
         for (sample, trajectory) in groups.iter_mut().flat_map(|g| g.trajectories.iter_mut().enumerate()) {

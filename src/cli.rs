@@ -3,7 +3,7 @@
 use crate::commands;
 use crate::commands::arguments::RunArgs;
 use crate::dist::launch::refuse_several;
-use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ReportedElsewhere};
+use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ErrorOnOtherRank};
 use crate::metrics::sanitize_terminal;
 use crate::ops::cuda::unload_kernels;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -109,7 +109,7 @@ pub fn run() -> u8 {
     // They are in a static, which is never dropped.
     unload_kernels();
     result.unwrap_or_else(|error| {
-        if let Some(elsewhere) = error.downcast_ref::<ReportedElsewhere>() {
+        if let Some(elsewhere) = error.downcast_ref::<ErrorOnOtherRank>() {
             // A launcher ends all processes once one has failed: the process that prints the error goes
             // first.
             std::thread::sleep(REPORT_DELAY);

@@ -16,9 +16,9 @@ use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress};
-use crate::run::collect::show;
+use crate::run::collect::print_text;
 use crate::run::context::RunContext;
-use crate::run::memory::{Intent, OtherWeights, told_of_memory};
+use crate::run::memory::{ModelCommand, SecondWeights, explain_out_of_memory};
 use crate::run::processes;
 use crate::run::source::pin_model;
 use crate::trajectory::Trajectory;
@@ -94,11 +94,11 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let (context, arms) = mesh.agree("the recipe", open(args, &mesh))?;
     let named: Vec<&str> = arms.iter().map(|(name, _)| name.as_str()).collect();
     let weights = context.recipe().model.path.as_deref();
-    processes::check_alike(&mesh, &context.plan, weights, &named.join(" "))?;
+    processes::check_agreement(&mesh, &context.plan, weights, &named.join(" "))?;
     let console = console(&context.plan, &mesh);
     let found = match args.against.as_slice() {
         [] => {
-            check_arms(&context, &arms, &console).map_err(|error| told_of_memory(error, &context.memory))?
+            check_arms(&context, &arms, &console).map_err(|error| explain_out_of_memory(error, &context.memory))?
         }
         _ => check_against(&context, args, &console)?,
     };
@@ -113,7 +113,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     }
     let file = out.join("mismatch.json");
     write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad))?;
-    show(&sanitize_terminal(&format!("{}\n", file.display())))?;
+    print_text(&sanitize_terminal(&format!("{}\n", file.display())))?;
     Ok(found.code)
 }
 
@@ -121,7 +121,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
 fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(String, Arms)>)> {
     args.out()?;
     let plan = args.plan(&[])?;
-    processes::follow(mesh, &plan)?;
+    processes::configure_mesh(mesh, &plan)?;
     let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
     let arms: Vec<(String, Plan)> =
@@ -131,11 +131,11 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
         [] => {
             let all = [&plan].into_iter().chain(arms.iter().map(|(_, plan)| plan));
             let rounding = all.map(|plan| WeightRounding::of(&plan.recipe.arms));
-            OtherWeights::Rounded(rounding.fold(WeightRounding::default(), WeightRounding::coarser))
+            SecondWeights::Rounded(rounding.fold(WeightRounding::default(), WeightRounding::coarser))
         }
-        _ => OtherWeights::Changed,
+        _ => SecondWeights::Changed,
     };
-    let context = RunContext::open_at(plan, Intent::CheckMismatch(other_weights), mesh, None, &console)?;
+    let context = RunContext::open_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     arms.iter().try_for_each(|(_, plan)| context.check_family(plan))?;
     let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
@@ -171,7 +171,7 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
         note(&format!("error: {bad}"));
     }
     let tokens = context.recipe().train.micro_batch_tokens;
-    let earlier = args.earlier.as_deref().map(|folder| context.weights_of(folder, console)).transpose()?;
+    let earlier = args.earlier.as_deref().map(|folder| context.load_weights(folder, console)).transpose()?;
     let reference = Reference { earlier: earlier.as_ref(), ..reference(context, console) };
     let between = against::between_sides(&found.rows, clip(context))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
@@ -193,7 +193,7 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     lines.extend(between);
     let answer = answers.join("\n\n");
     let table = |columns| gaps_table("link", &lines, columns);
-    show(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
+    print_text(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
     let mut files = pictures;
     if args.out.is_some() {
         files.push(("mismatch.md".to_owned(), page::page(&answer, &table(usize::MAX), &found.seen)));
@@ -221,7 +221,7 @@ fn note(line: &str) {
 }
 
 fn check_arms(context: &RunContext, rows: &[(String, Arms)], console: &Console) -> Result<Checked> {
-    let tell = |text: &str| if context.mesh().is_rank_zero() { show(text) } else { Ok(()) };
+    let tell = |text: &str| if context.mesh().is_rank_zero() { print_text(text) } else { Ok(()) };
     let trajectories = sample(context, console)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = context.recipe();
@@ -275,8 +275,8 @@ fn sample(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
     let policy = context.rollout_policy()?;
     let samples = recipe.rollout.samples_per_prompt;
     let stage = console.work("sampling", (prompts.len() * samples) as u64, 0);
-    let progress = RolloutProgress::shown_by(&stage);
-    let rollouts = context.groups(&policy, &plan, &prompts, samples, &progress, &|| false)?;
+    let progress = RolloutProgress::show_on(&stage);
+    let rollouts = context.sample_groups(&policy, &plan, &prompts, samples, &progress, &|| false)?;
     stage.finish();
     let rollouts = rollouts.context("the rollout ended early")?;
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())

@@ -7,12 +7,12 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
 use crate::rollout::accuracy;
-use crate::run::collect::{Collection, heed_failures, show};
+use crate::run::collect::{SamplingFolder, check_failures, print_text};
 use crate::run::context::RunContext;
-use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
+use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult, validation_prompts};
 use crate::run::header;
-use crate::run::memory::Intent;
-use crate::run::signals::Stop;
+use crate::run::memory::ModelCommand;
+use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
 use anyhow::Result;
@@ -31,24 +31,24 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let context = RunContext::open(plan, Intent::Eval, &console)?;
-    let sets = prompts(&context);
+    let context = RunContext::open(plan, ModelCommand::Eval, &console)?;
+    let sets = validation_prompts(&context);
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
         return Err(bad_input!(
             "the task {} has no held-out problems; name some with task.validation_file",
             context.task.name()
         ));
     }
-    let collection = Collection::open(&context, &source, args.out.as_deref(), ("eval", step))?;
+    let collection = SamplingFolder::open(&context, &source, args.out.as_deref(), ("eval", step))?;
     let out = &collection.path;
-    header::lines(&context, Intent::Eval, out).iter().for_each(|line| console.print(line));
+    header::lines(&context, ModelCommand::Eval, out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    let stop = Stop::listen()?;
+    let stop = StopFlag::listen()?;
     let teller = console.clone();
-    stop.tell(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
+    stop.on_request(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
     let plan = context.evaluation_rollout(step);
     let samples = context.recipe().eval.samples;
-    let policy = context.plain_policy()?;
+    let policy = context.policy_without_ablations()?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
         // The name ends with the step's number, by which a report finds the newest evaluation.
@@ -56,26 +56,26 @@ pub fn run(args: &RunArgs) -> Result<u8> {
             1 => format!("eval-{step:06}"),
             _ => format!("eval-{}-{step:06}", set.name),
         };
-        let asked = || stop.asked();
+        let asked = || stop.is_requested();
         let found =
             collection.sample(&name, Phase::Eval, &policy, (&plan, samples), prompts, &console, &asked)?;
         let Some(groups) = found else {
             console.print(&format!("stopped: {}; the same command resumes", out.display()));
             return Ok(EXIT_STOPPED);
         };
-        evaluation.sets.push(SetResult::new(&context, set, prompts, groups));
+        evaluation.sets.push(ValidationResult::new(&context, set, prompts, groups));
     }
     let row = Row { step, phase: Phase::Eval, metrics: evaluation.metrics() };
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
     let text = serde_json::to_string_pretty(&document(&context, step, &evaluation))?;
     write_file(&out.join("eval.json"), &(text + "\n"))?;
-    show(&evaluation.sets.iter().map(tables).collect::<String>())?;
+    print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
-    heed_failures(evaluation.sets.iter().flat_map(SetResult::rows), &console).map(|()| EXIT_DONE)
+    check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_DONE)
 }
 
 /// Counts trajectories and successes by a property.
-fn counted<K: Ord>(set: &SetResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeMap<K, (usize, usize)> {
+fn counted<K: Ord>(set: &ValidationResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeMap<K, (usize, usize)> {
     let mut counts = BTreeMap::new();
     for row in set.rows() {
         let (all, right): &mut (usize, usize) = counts.entry(key(row)).or_default();
@@ -86,7 +86,7 @@ fn counted<K: Ord>(set: &SetResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeM
 }
 
 /// Counts calls by outcome.
-fn calls(set: &SetResult) -> BTreeMap<CallOutcome, usize> {
+fn calls(set: &ValidationResult) -> BTreeMap<CallOutcome, usize> {
     let mut counts = BTreeMap::new();
     for call in set.rows().flat_map(|row| &row.trajectory.turns).flat_map(|turn| &turn.calls) {
         *counts.entry(*call).or_default() += 1;
@@ -95,7 +95,7 @@ fn calls(set: &SetResult) -> BTreeMap<CallOutcome, usize> {
 }
 
 /// Returns the tables for the terminal.
-fn tables(set: &SetResult) -> String {
+fn tables(set: &ValidationResult) -> String {
     let (problems, trajectories) = (set.problems.len(), set.rows().count());
     let mut table = Table::new(["measure", "value", "95% from", "to"]);
     for (measure, e) in set.estimates() {
@@ -150,7 +150,7 @@ fn document(context: &RunContext, step: u64, evaluation: &Evaluation) -> Value {
     })
 }
 
-fn set_document(set: &SetResult) -> Value {
+fn set_document(set: &ValidationResult) -> Value {
     let share = |(all, right): (usize, usize)| json!({ "trajectories": all, "right": right });
     let estimates: Map<String, Value> =
         set.estimates().into_iter().map(|(measure, e)| (measure, json!(e))).collect();
@@ -174,7 +174,7 @@ fn set_document(set: &SetResult) -> Value {
     })
 }
 
-fn problem_document(set: &SetResult, problem: &ProblemResult) -> Value {
+fn problem_document(set: &ValidationResult, problem: &ProblemResult) -> Value {
     let mut document = Map::new();
     document.insert("id".into(), json!(problem.id));
     document.insert(format!("mean@{}", set.samples), json!(accuracy::mean(&problem.samples)));

@@ -2,7 +2,7 @@
 
 use crate::bad_input;
 use crate::error::EXIT_DONE;
-use crate::run::collect::show;
+use crate::run::collect::print_text;
 use crate::run::header::command_line;
 use anyhow::Result;
 use clap::Args;
@@ -53,7 +53,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
         said += &format!("{file:<24} {what}\n");
     }
     said += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
-    show(&said)?;
+    print_text(&said)?;
     Ok(EXIT_DONE)
 }
 

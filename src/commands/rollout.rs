@@ -7,11 +7,11 @@ use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::locate;
-use crate::run::collect::{Collection, heed_failures, show};
+use crate::run::collect::{SamplingFolder, check_failures, print_text};
 use crate::run::context::RunContext;
 use crate::run::header;
-use crate::run::memory::Intent;
-use crate::run::signals::Stop;
+use crate::run::memory::ModelCommand;
+use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
 use crate::settings::Choice;
 use crate::trajectory::Group;
@@ -46,26 +46,26 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let context = RunContext::open(plan, Intent::Rollout, &console)?;
-    let collection = Collection::open(&context, &source, args.out.as_deref(), ("rollout", step))?;
+    let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
+    let collection = SamplingFolder::open(&context, &source, args.out.as_deref(), ("rollout", step))?;
     let out = &collection.path;
-    header::lines(&context, Intent::Rollout, out).iter().for_each(|line| console.print(line));
+    header::lines(&context, ModelCommand::Rollout, out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    let stop = Stop::listen()?;
+    let stop = StopFlag::listen()?;
     let teller = console.clone();
-    stop.tell(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
+    stop.on_request(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
     let recipe = context.recipe();
     let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let plan = context.training_rollout(step);
     let asked = (&plan, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
     let policy = context.rollout_policy()?;
-    let found = collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.asked())?;
+    let found = collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.is_requested())?;
     let Some(rows) = found else {
         console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);
     };
-    let failures = heed_failures(rows.iter().flatten(), &console);
+    let failures = check_failures(rows.iter().flatten(), &console);
     let group = |rows: Vec<_>| Group {
         trajectories: rows.into_iter().map(|row: crate::trajectory::TrajectoryRow| row.trajectory).collect(),
         greedy: None,
@@ -87,7 +87,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let mut table = Table::new(["metric", "value"]);
     metrics.iter().for_each(|(name, value)| table.row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
-    show(&table.to_string())?;
+    print_text(&table.to_string())?;
     console.print(&format!("done: {}", collection.file(&name).display()));
     failures.map(|()| EXIT_DONE)
 }

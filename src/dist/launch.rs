@@ -1,7 +1,7 @@
 //! The launcher that started this process, alone or as one of several, and the transport between the
 //! processes.
 
-use crate::error::{BadInput, ReportedElsewhere};
+use crate::error::{BadInput, ErrorOnOtherRank};
 use anyhow::Result;
 #[cfg(any(test, feature = "nccl"))]
 use std::io::{ErrorKind, Read, Write};
@@ -59,7 +59,7 @@ pub fn processes() -> usize {
 fn report_once(message: String) -> anyhow::Error {
     match launch_info(variable) {
         None | Some(LaunchInfo { rank: 0, .. }) => BadInput(message).into(),
-        Some(_) => ReportedElsewhere { is_bad_input: true }.into(),
+        Some(_) => ErrorOnOtherRank { is_bad_input: true }.into(),
     }
 }
 

@@ -7,7 +7,7 @@ use super::launch::Transport;
 use super::liveness::LivenessMonitor;
 use super::wire::{pack, unpack};
 use super::{Communicator, Exchange, PendingParts, replicate};
-use crate::error::{BadInput, ReportedElsewhere};
+use crate::error::{BadInput, ErrorOnOtherRank};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -255,7 +255,7 @@ impl Mesh {
     /// its error.
     ///
     /// # Errors
-    /// This rank's own, or [`ReportedElsewhere`].
+    /// This rank's own, or [`ErrorOnOtherRank`].
     pub fn agree<T>(&self, what: &str, result: Result<T>) -> Result<T> {
         if self.communicator.is_none() {
             return result;
@@ -273,7 +273,7 @@ impl Mesh {
         self.disconnect();
         let Verdict { error, is_bad_input } = &verdicts[first];
         if first != self.rank() {
-            return Err(ReportedElsewhere { is_bad_input: *is_bad_input }.into());
+            return Err(ErrorOnOtherRank { is_bad_input: *is_bad_input }.into());
         }
         match (result, error) {
             (Err(own), Some(error)) if verdicts.iter().any(|other| other.error.as_ref() != Some(error)) => {
@@ -300,7 +300,7 @@ impl Mesh {
         if self.is_rank_zero() {
             Err(BadInput(message).into())
         } else {
-            Err(ReportedElsewhere { is_bad_input: true }.into())
+            Err(ErrorOnOtherRank { is_bad_input: true }.into())
         }
     }
 
@@ -308,7 +308,7 @@ impl Mesh {
     /// [`Self::request`].
     ///
     /// # Errors
-    /// Rank 0's error, which is [`ReportedElsewhere`] on the others; also those of `answer`.
+    /// Rank 0's error, which is [`ErrorOnOtherRank`] on the others; also those of `answer`.
     pub fn run_on_rank_zero<R: Serialize + for<'a> Deserialize<'a>>(
         &self,
         work: impl FnOnce() -> Result<()>,

@@ -22,5 +22,5 @@ pub use content::{
 pub use message::{Message, Role};
 pub use parser::{ParseMode, StreamParser};
 pub use render::{MaskedTokens, RenderOptions};
-pub use tokenizer::{Control, HarmonyTokenizer};
-pub use turn::{ParsedCompletion, TurnEnd, TurnParser, TurnProblem, TurnStep};
+pub use tokenizer::{ControlTokens, HarmonyTokenizer};
+pub use turn::{ParsedCompletion, TurnEnd, TurnParser, TurnError, TurnStep};

@@ -3,6 +3,6 @@
 use anyhow::{Result, bail};
 
 /// Always fails, so the worker is refused.
-pub fn computing_process(_parent_id: u32, _memory_bytes: u64, _first_unused: i32) -> Result<String> {
+pub fn confine_worker(_parent_id: u32, _memory_bytes: u64, _first_unused: i32) -> Result<String> {
     bail!("confinement needs Linux")
 }

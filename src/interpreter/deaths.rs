@@ -21,14 +21,14 @@ struct Counted {
 }
 
 impl Deaths {
-    pub fn note(&self, cause: String) {
+    pub fn record(&self, cause: String) {
         let mut counted = lock(&self.0);
         counted.count += 1;
         counted.cause = cause;
     }
 
     /// Returns a warning when there are more than a handful of deaths, and again at every tenfold increase.
-    pub fn to_tell(&self) -> Option<String> {
+    pub fn take_warning(&self) -> Option<String> {
         let mut counted = lock(&self.0);
         if counted.count <= HANDFUL || counted.count < 10 * counted.told {
             return None;
@@ -64,8 +64,8 @@ mod tests {
         let deaths = Deaths::default();
         let mut told = vec![];
         for number in 1..=100 {
-            deaths.note(format!("number {number}"));
-            told.extend(deaths.to_tell());
+            deaths.record(format!("number {number}"));
+            told.extend(deaths.take_warning());
         }
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told[0].starts_with("6 calls") && told[0].ends_with("number 6"));

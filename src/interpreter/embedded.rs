@@ -1,7 +1,7 @@
 //! The embedded interpreter: a pool of worker processes that run a small Python written in Rust.
 
 use super::deaths::{self, Deaths};
-use super::embedded_worker::{Kept, Welcome, WorkerHello, undone};
+use super::embedded_worker::{StateChange, StartupReply, WorkerHello, lost_state_note};
 use super::process::{Process, Spawner};
 use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, lock, not_started, reply};
 use crate::bad_input;
@@ -27,7 +27,7 @@ const ANSWER_HEAD_BYTES: usize = 2;
 /// Python without any installation: [`Settings::workers`] confined processes, started on demand.
 ///
 /// Dropping it kills them all; so does the parent's death, however it dies.
-pub struct Embedded {
+pub struct EmbeddedInterpreter {
     settings: Settings,
     program: PathBuf,
     confinement: String,
@@ -39,7 +39,7 @@ pub struct Embedded {
     spawner: Spawner,
 }
 
-impl Embedded {
+impl EmbeddedInterpreter {
     /// Starts the first worker, a process of `program` (this binary). This proves that the machine can
     /// confine it.
     ///
@@ -67,7 +67,7 @@ impl Embedded {
         let mut worker = match self.pool.acquire(new) {
             Ok(worker) => worker,
             Err(error) => {
-                self.deaths.note(format!("{error:#}"));
+                self.deaths.record(format!("{error:#}"));
                 return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied));
             }
         };
@@ -76,9 +76,9 @@ impl Embedded {
             Ok((outcome, kept, mut text, state)) => {
                 self.pool.release(worker);
                 match kept {
-                    Kept::Unchanged => {}
-                    Kept::Replaced => drop(lock(&self.sessions).insert(session, state)),
-                    Kept::Lost => {
+                    StateChange::Unchanged => {}
+                    StateChange::Replaced => drop(lock(&self.sessions).insert(session, state)),
+                    StateChange::Lost => {
                         self.close(session);
                         text.push_str("\n(The variables could not be kept: the next call starts afresh.)");
                     }
@@ -99,7 +99,7 @@ impl Embedded {
                         CallOutcome::MemoryLimit
                     }
                     _ => {
-                        self.deaths.note(deaths::cause(ended, &last_words));
+                        self.deaths.record(deaths::cause(ended, &last_words));
                         CallOutcome::WorkerDied
                     }
                 };
@@ -113,7 +113,7 @@ impl Embedded {
         worker: &mut Process,
         code: &str,
         state: &[u8],
-    ) -> io::Result<(CallOutcome, Kept, String, Vec<u8>)> {
+    ) -> io::Result<(CallOutcome, StateChange, String, Vec<u8>)> {
         let deadline = Instant::now() + Duration::from_secs_f64(self.settings.wall_clock_s);
         worker.send(code.as_bytes(), deadline)?;
         worker.send(state, deadline)?;
@@ -124,18 +124,18 @@ impl Embedded {
         let malformed = || io::Error::from(io::ErrorKind::InvalidData);
         let (head, text) = answer.split_at_checked(ANSWER_HEAD_BYTES).ok_or_else(malformed)?;
         let outcome = CallOutcome::ALL.into_iter().find(|&o| o as u8 == head[0]).ok_or_else(malformed)?;
-        let kept = [Kept::Unchanged, Kept::Replaced, Kept::Lost].into_iter().find(|&k| k as u8 == head[1]);
+        let kept = [StateChange::Unchanged, StateChange::Replaced, StateChange::Lost].into_iter().find(|&k| k as u8 == head[1]);
         let kept = kept.ok_or_else(malformed)?;
         Ok((outcome, kept, String::from_utf8_lossy(text).into_owned(), state))
     }
 
     /// Returns the text for the model when the worker could not answer.
     fn explain(&self, outcome: CallOutcome) -> String {
-        self.settings.explain(outcome) + undone(self.settings.state == InterpreterState::Trajectory)
+        self.settings.explain(outcome) + lost_state_note(self.settings.state == InterpreterState::Trajectory)
     }
 }
 
-impl Interpreter for Embedded {
+impl Interpreter for EmbeddedInterpreter {
     fn call(&self, session: SessionId, code: &str) -> Reply {
         reply(code, |code| self.run(session, code))
     }
@@ -144,12 +144,12 @@ impl Interpreter for Embedded {
         lock(&self.sessions).remove(&session);
     }
 
-    fn confinement(&self) -> String {
+    fn sandbox_description(&self) -> String {
         self.confinement.clone()
     }
 
-    fn dead_workers(&self) -> Option<String> {
-        self.deaths.to_tell()
+    fn dead_worker_warning(&self) -> Option<String> {
+        self.deaths.take_warning()
     }
 }
 
@@ -172,7 +172,7 @@ fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(P
     worker.send(&serde_json::to_vec(&hello)?, deadline).with_context(place)?;
     let welcome = worker.receive(WELCOME_BYTES_MAX, deadline).with_context(place)?;
     match serde_json::from_slice(&welcome).with_context(place)? {
-        Welcome::Ready(active) => Ok((worker, active)),
-        Welcome::Refused(why) => Err(bad_input!("this machine cannot confine the Python tool: {why}")),
+        StartupReply::Ready(active) => Ok((worker, active)),
+        StartupReply::Refused(why) => Err(bad_input!("this machine cannot confine the Python tool: {why}")),
     }
 }

@@ -80,7 +80,7 @@ pub struct SequenceCache {
 impl SequenceCache {
     /// Returns an empty cache on the host.
     pub fn new(config: &Config) -> Self {
-        let layer = KvSequence::Host(KvBlocks::new(config.num_key_value_heads, config.head_dim));
+        let layer = KvSequence::HostPython(KvBlocks::new(config.num_key_value_heads, config.head_dim));
         Self { layers: vec![layer; config.num_hidden_layers] }
     }
 

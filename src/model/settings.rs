@@ -191,7 +191,7 @@ impl Dtype {
 pub enum Tokenizer {
     /// The 272-token vocabulary inside the binary.
     #[default]
-    Embedded,
+    EmbeddedInterpreter,
     /// A `tokenizer.json`, or a folder that holds one.
     Path(PathBuf),
 }
@@ -203,14 +203,14 @@ impl Scalar for Tokenizer {
 
     fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
         match String::parse(found, limits)?.as_str() {
-            "embedded" => Ok(Tokenizer::Embedded),
+            "embedded" => Ok(Tokenizer::EmbeddedInterpreter),
             _ => PathBuf::parse(found, limits).map(Tokenizer::Path),
         }
     }
 
     fn to_toml(&self) -> String {
         match self {
-            Tokenizer::Embedded => "\"embedded\"".to_owned(),
+            Tokenizer::EmbeddedInterpreter => "\"embedded\"".to_owned(),
             Tokenizer::Path(path) => path.to_toml(),
         }
     }

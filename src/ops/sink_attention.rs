@@ -126,7 +126,7 @@ struct Packed {
 
 /// Log-sum-exp `[T][N]`, on the device of the forward.
 enum Lse {
-    Host(Vec<f32>),
+    HostPython(Vec<f32>),
     Device(DeviceLse),
 }
 
@@ -200,7 +200,7 @@ impl Operation<3> for Packed {
             );
         });
         let tokens = q.len() / (heads * d);
-        let _ = self.lse.set(Lse::Host(lse));
+        let _ = self.lse.set(Lse::HostPython(lse));
         Ok((CpuStorage::F32(out), Shape::from((tokens, heads * d))))
     }
 
@@ -218,7 +218,7 @@ impl Operation<3> for Packed {
         grad: &Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
         let [dq, dkv, dsinks] = match self.lse.get() {
-            Some(Lse::Host(lse)) => self.host_backward(lse, [q, kv, sinks, out, grad])?,
+            Some(Lse::HostPython(lse)) => self.host_backward(lse, [q, kv, sinks, out, grad])?,
             Some(Lse::Device(lse)) => {
                 let tensors = [q, kv, sinks, out, grad];
                 sink_attention_backward(&self.attention, &self.cu_seqlens()?, lse, tensors)?

@@ -1,6 +1,6 @@
 //! `base = "FILE"`: a recipe that contains only its differences from another.
 
-use super::source::{BUILT_IN, INSIDE};
+use super::source::{BUILT_IN, BUILT_IN_SUFFIX};
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
@@ -27,8 +27,8 @@ pub(crate) fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     // A built-in recipe has a built-in base.
     let stem = Path::new(name.as_ref()).file_stem();
     let built_in = BUILT_IN.iter().find(|(name, _)| stem.is_some_and(|stem| stem == *name));
-    if let (true, Some((name, text))) = (path.to_string_lossy().ends_with(INSIDE), built_in) {
-        return Ok(Some(Base { file: PathBuf::from(format!("{name}{INSIDE}")), text: (*text).to_owned() }));
+    if let (true, Some((name, text))) = (path.to_string_lossy().ends_with(BUILT_IN_SUFFIX), built_in) {
+        return Ok(Some(Base { file: PathBuf::from(format!("{name}{BUILT_IN_SUFFIX}")), text: (*text).to_owned() }));
     }
     let file = path.parent().unwrap_or(Path::new("")).join(name.as_ref());
     match bounded_file::read_text(&file, TOML_BYTES_MAX) {

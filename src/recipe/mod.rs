@@ -7,7 +7,7 @@ mod removed;
 mod rules;
 mod source;
 
-pub use plan::{Plan, resolve, resolve_stored, resume_differences, set_key};
+pub use plan::{Plan, resolve, resolve_run_recipe, resume_differences, override_key};
 pub use source::{BUILT_IN, RecipeSource, locate};
 
 use crate::checkpoint::CheckpointSettings;
@@ -18,7 +18,7 @@ use crate::metrics::LoggingSettings;
 use crate::model::arms::Arms;
 use crate::model::settings::{AdapterSettings, DeviceKind, ModelSettings};
 use crate::policy::PolicySettings;
-use crate::rollout::{EvalSettings, PreambleSettings, RolloutSettings};
+use crate::rollout::{EvalSettings, SystemPromptSettings, RolloutSettings};
 use crate::settings::table;
 use crate::tasks::TaskSettings;
 
@@ -30,7 +30,7 @@ table! {
         pub device: DeviceKind = DeviceKind::Auto,
         pub model: ModelSettings,
         pub adapter: Option<AdapterSettings>,
-        pub harmony: PreambleSettings,
+        pub harmony: SystemPromptSettings,
         pub task: TaskSettings,
         pub interpreter: interpreter::Settings,
         pub rollout: RolloutSettings,

@@ -2,7 +2,7 @@
 
 use super::Recipe;
 use super::base;
-use super::removed::{refusal, without_removed};
+use super::removed::{refusal, blank_removed_keys};
 use super::rules::{self, Findings};
 use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
@@ -66,7 +66,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
         }
     }
     mistakes.0.append(&mut not_sets);
-    let is_set = |table: &str| sets.iter().filter_map(|set| set_key(set)).any(|key| inside(key, table));
+    let is_set = |table: &str| sets.iter().filter_map(|set| override_key(set)).any(|key| is_in_table(key, table));
     if is_set("model.path") && !is_set("model.architecture") && !is_set("model.tokenizer") {
         // A folder given in place of a recipe, such as another checkpoint of a run, defines the whole
         // model.
@@ -77,11 +77,11 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     }
     if recipe.model.path.is_none() {
         recipe.model.architecture.get_or_insert_with(Architecture::default);
-        recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
+        recipe.model.tokenizer.get_or_insert(Tokenizer::EmbeddedInterpreter);
     }
-    let embedded = recipe.model.tokenizer == Some(Tokenizer::Embedded);
+    let embedded = recipe.model.tokenizer == Some(Tokenizer::EmbeddedInterpreter);
     recipe.harmony.system_message.get_or_insert(!embedded);
-    recipe.task.fill_in();
+    recipe.task.fill_defaults();
     if recipe.policy.advantage == Advantage::Gae {
         recipe.critic.get_or_insert_default();
     }
@@ -105,8 +105,8 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
 ///
 /// # Errors
 /// As [`resolve`].
-pub fn resolve_stored(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
-    resolve(path, &without_removed(text), sets)
+pub fn resolve_run_recipe(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
+    resolve(path, &blank_removed_keys(text), sets)
 }
 
 /// Maximum number of syntax mistakes that are reported individually.
@@ -120,7 +120,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
         return read_document(recipe, reader, document.into_inner(), base_fault);
     }
     let start = |error: &toml::de::Error| error.span().map_or(0, |span| span.start);
-    let is_table = |key: &&String| reader.known.iter().any(|other| inside(other, key) && other != *key);
+    let is_table = |key: &&String| reader.known.iter().any(|other| is_in_table(other, key) && other != *key);
     let tables: Vec<&str> =
         reader.known.iter().filter(|key| !key.contains('.')).filter(is_table).map(String::as_str).collect();
     let recipe_like = document.get_ref().keys().any(|name| tables.contains(&name.get_ref().as_ref()));
@@ -167,12 +167,12 @@ fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable
 }
 
 /// Returns the key of `key=value`.
-pub fn set_key(set: &str) -> Option<&str> {
+pub fn override_key(set: &str) -> Option<&str> {
     set.split_once('=').map(|(key, _)| key.trim())
 }
 
 /// Returns true when `key` is `table` or a key below it.
-pub(super) fn inside(key: &str, table: &str) -> bool {
+pub(super) fn is_in_table(key: &str, table: &str) -> bool {
     key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 

@@ -44,7 +44,7 @@ pub(super) fn refusal(key: &str, value: &DeValue) -> Option<String> {
 
 /// Blanks the lines of a run folder's recipe with a removed key or value that have no effect on the run.
 /// All other lines keep their numbers.
-pub(super) fn without_removed(recipe: &str) -> String {
+pub(super) fn blank_removed_keys(recipe: &str) -> String {
     let mut table = "";
     let mut text = String::with_capacity(recipe.len());
     for line in recipe.lines() {
@@ -67,7 +67,7 @@ pub(super) fn without_removed(recipe: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use crate::recipe::plan::{resolve, resolve_stored};
+    use crate::recipe::plan::{resolve, resolve_run_recipe};
     use std::path::Path;
 
     #[test]
@@ -87,10 +87,10 @@ mod tests {
             let message = refused(written);
             assert!(message.starts_with(said), "{message}");
             assert_eq!(message.lines().count(), 1, "{message}");
-            let stored = resolve_stored(file, written, &[]).unwrap();
+            let stored = resolve_run_recipe(file, written, &[]).unwrap();
             assert_eq!(stored.recipe, resolve(file, "", &[]).unwrap().recipe);
         }
         let other = "[model]\ndense_products = \"record.toml\"\n";
-        assert_eq!(resolve_stored(file, other, &[]).unwrap_err().to_string(), refused(other));
+        assert_eq!(resolve_run_recipe(file, other, &[]).unwrap_err().to_string(), refused(other));
     }
 }

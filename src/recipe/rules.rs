@@ -5,7 +5,7 @@ mod critic;
 mod policy;
 
 use super::Recipe;
-use super::plan::inside;
+use super::plan::is_in_table;
 use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
@@ -72,7 +72,7 @@ impl Rules<'_> {
     }
 
     fn finding(&self, keys: &[&str], what: String) -> Option<Mistake> {
-        let sure = |key: &&str| !self.unsure.iter().any(|unsure| inside(key, unsure));
+        let sure = |key: &&str| !self.unsure.iter().any(|unsure| is_in_table(key, unsure));
         let key = keys.first()?;
         keys.iter().all(sure).then(|| Mistake { place: self.places.of(key), key: (*key).to_owned(), what })
     }
@@ -242,7 +242,7 @@ impl Rules<'_> {
                 ),
             );
         }
-        if interpreter.scratch_mib > 0 && interpreter.kind == InterpreterKind::Embedded {
+        if interpreter.scratch_mib > 0 && interpreter.kind == InterpreterKind::EmbeddedInterpreter {
             self.refuse(
                 &["interpreter.scratch_mib"],
                 "only kind = \"cpython\" can write files; set it to 0".to_owned(),

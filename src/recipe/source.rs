@@ -1,6 +1,6 @@
 //! Resolution of a RECIPE argument: a recipe file, a built-in recipe, a run folder or a checkpoint.
 
-use super::plan::{Plan, resolve, resolve_stored};
+use super::plan::{Plan, resolve, resolve_run_recipe};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::integrity::Checksum;
@@ -27,7 +27,7 @@ pub const BUILT_IN: [(&str, &str); 14] = [
 ];
 
 /// Suffix of a built-in recipe's name in messages.
-pub(super) const INSIDE: &str = " (inside rloss)";
+pub(super) const BUILT_IN_SUFFIX: &str = " (inside rloss)";
 
 /// The source that a RECIPE argument names.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -89,7 +89,7 @@ impl RecipeSource {
     pub fn recipe_file(&self) -> PathBuf {
         match self {
             RecipeSource::File(file) => file.clone(),
-            RecipeSource::BuiltIn { name, .. } => PathBuf::from(format!("{name}{INSIDE}")),
+            RecipeSource::BuiltIn { name, .. } => PathBuf::from(format!("{name}{BUILT_IN_SUFFIX}")),
             RecipeSource::Run(folder) | RecipeSource::Checkpoint { run: folder, .. } => {
                 folder.join("recipe.toml")
             }
@@ -138,7 +138,7 @@ impl RecipeSource {
                 return pinned(resolve(&file, &text, sets));
             }
         };
-        let plan = resolve_stored(&file, &text, sets);
+        let plan = resolve_run_recipe(&file, &text, sets);
         // An edited text may have mistakes; the edit is reported first.
         match Checksum::check(&text, folder) {
             Checksum::Valid => Ok(plan?),

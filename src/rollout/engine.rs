@@ -5,8 +5,8 @@
 //! their first tokens are drawn from one row of logits.
 
 use super::Rollout;
-use super::conversation::{Conversation, Next};
-use super::queue::{Queue, Refilled};
+use super::conversation::{Conversation, NextAction};
+use super::queue::{Queue, RefillResult};
 use super::sampler::TokenSource;
 use crate::dist::Mesh;
 use crate::interpreter::SessionId;
@@ -67,10 +67,10 @@ impl Work<'_> {
         }
     }
 
-    fn fed(&mut self, routes: Vec<u16>) {
+    fn record_experts(&mut self, routes: Vec<u16>) {
         match self {
             Work::Prompt(prompt) => prompt.routes.push(routes),
-            Work::Sample(sample) => sample.conversation.fed(routes),
+            Work::Sample(sample) => sample.conversation.record_experts(routes),
         }
     }
 }
@@ -116,10 +116,10 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// Works like [`Self::run`] when the ranks of `mesh` run every forward together. A rank without work
     /// takes part with no tokens. Ends once no rank has work.
-    pub(super) fn run_with(mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) {
+    pub(super) fn run_on_mesh(mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) {
         let _guard = PanicGuard(self.queue);
         loop {
-            match self.step_with(mesh, scope) {
+            match self.step_on_mesh(mesh, scope) {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(error) => {
@@ -131,20 +131,20 @@ impl<'e, 'a> Engine<'e, 'a> {
     }
 
     /// Runs one forward on all ranks, if any has work. Returns whether to continue.
-    fn step_with(&mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) -> Result<bool> {
-        let own = self.queue.refill_at_once(&mut self.batch, std::mem::take(&mut self.sampled));
-        if own == Refilled::Failure {
+    fn step_on_mesh(&mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) -> Result<bool> {
+        let own = self.queue.try_refill(&mut self.batch, std::mem::take(&mut self.sampled));
+        if own == RefillResult::Failure {
             return Ok(false);
         }
         let found = mesh.all_gather_byte("who samples", own as u8)?;
-        let any = |kind: Refilled| found.contains(&(kind as u8));
-        match (any(Refilled::Work), own) {
-            (true, Refilled::Work) => self.step(scope)?,
+        let any = |kind: RefillResult| found.contains(&(kind as u8));
+        match (any(RefillResult::Work), own) {
+            (true, RefillResult::Work) => self.step(scope)?,
             (true, _) => self.rollout.policy.stack().pass_by()?,
-            (false, Refilled::Nothing) => self.queue.wait_for_work(),
+            (false, RefillResult::Nothing) => self.queue.wait_for_work(),
             (false, _) => {}
         }
-        Ok(any(Refilled::Work) || any(Refilled::Nothing))
+        Ok(any(RefillResult::Work) || any(RefillResult::Nothing))
     }
 
     /// Runs one forward, and draws a token for every entry that is fed completely.
@@ -240,7 +240,7 @@ impl<'e, 'a> Engine<'e, 'a> {
             for (work, count) in taking.into_iter().zip(counts) {
                 for t in token..token + count {
                     let experts = routes.iter().flat_map(|layer| &layer[t * top_k..(t + 1) * top_k]);
-                    work.fed(experts.map(|&expert| expert as u16).collect());
+                    work.record_experts(experts.map(|&expert| expert as u16).collect());
                 }
                 token += count;
             }
@@ -261,14 +261,14 @@ impl<'e, 'a> Engine<'e, 'a> {
         let sampling = self.source.sampling();
         let logits = self.rollout.policy.stack().logits(normed, &sampling)?;
         let draws: Vec<(usize, f64)> =
-            samples.iter_mut().map(|(row, sample, _)| (*row, sample.conversation.uniform())).collect();
+            samples.iter_mut().map(|(row, sample, _)| (*row, sample.conversation.draw_uniform())).collect();
         let mut drawn = logits.draw(&sampling, &draws)?;
         self.replace(&sampling, &logits, &samples, &mut drawn)?;
         for ((_, mut sample, is_new), drawn) in samples.into_iter().zip(drawn) {
             self.sampled += 1;
-            match sample.conversation.take(drawn) {
-                Next::Sample if !is_new => self.batch.push(Work::Sample(sample)),
-                next => self.queue.hand_on(scope, sample, next),
+            match sample.conversation.push_token(drawn) {
+                NextAction::Sample if !is_new => self.batch.push(Work::Sample(sample)),
+                next => self.queue.dispatch(scope, sample, next),
             }
         }
         Ok(())
@@ -284,7 +284,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     ) -> Result<()> {
         let (mut places, mut tokens) = (vec![], vec![]);
         for (index, ((row, sample, _), drawn)) in samples.iter().zip(&*drawn).enumerate() {
-            let token = self.source.choose(sample.conversation.place(), drawn.token)?;
+            let token = self.source.choose(sample.conversation.position(), drawn.token)?;
             if token != drawn.token {
                 places.push(index);
                 tokens.push((*row, token));

@@ -19,10 +19,10 @@ pub mod stored;
 pub use crate::ops::logits::Sampling;
 pub use engine::FORWARD_TOKENS_MAX;
 pub use metrics::metrics;
-pub use prompt::{Prompt, PromptLimits, preamble};
+pub use prompt::{Prompt, PromptLimits, system_prompt};
 pub use queue::Observer;
-pub use sampler::{SampledPlace, TokenSource};
-pub use settings::{EvalSettings, PreambleSettings, RolloutPlan, RolloutSettings};
+pub use sampler::{TokenPosition, TokenSource};
+pub use settings::{EvalSettings, SystemPromptSettings, RolloutPlan, RolloutSettings};
 
 use crate::chat::Chat;
 use crate::harmony::Message;
@@ -46,7 +46,7 @@ const SIDE_BY_SIDE_BYTES_MAX: u64 = 512 << 20;
 
 /// Returns the number of engines that decode in parallel, for a model of `weight_bytes` and `threads`
 /// threads.
-pub fn engines(weight_bytes: u64, threads: usize) -> usize {
+pub fn engine_count(weight_bytes: u64, threads: usize) -> usize {
     if weight_bytes.saturating_mul(threads as u64) <= SIDE_BY_SIDE_BYTES_MAX { threads } else { 1 }
 }
 
@@ -81,7 +81,7 @@ pub struct RolloutProgress {
 
 impl RolloutProgress {
     /// Shows the rollout's progress as that of `stage`, in units of trajectories.
-    pub fn shown_by(stage: &Progress) -> impl Fn(Self) + Sync {
+    pub fn show_on(stage: &Progress) -> impl Fn(Self) + Sync {
         let before = Mutex::new(Self::default());
         move |now| {
             let mut before = before.lock().unwrap_or_else(PoisonError::into_inner);
@@ -95,7 +95,7 @@ impl RolloutProgress {
 
 /// Amounts of work, for `perf/` metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct WorkCounts {
     /// Tokens fed that were not sampled: each group's prompt once, and inserted messages.
     pub prefilled_tokens: usize,
     pub sampled_tokens: usize,
@@ -115,7 +115,7 @@ pub struct Rollouts {
 
 impl Rollouts {
     /// Concatenates the results of several ranges of prompts.
-    pub fn joined(parts: Vec<Self>) -> Self {
+    pub fn concat(parts: Vec<Self>) -> Self {
         let mut all = Self::default();
         parts.into_iter().for_each(|part| all.extend(part));
         all
@@ -153,8 +153,8 @@ impl Rollouts {
     }
 
     /// Returns the amounts of work, including greedy samples.
-    pub fn counts(&self) -> Counts {
-        let mut counts = Counts::default();
+    pub fn counts(&self) -> WorkCounts {
+        let mut counts = WorkCounts::default();
         for group in &self.groups {
             let prompt = group.trajectories.first().map_or(0, |t| t.prompt_tokens);
             counts.prefilled_tokens += prompt;
@@ -171,7 +171,7 @@ impl Rollouts {
     }
 
     /// Returns true when the wall-clock limit ended a tool call: another run of the recipe may then differ.
-    pub fn tool_timed_out(&self) -> bool {
+    pub fn has_tool_timeout(&self) -> bool {
         let greedy = self.groups.iter().filter_map(|group| group.greedy.as_ref());
         let mut turns = self.trajectories().chain(greedy).flat_map(|t| &t.turns);
         turns.any(|turn| turn.calls.contains(&CallOutcome::ToolTimeout))
@@ -202,14 +202,14 @@ impl Rollout<'_> {
     /// # Errors
     /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
     /// the forward fails or gives logits that are not finite.
-    pub fn groups(
+    pub fn sample_groups(
         &self,
         prompts: &[Prompt],
         samples: usize,
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.groups_from(&self.plan.settings.sampling(), prompts, samples, progress, stop)
+        self.sample_from_source(&self.plan.settings.sampling(), prompts, samples, progress, stop)
     }
 
     /// Performs [`Self::groups`] and passes each trajectory to `finished` as it ends, so that results
@@ -217,7 +217,7 @@ impl Rollout<'_> {
     ///
     /// # Errors
     /// Those of [`Self::groups`].
-    pub fn groups_observed(
+    pub fn sample_with_observer(
         &self,
         prompts: &[Prompt],
         samples: usize,
@@ -233,7 +233,7 @@ impl Rollout<'_> {
     ///
     /// # Errors
     /// Those of [`Self::groups`] and of `source`.
-    pub fn groups_from(
+    pub fn sample_from_source(
         &self,
         source: &dyn TokenSource,
         prompts: &[Prompt],
@@ -255,7 +255,7 @@ impl Rollout<'_> {
         let (weights, config) = (&self.policy.weights, &self.policy.model.config);
         let (mesh, device) = (weights.mesh(), weights.device());
         let engines = match mesh {
-            None if device.is_cpu() => engines(weights.bytes(), self.threads.count()),
+            None if device.is_cpu() => engine_count(weights.bytes(), self.threads.count()),
             // A GPU runs one forward at a time.
             _ => 1,
         };
@@ -266,7 +266,7 @@ impl Rollout<'_> {
             let run = || {
                 let engine = Engine::new(self, source, &queue);
                 match mesh {
-                    Some(mesh) => engine.run_with(mesh, scope),
+                    Some(mesh) => engine.run_on_mesh(mesh, scope),
                     None => engine.run(scope),
                 }
             };

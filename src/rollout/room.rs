@@ -5,7 +5,7 @@
 //! decoding sample can therefore always start one, and no sample waits forever.
 
 /// The slots of a cache and their use by groups.
-pub(super) struct Room {
+pub(super) struct CacheAdmission {
     places: usize,
     taken: usize,
     samples: usize,
@@ -27,14 +27,14 @@ impl Group {
     }
 }
 
-impl Room {
+impl CacheAdmission {
     /// Returns `places` free slots for `groups` groups of `samples` each.
     pub fn new(places: usize, groups: usize, samples: usize) -> Self {
         Self { places, taken: 0, samples, groups: vec![Group::default(); groups] }
     }
 
     /// Returns true when another group may begin.
-    pub fn has_place(&self) -> bool {
+    pub fn has_free_slot(&self) -> bool {
         self.taken < self.places
     }
 
@@ -45,8 +45,8 @@ impl Room {
     }
 
     /// Returns true when a sample of group `index` may begin to decode.
-    pub fn fits(&self, index: usize) -> bool {
-        self.groups[index].begun == 0 || self.has_place()
+    pub fn can_begin_sample(&self, index: usize) -> bool {
+        self.groups[index].begun == 0 || self.has_free_slot()
     }
 
     /// Records that a sample of the group begins to decode.
@@ -104,46 +104,46 @@ mod tests {
 
     #[test]
     fn a_group_takes_a_place_for_its_prompt_and_each_sample_under_way() {
-        let mut room = Room::new(3, 3, 2);
+        let mut room = CacheAdmission::new(3, 3, 2);
         room.begin_group(0);
-        assert!(room.fits(0));
+        assert!(room.can_begin_sample(0));
         room.begin_sample(0);
-        assert!(room.fits(0), "the prompt's place is the first sample's");
+        assert!(room.can_begin_sample(0), "the prompt's place is the first sample's");
         room.begin_sample(0);
-        assert!(room.has_place());
+        assert!(room.has_free_slot());
         room.begin_group(1);
-        assert!(!room.has_place());
-        assert!(room.fits(1), "its first sample has its prompt's place");
+        assert!(!room.has_free_slot());
+        assert!(room.can_begin_sample(1), "its first sample has its prompt's place");
         room.begin_sample(1);
-        assert!(!room.fits(1), "a second one waits");
+        assert!(!room.can_begin_sample(1), "a second one waits");
         room.end_sample(0, true);
-        assert!(room.fits(1));
+        assert!(room.can_begin_sample(1));
         room.begin_sample(1);
-        assert!(!room.has_place());
+        assert!(!room.has_free_slot());
         // A sample that ended before it decoded had no slot of its own; the group's last one frees the
         // slot.
         room.end_sample(0, true);
         room.begin_group(2);
         room.end_sample(2, false);
-        assert!(!room.has_place());
+        assert!(!room.has_free_slot());
         room.end_sample(2, false);
-        assert!(room.has_place());
+        assert!(room.has_free_slot());
     }
 
     #[test]
     fn with_one_place_everything_ends_one_after_the_other() {
-        let mut room = Room::new(1, 2, 3);
+        let mut room = CacheAdmission::new(1, 2, 3);
         for group in 0..2 {
-            assert!(room.has_place());
+            assert!(room.has_free_slot());
             room.begin_group(group);
             for _ in 0..3 {
-                assert!(room.fits(group));
+                assert!(room.can_begin_sample(group));
                 room.begin_sample(group);
-                assert!(!room.fits(group) && !room.has_place());
+                assert!(!room.can_begin_sample(group) && !room.has_free_slot());
                 room.end_sample(group, true);
             }
         }
-        assert!(room.has_place());
+        assert!(room.has_free_slot());
     }
 
     /// Regression test: waiting samples held prompt pages that others had freed, and the pages ran out.
@@ -158,7 +158,7 @@ mod tests {
                 .map(|layer| (layer, Pages::new(room.pages(&config, &layer))));
             let (groups, samples) = (12, 4);
             let mut waits: Vec<usize> = (0..groups).collect();
-            let mut taken = Room::new(places, groups, samples);
+            let mut taken = CacheAdmission::new(places, groups, samples);
             // For each active sample: its group, whether it decodes, its pages per layer, and its remaining
             // tokens.
             let mut under_way: Vec<(usize, bool, [PagedSequence; 2], usize)> = vec![];
@@ -175,7 +175,7 @@ mod tests {
                 }
             };
             while !waits.is_empty() || !under_way.is_empty() {
-                if let Some(group) = waits.pop_if(|_| taken.has_place()) {
+                if let Some(group) = waits.pop_if(|_| taken.has_free_slot()) {
                     taken.begin_group(group);
                     let mut prompt: [PagedSequence; 2] = Default::default();
                     feed(&mut prompt, random.random_range(1..=prompt_max));
@@ -187,7 +187,7 @@ mod tests {
                 let mut moved = false;
                 while index < under_way.len() {
                     let (group, begun, sequence, left) = &mut under_way[index];
-                    if !*begun && taken.fits(*group) {
+                    if !*begun && taken.can_begin_sample(*group) {
                         taken.begin_sample(*group);
                         *begun = true;
                     }
@@ -206,7 +206,7 @@ mod tests {
                 }
                 assert!(moved || before == 0, "all wait");
             }
-            assert!(taken.has_place());
+            assert!(taken.has_free_slot());
         }
     }
 }

@@ -5,7 +5,7 @@ use anyhow::Result;
 
 /// The position of a token in a rollout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SampledPlace {
+pub struct TokenPosition {
     pub prompt: u64,
     pub sample: u64,
     pub turn: u64,
@@ -23,7 +23,7 @@ pub trait TokenSource: Sync {
     ///
     /// # Errors
     /// When there is no token to use.
-    fn choose(&self, place: SampledPlace, drawn: u32) -> Result<u32> {
+    fn choose(&self, place: TokenPosition, drawn: u32) -> Result<u32> {
         let _ = place;
         Ok(drawn)
     }

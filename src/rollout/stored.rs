@@ -60,14 +60,14 @@ fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
 
 /// Shape of a fed token's routed experts, for a model that replays them.
 #[derive(Debug, Clone, Copy)]
-pub struct RouteShape {
+pub struct RoutedExpertsShape {
     /// Number of layers times experts per token.
     pub per_token: usize,
     /// Experts per layer.
     pub experts: usize,
 }
 
-impl RouteShape {
+impl RoutedExpertsShape {
     fn fits(&self, t: &Trajectory) -> bool {
         let fed = t.tokens.len().saturating_sub(1);
         let whole = |token: &Vec<u16>| {
@@ -95,7 +95,7 @@ impl StoredRollouts {
         path: &Path,
         vocabulary: usize,
         context_tokens_max: usize,
-        replayed: Option<RouteShape>,
+        replayed: Option<RoutedExpertsShape>,
     ) -> Result<Self> {
         let shown = path.display();
         let (rows, _) = read(path, false)?;
@@ -134,7 +134,7 @@ impl StoredRollouts {
 
     /// Returns `count` groups for training step `step` (from 1). After the file's last group the first
     /// follows again. Log-probabilities and rewards keep their stored values.
-    pub fn step(&self, step: u64, count: u64) -> Rollouts {
+    pub fn step_groups(&self, step: u64, count: u64) -> Rollouts {
         let mut rollouts = Rollouts { groups: vec![], messages: vec![], answers: vec![] };
         let total = self.groups.len().max(1) as u64;
         let first = (step - 1).saturating_mul(count);

@@ -1,7 +1,7 @@
 //! The adapter of a run: the one of the model's folder, or a fresh one that the recipe asks for.
 
-use super::freeze::{matches, not_frozen};
-use super::memory::AdapterPart;
+use super::freeze::{matches, adapter_trainable_flags};
+use super::memory::AdapterInput;
 use crate::model::adapter::{Lora, Owner, default_targets, is_adaptable};
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, parameter_specs};
@@ -29,7 +29,7 @@ impl RunAdapter {
     /// # Errors
     /// [`crate::error::BadInput`] when both exist and differ, when a pattern of `adapter.targets` matches no
     /// matrix that can have an adapter, or when no factor would be trainable.
-    pub(super) fn of(
+    pub(super) fn resolve(
         plan: &Plan,
         config: &Config,
         found: Option<&Lora>,
@@ -51,7 +51,7 @@ impl RunAdapter {
         let specs = lora.specs(&base)?;
         let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|asked| !asked.cold_start);
         let after_cold_start = found.is_none() && trains_base_first && plan.recipe.cold_start.steps > 0;
-        let trainable = not_frozen(plan, &specs, if after_cold_start { &base } else { &[] })?;
+        let trainable = adapter_trainable_flags(plan, &specs, if after_cold_start { &base } else { &[] })?;
         Ok(Some(Self { lora, specs, trainable, after_cold_start }))
     }
 
@@ -66,13 +66,13 @@ impl RunAdapter {
 
     /// Returns the trainable flags of all tensors: the `base_tensors` of the base, which are frozen, then the
     /// factors.
-    pub fn trainable_of_all(&self, base_tensors: usize) -> Vec<bool> {
+    pub fn trainable_flags(&self, base_tensors: usize) -> Vec<bool> {
         [&vec![false; base_tensors][..], &self.trainable].concat()
     }
 
     /// Returns the adapter's part of the memory plan's input.
-    pub(super) fn part(&self) -> AdapterPart {
-        AdapterPart {
+    pub(super) fn adapter_input(&self) -> AdapterInput {
+        AdapterInput {
             specs: self.specs.clone(),
             trainable: self.trainable.clone(),
             after_cold_start: self.after_cold_start,

@@ -8,9 +8,9 @@
 //! ```
 
 use super::context::RunContext;
-use super::links::refuse_link;
-use super::memory::told_of_memory;
-use super::run_folder::{RunFolder, holds_run, lock};
+use super::links::refuse_symlink;
+use super::memory::explain_out_of_memory;
+use super::run_folder::{RunFolder, contains_run, lock};
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 /// Returns the folder for results without `--out`. Results of a run or checkpoint go to
-/// `<run>/<kind>/<checkpoint>`, others to `runs/<recipe>-<kind>`. [`Collection::open`] appends a number when
+/// `<run>/<kind>/<checkpoint>`, others to `runs/<recipe>-<kind>`. [`SamplingFolder::open`] appends a number when
 /// the folder is in use.
 fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
     let model = &plan.recipe.model;
@@ -57,13 +57,13 @@ struct Marker {
 
 /// A folder with the results of one sampling, locked by this process. Dropping it removes a folder without
 /// results.
-pub struct Collection<'a> {
+pub struct SamplingFolder<'a> {
     context: &'a RunContext,
     pub path: PathBuf,
     _lock: File,
 }
 
-impl<'a> Collection<'a> {
+impl<'a> SamplingFolder<'a> {
     /// Starts or resumes a sampling of `kind` (`eval` or `rollout`) after training step `step`. The results
     /// go to `out`, or else to the default folder of the recipe's source, with a number if other results are
     /// there.
@@ -90,11 +90,11 @@ impl<'a> Collection<'a> {
         let numbered = (2..).map(|n| PathBuf::from(format!("{}-{n}", first.display())));
         let inside = matches!(source, RecipeSource::Run(_) | RecipeSource::Checkpoint { .. });
         if let (Some(above), true) = (first.parent(), inside) {
-            refuse_link(above)?;
+            refuse_symlink(above)?;
         }
         for path in std::iter::once(first.clone()).chain(numbered) {
             if inside {
-                refuse_link(&path)?;
+                refuse_symlink(&path)?;
             }
             if !path.exists() || check(&path, &marker, &context.plan).is_ok() {
                 return Self::open_at(context, &path, &marker);
@@ -118,7 +118,7 @@ impl<'a> Collection<'a> {
         if !path.join("recipe.toml").is_file() {
             write_file(&path.join("recipe.toml"), &add_checksum(&context.plan.to_toml()))?;
         }
-        if let Some(confinement) = context.confinement() {
+        if let Some(confinement) = context.sandbox_description() {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
         }
         Ok(begun)
@@ -178,7 +178,7 @@ impl<'a> Collection<'a> {
             kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
         }
         stage.finish();
-        if let Some(deaths) = self.context.dead_workers() {
+        if let Some(deaths) = self.context.dead_worker_warning() {
             console.print(&format!("warning: {deaths}"));
         }
         let Some(rows) = kept.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
@@ -219,10 +219,10 @@ impl<'a> Collection<'a> {
         let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         let rollout = self.context.rollout(policy, plan);
         let rollouts =
-            rollout.groups_observed(prompts, samples, &RolloutProgress::shown_by(stage), &finished, &|| {
+            rollout.sample_with_observer(prompts, samples, &RolloutProgress::show_on(stage), &finished, &|| {
                 stop() || failed()
             });
-        let rollouts = rollouts.map_err(|error| told_of_memory(error, &self.context.memory))?;
+        let rollouts = rollouts.map_err(|error| explain_out_of_memory(error, &self.context.memory))?;
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error.context(format!("writing trajectories into {}", self.path.display())));
         }
@@ -246,7 +246,7 @@ impl<'a> Collection<'a> {
     }
 }
 
-impl Drop for Collection<'_> {
+impl Drop for SamplingFolder<'_> {
     fn drop(&mut self) {
         RunFolder::clear_unused(&self.path);
     }
@@ -256,7 +256,7 @@ impl Drop for Collection<'_> {
 ///
 /// # Errors
 /// When all of them failed, because the samples then carry no information.
-pub fn heed_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
+pub fn check_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
     let failed: Vec<bool> = rows.map(|row| row.trajectory.failed()).collect();
     let (count, all) = (failed.iter().filter(|failed| **failed).count(), failed.len());
     if count > 0 && count == all {
@@ -274,7 +274,7 @@ pub fn heed_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console:
 ///
 /// # Errors
 /// When standard output cannot be written, for example a file on a full disk.
-pub fn show(text: &str) -> Result<()> {
+pub fn print_text(text: &str) -> Result<()> {
     let mut out = std::io::stdout();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e).context("writing to standard output"),
@@ -341,7 +341,7 @@ fn check(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
             return Err(bad_input!("{shown}: cannot be read: {e}; name another folder with --out"));
         }
-        Err(_) if holds_run(path) => {
+        Err(_) if contains_run(path) => {
             return Err(bad_input!(
                 "{}: already holds a run; name another folder with --out",
                 path.display()

@@ -1,9 +1,9 @@
 //! The context of every command that runs a model.
 
 use super::adapter::RunAdapter;
-use super::family::foreign_keys;
-use super::memory::{Intent, available, least};
-use super::preflight::{Mistakes, Preflight};
+use super::family::unsupported_keys;
+use super::memory::{ModelCommand, available_memory, min_over_processes};
+use super::preflight::{ErrorList, Preflight};
 use super::source::{ModelSource, Placement, model_folder};
 use crate::bad_input;
 use crate::chat::Chat;
@@ -68,25 +68,25 @@ impl RunContext {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
-    pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
-        Self::open_at(plan, intent, &Mesh::single(), None, console)
+    pub fn open(plan: Plan, intent: ModelCommand, console: &Console) -> Result<Self> {
+        Self::open_on_mesh(plan, intent, &Mesh::single(), None, console)
     }
 
     /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn open_at(
+    pub fn open_on_mesh(
         plan: Plan,
-        intent: Intent,
+        intent: ModelCommand,
         mesh: &Arc<Mesh>,
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
         // First the collective call, because the code below may fail on one process alone.
-        let available = least(mesh, available().map(|found| found.shared(mesh.ranks_on_host())))?;
-        let mut preflight = Preflight::open_at(plan, intent, mesh, checkpoint, console)?;
-        preflight.admit(available)?;
+        let available = min_over_processes(mesh, available_memory().map(|found| found.process_share(mesh.ranks_on_host())))?;
+        let mut preflight = Preflight::open_on_mesh(plan, intent, mesh, checkpoint, console)?;
+        preflight.check_memory(available)?;
         preflight.load(console)
     }
 
@@ -95,7 +95,7 @@ impl RunContext {
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.
     pub fn check_family(&self, plan: &Plan) -> Result<()> {
-        let mistakes = Mistakes(foreign_keys(plan, self.model.config.family));
+        let mistakes = ErrorList(unsupported_keys(plan, self.model.config.family));
         if mistakes.0.is_empty() { Ok(()) } else { Err(mistakes.into_error()) }
     }
 
@@ -120,8 +120,8 @@ impl RunContext {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder has no weights, or weights of another architecture.
-    pub fn weights_of(&self, folder: &Path, console: &Console) -> Result<Parameters> {
-        let source = ModelSource::from_folder(&model_folder(folder)?)?.held_for(self.recipe());
+    pub fn load_weights(&self, folder: &Path, console: &Console) -> Result<Parameters> {
+        let source = ModelSource::from_folder(&model_folder(folder)?)?.unpack_for_precision(self.recipe());
         let same = Config {
             max_position_embeddings: self.model.config.max_position_embeddings,
             ..source.config.clone()
@@ -132,7 +132,7 @@ impl RunContext {
                 folder.display()
             ));
         }
-        let streamed = available().is_some_and(|available| source.resident_bytes() > available.bytes);
+        let streamed = available_memory().is_some_and(|available| source.resident_bytes() > available.bytes);
         if streamed {
             console.print(&format!(
                 "warning: {}: each layer is read from disk when it is needed",
@@ -142,7 +142,7 @@ impl RunContext {
         let none_learns = vec![false; self.trainable.len()];
         let placement = if streamed { Placement::OnDisk } else { Placement::Replicated };
         let backend = (self.mesh(), &Device::Cpu);
-        source.parameters(self.recipe(), &none_learns, Intent::Eval, backend, placement, console)
+        source.parameters(self.recipe(), &none_learns, ModelCommand::Eval, backend, placement, console)
     }
 
     /// Returns the options of the training forward, as the ablations set them.
@@ -174,20 +174,20 @@ impl RunContext {
     ///
     /// # Errors
     /// When a tensor is missing.
-    pub fn plain_policy(&self) -> Result<PolicyView<'_>> {
+    pub fn policy_without_ablations(&self) -> Result<PolicyView<'_>> {
         PolicyView::of_processes(&self.model, &self.parameters, None, 0, self.rollout_weights)
     }
 
     /// Returns the plan of step `step`'s training rollout.
     pub fn training_rollout(&self, step: u64) -> RolloutPlan {
         let recipe = self.recipe();
-        RolloutPlan::training(&recipe.rollout, recipe.train.seed, step)
+        RolloutPlan::for_training(&recipe.rollout, recipe.train.seed, step)
     }
 
     /// Returns the plan of the evaluation after step `step`.
     pub fn evaluation_rollout(&self, step: u64) -> RolloutPlan {
         let recipe = self.recipe();
-        RolloutPlan::evaluation(&recipe.rollout, &recipe.eval, recipe.train.seed, step)
+        RolloutPlan::for_evaluation(&recipe.rollout, &recipe.eval, recipe.train.seed, step)
     }
 
     /// Returns a rollout of `policy` by `plan`.
@@ -214,7 +214,7 @@ impl RunContext {
     ///
     /// # Errors
     /// Those of [`Rollout::groups`], and when a rank does not answer in time.
-    pub fn groups(
+    pub fn sample_groups(
         &self,
         policy: &PolicyView,
         plan: &RolloutPlan,
@@ -226,21 +226,21 @@ impl RunContext {
         let (mesh, rollout) = (self.mesh(), self.rollout(policy, plan));
         let (rank, ranks) = (mesh.rank(), mesh.ranks());
         if ranks == 1 {
-            return rollout.groups(prompts, samples, progress, stop);
+            return rollout.sample_groups(prompts, samples, progress, stop);
         }
         let own = &prompts[prompts.len() * rank / ranks..prompts.len() * (rank + 1) / ranks];
-        let sampled = rollout.groups(own, samples, progress, stop)?;
+        let sampled = rollout.sample_groups(own, samples, progress, stop)?;
         let all: Vec<Option<Rollouts>> = mesh.all_gather_records("rollouts", &sampled)?;
-        Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::joined))
+        Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::concat))
     }
 
     /// Returns a message about dead workers of the Python tool, if any.
-    pub fn dead_workers(&self) -> Option<String> {
-        self.interpreter.as_ref()?.dead_workers()
+    pub fn dead_worker_warning(&self) -> Option<String> {
+        self.interpreter.as_ref()?.dead_worker_warning()
     }
 
     /// Describes the sandbox of the Python tool, for the run folder; `None` without a tool.
-    pub fn confinement(&self) -> Option<String> {
-        self.interpreter.as_ref().map(|i| i.confinement())
+    pub fn sandbox_description(&self) -> Option<String> {
+        self.interpreter.as_ref().map(|i| i.sandbox_description())
     }
 }

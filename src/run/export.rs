@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 
 /// Change of log-probabilities by rounding to the saved dtype.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RoundingCost {
+pub struct RoundingError {
     /// Number of sampled tokens compared.
     pub tokens: usize,
     /// Largest change of a log-probability, in nats; `mean` is the average over tokens.
@@ -62,7 +62,7 @@ fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or its base is not the one it was trained on.
-pub fn adapter(recipe: &Recipe, out: &Path) -> Result<()> {
+pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     let source = ModelSource::open(recipe)?;
     let Some(adapter) = &source.adapter else { return Err(without_adapter(recipe)) };
     let base = source.base()?.context("an adapter without a base")?;
@@ -83,12 +83,12 @@ pub fn adapter(recipe: &Recipe, out: &Path) -> Result<()> {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or when the dtype cannot hold the model.
-pub fn merged_model(
+pub fn export_merged_model(
     context: &RunContext,
     trajectories: Option<&Path>,
     out: &Path,
     console: &Console,
-) -> Result<Option<RoundingCost>> {
+) -> Result<Option<RoundingError>> {
     let recipe = context.recipe();
     let parameters = &context.parameters;
     if parameters.adapter().is_none() {
@@ -120,11 +120,11 @@ pub fn merged_model(
         Ok(found.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
     };
     let before = log_probs(parameters)?;
-    let after = log_probs(&context.weights_of(out, console)?)?;
+    let after = log_probs(&context.load_weights(out, console)?)?;
     let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     let (sum, largest) =
         changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)));
-    Ok(Some(RoundingCost { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
+    Ok(Some(RoundingError { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
 }
 
 /// Returns the newest file of trajectories, of training if any, else of evaluations.

@@ -8,11 +8,11 @@ use crate::model::init::InitSettings;
 use crate::model::settings::Architecture;
 use crate::policy::RouterReplay;
 use crate::recipe::Plan;
-use crate::rollout::PreambleSettings;
+use crate::rollout::SystemPromptSettings;
 use crate::settings::Choice;
 
 /// Returns a mistake for each such key, with place and remedy.
-pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
+pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut found = vec![];
     if !family.has_sinks {
@@ -87,7 +87,7 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
     )
 }
 
-fn harmony(harmony: &PreambleSettings) -> Vec<Foreign> {
+fn harmony(harmony: &SystemPromptSettings) -> Vec<Foreign> {
     let mut found = set(
         [
             ("harmony.knowledge_cutoff", harmony.knowledge_cutoff.is_some()),

@@ -11,12 +11,12 @@ const ATTENTION: &str = "model.layers.*.self_attn.*";
 
 /// Returns the policy's trainable flags, one per spec. `train.freeze` and the ablation freeze parameters.
 /// `specs` may include adapter factors.
-pub(super) fn trainable(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
+pub(super) fn policy_trainable_flags(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
     frozen_by(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), specs, &[])
 }
 
 /// Returns the trainable flags of an adapter's factors. A pattern may also match one of `others`.
-pub(super) fn not_frozen(
+pub(super) fn adapter_trainable_flags(
     plan: &Plan,
     factors: &[ParameterSpec],
     others: &[ParameterSpec],
@@ -27,7 +27,7 @@ pub(super) fn not_frozen(
 /// Returns the critic's trainable flags, from `critic.freeze`; `None` without a critic. The parameters are
 /// the critic's own, followed by the `factors` of its adapter. With an adapter, only the head and the factors
 /// are trainable.
-pub(super) fn critic_trainable(
+pub(super) fn critic_trainable_flags(
     plan: &Plan,
     config: &Config,
     factors: Option<&[ParameterSpec]>,

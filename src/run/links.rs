@@ -15,11 +15,11 @@ const FILLED: [&str; 3] = ["trajectories", "tensorboard", "token_exports"];
 ///
 /// # Errors
 /// [`crate::error::BadInput`] that names the first link.
-pub fn refuse_links(folder: &Path) -> Result<()> {
-    WRITTEN.iter().chain(&FILLED).try_for_each(|name| refuse_link(&folder.join(name)))?;
+pub fn refuse_symlinks(folder: &Path) -> Result<()> {
+    WRITTEN.iter().chain(&FILLED).try_for_each(|name| refuse_symlink(&folder.join(name)))?;
     for name in FILLED {
         let entries = fs::read_dir(folder.join(name)).into_iter().flatten().flatten();
-        entries.map(|entry| entry.path()).try_for_each(|path| refuse_link(&path))?;
+        entries.map(|entry| entry.path()).try_for_each(|path| refuse_symlink(&path))?;
     }
     Ok(())
 }
@@ -28,7 +28,7 @@ pub fn refuse_links(folder: &Path) -> Result<()> {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] that names the path.
-pub fn refuse_link(path: &Path) -> Result<()> {
+pub fn refuse_symlink(path: &Path) -> Result<()> {
     if fs::symlink_metadata(path).is_ok_and(|about| about.is_symlink()) {
         return Err(bad_input!(
             "{}: is a link, and writes into a run folder follow no links; replace it by its target, \

@@ -1,7 +1,7 @@
 //! The folder of a run: recipe, metrics, trajectories and lock.
 
 use super::collect::MARKER_FILE;
-use super::links::refuse_links;
+use super::links::refuse_symlinks;
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::holds_adapter;
@@ -49,7 +49,7 @@ impl RunFolder {
     /// # Errors
     /// [`crate::error::BadInput`] when it does.
     pub fn refuse_existing(path: &Path) -> Result<()> {
-        if !holds_run(path) {
+        if !contains_run(path) {
             return Ok(());
         }
         Err(bad_input!(
@@ -59,7 +59,7 @@ impl RunFolder {
     }
 
     /// Returns the folder for a rank other than 0, which reads and writes nothing.
-    pub fn follow(path: &Path) -> Self {
+    pub fn for_other_rank(path: &Path) -> Self {
         Self { path: path.to_owned(), files: None }
     }
 
@@ -160,7 +160,7 @@ impl RunFolder {
 
     /// Returns the error that the folder was moved or removed, if it was, else the `error` of the failed
     /// write.
-    pub fn moved_or(&self, error: anyhow::Error) -> anyhow::Error {
+    pub fn explain_write_error(&self, error: anyhow::Error) -> anyhow::Error {
         let gone = self.files.as_ref().map(|files| files.metrics.check_in_place());
         gone.and_then(Result::err).unwrap_or(error)
     }
@@ -177,7 +177,7 @@ impl RunFolder {
 
     /// Returns a warning if the disk has no space for two checkpoints of `bytes`. A new checkpoint is written
     /// before an old one is removed.
-    pub fn lacks_space(&self, bytes: u64) -> Option<String> {
+    pub fn disk_space_warning(&self, bytes: u64) -> Option<String> {
         let about = rustix::fs::statvfs(&self.path).ok()?;
         let free = about.f_bavail.saturating_mul(about.f_frsize);
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
@@ -203,7 +203,7 @@ impl RunFolder {
     }
 
     /// Returns the device on which the run in `path` last computed, as [`super::context::RunContext::place`].
-    pub fn place_before(path: &Path) -> Option<String> {
+    pub fn previous_device(path: &Path) -> Option<String> {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
         let model: serde_json::Value = serde_json::from_str(&text).ok()?;
         model["device"].as_str().map(str::to_owned)
@@ -213,7 +213,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// When the disk cannot be written.
-    pub fn write_confinement(&self, confinement: &str) -> Result<()> {
+    pub fn write_sandbox_description(&self, confinement: &str) -> Result<()> {
         if self.files.is_none() {
             return Ok(());
         }
@@ -243,7 +243,7 @@ pub fn write_trajectories(
     write().with_context(|| format!("writing {}", file.display()))
 }
 
-pub fn holds_run(path: &Path) -> bool {
+pub fn contains_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
@@ -253,7 +253,7 @@ pub fn holds_run(path: &Path) -> bool {
 /// # Errors
 /// [`crate::error::BadInput`] for either.
 pub fn lock(path: &Path) -> Result<File> {
-    refuse_links(path)?;
+    refuse_symlinks(path)?;
     let file = path.join(".lock");
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW);
@@ -300,7 +300,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
 /// [`crate::error::BadInput`] when there is no run, it is damaged, its recipe differs in a key that may not
 /// change, or more steps are done than `plan` has.
 pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
-    if !holds_run(path) {
+    if !contains_run(path) {
         return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
     }
     let stored = stored_plan(path, plan)?;
@@ -384,8 +384,8 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let plan = resolve(Path::new("a.toml"), "[logging]\ntensorboard = false\n", &[]).unwrap();
         let run = RunFolder::create(&place.path().join("run"), &plan).unwrap();
-        assert_eq!(run.lacks_space(0), None);
-        let lack = run.lacks_space(u64::MAX / 2).expect("no disk has as much");
+        assert_eq!(run.disk_space_warning(0), None);
+        let lack = run.disk_space_warning(u64::MAX / 2).expect("no disk has as much");
         assert!(lack.contains("MiB are free") && lack.contains("make room"), "{lack}");
     }
 }

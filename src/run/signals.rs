@@ -17,9 +17,9 @@ const REPETITION_MAX: Duration = Duration::from_secs(1);
 
 /// A flag that a signal sets to request a stop.
 #[derive(Clone)]
-pub struct Stop(Arc<AtomicBool>);
+pub struct StopFlag(Arc<AtomicBool>);
 
-impl Stop {
+impl StopFlag {
     /// Starts to listen for signals.
     ///
     /// # Errors
@@ -53,7 +53,7 @@ impl Stop {
     ///
     /// # Errors
     /// When the system refuses a thread.
-    pub fn tell(&self, say: impl FnOnce() + Send + 'static) -> Result<()> {
+    pub fn on_request(&self, say: impl FnOnce() + Send + 'static) -> Result<()> {
         let asked = self.0.clone();
         let wait = move || {
             while !asked.load(Ordering::Relaxed) {
@@ -66,7 +66,7 @@ impl Stop {
     }
 
     /// Returns true after the first signal.
-    pub fn asked(&self) -> bool {
+    pub fn is_requested(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }

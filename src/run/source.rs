@@ -1,7 +1,7 @@
 //! Sources of a model: a folder, an adapter with its base, or the recipe's own architecture. Opening reads
 //! headers only.
 
-use super::memory::Intent;
+use super::memory::ModelCommand;
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::checkpoint;
@@ -22,7 +22,7 @@ use crate::model::settings::{Architecture, Dtype, ModelSettings, Tokenizer};
 use crate::model::storage::Stored;
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
-use crate::recipe::{Plan, Recipe, RecipeSource, set_key};
+use crate::recipe::{Plan, Recipe, RecipeSource, override_key};
 use anyhow::{Result, bail};
 use candle_core::Device;
 use half::bf16;
@@ -64,18 +64,18 @@ pub(super) enum Placement {
 
 impl ModelSource {
     pub(super) fn open(recipe: &Recipe) -> Result<Self> {
-        Ok(Self::open_as_stored(recipe)?.held_for(recipe))
+        Ok(Self::open_without_unpacking(recipe)?.unpack_for_precision(recipe))
     }
 
     /// Marks all tensors as unpacked if the recipe multiplies in bf16, because packed products are in f32.
-    pub(super) fn held_for(mut self, recipe: &Recipe) -> Self {
+    pub(super) fn unpack_for_precision(mut self, recipe: &Recipe) -> Self {
         if precision(recipe) == Precision::Bf16Dot {
             self.forms.fill(Form::F32);
         }
         self
     }
 
-    fn open_as_stored(recipe: &Recipe) -> Result<Self> {
+    fn open_without_unpacking(recipe: &Recipe) -> Result<Self> {
         match (&recipe.model.path, &recipe.model.architecture) {
             (Some(path), _) => match &recipe.model.adapter {
                 Some(adapter) => {
@@ -85,8 +85,8 @@ impl ModelSource {
             },
             (None, Some(architecture)) => {
                 let family = architecture.model_type;
-                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
-                    Tokenizer::Embedded => family.chat.embedded()?,
+                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::EmbeddedInterpreter) {
+                    Tokenizer::EmbeddedInterpreter => family.chat.read_embedded()?,
                     Tokenizer::Path(path) if path.is_dir() => {
                         family.chat.read(&path.join("tokenizer.json"))?
                     }
@@ -225,7 +225,7 @@ impl ModelSource {
         &self,
         recipe: &Recipe,
         trainable: &[bool],
-        intent: Intent,
+        intent: ModelCommand,
         (mesh, device): (&Arc<Mesh>, &Device),
         placement: Placement,
         console: &Console,
@@ -243,7 +243,7 @@ impl ModelSource {
         &self,
         recipe: &Recipe,
         trainable: &[bool],
-        intent: Intent,
+        intent: ModelCommand,
         backend: &Backend,
         placement: Placement,
         console: &Console,
@@ -291,7 +291,7 @@ impl ModelSource {
         };
         let mut read = 0;
         let found = specs.into_iter().enumerate().map(|(index, spec)| {
-            let is_dense = (intent.learns() && trainable[index]) || self.forms[index] == Form::F32;
+            let is_dense = (intent.trains() && trainable[index]) || self.forms[index] == Form::F32;
             let packed = if is_dense { None } else { folder.packed(&spec)? };
             let is_sharded =
                 if packed.is_some() { placement == Placement::Sharded } else { trainable[index] };
@@ -335,7 +335,7 @@ pub fn model_config(recipe: &Recipe) -> Result<Config> {
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.
 pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
-    let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
+    let named = sets.iter().any(|set| override_key(set) == Some("model.path"));
     let model = &mut plan.recipe.model;
     if let RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } = source
         && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
@@ -395,7 +395,7 @@ fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<Pat
 }
 
 /// Returns the warning about a folder without a manifest.
-pub fn unverified(folder: &Path) -> String {
+pub fn unverified_warning(folder: &Path) -> String {
     let shown = folder.display();
     format!(
         "{shown} has no manifest; its integrity cannot be verified; rloss verify --accept {shown} writes one"

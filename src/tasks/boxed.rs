@@ -7,7 +7,7 @@ const CONTENT_BYTES_MAX: usize = 4_000;
 /// which its command starts.
 ///
 /// `\fbox{…}` and `\boxed 7` (one token without braces) count too. Escaped braces do not nest.
-pub fn last_boxed_at(text: &str) -> Option<(usize, &str)> {
+pub fn find_last_boxed(text: &str) -> Option<(usize, &str)> {
     let mut before = text;
     loop {
         let start = before.rfind("\\boxed").max(before.rfind("\\fbox"))?;
@@ -54,7 +54,7 @@ mod tests {
 
     #[test]
     fn the_last_complete_box_wins() {
-        let last_boxed = |text| last_boxed_at(text).map(|(_, content)| content);
+        let last_boxed = |text| find_last_boxed(text).map(|(_, content)| content);
         assert_eq!(last_boxed(r"\boxed{1} and \boxed{\frac{1}{2}}."), Some(r"\frac{1}{2}"));
         assert_eq!(last_boxed(r"\boxed{12} then \boxed{13"), Some("12"));
         assert_eq!(last_boxed(r"\boxed{\{1, 2\}}"), Some(r"\{1, 2\}"));

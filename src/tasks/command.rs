@@ -7,12 +7,12 @@
 mod reply;
 
 use super::process::ProcessPool;
-use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
 use anyhow::{Context, Result, bail};
-use reply::{Reply, with_request};
+use reply::{ProgramReply, with_request};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -54,7 +54,7 @@ impl CommandTask {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the program does not start or does not speak the protocol.
-    pub fn start(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+    pub fn start(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
         let (command, console) = (&settings.command, host.console.clone());
         let processes = settings.command_processes.unwrap_or(PROCESSES);
         let timeout = Duration::try_from_secs_f64(settings.command_timeout_s.unwrap_or(TIMEOUT_S))
@@ -95,7 +95,7 @@ impl CommandTask {
     /// Asks for a problem, up to `attempts` times.
     fn problem(&self, (split, seed, index): (&str, u64, u64), attempts: usize) -> Result<Problem> {
         let request = json!({ "request": "problem", "split": split, "seed": seed, "index": index });
-        let read = |mut reply: Reply| {
+        let read = |mut reply: ProgramReply| {
             let messages = match (reply.take("messages"), reply.text("prompt")?) {
                 (None, Some(prompt)) => vec![Message::user(prompt)],
                 (None, None) => bail!("a problem has neither `prompt`, a text, nor `messages`"),
@@ -123,7 +123,7 @@ impl CommandTask {
         request: &str,
         problem: &Problem,
         transcript: &Transcript,
-        read: impl Fn(Reply) -> Result<T>,
+        read: impl Fn(ProgramReply) -> Result<T>,
     ) -> Result<T> {
         if let Some(why) = problem.answer.get(FAILED) {
             bail!("the problem could not be had: {why}");
@@ -158,9 +158,9 @@ impl CommandTask {
 }
 
 /// Sends a request and parses the program's answer with `read`. An error includes the request.
-fn ask<T>(pool: &ProcessPool, request: &Value, read: impl Fn(Reply) -> Result<T>) -> Result<T> {
+fn ask<T>(pool: &ProcessPool, request: &Value, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
     let name = request["request"].as_str().unwrap_or_default();
-    let answer = pool.ask(request).and_then(|answer| Reply::new(name, answer)).and_then(read);
+    let answer = pool.ask(request).and_then(|answer| ProgramReply::new(name, answer)).and_then(read);
     answer.map_err(|error| with_request(error, request))
 }
 

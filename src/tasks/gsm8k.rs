@@ -1,6 +1,6 @@
 //! GSM8K (Cobbe et al. 2021): word problems whose gold answer ends in `#### n`.
 
-use super::boxed::last_boxed_at;
+use super::boxed::find_last_boxed;
 use super::number::Number;
 use super::rows::{self, Order};
 use super::{Demonstration, Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};
@@ -99,7 +99,7 @@ fn without_annotations(text: &str) -> String {
 /// Returns the number that `text` gives as its answer.
 pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
     let marker = text.rfind("####");
-    let boxed = if extraction == Extraction::Strict { None } else { last_boxed_at(text) };
+    let boxed = if extraction == Extraction::Strict { None } else { find_last_boxed(text) };
     match (marker, boxed) {
         (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => Number::last_in(content),
         // Only the rest of the line: text after the answer is not part of it.
@@ -125,7 +125,7 @@ impl Gsm8k {
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row.
     pub fn load(settings: &TaskSettings) -> Result<Self> {
-        let (train, validation) = (settings.train()?, settings.validation()?);
+        let (train, validation) = (settings.train_rows()?, settings.validation_rows()?);
         let train = rows::read(train.0, train.1, FORM, Row::read)?;
         let held_out = rows::read(validation.0, validation.1, FORM, Row::read)?;
         let numbered = held_out.iter().enumerate();

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::marker::PhantomData;
 
 /// A kind of problem that is drawn at random.
-pub trait MadeUp: Sized + 'static {
+pub trait GeneratedProblem: Sized + 'static {
     /// The task's name.
     const NAME: &'static str;
     const USES_PYTHON: bool;
@@ -16,7 +16,7 @@ pub trait MadeUp: Sized + 'static {
     fn draw(rng: &mut impl Rng) -> Self;
 
     /// Returns true when it is in the held-out tenth; depends on its content alone.
-    fn held_out(&self) -> bool;
+    fn is_held_out(&self) -> bool;
 
     fn problem(&self) -> Problem;
 
@@ -33,7 +33,7 @@ pub trait MadeUp: Sized + 'static {
     fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
         loop {
             let drawn = Self::draw(rng);
-            if drawn.held_out() == held_out {
+            if drawn.is_held_out() == held_out {
                 return drawn;
             }
         }
@@ -58,12 +58,12 @@ pub trait MadeUp: Sized + 'static {
 }
 
 /// A task with generated problems of type `P`.
-pub struct MadeUpTask<P> {
+pub struct GeneratedTask<P> {
     validation: [ValidationSet; 1],
     problems: PhantomData<fn() -> P>,
 }
 
-impl<P: MadeUp> MadeUpTask<P> {
+impl<P: GeneratedProblem> GeneratedTask<P> {
     /// Returns the task with at most `validation_problems` held-out problems.
     pub fn new(validation_problems: usize) -> Self {
         let problems = P::validation(validation_problems);
@@ -71,7 +71,7 @@ impl<P: MadeUp> MadeUpTask<P> {
     }
 }
 
-impl<P: MadeUp> Task for MadeUpTask<P> {
+impl<P: GeneratedProblem> Task for GeneratedTask<P> {
     fn name(&self) -> &str {
         P::NAME
     }

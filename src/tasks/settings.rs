@@ -25,7 +25,7 @@ table! {
         /// How `retool` compares an answer with the right one.
         pub answer: Option<answer::AnswerEquality> = None,
         /// How `retool` asks for the answer, and so where it looks for it.
-        pub prompt: Option<retool::PromptForm> = None,
+        pub prompt: Option<retool::PromptFormat> = None,
         /// Where `gsm8k` looks for the answer.
         pub extraction: Option<gsm8k::Extraction> = None,
         /// How `verify_if` makes a reward of the instructions that were followed.
@@ -57,7 +57,7 @@ impl TaskSettings {
     }
 
     /// Fills in the defaults of the keys that the task reads; other tasks' keys stay absent.
-    pub fn fill_in(&mut self) {
+    pub fn fill_defaults(&mut self) {
         let keys = self.name.keys;
         let reads = |key| keys.contains(&key);
         if reads("extraction") {
@@ -82,7 +82,7 @@ impl TaskSettings {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when it is missing in the recipe.
-    pub(super) fn train(&self) -> Result<(&Path, Option<usize>)> {
+    pub(super) fn train_rows(&self) -> Result<(&Path, Option<usize>)> {
         Ok((self.needed(&self.train_file, "task.train_file")?, self.train_rows_max))
     }
 
@@ -90,12 +90,12 @@ impl TaskSettings {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when it is missing in the recipe.
-    pub(super) fn validation(&self) -> Result<(&Path, Option<usize>)> {
+    pub(super) fn validation_rows(&self) -> Result<(&Path, Option<usize>)> {
         Ok((self.needed(&self.validation_file, "task.validation_file")?, self.validation_rows_max))
     }
 
     /// Returns the number of held-out problems of a task that generates its own.
-    pub(super) fn made_up_problems(&self) -> usize {
+    pub(super) fn generated_problem_count(&self) -> usize {
         self.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS)
     }
 
@@ -109,14 +109,14 @@ impl TaskSettings {
 
 /// The run's parameters for the task `command`.
 #[derive(Debug, Clone)]
-pub struct TaskHost {
+pub struct TaskContext {
     /// Maximum number of held-out problems to request.
     pub validation_problems_max: usize,
     /// Where it reports failures.
     pub console: Console,
 }
 
-impl Default for TaskHost {
+impl Default for TaskContext {
     fn default() -> Self {
         Self { validation_problems_max: VALIDATION_PROBLEMS, console: Console::plain() }
     }

@@ -2,7 +2,7 @@
 //! that format, or prompts composed from maths questions.
 
 use super::instructions::compose::compose;
-use super::instructions::{Instruction, strict};
+use super::instructions::{Instruction, check_strictly};
 use super::rows::{self, Order};
 use super::{Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
@@ -149,14 +149,14 @@ impl VerifyIf {
     /// [`crate::error::BadInput`] that names the file and every broken row, or the first prompt that is in
     /// both files.
     pub fn load(settings: &TaskSettings) -> Result<Self> {
-        let (train, validation) = (settings.train()?, settings.validation()?);
+        let (train, validation) = (settings.train_rows()?, settings.validation_rows()?);
         let sources = rows::read(train.0, train.1, TRAIN_FORM, Source::read)?;
         let held_out = rows::read(validation.0, validation.1, VALIDATION_FORM, |row| {
             Ok((row.get("turns").is_some(), Turn::read_all(row)?))
         })?;
         let texts = held_out.iter().zip(1..);
         let texts = texts.flat_map(|((_, turns), row)| turns.iter().map(move |turn| (row, &*turn.prompt)));
-        rows::refuse_shared((train.0, sources.iter().map(Source::text)), (validation.0, texts))?;
+        rows::refuse_overlap((train.0, sources.iter().map(Source::text)), (validation.0, texts))?;
         let set = |name: &str, several: bool| {
             let rows = held_out.iter().enumerate().filter(|(_, (turns, _))| *turns == several);
             let problems: Vec<_> =
@@ -189,7 +189,7 @@ impl VerifyIf {
                         .rfind(|m| m.channel.as_deref() == Some("final"))
                         .map(|m| m.content.as_str())
                 });
-                Ok(strict(&instructions, answer.unwrap_or_default()))
+                Ok(check_strictly(&instructions, answer.unwrap_or_default()))
             })
             .collect()
     }

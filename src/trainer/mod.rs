@@ -25,10 +25,10 @@ use crate::ops::cuda::{device_memory, forget_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
 use crate::run::context::RunContext;
-use crate::run::evaluation::{evaluate, prompts};
+use crate::run::evaluation::{evaluate, validation_prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
 use crate::run::run_folder::RunFolder;
-use crate::run::signals::Stop;
+use crate::run::signals::StopFlag;
 use anyhow::{Result, ensure};
 use candle_core::Device;
 use monitor::Monitor;
@@ -47,7 +47,7 @@ pub struct Trainer {
     data: TrainingData,
     folder: RunFolder,
     console: Console,
-    stop: Stop,
+    stop: StopFlag,
     timings: Timings,
     /// Whether a tool call hit the wall-clock limit: the run is then not reproducible. The warning is printed
     /// once.
@@ -73,7 +73,7 @@ impl Trainer {
         data: TrainingData,
         folder: RunFolder,
         console: Console,
-        stop: Stop,
+        stop: StopFlag,
         point: Option<&ResumePoint>,
     ) -> Result<Self> {
         context.parameters.train_only(&context.trainable)?;
@@ -113,7 +113,7 @@ impl Trainer {
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
         self.plan_time(done);
         let (console, at) = (self.console.clone(), self.at.clone());
-        self.stop.tell(move || {
+        self.stop.on_request(move || {
             let at = at.lock().unwrap_or_else(PoisonError::into_inner).clone();
             console.print(&format!("finishing {at}, then saving; again to stop at once"));
         })?;
@@ -152,7 +152,7 @@ impl Trainer {
         let last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
         let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
         let evaluations = until(steps).saturating_sub(until(rl_done)) + last + first;
-        let problems: usize = prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
+        let problems: usize = validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
         let sampled = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
         self.console.plan(&[
             (
@@ -237,7 +237,7 @@ impl Trainer {
     }
 
     fn evaluate(&mut self, step: u64) -> Result<()> {
-        if prompts(&self.context).iter().all(|(_, held_out)| held_out.is_empty()) {
+        if validation_prompts(&self.context).iter().all(|(_, held_out)| held_out.is_empty()) {
             return Ok(());
         }
         self.now(match step {
@@ -292,14 +292,14 @@ impl Trainer {
 
     /// Warns when workers of the Python tool died.
     fn watch_workers(&self, step: u64) {
-        if let Some(deaths) = self.context.dead_workers() {
+        if let Some(deaths) = self.context.dead_worker_warning() {
             self.console.print(&format!("warning: step {step}: {deaths}"));
         }
     }
 
     /// Warns about unusual values of a step.
     fn watch(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) {
-        if rollouts.tool_timed_out() && !self.timed_out {
+        if rollouts.has_tool_timeout() && !self.timed_out {
             self.timed_out = true;
             self.console.print(&format!(
                 "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"

@@ -56,7 +56,7 @@ impl Trainer {
         let recipe = &self.context.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
         if let Some(stored) = &self.data.stored {
-            let drawn = stored.step(step, count as u64);
+            let drawn = stored.step_groups(step, count as u64);
             let trained = (0..drawn.groups.len()).collect();
             return Ok(Sampled { drawn, trained, rounds: None });
         }
@@ -89,7 +89,7 @@ impl Trainer {
         let plan = context.training_rollout(step);
         let mut drawn = self.conversations("gen", &plan, prompts, recipe.rollout.samples_per_prompt)?;
         if recipe.policy.advantage == Advantage::Remax {
-            let plan = RolloutPlan::greedy(&recipe.rollout, recipe.train.seed, step);
+            let plan = RolloutPlan::for_greedy_baseline(&recipe.rollout, recipe.train.seed, step);
             let single = self.conversations("gen_max", &plan, prompts, 1)?.groups;
             let greedy = single.into_iter().map(|group| group.trajectories.into_iter().next());
             drawn.groups.iter_mut().zip(greedy).for_each(|(group, greedy)| group.greedy = greedy);
@@ -109,7 +109,7 @@ impl Trainer {
         let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
         let policy = context.rollout_policy()?;
         let rollouts = self.timings.time(stage, || {
-            context.groups(&policy, plan, prompts, samples, &RolloutProgress::shown_by(&inner), &|| false)
+            context.sample_groups(&policy, plan, prompts, samples, &RolloutProgress::show_on(&inner), &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

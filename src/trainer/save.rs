@@ -20,7 +20,7 @@ impl Trainer {
         critic: Option<&Critic>,
     ) -> Result<bool> {
         // Some processes may not have received the signal yet.
-        let asked = self.context.mesh().any("whether to stop", self.stop.asked())?;
+        let asked = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
         let every = self.context.plan.recipe.checkpoint.every_steps;
         if asked || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
@@ -46,7 +46,7 @@ impl Trainer {
             .critic
             .as_ref()
             .map_or(0, |_| checkpoint::bytes(Form::F32, &self.context.parameters));
-        if let Some(lack) = self.folder.lacks_space(policy + critic) {
+        if let Some(lack) = self.folder.disk_space_warning(policy + critic) {
             self.console.print(&format!("warning: {lack}"));
         }
     }
@@ -83,7 +83,7 @@ impl Trainer {
                 state,
             };
             // If the folder was moved during the save, report that.
-            snapshot.write(&folder.path, checkpoint.keep).map(drop).map_err(|error| folder.moved_or(error))
+            snapshot.write(&folder.path, checkpoint.keep).map(drop).map_err(|error| folder.explain_write_error(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
         context

@@ -22,7 +22,7 @@ impl Trainer {
         };
         let base_tensors = context.parameters.len();
         adapter.attach(&mut context.parameters, context.plan.recipe.train.seed)?;
-        context.trainable = adapter.trainable_of_all(base_tensors);
+        context.trainable = adapter.trainable_flags(base_tensors);
         context.parameters.train_only(&context.trainable)?;
         self.keep_base()
     }

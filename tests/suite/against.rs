@@ -29,7 +29,7 @@ fn config() -> Config {
 }
 
 fn read(files: &[PathBuf]) -> anyhow::Result<TokenRows> {
-    let (config, tokenizer) = (config(), HarmonyTokenizer::embedded().unwrap());
+    let (config, tokenizer) = (config(), HarmonyTokenizer::from_embedded().unwrap());
     Reader::new(&config, 256, &tokenizer, 1.0).read(files)
 }
 
@@ -58,7 +58,7 @@ impl Fixture {
             threads: Threads::new(2).unwrap(),
             model: Model::new(config, 256),
             parameters,
-            chat: Format::Harmony.embedded().unwrap(),
+            chat: Format::Harmony.read_embedded().unwrap(),
         }
     }
 
@@ -324,7 +324,7 @@ fn recipe_of_fixture(folder: &Path) -> PathBuf {
     for name in ["config.json", "model.safetensors"] {
         std::fs::copy(fixtures().join("model").join(name), model.join(name)).unwrap();
     }
-    std::fs::write(model.join("tokenizer.json"), HarmonyTokenizer::embedded().unwrap().json_bytes()).unwrap();
+    std::fs::write(model.join("tokenizer.json"), HarmonyTokenizer::from_embedded().unwrap().json_bytes()).unwrap();
     let recipe = folder.join("recipe.toml");
     std::fs::write(&recipe, format!("[model]\npath = {:?}\n", model.display().to_string())).unwrap();
     recipe

@@ -17,7 +17,7 @@ use rloss::model::rounding::WeightRounding;
 use rloss::ops::threads::Threads;
 use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings};
 use rloss::settings::Choice;
-use rloss::tasks::{TaskHost, TaskName, TaskSettings};
+use rloss::tasks::{TaskContext, TaskName, TaskSettings};
 use rloss::trajectory::Trajectory;
 use std::sync::Arc;
 
@@ -42,10 +42,10 @@ impl World {
     /// Rollouts of the arithmetic task under `arms`.
     fn sample(&self, arms: &Arms) -> Vec<Trajectory> {
         let recipe = rloss::recipe::Recipe { arms: arms.clone(), ..Default::default() };
-        let plan = RolloutPlan::training(&RolloutSettings::default(), recipe.train.seed, 0);
+        let plan = RolloutPlan::for_training(&RolloutSettings::default(), recipe.train.seed, 0);
         let task = rloss::tasks::build(
             &TaskSettings { name: TaskName::named("arithmetic_single").unwrap(), ..TaskSettings::default() },
-            &TaskHost::default(),
+            &TaskContext::default(),
         )
         .unwrap();
         let prompts: Vec<Prompt> =
@@ -53,14 +53,14 @@ impl World {
         let rollout = Rollout {
             threads: &self.threads,
             policy: &PolicyView::rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
-            chat: &Format::Harmony.embedded().unwrap(),
+            chat: &Format::Harmony.read_embedded().unwrap(),
             task: task.as_ref(),
             interpreter: None,
             preamble: &[],
             plan: &plan,
             room: CacheRoom::default(),
         };
-        let rollouts = rollout.groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
+        let rollouts = rollout.sample_groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
         rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()
     }
 

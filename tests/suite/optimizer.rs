@@ -19,7 +19,7 @@ use rloss::model::settings::Dtype;
 use rloss::ops::cpu::{edit, edit_codes};
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::run::memory::{Intent, MemoryPlan, Subject};
+use rloss::run::memory::{ModelCommand, MemoryPlan, PlanInput};
 use serde::Deserialize;
 use std::path::Path;
 
@@ -313,8 +313,8 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         recipe.model.dtype = dtype;
         recipe.train.optimizer = settings.clone();
         recipe.cold_start.steps = 0;
-        let subject = Subject {
-            intent: Intent::Train,
+        let subject = PlanInput {
+            intent: ModelCommand::Train,
             recipe: &recipe,
             config: &config,
             forms: &vec![Form::F32; parameters.len()],

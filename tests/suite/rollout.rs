@@ -19,7 +19,7 @@ use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, SampledPlace, Sampling, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, TokenPosition, Sampling, TokenSource,
 };
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};
@@ -39,7 +39,7 @@ impl World {
         let (model, parameters) = tiny::model(config, 11);
         // A test's model may live as long as the test program.
         let policy = PolicyView::plain(Box::leak(Box::new(model)), &parameters).unwrap();
-        let tokenizer = HarmonyTokenizer::embedded().unwrap();
+        let tokenizer = HarmonyTokenizer::from_embedded().unwrap();
         let settings = RolloutSettings { turns_max: 4, prompt_tokens_max: 120, ..RolloutSettings::default() };
         let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step: 3 };
         let chat = Chat::Harmony(tokenizer.clone());
@@ -66,7 +66,7 @@ impl World {
 }
 
 fn sample(rollout: Rollout, prompts: &[Prompt], samples: usize) -> Rollouts {
-    rollout.groups(prompts, samples, &|_| (), &|| false).unwrap().expect("nobody stopped it")
+    rollout.sample_groups(prompts, samples, &|_| (), &|| false).unwrap().expect("nobody stopped it")
 }
 
 /// Questions of different lengths; success is a final message that says `ok`.
@@ -131,7 +131,7 @@ impl<F: Fn(SessionId, &str) -> (CallOutcome, String) + Send + Sync> Interpreter 
 
     fn close(&self, _: SessionId) {}
 
-    fn confinement(&self) -> String {
+    fn sandbox_description(&self) -> String {
         "scripted".into()
     }
 }
@@ -154,14 +154,14 @@ impl TokenSource for Script {
         Sampling::whole(1.0)
     }
 
-    fn choose(&self, place: SampledPlace, _: u32) -> Result<u32> {
+    fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {
         let turn = self.0.get(place.turn as usize).context("more turns than scripted")?;
         turn.get(place.token).copied().context("more tokens than scripted")
     }
 }
 
 fn play(rollout: Rollout, script: &Script, prompts: &[Prompt], samples: usize) -> Result<Rollouts> {
-    Ok(rollout.groups_from(script, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
+    Ok(rollout.sample_from_source(script, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
 }
 
 /// Problems numbered from 0.

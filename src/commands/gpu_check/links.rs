@@ -99,7 +99,7 @@ fn words(values: Vec<f32>) -> Vec<u32> {
 }
 
 /// Runs training's forward and backward.
-pub(super) fn training(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Bits> {
+pub(super) fn training_bits(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Bits> {
     let gpu = device.as_cuda_device()?;
     let sequences = LaunchSequences::packed(&problem.shape.cu_seqlens())?;
     let prepared = Prepared::new(gpu, kernels, &problem.shape.attention(), &sequences, None)?;

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 /// The tolerance of a value.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Rule {
+pub(super) enum Tolerance {
     /// Equal bits.
     Same,
     /// Twice the error of rounding to bf16, plus this fraction of the largest value.
@@ -28,36 +28,36 @@ pub(super) enum Rule {
     Sum(f32),
 }
 
-impl Rule {
-    pub fn allowed(self, exact: f32, largest: f32) -> f32 {
+impl Tolerance {
+    pub fn max_error(self, exact: f32, largest: f32) -> f32 {
         match self {
-            Rule::Same => 0.0,
-            Rule::Rounded(share) => exact.abs() / 128.0 + share * largest,
-            Rule::Sum(share) => share * largest,
+            Tolerance::Same => 0.0,
+            Tolerance::Rounded(share) => exact.abs() / 128.0 + share * largest,
+            Tolerance::Sum(share) => share * largest,
         }
     }
 }
 
 /// Tolerance of an f32 sum rounded once to bf16. `TWICE` allows a second rounding to bf16.
-const ONCE: Rule = Rule::Rounded(1e-5);
-const TWICE: Rule = Rule::Rounded(1.0 / 128.0);
-const SUM: Rule = Rule::Sum(1e-5);
+const ONCE: Tolerance = Tolerance::Rounded(1e-5);
+const TWICE: Tolerance = Tolerance::Rounded(1.0 / 128.0);
+const SUM: Tolerance = Tolerance::Sum(1e-5);
 
 /// An output of an op. Gradients are for fixed upstream gradients.
 #[derive(Debug, Clone)]
 pub(super) struct Output {
     pub name: String,
     pub values: Vec<f32>,
-    pub rule: Rule,
+    pub rule: Tolerance,
     /// True when each row depends only on the op's input row.
     by_row: bool,
 }
 
-fn by_row(name: &str, x: &Tensor, rule: Rule) -> Result<Output> {
+fn by_row(name: &str, x: &Tensor, rule: Tolerance) -> Result<Output> {
     Ok(Output { name: name.into(), values: floats(x)?, rule, by_row: true })
 }
 
-fn over_rows(name: &str, x: &Tensor, rule: Rule) -> Result<Output> {
+fn over_rows(name: &str, x: &Tensor, rule: Tolerance) -> Result<Output> {
     Ok(Output { by_row: false, ..by_row(name, x, rule)? })
 }
 
@@ -122,7 +122,7 @@ impl GradientSink for Buffer {
 }
 
 /// Returns a trainable parameter of `values`, and its gradient buffer, filled with 0.5.
-pub(super) fn learning(values: &Tensor) -> Result<(Parameter, Tensor)> {
+pub(super) fn trainable_parameter(values: &Tensor) -> Result<(Parameter, Tensor)> {
     let halves = Tensor::full(0.5f32, values.dims(), &Device::Cpu)?.to_device(values.device())?;
     let variable = Var::from_tensor(values)?;
     Ok((Parameter::trained(variable.as_tensor(), Arc::new(Buffer(halves.clone())), 0), halves))
@@ -186,12 +186,12 @@ fn experts(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         ops::combine(&ops::grouped_linear(&sorted, &w, &b, &plan)?, x[1], &plan)
     })?;
     Ok(vec![
-        over_rows("experts, sorted rows", &sorted, Rule::Same)?,
+        over_rows("experts, sorted rows", &sorted, Tolerance::Same)?,
         by_row("experts, y", &y, TWICE)?,
         by_row("experts, dx", &gradients[0], TWICE)?,
-        by_row("experts, dweights of the sum", &gradients[1], Rule::Sum(1.0 / 128.0))?,
-        over_rows("experts, dweight", &dw, Rule::Sum(1.0 / 128.0))?,
-        over_rows("experts, dbias", &db, Rule::Sum(1.0 / 128.0))?,
+        by_row("experts, dweights of the sum", &gradients[1], Tolerance::Sum(1.0 / 128.0))?,
+        over_rows("experts, dweight", &dw, Tolerance::Sum(1.0 / 128.0))?,
+        over_rows("experts, dbias", &db, Tolerance::Sum(1.0 / 128.0))?,
     ])
 }
 
@@ -207,7 +207,7 @@ fn router(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let holders = rows.ids(|row| 1 + row % 5);
     let dloss = Tensor::new(0.75f32, device)?;
     let mut seen = vec![
-        by_row("route", &routes, Rule::Same)?,
+        by_row("route", &routes, Tolerance::Same)?,
         by_row("top k softmax, weights", &weights, SUM)?,
         by_row("top k softmax, dlogits", &dlogits[0], SUM)?,
     ];
@@ -237,7 +237,7 @@ fn rope(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         by_row("rope, dx", &dx[0], ONCE)?,
         by_row("rope, keys and values", &kv, ONCE)?,
         by_row("rope, dkeys", &dkv[0], ONCE)?,
-        by_row("rope, dvalues", &dkv[1], Rule::Same)?,
+        by_row("rope, dvalues", &dkv[1], Tolerance::Same)?,
     ])
 }
 
@@ -253,11 +253,11 @@ fn embedding(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let x = matrix(4, &[vocabulary, width], device)?;
     let (selected, dx) = differentiated(&[x], &dy, |x| ops::select_rows(x[0], &ids))?;
     Ok(vec![
-        by_row("embedding, y", &of_rows, Rule::Same)?,
+        by_row("embedding, y", &of_rows, Tolerance::Same)?,
         over_rows("embedding, dtable", &dtable, SUM)?,
-        by_row("tied embedding, y", &of_columns, Rule::Same)?,
+        by_row("tied embedding, y", &of_columns, Tolerance::Same)?,
         over_rows("tied embedding, dtable", &dturned, SUM)?,
-        by_row("selected rows, y", &selected, Rule::Same)?,
+        by_row("selected rows, y", &selected, Tolerance::Same)?,
         over_rows("selected rows, dx", &dx[0], ONCE)?,
     ])
 }
@@ -317,7 +317,7 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let mut seen = vec![
         by_row("head, log-probabilities and entropies", &y, SUM)?,
         by_row("head, dh", &dh[0], TWICE)?,
-        over_rows("head, dweight", &dw, Rule::Sum(1.0 / 128.0))?,
+        over_rows("head, dweight", &dw, Tolerance::Sum(1.0 / 128.0))?,
     ];
     let tokens = |drawn: &[ops::logits::Drawn]| -> Result<Tensor> {
         Ok(Tensor::from_iter(drawn.iter().map(|drawn| drawn.token as f32), &Device::Cpu)?)
@@ -330,10 +330,10 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let of_targets = Tensor::new(logits.log_probs(&sampling, &targets)?, &Device::Cpu)?;
     let greedy = logits.draw(&Sampling::whole(0.0), &draws)?;
     seen.extend([
-        by_row("sampling, tokens", &tokens(&drawn)?, Rule::Same)?,
-        by_row("sampling, log-probabilities", &log_probs, Rule::Sum(1e-4))?,
+        by_row("sampling, tokens", &tokens(&drawn)?, Tolerance::Same)?,
+        by_row("sampling, log-probabilities", &log_probs, Tolerance::Sum(1e-4))?,
         by_row("sampling, log-probabilities of targets", &of_targets, SUM)?,
-        by_row("sampling, likeliest tokens", &tokens(&greedy)?, Rule::Same)?,
+        by_row("sampling, likeliest tokens", &tokens(&greedy)?, Tolerance::Same)?,
     ]);
     Ok(seen)
 }
@@ -376,7 +376,7 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         let moments = [Moment { codes: &m, scales: &m_scales }, Moment { codes: &v, scales: &v_scales }];
         adamw_8bit(&of_8_bits, moments, &there(values(seed, 53)?)?, &STEP)?;
     }
-    let same = |name: &str, x: &Tensor| over_rows(name, x, Rule::Same);
+    let same = |name: &str, x: &Tensor| over_rows(name, x, Tolerance::Same);
     Ok(vec![
         same("adamw, weights", &weights)?,
         same("adamw, first moment", &first)?,
@@ -456,7 +456,7 @@ fn within(got: &[Output], exact: &[Output]) -> Result<String, String> {
 }
 
 /// Returns the outputs in the file of seeded outputs: few rows of every op, and a product with wide tiles.
-pub(super) fn seeded(device: &Device) -> Result<Vec<Output>> {
+pub(super) fn seeded_outputs(device: &Device) -> Result<Vec<Output>> {
     let mut seen = vec![];
     for (_, op) in OPS {
         seen.extend(op(device, Rows { all: 5, first: 0 })?);

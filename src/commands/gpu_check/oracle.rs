@@ -104,7 +104,7 @@ fn against_plain(seen: &Values, reference: &Values, plain: &Values) -> Result<St
 
 /// Returns the allowed error of a tensor's elements, from plain bf16's distance to `exact`. In a tensor of
 /// few elements plain bf16 may be exact by luck, so at least its rounding step is allowed.
-pub(super) fn plain_bound(plain: &[f64], exact: &[f64]) -> f64 {
+pub(super) fn error_bound(plain: &[f64], exact: &[f64]) -> f64 {
     let floor = if exact.len() < 32 { 2f64.powi(-7) } else { FLOOR };
     TIMES_PLAIN * distance(plain, exact).largest.max(floor * largest(exact))
 }

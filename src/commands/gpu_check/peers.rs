@@ -33,7 +33,7 @@ struct Row {
 
 /// A measured case of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Timed {
+pub(super) struct TimingCase {
     pub heads: usize,
     pub kv_heads: usize,
     pub window: Option<usize>,
@@ -64,7 +64,7 @@ impl Peers {
     }
 
     /// Returns each failed implementation with the last reason.
-    pub fn troubles(&self) -> BTreeMap<&str, &str> {
+    pub fn failures(&self) -> BTreeMap<&str, &str> {
         self.rows.iter().filter_map(|row| Some((row.what.as_str(), row.trouble.as_deref()?))).collect()
     }
 }

@@ -6,7 +6,7 @@
 use super::Verdicts;
 use super::links::training;
 use super::model_ops::{self, Output};
-use super::oracle::{TENSORS, plain_bound, values};
+use super::oracle::{TENSORS, error_bound, values};
 use super::problem::{Problem, Shape, attention};
 use crate::ops::cuda::KvPool;
 use crate::ops::sink_attention::kernels::KERNEL_SETS;
@@ -147,7 +147,7 @@ pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
                 let name = name(tensor, &shape, kernels.name);
                 verdicts.check(&format!("seeded: {name}"), || {
                     let seen = seen.as_ref().map_err(|e| anyhow::anyhow!("{e:#}"))?;
-                    Ok(agree(get(seen), &floats(of(&name)?), plain_bound(get(&plain), get(&exact))))
+                    Ok(agree(get(seen), &floats(of(&name)?), error_bound(get(&plain), get(&exact))))
                 });
             }
         }
@@ -213,7 +213,7 @@ mod tests {
             let exact = attention(&problem, false);
             for (kernels, (tensor, get)) in KERNEL_SETS.iter().flat_map(|k| TENSORS.map(|t| (k, t))) {
                 let words = &expected[&name(tensor, &shape, kernels.name)];
-                let bound = plain_bound(get(&attention(&problem, true)), get(&exact));
+                let bound = error_bound(get(&attention(&problem, true)), get(&exact));
                 // The emulator's outputs are also within the bound of the formulas.
                 agree(&floats(words), get(&exact), bound)
                     .unwrap_or_else(|e| panic!("{tensor}, {}: {e}", shape.name));

@@ -1,6 +1,6 @@
 //! Confinement of the embedded interpreter's worker, a process that only computes.
 
-use super::{Allowed, Files};
+use super::{Allowed, AllowedFiles};
 use anyhow::{Context, Result};
 use seccompiler::{SeccompCmpArgLen, SeccompCmpOp};
 
@@ -9,11 +9,11 @@ use seccompiler::{SeccompCmpArgLen, SeccompCmpOp};
 ///
 /// Returns a description of the active confinement. The calling thread and its later threads are fully
 /// confined. Older threads only get the system-call filter, so they must do nothing but wait.
-pub fn computing_process(parent_id: u32, memory_bytes: u64, first_unused: i32) -> Result<String> {
+pub fn confine_worker(parent_id: u32, memory_bytes: u64, first_unused: i32) -> Result<String> {
     let left = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
     let limited = limit_memory(memory_bytes).and_then(|()| super::limit_resources(0));
     let powerless = super::drop_capabilities(None);
-    let landlock = super::deny_files(&Files::default());
+    let landlock = super::deny_files(&AllowedFiles::default());
     let seccomp = allow_only_computation();
     left?;
     limited?;

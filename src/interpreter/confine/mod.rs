@@ -19,9 +19,9 @@ mod computing;
 mod python;
 mod scratch;
 
-pub use computing::computing_process;
-pub use python::{python_server, snippet_filter};
-pub use scratch::{INODES_PER_MIB, PLACE as SCRATCH_PLACE};
+pub use computing::confine_worker;
+pub use python::{confine_fork_server, snippet_filter};
+pub use scratch::{INODES_PER_MIB, SCRATCH_PATH as SCRATCH_PLACE};
 
 /// Leaves the parent's session and terminal, and makes this process die with the parent `parent_id`.
 fn detach(parent_id: u32) -> Result<()> {
@@ -104,7 +104,7 @@ fn drop_capabilities(kept: Option<u32>) -> Result<()> {
 
 /// Files that a process may use; all others are denied.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Files {
+pub struct AllowedFiles {
     /// Files and folders that may be read.
     pub read: Vec<PathBuf>,
     /// Files that may be executed and read.
@@ -115,7 +115,7 @@ pub struct Files {
 /// its later threads.
 ///
 /// Returns the kernel's landlock ABI.
-fn deny_files(files: &Files) -> Result<i32> {
+fn deny_files(files: &AllowedFiles) -> Result<i32> {
     let status = rules(files, None)?.restrict_self()?;
     ensure!(status.ruleset != RulesetStatus::NotEnforced && status.no_new_privs, "landlock is not enforced");
     // Detects a rule set that was accepted but has no effect.
@@ -131,7 +131,7 @@ fn landlock_abi() -> Result<i32> {
 }
 
 /// Returns landlock rules that allow `files`, and plain files and folders below `writable`.
-fn rules(files: &Files, writable: Option<&Path>) -> Result<RulesetCreated> {
+fn rules(files: &AllowedFiles, writable: Option<&Path>) -> Result<RulesetCreated> {
     landlock_abi()?;
     let newest = ABI::V7;
     let mut rules = Ruleset::default()

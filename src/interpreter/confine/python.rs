@@ -1,7 +1,7 @@
 //! Confinement of CPython: of the fork server before its execution, and of each snippet's process after the
 //! fork.
 
-use super::{Allowed, Files, scratch};
+use super::{Allowed, AllowedFiles, scratch};
 use anyhow::{Context, Result};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -18,17 +18,17 @@ const STACK_BYTES: u64 = 16 << 20;
 /// `first_unused`.
 ///
 /// Returns a description of the active confinement.
-pub fn python_server(parent_id: u32, files: &Files, first_unused: i32, scratch_mib: u64) -> Result<String> {
+pub fn confine_fork_server(parent_id: u32, files: &AllowedFiles, first_unused: i32, scratch_mib: u64) -> Result<String> {
     fix_addresses();
     let with_scratch = scratch_mib > 0;
     if with_scratch {
-        scratch::enter(files)?;
+        scratch::enter_namespaces(files)?;
     }
     let left = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
     let limited = super::limit_resources(scratch_mib << 20).and_then(|()| limit_stack());
     let powerless = super::drop_capabilities(with_scratch.then_some(scratch::CAP_SYS_ADMIN));
     let landlock = match with_scratch {
-        true => scratch::leave_rules(files, first_unused),
+        true => scratch::store_rules(files, first_unused),
         false => super::deny_files(files),
     };
     let seccomp = allow_only_serving(with_scratch);
@@ -41,7 +41,7 @@ pub fn python_server(parent_id: u32, files: &Files, first_unused: i32, scratch_m
         return Ok(format!(
             "landlock ABI {abi} with the interpreter's folders read-only and {scratch_mib} MiB of scratch in {}, seccomp \
              allow-list, no capabilities, resource limits",
-            scratch::PLACE
+            scratch::SCRATCH_PATH
         ));
     }
     Ok(format!(
@@ -183,7 +183,7 @@ fn snippet_calls(with_scratch: bool) -> Result<Allowed> {
     let calls = SNIPPET_CALLS.iter().chain(OLDER_CALLS);
     let mut allowed: Allowed = calls.map(|&call| (call, Vec::new())).collect();
     match with_scratch {
-        true => allowed.extend(scratch::CALLS.iter().map(|&call| (call, Vec::new()))),
+        true => allowed.extend(scratch::SYSTEM_CALLS.iter().map(|&call| (call, Vec::new()))),
         // Before Linux 6.2 landlock does not control truncation, so opening with O_TRUNC is denied.
         false => {
             let uncut = |index| {

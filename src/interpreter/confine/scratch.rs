@@ -5,7 +5,7 @@
 //! mount. The fork server runs without landlock and never sees code. All its snippets read the same rules
 //! from one descriptor.
 
-use super::{Files, rules};
+use super::{AllowedFiles, rules};
 use anyhow::{Context, Result, ensure};
 use std::ffi::CStr;
 use std::io;
@@ -14,7 +14,7 @@ use std::path::Path;
 
 /// Path of the scratch folder, a subfolder of [`AROUND`]. Landlock checks the folders above a mount, but
 /// not the one that it covers.
-pub const PLACE: &str = "/tmp/scratch";
+pub const SCRATCH_PATH: &str = "/tmp/scratch";
 /// Parent of the scratch folder. In the server's namespace it is otherwise empty and read-only.
 const AROUND: &str = "/tmp";
 const AROUND_C: &CStr = c"/tmp";
@@ -27,7 +27,7 @@ const ABI_MIN: i32 = 3;
 
 /// Additional system calls for writing files. Calls that change modes, owners and times are not included:
 /// landlock does not control them.
-pub(super) const CALLS: &[libc::c_long] = &[
+pub(super) const SYSTEM_CALLS: &[libc::c_long] = &[
     libc::SYS_pwrite64,
     libc::SYS_pwritev,
     libc::SYS_sendfile,
@@ -51,9 +51,9 @@ pub(super) const CALLS: &[libc::c_long] = &[
     libc::SYS_rename,
 ];
 
-/// Moves this process, which has one thread, into its own namespaces, where it may mount. [`PLACE`] is an
+/// Moves this process, which has one thread, into its own namespaces, where it may mount. [`SCRATCH_PATH`] is an
 /// empty folder there.
-pub(super) fn enter(files: &Files) -> Result<()> {
+pub(super) fn enter_namespaces(files: &AllowedFiles) -> Result<()> {
     const REMEDY: &str = "allow them, or set interpreter.scratch_mib = 0";
     let hidden = files.read.iter().chain(&files.execute).find(|path| path.starts_with(AROUND));
     if let Some(path) = hidden {
@@ -82,7 +82,7 @@ pub(super) fn enter(files: &Files) -> Result<()> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     let options = c"size=4k,nr_inodes=3,mode=755";
     mount(c"none", AROUND_C, Some(c"tmpfs"), flags, options).with_context(forbidden)?;
-    std::fs::create_dir(PLACE).context(PLACE)?;
+    std::fs::create_dir(SCRATCH_PATH).context(SCRATCH_PATH)?;
     let flags = flags | libc::MS_REMOUNT | libc::MS_RDONLY;
     mount(c"none", AROUND_C, Some(c"tmpfs"), flags, options).with_context(forbidden)
 }
@@ -96,7 +96,7 @@ fn mount(what: &CStr, place: &CStr, kind: Option<&CStr>, flags: libc::c_ulong, o
 
 /// Stores the snippets' landlock rules in `descriptor`, for the program that this process executes; returns
 /// the ABI.
-pub(super) fn leave_rules(files: &Files, descriptor: i32) -> Result<i32> {
+pub(super) fn store_rules(files: &AllowedFiles, descriptor: i32) -> Result<i32> {
     let abi = super::landlock_abi()?;
     ensure!(
         abi >= ABI_MIN,

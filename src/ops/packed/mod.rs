@@ -118,7 +118,7 @@ impl PackedMatrix {
                 Ok(())
             },
         )?;
-        Ok(Self { form, experts, input, output, bytes: Bytes::Host(bytes) })
+        Ok(Self { form, experts, input, output, bytes: Bytes::HostPython(bytes) })
     }
 
     /// Packs MXFP4 blocks and scales in the layout of [`mxfp4::encode`].
@@ -158,13 +158,13 @@ impl PackedMatrix {
                 }
             });
         }
-        Ok(Self { form, experts, input, output, bytes: Bytes::Host(bytes) })
+        Ok(Self { form, experts, input, output, bytes: Bytes::HostPython(bytes) })
     }
 
     /// Rebuilds a matrix from the bytes that [`Self::bytes`] returned.
     pub fn of_bytes(form: PackedForm, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
         assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
-        Self { form, experts, input, output, bytes: Bytes::Host(bytes) }
+        Self { form, experts, input, output, bytes: Bytes::HostPython(bytes) }
     }
 
     /// Returns a range of its experts.
@@ -174,7 +174,7 @@ impl PackedMatrix {
     pub fn experts(&self, experts: Range<usize>) -> candle_core::Result<Self> {
         let one = self.form.bytes([1, self.input, self.output]);
         let bytes = self.bytes()?[experts.start * one..experts.end * one].to_vec();
-        Ok(Self { experts: experts.len(), bytes: Bytes::Host(bytes), ..*self })
+        Ok(Self { experts: experts.len(), bytes: Bytes::HostPython(bytes), ..*self })
     }
 
     /// Returns `[experts, in, out]`.
@@ -198,7 +198,7 @@ impl PackedMatrix {
     /// When the matrix is on a device.
     pub fn mapped(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
         assert!(self.form != PackedForm::Mxfp4, "only bf16 is mapped value by value");
-        Ok(Self { bytes: Bytes::Host(table::map_bf16(self.bytes()?, map)), ..*self })
+        Ok(Self { bytes: Bytes::HostPython(table::map_bf16(self.bytes()?, map)), ..*self })
     }
 
     /// Decodes all weights, `[E, in, out]`.
@@ -532,7 +532,7 @@ mod tests {
     #[test]
     fn no_tile_is_a_single_column() {
         for output in 2..1200 {
-            let bytes = Bytes::Host(vec![]);
+            let bytes = Bytes::HostPython(vec![]);
             let packed = PackedMatrix { form: PackedForm::Bf16, experts: 1, input: 1, output, bytes };
             for count in [1, 3, TILE_PANELS] {
                 let tiles: Vec<Range<usize>> = packed.tiles(count).collect();

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 /// The storage of its bytes.
 pub(super) enum Bytes {
-    Host(Vec<u8>),
+    HostPython(Vec<u8>),
     /// This process's shard of a matrix that several processes hold together.
     Shard(Vec<u8>),
     /// u8, on a device.
@@ -26,9 +26,9 @@ impl PackedMatrix {
             );
         }
         let bytes = match (&self.bytes, device) {
-            (Bytes::Host(bytes), Device::Cpu) => Bytes::Host(bytes.clone()),
-            (Bytes::Host(bytes), _) => Bytes::Device(Tensor::from_slice(bytes, bytes.len(), device)?),
-            (Bytes::Device(bytes), Device::Cpu) => Bytes::Host(bytes.to_vec1()?),
+            (Bytes::HostPython(bytes), Device::Cpu) => Bytes::HostPython(bytes.clone()),
+            (Bytes::HostPython(bytes), _) => Bytes::Device(Tensor::from_slice(bytes, bytes.len(), device)?),
+            (Bytes::Device(bytes), Device::Cpu) => Bytes::HostPython(bytes.to_vec1()?),
             (Bytes::Device(bytes), _) => Bytes::Device(bytes.to_device(device)?),
             (Bytes::Shard(_), _) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
         };
@@ -37,7 +37,7 @@ impl PackedMatrix {
 
     /// Returns true when the host holds all of it.
     pub fn is_on_host(&self) -> bool {
-        matches!(self.bytes, Bytes::Host(_))
+        matches!(self.bytes, Bytes::HostPython(_))
     }
 
     /// Returns its bytes in their format in memory.
@@ -46,7 +46,7 @@ impl PackedMatrix {
     /// When it is on a device, or only a shard is here.
     pub fn bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
-            Bytes::Host(bytes) => Ok(bytes),
+            Bytes::HostPython(bytes) => Ok(bytes),
             Bytes::Shard(_) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
             Bytes::Device(_) => bail!(
                 "packed matrix {:?} is on a GPU, which can only multiply by it; call to_device(&Device::Cpu) first",
@@ -70,7 +70,7 @@ impl PackedMatrix {
     pub fn shard_bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
             Bytes::Shard(bytes) => Ok(bytes),
-            Bytes::Host(_) | Bytes::Device(_) => bail!("packed matrix {:?} is not sharded", self.shape()),
+            Bytes::HostPython(_) | Bytes::Device(_) => bail!("packed matrix {:?} is not sharded", self.shape()),
         }
     }
 
@@ -87,7 +87,7 @@ impl PackedMatrix {
     pub(in super::super) fn on_device(&self) -> Result<&Tensor> {
         match &self.bytes {
             Bytes::Device(bytes) => Ok(bytes),
-            Bytes::Host(_) | Bytes::Shard(_) => {
+            Bytes::HostPython(_) | Bytes::Shard(_) => {
                 bail!("packed matrix {:?} is not on the GPU; call to_device first", self.shape())
             }
         }

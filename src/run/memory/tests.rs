@@ -52,8 +52,8 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 ];
                 held = [held[0].max(own[0]), held[1].max(own[1]), held[2].max(own[2])];
             }
-            let subject = Subject {
-                intent: Intent::Train,
+            let subject = PlanInput {
+                intent: ModelCommand::Train,
                 recipe: &recipe,
                 config: &config,
                 forms: &vec![Form::F32; values.len()],
@@ -130,12 +130,12 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     let rest = "[rollout]\nturns_max = 1\n[train]\nmicro_batch_tokens = 1024\n";
     let text = format!("[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n{rest}");
     let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-    let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent()).unwrap();
+    let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     let mut planned = |processes, bytes: Option<u64>| {
-        let available = bytes.map(|bytes| Available { bytes, bound: String::new() });
-        preflight.plan_for(processes, available.as_ref());
+        let available = bytes.map(|bytes| AvailableMemory { bytes, bound: String::new() });
+        preflight.choose_sharding(processes, available.as_ref());
         let told = preflight.plan.warnings.drain(..).any(|said| said.contains("parallel.rollout_weights"));
-        let subject = preflight.subject();
+        let subject = preflight.plan_input();
         assert_eq!(told, subject.rollout_weights != RolloutWeights::Whole);
         (subject.rollout_weights, MemoryPlan::new(&subject).peak_bytes())
     };
@@ -151,14 +151,14 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     // One process gathers nothing, even with little memory.
     assert_eq!(planned(1, Some(1)).0, RolloutWeights::Whole);
     // Unsharded packed experts are complete on every process, for any rollout_weights.
-    preflight.plan_for(4, None);
-    let subject = preflight.subject();
+    preflight.choose_sharding(4, None);
+    let subject = preflight.plan_input();
     let forms = vec![Form::Bf16; subject.forms.len()];
     let trainable: Vec<bool> =
         parameter_specs(subject.config).iter().map(|spec| !spec.is_of_experts()).collect();
     let sampling = |rollout_weights| {
         let subject =
-            Subject { rollout_weights, forms: &forms, trainable: trainable.clone(), ..subject.clone() };
+            PlanInput { rollout_weights, forms: &forms, trainable: trainable.clone(), ..subject.clone() };
         MemoryPlan::new(&subject).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
     };
     assert_eq!(sampling(RolloutWeights::ByExpert), sampling(RolloutWeights::Whole));
@@ -169,27 +169,27 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
     let text = "[model.architecture]\nhidden_size = 256\nintermediate_size = 256\nnum_local_experts = 8\n\
                 num_hidden_layers = 6\n[adapter]\n[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n";
     let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
-    let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent()).unwrap();
+    let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     let specs = parameter_specs(&preflight.source.config);
     preflight.source.forms =
         specs.iter().map(|spec| if spec.is_expert_matrix() { Form::Mxfp4 } else { Form::Bf16 }).collect();
-    let weights = |subject: &Subject| MemoryPlan::new(subject).resident[1].bytes;
+    let weights = |subject: &PlanInput| MemoryPlan::new(subject).resident[1].bytes;
     let alone = {
-        preflight.plan_for(1, None);
-        weights(&preflight.subject())
+        preflight.choose_sharding(1, None);
+        weights(&preflight.plan_input())
     };
     for processes in [2, 3, 8] {
-        preflight.plan_for(processes, None);
-        assert_eq!(preflight.subject().packed_weights, PackedWeights::Whole, "memory is not known");
-        let peak = MemoryPlan::new(&preflight.subject()).peak_bytes();
-        preflight.plan_for(processes, Some(&Available { bytes: peak, bound: String::new() }));
-        assert_eq!(preflight.subject().packed_weights, PackedWeights::Whole, "it suffices");
+        preflight.choose_sharding(processes, None);
+        assert_eq!(preflight.plan_input().packed_weights, PackedWeights::Whole, "memory is not known");
+        let peak = MemoryPlan::new(&preflight.plan_input()).peak_bytes();
+        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, bound: String::new() }));
+        assert_eq!(preflight.plan_input().packed_weights, PackedWeights::Whole, "it suffices");
         preflight.plan.warnings.clear();
-        preflight.plan_for(processes, Some(&Available { bytes: 1, bound: String::new() }));
+        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: 1, bound: String::new() }));
         assert!(
             preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
         );
-        let subject = preflight.subject();
+        let subject = preflight.plan_input();
         assert_eq!(subject.packed_weights, PackedWeights::Sharded);
         // Bytes that the process `rank` actually holds.
         let held = |rank: usize| -> u64 {
@@ -213,7 +213,7 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
         };
         let most = (0..processes).map(held).max().unwrap();
         // Other commands hold packed weights unsharded, and get no such remedy.
-        assert!(!Subject { intent: Intent::Rollout, ..subject.clone() }.can_cut_packed());
+        assert!(!PlanInput { intent: ModelCommand::Rollout, ..subject.clone() }.can_shard_packed());
         let planned = weights(&subject);
         // The largest shard of factors and the largest of the base may be on different processes.
         assert!(

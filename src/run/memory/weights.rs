@@ -1,6 +1,6 @@
 //! The weights in a memory plan: resident, streamed from disk, gathered, and second sets.
 
-use super::{AdapterPart, Learning, MemoryPart, Subject, gathered_bytes, plain_bytes};
+use super::{AdapterInput, TrainableTensor, MemoryItem, PlanInput, gathered_bytes, plain_bytes};
 use crate::dist::shard_range;
 use crate::dist::{PackedWeights, RolloutWeights};
 use crate::model::config::Form;
@@ -9,15 +9,15 @@ use crate::model::rounding::WeightRounding;
 use std::collections::BTreeMap;
 
 /// A tensor sharded over the processes, and its format in memory.
-pub(super) struct Pieced {
+pub(super) struct ShardedTensor {
     pub index: usize,
     pub spec: ParameterSpec,
     pub form: Form,
 }
 
-impl Pieced {
+impl ShardedTensor {
     /// Creates the entry of a trainable tensor, held in f32.
-    pub fn learning((index, spec): Learning) -> Self {
+    pub fn from_trainable((index, spec): TrainableTensor) -> Self {
         Self { index, spec, form: Form::F32 }
     }
 
@@ -34,13 +34,13 @@ impl Pieced {
 }
 
 /// Returns the bytes of all `pieced` tensors, unsharded.
-pub(super) fn whole_bytes(pieced: &[Pieced]) -> u64 {
-    pieced.iter().map(Pieced::bytes).sum()
+pub(super) fn unsharded_bytes(pieced: &[ShardedTensor]) -> u64 {
+    pieced.iter().map(ShardedTensor::bytes).sum()
 }
 
 /// Returns the peak of gathering `pieced` layer by layer: tensors outside layers, a layer held twice while it
 /// arrives, and the prefetched next one.
-pub(super) fn in_turn(pieced: &[Pieced]) -> u64 {
+pub(super) fn gather_peak_bytes(pieced: &[ShardedTensor]) -> u64 {
     let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
     for one in pieced {
         match one.layer() {
@@ -51,27 +51,27 @@ pub(super) fn in_turn(pieced: &[Pieced]) -> u64 {
     outside + 3 * layers.into_values().max().unwrap_or(0)
 }
 
-impl Subject<'_> {
+impl PlanInput<'_> {
     /// Returns the bytes of the policy's weights in memory, with its adapter, unsharded.
     pub(super) fn weight_bytes(&self) -> u64 {
-        let learns = |index: usize| self.intent.learns() && self.trainable[index];
+        let learns = |index: usize| self.intent.trains() && self.trainable[index];
         let specs = parameter_specs(self.config).into_iter().zip(self.forms).enumerate();
         let of = |(index, (spec, form)): (usize, (ParameterSpec, &Form))| {
             spec.resident_bytes(if learns(index) { Form::F32 } else { *form })
         };
-        specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterPart::bytes)
+        specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterInput::bytes)
     }
 
     /// Returns the bytes of the policy's weights in this process: shards of trainable and sharded packed
     /// tensors, and all others.
-    pub(super) fn own_weight_bytes(&self) -> u64 {
-        if self.processes == 1 || !self.intent.learns() {
+    pub(super) fn local_weight_bytes(&self) -> u64 {
+        if self.processes == 1 || !self.intent.trains() {
             return self.weight_bytes();
         }
-        let (learning, packed) = (self.ever_learning(), self.packed_pieces());
-        let shared = gathered_bytes(&learning) + whole_bytes(&packed);
+        let (learning, packed) = (self.ever_trainable_tensors(), self.sharded_packed_tensors());
+        let shared = gathered_bytes(&learning) + unsharded_bytes(&packed);
         let of = |rank: usize| -> u64 {
-            let here = |one: &Pieced| {
+            let here = |one: &ShardedTensor| {
                 shard_range(one.bytes() as usize, one.index, rank, self.processes).len() as u64
             };
             packed.iter().map(here).sum()
@@ -81,46 +81,46 @@ impl Subject<'_> {
     }
 
     /// Returns the policy's packed tensors that are sharded.
-    pub(super) fn packed_pieces(&self) -> Vec<Pieced> {
-        if self.processes == 1 || !self.intent.learns() || self.packed_weights != PackedWeights::Sharded {
+    pub(super) fn sharded_packed_tensors(&self) -> Vec<ShardedTensor> {
+        if self.processes == 1 || !self.intent.trains() || self.packed_weights != PackedWeights::Sharded {
             return vec![];
         }
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let packed = specs.filter(|(index, spec)| self.is_packed(spec, *index));
-        packed.map(|(index, spec)| Pieced { index, spec, form: self.forms[index] }).collect()
+        packed.map(|(index, spec)| ShardedTensor { index, spec, form: self.forms[index] }).collect()
     }
 
     /// Returns all of the policy's sharded tensors: those trainable in any stage, and packed ones if sharded.
-    pub(super) fn pieced(&self) -> Vec<Pieced> {
-        self.ever_learning().into_iter().map(Pieced::learning).chain(self.packed_pieces()).collect()
+    pub(super) fn sharded_tensors(&self) -> Vec<ShardedTensor> {
+        self.ever_trainable_tensors().into_iter().map(ShardedTensor::from_trainable).chain(self.sharded_packed_tensors()).collect()
     }
 
     /// Returns how a process holds the weights while it samples. `Whole` without sharding, and if experts
     /// cannot be remote.
-    pub(super) fn held_while_sampling(&self) -> RolloutWeights {
+    pub(super) fn effective_rollout_weights(&self) -> RolloutWeights {
         match self.rollout_weights {
-            _ if self.processes == 1 || !self.intent.learns() => RolloutWeights::Whole,
-            RolloutWeights::ByExpert if !self.has_travelling_experts() => RolloutWeights::Whole,
+            _ if self.processes == 1 || !self.intent.trains() => RolloutWeights::Whole,
+            RolloutWeights::ByExpert if !self.has_remote_experts() => RolloutWeights::Whole,
             RolloutWeights::Auto => RolloutWeights::Whole,
             held => held,
         }
     }
 
     /// Returns the memory of weights that a process gathers from the others for sampling.
-    pub(super) fn gathered_for_sampling(&self) -> MemoryPart {
-        let pieced = self.pieced();
-        match self.held_while_sampling() {
+    pub(super) fn sampling_gather_item(&self) -> MemoryItem {
+        let pieced = self.sharded_tensors();
+        match self.effective_rollout_weights() {
             RolloutWeights::Auto | RolloutWeights::Whole => {
-                MemoryPart { name: "weights, gathered", bytes: whole_bytes(&pieced) }
+                MemoryItem { name: "weights, gathered", bytes: unsharded_bytes(&pieced) }
             }
             RolloutWeights::ByExpert => {
-                let (experts, rest): (Vec<Pieced>, Vec<Pieced>) =
+                let (experts, rest): (Vec<ShardedTensor>, Vec<ShardedTensor>) =
                     pieced.into_iter().partition(|one| one.spec.is_per_expert());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
-                let bytes = |one: &Pieced| one.spec.of_experts(own).resident_bytes(one.form);
-                MemoryPart {
+                let bytes = |one: &ShardedTensor| one.spec.of_experts(own).resident_bytes(one.form);
+                MemoryItem {
                     name: "weights, gathered except experts",
-                    bytes: whole_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
+                    bytes: unsharded_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
                 }
             }
         }
@@ -128,7 +128,7 @@ impl Subject<'_> {
 
     /// Returns whether rows can be sent to experts on other processes. Not possible if each process holds all
     /// experts, packed.
-    pub fn has_travelling_experts(&self) -> bool {
+    pub fn has_remote_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed =
             |(index, spec): (usize, ParameterSpec)| spec.is_of_experts() && self.is_packed(&spec, index);
@@ -137,9 +137,9 @@ impl Subject<'_> {
     }
 
     /// Returns whether the command can shard packed weights: it trains, and some are packed.
-    pub fn can_cut_packed(&self) -> bool {
+    pub fn can_shard_packed(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
-        self.intent.learns() && specs.any(|(index, spec)| self.is_packed(&spec, index))
+        self.intent.trains() && specs.any(|(index, spec)| self.is_packed(&spec, index))
     }
 
     /// Returns the bytes of streamed weights: all tensors outside layers, and the largest layer.
@@ -155,12 +155,12 @@ impl Subject<'_> {
 
     /// Returns whether the policy's tensor `index` stays packed.
     pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
-        let learns = self.intent.learns() && self.trainable[index];
+        let learns = self.intent.trains() && self.trainable[index];
         !learns && spec.packed_form(self.forms[index]).is_some()
     }
 
     /// Returns the bytes of the policy's unpacked weights, which a reference copies.
-    pub(super) fn plain_weights(&self) -> u64 {
+    pub(super) fn unpacked_weight_bytes(&self) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let plain = specs.filter(|(index, spec)| !self.is_packed(spec, *index));
         plain.map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()

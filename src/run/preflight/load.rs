@@ -14,13 +14,13 @@ impl Preflight {
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.
     pub fn load(self, console: &Console) -> Result<RunContext> {
-        let subject = self.subject();
-        let (room, memory) = (subject.cache_room(self.gpu_sequences.unwrap_or(1)), subject.words());
+        let subject = self.plan_input();
+        let (room, memory) = (subject.cache_capacity(self.gpu_sequences.unwrap_or(1)), subject.to_text());
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let placement = match (self.streamed, self.packed_weights) {
             (true, _) => Placement::OnDisk,
-            (false, PackedWeights::Sharded) if self.intent.learns() => Placement::Sharded,
+            (false, PackedWeights::Sharded) if self.intent.trains() => Placement::Sharded,
             _ => Placement::Replicated,
         };
         let backend = (&self.mesh, &self.place.device);
@@ -28,11 +28,11 @@ impl Preflight {
         let mut parameters = self.threads.wide(read)?;
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
-            trainable = adapter.trainable_of_all(trainable.len());
+            trainable = adapter.trainable_flags(trainable.len());
             if parameters.adapter().is_none() {
                 adapter.attach(&mut parameters, recipe.train.seed)?;
             }
-            if self.intent.learns() {
+            if self.intent.trains() {
                 base = source.base()?;
             }
         }

@@ -14,14 +14,14 @@ use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{Plan, Recipe};
-use crate::rollout::{PromptLimits, preamble};
+use crate::rollout::{PromptLimits, system_prompt};
 use crate::run::adapter::RunAdapter;
-use crate::run::device::{ComputePlace, choose};
-use crate::run::family::foreign_keys;
-use crate::run::freeze::{critic_trainable, trainable};
-use crate::run::memory::{Intent, OtherWeights, Subject};
-use crate::run::source::{ModelSource, unverified};
-use crate::tasks::{self, Problem, Task, TaskHost};
+use crate::run::device::{ComputeDevice, choose};
+use crate::run::family::unsupported_keys;
+use crate::run::freeze::{critic_trainable_flags, policy_trainable_flags};
+use crate::run::memory::{ModelCommand, SecondWeights, PlanInput};
+use crate::run::source::{ModelSource, unverified_warning};
+use crate::tasks::{self, Problem, Task, TaskContext};
 use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use std::sync::Arc;
 /// Everything that a plan names, opened and checked. Of the weights, only the headers are read.
 pub struct Preflight {
     pub plan: Plan,
-    intent: Intent,
+    intent: ModelCommand,
     /// The processes of the run.
     mesh: Arc<Mesh>,
     /// Number of processes that memory is planned for.
@@ -39,7 +39,7 @@ pub struct Preflight {
     /// How each process holds the packed weights.
     packed_weights: PackedWeights,
     threads: Threads,
-    place: ComputePlace,
+    place: ComputeDevice,
     /// Number of sequences in the GPU's KV cache; `None` on the CPU.
     gpu_sequences: Option<usize>,
     pub(super) source: ModelSource,
@@ -59,8 +59,8 @@ impl Preflight {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
-    pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
-        Self::open_at(plan, intent, &Mesh::single(), None, console)
+    pub fn open(plan: Plan, intent: ModelCommand, console: &Console) -> Result<Self> {
+        Self::open_on_mesh(plan, intent, &Mesh::single(), None, console)
     }
 
     /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
@@ -68,38 +68,38 @@ impl Preflight {
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn open_at(
+    pub fn open_on_mesh(
         mut plan: Plan,
-        intent: Intent,
+        intent: ModelCommand,
         mesh: &Arc<Mesh>,
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
         let threads = Threads::shared(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
-        let mut mistakes = Mistakes(vec![]);
+        let mut mistakes = ErrorList(vec![]);
         let host =
-            TaskHost { validation_problems_max: plan.recipe.eval.problems_max, console: console.clone() };
+            TaskContext { validation_problems_max: plan.recipe.eval.problems_max, console: console.clone() };
         let source = mistakes.note(match checkpoint.filter(|folder| holds_adapter(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
-                .map(|source| source.held_for(&plan.recipe)),
+                .map(|source| source.unpack_for_precision(&plan.recipe)),
             None => ModelSource::open(&plan.recipe),
         });
         let task = mistakes.note(tasks::build(&plan.recipe.task, &host));
         let adapter = source.as_ref().and_then(|s| {
             let found = s.adapter.as_ref().map(|adapter| &adapter.lora);
-            mistakes.note(RunAdapter::of(&plan, &s.config, found, intent.learns()))
+            mistakes.note(RunAdapter::resolve(&plan, &s.config, found, intent.trains()))
         });
         let trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| match adapter {
             Some(adapter) if !adapter.after_cold_start => Some(vec![false; s.specs().len()]),
             Some(adapter) => {
                 let all = [&s.specs()[..], &adapter.specs].concat();
-                mistakes.note(trainable(&plan, &all)).map(|all| all[..s.specs().len()].to_vec())
+                mistakes.note(policy_trainable_flags(&plan, &all)).map(|all| all[..s.specs().len()].to_vec())
             }
-            None => mistakes.note(trainable(&plan, &s.specs())),
+            None => mistakes.note(policy_trainable_flags(&plan, &s.specs())),
         });
         let critic_trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| {
             let factors = adapter.as_ref().map(|adapter| &adapter.specs[..]);
-            mistakes.note(critic_trainable(&plan, &s.config, factors))
+            mistakes.note(critic_trainable_flags(&plan, &s.config, factors))
         });
         let interpreter = match &task {
             Some(task) if task.uses_python() => {
@@ -110,9 +110,9 @@ impl Preflight {
         if let Some(source) = &source {
             mistakes.note(check_budgets(&plan, &source.config));
             mistakes.note(check_heads(&plan, &source.config));
-            mistakes.0.extend(foreign_keys(&plan, source.config.family));
+            mistakes.0.extend(unsupported_keys(&plan, source.config.family));
         }
-        let compares_changed = intent == Intent::CheckMismatch(OtherWeights::Changed);
+        let compares_changed = intent == ModelCommand::CheckMismatch(SecondWeights::Changed);
         let place = source.as_ref().map(|s| choose(&mut plan, &s.config, mesh, compares_changed));
         let place = place.and_then(|place| place.map_err(|why| mistakes.0.extend(why)).ok());
         let (
@@ -134,15 +134,15 @@ impl Preflight {
                 .push(format!("{} holds no weights; they are initialized at random", folder.display()));
         }
         if let Some(folder) = &source.unverified {
-            plan.warnings.push(unverified(folder));
+            plan.warnings.push(unverified_warning(folder));
         }
-        if let Some(confinement) = interpreter.as_ref().map(|i| i.confinement())
+        if let Some(confinement) = interpreter.as_ref().map(|i| i.sandbox_description())
             && confinement.contains("NOT SANDBOXED")
         {
             plan.warnings
                 .push(format!("THE PYTHON TOOL IS {confinement}: code from the model runs with your rights"));
         }
-        let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python());
+        let preamble = system_prompt(&source.chat, &plan.recipe.harmony, task.uses_python());
         Ok(Self {
             plan,
             intent,
@@ -185,20 +185,20 @@ impl Preflight {
     }
 
     /// Returns the memory plan's input.
-    pub fn subject(&self) -> Subject<'_> {
-        self.subject_of(self.intent)
+    pub fn plan_input(&self) -> PlanInput<'_> {
+        self.plan_input_for(self.intent)
     }
 
     /// Returns the memory plan's input for another command.
-    pub fn subject_of(&self, intent: Intent) -> Subject<'_> {
-        Subject {
+    pub fn plan_input_for(&self, intent: ModelCommand) -> PlanInput<'_> {
+        PlanInput {
             intent,
             recipe: &self.plan.recipe,
             config: &self.source.config,
             forms: &self.source.forms,
             trainable: self.trainable.clone(),
             critic_trainable: self.critic_trainable.clone(),
-            adapter: self.adapter.as_ref().map(RunAdapter::part),
+            adapter: self.adapter.as_ref().map(RunAdapter::adapter_input),
             uses_python: self.interpreter.is_some(),
             threads: self.threads.count(),
             streamed: self.streamed,
@@ -211,9 +211,9 @@ impl Preflight {
 }
 
 /// Collects error messages, of [`crate::error::BadInput`] and others, in their own words.
-pub(super) struct Mistakes(pub(super) Vec<String>);
+pub(super) struct ErrorList(pub(super) Vec<String>);
 
-impl Mistakes {
+impl ErrorList {
     fn note<T>(&mut self, result: Result<T>) -> Option<T> {
         result.map_err(|error| self.0.push(format!("{error:#}"))).ok()
     }

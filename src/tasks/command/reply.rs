@@ -19,9 +19,9 @@ const KEYS: [(&str, &[&str]); 5] = [
 const ERROR: &str = "error";
 
 /// A program's answer without unknown keys. A key with the value null counts as absent.
-pub(super) struct Reply(Map<String, Value>);
+pub(super) struct ProgramReply(Map<String, Value>);
 
-impl Reply {
+impl ProgramReply {
     /// # Errors
     /// When the program reports a failure, or for an unknown key, with the most similar known key.
     pub(super) fn new(request: &str, answer: Value) -> Result<Self> {

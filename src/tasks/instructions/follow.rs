@@ -1,24 +1,24 @@
 //! Checks whether a response follows an instruction.
 
 use super::capitals::count_capital_words;
-use super::pattern::constant;
+use super::pattern::compile_pattern;
 use super::python::{count_words, is_lower, is_space, is_upper, strip};
-use super::sentences::sentences;
+use super::sentences::split_sentences;
 use super::{Instruction, language};
 use regex::Regex;
 use std::sync::LazyLock;
 
 /// Checks each of `instructions` against `response`; a blank response follows none.
-pub fn strict(instructions: &[Instruction], response: &str) -> Vec<bool> {
-    let follows = |instruction: &Instruction| !strip(response).is_empty() && instruction.follows(response);
+pub fn check_strictly(instructions: &[Instruction], response: &str) -> Vec<bool> {
+    let follows = |instruction: &Instruction| !strip(response).is_empty() && instruction.is_followed_by(response);
     instructions.iter().map(follows).collect()
 }
 
 impl Instruction {
     /// Returns true when `response` follows the instruction. [`strict`] also refuses blank responses.
-    pub fn follows(&self, response: &str) -> bool {
+    pub fn is_followed_by(&self, response: &str) -> bool {
         match self {
-            Self::CapitalWords(bound) => bound.holds(count_capital_words(response)),
+            Self::CapitalWords(bound) => bound.contains(count_capital_words(response)),
             Self::EnglishCapital => is_upper(response) && language::is_in(response, "en"),
             Self::EnglishLowercase => is_lower(response) && language::is_in(response, "en"),
             Self::RepeatPrompt(prompt) => strip(response).to_lowercase().starts_with(prompt),
@@ -37,17 +37,17 @@ impl Instruction {
                 .any(|t| !strip(t.as_str().trim_start_matches('<').trim_end_matches('>')).is_empty()),
             Self::Keywords(keywords) => keywords.iter().all(|keyword| keyword.is_match(response)),
             Self::ForbiddenWords(words) => !words.iter().any(|word| word.is_match(response)),
-            Self::KeywordFrequency { keyword, bound } => bound.holds(matches(keyword, response)),
+            Self::KeywordFrequency { keyword, bound } => bound.contains(matches(keyword, response)),
             Self::LetterFrequency { letter, bound } => {
-                bound.holds(response.to_lowercase().chars().filter(|c| c == letter).count() as u64)
+                bound.contains(response.to_lowercase().chars().filter(|c| c == letter).count() as u64)
             }
             Self::Language(code) => language::is_in(response, code),
             Self::NthParagraphFirstWord { paragraphs, nth, first_word } => {
                 nth_paragraph_first_word(response, *paragraphs, *nth, first_word)
             }
             Self::Paragraphs(count) => paragraphs(response) == Some(*count),
-            Self::Sentences(bound) => bound.holds(sentences(response).len() as u64),
-            Self::Words(bound) => bound.holds(count_words(response)),
+            Self::Sentences(bound) => bound.contains(split_sentences(response).len() as u64),
+            Self::Words(bound) => bound.contains(count_words(response)),
             Self::NoComma => !response.contains(','),
             Self::EndPhrase(phrase) => {
                 strip(response).trim_matches('"').to_lowercase().ends_with(phrase.as_str())
@@ -64,13 +64,13 @@ impl Instruction {
 pub(super) const CONSTRAINED_RESPONSES: [&str; 3] =
     ["My answer is yes.", "My answer is no.", "My answer is maybe."];
 
-static PLACEHOLDER: LazyLock<Regex> = LazyLock::new(|| constant(r"\[.*?\]"));
-static STAR_BULLET: LazyLock<Regex> = LazyLock::new(|| constant(r"(?m)^\s*\*[^*].*$"));
-static DASH_BULLET: LazyLock<Regex> = LazyLock::new(|| constant(r"(?m)^\s*-.*$"));
-static EMPHASIS: LazyLock<Regex> = LazyLock::new(|| constant(r"\*[^\n*]*\*"));
-static STRONG: LazyLock<Regex> = LazyLock::new(|| constant(r"\*\*[^\n*]*\*\*"));
-static TITLE: LazyLock<Regex> = LazyLock::new(|| constant(r"<<[^\n]+>>"));
-static DIVIDER: LazyLock<Regex> = LazyLock::new(|| constant(r"\s?\*\*\*\s?"));
+static PLACEHOLDER: LazyLock<Regex> = LazyLock::new(|| compile_pattern(r"\[.*?\]"));
+static STAR_BULLET: LazyLock<Regex> = LazyLock::new(|| compile_pattern(r"(?m)^\s*\*[^*].*$"));
+static DASH_BULLET: LazyLock<Regex> = LazyLock::new(|| compile_pattern(r"(?m)^\s*-.*$"));
+static EMPHASIS: LazyLock<Regex> = LazyLock::new(|| compile_pattern(r"\*[^\n*]*\*"));
+static STRONG: LazyLock<Regex> = LazyLock::new(|| compile_pattern(r"\*\*[^\n*]*\*\*"));
+static TITLE: LazyLock<Regex> = LazyLock::new(|| compile_pattern(r"<<[^\n]+>>"));
+static DIVIDER: LazyLock<Regex> = LazyLock::new(|| compile_pattern(r"\s?\*\*\*\s?"));
 
 fn matches(pattern: &Regex, text: &str) -> u64 {
     pattern.find_iter(text).count() as u64

@@ -100,7 +100,7 @@ fn recipes(scratch: &Path) -> Vec<Target> {
 fn model_files(scratch: &Path) -> Vec<Target> {
     let parent = |path: &Path| path.parent().expect("a folder").to_owned();
     let vocabularies = [Format::Harmony, Format::ChatMl]
-        .map(|format| format.embedded().expect("embedded").vocabulary().json_bytes().to_vec());
+        .map(|format| format.read_embedded().expect("embedded").vocabulary().json_bytes().to_vec());
     let configs = ["gpt_oss_yarn", "gpt_oss_plain", "qwen2", "qwen2_tied"]
         .map(|name| example(&format!("tests/fixtures/{name}/config.json")));
     let digest = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262";
@@ -211,7 +211,7 @@ fn data(scratch: &Path) -> Vec<Target> {
         .collect();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/engines/model");
     let config = Config::read(&folder).expect("a config");
-    let chat = Format::Harmony.embedded().expect("embedded");
+    let chat = Format::Harmony.read_embedded().expect("embedded");
     vec![
         target("rows", 6, [problems], file(scratch, "rows.jsonl", read)),
         target("packed rows", 4, [packed(problems)], file(scratch, "rows.jsonl.gz", read)),
@@ -229,7 +229,7 @@ fn data(scratch: &Path) -> Vec<Target> {
 
 /// Conversations in `format`: of files, as text that was sampled, as ids that were.
 fn conversations(format: Format) -> [Target; 3] {
-    let chat = format.embedded().expect("embedded");
+    let chat = format.read_embedded().expect("embedded");
     let (rendering, sampling) = (chat.clone(), chat.clone());
     let (names, turns) = match format {
         Format::Harmony => (
@@ -303,8 +303,8 @@ fn answers() -> Vec<Target> {
             ],
             text(|input| {
                 for equality in [AnswerEquality::Equivalent, AnswerEquality::Exact] {
-                    let _ = equality.holds(input, "3") | equality.holds("x+1", input);
-                    let _ = equality.holds(input, input);
+                    let _ = equality.matches(input, "3") | equality.matches("x+1", input);
+                    let _ = equality.matches(input, input);
                 }
             }),
         ),
@@ -317,10 +317,10 @@ fn answers() -> Vec<Target> {
                 "Answer: 3.50 dollars",
             ],
             text(|input| {
-                let _ = boxed::last_boxed_at(input);
+                let _ = boxed::find_last_boxed(input);
                 let _ = number::Number::last_in(input);
                 let _ = gsm8k::extract(input, gsm8k::Extraction::Flexible);
-                let _ = retool::PromptForm::default().extract(input);
+                let _ = retool::PromptFormat::default().extract(input);
             }),
         ),
         target(
@@ -335,7 +335,7 @@ fn answers() -> Vec<Target> {
                 let Ok(serde_json::Value::Array(parts)) = serde_json::from_str(input) else { return };
                 let [serde_json::Value::String(id), kwargs, response, ..] = &parts[..] else { return };
                 if let Ok(instruction) = Instruction::parse(id, kwargs) {
-                    let _ = instruction.follows(response.as_str().unwrap_or_default());
+                    let _ = instruction.is_followed_by(response.as_str().unwrap_or_default());
                 }
             }),
         ),

@@ -21,7 +21,7 @@ use rloss::model::storage::Stored;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, SampledPlace, Sampling, TokenSource};
+use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, TokenPosition, Sampling, TokenSource};
 use rloss::settings::Choice;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Trajectory};
@@ -275,7 +275,7 @@ impl Case {
             ..RolloutSettings::default()
         };
         let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step };
-        let chat = self.config.family.chat.embedded()?;
+        let chat = self.config.family.chat.read_embedded()?;
         let rollout = Rollout {
             threads,
             policy,
@@ -292,7 +292,7 @@ impl Case {
         let (sampling, turns, tokens_max) = (self.sampling, self.turns, self.turn_tokens_max);
         let source = Talk { family: self.config.family, sampling, turns, tokens_max };
         let source: &dyn TokenSource = if self.sampling.top_p < 1.0 { &self.sampling } else { &source };
-        let rollouts = rollout.groups_from(source, &prompts, self.samples, &|_| (), &|| false)?;
+        let rollouts = rollout.sample_from_source(source, &prompts, self.samples, &|_| (), &|| false)?;
         let rollouts = rollouts.context("nobody stopped it")?;
         Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
     }
@@ -352,7 +352,7 @@ impl TokenSource for Talk {
         self.sampling
     }
 
-    fn choose(&self, place: SampledPlace, drawn: u32) -> Result<u32> {
+    fn choose(&self, place: TokenPosition, drawn: u32) -> Result<u32> {
         let last = place.turn + 1 == self.turns;
         let (opening, closing) = self.frame(last);
         let hash = (place.prompt * 31 + place.sample * 17 + place.turn * 7 + 3).wrapping_mul(0x9e37_79b9);
@@ -378,7 +378,7 @@ impl Interpreter for Repeat {
 
     fn close(&self, _: SessionId) {}
 
-    fn confinement(&self) -> String {
+    fn sandbox_description(&self) -> String {
         "none: nothing runs".into()
     }
 }

@@ -42,7 +42,7 @@ fn clip_ranges_outside_their_interval_are_refused() {
     let batch = Fixture::new(0);
     let normalizer = whole_batch(Aggregation::TokenMean, &batch.sequences());
     for (objective, reason) in [
-        (TrlObjective::Clip { range, delta: Some(1.2) }, "delta"),
+        (TrlObjective::OutputClipper { range, delta: Some(1.2) }, "delta"),
         (TrlObjective::Cispo { ratio_max: 0.0 }, "positive"),
     ] {
         let config = TrlConfig { objective, sequence_level: false, kl: None };

@@ -10,7 +10,7 @@ use rloss::policy::{Figures, Normalizer, Sequences};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum TrlObjective {
     /// The clipped surrogate; `delta` caps the ratio of the unclipped branch too.
-    Clip { range: ClipRange, delta: Option<f64> },
+    OutputClipper { range: ClipRange, delta: Option<f64> },
     /// The detached weight min(r, `ratio_max`): an absolute bound, not 1 + ε.
     Cispo { ratio_max: f64 },
 }
@@ -54,7 +54,7 @@ pub fn trl(input: &LossInput, config: &TrlConfig, normalizer: &Normalizer) -> Re
             let log_ratio = if config.sequence_level { row_mean } else { log_ratio(input, t) };
             terms[t] = config.objective.term(log_ratio.exp(), input, t);
         }
-        let through_ratio = matches!(config.objective, TrlObjective::Clip { .. });
+        let through_ratio = matches!(config.objective, TrlObjective::OutputClipper { .. });
         if config.sequence_level && through_ratio {
             let shared = mean(input.sequences.valid(row.clone()).map(|t| terms[t].slope));
             input.sequences.valid(row).for_each(|t| terms[t].slope = shared);
@@ -90,7 +90,7 @@ impl TrlObjective {
         let advantage = f64::from(input.advantages[t]);
         let weight = input.weights.map_or(1.0, |w| f64::from(w[t]));
         match *self {
-            TrlObjective::Clip { range, delta } => {
+            TrlObjective::OutputClipper { range, delta } => {
                 let cap = delta.unwrap_or(f64::INFINITY);
                 let (free, bound) = (
                     -advantage * ratio.min(cap),
@@ -119,7 +119,7 @@ impl TrlObjective {
 
 fn check_objective(objective: &TrlObjective) -> Result<()> {
     match *objective {
-        TrlObjective::Clip { range, delta: Some(delta) } if delta.is_nan() || delta <= 1.0 + range.high() => {
+        TrlObjective::OutputClipper { range, delta: Some(delta) } if delta.is_nan() || delta <= 1.0 + range.high() => {
             Err(bad_input!("delta is {delta}: it caps the unclipped ratio, so it must exceed 1 + clip high"))
         }
         TrlObjective::Cispo { ratio_max } if ratio_max.is_nan() || ratio_max <= 0.0 => {

@@ -4,7 +4,7 @@ use super::tools::{embedded_of, processes_of};
 use super::*;
 use crate::skips;
 use rloss::settings::Choice;
-use rloss::tasks::{TaskHost, TaskName, TaskSettings, build};
+use rloss::tasks::{TaskContext, TaskName, TaskSettings, build};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -92,7 +92,7 @@ impl TokenSource for Kinds {
         Sampling::whole(1.0)
     }
 
-    fn choose(&self, place: SampledPlace, _: u32) -> Result<u32> {
+    fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {
         let turn = self.0[place.prompt as usize].get(place.turn as usize).context("an unscripted turn")?;
         turn.get(place.token).copied().context("an unscripted token")
     }
@@ -114,7 +114,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
             command_timeout_s: Some(10.0),
             ..Default::default()
         },
-        &TaskHost::default(),
+        &TaskContext::default(),
     )
     .unwrap();
     // A name of its own tells these workers from those of tests beside it.
@@ -143,7 +143,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
             }
         });
         let rollout = world.rollout(task.as_ref(), Some(&tool));
-        let rollouts = rollout.groups_from(&source, &prompts, 1, &|_| (), &|| false);
+        let rollouts = rollout.sample_from_source(&source, &prompts, 1, &|_| (), &|| false);
         over.store(true, Ordering::SeqCst);
         rollouts.unwrap().expect("nobody stopped it")
     });

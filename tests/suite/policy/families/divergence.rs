@@ -131,7 +131,7 @@ pub fn trl_row(row: &Row) -> Outcome {
     let loss_type = text(row, "loss_type");
     let objective = match loss_type {
         "cispo" => TrlObjective::Cispo { ratio_max: number(row, "epsilon_high") },
-        _ => TrlObjective::Clip {
+        _ => TrlObjective::OutputClipper {
             range: ClipRange::new(number(row, "epsilon"), number(row, "epsilon_high"))?,
             delta: row.params["delta"].as_f64(),
         },
