@@ -31,7 +31,7 @@ use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Recipe;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, TokenPosition, Sampling, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, Sampling, TokenPosition, TokenSource,
 };
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};

@@ -8,9 +8,9 @@ use crate::metrics::{Console, sanitize_line, sanitize_terminal};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::locate;
 use crate::rollout::{Prompt, Rollout, RolloutPlan};
-use crate::run::collect::print_text;
 use crate::run::context::RunContext;
 use crate::run::memory::ModelCommand;
+use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use crate::trajectory::{Outcome, Trajectory};
@@ -97,7 +97,8 @@ impl Talk<'_> {
             self.messages.clear();
             return Ok(format!("{shown}({})\n", sanitize_line(&format!("{error:#}"))));
         }
-        let rollouts = self.sampler(&plan).sample_groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
+        let rollouts =
+            self.sampler(&plan).sample_groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
         let given = self.context.preamble.len() + self.messages.len();
         let trajectory = rollouts.trajectories().next().context("no answer")?;
         let all = rollouts.messages.iter().flatten().next().context("no answer")?;

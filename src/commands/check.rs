@@ -8,11 +8,11 @@ use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, locate};
-use crate::run::collect::print_text;
 use crate::run::memory::{
-    AvailableMemory, ModelCommand, MemoryPlan, SecondWeights, PlanInput, Traffic, available_memory, gigabytes,
+    AvailableMemory, MemoryPlan, ModelCommand, PlanInput, SecondWeights, Traffic, available_memory, gigabytes,
 };
 use crate::run::preflight::Preflight;
+use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::tasks::{Problem, Reward, Task, Transcript};
 use crate::trajectory::Outcome;

@@ -16,10 +16,10 @@ use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress};
-use crate::run::collect::print_text;
 use crate::run::context::RunContext;
 use crate::run::memory::{ModelCommand, SecondWeights, explain_out_of_memory};
 use crate::run::processes;
+use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
@@ -97,9 +97,8 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     processes::check_agreement(&mesh, &context.plan, weights, &named.join(" "))?;
     let console = console(&context.plan, &mesh);
     let found = match args.against.as_slice() {
-        [] => {
-            check_arms(&context, &arms, &console).map_err(|error| explain_out_of_memory(error, &context.memory))?
-        }
+        [] => check_arms(&context, &arms, &console)
+            .map_err(|error| explain_out_of_memory(error, &context.memory))?,
         _ => check_against(&context, args, &console)?,
     };
     mesh.disconnect();
@@ -135,7 +134,8 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
         }
         _ => SecondWeights::Changed,
     };
-    let context = RunContext::open_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
+    let context =
+        RunContext::open_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     arms.iter().try_for_each(|(_, plan)| context.check_family(plan))?;
     let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();

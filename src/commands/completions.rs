@@ -1,7 +1,7 @@
 //! `rloss completions SHELL`: prints the shell completions of this program.
 
 use crate::error::EXIT_DONE;
-use crate::run::collect::print_text;
+use crate::run::sampling_folder::print_text;
 use anyhow::Result;
 use clap::Args;
 use clap_complete::Shell;

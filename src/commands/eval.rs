@@ -7,11 +7,11 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
 use crate::rollout::accuracy;
-use crate::run::collect::{SamplingFolder, check_failures, print_text};
 use crate::run::context::RunContext;
 use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult, validation_prompts};
 use crate::run::header;
 use crate::run::memory::ModelCommand;
+use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
 use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
@@ -45,7 +45,9 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = StopFlag::listen()?;
     let teller = console.clone();
-    stop.on_request(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
+    stop.on_request(move || {
+        teller.print("stopping: finished samples are kept; a second signal stops at once")
+    })?;
     let plan = context.evaluation_rollout(step);
     let samples = context.recipe().eval.samples;
     let policy = context.policy_without_ablations()?;

@@ -4,10 +4,10 @@
 use crate::error::EXIT_DONE;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{RecipeSource, locate};
-use crate::run::collect::print_text;
 use crate::run::context::RunContext;
 use crate::run::export;
 use crate::run::memory::ModelCommand;
+use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use anyhow::Result;
 use clap::Args;

@@ -7,7 +7,7 @@
 use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::metrics::Console;
-use crate::report::server::{Response, RequestHead, serve};
+use crate::report::server::{RequestHead, Response, serve};
 use crate::report::{page, state_digest};
 use crate::run::signals::StopFlag;
 use anyhow::{Context, Result};

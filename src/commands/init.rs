@@ -2,8 +2,8 @@
 
 use crate::bad_input;
 use crate::error::EXIT_DONE;
-use crate::run::collect::print_text;
 use crate::run::header::command_line;
+use crate::run::sampling_folder::print_text;
 use anyhow::Result;
 use clap::Args;
 use serde_json::json;

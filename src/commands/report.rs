@@ -4,7 +4,7 @@ use crate::commands::follow;
 use crate::error::EXIT_DONE;
 use crate::metrics::sanitize_terminal;
 use crate::report::write_report;
-use crate::run::collect::print_text;
+use crate::run::sampling_folder::print_text;
 use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;

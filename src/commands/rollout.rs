@@ -7,10 +7,10 @@ use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::locate;
-use crate::run::collect::{SamplingFolder, check_failures, print_text};
 use crate::run::context::RunContext;
 use crate::run::header;
 use crate::run::memory::ModelCommand;
+use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
 use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
 use crate::settings::Choice;
@@ -53,14 +53,17 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = StopFlag::listen()?;
     let teller = console.clone();
-    stop.on_request(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
+    stop.on_request(move || {
+        teller.print("stopping: finished samples are kept; a second signal stops at once")
+    })?;
     let recipe = context.recipe();
     let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let plan = context.training_rollout(step);
     let asked = (&plan, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
     let policy = context.rollout_policy()?;
-    let found = collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.is_requested())?;
+    let found =
+        collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.is_requested())?;
     let Some(rows) = found else {
         console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);

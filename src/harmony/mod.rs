@@ -6,7 +6,7 @@
 //! tool or a model can never become a control token.
 
 mod content;
-mod embedded;
+mod embedded_vocabulary;
 mod header;
 mod message;
 mod parser;
@@ -23,4 +23,4 @@ pub use message::{Message, Role};
 pub use parser::{ParseMode, StreamParser};
 pub use render::{MaskedTokens, RenderOptions};
 pub use tokenizer::{ControlTokens, HarmonyTokenizer};
-pub use turn::{ParsedCompletion, TurnEnd, TurnParser, TurnError, TurnStep};
+pub use turn::{ParsedCompletion, TurnEnd, TurnError, TurnParser, TurnStep};

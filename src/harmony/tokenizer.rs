@@ -1,6 +1,6 @@
 //! A vocabulary with the Harmony control tokens.
 
-use super::embedded;
+use super::embedded_vocabulary;
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use std::ops::Deref;
@@ -57,7 +57,7 @@ impl HarmonyTokenizer {
     /// # Errors
     /// None in practice: a test reads it.
     pub fn from_embedded() -> Result<Self> {
-        Self::from_bytes(embedded::tokenizer_json(), "the embedded tokenizer")
+        Self::from_bytes(embedded_vocabulary::tokenizer_json(), "the embedded tokenizer")
     }
 
     fn new(vocabulary: Vocabulary, place: &str) -> Result<Self> {

@@ -46,9 +46,7 @@ impl TurnError {
             }
             TurnError::TextAfterEnd => "Error: text outside of a message.".into(),
             TurnError::CallWithoutRecipient => "Error: the call names no recipient.".into(),
-            TurnError::CallNotClosed { .. } => {
-                "Error: the message to a tool was not ended as a call.".into()
-            }
+            TurnError::CallNotClosed { .. } => "Error: the message to a tool was not ended as a call.".into(),
             TurnError::EmptyCall { .. } => "Error: the call is empty.".into(),
             TurnError::SpecialTokenInContent => "Error: the call contains special tokens.".into(),
             TurnError::InvalidUtf8 => "Error: the call is not valid UTF-8.".into(),

@@ -5,7 +5,7 @@
 
 use super::FRAME_BYTES_MAX;
 use super::output::OutputClipper;
-use super::{confine, frames, refusal};
+use super::{frames, refusal, sandbox};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result, ensure};
 use monty::{Dump, MontyRepl, Session, SessionRef};
@@ -87,10 +87,12 @@ fn take_pipes() -> Result<(File, File)> {
 fn serve(mut input: File, mut output: File) -> Result<()> {
     let hello: WorkerHello = serde_json::from_slice(&frames::read(&mut input, HELLO_BYTES_MAX)?)?;
     let first_unused = 1 + output.as_raw_fd().max(input.as_raw_fd());
-    let confined = confine::confine_worker(hello.parent_id, hello.memory_bytes, first_unused);
+    let confined = sandbox::confine_worker(hello.parent_id, hello.memory_bytes, first_unused);
     let welcome = match confined {
         Ok(active) => StartupReply::Ready(active),
-        Err(e) if hello.dangerously_allow_unsandboxed => StartupReply::Ready(format!("NOT SANDBOXED ({e:#})")),
+        Err(e) if hello.dangerously_allow_unsandboxed => {
+            StartupReply::Ready(format!("NOT SANDBOXED ({e:#})"))
+        }
         Err(e) => StartupReply::Refused(refusal(&e)),
     };
     frames::write(&mut output, &serde_json::to_vec(&welcome)?)?;
@@ -142,7 +144,12 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
             hello.time_limit_s,
             lost_state_note(hello.keep_state)
         );
-        return Answer { outcome: CallOutcome::TimeLimit, text, kept: StateChange::Unchanged, state: Vec::new() };
+        return Answer {
+            outcome: CallOutcome::TimeLimit,
+            text,
+            kept: StateChange::Unchanged,
+            state: Vec::new(),
+        };
     }
     let outcome = match result {
         Ok(MontyObject::None) => CallOutcome::Answered,

@@ -11,19 +11,19 @@ use anyhow::{Context, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-#[cfg_attr(not(target_os = "linux"), path = "confine_unsupported.rs")]
-pub mod confine;
 #[cfg_attr(not(target_os = "linux"), path = "cpython_unsupported.rs")]
 mod cpython;
-mod deaths;
-mod embedded;
+mod embedded_interpreter;
 mod embedded_worker;
 mod frames;
 mod output;
 mod process;
+#[cfg_attr(not(target_os = "linux"), path = "sandbox_unsupported.rs")]
+pub mod sandbox;
+mod worker_deaths;
 
 pub use cpython::CPython;
-pub use embedded::EmbeddedInterpreter;
+pub use embedded_interpreter::EmbeddedInterpreter;
 
 /// Starts the interpreter that `settings` select, for up to `sessions_max` live trajectories.
 ///

@@ -28,7 +28,10 @@ pub(crate) fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     let stem = Path::new(name.as_ref()).file_stem();
     let built_in = BUILT_IN.iter().find(|(name, _)| stem.is_some_and(|stem| stem == *name));
     if let (true, Some((name, text))) = (path.to_string_lossy().ends_with(BUILT_IN_SUFFIX), built_in) {
-        return Ok(Some(Base { file: PathBuf::from(format!("{name}{BUILT_IN_SUFFIX}")), text: (*text).to_owned() }));
+        return Ok(Some(Base {
+            file: PathBuf::from(format!("{name}{BUILT_IN_SUFFIX}")),
+            text: (*text).to_owned(),
+        }));
     }
     let file = path.parent().unwrap_or(Path::new("")).join(name.as_ref());
     match bounded_file::read_text(&file, TOML_BYTES_MAX) {

@@ -3,11 +3,11 @@
 
 mod base;
 mod plan;
-mod removed;
+mod removed_keys;
 mod rules;
 mod source;
 
-pub use plan::{Plan, resolve, resolve_run_recipe, resume_differences, override_key};
+pub use plan::{Plan, override_key, resolve, resolve_run_recipe, resume_differences};
 pub use source::{BUILT_IN, RecipeSource, locate};
 
 use crate::checkpoint::CheckpointSettings;
@@ -18,7 +18,7 @@ use crate::metrics::LoggingSettings;
 use crate::model::arms::Arms;
 use crate::model::settings::{AdapterSettings, DeviceKind, ModelSettings};
 use crate::policy::PolicySettings;
-use crate::rollout::{EvalSettings, SystemPromptSettings, RolloutSettings};
+use crate::rollout::{EvalSettings, RolloutSettings, SystemPromptSettings};
 use crate::settings::table;
 use crate::tasks::TaskSettings;
 

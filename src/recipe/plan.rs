@@ -2,7 +2,7 @@
 
 use super::Recipe;
 use super::base;
-use super::removed::{refusal, blank_removed_keys};
+use super::removed_keys::{blank_removed_keys, refusal};
 use super::rules::{self, Findings};
 use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
@@ -66,7 +66,8 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
         }
     }
     mistakes.0.append(&mut not_sets);
-    let is_set = |table: &str| sets.iter().filter_map(|set| override_key(set)).any(|key| is_in_table(key, table));
+    let is_set =
+        |table: &str| sets.iter().filter_map(|set| override_key(set)).any(|key| is_in_table(key, table));
     if is_set("model.path") && !is_set("model.architecture") && !is_set("model.tokenizer") {
         // A folder given in place of a recipe, such as another checkpoint of a run, defines the whole
         // model.

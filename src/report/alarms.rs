@@ -30,7 +30,10 @@ pub(super) fn healthy_range(alarm: &Alarm) -> String {
 /// Returns the finite bounds of `metric`'s healthy range, for a chart.
 pub(super) fn healthy_bounds(metric: &str) -> Option<(String, Vec<f64>)> {
     let alarm = ALARMS.iter().find(|alarm| alarm.metric == metric)?;
-    Some((healthy_range(alarm), [alarm.low, alarm.high].into_iter().filter(|level| level.is_finite()).collect()))
+    Some((
+        healthy_range(alarm),
+        [alarm.low, alarm.high].into_iter().filter(|level| level.is_finite()).collect(),
+    ))
 }
 
 /// Returns the last value, the worst value with its step, and the number of values that trigger the alarm.

@@ -200,7 +200,10 @@ fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead
             break end;
         }
         if head.len() > HEAD_BYTES_MAX {
-            return Some(Err(Response::text("431 Request Header Fields Too Large", "the head is too long\n")));
+            return Some(Err(Response::text(
+                "431 Request Header Fields Too Large",
+                "the head is too long\n",
+            )));
         }
         match read(stream, &mut piece, deadline)? {
             0 => return None,

@@ -18,7 +18,7 @@
 use super::Rollout;
 use super::prompt::RenderedPrompt;
 use super::sampler::TokenPosition;
-use crate::chat::{Call, PYTHON, ChatTurnParser};
+use crate::chat::{Call, ChatTurnParser, PYTHON};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::SessionId;
 use crate::ops::logits::Drawn;

@@ -6,15 +6,15 @@
 //! number of threads.
 
 pub mod accuracy;
+mod cache_admission;
 mod conversation;
 mod engine;
 mod metrics;
 mod prompt;
 mod queue;
-mod room;
 mod sampler;
 mod settings;
-pub mod stored;
+pub mod trajectory_file;
 
 pub use crate::ops::logits::Sampling;
 pub use engine::FORWARD_TOKENS_MAX;
@@ -22,7 +22,7 @@ pub use metrics::metrics;
 pub use prompt::{Prompt, PromptLimits, system_prompt};
 pub use queue::Observer;
 pub use sampler::{TokenPosition, TokenSource};
-pub use settings::{EvalSettings, SystemPromptSettings, RolloutPlan, RolloutSettings};
+pub use settings::{EvalSettings, RolloutPlan, RolloutSettings, SystemPromptSettings};
 
 use crate::chat::Chat;
 use crate::harmony::Message;

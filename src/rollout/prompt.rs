@@ -1,6 +1,6 @@
 //! Rendering of problems as prompts.
 
-use super::{SystemPromptSettings, Rollout};
+use super::{Rollout, SystemPromptSettings};
 use crate::bad_input;
 use crate::chat::{Chat, chatml};
 use crate::harmony::{DeveloperContent, Message, PYTHON_DESCRIPTION, Role, SystemSettings};

@@ -1,9 +1,9 @@
 //! The work shared by a rollout's engines: new prompts, conversations to continue, tool calls, results.
 
+use super::cache_admission::CacheAdmission;
 use super::conversation::NextAction;
 use super::engine::{PromptWork, SampleWork, Work};
 use super::prompt::RenderedPrompt;
-use super::room::CacheAdmission;
 use super::{Rollout, RolloutProgress, Rollouts};
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
@@ -188,8 +188,12 @@ impl<'a> Queue<'a> {
     }
 
     /// Passes a conversation on to its next action.
-    pub(super) fn dispatch<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>, next: NextAction)
-    where
+    pub(super) fn dispatch<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        sample: Box<SampleWork<'a>>,
+        next: NextAction,
+    ) where
         'a: 's,
     {
         match next {

@@ -1,7 +1,7 @@
 //! The adapter of a run: the one of the model's folder, or a fresh one that the recipe asks for.
 
-use super::freeze::{matches, adapter_trainable_flags};
 use super::memory::AdapterInput;
+use super::trainable_flags::{adapter_trainable_flags, matches};
 use crate::model::adapter::{Lora, Owner, default_targets, is_adaptable};
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, parameter_specs};

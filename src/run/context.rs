@@ -84,7 +84,10 @@ impl RunContext {
         console: &Console,
     ) -> Result<Self> {
         // First the collective call, because the code below may fail on one process alone.
-        let available = min_over_processes(mesh, available_memory().map(|found| found.process_share(mesh.ranks_on_host())))?;
+        let available = min_over_processes(
+            mesh,
+            available_memory().map(|found| found.process_share(mesh.ranks_on_host())),
+        )?;
         let mut preflight = Preflight::open_on_mesh(plan, intent, mesh, checkpoint, console)?;
         preflight.check_memory(available)?;
         preflight.load(console)

@@ -61,7 +61,12 @@ pub(super) fn choose(
 }
 
 /// Chooses by the key `device` alone, without checking the processor's instructions.
-fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Result<ComputeDevice, Vec<String>> {
+fn device(
+    plan: &mut Plan,
+    config: &Config,
+    mesh: &Mesh,
+    streams: bool,
+) -> Result<ComputeDevice, Vec<String>> {
     let asked = plan.recipe.device;
     if asked == DeviceKind::Cpu || (asked == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
         return Ok(ComputeDevice::cpu());

@@ -154,7 +154,8 @@ impl Evaluation {
         let text = |set: &ValidationResult, (measure, e): (String, Estimate)| {
             format!("{} {:.3} (95% {:.3} to {:.3})", set.key(&measure), e.mean, e.low, e.high)
         };
-        let line = |set: &ValidationResult| set.estimates().into_iter().map(|e| text(set, e)).collect::<Vec<_>>();
+        let line =
+            |set: &ValidationResult| set.estimates().into_iter().map(|e| text(set, e)).collect::<Vec<_>>();
         self.sets.iter().flat_map(line).collect::<Vec<_>>().join(", ")
     }
 

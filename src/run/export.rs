@@ -15,7 +15,7 @@ use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Console;
 use crate::model::parameters::Parameters;
 use crate::recipe::Recipe;
-use crate::rollout::stored;
+use crate::rollout::trajectory_file;
 use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -102,7 +102,7 @@ pub fn export_merged_model(
         manifest.write(aside)
     })?;
     let Some(file) = trajectories else { return Ok(None) };
-    let sequences: Vec<Sequence> = stored::read(file, false)?
+    let sequences: Vec<Sequence> = trajectory_file::read(file, false)?
         .0
         .into_iter()
         .map(|row| Sequence { tokens: row.trajectory.tokens, mask: row.trajectory.mask })

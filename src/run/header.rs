@@ -47,7 +47,8 @@ fn work(context: &RunContext, intent: ModelCommand) -> (&'static str, String) {
             ("steps", format!("{cold}{} of reinforcement learning, {sampled} samples each", whole(train)))
         }
         ModelCommand::Eval => {
-            let problems: usize = validation_prompts(context).iter().map(|(_, problems)| problems.len()).sum();
+            let problems: usize =
+                validation_prompts(context).iter().map(|(_, problems)| problems.len()).sum();
             ("sampled", format!("{problems} held-out problems × {}", recipe.eval.samples))
         }
         ModelCommand::Rollout | ModelCommand::CheckMismatch(_) => {

@@ -1,18 +1,18 @@
 //! Shared code of all commands that run a model: preflight, run folder, evaluation, sampling, signals.
 
 pub mod adapter;
-pub mod collect;
 pub mod context;
 mod device;
 pub mod evaluation;
 pub mod export;
 mod family;
-mod freeze;
 pub mod header;
-mod links;
 pub mod memory;
 pub mod preflight;
 pub mod processes;
 pub mod run_folder;
+pub mod sampling_folder;
 pub mod signals;
 pub mod source;
+mod symlinks;
+mod trainable_flags;

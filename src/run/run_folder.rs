@@ -1,7 +1,7 @@
 //! The folder of a run: recipe, metrics, trajectories and lock.
 
-use super::collect::MARKER_FILE;
-use super::links::refuse_symlinks;
+use super::sampling_folder::MARKER_FILE;
+use super::symlinks::refuse_symlinks;
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::holds_adapter;

@@ -4,7 +4,7 @@
 //! and never used in training. The demonstrations are noisy on purpose: most skip the tool and guess. RL
 //! then selects the good behaviour among those demonstrated; it does not discover it.
 
-use super::made_up::{GeneratedProblem, GeneratedTask};
+use super::generated_task::{GeneratedProblem, GeneratedTask};
 use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
 use crate::harmony::Message;
 use crate::trajectory::Outcome;

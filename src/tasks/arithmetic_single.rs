@@ -1,7 +1,7 @@
 //! The built-in task without a tool: two small steps, worked in `analysis` as `5+1=6;6-5=1`.
 
-use super::arithmetic::{copy_with_errors, exact_reward, draw_percent};
-use super::made_up::{GeneratedProblem, GeneratedTask};
+use super::arithmetic::{copy_with_errors, draw_percent, exact_reward};
+use super::generated_task::{GeneratedProblem, GeneratedTask};
 use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
 use crate::harmony::Message;
 use anyhow::Result;

@@ -7,7 +7,7 @@
 mod reply;
 
 use super::process::ProcessPool;
-use super::{Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};

@@ -6,7 +6,7 @@
 //! them ignore each rule. RL then selects among the demonstrated behaviours.
 
 use super::arithmetic::draw_percent;
-use super::made_up::{GeneratedProblem, GeneratedTask};
+use super::generated_task::{GeneratedProblem, GeneratedTask};
 use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
 use crate::harmony::Message;
 use crate::trajectory::Outcome;

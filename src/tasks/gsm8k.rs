@@ -1,6 +1,6 @@
 //! GSM8K (Cobbe et al. 2021): word problems whose gold answer ends in `#### n`.
 
-use super::boxed::find_last_boxed;
+use super::boxed_answer::find_last_boxed;
 use super::number::Number;
 use super::rows::{self, Order};
 use super::{Demonstration, Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};

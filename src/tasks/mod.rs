@@ -1,9 +1,9 @@
 //! A task: prompts, environment turns, reward.
 
 pub mod answer;
-pub mod boxed;
+pub mod boxed_answer;
+mod generated_task;
 pub mod instructions;
-mod made_up;
 pub mod number;
 mod process;
 pub mod rows;

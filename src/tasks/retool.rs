@@ -3,7 +3,7 @@
 //! Trains on problems with integer answers (DAPO-Math-17k's format); validates on AIME or MATH files.
 
 use super::answer::AnswerEquality;
-use super::boxed::find_last_boxed;
+use super::boxed_answer::find_last_boxed;
 use super::rows::{self, Order};
 use super::{Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;

@@ -4,7 +4,7 @@
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
 use crate::policy::RouterReplay;
-use crate::rollout::stored::{RoutedExpertsShape, StoredRollouts};
+use crate::rollout::trajectory_file::{RoutedExpertsShape, StoredRollouts};
 use crate::run::context::RunContext;
 use crate::run::evaluation::validation_prompts;
 use anyhow::Result;
@@ -56,10 +56,11 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
 /// Opens the trajectories that replace sampling, if the recipe names any.
 fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     let config = &context.model.config;
-    let replayed = (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RoutedExpertsShape {
-        per_token: config.num_hidden_layers * config.num_experts_per_tok,
-        experts: config.num_local_experts,
-    });
+    let replayed =
+        (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RoutedExpertsShape {
+            per_token: config.num_hidden_layers * config.num_experts_per_tok,
+            experts: config.num_local_experts,
+        });
     let tokens_max = context.model.context_tokens_max();
     let open = |file: &PathBuf| StoredRollouts::open(file, config.vocab_size, tokens_max, replayed);
     context.recipe().train.trajectories.as_ref().map(open).transpose()

@@ -152,7 +152,8 @@ impl Trainer {
         let last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
         let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
         let evaluations = until(steps).saturating_sub(until(rl_done)) + last + first;
-        let problems: usize = validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
+        let problems: usize =
+            validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
         let sampled = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
         self.console.plan(&[
             (

@@ -109,7 +109,8 @@ impl Trainer {
         let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
         let policy = context.rollout_policy()?;
         let rollouts = self.timings.time(stage, || {
-            context.sample_groups(&policy, plan, prompts, samples, &RolloutProgress::show_on(&inner), &|| false)
+            context
+                .sample_groups(&policy, plan, prompts, samples, &RolloutProgress::show_on(&inner), &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

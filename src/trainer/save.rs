@@ -83,7 +83,10 @@ impl Trainer {
                 state,
             };
             // If the folder was moved during the save, report that.
-            snapshot.write(&folder.path, checkpoint.keep).map(drop).map_err(|error| folder.explain_write_error(error))
+            snapshot
+                .write(&folder.path, checkpoint.keep)
+                .map(drop)
+                .map_err(|error| folder.explain_write_error(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
         context

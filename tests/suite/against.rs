@@ -324,7 +324,8 @@ fn recipe_of_fixture(folder: &Path) -> PathBuf {
     for name in ["config.json", "model.safetensors"] {
         std::fs::copy(fixtures().join("model").join(name), model.join(name)).unwrap();
     }
-    std::fs::write(model.join("tokenizer.json"), HarmonyTokenizer::from_embedded().unwrap().json_bytes()).unwrap();
+    std::fs::write(model.join("tokenizer.json"), HarmonyTokenizer::from_embedded().unwrap().json_bytes())
+        .unwrap();
     let recipe = folder.join("recipe.toml");
     std::fs::write(&recipe, format!("[model]\npath = {:?}\n", model.display().to_string())).unwrap();
     recipe

@@ -1,7 +1,7 @@
 //! Finds the answer in running text, as the published vectors of answers need it: they hold whole texts.
 
 use rloss::tasks::answer::{ANSWER_BYTES_MAX, Options, is_equivalent};
-use rloss::tasks::boxed::find_last_boxed;
+use rloss::tasks::boxed_answer::find_last_boxed;
 
 /// Longer texts are searched for an answer only at their end, in bytes.
 const TEXT_BYTES_MAX: usize = 20_000;

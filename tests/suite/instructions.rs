@@ -14,7 +14,8 @@ const BAR: f64 = 0.995;
 /// The published loose verdict: one of the eight [`loose_variants`] that follows is enough.
 fn loose(instructions: &[Instruction], response: &str) -> Vec<bool> {
     let variants = loose_variants(response);
-    let follows = |instruction| variants.iter().any(|v| check_strictly(std::slice::from_ref(instruction), v)[0]);
+    let follows =
+        |instruction| variants.iter().any(|v| check_strictly(std::slice::from_ref(instruction), v)[0]);
     instructions.iter().map(follows).collect()
 }
 
@@ -69,7 +70,9 @@ fn ifeval_vectors_agree() {
     for (file, row) in rows.iter().filter(|(file, _)| file.starts_with("verdicts-")) {
         let parsed = instructions(row);
         let response = row["response"].as_str().expect("response");
-        for (mode, verdicts) in [("strict", check_strictly(&parsed, response)), ("loose", loose(&parsed, response))] {
+        for (mode, verdicts) in
+            [("strict", check_strictly(&parsed, response)), ("loose", loose(&parsed, response))]
+        {
             for (i, verdict) in verdicts.into_iter().enumerate() {
                 if row["unstable"].as_array().expect("unstable").contains(&Value::from(i)) {
                     continue;
@@ -342,14 +345,17 @@ fn wrong_rows_are_refused_by_id_and_kwarg() {
         assert!(parts.iter().all(|part| error.to_string().contains(part)), "{id} {kwargs}: {error}");
     }
     let nulls = serde_json::json!({ "num_words": 3.0, "relation": "less than", "keywords": null });
-    assert!(Instruction::parse("length_constraints:number_words", &nulls).unwrap().is_followed_by("two words"));
+    assert!(
+        Instruction::parse("length_constraints:number_words", &nulls).unwrap().is_followed_by("two words")
+    );
     assert!(Instruction::parse("punctuation:no_comma", &Value::Null).is_ok());
 }
 
 /// Cases that the stored responses hardly touch, by the rules of the reference.
 #[test]
 fn quirks_of_the_reference_are_kept() {
-    let follows = |id, kwargs: Value, response| Instruction::parse(id, &kwargs).unwrap().is_followed_by(response);
+    let follows =
+        |id, kwargs: Value, response| Instruction::parse(id, &kwargs).unwrap().is_followed_by(response);
     let json = |response| follows("detectable_format:json_format", Value::Null, response);
     assert!(json("```json\n{\"a\": [1e999, \"\\ud800\"]}\n```") && json(" 3 "));
     // Deeper than any recursion limit.

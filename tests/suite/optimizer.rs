@@ -19,7 +19,7 @@ use rloss::model::settings::Dtype;
 use rloss::ops::cpu::{edit, edit_codes};
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::run::memory::{ModelCommand, MemoryPlan, PlanInput};
+use rloss::run::memory::{MemoryPlan, ModelCommand, PlanInput};
 use serde::Deserialize;
 use std::path::Path;
 

@@ -19,7 +19,7 @@ use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, TokenPosition, Sampling, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, Sampling, TokenPosition, TokenSource,
 };
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};

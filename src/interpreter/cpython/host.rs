@@ -1,7 +1,7 @@
 //! Python of this machine: its executable and its folders.
 
 use crate::bad_input;
-use crate::interpreter::confine::AllowedFiles;
+use crate::interpreter::sandbox::AllowedFiles;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};

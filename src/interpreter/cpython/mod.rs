@@ -7,8 +7,8 @@ mod server;
 mod snippet;
 mod stage;
 
-use super::deaths::{self, Deaths};
 use super::process::Spawner;
+use super::worker_deaths::{self, Deaths};
 use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, lock, not_started, output, reply};
 use crate::pool::Pool;
 use crate::trajectory::CallOutcome;
@@ -148,7 +148,7 @@ impl CPython {
                 Some(status) if status.code() == Some(snippet::OUT_OF_MEMORY) => {
                     (CallOutcome::MemoryLimit, self.explain(CallOutcome::MemoryLimit))
                 }
-                status => self.record_death(deaths::cause(status, "")),
+                status => self.record_death(worker_deaths::cause(status, "")),
             },
             _ => (outcome, self.explain(outcome)),
         }

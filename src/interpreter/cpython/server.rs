@@ -6,7 +6,7 @@ use crate::bad_input;
 use crate::interpreter::embedded_worker::StartupReply;
 use crate::interpreter::frames::{self, DeadlinePipe};
 use crate::interpreter::process::{Spawner, set_nonblocking};
-use crate::interpreter::{InterpreterState, Settings, WORKER_ARGUMENT, confine, lock};
+use crate::interpreter::{InterpreterState, Settings, WORKER_ARGUMENT, lock, sandbox};
 use crate::process_group::ProcessGroup;
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -84,7 +84,8 @@ impl Server {
 
     fn introduce(&self, settings: &Settings, host: &HostPython) -> Result<String> {
         let control = lock(&self.control);
-        let mut timed = DeadlinePipe { pipe: &control, deadline: Instant::now() + Duration::from_secs(START_S_MAX) };
+        let mut timed =
+            DeadlinePipe { pipe: &control, deadline: Instant::now() + Duration::from_secs(START_S_MAX) };
         let unsandboxed = settings.dangerously_allow_unsandboxed;
         let hello = StageHello {
             parent_id: std::process::id(),
@@ -100,16 +101,16 @@ impl Server {
             }
         };
         let with_scratch = settings.scratch_mib > 0;
-        let filter = confine::snippet_filter(with_scratch)?;
+        let filter = sandbox::snippet_filter(with_scratch)?;
         let setup = Setup {
             preload: &settings.preload,
             paths: &host.paths,
             filter: filter.iter().map(|byte| format!("{byte:02x}")).collect(),
             keep: settings.state == InterpreterState::Trajectory,
             scratch: with_scratch.then(|| Scratch {
-                place: confine::SCRATCH_PLACE,
+                place: sandbox::SCRATCH_PLACE,
                 bytes: settings.scratch_mib << 20,
-                inodes: settings.scratch_mib * confine::INODES_PER_MIB,
+                inodes: settings.scratch_mib * sandbox::INODES_PER_MIB,
                 rules: RULES_DESCRIPTOR,
             }),
             dangerously_allow_unsandboxed: unsandboxed,
@@ -119,7 +120,7 @@ impl Server {
             StartupReply::Ready(version) => version,
             StartupReply::Refused(why) => return Err(bad_input!("{why}")),
         };
-        let used = confine::address_space_bytes(&self.group.id().to_string())?;
+        let used = sandbox::address_space_bytes(&self.group.id().to_string())?;
         let limit = used + (settings.memory_mib << 20);
         frames::write(&mut timed, &limit.to_le_bytes())?;
         Ok(format!("{version} ({}): {active}", host.executable.display()))

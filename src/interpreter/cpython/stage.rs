@@ -5,7 +5,7 @@
 
 use super::host::HostPython;
 use crate::interpreter::embedded_worker::StartupReply;
-use crate::interpreter::{confine, frames, refusal};
+use crate::interpreter::{frames, refusal, sandbox};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -51,12 +51,15 @@ pub fn main() -> i32 {
 fn become_server() -> Result<()> {
     let mut control = take_control()?;
     let hello: StageHello = serde_json::from_slice(&frames::read(&mut control, HELLO_BYTES_MAX)?)?;
-    let confined = confine::confine_fork_server(hello.parent_id, &hello.host.files, CONTROL + 1, hello.scratch_mib);
+    let confined =
+        sandbox::confine_fork_server(hello.parent_id, &hello.host.files, CONTROL + 1, hello.scratch_mib);
     let welcome = match confined {
         Ok(active) => StartupReply::Ready(active),
         // A scratch folder is created by the confinement steps.
         Err(e) if hello.scratch_mib > 0 => StartupReply::Refused(format!("{e:#}")),
-        Err(e) if hello.dangerously_allow_unsandboxed => StartupReply::Ready(format!("NOT SANDBOXED ({e:#})")),
+        Err(e) if hello.dangerously_allow_unsandboxed => {
+            StartupReply::Ready(format!("NOT SANDBOXED ({e:#})"))
+        }
         Err(e) => StartupReply::Refused(refusal(&e)),
     };
     frames::write(&mut control, &serde_json::to_vec(&welcome)?)?;

@@ -70,7 +70,9 @@ impl PackedMatrix {
     pub fn shard_bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
             Bytes::Shard(bytes) => Ok(bytes),
-            Bytes::HostPython(_) | Bytes::Device(_) => bail!("packed matrix {:?} is not sharded", self.shape()),
+            Bytes::HostPython(_) | Bytes::Device(_) => {
+                bail!("packed matrix {:?} is not sharded", self.shape())
+            }
         }
     }
 

@@ -1,8 +1,8 @@
 //! Memory plan of a GPU: bf16 matrices with f32 masters and gradients, and a paged KV cache.
 
 use super::{
-    AvailableMemory, ModelCommand, TrainableTensor, MemoryItem, MemoryPlan, PassShape, PassWeights, Stage, PlanInput,
-    WARNED_SHARE, gathered_bytes, gigabytes, recomputes_layers,
+    AvailableMemory, MemoryItem, MemoryPlan, ModelCommand, PassShape, PassWeights, PlanInput, Stage,
+    TrainableTensor, WARNED_SHARE, gathered_bytes, gigabytes, recomputes_layers,
 };
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
@@ -188,7 +188,11 @@ impl PlanInput<'_> {
             ModelCommand::Eval | ModelCommand::Rollout => {}
             ModelCommand::CheckMismatch(_) => {
                 let decoded = DECODED_SEQUENCES.min(prompts * samples);
-                let room = CacheRoom { sequences: decoded, tokens: self.longest_sequence(), fed_tokens_max: decoded };
+                let room = CacheRoom {
+                    sequences: decoded,
+                    tokens: self.longest_sequence(),
+                    fed_tokens_max: decoded,
+                };
                 let activations =
                     MemoryItem { name: "activations", bytes: self.pass(tokens, tokens).forward() };
                 phases.push(("comparison", vec![caches(room), activations]));

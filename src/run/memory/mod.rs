@@ -173,7 +173,11 @@ impl AdapterInput {
 type TrainableTensor = (usize, ParameterSpec);
 
 /// Returns the specs that `trainable` marks, with indices that start at `first`.
-fn marked(specs: impl IntoIterator<Item = ParameterSpec>, trainable: &[bool], first: usize) -> Vec<TrainableTensor> {
+fn marked(
+    specs: impl IntoIterator<Item = ParameterSpec>,
+    trainable: &[bool],
+    first: usize,
+) -> Vec<TrainableTensor> {
     (first..).zip(specs).zip(trainable).filter(|(_, learns)| **learns).map(|(found, _)| found).collect()
 }
 
@@ -240,7 +244,11 @@ impl MemoryPlan {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when there is not enough memory.
-    pub fn check_available(&self, available: Option<&AvailableMemory>, remedies: &[Remedy]) -> Result<Option<String>> {
+    pub fn check_available(
+        &self,
+        available: Option<&AvailableMemory>,
+        remedies: &[Remedy],
+    ) -> Result<Option<String>> {
         let Some(AvailableMemory { bytes, bound }) = available else { return Ok(None) };
         let peak = self.peak_bytes();
         let compared = format!("{} of memory are needed, {} are {bound}", gigabytes(peak), gigabytes(*bytes));
@@ -351,10 +359,18 @@ impl PlanInput<'_> {
     /// once.
     fn gathered_bytes(&self, learning: &[TrainableTensor], recomputes: bool) -> u64 {
         let largest = learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).max().unwrap_or(0);
-        let pieced: Vec<ShardedTensor> =
-            learning.iter().cloned().map(ShardedTensor::from_trainable).chain(self.sharded_packed_tensors()).collect();
+        let pieced: Vec<ShardedTensor> = learning
+            .iter()
+            .cloned()
+            .map(ShardedTensor::from_trainable)
+            .chain(self.sharded_packed_tensors())
+            .collect();
         // A layer is held twice while it arrives, and the next one is prefetched.
-        let weights = if recomputes { gather_peak_bytes(&pieced) } else { unsharded_bytes(&pieced).max(gather_peak_bytes(&pieced)) };
+        let weights = if recomputes {
+            gather_peak_bytes(&pieced)
+        } else {
+            unsharded_bytes(&pieced).max(gather_peak_bytes(&pieced))
+        };
         weights + largest + exchange_bytes_max(gathered_bytes(learning)).max(2 * largest)
     }
 
@@ -398,7 +414,9 @@ impl PlanInput<'_> {
             ModelCommand::CheckMismatch(SecondWeights::Rounded(rounding)) => {
                 part("weights, rounded", self.rounded_weights(rounding));
             }
-            ModelCommand::CheckMismatch(SecondWeights::Changed) => part("weights, changed", self.changed_weights()),
+            ModelCommand::CheckMismatch(SecondWeights::Changed) => {
+                part("weights, changed", self.changed_weights())
+            }
             // While training samples, the weights rounded by ablations exist only in the sampling phase.
             ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval => {}
         }
@@ -431,7 +449,11 @@ impl PlanInput<'_> {
             ModelCommand::Eval | ModelCommand::Rollout => return phases,
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
-        let tokens = recipe.train.micro_batch_tokens.max(self.longest_sequence()).min(trajectories * self.longest_sequence());
+        let tokens = recipe
+            .train
+            .micro_batch_tokens
+            .max(self.longest_sequence())
+            .min(trajectories * self.longest_sequence());
         let tokens = if self.processes > 1 { tokens.div_ceil(recipe.parallel.sequence) } else { tokens };
         let pass = PassShape {
             config: self.config,
@@ -457,7 +479,8 @@ impl PlanInput<'_> {
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
         let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
         let learning = [self.ever_trainable_tensors(), critic.unwrap_or_default()];
-        let gathered = learning.iter().map(|learning| self.gathered_bytes(learning, recomputes)).max().unwrap_or(0);
+        let gathered =
+            learning.iter().map(|learning| self.gathered_bytes(learning, recomputes)).max().unwrap_or(0);
         let gathered = if meets { gathered } else { 0 };
         let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
         phases.push(("update", vec![MemoryItem { name, bytes }, gathered]));
@@ -484,7 +507,9 @@ impl PlanInput<'_> {
         let rounded = match self.intent {
             // Weights gathered per expert are rounded on arrival, without a second set.
             ModelCommand::Train if together => 0,
-            ModelCommand::Train | ModelCommand::Rollout => self.rounded_weights(WeightRounding::of(&recipe.arms)),
+            ModelCommand::Train | ModelCommand::Rollout => {
+                self.rounded_weights(WeightRounding::of(&recipe.arms))
+            }
             ModelCommand::Eval | ModelCommand::CheckMismatch(_) => 0,
         };
         let engines = if together { 1 } else { engine_count(self.weight_bytes(), self.threads) };

@@ -71,7 +71,11 @@ impl PassShape<'_> {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         // Both norms, o, both residual sums, experts' output; q twice and attention's output; k, v and their
         // pair.
-        6 * self.hidden() + 3 * self.queries() + 4 * self.keys() + self.small() + self.expert_rows_bytes(2 * h + 3 * i)
+        6 * self.hidden()
+            + 3 * self.queries()
+            + 4 * self.keys()
+            + self.small()
+            + self.expert_rows_bytes(2 * h + 3 * i)
     }
 
     /// Returns the peak of one layer's forward when nothing is saved, without its input.

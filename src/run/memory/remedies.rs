@@ -1,7 +1,7 @@
 //! Remedies: recipe keys that would lower the peak, each with its saving. The plan is computed again for each
 //! change.
 
-use super::{AdapterInput, ModelCommand, MemoryPlan, PlanInput, gigabytes};
+use super::{AdapterInput, MemoryPlan, ModelCommand, PlanInput, gigabytes};
 use crate::dist::{PackedWeights, RolloutWeights};
 use crate::learner::OptimizerKind;
 use crate::model::adapter::{Lora, default_targets};
@@ -49,7 +49,8 @@ impl PlanInput<'_> {
         let mut with = |what: String, change: &dyn Fn(&mut Recipe)| {
             let mut recipe = self.recipe.clone();
             change(&mut recipe);
-            changes.push((what, MemoryPlan::new(&PlanInput { recipe: &recipe, ..self.clone() }).peak_bytes()));
+            changes
+                .push((what, MemoryPlan::new(&PlanInput { recipe: &recipe, ..self.clone() }).peak_bytes()));
         };
         let recipe = self.recipe;
         let half = |value: usize| (value / 2).max(1);
@@ -89,10 +90,7 @@ impl PlanInput<'_> {
             let change = format!("parallel.packed_weights = \"{}\"", PackedWeights::Sharded);
             changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
         }
-        if self.processes > 1
-            && self.rollout_weights == RolloutWeights::Whole
-            && self.has_remote_experts()
-        {
+        if self.processes > 1 && self.rollout_weights == RolloutWeights::Whole && self.has_remote_experts() {
             let rollout_weights = RolloutWeights::ByExpert;
             let subject = PlanInput { rollout_weights, ..self.clone() };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");

@@ -1,7 +1,7 @@
 //! Communication of one training step: bytes that each process receives, computed from recipe and config.
 
 use super::weights::{ShardedTensor, unsharded_bytes};
-use super::{Stage, PlanInput, gathered_bytes};
+use super::{PlanInput, Stage, gathered_bytes};
 use crate::dist::RolloutWeights;
 use crate::metrics::Table;
 
@@ -71,8 +71,12 @@ fn sampling(subject: &PlanInput, all: u64) -> [u64; 2] {
     match subject.effective_rollout_weights() {
         RolloutWeights::Auto | RolloutWeights::Whole => [others(all), 0],
         RolloutWeights::ByExpert => {
-            let of_experts: u64 =
-                subject.sharded_tensors().iter().filter(|one| one.spec.is_per_expert()).map(ShardedTensor::bytes).sum();
+            let of_experts: u64 = subject
+                .sharded_tensors()
+                .iter()
+                .filter(|one| one.spec.is_per_expert())
+                .map(ShardedTensor::bytes)
+                .sum();
             // A row is sent to its expert, and the product is sent back.
             let rows = own * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
             [

@@ -1,6 +1,6 @@
 //! The weights in a memory plan: resident, streamed from disk, gathered, and second sets.
 
-use super::{AdapterInput, TrainableTensor, MemoryItem, PlanInput, gathered_bytes, plain_bytes};
+use super::{AdapterInput, MemoryItem, PlanInput, TrainableTensor, gathered_bytes, plain_bytes};
 use crate::dist::shard_range;
 use crate::dist::{PackedWeights, RolloutWeights};
 use crate::model::config::Form;
@@ -92,7 +92,11 @@ impl PlanInput<'_> {
 
     /// Returns all of the policy's sharded tensors: those trainable in any stage, and packed ones if sharded.
     pub(super) fn sharded_tensors(&self) -> Vec<ShardedTensor> {
-        self.ever_trainable_tensors().into_iter().map(ShardedTensor::from_trainable).chain(self.sharded_packed_tensors()).collect()
+        self.ever_trainable_tensors()
+            .into_iter()
+            .map(ShardedTensor::from_trainable)
+            .chain(self.sharded_packed_tensors())
+            .collect()
     }
 
     /// Returns how a process holds the weights while it samples. `Whole` without sharding, and if experts

@@ -1,7 +1,7 @@
 //! Comparison of two expressions as answers.
 
 use super::Options;
-use super::evaluate::{Value, rational_value, evaluate};
+use super::evaluate::{Value, evaluate, rational_value};
 use super::expr::{Expr, Relation};
 use num_complex::Complex64;
 use num_traits::{Signed, ToPrimitive};
@@ -114,8 +114,9 @@ impl Comparison<'_> {
     fn same_ratios(&self, gold: &[Expr], answer: &[Expr]) -> bool {
         let ([g1, gs @ ..], [a1, others @ ..]) = (gold, answer) else { return false };
         let cross = |x: &Expr, y: &Expr| Expr::Product(vec![x.clone(), y.clone()]);
-        let zero =
-            |e: &Expr| rational_value(e).is_some_and(|v| v == num_rational::BigRational::from_integer(0.into()));
+        let zero = |e: &Expr| {
+            rational_value(e).is_some_and(|v| v == num_rational::BigRational::from_integer(0.into()))
+        };
         if gold.iter().chain(answer).any(zero) {
             return self.same_in_order(gold, answer);
         }

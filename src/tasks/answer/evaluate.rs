@@ -54,8 +54,12 @@ fn small(value: BigRational) -> Option<BigRational> {
 pub fn rational_value(expr: &Expr) -> Option<BigRational> {
     match expr {
         Expr::Number { value, .. } => small(value.clone()),
-        Expr::Sum(items) => items.iter().try_fold(BigRational::zero(), |sum, e| small(sum + rational_value(e)?)),
-        Expr::Product(items) => items.iter().try_fold(BigRational::one(), |p, e| small(p * rational_value(e)?)),
+        Expr::Sum(items) => {
+            items.iter().try_fold(BigRational::zero(), |sum, e| small(sum + rational_value(e)?))
+        }
+        Expr::Product(items) => {
+            items.iter().try_fold(BigRational::one(), |p, e| small(p * rational_value(e)?))
+        }
         Expr::Negative(a) => rational_value(a).map(|a| -a),
         Expr::Reciprocal(a) => rational_value(a).filter(|a| !a.is_zero()).map(|a| a.recip()),
         Expr::Percent(a) => rational_value(a).map(|a| a / BigInt::from(100)),

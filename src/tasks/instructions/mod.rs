@@ -12,15 +12,15 @@
 //! - Sentences are split by [a compact Punkt](sentences).
 
 mod capitals;
+mod checker;
 pub mod compose;
-mod follow;
 mod kwargs;
 mod language;
 mod pattern;
 mod python;
 mod sentences;
 
-pub use follow::check_strictly;
+pub use checker::check_strictly;
 pub use language::LANGUAGES;
 
 use crate::bad_input;
@@ -189,7 +189,9 @@ impl Instruction {
             }
             "keywords:forbidden_words" => {
                 let words = read(&["forbidden_words"])?.texts("forbidden_words")?;
-                Self::ForbiddenWords(words.iter().map(|w| pattern::compile_keyword(r"\b", w, r"\b", true)).collect())
+                Self::ForbiddenWords(
+                    words.iter().map(|w| pattern::compile_keyword(r"\b", w, r"\b", true)).collect(),
+                )
             }
             "keywords:frequency" => {
                 let k = read(&["keyword", "frequency", "relation"])?;

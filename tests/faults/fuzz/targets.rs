@@ -8,7 +8,7 @@ use rloss::metrics::Row;
 use rloss::model::config::Config;
 use rloss::tasks::answer::AnswerEquality;
 use rloss::tasks::instructions::Instruction;
-use rloss::tasks::{boxed, gsm8k, number, retool, rows};
+use rloss::tasks::{boxed_answer, gsm8k, number, retool, rows};
 use rloss::{checkpoint, mismatch, recipe, report, rollout};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -181,8 +181,8 @@ fn run_files(scratch: &Path) -> Vec<Target> {
             8,
             [&trajectory],
             file(scratch, "t.jsonl", |path| {
-                let _ = rollout::stored::read(path, false);
-                let _ = rollout::stored::read(path, true);
+                let _ = rollout::trajectory_file::read(path, false);
+                let _ = rollout::trajectory_file::read(path, true);
             }),
         ),
         target("page, rows", 1, [row], file(scratch, "run/metrics.jsonl", page)),
@@ -317,7 +317,7 @@ fn answers() -> Vec<Target> {
                 "Answer: 3.50 dollars",
             ],
             text(|input| {
-                let _ = boxed::find_last_boxed(input);
+                let _ = boxed_answer::find_last_boxed(input);
                 let _ = number::Number::last_in(input);
                 let _ = gsm8k::extract(input, gsm8k::Extraction::Flexible);
                 let _ = retool::PromptFormat::default().extract(input);

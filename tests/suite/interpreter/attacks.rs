@@ -4,7 +4,7 @@
 //! in each way (which must fail). The exit codes tell a denial from a set-up that went wrong.
 
 use super::{call, embedded, in_own_process, own_process, settings};
-use rloss::interpreter::confine::{self, AllowedFiles};
+use rloss::interpreter::sandbox::{self, AllowedFiles};
 use rloss::interpreter::{CPython, EmbeddedInterpreter, Interpreter, Settings};
 use std::ffi::CString;
 use std::path::Path;
@@ -237,11 +237,11 @@ fn alone_attack() {
     let parent_id = unsafe { libc::getppid() }.cast_unsigned();
     let confined = match confined {
         "Free" => Ok(()),
-        "Computing" => confine::confine_worker(parent_id, 256 << 20, 3).map(drop),
+        "Computing" => sandbox::confine_worker(parent_id, 256 << 20, 3).map(drop),
         "Python" => {
             let files = AllowedFiles { read: vec!["/usr/lib".into()], execute: vec!["/usr/bin/env".into()] };
-            confine::confine_fork_server(parent_id, &files, 3, 0)
-                .and_then(|_| confine::snippet_filter(false))
+            sandbox::confine_fork_server(parent_id, &files, 3, 0)
+                .and_then(|_| sandbox::snippet_filter(false))
                 .and_then(|filter| apply(&filter))
         }
         _ => exit(SETUP_FAILED),

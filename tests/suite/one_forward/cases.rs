@@ -21,7 +21,7 @@ use rloss::model::storage::Stored;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, TokenPosition, Sampling, TokenSource};
+use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, Sampling, TokenPosition, TokenSource};
 use rloss::settings::Choice;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Trajectory};

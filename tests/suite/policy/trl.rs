@@ -119,7 +119,9 @@ impl TrlObjective {
 
 fn check_objective(objective: &TrlObjective) -> Result<()> {
     match *objective {
-        TrlObjective::OutputClipper { range, delta: Some(delta) } if delta.is_nan() || delta <= 1.0 + range.high() => {
+        TrlObjective::OutputClipper { range, delta: Some(delta) }
+            if delta.is_nan() || delta <= 1.0 + range.high() =>
+        {
             Err(bad_input!("delta is {delta}: it caps the unclipped ratio, so it must exceed 1 + clip high"))
         }
         TrlObjective::Cispo { ratio_max } if ratio_max.is_nan() || ratio_max <= 0.0 => {

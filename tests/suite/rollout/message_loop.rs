@@ -289,7 +289,8 @@ fn a_rollout_can_be_stopped_and_tells_its_progress() {
     let prompts = Questions::prompts(4);
     assert!(rollout.sample_groups(&prompts, 2, &|_| (), &|| true).unwrap().is_none());
     let seen = Mutex::new(vec![]);
-    let whole = rollout.sample_groups(&prompts, 2, &|p| seen.lock().unwrap().push(p), &|| false).unwrap().unwrap();
+    let whole =
+        rollout.sample_groups(&prompts, 2, &|p| seen.lock().unwrap().push(p), &|| false).unwrap().unwrap();
     let seen = seen.into_inner().unwrap();
     assert!(seen.is_sorted_by_key(|p| (p.finished, p.sampled_tokens)));
     let last = seen.last().unwrap();

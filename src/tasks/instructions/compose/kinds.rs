@@ -71,14 +71,20 @@ impl Kind {
     /// itself.
     pub(super) fn is_compatible(&self, other: &Kind) -> bool {
         let tongues = [self.tongue, other.tongue];
-        let languages_clash = tongues.contains(&LanguageRule::Other) && tongues.contains(&LanguageRule::English);
+        let languages_clash =
+            tongues.contains(&LanguageRule::Other) && tongues.contains(&LanguageRule::English);
         self.id != other.id
             && !languages_clash
             && !self.claims.iter().any(|claim| other.claims.contains(claim))
     }
 }
 
-const fn kind(id: &'static str, form: InstructionTemplate, tongue: LanguageRule, claims: &'static [Aspect]) -> Kind {
+const fn kind(
+    id: &'static str,
+    form: InstructionTemplate,
+    tongue: LanguageRule,
+    claims: &'static [Aspect],
+) -> Kind {
     Kind { id, form, tongue, claims }
 }
 

@@ -54,7 +54,11 @@ const LANGUAGES: [(&str, &str); 16] = [
 ];
 
 /// Returns the kwargs of a drawn instruction of `form`, and a sentence that states it.
-pub(super) fn draw_instruction(form: InstructionTemplate, question: &str, rng: &mut impl Rng) -> (Value, String) {
+pub(super) fn draw_instruction(
+    form: InstructionTemplate,
+    question: &str,
+    rng: &mut impl Rng,
+) -> (Value, String) {
     match form {
         InstructionTemplate::CapitalWords
         | InstructionTemplate::Sentences
@@ -170,11 +174,15 @@ fn shaped(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
         InstructionTemplate::EnglishLowercase => {
             bare("Write in English and only in lowercase letters, without a single capital.")
         }
-        InstructionTemplate::TwoResponses => bare("Give two different answers with ****** between them and nowhere else."),
+        InstructionTemplate::TwoResponses => {
+            bare("Give two different answers with ****** between them and nowhere else.")
+        }
         InstructionTemplate::JsonFormat => {
             bare("The whole reply must be valid JSON; a Markdown code fence around it is fine.")
         }
-        InstructionTemplate::Title => bare("Give your reply a title in double angle brackets, like <<a short title>>."),
+        InstructionTemplate::Title => {
+            bare("Give your reply a title in double angle brackets, like <<a short title>>.")
+        }
         InstructionTemplate::NoComma => bare("Do not use any comma."),
         InstructionTemplate::Quotation => bare("Put the whole reply between double quotation marks."),
         InstructionTemplate::Postscript => {

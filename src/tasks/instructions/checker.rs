@@ -10,7 +10,8 @@ use std::sync::LazyLock;
 
 /// Checks each of `instructions` against `response`; a blank response follows none.
 pub fn check_strictly(instructions: &[Instruction], response: &str) -> Vec<bool> {
-    let follows = |instruction: &Instruction| !strip(response).is_empty() && instruction.is_followed_by(response);
+    let follows =
+        |instruction: &Instruction| !strip(response).is_empty() && instruction.is_followed_by(response);
     instructions.iter().map(follows).collect()
 }
 

@@ -8,9 +8,9 @@
 //! ```
 
 use super::context::RunContext;
-use super::links::refuse_symlink;
 use super::memory::explain_out_of_memory;
 use super::run_folder::{RunFolder, contains_run, lock};
+use super::symlinks::refuse_symlink;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
@@ -18,7 +18,7 @@ use crate::integrity::add_checksum;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{Plan, RecipeSource};
-use crate::rollout::{Prompt, RolloutPlan, RolloutProgress, stored};
+use crate::rollout::{Prompt, RolloutPlan, RolloutProgress, trajectory_file};
 use crate::settings::Entry;
 use crate::trajectory::{Trajectory, TrajectoryRow};
 use anyhow::{Context, Result, bail};
@@ -147,7 +147,7 @@ impl<'a> SamplingFolder<'a> {
     ) -> Result<Option<Vec<Vec<TrajectoryRow>>>> {
         let (done, partial) = (self.file(name), self.path.join(format!("trajectories/{name}.jsonl.partial")));
         if done.is_file() {
-            let rows = stored::read(&done, false)?.0;
+            let rows = trajectory_file::read(&done, false)?.0;
             return arranged(rows, prompts, samples, &done)?.into_iter().collect::<Option<_>>().map_or_else(
                 || {
                     Err(bad_input!(
@@ -162,7 +162,7 @@ impl<'a> SamplingFolder<'a> {
         let mut kept: Vec<Option<Vec<TrajectoryRow>>> = vec![None; prompts.len()];
         let mut bytes = 0;
         if partial.is_file() {
-            let (rows, length) = stored::read(&partial, true)?;
+            let (rows, length) = trajectory_file::read(&partial, true)?;
             (kept, bytes) = (arranged(rows, prompts, samples, &partial)?, length);
         }
         let missing: Vec<Prompt> =
@@ -218,10 +218,13 @@ impl<'a> SamplingFolder<'a> {
         };
         let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         let rollout = self.context.rollout(policy, plan);
-        let rollouts =
-            rollout.sample_with_observer(prompts, samples, &RolloutProgress::show_on(stage), &finished, &|| {
-                stop() || failed()
-            });
+        let rollouts = rollout.sample_with_observer(
+            prompts,
+            samples,
+            &RolloutProgress::show_on(stage),
+            &finished,
+            &|| stop() || failed(),
+        );
         let rollouts = rollouts.map_err(|error| explain_out_of_memory(error, &self.context.memory))?;
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error.context(format!("writing trajectories into {}", self.path.display())));

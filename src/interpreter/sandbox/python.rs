@@ -18,7 +18,12 @@ const STACK_BYTES: u64 = 16 << 20;
 /// `first_unused`.
 ///
 /// Returns a description of the active confinement.
-pub fn confine_fork_server(parent_id: u32, files: &AllowedFiles, first_unused: i32, scratch_mib: u64) -> Result<String> {
+pub fn confine_fork_server(
+    parent_id: u32,
+    files: &AllowedFiles,
+    first_unused: i32,
+    scratch_mib: u64,
+) -> Result<String> {
     fix_addresses();
     let with_scratch = scratch_mib > 0;
     if with_scratch {

@@ -1,8 +1,8 @@
 //! The embedded interpreter: a pool of worker processes that run a small Python written in Rust.
 
-use super::deaths::{self, Deaths};
-use super::embedded_worker::{StateChange, StartupReply, WorkerHello, lost_state_note};
+use super::embedded_worker::{StartupReply, StateChange, WorkerHello, lost_state_note};
 use super::process::{Process, Spawner};
+use super::worker_deaths::{self, Deaths};
 use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, lock, not_started, reply};
 use crate::bad_input;
 use crate::pool::Pool;
@@ -99,7 +99,7 @@ impl EmbeddedInterpreter {
                         CallOutcome::MemoryLimit
                     }
                     _ => {
-                        self.deaths.record(deaths::cause(ended, &last_words));
+                        self.deaths.record(worker_deaths::cause(ended, &last_words));
                         CallOutcome::WorkerDied
                     }
                 };
@@ -124,7 +124,9 @@ impl EmbeddedInterpreter {
         let malformed = || io::Error::from(io::ErrorKind::InvalidData);
         let (head, text) = answer.split_at_checked(ANSWER_HEAD_BYTES).ok_or_else(malformed)?;
         let outcome = CallOutcome::ALL.into_iter().find(|&o| o as u8 == head[0]).ok_or_else(malformed)?;
-        let kept = [StateChange::Unchanged, StateChange::Replaced, StateChange::Lost].into_iter().find(|&k| k as u8 == head[1]);
+        let kept = [StateChange::Unchanged, StateChange::Replaced, StateChange::Lost]
+            .into_iter()
+            .find(|&k| k as u8 == head[1]);
         let kept = kept.ok_or_else(malformed)?;
         Ok((outcome, kept, String::from_utf8_lossy(text).into_owned(), state))
     }
