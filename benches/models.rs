@@ -7,7 +7,7 @@ use rloss::model::families::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::parameters::{Backend, Parameters};
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use rloss::random::{Purpose, stream};
 use rloss::settings::Choice;
 
@@ -46,7 +46,7 @@ pub fn config(shape: Shape) -> Config {
         layer_types: if dense {
             vec![LayerType::Full; shape.layers]
         } else {
-            LayerType::alternating(shape.layers)
+            LayerType::alternate(shape.layers)
         },
         rope: Rope { theta: 10_000.0, yarn: None },
         rms_norm_eps: 1e-5,
@@ -70,7 +70,7 @@ pub fn random(config: Config, backend: &Backend) -> (Model, Parameters) {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 4.0 };
     let tensors = init(&config, &settings, 0).expect("initialisation");
     let tensors = tensors.into_iter().map(|(spec, values)| {
-        let stored = Stored::variable(&spec, values)?;
+        let stored = TensorStorage::variable(&spec, values)?;
         Ok((spec, stored))
     });
     let mut parameters = Parameters::loaded(&config, backend, tensors).expect("parameters");

@@ -22,7 +22,7 @@ use rloss::learner::gradients::clip;
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
 use rloss::metrics::Timings;
-use rloss::model::cache::CacheRoom;
+use rloss::model::cache::CacheCapacity;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::parameters::Backend;
@@ -31,7 +31,7 @@ use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Recipe;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, Sampling, TokenPosition, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SamplingParameters, TokenPosition, TokenSource,
 };
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
@@ -113,7 +113,7 @@ impl Shapes {
             num_local_experts: self.experts,
             num_experts_per_tok: self.topk,
             sliding_window: 16,
-            layer_types: LayerType::alternating(self.layers),
+            layer_types: LayerType::alternate(self.layers),
             ..config(TINY)
         }
     }
@@ -130,8 +130,8 @@ const SEQUENCES_MAX: usize = 64;
 struct TextOnly;
 
 impl TokenSource for TextOnly {
-    fn sampling(&self) -> Sampling {
-        Sampling::whole(1.0)
+    fn sampling(&self) -> SamplingParameters {
+        SamplingParameters::whole(1.0)
     }
 
     fn choose(&self, _: TokenPosition, drawn: u32) -> Result<u32> {
@@ -271,7 +271,7 @@ fn main() -> Result<()> {
                 interpreter: None,
                 preamble: &[],
                 plan,
-                room: CacheRoom::default(),
+                room: CacheCapacity::default(),
             };
             let note = |progress: RolloutProgress| {
                 let mut stamps = stamps.lock().unwrap_or_else(PoisonError::into_inner);

@@ -170,7 +170,7 @@ impl Trajectory {
     }
 
     /// Whether something other than the policy failed: the task's program, or a worker of the tool.
-    pub fn failed(&self) -> bool {
+    pub fn has_failure(&self) -> bool {
         let died = |turn: &Turn| turn.calls.contains(&CallOutcome::WorkerDied);
         self.outcome == Outcome::TaskFailed || self.turns.iter().any(died)
     }

@@ -23,16 +23,16 @@ pub mod tensor_file;
 
 pub use base::{BASE_FOLDER, Base};
 pub use resume::{
-    ResumePoint, clear_partial, each, folder_name, holds_state, newest, newest_folder, read_state, sound,
+    ResumePoint, clear_partial, check_all, folder_name, holds_state, newest, newest_folder, read_state, verify_folder,
 };
 
 use crate::atomic_file::{remove_folder, replace_folder};
 use crate::integrity::{Manifest, add_checksum};
 use crate::metrics::Phase;
 use crate::model::adapter::Lora;
-use crate::model::config::{Config, Form};
+use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_specs};
-use crate::model::parameters::{Asked, MASTER, Parameters};
+use crate::model::parameters::{ShardRequest, MASTER, Parameters};
 use crate::ops::mxfp4;
 use crate::settings::{from, table};
 use anyhow::{Context, Result};
@@ -50,7 +50,7 @@ table! {
         /// Number of checkpoints to keep; older ones are removed.
         pub keep: usize = 2 => from(1.0),
         /// Format of the saved weights. The f32 masters are saved with the optimizer in any case.
-        pub dtype: Form = Form::Bf16,
+        pub dtype: WeightFormat = WeightFormat::Bf16,
     }
 }
 
@@ -90,7 +90,7 @@ pub struct TrainerState {
 /// # Errors
 /// When the disk refuses.
 pub fn prune(run: &Path, keep: usize) -> Result<()> {
-    let mut old = resume::all(run)?;
+    let mut old = resume::checkpoint_folders(run)?;
     old.truncate(old.len().saturating_sub(keep.max(1)));
     old.iter().try_for_each(|folder| remove_folder(folder))
 }
@@ -98,7 +98,7 @@ pub fn prune(run: &Path, keep: usize) -> Result<()> {
 /// The content of a checkpoint.
 pub struct Snapshot<'a> {
     pub config: &'a Config,
-    pub form: Form,
+    pub form: WeightFormat,
     pub companions: &'a Companions,
     pub parameters: &'a Parameters,
     /// The base of the adapter, if `parameters` have one.
@@ -165,8 +165,8 @@ impl Snapshot<'_> {
     /// Whether the saved weights represent `values` of a tensor exactly.
     fn form_keeps(&self, spec: &ParameterSpec, values: &[f32]) -> bool {
         match (self.form, spec.stored_shape.as_slice()) {
-            (Form::F32, _) => true,
-            (Form::Mxfp4, &[experts, input, output]) => {
+            (WeightFormat::F32, _) => true,
+            (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let shape = [experts, input, output];
                 let (blocks, scales) = mxfp4::encode(values, shape);
                 mxfp4::decode(&blocks, &scales, shape) == values
@@ -177,7 +177,7 @@ impl Snapshot<'_> {
 }
 
 /// Estimates the bytes of a checkpoint of `parameters` with their optimizer state, without the small files.
-pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
+pub fn bytes(form: WeightFormat, parameters: &Parameters) -> u64 {
     let of = |(index, spec): (usize, &ParameterSpec)| {
         let stored: u64 = match (parameters.adapter(), spec.role) {
             // The base stays in its own folder.
@@ -190,7 +190,7 @@ pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
         let is_kept_too = parameters.is_trained(index) && !state.contains_key(MASTER);
         let master = if is_kept_too { spec.element_count() * size_of::<f32>() } else { 0 };
         let kept = |kind: &&str| {
-            parameters.kept(index, kind).map_or(0, |(dtype, length)| length * dtype.size_in_bytes())
+            parameters.state_shape(index, kind).map_or(0, |(dtype, length)| length * dtype.size_in_bytes())
         };
         stored + (master + state.keys().map(kept).sum::<usize>()) as u64
     };
@@ -201,15 +201,15 @@ pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
 ///
 /// # Errors
 /// When a rank does not respond in time.
-pub fn answer(parameters: &Parameters, critic: Option<&Parameters>, asked: &Asked) -> Result<()> {
+pub fn serve(parameters: &Parameters, critic: Option<&Parameters>, asked: &ShardRequest) -> Result<()> {
     match asked {
-        Asked::File { folder, stem, of_critic } => state_files::answer(
+        ShardRequest::File { folder, stem, of_critic } => state_files::serve(
             folder,
             stem,
             if *of_critic { critic.unwrap_or(parameters) } else { parameters },
             *of_critic,
         ),
-        asked => parameters.answer(critic, asked),
+        asked => parameters.serve(critic, asked),
     }
 }
 

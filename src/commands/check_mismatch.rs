@@ -7,11 +7,11 @@ use crate::dist::launch::refuse_several;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
 use crate::learner::batch_runner::BatchRunner;
 use crate::metrics::{Console, sanitize_terminal};
-use crate::mismatch::links::Proof;
+use crate::mismatch::links::EqualityProof;
 use crate::mismatch::measure::Measure;
 use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
 use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
-use crate::model::arms::Arms;
+use crate::model::arms::Ablations;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, RecipeSource, locate};
@@ -117,7 +117,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
 }
 
 /// Opens the model, and resolves the named ablations to measure.
-fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(String, Arms)>)> {
+fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(String, Ablations)>)> {
     args.out()?;
     let plan = args.plan(&[])?;
     processes::configure_mesh(mesh, &plan)?;
@@ -138,7 +138,7 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
         RunContext::open_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     arms.iter().try_for_each(|(_, plan)| context.check_family(plan))?;
-    let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
+    let arms: Vec<(String, Ablations)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     Ok((context, arms))
 }
 
@@ -167,7 +167,7 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     let found =
         Reader::new(config, tokens_max, context.chat.vocabulary(), args.temperature).read(&args.against)?;
     found.seen.iter().for_each(|seen| note(seen));
-    for bad in found.bad_told() {
+    for bad in found.bad_row_messages() {
         note(&format!("error: {bad}"));
     }
     let tokens = context.recipe().train.micro_batch_tokens;
@@ -220,13 +220,13 @@ fn note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
 }
 
-fn check_arms(context: &RunContext, rows: &[(String, Arms)], console: &Console) -> Result<Checked> {
+fn check_arms(context: &RunContext, rows: &[(String, Ablations)], console: &Console) -> Result<Checked> {
     let tell = |text: &str| if context.mesh().is_rank_zero() { print_text(text) } else { Ok(()) };
     let trajectories = sample(context, console)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = context.recipe();
     let RunContext { threads, model, parameters, .. } = context;
-    let proof = Proof {
+    let proof = EqualityProof {
         runner: BatchRunner { threads, model, parameters },
         // Each process makes these forward passes on its own.
         rollout: &PolicyView::rollout(model, parameters, &recipe.arms, recipe.train.seed)?,

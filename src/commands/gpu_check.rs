@@ -108,7 +108,7 @@ impl Verdicts {
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let Gpu { device, .. } =
-        ops::cuda::usable(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
+        ops::cuda::open_gpu(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
     if let Some(path) = &args.write_seeded {
         return seeded_outputs::write(&device, path).map(|()| EXIT_DONE);
     }

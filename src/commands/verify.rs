@@ -69,7 +69,7 @@ fn check_run(run: &Path) -> Result<Vec<Finding>> {
         )),
         Err(e) => Err(format!("{shown}: cannot be read: {e}")),
     }];
-    let checkpoints = checkpoint::each(run)?;
+    let checkpoints = checkpoint::check_all(run)?;
     for (folder, found) in &checkpoints {
         let shown = folder.display();
         findings.push(match found {
@@ -95,7 +95,7 @@ fn check_run(run: &Path) -> Result<Vec<Finding>> {
 
 fn model_finding(folder: &Path) -> Finding {
     let shown = folder.display();
-    match checkpoint::sound(folder) {
+    match checkpoint::verify_folder(folder) {
         Ok(true) => Ok(format!("{shown}: sound")),
         Ok(false) => Ok(format!("{shown}: unverified: it has no {MANIFEST_FILE}; --accept writes one")),
         Err(flaw) => Err(format!("{flaw:#}")),

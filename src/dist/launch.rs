@@ -50,7 +50,7 @@ fn variable(name: &str) -> Option<String> {
 }
 
 /// Returns the number of processes by the launcher's variables; 1 without a launcher.
-pub fn processes() -> usize {
+pub fn process_count() -> usize {
     launch_info(variable).map_or(1, |info| info.processes)
 }
 
@@ -68,7 +68,7 @@ fn report_once(message: String) -> anyhow::Error {
 /// # Errors
 /// [`BadInput`] when a launcher started several.
 pub fn refuse_several(command: &str) -> Result<()> {
-    match processes() {
+    match process_count() {
         0 | 1 => Ok(()),
         several => Err(report_once(format!(
             "`{command}` runs in one process, but this is one of {several}; start it without mpirun, srun or torchrun"
@@ -106,7 +106,7 @@ pub(super) fn transport() -> Result<Transport> {
         let by = asked.map_or(String::new(), |asked| format!(" by RLOSS_RANKS_BY={asked}"));
         report_once(format!(
             "this is one of {} processes, but this build cannot connect them{by}: it has {has}; {remedy}",
-            processes()
+            process_count()
         ))
     })
 }

@@ -68,7 +68,7 @@ impl Mesh {
     /// [`BadInput`] when there are several and this build cannot connect them; other errors when the
     /// connection fails.
     pub fn connect() -> Result<Arc<Self>> {
-        let processes = super::launch::processes();
+        let processes = super::launch::process_count();
         if processes == 1 {
             return Ok(Self::single());
         }
@@ -401,7 +401,7 @@ fn connect_transport(processes: usize) -> Result<Box<dyn Communicator>> {
 #[cfg(test)]
 impl Mesh {
     /// Makes rank `rank` of `ranks` without a connection, for tests of each rank's shards.
-    pub fn disconnected(rank: usize, ranks: usize) -> Arc<Self> {
+    pub fn without_connection(rank: usize, ranks: usize) -> Arc<Self> {
         struct Disconnected(usize, usize);
         impl Communicator for Disconnected {
             fn rank(&self) -> usize {

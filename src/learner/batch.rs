@@ -2,7 +2,7 @@
 //! step fills in the columns from top to bottom. They do not change between its first and its last update.
 
 use super::forward_backward::PassOutput;
-use super::micro_batch::{MicroBatch, Packing, Sequence};
+use super::micro_batch::{MicroBatch, PackingParameters, Sequence};
 use super::routed_experts::{self as experts, Routes};
 use crate::metrics::Metrics;
 use crate::policy::Sequences;
@@ -41,7 +41,7 @@ pub struct Batch {
     pub rollout_routes: Option<Vec<Routes>>,
     /// Experts to replay, one entry a sequence.
     replay: Option<Vec<Routes>>,
-    packing: Packing,
+    packing: PackingParameters,
     /// The packed sequences for the policy's forward, with the experts to replay.
     pub micro_batches: Vec<MicroBatch>,
 }
@@ -56,7 +56,7 @@ pub struct Forward {
 
 impl Batch {
     /// Packs the trained tokens of `groups`; the other columns are empty.
-    pub fn new(groups: &[&Group], packing: Packing) -> Self {
+    pub fn new(groups: &[&Group], packing: PackingParameters) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
         for Trajectory { tokens, mask, logprobs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
             let of_tokens = mask.iter().zip(logprobs).skip(1).filter(|(m, _)| **m);
@@ -93,7 +93,7 @@ impl Batch {
     }
 
     /// Returns the micro-batches for a model that replays no experts and packs by `packing`.
-    pub fn micro_batches_of(&self, packing: Packing) -> Cow<'_, [MicroBatch]> {
+    pub fn micro_batches_of(&self, packing: PackingParameters) -> Cow<'_, [MicroBatch]> {
         match self.replay.is_none() && packing == self.packing {
             true => Cow::Borrowed(&self.micro_batches),
             false => Cow::Owned(pack(&self.sequences, packing)),
@@ -175,7 +175,7 @@ impl Batch {
     /// When experts cannot be read.
     pub fn forward(&self, outputs: &[PassOutput]) -> Result<Forward> {
         let routes = match self.rollout_routes {
-            Some(_) => experts::chosen(&self.micro_batches, outputs)?,
+            Some(_) => experts::experts_from_forward(&self.micro_batches, outputs)?,
             None => vec![],
         };
         Ok(Forward { log_probs: outputs.iter().flat_map(|o| o.log_probs()).copied().collect(), routes })
@@ -229,19 +229,19 @@ impl Batch {
     }
 }
 
-fn pack(sequences: &[Arc<Sequence>], packing: Packing) -> Vec<MicroBatch> {
-    MicroBatch::split_sharing(sequences, packing.cut, |_| packing.shared_positions_max)
+fn pack(sequences: &[Arc<Sequence>], packing: PackingParameters) -> Vec<MicroBatch> {
+    MicroBatch::split_with_prefixes(sequences, packing.cut, |_| packing.shared_positions_max)
 }
 
 /// Packs the sequences with experts to replay. Sequences share only rows with the same experts.
 fn pack_replayed(
     sequences: &[Arc<Sequence>],
-    Packing { cut, shared_positions_max, top_k }: Packing,
+    PackingParameters { cut, shared_positions_max, top_k }: PackingParameters,
     routes: &[Routes],
 ) -> Result<Vec<MicroBatch>> {
     let common = |i: usize| experts::common_positions(&routes[i - 1], &routes[i], top_k);
     let mut micro_batches =
-        MicroBatch::split_sharing(sequences, cut, |i| common(i).min(shared_positions_max));
+        MicroBatch::split_with_prefixes(sequences, cut, |i| common(i).min(shared_positions_max));
     for batch in &mut micro_batches {
         batch.replay = experts::of_rows(&routes[batch.sequences.clone()], &batch.sequence_rows, top_k)?;
     }

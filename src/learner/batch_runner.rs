@@ -2,12 +2,12 @@
 
 use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
 use super::gradients::{GradientSum, clip};
-use super::micro_batch::{Cut, MicroBatch, Packing};
+use super::micro_batch::{MicroBatchLimits, MicroBatch, PackingParameters};
 use super::optimizer::Optimizer;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::model::weights::Weights;
-use crate::ops::threads::{Threads, awake};
+use crate::ops::threads::{Threads, with_spinning_threads};
 use anyhow::{Context, Result, ensure};
 use std::sync::{Mutex, PoisonError};
 
@@ -16,7 +16,7 @@ use std::sync::{Mutex, PoisonError};
 const SIDE_BY_SIDE_BYTES_MAX: u64 = 256 << 20;
 
 /// Returns whether micro-batches of a model of `weight_bytes` run in parallel.
-pub fn side_by_side(weight_bytes: u64) -> bool {
+pub fn runs_in_parallel(weight_bytes: u64) -> bool {
     weight_bytes <= SIDE_BY_SIDE_BYTES_MAX
 }
 
@@ -65,7 +65,7 @@ impl BatchRunner<'_> {
         };
         let sum = self.threads.wide(|| GradientSum::begin(self.parameters))?;
         let outputs = self.each(batches, |turn| {
-            let weights = self.parameters.for_passes(Some(&sum.of_pass(turn.round)));
+            let weights = self.parameters.pass_weights(Some(&sum.pass_sink(turn.round)));
             // Otherwise later passes would wait for a failed one.
             weights.and_then(|weights| pass(turn, &weights)).inspect_err(|_| sum.fail(turn.round))
         })?;
@@ -86,7 +86,7 @@ impl BatchRunner<'_> {
         batches: &[MicroBatch],
         settings: PassSettings,
     ) -> Result<Vec<PassOutput<N>>> {
-        self.forward_observed(batches, settings, &|_| ())
+        self.forward_with_observer(batches, settings, &|_| ())
     }
 
     /// Like [`Self::forward`], but calls `passed` after each micro-batch of this process, in any order and
@@ -94,13 +94,13 @@ impl BatchRunner<'_> {
     ///
     /// # Errors
     /// When a pass fails.
-    pub fn forward_observed<const N: usize>(
+    pub fn forward_with_observer<const N: usize>(
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
         passed: &(dyn Fn(&MicroBatch) + Sync),
     ) -> Result<Vec<PassOutput<N>>> {
-        let weights = self.parameters.for_passes(None)?;
+        let weights = self.parameters.pass_weights(None)?;
         self.each(batches, |turn| {
             let batch = &*batches[turn.index].part(self.parameters.mesh())?;
             let output = Pass { model: self.model, weights: &weights, batch, settings }.forward()?;
@@ -127,20 +127,20 @@ impl BatchRunner<'_> {
 
     /// Returns whether passes run in parallel. On a GPU they run one at a time.
     fn is_side_by_side(&self) -> bool {
-        self.parameters.device().is_cpu() && side_by_side(self.parameters.bytes())
+        self.parameters.device().is_cpu() && runs_in_parallel(self.parameters.bytes())
     }
 
     /// Returns the limits for micro-batches of up to `tokens_max` tokens.
-    pub fn cut(&self, tokens_max: usize) -> Cut {
-        Cut { tokens_max, in_pairs: self.is_side_by_side() }
+    pub fn limits(&self, tokens_max: usize) -> MicroBatchLimits {
+        MicroBatchLimits { tokens_max, in_pairs: self.is_side_by_side() }
     }
 
     /// Returns the packing of trajectories into micro-batches of up to `tokens_max` tokens. On a GPU
     /// sequences share no rows, because its attention reads whole sequences.
-    pub fn packing(&self, tokens_max: usize) -> Packing {
+    pub fn packing_parameters(&self, tokens_max: usize) -> PackingParameters {
         let shared_positions_max = if self.parameters.device().is_cpu() { usize::MAX } else { 0 };
         let top_k = self.model.config.num_experts_per_tok;
-        Packing { cut: self.cut(tokens_max), shared_positions_max, top_k }
+        PackingParameters { cut: self.limits(tokens_max), shared_positions_max, top_k }
     }
 
     /// Calls `run` for each of `batches` and returns the results in order. The thread that runs a batch does
@@ -151,7 +151,7 @@ impl BatchRunner<'_> {
         run: impl Fn(Turn) -> Result<PassOutput<N>> + Sync,
     ) -> Result<Vec<PassOutput<N>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
-        let run = |turn| awake(self.parameters.device(), || run(turn));
+        let run = |turn| with_spinning_threads(self.parameters.device(), || run(turn));
         let alone = |index: usize| run(Turn { index, round: index, masked: false });
         match mesh.ranks() {
             1 if self.is_side_by_side() => self.threads.map(count, alone),
@@ -185,16 +185,16 @@ impl BatchRunner<'_> {
         let of = |(index, batch): (usize, &MicroBatch)| {
             let first = index % groups * sharing;
             let parts = all[first..first + sharing].iter_mut().map(Vec::pop).collect::<Option<Vec<_>>>();
-            PassOutput::joined(parts.context("a rank made fewer passes")?, batch, mesh)
+            PassOutput::join(parts.context("a rank made fewer passes")?, batch, mesh)
         };
         batches.iter().enumerate().map(of).collect()
     }
 }
 
 /// One value a micro-batch; objectives set the values from any thread.
-pub struct Shares<S>(Vec<Mutex<Option<S>>>);
+pub struct MicroBatchValues<S>(Vec<Mutex<Option<S>>>);
 
-impl<S> Shares<S> {
+impl<S> MicroBatchValues<S> {
     pub fn of(micro_batches: &[MicroBatch]) -> Self {
         Self(micro_batches.iter().map(|_| Mutex::new(None)).collect())
     }

@@ -3,7 +3,7 @@
 //! The value of a token is read at the row that predicts the token. It is V of the state, not of the action.
 
 use super::batch::Batch;
-use super::batch_runner::{BatchRunner, Shares};
+use super::batch_runner::{BatchRunner, MicroBatchValues};
 use super::forward_backward::{PassOutput, PassSettings};
 use super::micro_batch::MicroBatch;
 use super::optimizer::Optimizer;
@@ -14,7 +14,7 @@ use crate::model::config::Config;
 use crate::model::init::value_model;
 use crate::model::names::value_model_specs;
 use crate::model::parameters::Parameters;
-use crate::model::storage::Stored;
+use crate::model::storage::TensorStorage;
 use crate::policy::advantage::{gae, whiten};
 use crate::policy::value::{ValueLoss, explained_variance, value_loss};
 use crate::policy::{Aggregation, BatchSize, Normalizer, Sequences};
@@ -56,14 +56,14 @@ impl Critic {
         let values = value_model(config, seed, |spec| {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             // Frozen tensors are shared with the policy.
-            match policy.shared(index).filter(|_| !learns.contains(&spec.name)) {
+            match policy.share(index).filter(|_| !learns.contains(&spec.name)) {
                 Some(shared) => Ok(shared),
-                None => Stored::variable_of(spec, &policy.weight(index)?),
+                None => TensorStorage::to_variable(spec, &policy.weight(index)?),
             }
         });
         let values = values.enumerate().map(|(index, found)| {
             let (spec, stored) = found?;
-            Ok((spec, if trainable[index] { stored.sharded(index, policy.mesh())? } else { stored }))
+            Ok((spec, if trainable[index] { stored.into_shard(index, policy.mesh())? } else { stored }))
         });
         let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
         parameters.train_only(trainable)?;
@@ -81,7 +81,7 @@ impl Critic {
     ) -> Result<Self> {
         let values = value_model(config, seed, |spec| {
             let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            policy.shared(index).map_or_else(|| Ok(Stored::frozen(policy.weight(index)?)), Ok)
+            policy.share(index).map_or_else(|| Ok(TensorStorage::from_weight(policy.weight(index)?)), Ok)
         });
         let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
         let start = lora.start(&parameters.specs, seed, Owner::Critic)?;
@@ -115,7 +115,7 @@ pub struct ValueEstimate {
 
 impl CriticStep<'_> {
     fn micro_batches<'b>(&self, batch: &'b Batch) -> Cow<'b, [MicroBatch]> {
-        batch.micro_batches_of(self.runner.packing(self.micro_batch_tokens))
+        batch.micro_batches_of(self.runner.packing_parameters(self.micro_batch_tokens))
     }
 
     /// Returns the value of every trained token of `batch`, in batch order.
@@ -163,7 +163,7 @@ impl CriticStep<'_> {
         let normalizer = Normalizer::new(self.aggregation, size)?;
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };
         let micro_batches = self.micro_batches(batch);
-        let shares: Shares<ValueLoss> = Shares::of(&micro_batches);
+        let shares: MicroBatchValues<ValueLoss> = MicroBatchValues::of(&micro_batches);
         self.runner.accumulate(&micro_batches, self.pass, &|index, [values]| {
             let span = batch.span(&micro_batches[index]);
             let sequences = Sequences::new(&micro_batches[index].cu_targets, &batch.mask[span.clone()])?;

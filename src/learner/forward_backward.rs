@@ -5,10 +5,10 @@
 
 use super::micro_batch::MicroBatch;
 use crate::model::attend::PackedAttention;
-use crate::model::decoder_stack::{DecoderStack, Keep};
+use crate::model::decoder_stack::{DecoderStack, LayerCallback};
 use crate::model::forward::{ForwardOptions, Model, Rows};
 use crate::model::layer::LayerOutput;
-use crate::model::split_rows::SplitAttention;
+use crate::model::split_rows::SequenceParallelAttention;
 use crate::model::weights::Weights;
 use crate::ops::graph::differentiate;
 use crate::ops::{self, Dispatch};
@@ -100,13 +100,13 @@ impl Pass<'_> {
         match &self.batch.split {
             None => f(&mut Rows { rotation, attend: &mut PackedAttention { sequence_rows }, replay }),
             Some(split) => {
-                let attend = &mut SplitAttention { split: split.rows.clone(), sequence_rows };
+                let attend = &mut SequenceParallelAttention { split: split.rows.clone(), sequence_rows };
                 f(&mut Rows { rotation, attend, replay })
             }
         }
     }
 
-    fn walk(&self, stack: &DecoderStack, keep: Keep) -> Result<Tensor> {
+    fn walk(&self, stack: &DecoderStack, keep: LayerCallback) -> Result<Tensor> {
         let on_device = |layers: &Vec<Tensor>| {
             let device = self.weights.device();
             layers.iter().map(|routes| Ok(routes.to_device(device)?)).collect::<Result<Vec<_>>>()
@@ -117,7 +117,7 @@ impl Pass<'_> {
 
     /// Returns the head's output, `[N, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
-        let normed = self.stack().normed(hidden, &self.batch.rows)?;
+        let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
         self.stack().head(&normed, &self.batch.targets, self.settings.temperature)
     }
 
@@ -232,14 +232,14 @@ impl Pass<'_> {
     fn of_all(&self, own: Vec<f32>) -> Result<Vec<f32>> {
         let Some(split) = &self.batch.split else { return Ok(own) };
         let lengths: Vec<usize> = split.targets.iter().map(Vec::len).collect();
-        Ok(split.column(&split.rows.all("what the head gives", &own, &lengths)?))
+        Ok(split.join_columns(&split.rows.all("what the head gives", &own, &lengths)?))
     }
 
     /// Returns this rank's shard of a column of all targets.
     fn of_own(&self, all: Vec<f32>) -> Vec<f32> {
         match &self.batch.split {
             None => all,
-            Some(split) => split.own_targets().iter().map(|&place| all[place]).collect(),
+            Some(split) => split.local_targets().iter().map(|&place| all[place]).collect(),
         }
     }
 }

@@ -37,7 +37,7 @@ impl<const N: usize> PassOutput<N> {
     ///
     /// # Errors
     /// When there is no output, or the outputs do not fit the batch.
-    pub(super) fn joined(mut parts: Vec<PassRecord>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self> {
+    pub(super) fn join(mut parts: Vec<PassRecord>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self> {
         let first = parts.first().context("a group without ranks")?;
         let (layers, top_k, load_balance) = (first.routes.len(), first.top_k, first.load_balance);
         let experts = |layer: usize| {
@@ -53,7 +53,7 @@ impl<const N: usize> PassOutput<N> {
             let own = parts.iter_mut().map(|part| std::mem::take(&mut part.head[index]));
             *column = match &split {
                 None => own.last().unwrap_or_default(),
-                Some(split) => split.column(&own.collect::<Vec<_>>()),
+                Some(split) => split.join_columns(&own.collect::<Vec<_>>()),
             };
         }
         Ok(Self { head, routes, load_balance })

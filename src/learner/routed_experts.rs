@@ -17,7 +17,7 @@ pub type Routes = Vec<Vec<u16>>;
 ///
 /// # Errors
 /// When a trajectory has no experts for a token that the model reads.
-pub fn kept(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<Routes>> {
+pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<Routes>> {
     let of_one = |trajectory: &Trajectory| {
         let fed = trajectory.tokens.len().saturating_sub(1);
         let complete = trajectory.routes.len() >= fed
@@ -42,7 +42,7 @@ pub fn kept(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<Routes
 ///
 /// # Errors
 /// When the tensors of experts cannot be read.
-pub fn chosen(micro_batches: &[MicroBatch], outputs: &[PassOutput]) -> Result<Vec<Routes>> {
+pub fn experts_from_forward(micro_batches: &[MicroBatch], outputs: &[PassOutput]) -> Result<Vec<Routes>> {
     let mut routes = vec![];
     for (batch, output) in micro_batches.iter().zip(outputs) {
         let layers = output.routes.iter().map(experts_of).collect::<Result<Vec<_>>>()?;
@@ -92,7 +92,7 @@ pub(super) fn of_rows(
 ) -> Result<Option<Vec<Tensor>>> {
     let Some(first) = sequences.first() else { return Ok(None) };
     let layer = |l: usize| {
-        let own = |(i, s): (usize, &Routes)| s[l][sequence_rows.shared(i) * top_k..].to_vec();
+        let own = |(i, s): (usize, &Routes)| s[l][sequence_rows.first_own_row(i) * top_k..].to_vec();
         let experts: Vec<u32> = sequences.iter().enumerate().flat_map(own).map(u32::from).collect();
         let tokens = experts.len() / top_k.max(1);
         Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)

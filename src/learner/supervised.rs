@@ -25,7 +25,7 @@ pub fn gradients(
     micro_batch_tokens: usize,
     pass: PassSettings,
 ) -> Result<SupervisedOutput> {
-    let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
+    let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
     let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
     let share = -1.0 / targets.max(1) as f32;
     let outputs = runner.accumulate(&batches, pass, &|_, [log_probs, entropies]| {
@@ -47,7 +47,7 @@ pub fn loss(
     micro_batch_tokens: usize,
     pass: PassSettings,
 ) -> Result<f64> {
-    let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
+    let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
     let outputs = runner.forward(&batches, pass)?;
     let log_probs = outputs.iter().flat_map(|o| o.log_probs());
     let (sum, count) = log_probs.fold((0.0, 0usize), |(sum, n), &l| (sum + f64::from(l), n + 1));

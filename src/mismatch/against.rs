@@ -1,13 +1,13 @@
 //! Compares another engine's rows with this model: verdict, location of the mismatch, and text for both.
 
 use super::compare::Gap;
-use super::diagnose::{Diagnosis, Reference, Verdict, listed};
+use super::diagnose::{Diagnosis, Reference, Verdict, join_causes};
 use super::distance::GapFigures;
-use super::locate::{Located, Places, locate};
-use super::observed::{Observed, ObservedBatch};
+use super::locate::{LocationResult, TargetPositions, locate};
+use super::observed::{EngineLogProbs, EngineBatch};
 use super::output::Line;
 use super::rounding::within_f32;
-use super::routes::RouteComparison;
+use super::routes::ExpertComparison;
 use super::rows::TokenRow;
 use crate::bad_input;
 use crate::chat::Chat;
@@ -24,10 +24,10 @@ pub struct Comparison {
     /// The answer, one paragraph.
     pub answer: String,
     pub diagnosis: Diagnosis,
-    pub located: Located,
-    pub places: Places,
+    pub located: LocationResult,
+    pub places: TargetPositions,
     /// Present if the rows hold the routed experts.
-    pub routes: Option<RouteComparison>,
+    pub routes: Option<ExpertComparison>,
 }
 
 impl Comparison {
@@ -36,10 +36,10 @@ impl Comparison {
         let Diagnosis { verdict, figures, left, f32_yard, bf16_yard, within_bf16, without_effect, .. } =
             &self.diagnosis;
         let of = |figures: &GapFigures| {
-            Value::Object(figures.named().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
+            Value::Object(figures.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
         };
         let explanations = verdict.causes().iter();
-        let explanations = explanations.map(|cause| json!({"causes": [cause.name], "words": cause.words()}));
+        let explanations = explanations.map(|cause| json!({"causes": [cause.name], "words": cause.description()}));
         json!({
             "verdict": verdict.kind(),
             "differs": verdict.differs(),
@@ -56,7 +56,7 @@ impl Comparison {
                 "of": self.located.targets,
                 "place": self.located.location.as_ref().map(|location| &location.place),
             },
-            "routes": self.routes.as_ref().map(RouteComparison::to_json),
+            "routes": self.routes.as_ref().map(ExpertComparison::to_json),
         })
     }
 }
@@ -80,7 +80,7 @@ pub fn compare(
     }
     let diagnosis = reference.diagnose(&observed)?;
     let names = rows.iter().map(|row| row.name.clone()).collect();
-    let places = Places::of(&reference, &observed, names, row_of_target)?;
+    let places = TargetPositions::of(&reference, &observed, names, row_of_target)?;
     let located = locate(&places, &diagnosis.gaps, threshold(&diagnosis));
     let config = &reference.model.config;
     let window = config.sliding_window;
@@ -95,9 +95,9 @@ pub fn compare(
         lines.extend(line(name, keep, &places, &observed, &diagnosis, clip)?);
     }
     if let Some(first) = lines.first_mut() {
-        first.cause = Some(diagnosis.verdict.words());
+        first.cause = Some(diagnosis.verdict.to_text());
     }
-    let routes = RouteComparison::of(rows, &places, &diagnosis.gaps);
+    let routes = ExpertComparison::of(rows, &places, &diagnosis.gaps);
     let mut answer = answer(&diagnosis, &located, &lines);
     if let Some(routes) = &routes {
         answer.push_str(&routes.words());
@@ -149,10 +149,10 @@ pub fn between_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Line>
 }
 
 /// Packs the rows, grouped by temperature. Also returns the index in `rows` of every target's row.
-fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<usize>) {
+fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec<usize>) {
     let mut order: Vec<usize> = (0..rows.len()).collect();
     order.sort_by(|&a, &b| rows[a].temperature.total_cmp(&rows[b].temperature));
-    let (mut observed, mut row_of_target) = (Observed::default(), vec![]);
+    let (mut observed, mut row_of_target) = (EngineLogProbs::default(), vec![]);
     for alike in order.chunk_by(|&a, &b| rows[a].temperature == rows[b].temperature) {
         let sequence = |row: &TokenRow| Sequence {
             tokens: row.tokens.clone(),
@@ -173,7 +173,7 @@ fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (Observed, Vec<usize
         let temperature = rows[alike[0]].temperature;
         for tokens in MicroBatch::split(&sequences, micro_batch_tokens) {
             let sampled = sampled.by_ref().take(tokens.targets.len()).collect();
-            observed.batches.push(ObservedBatch { tokens, temperature, sampled });
+            observed.batches.push(EngineBatch { tokens, temperature, sampled });
         }
     }
     (observed, row_of_target)
@@ -191,8 +191,8 @@ fn threshold(diagnosis: &Diagnosis) -> f64 {
 fn line(
     name: &str,
     keep: &dyn Fn(usize) -> bool,
-    places: &Places,
-    observed: &Observed,
+    places: &TargetPositions,
+    observed: &EngineLogProbs,
     diagnosis: &Diagnosis,
     clip: (f64, f64),
 ) -> Result<Option<Line>> {
@@ -230,7 +230,7 @@ fn ill_formed(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
 }
 
 /// Returns the answer: how far, where and why, in one paragraph.
-fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
+fn answer(found: &Diagnosis, located: &LocationResult, lines: &[Line]) -> String {
     let number = |value: f64| format_number(value);
     let figures = &found.figures;
     let (tokens, max) = (located.targets, number(figures.max));
@@ -246,18 +246,18 @@ fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
         Verdict::Rounding => format!(
             "No mistake found: the gap cannot be told from rounding. Over {tokens} tokens it is no larger than what bf16 makes of this model."
         ),
-        Verdict::Named(cause) => format!("Differs: {}.", cause.words()),
+        Verdict::Named(cause) => format!("Differs: {}.", cause.description()),
         Verdict::OneOf(causes) => format!(
             "Differs, and each of these alone leaves only rounding: {}. To decide: {}.",
-            listed(causes),
+            join_causes(causes),
             causes[0].decides
         ),
         Verdict::Unknown(guesses) => {
             let mut text = "Differs, and the cause is unknown: no known one leaves only rounding.".to_owned();
             if let [first, rest @ ..] = guesses.as_slice() {
-                text.push_str(&format!(" Nearest: {}", first.words()));
+                text.push_str(&format!(" Nearest: {}", first.description()));
                 if let Some(second) = rest.first() {
-                    text.push_str(&format!("; then: {}", second.words()));
+                    text.push_str(&format!("; then: {}", second.description()));
                 }
                 text.push_str(&format!(". To decide: {}.", first.decides));
             }
@@ -297,7 +297,7 @@ fn answer(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
 }
 
 /// Describes which tokens differ.
-fn place(found: &Diagnosis, located: &Located, lines: &[Line]) -> String {
+fn place(found: &Diagnosis, located: &LocationResult, lines: &[Line]) -> String {
     let share = 100.0 * located.moved as f64 / located.targets as f64;
     let mut text = format!(" {:.3}% of the tokens moved beyond rounding", share);
     if let Some(location) = &located.location {

@@ -1,6 +1,6 @@
 //! Parses ablations (`[arms]`) on the command line: `a,b+c` makes a row with `a` and a row with `b` and `c`.
 
-use crate::model::arms::Arms;
+use crate::model::arms::Ablations;
 use std::fmt::Write;
 
 /// Default standard deviation of router noise; stronger than in practice, so that its effect is clear.
@@ -10,16 +10,16 @@ const MANTISSA_BITS: &str = "3";
 
 /// One row: its name, and the `key=value` settings that enable its ablations.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ArmRow {
+pub struct AblationRow {
     pub name: String,
     pub sets: Vec<String>,
 }
 
 /// Parses the rows of `text`. The settings check the values later. An ablation without a value takes its
 /// strength from `recipe`, if the recipe enables it.
-pub fn rows(text: &str, recipe: &Arms) -> Vec<ArmRow> {
+pub fn rows(text: &str, recipe: &Ablations) -> Vec<AblationRow> {
     text.split(',')
-        .map(|row| ArmRow {
+        .map(|row| AblationRow {
             name: row.trim().to_owned(),
             sets: row.split('+').filter_map(|arm| setting(arm.trim(), recipe)).collect(),
         })
@@ -27,10 +27,10 @@ pub fn rows(text: &str, recipe: &Arms) -> Vec<ArmRow> {
 }
 
 /// Returns the setting of one ablation, `name` or `name=value`; `None` to keep the recipe's value.
-fn setting(arm: &str, recipe: &Arms) -> Option<String> {
+fn setting(arm: &str, recipe: &Ablations) -> Option<String> {
     let value = match arm {
         _ if arm.contains('=') => return Some(format!("arms.{arm}")),
-        _ if recipe.switched_on().iter().any(|(key, _)| key == arm) => return None,
+        _ if recipe.enabled().iter().any(|(key, _)| key == arm) => return None,
         "router_noise" | "router_noise_rollout" | "router_noise_train" => ROUTER_NOISE,
         "rollout_mantissa_bits" => MANTISSA_BITS,
         _ => "true",
@@ -41,7 +41,7 @@ fn setting(arm: &str, recipe: &Arms) -> Option<String> {
 /// Returns the list of ablations for a help text.
 pub fn help() -> String {
     let mut text = "Arms, each also a key of the recipe's [arms]:\n".to_owned();
-    for (key, what) in Arms::all() {
+    for (key, what) in Ablations::all() {
         // A write to a String cannot fail.
         let _ = writeln!(text, "  {key:<28} {what}");
     }
@@ -58,8 +58,8 @@ mod tests {
 
     #[test]
     fn a_comma_starts_a_row_and_a_plus_combines() {
-        let recipe = Arms { router_noise_train: 0.1, ..Arms::default() };
-        let row = |name: &str, sets: &[&str]| ArmRow {
+        let recipe = Ablations { router_noise_train: 0.1, ..Ablations::default() };
+        let row = |name: &str, sets: &[&str]| AblationRow {
             name: name.into(),
             sets: sets.iter().map(|s| s.to_string()).collect(),
         };

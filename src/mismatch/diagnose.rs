@@ -6,7 +6,7 @@
 
 use super::causes::Cause;
 use super::distance::{Fit, GapFigures, slope};
-use super::observed::Observed;
+use super::observed::EngineLogProbs;
 use super::rounding::{F32_FLOOR, Yardsticks, within_f32};
 use super::search::{Candidate, Search};
 use super::ties::{TIE_BITS, without_ties};
@@ -92,20 +92,20 @@ impl Verdict {
     }
 
     /// Returns the verdict as text.
-    pub fn words(&self) -> String {
+    pub fn to_text(&self) -> String {
         match self {
             Verdict::Agrees => "agrees".into(),
             Verdict::Rounding => "rounding: no more than bf16 makes".into(),
-            Verdict::Named(cause) => cause.words(),
-            Verdict::OneOf(causes) => format!("one of: {}", listed(causes)),
+            Verdict::Named(cause) => cause.description(),
+            Verdict::OneOf(causes) => format!("one of: {}", join_causes(causes)),
             Verdict::Unknown(_) => "unknown: no known cause leaves only rounding".into(),
         }
     }
 }
 
 /// Joins indistinguishable causes into text.
-pub fn listed(causes: &[Cause]) -> String {
-    causes.iter().map(Cause::words).collect::<Vec<_>>().join("; or ")
+pub fn join_causes(causes: &[Cause]) -> String {
+    causes.iter().map(Cause::description).collect::<Vec<_>>().join("; or ")
 }
 
 /// The verdict with its figures.
@@ -180,9 +180,9 @@ impl Reference<'_> {
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn diagnose(&self, observed: &Observed) -> Result<Diagnosis> {
+    pub fn diagnose(&self, observed: &EngineLogProbs) -> Result<Diagnosis> {
         let search = Search::new(*self, observed)?;
-        let null = self.close(&search, search.unchanged())?;
+        let null = self.close(&search, search.baseline())?;
         let mut found = Diagnosis {
             verdict: Verdict::Agrees,
             gaps: null.candidate.gaps.clone(),
@@ -228,7 +228,7 @@ impl Reference<'_> {
                 && !null.yardsticks.near_bf16(&candidate.figures, HOPELESS.0)
         };
         let candidates = Candidate::best(candidates, CLOSE_MAX);
-        let mut close = search.each(candidates.len(), |index| {
+        let mut close = search.map_candidates(candidates.len(), |index| {
             let candidate = candidates[index].clone();
             match hopeless(&candidate) {
                 true => Ok(Close::hopeless(candidate)),
@@ -257,7 +257,7 @@ impl Reference<'_> {
             && yardsticks.is_of_f32(&candidate.figures)
             && !within_f32(&candidate.figures, &yardsticks.f32);
         if may_have_ties {
-            let rounded = |bits| Ok(search.rounded(cause, (bits, bits))?.log_probs);
+            let rounded = |bits| Ok(search.trace_with_rounding(cause, (bits, bits))?.log_probs);
             let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
             let gaps;
             (gaps, ties) =

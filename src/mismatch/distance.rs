@@ -59,7 +59,7 @@ impl GapFigures {
     }
 
     /// Returns the figures with their names in `mismatch.json`.
-    pub fn named(&self) -> [(&'static str, f64); 7] {
+    pub fn with_names(&self) -> [(&'static str, f64); 7] {
         [
             ("median", self.median),
             ("p90", self.p90),
@@ -72,7 +72,7 @@ impl GapFigures {
     }
 
     /// Scales the figures by `times`. For the effective sample, it scales the loss.
-    pub fn scaled(&self, times: f64) -> Self {
+    pub fn scale(&self, times: f64) -> Self {
         Self {
             median: times * self.median,
             p90: times * self.p90,
@@ -85,7 +85,7 @@ impl GapFigures {
     }
 
     /// Returns the larger value of each figure; for the effective sample, the smaller one.
-    pub fn larger(&self, other: &GapFigures) -> Self {
+    pub fn elementwise_max(&self, other: &GapFigures) -> Self {
         Self {
             median: self.median.max(other.median),
             p90: self.p90.max(other.p90),

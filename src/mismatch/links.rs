@@ -25,7 +25,7 @@ const DECODE_SEQUENCES: usize = 64;
 
 /// The result of one link of the proof.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Link {
+pub struct EqualityCheck {
     pub name: &'static str,
     /// Number of log-probabilities compared.
     pub tokens: usize,
@@ -35,7 +35,7 @@ pub struct Link {
     pub logprob_abs_diff_max: f64,
 }
 
-impl Link {
+impl EqualityCheck {
     fn new(name: &'static str) -> Self {
         Self { name, tokens: 0, bit_equal: 0, logprob_abs_diff_max: 0.0 }
     }
@@ -64,7 +64,7 @@ impl Link {
 
 /// Both sides of the proof.
 #[derive(Clone, Copy)]
-pub struct Proof<'a> {
+pub struct EqualityProof<'a> {
     pub runner: BatchRunner<'a>,
     /// The sampling policy.
     pub rollout: &'a PolicyView<'a>,
@@ -76,12 +76,12 @@ pub struct Proof<'a> {
     pub console: &'a Console,
 }
 
-impl Proof<'_> {
+impl EqualityProof<'_> {
     /// Returns all links over `trajectories`, in order.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn links(&self, trajectories: &[&Trajectory]) -> Result<[Link; 4]> {
+    pub fn links(&self, trajectories: &[&Trajectory]) -> Result<[EqualityCheck; 4]> {
         let every = |t: &&Trajectory| Sequence {
             tokens: t.tokens.clone(),
             mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
@@ -91,7 +91,7 @@ impl Proof<'_> {
         // packings.
         let training = self.spread(&sequences)?;
 
-        let mut invariance = Link::new("batch_invariance");
+        let mut invariance = EqualityCheck::new("batch_invariance");
         let alone = self.training("each alone", &sequences, 1, &Threads::new(1)?)?;
         let reversed: Vec<Sequence> = sequences.iter().rev().cloned().collect();
         let tokens_max = self.micro_batch_tokens / 2 + 7;
@@ -104,7 +104,7 @@ impl Proof<'_> {
 
         let tokens: Vec<&[u32]> = trajectories.iter().map(|t| &t.tokens[..]).collect();
         let (mut prefill_link, mut decode_link) =
-            (Link::new("prefill_equals_training"), Link::new("decode_equals_prefill"));
+            (EqualityCheck::new("prefill_equals_training"), EqualityCheck::new("decode_equals_prefill"));
         let threads = self.runner.threads;
         let stage = self.stage("prefill", &sequences);
         let mut prefill = Vec::with_capacity(tokens.len());
@@ -122,7 +122,7 @@ impl Proof<'_> {
         }
         stage.finish();
 
-        let mut rollout = Link::new("rollout_equals_training");
+        let mut rollout = EqualityCheck::new("rollout_equals_training");
         for (t, training) in trajectories.iter().zip(&training) {
             let sampled: Vec<usize> = (1..t.tokens.len()).filter(|&i| t.mask[i]).collect();
             let stored: Vec<f32> = sampled.iter().map(|&i| t.logprobs[i]).collect();
@@ -137,7 +137,7 @@ impl Proof<'_> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
         let stage = self.stage("training", sequences);
         let passed = |batch: &MicroBatch| advance(&stage, batch.sequence_rows.positions_count());
-        let outputs = self.runner.forward_observed(&batches, self.settings(), &passed)?;
+        let outputs = self.runner.forward_with_observer(&batches, self.settings(), &passed)?;
         stage.finish();
         let of = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
             batch.cu_targets.windows(2).map(|w| output.log_probs()[w[0]..w[1]].to_vec()).collect()
@@ -164,7 +164,7 @@ impl Proof<'_> {
         threads: &Threads,
     ) -> Result<Vec<Vec<f32>>> {
         let BatchRunner { model, parameters, .. } = self.runner;
-        let weights = &parameters.frozen(None)?;
+        let weights = &parameters.frozen_weights(None)?;
         let settings = self.settings();
         let stage = self.stage(name, sequences);
         let mut log_probs = Vec::with_capacity(sequences.len());

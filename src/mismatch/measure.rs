@@ -6,11 +6,11 @@
 
 use super::compare::Gap;
 use super::diagnose::{Reference, Verdict};
-use super::observed::Observed;
+use super::observed::EngineLogProbs;
 use super::output::Line;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
-use crate::model::arms::Arms;
+use crate::model::arms::Ablations;
 use crate::model::forward::ForwardOptions;
 use crate::model::layer::LayerOutput;
 use crate::model::policy_view::PolicyView;
@@ -27,8 +27,8 @@ pub struct Measure<'a> {
     temperature: f64,
     clip: (f64, f64),
     /// The ablations under which the tokens were sampled.
-    sampled_under: Arms,
-    observed: Observed,
+    sampled_under: Ablations,
+    observed: EngineLogProbs,
     cu_seqlens: Vec<usize>,
     /// The model's log-probs without ablations.
     plain: Vec<f32>,
@@ -39,7 +39,7 @@ impl<'a> Measure<'a> {
     pub fn new(
         reference: Reference<'a>,
         trajectories: &[&Trajectory],
-        arms: &Arms,
+        arms: &Ablations,
         seed: u64,
         temperature: f64,
         clip: (f64, f64),
@@ -54,12 +54,12 @@ impl<'a> Measure<'a> {
             cu_seqlens.push(log_probs.len());
         }
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
-        let policy = PolicyView::plain(reference.model, reference.parameters)?;
+        let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
         let stage = stage(&reference, "without arms", &batches, 1);
         let plain = policy
             .all_log_probs(reference.threads, &batches, temperature, &|batch| advance(&stage, batch))?;
         stage.finish();
-        let observed = Observed::sampled(batches, temperature, log_probs);
+        let observed = EngineLogProbs::from_samples(batches, temperature, log_probs);
         let sampled_under = arms.clone();
         Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, plain })
     }
@@ -68,10 +68,10 @@ impl<'a> Measure<'a> {
     ///
     /// # Errors
     /// When an ablation does not fit the model, or a forward fails.
-    pub fn line(&self, name: &str, arms: &Arms) -> Result<Line> {
+    pub fn line(&self, name: &str, arms: &Ablations) -> Result<Line> {
         let Reference { threads, model, parameters, .. } = self.reference;
         let rollout = PolicyView::rollout(model, parameters, arms, self.seed)?;
-        let training = PolicyView::training(model, parameters, arms, self.seed)?;
+        let training = PolicyView::for_training(model, parameters, arms, self.seed)?;
         let batches: Vec<MicroBatch> =
             self.observed.batches.iter().map(|batch| batch.tokens.clone()).collect();
         let second = ForwardOptions::second_forward(arms, self.seed);
@@ -109,26 +109,26 @@ impl<'a> Measure<'a> {
     }
 
     /// Returns whether the tokens were sampled with the rollout settings of `arms`.
-    fn samples_alike(&self, arms: &Arms) -> bool {
-        let side = |arms: &Arms| (arms.rollout_noise(), arms.rollout_bits(), arms.rollout_mxfp4);
+    fn samples_alike(&self, arms: &Ablations) -> bool {
+        let side = |arms: &Ablations| (arms.rollout_noise(), arms.rollout_bits(), arms.rollout_mxfp4);
         side(arms) == side(&self.sampled_under)
     }
 
     /// Returns the likely cause, derived from the log-probs alone.
-    fn cause(&self, arms: &Arms, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
+    fn cause(&self, arms: &Ablations, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
         let mut words = vec![];
         for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
             if same_bits(&self.plain, log_probs) {
                 continue;
             }
-            let observed = Observed { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
+            let observed = EngineLogProbs { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
             let found = self.reference.diagnose(&observed)?;
             words.push(match found.verdict {
                 Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}) and no rounding explains it: router noise",
                     divergence.routing_agreement
                 ),
-                verdict => format!("{side}: {}", verdict.words()),
+                verdict => format!("{side}: {}", verdict.to_text()),
             });
         }
         if words.is_empty() {
@@ -198,7 +198,7 @@ struct LayerTrace {
 /// Runs `batch` through `policy`; returns the head's input and the output of each layer.
 fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerTrace>)> {
     let mut layers = vec![];
-    let normed = policy.normed(batch, &mut |_, _, output: &LayerOutput| {
+    let normed = policy.head_input(batch, &mut |_, _, output: &LayerOutput| {
         let routes = output.routes().map(|routes| routes.flatten_all()?.to_vec1()).transpose()?;
         let hidden = on_host(&output.hidden)?.flatten_all()?.to_vec1()?;
         layers.push(LayerTrace { routes: routes.unwrap_or_default(), hidden });

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// Sequences that are computed together.
 #[derive(Debug, Clone)]
-pub struct ObservedBatch {
+pub struct EngineBatch {
     pub tokens: MicroBatch,
     /// The temperature that the file states for the log-probs.
     pub temperature: f64,
@@ -16,18 +16,18 @@ pub struct ObservedBatch {
 
 /// Tokens and log-probs to compare with the model.
 #[derive(Debug, Clone, Default)]
-pub struct Observed {
-    pub batches: Vec<ObservedBatch>,
+pub struct EngineLogProbs {
+    pub batches: Vec<EngineBatch>,
     /// Log-probs of all targets, in batch order.
     pub log_probs: Vec<f32>,
 }
 
-impl Observed {
+impl EngineLogProbs {
     /// Wraps batches whose targets were all sampled at one temperature.
-    pub fn sampled(batches: Vec<MicroBatch>, temperature: f64, log_probs: Vec<f32>) -> Self {
+    pub fn from_samples(batches: Vec<MicroBatch>, temperature: f64, log_probs: Vec<f32>) -> Self {
         let batch = |tokens: MicroBatch| {
             let sampled = vec![true; tokens.targets.len()];
-            ObservedBatch { tokens, temperature, sampled }
+            EngineBatch { tokens, temperature, sampled }
         };
         Self { batches: batches.into_iter().map(batch).collect(), log_probs }
     }
@@ -52,7 +52,7 @@ impl Observed {
 
     /// Selects evenly spaced sequences with up to about `targets_max` targets; the last one may be truncated.
     /// Also returns the indices of their targets among all targets.
-    pub fn part(&self, targets_max: usize) -> (Self, Vec<usize>) {
+    pub fn select_sequences(&self, targets_max: usize) -> (Self, Vec<usize>) {
         let stride = self.log_probs.len().div_ceil(targets_max.max(1)).max(1);
         let (mut part, mut places) = (Self::default(), vec![]);
         let (mut sequence, mut first) = (0, 0);
@@ -76,7 +76,7 @@ impl Observed {
     }
 }
 
-impl ObservedBatch {
+impl EngineBatch {
     /// Selects sequences: `kept` lists (index, number of first targets).
     fn cut(&self, kept: &[(usize, usize)]) -> Self {
         let whole = &self.tokens;
@@ -114,8 +114,8 @@ mod tests {
         let sequences = [sequence(0, 6), sequence(10, 5), sequence(20, 8), sequence(30, 4)];
         let batches = MicroBatch::split(&sequences, 12);
         let count: usize = batches.iter().map(|batch| batch.targets.len()).sum();
-        let whole = Observed::sampled(batches, 1.0, (0..count).map(|i| i as f32).collect());
-        let (part, places) = whole.part(8);
+        let whole = EngineLogProbs::from_samples(batches, 1.0, (0..count).map(|i| i as f32).collect());
+        let (part, places) = whole.select_sequences(8);
         assert_eq!(whole.rows(), [0..4, 4..7, 7..13, 13..15]);
         // Every other sequence. The first has 4 targets, so 4 of the third's 6 remain.
         assert_eq!(places, [0, 1, 2, 3, 7, 8, 9, 10]);
@@ -131,6 +131,6 @@ mod tests {
             }
             assert_eq!(batch.sampled.len(), batch.tokens.targets.len());
         }
-        assert_eq!(whole.part(100).0.log_probs.len(), count);
+        assert_eq!(whole.select_sequences(100).0.log_probs.len(), count);
     }
 }

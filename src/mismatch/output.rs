@@ -1,7 +1,7 @@
 //! Prints the result as a table, and writes it as `mismatch.json`.
 
 use super::compare::COLUMNS;
-use super::links::Link;
+use super::links::EqualityCheck;
 use crate::metrics::{Table, format_number};
 use serde_json::{Map, Value, json};
 
@@ -18,7 +18,7 @@ pub struct Line {
 
 impl Line {
     /// Makes the line of one link of the proof.
-    pub fn of_link(link: &Link) -> Self {
+    pub fn of_link(link: &EqualityCheck) -> Self {
         let metrics = [
             ("mismatch/tokens", link.tokens as f64),
             ("mismatch/logprob_abs_diff_max", link.logprob_abs_diff_max),

@@ -7,7 +7,7 @@
 
 use super::causes::Cause;
 use super::distance::GapFigures;
-use super::search::{Search, Traced, gaps_between};
+use super::search::{Search, LogProbTrace, gaps_between};
 use anyhow::Result;
 
 /// Multiples of the bound that count as rounding: for the body's figures and for the tail's.
@@ -45,15 +45,15 @@ impl Yardsticks {
     /// # Errors
     /// When a forward fails.
     pub fn of(search: &Search, cause: Option<&Cause>, exact: &[f32]) -> Result<Self> {
-        let f32 = search.rounded(cause, (F32_BITS, F32_BITS))?;
-        let bf16 = search.rounded(cause, (BF16_BITS, BF16_BITS))?;
-        let coarse = search.rounded(cause, (BF16_BITS, COARSE_BITS))?.log_probs;
+        let f32 = search.trace_with_rounding(cause, (F32_BITS, F32_BITS))?;
+        let bf16 = search.trace_with_rounding(cause, (BF16_BITS, BF16_BITS))?;
+        let coarse = search.trace_with_rounding(cause, (BF16_BITS, COARSE_BITS))?.log_probs;
         let decided = decided(&f32, &bf16, search.experts_chosen());
         let gaps = |other: &[f32]| gaps_between(other, exact);
         let in_bf16 = [bf16.log_probs, coarse];
         let of = |keep: &dyn Fn(&[f64]) -> Vec<f64>| {
             let [fine, coarse] = in_bf16.each_ref().map(|other| GapFigures::of(&keep(&gaps(other))));
-            fine.larger(&coarse)
+            fine.elementwise_max(&coarse)
         };
         Ok(Self {
             f32: GapFigures::of(&gaps(&f32.log_probs)),
@@ -78,9 +78,9 @@ impl Yardsticks {
 
     /// Raises each bound to at least that of `other`.
     pub fn at_least(&mut self, other: &Yardsticks) {
-        self.f32 = self.f32.larger(&other.f32);
-        self.bf16 = self.bf16.larger(&other.bf16);
-        self.bf16_decided = self.bf16_decided.larger(&other.bf16_decided);
+        self.f32 = self.f32.elementwise_max(&other.f32);
+        self.bf16 = self.bf16.elementwise_max(&other.bf16);
+        self.bf16_decided = self.bf16_decided.elementwise_max(&other.bf16_decided);
     }
 
     /// Returns whether bf16 rounding explains `gaps`.
@@ -95,7 +95,7 @@ impl Yardsticks {
 
     /// Returns whether `figures` are at most `times` the bf16 bound.
     pub fn near_bf16(&self, figures: &GapFigures, times: f64) -> bool {
-        figures.within(&self.bf16.scaled(times), BF16_FACTORS, F32_FLOOR)
+        figures.within(&self.bf16.scale(times), BF16_FACTORS, F32_FLOOR)
     }
 
     /// Returns whether most of `figures` are within the f32 bound where bf16 would exceed it. Such a file was
@@ -117,7 +117,7 @@ fn kept(gaps: &[f64], keep: &[bool]) -> Vec<f64> {
 
 /// Returns whether each target's `chosen` experts lead the others in every layer by far more than bf16
 /// changes a score.
-fn decided(exact: &Traced, bf16: &Traced, chosen: usize) -> Vec<bool> {
+fn decided(exact: &LogProbTrace, bf16: &LogProbTrace, chosen: usize) -> Vec<bool> {
     let mut decided = vec![true; exact.log_probs.len()];
     for (exact, bf16) in exact.scores.iter().zip(&bf16.scores) {
         let mut moves: Vec<f32> =
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn a_near_tie_is_not_decided() {
-        let traced = |scores: Vec<Vec<f32>>| Traced { log_probs: vec![-1.0; 3], scores: vec![scores] };
+        let traced = |scores: Vec<Vec<f32>>| LogProbTrace { log_probs: vec![-1.0; 3], scores: vec![scores] };
         let exact = traced(vec![vec![3.0, 2.0, 0.0], vec![2.0, 0.0, 1.99], vec![0.0, 4.0, 2.0]]);
         let bf16 = traced(vec![vec![3.01, 2.01, 0.01], vec![2.01, 0.01, 2.0], vec![0.01, 4.01, 2.01]]);
         assert_eq!(decided(&exact, &bf16, 1), [true, false, true]);

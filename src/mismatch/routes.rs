@@ -2,14 +2,14 @@
 //! whether these tokens have the log-prob mismatch.
 
 use super::distance::GapFigures;
-use super::locate::Places;
+use super::locate::TargetPositions;
 use super::rows::TokenRow;
 use crate::metrics::format_number;
 use serde_json::{Value, json};
 
 /// Shares of targets with other experts than ours, if routed experts are known.
 #[derive(Debug, Clone, PartialEq)]
-pub struct RouteComparison {
+pub struct ExpertComparison {
     pub targets: usize,
     /// Share of targets with another set of experts, by layer.
     pub differ_by_layer: Vec<f64>,
@@ -19,10 +19,10 @@ pub struct RouteComparison {
     pub medians: (f64, f64),
 }
 
-impl RouteComparison {
+impl ExpertComparison {
     /// Compares the routed experts of `rows`; `None` if no row has any. `gaps` are those of the targets at
     /// `places`.
-    pub fn of(rows: &[TokenRow], places: &Places, gaps: &[f64]) -> Option<Self> {
+    pub fn of(rows: &[TokenRow], places: &TargetPositions, gaps: &[f64]) -> Option<Self> {
         let layers = rows.iter().find_map(|row| row.routes.as_ref())?.layers;
         let mut differing = vec![0usize; layers];
         let (mut elsewhere, mut alike) = (vec![], vec![]);

@@ -68,7 +68,7 @@ pub struct TokenRows {
 
 impl TokenRows {
     /// Returns [`Self::bad`] for printing: the first rows, and the number of the others.
-    pub fn bad_told(&self) -> Vec<String> {
+    pub fn bad_row_messages(&self) -> Vec<String> {
         let more = self.bad.len().saturating_sub(BAD_TOLD_MAX);
         let rest = (more > 0).then(|| format!("{more} more rows are bad"));
         self.bad.iter().take(BAD_TOLD_MAX).cloned().chain(rest).collect()
@@ -121,7 +121,7 @@ impl<'a> Reader<'a> {
             let shown = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");
             let what = match found.bad.is_empty() {
                 true => format!("{shown}: holds no rows"),
-                false => found.bad_told().join("\n"),
+                false => found.bad_row_messages().join("\n"),
             };
             return Err(bad_input!(
                 "{what}\nno row can be compared; docs/MISMATCH.md lists the formats; the simplest is one row a line: {EXAMPLE}"

@@ -5,7 +5,7 @@ use super::causes::{Cause, causes};
 use super::diagnose::Reference;
 use super::distance::{Fit, GapFigures, gaps};
 use super::head::{FitRows, HeadSettings};
-use super::observed::{Observed, ObservedBatch};
+use super::observed::{EngineLogProbs, EngineBatch};
 use crate::model::decoder_stack;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::layer::LayerOutput;
@@ -44,7 +44,7 @@ pub struct Candidate {
 }
 
 /// Log-probs, and the router scores of the same forward.
-pub struct Traced {
+pub struct LogProbTrace {
     pub log_probs: Vec<f32>,
     /// Router scores, `[layer][target][expert]`; empty for a model without experts.
     pub scores: Vec<Vec<Vec<f32>>>,
@@ -86,7 +86,7 @@ struct Walk {
     weights: Arc<Weights>,
     forward: ForwardOptions,
     /// The batches as they were fed to the model.
-    batches: Vec<ObservedBatch>,
+    batches: Vec<EngineBatch>,
     normed: Vec<Tensor>,
     has_value: Vec<bool>,
 }
@@ -108,7 +108,7 @@ impl Walk {
 /// The observed rows, and the model's log-probs of them.
 pub struct Search<'a> {
     reference: Reference<'a>,
-    pub observed: &'a Observed,
+    pub observed: &'a EngineLogProbs,
     as_it_is: Walk,
     /// The unchanged model's log-probs.
     pub computed: Vec<f32>,
@@ -119,7 +119,7 @@ impl<'a> Search<'a> {
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn new(reference: Reference<'a>, observed: &'a Observed) -> Result<Self> {
+    pub fn new(reference: Reference<'a>, observed: &'a EngineLogProbs) -> Result<Self> {
         let computed = || -> Result<_> {
             let walk = reference.walk(None, observed)?;
             let log_probs = walk.log_probs(HeadSettings::default())?;
@@ -130,7 +130,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the candidate of the unchanged model.
-    pub fn unchanged(&self) -> Candidate {
+    pub fn baseline(&self) -> Candidate {
         let all = vec![true; self.computed.len()];
         Candidate::of(&self.observed.log_probs, None, self.computed.clone(), all)
     }
@@ -146,16 +146,16 @@ impl<'a> Search<'a> {
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn rounded(&self, cause: Option<&Cause>, bits: (u32, u32)) -> Result<Traced> {
+    pub fn trace_with_rounding(&self, cause: Option<&Cause>, bits: (u32, u32)) -> Result<LogProbTrace> {
         let Reference { model, parameters, earlier, threads, .. } = self.reference;
         let mut variant = Variant::of(&model.config, cause);
         variant.round(bits.0, bits.1);
         let model = variant.model(self.observed.row_tokens_max());
         let policy = variant.policy(&model, parameters, earlier)?;
-        let mut found = Traced { log_probs: vec![], scores: vec![] };
+        let mut found = LogProbTrace { log_probs: vec![], scores: vec![] };
         for batch in &self.observed.batches {
             let (fed, _) = variant.batch(&batch.tokens);
-            let batch = ObservedBatch { tokens: fed, ..batch.clone() };
+            let batch = EngineBatch { tokens: fed, ..batch.clone() };
             let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
                 if let Some(routing) = &output.routing {
                     let scores = ops::select_rows(&routing.router_logits, &batch.tokens.rows)?;
@@ -164,7 +164,7 @@ impl<'a> Search<'a> {
                 }
                 Ok(())
             };
-            let normed = threads.wide(|| policy.normed(&batch.tokens, keep))?;
+            let normed = threads.wide(|| policy.head_input(&batch.tokens, keep))?;
             found.log_probs.extend(threads.wide(|| variant.head.log_probs(&policy, &normed, &batch))?);
         }
         Ok(found)
@@ -175,7 +175,7 @@ impl<'a> Search<'a> {
     ///
     /// # Errors
     /// The first error of `f`.
-    pub fn each<R: Send>(
+    pub fn map_candidates<R: Send>(
         &self,
         count: usize,
         f: impl Fn(usize) -> Result<R> + Sync + Send,
@@ -220,7 +220,7 @@ impl<'a> Search<'a> {
     /// causes that change a log-prob, and those that change none.
     fn computed_on(
         &self,
-        observed: &Observed,
+        observed: &EngineLogProbs,
         base: &Walk,
         asked: &[Cause],
     ) -> Result<(Vec<Candidate>, Vec<Candidate>)> {
@@ -229,7 +229,7 @@ impl<'a> Search<'a> {
             let (walk, head) = match cause.head_settings() {
                 Some(head) => (base, head),
                 None => {
-                    own = self.reference.walk(Some(cause), observed).with_context(|| cause.words())?;
+                    own = self.reference.walk(Some(cause), observed).with_context(|| cause.description())?;
                     (&own, HeadSettings::default())
                 }
             };
@@ -238,7 +238,7 @@ impl<'a> Search<'a> {
         };
         let stage = self.reference.console.work("causes tried", asked.len() as u64, 0);
         let found =
-            self.each(asked.len(), |index| one(&asked[index]).inspect(|_| stage.advance(1, 0, &[])))?;
+            self.map_candidates(asked.len(), |index| one(&asked[index]).inspect(|_| stage.advance(1, 0, &[])))?;
         stage.finish();
         let unchanged = base.log_probs(HeadSettings::default())?;
         Ok(found.into_iter().partition(|candidate| {
@@ -253,12 +253,12 @@ pub fn gaps_between(a: &[f32], b: &[f32]) -> Vec<f64> {
 }
 
 /// Returns the smallest part of the rows with differences like those of all rows; `None` if that is all rows.
-fn telling_part(observed: &Observed, computed: &[f32]) -> Option<Observed> {
+fn telling_part(observed: &EngineLogProbs, computed: &[f32]) -> Option<EngineLogProbs> {
     let gaps = gaps_between(&observed.log_probs, computed);
     let mean = GapFigures::of(&gaps).mean;
     let mut targets = PART_TARGETS;
     while targets < gaps.len() {
-        let (part, places) = observed.part(targets);
+        let (part, places) = observed.select_sequences(targets);
         let of_part: Vec<f64> = places.iter().map(|&place| gaps[place]).collect();
         if GapFigures::of(&of_part).mean >= PART_GAP_SHARE_MIN * mean {
             return Some(part);
@@ -269,15 +269,15 @@ fn telling_part(observed: &Observed, computed: &[f32]) -> Option<Observed> {
 }
 
 impl Reference<'_> {
-    fn walk(&self, cause: Option<&Cause>, observed: &Observed) -> Result<Walk> {
+    fn walk(&self, cause: Option<&Cause>, observed: &EngineLogProbs) -> Result<Walk> {
         let variant = Variant::of(&self.model.config, cause);
         let model = variant.model(observed.row_tokens_max());
         let (mut batches, mut has_value, mut normed) = (vec![], vec![], vec![]);
         let policy = variant.policy(&model, self.parameters, self.earlier)?;
         for batch in &observed.batches {
             let (fed, valued) = variant.batch(&batch.tokens);
-            normed.push(policy.normed(&fed, &mut decoder_stack::nothing)?);
-            batches.push(ObservedBatch { tokens: fed, ..batch.clone() });
+            normed.push(policy.head_input(&fed, &mut decoder_stack::keep_nothing)?);
+            batches.push(EngineBatch { tokens: fed, ..batch.clone() });
             has_value.extend(valued);
         }
         let (weights, forward) = (policy.weights, policy.forward);

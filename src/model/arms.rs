@@ -1,10 +1,10 @@
 //! `[arms]`: ablations, which switch known failures on to measure them.
 
-use crate::settings::{changed, entries, from, table};
+use crate::settings::{changed_entries, entries, from, table};
 
 table! {
     /// Ablations: known failures that a run can switch on to measure them. All are off by default.
-    pub struct Arms {
+    pub struct Ablations {
         /// Leave the attention sinks out of the training forward, as a framework without them would.
         pub no_train_sinks: bool = false,
         /// Give the sinks no gradient: the forward pass is right, the backward pass is not.
@@ -30,15 +30,15 @@ table! {
     }
 }
 
-impl Arms {
+impl Ablations {
     /// Returns the key and the documentation of each ablation.
     pub fn all() -> Vec<(String, &'static str)> {
         entries(&Self::default()).into_iter().map(|entry| entry.into_key()).collect()
     }
 
     /// Returns the ablations that are switched on.
-    pub fn switched_on(&self) -> Vec<(String, &'static str)> {
-        changed(self).into_iter().map(|entry| entry.into_key()).collect()
+    pub fn enabled(&self) -> Vec<(String, &'static str)> {
+        changed_entries(self).into_iter().map(|entry| entry.into_key()).collect()
     }
 
     /// Returns the standard deviation of router noise in rollout. The key of the pass overrides the common

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use std::sync::Arc;
 
 /// Attention as a forward pass computes it. Implementations differ in where the keys are.
-pub trait Attend {
+pub trait AttentionMode {
     /// `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`.
     fn attend(
         &mut self,
@@ -25,7 +25,7 @@ pub struct PackedAttention {
     pub sequence_rows: Arc<SequenceRows>,
 }
 
-impl Attend for PackedAttention {
+impl AttentionMode for PackedAttention {
     fn attend(
         &mut self,
         _: usize,
@@ -45,7 +45,7 @@ pub struct CachedAttention<'a, 'b> {
     pub counts: &'a [usize],
 }
 
-impl Attend for CachedAttention<'_, '_> {
+impl AttentionMode for CachedAttention<'_, '_> {
     fn attend(
         &mut self,
         layer: usize,

@@ -20,7 +20,7 @@ impl Caches {
     ///
     /// # Errors
     /// When the GPU's memory does not suffice.
-    pub fn new(config: &Config, device: &Device, room: CacheRoom) -> Result<Self> {
+    pub fn new(config: &Config, device: &Device, room: CacheCapacity) -> Result<Self> {
         let Device::Cuda(device) = device else { return Ok(Self { empty: SequenceCache::new(config) }) };
         let layer = |layer: &LayerType| {
             let pages = room.pages(config, layer);
@@ -38,7 +38,7 @@ impl Caches {
 
 /// The capacity that KV caches on a GPU need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct CacheRoom {
+pub struct CacheCapacity {
     /// Concurrent sequences. The samples of a group share the pages of their prompt.
     pub sequences: usize,
     /// Tokens of the longest sequence.
@@ -47,7 +47,7 @@ pub struct CacheRoom {
     pub fed_tokens_max: usize,
 }
 
-impl CacheRoom {
+impl CacheCapacity {
     /// Returns the pages that a layer needs.
     pub fn pages(&self, config: &Config, layer: &LayerType) -> usize {
         let whole = self.tokens.div_ceil(PAGE);

@@ -39,7 +39,7 @@ impl LayerType {
     }
 
     /// Returns the layer types of GPT-OSS: even layers slide, odd layers are full.
-    pub fn alternating(num_hidden_layers: usize) -> Vec<LayerType> {
+    pub fn alternate(num_hidden_layers: usize) -> Vec<LayerType> {
         [LayerType::Sliding, LayerType::Full].into_iter().cycle().take(num_hidden_layers).collect()
     }
 }
@@ -86,7 +86,7 @@ pub struct Config {
 
 choice! {
     /// The format of weights on disk.
-    pub enum Form {
+    pub enum WeightFormat {
         /// 32-bit floating point.
         F32 = "f32",
         /// bfloat16, the released format of all tensors but the experts.

@@ -5,7 +5,7 @@
 //! dialects in one file must agree. The files written here load in both. Each family's file reads the keys
 //! that only it has.
 
-use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
+use super::config::{Config, WeightFormat, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
 use super::families::Family;
 use super::settings::Yarn;
 use crate::bad_input;
@@ -29,7 +29,7 @@ impl Config {
     }
 
     /// Returns the content of `config.json` for weights saved in `form`, for readers of either dialect.
-    pub fn to_json(&self, form: Form) -> Value {
+    pub fn to_json(&self, form: WeightFormat) -> Value {
         let rope_scaling = match &self.rope.yarn {
             None => Value::Null,
             Some(yarn) => json!({
@@ -49,7 +49,7 @@ impl Config {
         let mut json = json!({
             "architectures": [self.family.architecture],
             "model_type": self.family.name(),
-            "torch_dtype": if form == Form::F32 { "float32" } else { "bfloat16" },
+            "torch_dtype": if form == WeightFormat::F32 { "float32" } else { "bfloat16" },
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_hidden_layers,
@@ -72,7 +72,7 @@ impl Config {
         if let (Value::Object(json), Value::Object(own)) = (&mut json, (self.family.own_keys)(self)) {
             json.extend(own);
         }
-        if form == Form::Mxfp4 {
+        if form == WeightFormat::Mxfp4 {
             json["quantization_config"] = json!({
                 "quant_method": "mxfp4",
                 "modules_to_not_convert": [
@@ -112,7 +112,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Reads the keys that every family has. The family fills in the other fields, which are 0 or absent.
-    pub(super) fn common(&mut self) -> Config {
+    pub(super) fn common_config(&mut self) -> Config {
         let config = Config {
             family: self.family,
             vocab_size: self.size("vocab_size"),
@@ -338,7 +338,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Checks a key that the architecture fixes: it must be absent or equal to `wanted`.
-    pub(super) fn fixed(&mut self, key: &str, wanted: &Value) {
+    pub(super) fn require_value(&mut self, key: &str, wanted: &Value) {
         if let Some(value) = self.value(key).filter(|v| *v != wanted) {
             self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
         }
@@ -347,7 +347,7 @@ impl<'a> Keys<'a> {
     /// Checks the keys that every family fixes.
     fn check_fixed(&mut self) {
         let has_experts = self.family.has_experts;
-        self.fixed("hidden_act", &json!("silu"));
+        self.require_value("hidden_act", &json!("silu"));
         for (key, wanted) in [("swiglu_alpha", SWIGLU_ALPHA), ("attention_dropout", 0.0)] {
             if let Some(value) = self.value(key).filter(|v| v.as_f64() != Some(wanted)) {
                 self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));

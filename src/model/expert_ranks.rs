@@ -15,12 +15,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Returns the experts that `rank` of `ranks` holds: an even, contiguous range.
-pub fn experts_of(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
+pub fn expert_range(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
     experts * rank / ranks..experts * (rank + 1) / ranks
 }
 
 /// The placement of a layer's experts on ranks.
-pub struct ExpertRanks {
+pub struct ExpertParallel {
     mesh: Arc<Mesh>,
     experts: usize,
     /// Values in one row.
@@ -28,9 +28,9 @@ pub struct ExpertRanks {
 }
 
 /// Computes the outputs of this rank's experts for rows `[R, H]`, sorted by the plan.
-pub type Products<'a> = &'a dyn Fn(&Tensor, &Dispatch) -> Result<Tensor>;
+pub type ExpertForward<'a> = &'a dyn Fn(&Tensor, &Dispatch) -> Result<Tensor>;
 
-impl ExpertRanks {
+impl ExpertParallel {
     /// Places `experts` experts over the ranks of `mesh`. Each row has `width` values.
     pub fn new(mesh: Arc<Mesh>, experts: usize, width: usize) -> Self {
         Self { mesh, experts, width }
@@ -42,12 +42,12 @@ impl ExpertRanks {
     }
 
     /// Returns the experts of this rank.
-    pub fn own(&self) -> Range<usize> {
+    pub fn local_experts(&self) -> Range<usize> {
         self.of(self.mesh.rank())
     }
 
     fn of(&self, rank: usize) -> Range<usize> {
-        experts_of(self.experts, rank, self.mesh.ranks())
+        expert_range(self.experts, rank, self.mesh.ranks())
     }
 
     /// Returns the expert outputs for rows `x [T·K, H]`, sorted by `plan`, in the same order. `products`
@@ -56,7 +56,7 @@ impl ExpertRanks {
     ///
     /// # Errors
     /// When a rank does not respond in time, or `products` fails.
-    pub fn products(&self, x: &Tensor, plan: &Dispatch, products: Products) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, plan: &Dispatch, products: ExpertForward) -> Result<Tensor> {
         let (rows, width) = x.dims2()?;
         ensure!(width == self.width, "rows of {width} values, experts take {}", self.width);
         let back = self.exchanged(&plan.counts(None)?, &host_values(&x.contiguous()?)?, products)?;
@@ -68,14 +68,14 @@ impl ExpertRanks {
     ///
     /// # Errors
     /// As [`Self::products`].
-    pub fn answer(&self, products: Products) -> Result<()> {
+    pub fn serve(&self, products: ExpertForward) -> Result<()> {
         self.exchanged(&vec![0; self.experts], &[], products).map(drop)
     }
 
     /// Sends the rows `x`, `counts` of them to each expert. Returns their outputs by rank, in the order
     /// sent.
-    fn exchanged(&self, counts: &[usize], x: &[f32], products: Products) -> Result<Vec<Vec<u8>>> {
-        let (ranks, own) = (self.mesh.ranks(), self.own());
+    fn exchanged(&self, counts: &[usize], x: &[f32], products: ExpertForward) -> Result<Vec<Vec<u8>>> {
+        let (ranks, own) = (self.mesh.ranks(), self.local_experts());
         let bytes_of = |counts: &[usize]| counts.iter().sum::<usize>() * self.width * size_of::<f32>();
         let of_rank = |rank: usize| &counts[self.of(rank)];
 
@@ -110,7 +110,7 @@ impl ExpertRanks {
 
     /// Computes the outputs of the received rows, in the order received. `asked` has, by rank, the row
     /// count of each of this rank's experts.
-    fn made(&self, asked: &[Vec<usize>], rows: &[Vec<u8>], products: Products) -> Result<Vec<f32>> {
+    fn made(&self, asked: &[Vec<usize>], rows: &[Vec<u8>], products: ExpertForward) -> Result<Vec<f32>> {
         let experts = asked.iter().flat_map(|counts| (0u32..).zip(counts));
         let routes: Vec<u32> = experts.flat_map(|(e, &count)| std::iter::repeat_n(e, count)).collect();
         let count = routes.len();
@@ -119,7 +119,7 @@ impl ExpertRanks {
         }
         let x: Vec<f32> = rows.iter().flat_map(|bytes| f32_values(bytes)).collect();
         let x = Tensor::from_vec(x, (count, self.width), &Device::Cpu)?;
-        let plan = Dispatch::new(&Tensor::from_vec(routes, (count, 1), &Device::Cpu)?, self.own().len())?;
+        let plan = Dispatch::new(&Tensor::from_vec(routes, (count, 1), &Device::Cpu)?, self.local_experts().len())?;
         let made = products(&ops::dispatch(&x, &plan)?, &plan)?;
         // Restores the order of arrival. Multiplying by 1 changes no bits.
         let ones = Tensor::ones((count, 1), made.dtype(), &Device::Cpu)?;

@@ -1,7 +1,7 @@
 //! Decoder layers: the trait that each family's layer implements, and the blocks that layers consist of.
 
 use super::config::LayerType;
-use super::expert_ranks::ExpertRanks;
+use super::expert_ranks::ExpertParallel;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::matrix::{LayerTensors, Matrix};
 use crate::ops::graph::add;
@@ -117,7 +117,7 @@ impl AttentionWeights {
         let (k, v) = (self.k.matmul(h)?, self.v.matmul(h)?);
         let kv = ops::rope_keys_with_values(&k, &v, shape.kv_heads, rotation)?;
         let sinks = match &self.sinks {
-            Some(sinks) => sinks.tracked()?,
+            Some(sinks) => sinks.graph_tensor()?,
             // The op ignores these zeros.
             None => Tensor::zeros(shape.heads, DType::F32, q.device())?,
         };
@@ -145,7 +145,7 @@ pub struct Experts {
     pub gate_up: Matrix,
     pub down: Matrix,
     /// Present under expert parallelism: `gate_up` and `down` then hold this rank's experts only.
-    pub ranks: Option<Arc<ExpertRanks>>,
+    pub ranks: Option<Arc<ExpertParallel>>,
 }
 
 impl Experts {
@@ -172,7 +172,7 @@ impl Experts {
         let products = match &self.ranks {
             None => self.products(&sorted, &plan, pass.model, options)?,
             Some(ranks) => {
-                ranks.products(&sorted, &plan, &|x, plan| self.products(x, plan, pass.model, options))?
+                ranks.forward(&sorted, &plan, &|x, plan| self.products(x, plan, pass.model, options))?
             }
         };
         let mixed = ops::combine(&products, &shares, &plan)?;
@@ -196,9 +196,9 @@ impl Experts {
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub fn answer(&self, model: &Model, options: &ForwardOptions) -> Result<()> {
+    pub fn serve(&self, model: &Model, options: &ForwardOptions) -> Result<()> {
         match &self.ranks {
-            Some(ranks) => ranks.answer(&|x, plan| self.products(x, plan, model, options)),
+            Some(ranks) => ranks.serve(&|x, plan| self.products(x, plan, model, options)),
             None => Ok(()),
         }
     }

@@ -1,7 +1,7 @@
 //! A matrix with its bias and its adapter: the matrices of layers, the LM head and the embedding.
 
-use super::expert_ranks::ExpertRanks;
-use crate::ops::logits::{Logits, Sampling};
+use super::expert_ranks::ExpertParallel;
+use crate::ops::logits::{Logits, SamplingParameters};
 use crate::ops::weight::Weight;
 use crate::ops::{self, Dispatch, Parameter};
 use anyhow::{Context, Result, bail, ensure};
@@ -112,7 +112,7 @@ impl Matrix {
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn logits(&self, h: &Tensor, sampling: &Sampling) -> Result<Logits> {
+    pub fn logits(&self, h: &Tensor, sampling: &SamplingParameters) -> Result<Logits> {
         Ok(ops::logits(h, self.plain()?, sampling)?)
     }
 
@@ -130,7 +130,7 @@ pub struct Tensors<'a> {
     /// The key is the name of the adapted matrix.
     pub adapters: &'a HashMap<String, Adapter>,
     /// Present under expert parallelism.
-    pub ranks: Option<&'a Arc<ExpertRanks>>,
+    pub ranks: Option<&'a Arc<ExpertParallel>>,
 }
 
 impl Tensors<'_> {
@@ -196,13 +196,13 @@ impl LayerTensors<'_> {
     ///
     /// # Errors
     /// When there are no such tensors.
-    pub fn of_experts(&self, stem: &str) -> Result<Matrix> {
+    pub fn expert_matrices(&self, stem: &str) -> Result<Matrix> {
         let stem = format!("{}{stem}", self.prefix);
         self.tensors.matrix(&stem, Some(&format!("{stem}_bias")))
     }
 
     /// Returns the placement of experts on ranks, under expert parallelism.
-    pub fn ranks(&self) -> Option<Arc<ExpertRanks>> {
+    pub fn ranks(&self) -> Option<Arc<ExpertParallel>> {
         self.tensors.ranks.cloned()
     }
 }

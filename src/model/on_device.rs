@@ -4,7 +4,7 @@
 mod adapted;
 
 use super::attend::PackedAttention;
-use super::cache::{CacheRoom, Caches, SequenceCache};
+use super::cache::{CacheCapacity, Caches, SequenceCache};
 use super::config::{Config, LayerType, Rope};
 use super::decode::Decoder;
 use super::decoder_stack::{DecoderStack, nothing};
@@ -17,7 +17,7 @@ use crate::ops::cuda::open;
 use crate::ops::graph::differentiate;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
-use crate::ops::{Parameter, SequenceRows, logits::Sampling};
+use crate::ops::{Parameter, SequenceRows, logits::SamplingParameters};
 use crate::settings::Choice;
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::HashMap;
@@ -41,7 +41,7 @@ fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Confi
         num_local_experts: if experts { 6 } else { 0 },
         num_experts_per_tok: if experts { 2 } else { 0 },
         sliding_window: window,
-        layer_types: if experts { LayerType::alternating(2) } else { vec![LayerType::Full; 2] },
+        layer_types: if experts { LayerType::alternate(2) } else { vec![LayerType::Full; 2] },
         rope: Rope { theta: 10000.0, yarn: None },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
@@ -80,7 +80,7 @@ fn learner(config: &Config, device: &Device) -> Learner {
     let (mut names, mut values, mut buffers) = (vec![], vec![], vec![]);
     for (spec, of_spec) in init(config, &settings, 5).unwrap() {
         let shape = spec.working_shape();
-        let matrix = spec.packed_form(super::config::Form::Bf16).is_some();
+        let matrix = spec.packed_form(super::config::WeightFormat::Bf16).is_some();
         let rounded =
             Tensor::from_vec(of_spec, shape.clone(), &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
         let dtype = if matrix && device.is_cuda() { DType::BF16 } else { DType::F32 };
@@ -163,7 +163,7 @@ impl Learner {
             };
             let all = Arc::new((0..rows.len() as u32).collect());
             let normed = self.stack().normed(&hidden, &all).unwrap();
-            let sampling = Sampling::whole(1.0);
+            let sampling = SamplingParameters::whole(1.0);
             let logits = self.stack().logits(&normed, &sampling).unwrap();
             let asked: Vec<_> = rows.iter().enumerate().map(|(i, &row)| (i, targets[row])).collect();
             for (&row, log_prob) in rows.iter().zip(logits.log_probs(&sampling, &asked).unwrap()) {
@@ -198,12 +198,12 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     let trained = floats(&learner.training(&tokens, &lengths));
     assert!(trained.iter().all(|x| x.is_finite()));
     for pace in [1, 7, 64, 100] {
-        let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
+        let room = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
         let caches = Caches::new(config, gpu, room).unwrap();
         let sampled = learner.sampled(&caches, &tokens, &lengths, pace, None);
         assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
     }
-    let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 };
+    let room = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 };
     let caches = Caches::new(config, gpu, room).unwrap();
     let mut decoder = Decoder::new(&learner.stack()).unwrap();
     let sampled = learner.sampled(&caches, &tokens, &lengths, 1, Some(&mut decoder));
@@ -221,7 +221,7 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
         Config { max_position_embeddings: 1100, num_hidden_layers: 2, ..config(Family::default(), 2, 1, 70) };
     let learner = learner(&shape, &gpu);
     let stack = DecoderStack { model: &Model::new(shape.clone(), 1100), ..learner.stack() };
-    let room = CacheRoom { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
+    let room = CacheCapacity { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
     let caches = Caches::new(&shape, &gpu, room).unwrap();
     let mut long = caches.sequence();
     stack.feed(ids(1021), &mut [&mut long], &[1021], &mut nothing).unwrap();

@@ -4,14 +4,14 @@
 mod edit;
 mod shards;
 
-pub use shards::Asked;
+pub use shards::ShardRequest;
 
 use super::adapter::Lora;
 use super::config::Config;
 use super::layers_on_demand::{LayersOnDemand, TensorSource, WeightChange};
 use super::matrix::{Adapter, Tensors};
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
-use super::storage::{Stored, on_device};
+use super::storage::{TensorStorage, copy_to_device};
 use super::weights::{Layers, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, shard_range};
 use crate::ops::cpu::{host_values, on_host};
@@ -65,14 +65,14 @@ impl Default for Backend {
 
 /// One tensor of the store.
 struct Entry {
-    stored: Stored,
+    stored: TensorStorage,
     /// Present when the tensor is trained.
     gradient: Option<Tensor>,
     state: OptimizerState,
 }
 
 impl Entry {
-    fn new(stored: Stored) -> Self {
+    fn new(stored: TensorStorage) -> Self {
         Self { stored, gradient: None, state: OptimizerState::new() }
     }
 }
@@ -83,10 +83,10 @@ impl Parameters {
     /// # Errors
     /// When `tensors` fails, when names or sizes are not those of `config`, or when a device's memory does
     /// not suffice.
-    pub fn loaded(
+    pub fn load(
         config: &Config,
         backend: &Backend,
-        tensors: impl IntoIterator<Item = Result<(ParameterSpec, Stored)>>,
+        tensors: impl IntoIterator<Item = Result<(ParameterSpec, TensorStorage)>>,
     ) -> Result<Self> {
         Self::of(config, parameter_specs(config), backend.clone(), tensors)
     }
@@ -96,7 +96,7 @@ impl Parameters {
     ///
     /// # Errors
     /// As [`Self::loaded`], and when a tensor outside the layers cannot be read.
-    pub fn on_disk(
+    pub fn leave_on_disk(
         config: &Config,
         backend: &Backend,
         source: Arc<dyn TensorSource>,
@@ -106,12 +106,12 @@ impl Parameters {
             LayersOnDemand { changes, precision: backend.precision, ..LayersOnDemand::new(source, config) };
         let tensors = parameter_specs(config).into_iter().map(|spec| {
             let stored = match spec.layer {
-                Some(_) => Stored::on_disk(),
-                None => Stored::frozen(layers.tensor(&spec)?),
+                Some(_) => TensorStorage::left_on_disk(),
+                None => TensorStorage::from_weight(layers.tensor(&spec)?),
             };
             Ok((spec, stored))
         });
-        let parameters = Self::loaded(config, backend, tensors)?;
+        let parameters = Self::load(config, backend, tensors)?;
         Ok(Self { on_disk: Some(layers), ..parameters })
     }
 
@@ -122,7 +122,7 @@ impl Parameters {
     pub fn with_value_head(
         config: &Config,
         backend: &Backend,
-        tensors: impl IntoIterator<Item = Result<(ParameterSpec, Stored)>>,
+        tensors: impl IntoIterator<Item = Result<(ParameterSpec, TensorStorage)>>,
     ) -> Result<Self> {
         Self::of(config, value_model_specs(config), backend.clone(), tensors)
     }
@@ -131,7 +131,7 @@ impl Parameters {
         config: &Config,
         specs: Vec<ParameterSpec>,
         backend: Backend,
-        tensors: impl IntoIterator<Item = Result<(ParameterSpec, Stored)>>,
+        tensors: impl IntoIterator<Item = Result<(ParameterSpec, TensorStorage)>>,
     ) -> Result<Self> {
         let mut entries = Vec::with_capacity(specs.len());
         for found in tensors {
@@ -176,7 +176,7 @@ impl Parameters {
         }
         for (spec, values) in specs.iter().zip(values) {
             self.index.insert(spec.name.clone(), self.entries.len());
-            self.entries.push(entry(spec, Stored::variable(spec, values)?, &self.backend)?);
+            self.entries.push(entry(spec, TensorStorage::variable(spec, values)?, &self.backend)?);
         }
         self.specs.extend(specs);
         self.adapter = Some(lora);
@@ -255,7 +255,7 @@ impl Parameters {
     }
 
     /// Returns tensor `index` for another store to share, if it is in memory and cannot be trained.
-    pub fn shared(&self, index: usize) -> Option<Stored> {
+    pub fn share(&self, index: usize) -> Option<TensorStorage> {
         let stored = &self.entries[index].stored;
         (!stored.is_variable() && !stored.is_on_disk()).then(|| stored.clone())
     }
@@ -274,7 +274,7 @@ impl Parameters {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
         let weight = match stored.is_sharded() {
             false => stored.whole(spec)?.clone(),
-            true => on_device(&self.gathered_weight(index)?, self.device(), spec)?,
+            true => copy_to_device(&self.gather_weight(index)?, self.device(), spec)?,
         };
         Ok(weight.without_gradient())
     }
@@ -316,7 +316,7 @@ impl Parameters {
                 let master = on_host(self.master(index)?)?;
                 let values = host_values(&master)?;
                 let own = shard_range(values.len(), index, mesh.rank(), mesh.ranks());
-                let shard = Stored::shard(values[own].to_vec())?;
+                let shard = TensorStorage::shard(values[own].to_vec())?;
                 self.entries[index].stored = entry(&self.specs[index], shard, &self.backend)?.stored;
             }
             let zeros = |values: &Tensor| Tensor::zeros(values.shape(), DType::F32, values.device());
@@ -331,7 +331,7 @@ impl Parameters {
 
     /// Returns how often a pass uses tensor `index`: twice for an embedding that is also the LM head, else
     /// once.
-    pub fn uses(&self, index: usize) -> usize {
+    pub fn use_count(&self, index: usize) -> usize {
         let is_head_too = self.config.tie_word_embeddings && !self.is_critic();
         if is_head_too && self.specs[index].role == TensorRole::Embedding { 2 } else { 1 }
     }
@@ -371,7 +371,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When a tensor of the architecture is missing, or `change` fails.
-    pub fn frozen(&self, change: Option<&WeightChange>) -> Result<Weights> {
+    pub fn frozen_weights(&self, change: Option<&WeightChange>) -> Result<Weights> {
         let on_disk = self.on_disk.clone().map(|mut layers| {
             layers.changes.extend(change.cloned());
             layers
@@ -405,13 +405,13 @@ impl Parameters {
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
-    pub fn for_passes(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
+    pub fn pass_weights(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
         if self.entries.iter().any(|entry| entry.stored.is_sharded()) {
-            return self.gathered_by_layer(sink);
+            return self.layer_gathered_weights(sink);
         }
         self.weights(self.on_disk.clone(), &|index| match sink {
             Some(sink) if self.is_trained(index) => {
-                let variable = Parameter::trained(self.values(index)?, sink.clone(), index);
+                let variable = Parameter::with_gradient_sink(self.values(index)?, sink.clone(), index);
                 Ok(Weight::Dense(variable.in_precision(self.backend.precision)))
             }
             _ => self.weight(index),
@@ -454,7 +454,7 @@ impl Parameters {
 /// Returns the entry of `stored` on `backend`. On a GPU matrices are bf16; if that rounds, the exact values
 /// become their [`MASTER`]. A shard and its optimizer state stay in host memory, and its values go to the
 /// GPU when gathered.
-fn entry(spec: &ParameterSpec, stored: Stored, backend: &Backend) -> Result<Entry> {
+fn entry(spec: &ParameterSpec, stored: TensorStorage, backend: &Backend) -> Result<Entry> {
     if stored.is_on_disk() {
         ensure!(backend.device.is_cpu(), "{} is on disk", spec.name);
         return Ok(Entry::new(stored));
@@ -463,7 +463,7 @@ fn entry(spec: &ParameterSpec, stored: Stored, backend: &Backend) -> Result<Entr
     if stored.is_sharded() || backend.device.is_cpu() {
         return Ok(Entry::new(stored.with_weight(weight)));
     }
-    let working = on_device(&weight, &backend.device, spec)?;
+    let working = copy_to_device(&weight, &backend.device, spec)?;
     let (Weight::Dense(values), Weight::Dense(placed), true) = (&weight, &working, weight.is_variable())
     else {
         return Ok(Entry::new(stored.with_weight(working.in_precision(backend.precision))));

@@ -5,8 +5,8 @@
 //! bits as in one process. The backward pass runs the exchanges in reverse. With fewer key-value heads than
 //! ranks, several ranks share a head, and its gradient is their sum in rank order.
 
-use super::attend::Attend;
-use super::sharded_layers::within_op;
+use super::attend::AttentionMode;
+use super::sharded_layers::to_op_error;
 use crate::dist::wire::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate};
 use crate::ops::cpu::host_values;
@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The rows of one micro-batch, split over ranks.
-pub struct SplitRows {
+pub struct SequenceShards {
     mesh: Arc<Mesh>,
     /// The ranks that share the rows, in the order of their ranges.
     group: Vec<usize>,
@@ -29,7 +29,7 @@ pub struct SplitRows {
     ranges: Vec<Range<usize>>,
 }
 
-impl SplitRows {
+impl SequenceShards {
     /// Splits `rows` rows evenly over the ranks of this rank's sequence group.
     ///
     /// # Errors
@@ -48,12 +48,12 @@ impl SplitRows {
     }
 
     /// Returns the index of this rank in the group.
-    pub fn place(&self) -> usize {
+    pub fn group_index(&self) -> usize {
         self.place
     }
 
     /// Returns the range of rows of this rank.
-    pub fn own(&self) -> Range<usize> {
+    pub fn local_range(&self) -> Range<usize> {
         self.ranges[self.place].clone()
     }
 
@@ -119,7 +119,7 @@ impl SplitRows {
     fn to_rows(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
         let own = heads.of_rank[self.place].len() * dim;
         let parts = self.ranges.iter().map(|range| x[range.start * own..range.end * own].to_vec()).collect();
-        let rows = self.own().len();
+        let rows = self.local_range().len();
         let lengths: Vec<usize> = heads.of_rank.iter().map(|of| rows * of.len() * dim).collect();
         let came = self.exchange("rows", parts, &lengths)?;
         let mut out = vec![0f32; rows * heads.count * dim];
@@ -170,7 +170,7 @@ impl Heads {
 }
 
 /// Returns why a model's heads cannot be split over `ranks` processes; `None` if they can.
-pub fn heads_split(heads: usize, kv_heads: usize, ranks: usize) -> Option<String> {
+pub fn head_split_error(heads: usize, kv_heads: usize, ranks: usize) -> Option<String> {
     let divides = |a: usize, b: usize| b != 0 && a.is_multiple_of(b);
     (!divides(heads, ranks)).then(|| format!("does not divide the {heads} heads of attention")).or_else(
         || {
@@ -182,13 +182,13 @@ pub fn heads_split(heads: usize, kv_heads: usize, ranks: usize) -> Option<String
 }
 
 /// Attention whose rows are split over ranks.
-pub struct SplitAttention {
-    pub split: Arc<SplitRows>,
+pub struct SequenceParallelAttention {
+    pub split: Arc<SequenceShards>,
     /// The sequences of all rows.
     pub sequence_rows: Arc<SequenceRows>,
 }
 
-impl Attend for SplitAttention {
+impl AttentionMode for SequenceParallelAttention {
     fn attend(
         &mut self,
         _: usize,
@@ -204,7 +204,7 @@ impl Attend for SplitAttention {
         let of_rank = |heads: &Heads| heads.of_rank[self.split.place].clone();
         let (own, own_kv) = (of_rank(&q_heads), of_rank(&kv_of));
         let first = *own.first().context("a rank without heads")?;
-        let (all, t) = (self.split.rows(), self.split.own().len());
+        let (all, t) = (self.split.rows(), self.split.local_range().len());
         let op =
             |heads: &Heads, to_heads| MoveHeads { split: self.split.clone(), heads: heads.clone(), to_heads };
         let q = apply([&contiguous(q)?], op(&q_heads, true))?;
@@ -223,7 +223,7 @@ impl Attend for SplitAttention {
 /// Exchanges rows of all heads for all rows of some heads, or the reverse. Each is the other's backward
 /// pass.
 struct MoveHeads {
-    split: Arc<SplitRows>,
+    split: Arc<SequenceShards>,
     heads: Heads,
     to_heads: bool,
 }
@@ -233,9 +233,9 @@ impl MoveHeads {
         let (split, heads) = (&self.split, &self.heads);
         let (values, shape) = match to_heads {
             true => (split.to_heads(x, heads, dim), (split.rows(), heads.of_rank[split.place].len(), dim)),
-            false => (split.to_rows(x, heads, dim), (split.own().len(), heads.count, dim)),
+            false => (split.to_rows(x, heads, dim), (split.local_range().len(), heads.count, dim)),
         };
-        Ok((values.map_err(within_op)?, Shape::from(shape)))
+        Ok((values.map_err(to_op_error)?, Shape::from(shape)))
     }
 }
 
@@ -262,7 +262,7 @@ impl Operation<1> for MoveHeads {
 /// Gathers every rank's rows on every rank. All ranks compute the same from them, so the backward pass
 /// keeps only the gradient of this rank's rows.
 struct AllRows {
-    split: Arc<SplitRows>,
+    split: Arc<SequenceShards>,
 }
 
 impl Operation<1> for AllRows {
@@ -271,7 +271,7 @@ impl Operation<1> for AllRows {
     fn cpu(&self, [x]: [HostArgument; 1]) -> candle_core::Result<(CpuStorage, Shape)> {
         let (_, width) = x.shape().dims2()?;
         let lengths: Vec<usize> = self.split.ranges.iter().map(|range| range.len() * width).collect();
-        let all = self.split.all("router logits", x.values()?, &lengths).map_err(within_op)?;
+        let all = self.split.all("router logits", x.values()?, &lengths).map_err(to_op_error)?;
         Ok((CpuStorage::F32(all.concat()), Shape::from((self.split.rows(), width))))
     }
 
@@ -281,7 +281,7 @@ impl Operation<1> for AllRows {
         _: &Tensor,
         grad: &Tensor,
     ) -> candle_core::Result<[Option<Tensor>; 1]> {
-        let own = self.split.own();
+        let own = self.split.local_range();
         Ok([Some(grad.narrow(0, own.start, own.len())?.contiguous()?)])
     }
 }
@@ -295,8 +295,8 @@ mod tests {
         assert_eq!(Heads::even(4, 2).of_rank, [[0, 1], [2, 3]]);
         assert_eq!(Heads::even(2, 4).of_rank, [[0], [0], [1], [1]]);
         assert_eq!(Heads::even(2, 4).twice().of_rank, [[0, 2], [0, 2], [1, 3], [1, 3]]);
-        assert_eq!(heads_split(64, 8, 16), None);
-        assert!(heads_split(12, 2, 8).unwrap().contains("12 heads"));
-        assert!(heads_split(12, 4, 6).unwrap().contains("4 key-value heads"));
+        assert_eq!(head_split_error(64, 8, 16), None);
+        assert!(head_split_error(12, 2, 8).unwrap().contains("12 heads"));
+        assert!(head_split_error(12, 4, 6).unwrap().contains("4 key-value heads"));
     }
 }

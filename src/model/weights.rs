@@ -7,7 +7,7 @@ use super::names::EMBEDDING;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
 use crate::ops::graph::reshape;
-use crate::ops::logits::{Logits, Sampling};
+use crate::ops::logits::{Logits, SamplingParameters};
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -155,7 +155,7 @@ impl Weights {
     ///
     /// # Errors
     /// When the model is a critic, which has no LM head.
-    pub fn logits(&self, normed: &Tensor, sampling: &Sampling) -> Result<Logits> {
+    pub fn logits(&self, normed: &Tensor, sampling: &SamplingParameters) -> Result<Logits> {
         if self.is_critic {
             bail!("a critic has no LM head");
         }

@@ -73,9 +73,9 @@ impl DecodeBatch {
 }
 
 /// Stub that is never constructed.
-pub struct Recorded;
+pub struct RecordedGraph;
 
-impl Recorded {
+impl RecordedGraph {
     pub fn of(_: &Device, _: impl FnOnce() -> Result<()>) -> Result<Self> {
         refuse()
     }
@@ -104,7 +104,7 @@ pub fn gpu_count() -> usize {
     0
 }
 
-pub fn usable(_: usize) -> Result<Gpu> {
+pub fn open_gpu(_: usize) -> Result<Gpu> {
     bail!("this build is for CPUs; build with --features cuda")
 }
 

@@ -20,7 +20,7 @@ use super::linear::sum_rows;
 use super::math::dot;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Precision, Spread, StridedMatrix, backward_product, forward_product, product};
+use super::product::{Precision, GemmThreads, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::cmp::Reverse;
@@ -154,14 +154,14 @@ pub(super) fn side_by_side<T: Send>(
     mut tasks: Vec<T>,
     rows: impl Fn(&T) -> usize,
     work: usize,
-    run: impl Fn(Spread, T) + Sync,
+    run: impl Fn(GemmThreads, T) + Sync,
 ) {
     if in_parallel(work) && tasks.len() >= rayon::current_num_threads() {
         // Largest first, so that no thread starts a large task last.
         tasks.sort_by_key(|task| Reverse(rows(task)));
-        tasks.into_iter().par_bridge().for_each(|task| run(Spread::Alone, task));
+        tasks.into_iter().par_bridge().for_each(|task| run(GemmThreads::Alone, task));
     } else {
-        tasks.into_iter().for_each(|task| run(Spread::Pool, task));
+        tasks.into_iter().for_each(|task| run(GemmThreads::Pool, task));
     }
 }
 
@@ -339,7 +339,7 @@ impl Operation<3> for GroupedLinear {
                         |((_, at), _)| at.len(),
                         work,
                         |spread, ((_, at), dw)| {
-                            let x = StridedMatrix::transposed(&xs[at.start * k..at.end * k], k);
+                            let x = StridedMatrix::from_transpose(&xs[at.start * k..at.end * k], k);
                             let dy = StridedMatrix::rows(&dy[at.start * n..at.end * n], n);
                             product(spread.by(self.precision), dw, x, dy, (k, at.len(), n), true);
                         },

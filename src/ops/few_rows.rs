@@ -79,9 +79,9 @@ mod compiled {
 }
 
 /// A skinny product kernel that this processor supports.
-pub(super) struct FewRows(Kernel);
+pub(super) struct SkinnyGemm(Kernel);
 
-impl FewRows {
+impl SkinnyGemm {
     /// Returns the kernel for a product of shape `(m, k, n)`, if it is faster than the others and has the
     /// same bits. In f32 the crate uses another code path for chunks of k of one or two.
     pub(super) fn of(precision: Precision, (m, k, n): (usize, usize, usize)) -> Option<Self> {
@@ -392,9 +392,9 @@ mod tests {
         let mut noise = |len: usize| -> Vec<f32> { (0..len).map(|_| rng.random_range(-1f32..1.0)).collect() };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
         let ways = [
-            ("f32", Precision::F32, FewRows::here(Precision::F32)),
-            ("f32 by eights", Precision::F32, FewRows::by_eights()),
-            ("bf16", Precision::Bf16Dot, FewRows::here(Precision::Bf16Dot)),
+            ("f32", Precision::F32, SkinnyGemm::here(Precision::F32)),
+            ("f32 by eights", Precision::F32, SkinnyGemm::by_eights()),
+            ("bf16", Precision::Bf16Dot, SkinnyGemm::here(Precision::Bf16Dot)),
         ];
         for (k, n) in [(512, 256), (515, 300), (1025, 513), (300, 1000), (1100, 271)] {
             let (x, w, bias) = (noise(ROWS_MAX * k), noise(k * n), noise(ROWS_MAX * n));

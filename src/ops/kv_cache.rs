@@ -120,7 +120,7 @@ impl KvBlocks {
     }
 
     /// Returns the first `len` positions. Blocks are shared, except one that is cut.
-    pub fn beginning(&self, len: usize) -> Self {
+    pub fn prefix(&self, len: usize) -> Self {
         let mut blocks = self.blocks[..len.div_ceil(BLOCK)].to_vec();
         if let (Some(last), cut @ 1..) = (blocks.last_mut(), len % BLOCK) {
             let block = Arc::make_mut(last);

@@ -9,7 +9,7 @@ use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, produ
 use super::graph::{apply, contiguous, is_tracked};
 use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Means, Precision, Spread, StridedMatrix, backward_product, forward_product, product};
+use super::product::{GemmConfig, Precision, GemmThreads, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
@@ -46,7 +46,7 @@ fn apply_linear(
     }
     let x = contiguous(x)?;
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
-    let op = Linear { weight, bias, means: Spread::Pool.by(precision), out };
+    let op = Linear { weight, bias, means: GemmThreads::Pool.by(precision), out };
     match b {
         Some(b) => apply([&x, w, b], op),
         None => apply([&x, w], op),
@@ -59,7 +59,7 @@ const OP: &str = "linear";
 struct Linear {
     weight: Option<Gradient>,
     bias: Option<Gradient>,
-    means: Means,
+    means: GemmConfig,
     /// Output type on a GPU.
     out: DType,
 }
@@ -106,7 +106,7 @@ impl Linear {
         if let Some(weight) = &self.weight {
             let xs = host_values(x)?;
             weight.add(|dw| {
-                let (x, dy) = (StridedMatrix::transposed(&xs, k), StridedMatrix::rows(&dy, n));
+                let (x, dy) = (StridedMatrix::from_transpose(&xs, k), StridedMatrix::rows(&dy, n));
                 if n == 1 {
                     // The library would add a single column row by row to the previous value. The bits of
                     // the sum would depend on that value.
@@ -121,7 +121,7 @@ impl Linear {
             })?;
         }
         if let Some(bias) = &self.bias {
-            let sums = sum_rows(Spread::Pool, &dy, n);
+            let sums = sum_rows(GemmThreads::Pool, &dy, n);
             bias.add(|db| add_values(db, &sums))?;
         }
         Ok(dx)
@@ -156,7 +156,7 @@ pub(super) fn repeat_row(row: &[f32], rows: usize) -> Vec<f32> {
 }
 
 /// Sums each column in row order.
-pub(super) fn sum_rows(spread: Spread, values: &[f32], width: usize) -> Vec<f32> {
+pub(super) fn sum_rows(spread: GemmThreads, values: &[f32], width: usize) -> Vec<f32> {
     let mut sums = zeros(width);
     let columns = width.div_ceil(spread.threads(values.len())).max(1);
     let add = |(part, sums): (usize, &mut [f32])| {

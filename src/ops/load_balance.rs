@@ -14,7 +14,7 @@ use super::experts::Dispatch;
 use super::graph::{apply, contiguous};
 use super::math::exp;
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::uploaded::Uploaded;
+use super::uploaded::DeviceCopies;
 use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u
     if holders.is_some_and(|holders| Ok(holders.len()) != logits.dim(0).map_err(drop)) {
         bail!("load_balance: router logits {:?} do not match the rows of `holders`", logits.dims());
     }
-    let op = LoadBalance { plan: plan.clone(), holders: holders.cloned(), uploaded: Uploaded::default() };
+    let op = LoadBalance { plan: plan.clone(), holders: holders.cloned(), uploaded: DeviceCopies::default() };
     apply([&contiguous(logits)?], op)
 }
 
@@ -36,7 +36,7 @@ pub(super) struct LoadBalance {
     pub plan: Dispatch,
     holders: Option<Arc<Vec<u32>>>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    uploaded: Uploaded,
+    uploaded: DeviceCopies,
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]

@@ -101,7 +101,7 @@ pub fn log_prob_and_entropy(
     if k != w_k || targets.len() != rows || targets.iter().any(|&t| t as usize >= vocabulary) {
         bail!("log_prob: h {:?}, weight [{w_k}, {vocabulary}], {} targets", h.dims(), targets.len());
     }
-    let (tracked, gradient) = weight.tracked().unzip();
+    let (tracked, gradient) = weight.graph_tensor().unzip();
     let head = Head {
         targets: targets.clone(),
         inverse_temperature: inverse(temperature),
@@ -205,7 +205,7 @@ impl Head {
             Some(weight) => weight.add(|dw| {
                 edit(dw, |dw| {
                     let mut add = |z: &[f32], start: usize| {
-                        let h = StridedMatrix::transposed(&hs[start * k..], k);
+                        let h = StridedMatrix::from_transpose(&hs[start * k..], k);
                         product(
                             self.weight.means(),
                             dw,

@@ -17,7 +17,7 @@ use std::borrow::Cow;
 
 /// Sampling parameters. Training uses the untruncated distribution; other settings are for evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sampling {
+pub struct SamplingParameters {
     /// 0 takes the most likely token (ties: the lowest id), with log-probability 0.
     pub temperature: f64,
     /// Keeps the most likely tokens up to this probability, including the one that reaches it; 1 keeps all.
@@ -73,7 +73,7 @@ pub fn device_logits_rows(vocabulary: usize) -> usize {
 ///
 /// # Errors
 /// When shapes disagree.
-pub fn logits(h: &Tensor, weight: &Weight, sampling: &Sampling) -> Result<Logits> {
+pub fn logits(h: &Tensor, weight: &Weight, sampling: &SamplingParameters) -> Result<Logits> {
     let ((rows, k), (w_k, n)) = (h.dims2()?, weight.head_shape()?);
     if k != w_k {
         bail!("logits: h {:?}, weight [{w_k}, {n}]", h.dims());
@@ -118,7 +118,7 @@ impl Logits {
     ///
     /// # Errors
     /// When a row does not exist or holds no distribution.
-    pub fn draw(&self, sampling: &Sampling, draws: &[(usize, f64)]) -> Result<Vec<Drawn>> {
+    pub fn draw(&self, sampling: &SamplingParameters, draws: &[(usize, f64)]) -> Result<Vec<Drawn>> {
         let greedy = sampling.temperature == 0.0;
         if self.z.device().is_cuda() && (greedy || !sampling.truncates()) {
             let drawn = draw_tokens(&self.z, &self.log_sum_exp, draws, greedy)?;
@@ -132,7 +132,7 @@ impl Logits {
     ///
     /// # Errors
     /// When a row or a token does not exist.
-    pub fn log_probs(&self, sampling: &Sampling, tokens: &[(usize, u32)]) -> Result<Vec<f32>> {
+    pub fn log_probs(&self, sampling: &SamplingParameters, tokens: &[(usize, u32)]) -> Result<Vec<f32>> {
         if self.z.device().is_cuda() && !sampling.truncates() {
             return token_log_probs(&self.z, &self.log_sum_exp, tokens);
         }
@@ -202,7 +202,7 @@ impl Row<'_> {
     }
 }
 
-impl Sampling {
+impl SamplingParameters {
     /// Returns the untruncated distribution at `temperature`.
     pub fn whole(temperature: f64) -> Self {
         Self { temperature, top_p: 1.0, top_k: 0, min_p: 0.0 }
@@ -393,14 +393,14 @@ mod tests {
     use rand::Rng;
 
     /// A row of the given logits: multiplication by 1 is exact.
-    fn row(values: &[f32], sampling: &Sampling) -> Logits {
+    fn row(values: &[f32], sampling: &SamplingParameters) -> Logits {
         let weight = Tensor::from_slice(values, (1, values.len()), &Device::Cpu).unwrap();
         let weight = Weight::dense(&weight);
         logits(&Tensor::new(&[[1f32]], &Device::Cpu).unwrap(), &weight, sampling).unwrap()
     }
 
-    fn draws(sampling: Sampling, logits: &[f32], n: u64) -> Vec<Drawn> {
-        let draws: Vec<_> = (0..n).map(|i| (0, stream(1, Purpose::Sampling, &[i]).random::<f64>())).collect();
+    fn draws(sampling: SamplingParameters, logits: &[f32], n: u64) -> Vec<Drawn> {
+        let draws: Vec<_> = (0..n).map(|i| (0, stream(1, Purpose::SamplingParameters, &[i]).random::<f64>())).collect();
         let drawn = row(logits, &sampling).draw(&sampling, &draws).unwrap();
         let tokens: Vec<_> = drawn.iter().map(|d| (0, d.token)).collect();
         if sampling.temperature > 0.0 {
@@ -419,7 +419,7 @@ mod tests {
     fn shares_are_the_probabilities_at_the_temperature() {
         let logits = [0.5f32, -1.0, 2.0, 0.0, -200.0];
         for temperature in [1.0, 0.5, 2.0] {
-            let drawn = draws(Sampling::whole(temperature), &logits, 40_000);
+            let drawn = draws(SamplingParameters::whole(temperature), &logits, 40_000);
             let weights = logits.map(|z| (f64::from(z) / temperature).exp());
             let total: f64 = weights.iter().sum();
             for (share, weight) in shares(&drawn, 5).iter().zip(weights) {
@@ -445,7 +445,7 @@ mod tests {
 
     #[test]
     fn a_draw_by_blocks_is_the_draw_from_all_weights() {
-        let mut random = stream(2, Purpose::Sampling, &[]);
+        let mut random = stream(2, Purpose::SamplingParameters, &[]);
         for vocabulary in [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK + 300] {
             let mut values: Vec<f32> = (0..vocabulary).map(|_| random.random_range(-4.0..4.0)).collect();
             // Blocks without weight at the start and at the end, if there are several.
@@ -482,7 +482,7 @@ mod tests {
 
     #[test]
     fn greedy_takes_the_lowest_id_of_equals() {
-        let drawn = draws(Sampling::whole(0.0), &[1.0, 3.0, 3.0, -1.0], 3);
+        let drawn = draws(SamplingParameters::whole(0.0), &[1.0, 3.0, 3.0, -1.0], 3);
         assert!(drawn.iter().all(|&d| d == Drawn { token: 1, log_prob: 0.0 }));
     }
 
@@ -490,13 +490,13 @@ mod tests {
     fn truncation_keeps_the_likeliest_and_renormalises() {
         // Probabilities .4 .3 .2 .1
         let logits: Vec<f32> = [0.4f32, 0.3, 0.2, 0.1].iter().map(|p| p.ln()).collect();
-        let all = Sampling::whole(1.0);
+        let all = SamplingParameters::whole(1.0);
         let cases = [
-            (Sampling { top_k: 2, ..all }, vec![0.4, 0.3]),
-            (Sampling { top_p: 0.75, ..all }, vec![0.4, 0.3, 0.2]),
-            (Sampling { top_p: 0.001, ..all }, vec![0.4]),
-            (Sampling { min_p: 0.6, ..all }, vec![0.4, 0.3]),
-            (Sampling { top_k: 3, top_p: 0.7, ..all }, vec![0.4, 0.3]),
+            (SamplingParameters { top_k: 2, ..all }, vec![0.4, 0.3]),
+            (SamplingParameters { top_p: 0.75, ..all }, vec![0.4, 0.3, 0.2]),
+            (SamplingParameters { top_p: 0.001, ..all }, vec![0.4]),
+            (SamplingParameters { min_p: 0.6, ..all }, vec![0.4, 0.3]),
+            (SamplingParameters { top_k: 3, top_p: 0.7, ..all }, vec![0.4, 0.3]),
         ];
         for (sampling, kept) in cases {
             let total: f64 = kept.iter().sum();
@@ -510,7 +510,7 @@ mod tests {
                 assert!((f64::from(d.log_prob) - exact).abs() < 1e-5, "{sampling:?}");
             }
         }
-        let ties = draws(Sampling { top_k: 2, ..all }, &[1.0; 4], 1000);
+        let ties = draws(SamplingParameters { top_k: 2, ..all }, &[1.0; 4], 1000);
         assert!(ties.iter().all(|d| d.token < 2), "the lowest ids of equals are kept");
     }
 
@@ -518,7 +518,7 @@ mod tests {
     fn logits_that_are_no_numbers_are_an_error() {
         for bad in [f32::NAN, f32::INFINITY] {
             for temperature in [0.0, 1.0] {
-                let sampling = Sampling::whole(temperature);
+                let sampling = SamplingParameters::whole(temperature);
                 // A broken head gives values that are not finite.
                 let error = row(&[0.0, bad, 1.0], &sampling).draw(&sampling, &[(0, 0.5)]).err().unwrap();
                 assert!(error.to_string().contains("not finite"), "{error}");
@@ -528,7 +528,7 @@ mod tests {
 
     #[test]
     fn rows_and_tokens_that_do_not_exist_are_errors() {
-        let sampling = Sampling::whole(1.0);
+        let sampling = SamplingParameters::whole(1.0);
         let row = row(&[0.0, 1.0], &sampling);
         assert!(row.draw(&sampling, &[(1, 0.5)]).err().unwrap().to_string().contains("row 1 of 1"));
         assert!(row.log_probs(&sampling, &[(0, 2)]).err().unwrap().to_string().contains("token 2"));

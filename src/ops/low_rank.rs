@@ -14,7 +14,7 @@ use super::graph::{apply, contiguous, is_tracked};
 use super::linear::in_bf16;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Spread, StridedMatrix, backward_product, forward_product, product};
+use super::product::{GemmThreads, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
@@ -93,7 +93,7 @@ impl LowRank {
         width: usize,
         groups: &[(usize, Range<usize>)],
         work: usize,
-        run: impl Fn(Spread, usize, &Range<usize>, &mut [f32]) + Sync,
+        run: impl Fn(GemmThreads, usize, &Range<usize>, &mut [f32]) + Sync,
     ) {
         let (mut tasks, mut rest) = (Vec::with_capacity(groups.len()), out);
         for (expert, at) in groups {
@@ -193,7 +193,7 @@ impl Operation<3> for LowRank {
                         |(at, _)| at.len(),
                         count * k * n,
                         |spread, (at, sum)| {
-                            let left = StridedMatrix::transposed(rows(left, at, k), k);
+                            let left = StridedMatrix::from_transpose(rows(left, at, k), k);
                             let right = StridedMatrix::rows(rows(right, at, n), n);
                             product(spread, sum, left, right, (k, at.len(), n), true);
                         },

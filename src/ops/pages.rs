@@ -85,7 +85,7 @@ impl Pages {
     /// # Errors
     /// When there are too few free pages.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub fn reserved(self: &Arc<Self>, len: usize, window: Option<usize>) -> Result<PagedSequence> {
+    pub fn reserve(self: &Arc<Self>, len: usize, window: Option<usize>) -> Result<PagedSequence> {
         let hidden = window.map_or(0, |window| (len + 1).saturating_sub(window) / PAGE);
         let own =
             self.take(len.div_ceil(PAGE) - hidden, &[len])?.into_iter().map(|page| Some(Arc::new(page)));
@@ -223,7 +223,7 @@ mod tests {
     fn a_reserved_sequence_goes_on_where_a_window_left_it() {
         let pages = Pages::new(4);
         // A query at 200 sees positions 73 to 199 through a window of 128: the first page is freed.
-        let mut reserved = pages.reserved(200, Some(128)).unwrap();
+        let mut reserved = pages.reserve(200, Some(128)).unwrap();
         assert_eq!((reserved.len(), pages.free()), (200, 1));
         let mut grown = PagedSequence { len: 200, ..PagedSequence::default() };
         grown.pages = vec![Some(Arc::new(Page { index: 0, pages: pages.clone() })); 4];
@@ -231,7 +231,7 @@ mod tests {
         let forgotten = |of: &PagedSequence| of.pages.iter().map(Option::is_none).collect::<Vec<_>>();
         assert_eq!(forgotten(&reserved), forgotten(&grown));
         assert_eq!(pages.extend(&mut [&mut reserved], &[56]).unwrap().runs.len(), 1);
-        assert!(pages.reserved(200, None).is_err());
+        assert!(pages.reserve(200, None).is_err());
     }
 
     #[test]

@@ -47,7 +47,7 @@ impl Parameter {
     }
 
     /// Returns a variable whose gradient goes to buffer `parameter` of `sink`.
-    pub fn trained(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
+    pub fn with_gradient_sink(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
         Self::variable(variable).with_gradient(sink, parameter)
     }
 
@@ -91,7 +91,7 @@ impl Parameter {
     ///
     /// # Errors
     /// When the values are not contiguous, or a GPU does not support them.
-    pub fn tracked(&self) -> Result<Tensor> {
+    pub fn graph_tensor(&self) -> Result<Tensor> {
         match self.gradient() {
             None => Ok(self.values.clone()),
             Some(gradient) => apply([&self.values], Leaf { gradient }),

@@ -9,7 +9,7 @@ use super::cpu::host_values;
 use super::cuda::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
 use super::graph::{apply, contiguous, reshape};
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::uploaded::Uploaded;
+use super::uploaded::DeviceCopies;
 use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub struct RopeTable {
     cosines: Vec<f32>,
     sines: Vec<f32>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    uploaded: Uploaded,
+    uploaded: DeviceCopies,
 }
 
 impl RopeTable {
@@ -31,7 +31,7 @@ impl RopeTable {
     /// Angles are rounded to f32 as in the reference implementation; cosine and sine are computed in f64.
     pub fn new(frequencies: &[f32], positions: usize, attention_factor: f64) -> Self {
         let half = frequencies.len();
-        let mut table = Self { half, cosines: vec![], sines: vec![], uploaded: Uploaded::default() };
+        let mut table = Self { half, cosines: vec![], sines: vec![], uploaded: DeviceCopies::default() };
         for position in 0..positions {
             for &frequency in frequencies {
                 let angle = (position as f32 * frequency) as f64;
@@ -92,7 +92,7 @@ pub struct Rotation {
     /// The last position plus one.
     end: usize,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    uploaded: Arc<Uploaded>,
+    uploaded: Arc<DeviceCopies>,
 }
 
 impl Rotation {

@@ -156,8 +156,8 @@ impl Packed {
         let mut caches: Vec<KvBlocks> = Vec::with_capacity(self.sequence_rows.sequences());
         for s in 0..self.sequence_rows.sequences() {
             let own = self.sequence_rows.own_rows(s);
-            let mut cache = match (caches.last(), self.sequence_rows.shared(s)) {
-                (Some(before), shared @ 1..) => before.beginning(shared),
+            let mut cache = match (caches.last(), self.sequence_rows.first_own_row(s)) {
+                (Some(before), shared @ 1..) => before.prefix(shared),
                 _ => KvBlocks::new(kv_heads, head_dim),
             };
             cache.append(&kv[own.start * width..own.end * width]);
@@ -186,13 +186,13 @@ impl Operation<3> for Packed {
         self.run(&caches, |s, kv_head| {
             let Range { start, end } = self.sequence_rows.own_rows(s);
             let (rows, width) = (end - start, heads * d);
-            let out = out_rows.part(start * width, rows * width);
-            let lse = lse_rows.part(start * heads, rows * heads);
+            let out = out_rows.slice(start * width, rows * width);
+            let lse = lse_rows.slice(start * heads, rows * heads);
             attend(
                 &self.attention,
                 kv_head,
                 &caches[s],
-                self.sequence_rows.shared(s),
+                self.sequence_rows.first_own_row(s),
                 &q[start * width..end * width],
                 sinks,
                 &out,
@@ -242,7 +242,7 @@ impl Packed {
         // Gradients that each sequence's own queries give its shared keys, added in sequence order.
         let sequences = 0..self.sequence_rows.sequences();
         let mut shared: Vec<Vec<f32>> =
-            sequences.clone().map(|s| zeros(self.sequence_rows.shared(s) * kv_width)).collect();
+            sequences.clone().map(|s| zeros(self.sequence_rows.first_own_row(s) * kv_width)).collect();
         let (dq_rows, dkv_rows) = (Rows::new(&mut dq), Rows::new(&mut dkv));
         let shared_rows: Vec<Rows> = shared.iter_mut().map(|shared| Rows::new(shared)).collect();
         let parts = self.run(&caches, |s, kv_head| {
@@ -255,8 +255,8 @@ impl Packed {
                 grad: &grad[start * width..end * width],
                 sinks: &sinks,
             };
-            let dq = dq_rows.part(start * width, rows * width);
-            let dkv = dkv_rows.part(start * kv_width, rows * kv_width);
+            let dq = dq_rows.slice(start * width, rows * width);
+            let dkv = dkv_rows.slice(start * kv_width, rows * kv_width);
             attend_backward(&self.attention, kv_head, &caches[s], &up, &dq, &dkv, &shared_rows[s])
         });
         for s in sequences.filter(|&s| !shared[s].is_empty()) {

@@ -369,7 +369,7 @@ unsafe fn lay_out<W: Words>(side: Side, line: usize, lines: usize, chunk: Chunk,
 
 #[cfg(test)]
 mod tests {
-    use super::super::product::Spread;
+    use super::super::product::GemmThreads;
     use super::*;
     use crate::random::{Purpose, stream};
     use half::bf16;
@@ -403,8 +403,8 @@ mod tests {
         (m, k, n): (usize, usize, usize),
         [a, a_turned, b, b_turned]: [&'v [f32]; 4],
     ) -> [(StridedMatrix<'v>, StridedMatrix<'v>); 4] {
-        let (a_rows, a_columns) = (StridedMatrix::rows(a, k), StridedMatrix::transposed(a_turned, m));
-        let (b_rows, b_columns) = (StridedMatrix::rows(b, n), StridedMatrix::transposed(b_turned, k));
+        let (a_rows, a_columns) = (StridedMatrix::rows(a, k), StridedMatrix::from_transpose(a_turned, m));
+        let (b_rows, b_columns) = (StridedMatrix::rows(b, n), StridedMatrix::from_transpose(b_turned, k));
         [(a_rows, b_rows), (a_rows, b_columns), (a_columns, b_rows), (a_columns, b_columns)]
     }
 
@@ -455,7 +455,7 @@ mod tests {
             for start in [0.0, 0.5] {
                 let mut expected = vec![start; m * n];
                 let (a, b) = (StridedMatrix::rows(a, k), StridedMatrix::rows(b, n));
-                super::super::product::product(Spread::Alone, &mut expected, a, b, shape, start != 0.0);
+                super::super::product::product(GemmThreads::Alone, &mut expected, a, b, shape, start != 0.0);
                 let same =
                     |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
                 for threads in [1, 2] {

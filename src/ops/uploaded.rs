@@ -6,9 +6,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// One copy per device.
 #[derive(Default)]
-pub struct Uploaded(Mutex<Vec<Tensor>>);
+pub struct DeviceCopies(Mutex<Vec<Tensor>>);
 
-impl Uploaded {
+impl DeviceCopies {
     /// Returns the copy on `device`; the first call makes it with `make`.
     ///
     /// # Errors
@@ -25,7 +25,7 @@ impl Uploaded {
 }
 
 // Printing a tensor would print its values, and wait for them.
-impl fmt::Debug for Uploaded {
+impl fmt::Debug for DeviceCopies {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Uploaded")
     }

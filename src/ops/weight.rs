@@ -5,10 +5,10 @@ use super::embedding::{embedding, tied_embedding};
 use super::experts::{Dispatch, grouped_linear};
 use super::linear::{linear, linear_f32};
 use super::packed::{
-    PackedForm, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
+    PackedFormat, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
 };
 use super::parameter::{Gradient, Parameter};
-use super::product::{Means, Precision, Spread, backward_product, forward_product};
+use super::product::{GemmConfig, Precision, GemmThreads, backward_product, forward_product};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
@@ -76,14 +76,14 @@ impl Weight {
     ///
     /// # Errors
     /// When it is a shard, or memory runs out.
-    pub fn decoded(&self, shape: &[usize]) -> Result<Tensor> {
+    pub fn decode(&self, shape: &[usize]) -> Result<Tensor> {
         match self {
             Weight::Dense(parameter) => on_host(parameter.values()),
             Weight::Packed(matrix) if matrix.is_on_host() => {
-                Tensor::from_vec(matrix.decoded()?, shape, &Device::Cpu)
+                Tensor::from_vec(matrix.decode()?, shape, &Device::Cpu)
             }
             Weight::Packed(matrix) => {
-                Tensor::from_vec(matrix.to_device(&Device::Cpu)?.decoded()?, shape, &Device::Cpu)
+                Tensor::from_vec(matrix.to_device(&Device::Cpu)?.decode()?, shape, &Device::Cpu)
             }
         }
     }
@@ -97,10 +97,10 @@ impl Weight {
         Ok(match self {
             Weight::Dense(parameter) if parameter.values().device().same_device(device) => self.clone(),
             _ if device.is_cpu() => self.clone(),
-            Weight::Packed(matrix) if matrix.form() == PackedForm::Mxfp4 => {
+            Weight::Packed(matrix) if matrix.form() == PackedFormat::Mxfp4 => {
                 Weight::Packed(Arc::new(matrix.to_device(device)?))
             }
-            _ => Weight::dense(&self.decoded(shape)?.to_dtype(dtype)?.to_device(device)?),
+            _ => Weight::dense(&self.decode(shape)?.to_dtype(dtype)?.to_device(device)?),
         })
     }
 
@@ -175,8 +175,8 @@ impl Weight {
     }
 
     /// Returns threads and precision of its products on a CPU.
-    pub(super) fn means(&self) -> Means {
-        Spread::Pool.by(match self {
+    pub(super) fn means(&self) -> GemmConfig {
+        GemmThreads::Pool.by(match self {
             Weight::Dense(weight) => weight.precision(),
             Weight::Packed(_) => Precision::F32,
         })
@@ -225,7 +225,7 @@ impl Weight {
     }
 
     /// Returns the dense values, which the graph tracks, and the sink of their gradient.
-    pub(super) fn tracked(&self) -> Option<(&Tensor, Option<Gradient>)> {
+    pub(super) fn graph_tensor(&self) -> Option<(&Tensor, Option<Gradient>)> {
         match self {
             Weight::Dense(weight) => Some((weight.values(), weight.gradient())),
             Weight::Packed(_) => None,

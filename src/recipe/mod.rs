@@ -15,7 +15,7 @@ use crate::dist::ParallelSettings;
 use crate::interpreter;
 use crate::learner::{ColdStartSettings, CriticSettings, TrainSettings};
 use crate::metrics::LoggingSettings;
-use crate::model::arms::Arms;
+use crate::model::arms::Ablations;
 use crate::model::settings::{AdapterSettings, DeviceKind, ModelSettings};
 use crate::policy::PolicySettings;
 use crate::rollout::{EvalSettings, RolloutSettings, SystemPromptSettings};
@@ -38,7 +38,7 @@ table! {
         pub train: TrainSettings,
         pub policy: PolicySettings,
         pub critic: Option<CriticSettings>,
-        pub arms: Arms,
+        pub arms: Ablations,
         pub eval: EvalSettings,
         pub checkpoint: CheckpointSettings,
         pub parallel: ParallelSettings,

@@ -10,7 +10,7 @@ use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
-use crate::settings::{Choice, Mistake, Places, changed};
+use crate::settings::{Choice, Mistake, Places, changed_entries};
 use crate::tasks::TaskName;
 use std::path::Path;
 
@@ -196,7 +196,7 @@ impl Rules<'_> {
     /// Refuses keys that only other tasks read.
     fn keys_of_other_tasks(&mut self) {
         let task = &self.recipe.task;
-        for entry in changed(task) {
+        for entry in changed_entries(task) {
             let key = entry.path();
             let readers = TaskName::all().into_iter().filter(|task| task.keys.contains(&key));
             let readers: Vec<&str> = readers.map(TaskName::name).collect();
@@ -334,7 +334,7 @@ impl Rules<'_> {
     }
 
     fn arms(&mut self) {
-        for (arm, what) in self.recipe.arms.switched_on() {
+        for (arm, what) in self.recipe.arms.enabled() {
             self.warn(&[&format!("arms.{arm}")], format!("a failure is switched on. {what}"));
         }
     }

@@ -70,7 +70,7 @@ impl CacheAdmission {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::cache::CacheRoom;
+    use crate::model::cache::CacheCapacity;
     use crate::model::config::{Config, LayerType, Rope};
     use crate::model::families::Family;
     use crate::ops::pages::{PagedSequence, Pages};
@@ -90,7 +90,7 @@ mod tests {
             num_local_experts: 1,
             num_experts_per_tok: 1,
             sliding_window: 0,
-            layer_types: LayerType::alternating(2),
+            layer_types: LayerType::alternate(2),
             rope: Rope { theta: 1e4, yarn: None },
             rms_norm_eps: 1e-5,
             swiglu_limit: 7.0,
@@ -152,8 +152,8 @@ mod tests {
         let config = Config { sliding_window: 100, ..tiny() };
         let (prompt_max, response_max) = (300, 400);
         for (seed, places) in (0..24).zip([1, 2, 3, 5, 8, 13].into_iter().cycle()) {
-            let mut random = stream(seed, Purpose::Sampling, &[]);
-            let room = CacheRoom { sequences: places, tokens: prompt_max + response_max, fed_tokens_max: 64 };
+            let mut random = stream(seed, Purpose::SamplingParameters, &[]);
+            let room = CacheCapacity { sequences: places, tokens: prompt_max + response_max, fed_tokens_max: 64 };
             let pools = [LayerType::Full, LayerType::Sliding]
                 .map(|layer| (layer, Pages::new(room.pages(&config, &layer))));
             let (groups, samples) = (12, 4);

@@ -12,8 +12,8 @@ use crate::dist::Mesh;
 use crate::interpreter::SessionId;
 use crate::model::cache::SequenceCache;
 use crate::model::decode::Decoder;
-use crate::ops::logits::{Drawn, Logits, Sampling, logits_rows_max};
-use crate::ops::threads::awake;
+use crate::ops::logits::{Drawn, Logits, SamplingParameters, logits_rows_max};
+use crate::ops::threads::with_spinning_threads;
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -140,7 +140,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         let any = |kind: RefillResult| found.contains(&(kind as u8));
         match (any(RefillResult::Work), own) {
             (true, RefillResult::Work) => self.step(scope)?,
-            (true, _) => self.rollout.policy.stack().pass_by()?,
+            (true, _) => self.rollout.policy.stack().forward_without_rows()?,
             (false, RefillResult::Nothing) => self.queue.wait_for_work(),
             (false, _) => {}
         }
@@ -150,7 +150,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     /// Runs one forward, and draws a token for every entry that is fed completely.
     fn step(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
         let device = self.rollout.policy.weights.device();
-        awake(device, || self.forward_and_draw(scope))
+        with_spinning_threads(device, || self.forward_and_draw(scope))
     }
 
     fn forward_and_draw(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
@@ -160,7 +160,7 @@ impl<'e, 'a> Engine<'e, 'a> {
             return Ok(());
         }
         let policy = self.rollout.policy;
-        let normed = policy.stack().normed(&hidden, &Arc::new(feed.rows))?;
+        let normed = policy.stack().final_norm_rows(&hidden, &Arc::new(feed.rows))?;
         let rows_max = logits_rows_max(policy.model.config.vocab_size);
 
         let mut complete = feed.complete.into_iter().peekable();
@@ -277,7 +277,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     /// Replaces drawn tokens by the source's own, where it has some.
     fn replace(
         &self,
-        sampling: &Sampling,
+        sampling: &SamplingParameters,
         logits: &Logits,
         samples: &[(usize, Box<SampleWork<'a>>, bool)],
         drawn: &mut [Drawn],

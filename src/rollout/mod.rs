@@ -16,7 +16,7 @@ mod sampler;
 mod settings;
 pub mod trajectory_file;
 
-pub use crate::ops::logits::Sampling;
+pub use crate::ops::logits::SamplingParameters;
 pub use engine::FORWARD_TOKENS_MAX;
 pub use metrics::metrics;
 pub use prompt::{Prompt, PromptLimits, system_prompt};
@@ -28,7 +28,7 @@ use crate::chat::Chat;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::{Phase, Progress};
-use crate::model::cache::{CacheRoom, Caches};
+use crate::model::cache::{CacheCapacity, Caches};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::tasks::Task;
@@ -64,7 +64,7 @@ pub struct Rollout<'a> {
     pub preamble: &'a [Message],
     pub plan: &'a RolloutPlan,
     /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
-    pub room: CacheRoom,
+    pub room: CacheCapacity,
 }
 
 /// Progress of a rollout.

@@ -1,6 +1,6 @@
 //! Sources of tokens: the model's distribution, or a script that replaces drawn tokens.
 
-use crate::ops::logits::Sampling;
+use crate::ops::logits::SamplingParameters;
 use anyhow::Result;
 
 /// The position of a token in a rollout.
@@ -13,10 +13,10 @@ pub struct TokenPosition {
     pub token: usize,
 }
 
-/// A source of tokens: [`Sampling`], or one that replays or forces tokens.
+/// A source of tokens: [`SamplingParameters`], or one that replays or forces tokens.
 pub trait TokenSource: Sync {
     /// Returns the sampling parameters.
-    fn sampling(&self) -> Sampling;
+    fn sampling(&self) -> SamplingParameters;
 
     /// Returns the token to use in place of `drawn`. Its log-probability is the model's, under
     /// [`Self::sampling`].
@@ -29,8 +29,8 @@ pub trait TokenSource: Sync {
     }
 }
 
-impl TokenSource for Sampling {
-    fn sampling(&self) -> Sampling {
+impl TokenSource for SamplingParameters {
+    fn sampling(&self) -> SamplingParameters {
         *self
     }
 }

@@ -13,9 +13,9 @@ use crate::dist::Mesh;
 use crate::dist::RolloutWeights;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
-use crate::learner::examples::Rendering;
+use crate::learner::examples::ConversationRenderer;
 use crate::metrics::Console;
-use crate::model::cache::CacheRoom;
+use crate::model::cache::CacheCapacity;
 use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::parameters::Parameters;
@@ -44,7 +44,7 @@ pub struct RunContext {
     /// The memory plan as text.
     pub memory: String,
     /// Capacity of the GPU's KV cache.
-    pub room: CacheRoom,
+    pub room: CacheCapacity,
     /// How each process holds the weights while it samples.
     pub rollout_weights: RolloutWeights,
     /// Trainable flags of the policy's parameters, from `train.freeze`.
@@ -108,8 +108,8 @@ impl RunContext {
     }
 
     /// Returns how conversations are rendered as supervised examples.
-    pub fn rendering(&self) -> Rendering<'_> {
-        Rendering {
+    pub fn rendering(&self) -> ConversationRenderer<'_> {
+        ConversationRenderer {
             chat: &self.chat,
             preamble: &self.preamble,
             context_tokens_max: self.model.context_tokens_max(),
@@ -150,7 +150,7 @@ impl RunContext {
 
     /// Returns the options of the training forward, as the ablations set them.
     pub fn training_forward(&self) -> ForwardOptions {
-        ForwardOptions::training(&self.recipe().arms, self.recipe().train.seed)
+        ForwardOptions::for_training(&self.recipe().arms, self.recipe().train.seed)
     }
 
     /// Returns `count` prompts of training step `step` (from 1), for the draw `round` (from 0) of that step.
@@ -170,7 +170,7 @@ impl RunContext {
     /// [`crate::error::BadInput`] when an ablation does not fit the model.
     pub fn rollout_policy(&self) -> Result<PolicyView<'_>> {
         let (arms, seed) = (&self.recipe().arms, self.recipe().train.seed);
-        PolicyView::of_processes(&self.model, &self.parameters, Some(arms), seed, self.rollout_weights)
+        PolicyView::across_processes(&self.model, &self.parameters, Some(arms), seed, self.rollout_weights)
     }
 
     /// Returns the policy without ablations, for evaluation.
@@ -178,7 +178,7 @@ impl RunContext {
     /// # Errors
     /// When a tensor is missing.
     pub fn policy_without_ablations(&self) -> Result<PolicyView<'_>> {
-        PolicyView::of_processes(&self.model, &self.parameters, None, 0, self.rollout_weights)
+        PolicyView::across_processes(&self.model, &self.parameters, None, 0, self.rollout_weights)
     }
 
     /// Returns the plan of step `step`'s training rollout.

@@ -6,7 +6,7 @@ use crate::dist::Mesh;
 use crate::dist::{PackedWeights, RolloutWeights};
 use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
-use crate::ops::cuda::{Gpu, gpu_count, usable};
+use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
 use crate::recipe::Plan;
 use candle_core::Device;
 
@@ -34,7 +34,7 @@ impl ComputeDevice {
         // A launcher may show each process only its own GPU.
         let place = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
         let index = plan.recipe.parallel.device_index + place;
-        let Gpu { device, name, free_bytes } = usable(index)?;
+        let Gpu { device, name, free_bytes } = open_gpu(index)?;
         let available = AvailableMemory { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
         Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
     }

@@ -5,7 +5,7 @@ use super::context::RunContext;
 use super::source::ModelSource;
 use crate::atomic_file::replace_folder;
 use crate::bad_input;
-use crate::checkpoint::merge::merged;
+use crate::checkpoint::merge::merge;
 use crate::checkpoint::peft;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::integrity::Manifest;
@@ -98,7 +98,7 @@ pub fn export_merged_model(
     write_folder(out, |aside| {
         let config = &context.model.config;
         let manifest =
-            save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| merged(parameters, spec))?;
+            save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| merge(parameters, spec))?;
         manifest.write(aside)
     })?;
     let Some(file) = trajectories else { return Ok(None) };

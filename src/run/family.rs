@@ -2,7 +2,7 @@
 
 use crate::chat::Format;
 use crate::dist::RolloutWeights;
-use crate::model::config::Form;
+use crate::model::config::WeightFormat;
 use crate::model::families::Family;
 use crate::model::init::InitSettings;
 use crate::model::settings::Architecture;
@@ -81,7 +81,7 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
             ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
             ("rollout.keep_routes", recipe.rollout.keep_routes),
             ("policy.router_replay", recipe.policy.router_replay != RouterReplay::None),
-            ("checkpoint.dtype", recipe.checkpoint.dtype == Form::Mxfp4),
+            ("checkpoint.dtype", recipe.checkpoint.dtype == WeightFormat::Mxfp4),
         ],
         "it has no experts and no router",
     )

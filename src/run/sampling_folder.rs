@@ -260,7 +260,7 @@ impl Drop for SamplingFolder<'_> {
 /// # Errors
 /// When all of them failed, because the samples then carry no information.
 pub fn check_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
-    let failed: Vec<bool> = rows.map(|row| row.trajectory.failed()).collect();
+    let failed: Vec<bool> = rows.map(|row| row.trajectory.has_failure()).collect();
     let (count, all) = (failed.iter().filter(|failed| **failed).count(), failed.len());
     if count > 0 && count == all {
         bail!(

@@ -12,14 +12,14 @@ use crate::checkpoint::save::Companions;
 use crate::dist::Mesh;
 use crate::error::shell_quote;
 use crate::metrics::{Console, Phase};
-use crate::model::config::{Config, Form, Rope};
+use crate::model::config::{Config, WeightFormat, Rope};
 use crate::model::init::{InitSettings, init};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::{Backend, Parameters};
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::{Architecture, Dtype, ModelSettings, Tokenizer};
-use crate::model::storage::Stored;
+use crate::model::storage::TensorStorage;
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
 use crate::recipe::{Plan, Recipe, RecipeSource, override_key};
@@ -44,7 +44,7 @@ pub(super) struct ModelSource {
     /// The folder if it lacks a manifest, for a warning.
     pub(super) unverified: Option<PathBuf>,
     /// The storage format of each tensor; f32 for random weights.
-    pub(super) forms: Vec<Form>,
+    pub(super) forms: Vec<WeightFormat>,
     /// The folder of the weights.
     pub(super) folder: Option<PathBuf>,
     /// The adapter on these weights.
@@ -70,7 +70,7 @@ impl ModelSource {
     /// Marks all tensors as unpacked if the recipe multiplies in bf16, because packed products are in f32.
     pub(super) fn unpack_for_precision(mut self, recipe: &Recipe) -> Self {
         if precision(recipe) == Precision::Bf16Dot {
-            self.forms.fill(Form::F32);
+            self.forms.fill(WeightFormat::F32);
         }
         self
     }
@@ -95,7 +95,7 @@ impl ModelSource {
                 let config = config_of(architecture, &chat);
                 config.check()?;
                 let companions = Companions::of(&chat);
-                let forms = vec![Form::F32; parameter_specs(&config).len()];
+                let forms = vec![WeightFormat::F32; parameter_specs(&config).len()];
                 Ok(Self {
                     config,
                     chat,
@@ -130,7 +130,7 @@ impl ModelSource {
             ));
         };
         let mut source = Self::from_base(&base.find(folder, named)?)?;
-        if !checkpoint::sound(folder)? {
+        if !checkpoint::verify_folder(folder)? {
             source.unverified = Some(folder.to_owned());
         }
         source.adapter = Some(AdapterFolder::open(folder, &source.specs())?);
@@ -139,7 +139,7 @@ impl ModelSource {
 
     /// Adds the adapter in `folder`. It must match by shapes and, if it names one, by its base's digest.
     fn with_adapter(mut self, folder: &Path) -> Result<Self> {
-        if !checkpoint::sound(folder)? {
+        if !checkpoint::verify_folder(folder)? {
             self.unverified.get_or_insert_with(|| folder.to_owned());
         }
         let adapter = AdapterFolder::open(folder, &self.specs())?;
@@ -176,7 +176,7 @@ impl ModelSource {
                 folder.display()
             ));
         }
-        let unverified = (!checkpoint::sound(folder)?).then(|| folder.to_owned());
+        let unverified = (!checkpoint::verify_folder(folder)?).then(|| folder.to_owned());
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
         let chat = config.family.chat.read(&file)?;
@@ -192,10 +192,10 @@ impl ModelSource {
         let specs = parameter_specs(&config);
         let (weights, lacks_weights, forms) = if weights_present(folder) {
             let weights = ModelFolder::open(folder, &config)?;
-            let forms = specs.iter().map(|spec| weights.form_of(spec)).collect();
+            let forms = specs.iter().map(|spec| weights.format_of(spec)).collect();
             (Some(Arc::new(weights)), None, forms)
         } else {
-            (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
+            (None, Some(folder.to_owned()), vec![WeightFormat::F32; specs.len()])
         };
         let folder = Some(std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()));
         Ok(Self {
@@ -263,21 +263,21 @@ impl ModelSource {
             };
             let drawn = init(&self.config, &settings, recipe.train.seed)?;
             let drawn = drawn.into_iter().map(|(spec, values)| {
-                let stored = Stored::variable(&spec, rounded(values))?;
+                let stored = TensorStorage::variable(&spec, rounded(values))?;
                 Ok((spec, stored))
             });
-            return Parameters::loaded(&self.config, backend, drawn);
+            return Parameters::load(&self.config, backend, drawn);
         };
         if placement == Placement::OnDisk {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
             let unpacked: WeightChange =
-                Arc::new(|spec, weight| Ok(Weight::dense(&weight.decoded(&spec.working_shape())?)));
+                Arc::new(|spec, weight| Ok(Weight::dense(&weight.decode(&spec.working_shape())?)));
             let changes = match recipe.model.dtype {
                 Dtype::F32 => vec![],
                 Dtype::Bf16 => vec![to_bf16.change()],
                 Dtype::Bf16Dot => vec![unpacked, to_bf16.change()],
             };
-            return Parameters::on_disk(&self.config, backend, folder.clone(), changes);
+            return Parameters::leave_on_disk(&self.config, backend, folder.clone(), changes);
         }
         let megabytes = |bytes: u64| bytes / 1_000_000;
         let specs = self.specs();
@@ -291,20 +291,20 @@ impl ModelSource {
         };
         let mut read = 0;
         let found = specs.into_iter().enumerate().map(|(index, spec)| {
-            let is_dense = (intent.trains() && trainable[index]) || self.forms[index] == Form::F32;
-            let packed = if is_dense { None } else { folder.packed(&spec)? };
+            let is_dense = (intent.trains() && trainable[index]) || self.forms[index] == WeightFormat::F32;
+            let packed = if is_dense { None } else { folder.read_packed(&spec)? };
             let is_sharded =
                 if packed.is_some() { placement == Placement::Sharded } else { trainable[index] };
             let stored = match packed {
-                Some(packed) => Stored::frozen(packed),
-                None => Stored::variable(&spec, rounded(folder.values(&spec)?))?,
+                Some(packed) => TensorStorage::from_weight(packed),
+                None => TensorStorage::variable(&spec, rounded(folder.values(&spec)?))?,
             };
             let before = megabytes(read);
             read += bytes[index];
             shown.advance(megabytes(read) - before, 0, &[]);
-            Ok((spec, if is_sharded { stored.sharded(index, &backend.mesh)? } else { stored }))
+            Ok((spec, if is_sharded { stored.into_shard(index, &backend.mesh)? } else { stored }))
         });
-        let parameters = Parameters::loaded(&self.config, backend, found)?;
+        let parameters = Parameters::load(&self.config, backend, found)?;
         shown.finish();
         Ok(parameters)
     }

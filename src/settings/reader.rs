@@ -141,7 +141,7 @@ impl Reader<'_> {
     }
 
     /// For `--set`: returns the text of a value, which may be a string without quotes.
-    pub fn unquoted(&self, span: Range<usize>) -> Option<&str> {
+    pub fn unquoted_text(&self, span: Range<usize>) -> Option<&str> {
         match self.origin {
             Origin::File(_) => None,
             Origin::Set(_) => self.text.get(span),

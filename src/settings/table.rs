@@ -174,7 +174,7 @@ pub(crate) fn entries(table: &impl Table) -> Vec<Entry> {
 }
 
 /// Returns the keys of `table` whose values differ from their defaults.
-pub(crate) fn changed<T: Table + Default>(table: &T) -> Vec<Entry> {
+pub(crate) fn changed_entries<T: Table + Default>(table: &T) -> Vec<Entry> {
     let defaults = entries(&T::default());
     entries(table)
         .into_iter()

@@ -84,7 +84,7 @@ impl Trainer {
             let before = read_rows(&folder.path.join("metrics.jsonl"))?;
             before.iter().filter(|row| row.phase == Phase::Rl).for_each(|row| {
                 // Warnings of earlier steps are not repeated.
-                let _ = monitor.note(row.step, &row.metrics);
+                let _ = monitor.record(row.step, &row.metrics);
             });
         }
         let timings = Timings::new();
@@ -183,7 +183,7 @@ impl Trainer {
             checkpoint::restore(&point.folder, &mut context.parameters)?;
             optimizer.write_weights(&mut context.parameters)?;
         }
-        self.watch_space();
+        self.check_disk_space();
         Ok(optimizer)
     }
 
@@ -252,7 +252,7 @@ impl Trainer {
         self.timings.add("step", begun.elapsed().as_secs_f64());
         self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
-        let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();
+        let failed = evaluation.rows().filter(|row| row.trajectory.has_failure()).count();
         let all = evaluation.rows().count();
         // Stop before training: steps would fail too, each only after its time limits.
         ensure!(
@@ -306,7 +306,7 @@ impl Trainer {
                 "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"
             ));
         }
-        for warning in self.monitor.note(step, metrics) {
+        for warning in self.monitor.record(step, metrics) {
             self.console.print(&format!("warning: step {step}: {warning}"));
         }
     }

@@ -9,7 +9,7 @@ use crate::trajectory::{Group, TokenFigures, TrajectoryRow};
 use anyhow::{Context, Result};
 
 /// The rollouts of a step, and the groups used for training.
-pub(super) struct Sampled {
+pub(super) struct SampleOutput {
     /// All sampled groups, including discarded ones. The rollout metrics cover all of them.
     pub drawn: Rollouts,
     /// Indices into `drawn.groups`.
@@ -18,8 +18,8 @@ pub(super) struct Sampled {
     rounds: Option<u64>,
 }
 
-impl Sampled {
-    pub fn trained(&self) -> Vec<&Group> {
+impl SampleOutput {
+    pub fn training_groups(&self) -> Vec<&Group> {
         self.trained.iter().map(|&index| &self.drawn.groups[index]).collect()
     }
 
@@ -52,13 +52,13 @@ impl Sampled {
 impl Trainer {
     /// Samples the groups of step `step`, or reads stored ones. Dynamic sampling replaces groups without
     /// signal, up to the limit of rounds.
-    pub(super) fn sample(&self, step: u64) -> Result<Sampled> {
+    pub(super) fn sample(&self, step: u64) -> Result<SampleOutput> {
         let recipe = &self.context.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
         if let Some(stored) = &self.data.stored {
             let drawn = stored.step_groups(step, count as u64);
             let trained = (0..drawn.groups.len()).collect();
-            return Ok(Sampled { drawn, trained, rounds: None });
+            return Ok(SampleOutput { drawn, trained, rounds: None });
         }
         let mut drawn = Rollouts::default();
         let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
@@ -79,7 +79,7 @@ impl Trainer {
         }
         let mut trained: Vec<usize> = informative.into_iter().chain(flat).take(count).collect();
         trained.sort_unstable();
-        Ok(Sampled { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
+        Ok(SampleOutput { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
     }
 
     /// Samples one group a prompt, and a greedy sample if the advantage needs one.

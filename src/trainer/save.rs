@@ -5,7 +5,7 @@ use crate::checkpoint::{self, Snapshot, TrainerState};
 use crate::learner::critic::Critic;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::Phase;
-use crate::model::config::Form;
+use crate::model::config::WeightFormat;
 use anyhow::Result;
 
 impl Trainer {
@@ -31,12 +31,12 @@ impl Trainer {
     }
 
     /// Returns the format of saved weights.
-    fn form(&self) -> Form {
+    fn form(&self) -> WeightFormat {
         self.context.plan.recipe.checkpoint.dtype
     }
 
     /// Warns if the disk has too little space for the next checkpoints.
-    pub(super) fn watch_space(&self) {
+    pub(super) fn check_disk_space(&self) {
         let policy = checkpoint::bytes(self.form(), &self.context.parameters);
         // A critic is as large as the policy, or as its adapter, in f32 with its optimizer state.
         let critic = self
@@ -45,7 +45,7 @@ impl Trainer {
             .recipe
             .critic
             .as_ref()
-            .map_or(0, |_| checkpoint::bytes(Form::F32, &self.context.parameters));
+            .map_or(0, |_| checkpoint::bytes(WeightFormat::F32, &self.context.parameters));
         if let Some(lack) = self.folder.disk_space_warning(policy + critic) {
             self.console.print(&format!("warning: {lack}"));
         }
@@ -91,6 +91,6 @@ impl Trainer {
         let critic = critic.map(|critic| &critic.parameters);
         context
             .mesh()
-            .run_on_rank_zero(write, |asked| checkpoint::answer(&context.parameters, critic, &asked))
+            .run_on_rank_zero(write, |asked| checkpoint::serve(&context.parameters, critic, &asked))
     }
 }

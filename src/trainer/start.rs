@@ -5,7 +5,7 @@ use crate::atomic_file::replace_folder;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::checkpoint::{self, BASE_FOLDER, Base, ResumePoint, reference};
 use crate::learner::critic::Critic;
-use crate::model::config::Form;
+use crate::model::config::WeightFormat;
 use crate::model::parameters::VALUES;
 use crate::model::settings::Dtype;
 use crate::policy::kl_in_reward::KlController;
@@ -35,8 +35,8 @@ impl Trainer {
         }
         // This format keeps all digits of the weights.
         let form = match context.plan.recipe.model.dtype {
-            Dtype::Bf16 | Dtype::Bf16Dot => Form::Bf16,
-            Dtype::F32 => Form::F32,
+            Dtype::Bf16 | Dtype::Bf16Dot => WeightFormat::Bf16,
+            Dtype::F32 => WeightFormat::F32,
         };
         let folder = self.folder.path.join(BASE_FOLDER);
         let base = context.parameters.without_adapter();
@@ -51,7 +51,7 @@ impl Trainer {
                 manifest.write(aside)
             })
         };
-        context.mesh().run_on_rank_zero(write, |asked| base.answer(None, &asked))?;
+        context.mesh().run_on_rank_zero(write, |asked| base.serve(None, &asked))?;
         context.base = Some(Base::of(&folder)?);
         Ok(())
     }
@@ -96,7 +96,7 @@ impl Trainer {
                     digest = Some(reference::write(run, &reference)?);
                     Ok(())
                 };
-                parameters.mesh().run_on_rank_zero(write, |asked| reference.answer(None, &asked))?;
+                parameters.mesh().run_on_rank_zero(write, |asked| reference.serve(None, &asked))?;
                 (reference, digest)
             }
         };

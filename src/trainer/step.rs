@@ -2,10 +2,10 @@
 //! each minibatch: loss, backward, clip, optimizer.
 
 use super::Trainer;
-use super::sample::Sampled;
+use super::sample::SampleOutput;
 use crate::learner::advantages::AdvantageEstimator;
 use crate::learner::batch::{Batch, Forward};
-use crate::learner::batch_runner::{BatchRunner, Shares};
+use crate::learner::batch_runner::{BatchRunner, MicroBatchValues};
 use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::optimizer::Optimizer;
@@ -29,10 +29,10 @@ impl Trainer {
         step: u64,
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
-    ) -> Result<(Sampled, Metrics, Vec<TokenFigures>)> {
+    ) -> Result<(SampleOutput, Metrics, Vec<TokenFigures>)> {
         let sampled = self.sample(step)?;
-        let groups = sampled.trained();
-        let (metrics, tokens) = self.policy_step(step).learn(&groups, optimizer, critic)?;
+        let groups = sampled.training_groups();
+        let (metrics, tokens) = self.policy_step(step).run(&groups, optimizer, critic)?;
         if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
             self.kl.update(kl, groups.iter().map(|group| group.trajectories.len()).sum());
         }
@@ -92,7 +92,7 @@ impl PolicyStep<'_> {
     ///
     /// # Errors
     /// When a pass fails, or a log-probability, value or gradient norm is not a number.
-    pub fn learn(
+    pub fn run(
         &self,
         groups: &[&Group],
         optimizer: &mut Optimizer,
@@ -127,7 +127,7 @@ impl PolicyStep<'_> {
         groups: &[&Group],
         critic: Option<&Critic>,
     ) -> Result<(Batch, Option<Forward>, Metrics)> {
-        let mut batch = Batch::new(groups, self.runner.packing(self.train.micro_batch_tokens));
+        let mut batch = Batch::new(groups, self.runner.packing_parameters(self.train.micro_batch_tokens));
         let forward = self.score(&mut batch, groups, critic)?;
         let estimator = AdvantageEstimator {
             policy: self.policy,
@@ -157,7 +157,7 @@ impl PolicyStep<'_> {
             batch.reference_log_probs = Some(batch.forward(&outputs)?.log_probs);
         }
         let config = &self.runner.model.config;
-        let sampled = routed_experts::kept(groups, config.num_hidden_layers, config.num_experts_per_tok);
+        let sampled = routed_experts::experts_from_sampling(groups, config.num_hidden_layers, config.num_experts_per_tok);
         match replay == RouterReplay::Rollout {
             true => batch.replay(sampled?)?,
             false => batch.rollout_routes = sampled.ok(),
@@ -170,7 +170,7 @@ impl PolicyStep<'_> {
             let found = batch.forward(&outputs)?;
             batch.training_log_probs = Some(found.log_probs.clone());
             if replay == RouterReplay::Recompute {
-                batch.replay(routed_experts::chosen(&batch.micro_batches, &outputs)?)?;
+                batch.replay(routed_experts::experts_from_forward(&batch.micro_batches, &outputs)?)?;
             }
             forward = Some(found);
         }
@@ -271,7 +271,7 @@ impl PolicyStep<'_> {
         }
         let updates = self.train.minibatches * self.train.epochs;
         let loss = UpdateLoss::new(batch, self.policy, self.anchor(), updates, self.response_tokens_max)?;
-        let shares = Shares::of(&batch.micro_batches);
+        let shares = MicroBatchValues::of(&batch.micro_batches);
         let outputs = self.runner.accumulate(&batch.micro_batches, self.pass, &|index, columns| {
             let (share, gradient) = loss.share(index, columns)?;
             shares.put(index, share);

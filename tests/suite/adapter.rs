@@ -17,13 +17,13 @@ use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{CriticSettings, OptimizerSettings};
 use rloss::model::adapter::{Lora, Owner, default_targets};
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::policy_view::PolicyView;
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use rloss::ops::threads::Threads;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -75,7 +75,7 @@ fn random_adapters_agree_with_peft() {
             let tensor = |spec: &ParameterSpec| merged(&case.parameters, spec);
             std::fs::create_dir_all(folder.join("merged")).unwrap();
             let (config, companions) = (&case.model.config, Companions::default());
-            save(&folder.join("merged"), config, Form::F32, &companions, SHARD_BYTES_MAX, tensor).unwrap();
+            save(&folder.join("merged"), config, WeightFormat::F32, &companions, SHARD_BYTES_MAX, tensor).unwrap();
             (name.clone(), compare(case, &name))
         })
         .collect();
@@ -149,7 +149,7 @@ fn adapt(parameters: &mut Parameters, config: &Config, rank: usize) {
 }
 
 /// A random model of `config` as its folder in `form` gives it: decoded, and held as it lies there.
-fn both(config: &Config, form: Form) -> [Parameters; 2] {
+fn both(config: &Config, form: WeightFormat) -> [Parameters; 2] {
     let start = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
     let parameters =
         crate::tiny::parameters(config, init(config, &start, 8).unwrap().into_iter().map(Ok)).unwrap();
@@ -159,8 +159,8 @@ fn both(config: &Config, form: Form) -> [Parameters; 2] {
     let files = ModelFolder::open(folder.path(), config).unwrap();
     let held = parameter_specs(config).into_iter().map(|spec| {
         let stored = match files.packed(&spec)? {
-            Some(packed) => Stored::frozen(packed),
-            None => Stored::variable(&spec, files.values(&spec)?)?,
+            Some(packed) => TensorStorage::frozen(packed),
+            None => TensorStorage::variable(&spec, files.values(&spec)?)?,
         };
         Ok((spec, stored))
     });
@@ -189,9 +189,9 @@ fn every(sequences: &[Sequence]) -> Vec<Sequence> {
 #[test]
 fn an_adapter_beside_a_packed_base_is_one_forward() {
     let cases = [
-        (model_files::config(), Form::Mxfp4),
-        (model_files::config(), Form::Bf16),
-        (qwen2::config(true), Form::Bf16),
+        (model_files::config(), WeightFormat::Mxfp4),
+        (model_files::config(), WeightFormat::Bf16),
+        (qwen2::config(true), WeightFormat::Bf16),
     ];
     for (config, form) in cases {
         for rank in [1, 2, 3, 8, 33] {
@@ -218,7 +218,7 @@ fn an_adapter_beside_a_packed_base_is_one_forward() {
 #[test]
 fn gradients_beside_a_packed_base_do_not_depend_on_threads_or_on_recomputation() {
     let config = model_files::config();
-    let [mut plain, mut packed] = both(&config, Form::Mxfp4);
+    let [mut plain, mut packed] = both(&config, WeightFormat::Mxfp4);
     let mut found = vec![];
     for parameters in [&mut plain, &mut packed] {
         adapt(parameters, &config, 5);

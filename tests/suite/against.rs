@@ -171,7 +171,7 @@ fn of_many_bad_rows_the_first_are_told_and_the_rest_counted() {
     assert!(refused.contains("\n20 more rows are bad\n"), "{refused}");
     let good = "{\"tokens\": [1, 7], \"logprobs\": [null, -1]}\n";
     let found = read_text(&(good.to_owned() + &"nonsense\n".repeat(10))).unwrap();
-    assert_eq!((found.bad.len(), found.bad_told()), (10, found.bad));
+    assert_eq!((found.bad.len(), found.bad_row_messages()), (10, found.bad));
 }
 
 #[test]

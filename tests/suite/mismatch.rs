@@ -6,10 +6,10 @@ use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::measure::Measure;
-use rloss::mismatch::observed::Observed;
+use rloss::mismatch::observed::EngineLogProbs;
 use rloss::mismatch::output::Line;
-use rloss::model::arms::Arms;
-use rloss::model::cache::CacheRoom;
+use rloss::model::arms::Ablations;
+use rloss::model::cache::CacheCapacity;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -40,7 +40,7 @@ impl World {
     }
 
     /// Rollouts of the arithmetic task under `arms`.
-    fn sample(&self, arms: &Arms) -> Vec<Trajectory> {
+    fn sample(&self, arms: &Ablations) -> Vec<Trajectory> {
         let recipe = rloss::recipe::Recipe { arms: arms.clone(), ..Default::default() };
         let plan = RolloutPlan::for_training(&RolloutSettings::default(), recipe.train.seed, 0);
         let task = rloss::tasks::build(
@@ -58,13 +58,13 @@ impl World {
             interpreter: None,
             preamble: &[],
             plan: &plan,
-            room: CacheRoom::default(),
+            room: CacheCapacity::default(),
         };
         let rollouts = rollout.sample_groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
         rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()
     }
 
-    fn line(&self, trajectories: &[Trajectory], sampled_under: &Arms, arms: &Arms) -> Line {
+    fn line(&self, trajectories: &[Trajectory], sampled_under: &Ablations, arms: &Ablations) -> Line {
         let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
         let reference = self.reference();
         let measure = Measure::new(reference, &trajectories, sampled_under, 0, 1.0, (0.2, 0.2), 500).unwrap();
@@ -76,8 +76,8 @@ fn value(line: &Line, name: &str) -> f64 {
     line.metrics.iter().find(|(key, _)| key == name).and_then(|(_, v)| *v).unwrap()
 }
 
-fn arms(change: impl Fn(&mut Arms)) -> Arms {
-    let mut arms = Arms::default();
+fn arms(change: impl Fn(&mut Ablations)) -> Ablations {
+    let mut arms = Ablations::default();
     change(&mut arms);
     arms
 }
@@ -85,7 +85,7 @@ fn arms(change: impl Fn(&mut Arms)) -> Arms {
 #[test]
 fn every_arm_opens_the_gap_that_its_name_says() {
     let world = World::new();
-    let clean = Arms::default();
+    let clean = Ablations::default();
     let trajectories = world.sample(&clean);
     for (arm, words) in [
         (clean.clone(), "none: both paths are the same bits"),
@@ -139,27 +139,27 @@ fn a_rollout_under_an_arm_is_computed_again_to_the_last_bit() {
     ] {
         let trajectories = world.sample(&arm);
         let stored = world.line(&trajectories, &arm, &arm);
-        let again = world.line(&trajectories, &Arms::default(), &arm);
+        let again = world.line(&trajectories, &Ablations::default(), &arm);
         assert!(value(&stored, "mismatch/logprob_abs_diff_max") > 0.0);
         assert_eq!(stored, again, "{arm:?}");
     }
 }
 
 /// Log-probs of random sequences by the model with `change`, at `temperature`.
-fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: f64) -> Observed {
+fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: f64) -> EngineLogProbs {
     let mut sequences: Vec<Sequence> = tiny::sequences(272, &[90, 120, 40, 150], 5);
     sequences.iter_mut().for_each(|s| s.mask.iter_mut().skip(1).for_each(|m| *m = true));
     let batches = MicroBatch::split(&sequences, 200);
     let policy = PolicyView { forward, ..PolicyView::plain(model, &world.parameters).unwrap() };
     let log_probs = policy.all_log_probs(&world.threads, &batches, temperature, &|_| ()).unwrap();
-    Observed::sampled(batches, 1.0, log_probs)
+    EngineLogProbs::sampled(batches, 1.0, log_probs)
 }
 
 #[test]
 fn causes_are_recognised_and_a_temperature_is_estimated() {
     let world = World::new();
     let plain = ForwardOptions::default();
-    let found = |observed: Observed| world.reference().diagnose(&observed).unwrap().verdict;
+    let found = |observed: EngineLogProbs| world.reference().diagnose(&observed).unwrap().verdict;
     let named = |verdict: Verdict| match verdict {
         Verdict::Named(cause) => cause.words(),
         other => panic!("{other:?}"),
@@ -185,7 +185,7 @@ fn found_in_bf16(world: &World, activation_bits: u32) -> Verdict {
     let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.tokens).collect();
     let policy = PolicyView { model: &world.model, weights, forward };
     let log_probs = policy.all_log_probs(&world.threads, &batches, 1.0, &|_| ()).unwrap();
-    world.reference().diagnose(&Observed::sampled(batches, 1.0, log_probs)).unwrap().verdict
+    world.reference().diagnose(&EngineLogProbs::sampled(batches, 1.0, log_probs)).unwrap().verdict
 }
 
 /// Weights of f32 that an engine in bf16 rounds: this was called "bf16 weights", as they make most of the gap.

@@ -7,7 +7,7 @@ use case::{Case, Figures};
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::TensorRole;
@@ -116,8 +116,8 @@ fn an_mxfp4_folder_computes_as_its_dequantised_weights_to_the_bit() {
         crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap()
     };
     let original = crate::tiny::parameters(&config, tensors.into_iter().map(Ok)).unwrap();
-    let packed = write(&original, Form::Mxfp4);
-    let dequantised = [write(&packed, Form::F32), write(&packed, Form::Bf16)];
+    let packed = write(&original, WeightFormat::Mxfp4);
+    let dequantised = [write(&packed, WeightFormat::F32), write(&packed, WeightFormat::Bf16)];
     let lengths = [70, 1, 2, 33];
     let expected = log_probs(&config, &packed, &lengths);
     assert!(expected.len() > 20 && expected != log_probs(&config, &original, &lengths));

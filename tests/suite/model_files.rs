@@ -6,7 +6,7 @@ use rloss::chat::Format;
 use rloss::checkpoint::load::weights_present;
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
-use rloss::model::config::{Config, Form, LayerType, Rope};
+use rloss::model::config::{Config, WeightFormat, LayerType, Rope};
 use rloss::model::families::Family;
 use rloss::model::init::InitSettings;
 use rloss::model::names::{ParameterSpec, TensorRole, parameter_count, parameter_specs};
@@ -33,7 +33,7 @@ pub fn config() -> Config {
         num_local_experts: 4,
         num_experts_per_tok: 2,
         sliding_window: 16,
-        layer_types: LayerType::alternating(2),
+        layer_types: LayerType::alternate(2),
         rope: Rope { theta: 10_000.0, yarn: None },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
@@ -69,7 +69,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-fn save_all(folder: &Path, config: &Config, parameters: &Parameters, form: Form, shard_bytes_max: u64) {
+fn save_all(folder: &Path, config: &Config, parameters: &Parameters, form: WeightFormat, shard_bytes_max: u64) {
     let tensors: BTreeMap<&str, &Tensor> = parameters.iter().map(|(s, t)| (s.name.as_str(), t)).collect();
     let tensor = |spec: &ParameterSpec| Ok(tensors[spec.name.as_str()].clone());
     save(folder, config, form, &Companions::default(), shard_bytes_max, tensor).unwrap();
@@ -106,7 +106,7 @@ fn f32_and_sharded_folders_give_back_every_bit() {
     let parameters = init(&config, &INIT, 3).unwrap();
     for shard_bytes_max in [SHARD_BYTES_MAX, 60_000, 1] {
         let folder = tempfile::tempdir().unwrap();
-        save_all(folder.path(), &config, &parameters, Form::F32, shard_bytes_max);
+        save_all(folder.path(), &config, &parameters, WeightFormat::F32, shard_bytes_max);
         assert_eq!(folder.path().join("model.safetensors").exists(), shard_bytes_max == SHARD_BYTES_MAX);
         assert!(weights_present(folder.path()));
         let config_again = Config::read(folder.path()).unwrap();
@@ -120,7 +120,7 @@ fn a_bf16_folder_rounds_once_and_then_gives_back_every_bit() {
     let config = config();
     let parameters = init(&config, &INIT, 3).unwrap();
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    save_all(first.path(), &config, &parameters, Form::Bf16, SHARD_BYTES_MAX);
+    save_all(first.path(), &config, &parameters, WeightFormat::Bf16, SHARD_BYTES_MAX);
     let rounded = load(first.path(), &config).unwrap();
     for ((spec, before), (_, after)) in parameters.iter().zip(&rounded) {
         for (before, after) in bits(before).into_iter().zip(bits(after)) {
@@ -128,7 +128,7 @@ fn a_bf16_folder_rounds_once_and_then_gives_back_every_bit() {
             assert_eq!(expected.to_bits(), after, "{}", spec.name);
         }
     }
-    save_all(second.path(), &config, &rounded, Form::Bf16, SHARD_BYTES_MAX);
+    save_all(second.path(), &config, &rounded, WeightFormat::Bf16, SHARD_BYTES_MAX);
     assert_same(&rounded, &load(second.path(), &config).unwrap());
     let bytes = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
     assert!(bytes(first.path()) == bytes(second.path()), "saving is a function of its arguments");
@@ -139,9 +139,9 @@ fn mxfp4_weights_survive_saving_in_mxfp4_to_the_bit() {
     let config = config();
     let parameters = init(&config, &INIT, 3).unwrap();
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    save_all(first.path(), &config, &parameters, Form::Mxfp4, SHARD_BYTES_MAX);
+    save_all(first.path(), &config, &parameters, WeightFormat::Mxfp4, SHARD_BYTES_MAX);
     let rounded = load(first.path(), &config).unwrap();
-    save_all(second.path(), &config, &rounded, Form::Mxfp4, 20_000);
+    save_all(second.path(), &config, &rounded, WeightFormat::Mxfp4, 20_000);
     assert_same(&rounded, &load(second.path(), &config).unwrap());
     // Nearest: no value moves by more than half the widest gap, 2 of 6 of the block's largest at least 3.
     for ((spec, before), (_, after)) in
@@ -185,7 +185,7 @@ fn folders_saved_by_transformers_load_and_their_copies_are_the_same() {
             assert!(bits(&expected) == bits(tensor), "{}", spec.name);
         }
         let copy = tempfile::tempdir().unwrap();
-        save_all(copy.path(), &config, &parameters, Form::F32, SHARD_BYTES_MAX);
+        save_all(copy.path(), &config, &parameters, WeightFormat::F32, SHARD_BYTES_MAX);
         assert_eq!(Config::read(copy.path()).unwrap(), config);
         assert_same(&parameters, &load(copy.path(), &config).unwrap());
     }
@@ -223,10 +223,10 @@ fn names_dtypes_and_shapes_match(folder: &Path, size: &str, parameters: u128) {
     };
     {
         let config = Config::from_json(&read(&format!("config-{size}.json"))).unwrap();
-        assert_eq!(Config::from_json(&config.to_json(Form::Mxfp4)).unwrap(), config);
+        assert_eq!(Config::from_json(&config.to_json(WeightFormat::Mxfp4)).unwrap(), config);
         let ours: serde_json::Map<String, Value> = parameter_specs(&config)
             .iter()
-            .flat_map(|spec| spec.stored_tensors(Form::Mxfp4))
+            .flat_map(|spec| spec.stored_tensors(WeightFormat::Mxfp4))
             .map(|t| (t.name, json!({ "dtype": format!("{:?}", t.dtype), "shape": t.shape })))
             .collect();
         let released = read(&format!("tensors-{size}.json"));
@@ -296,7 +296,7 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
         init(&config, &INIT, 1).unwrap().into_iter().map(|(s, t)| (s.name, t)).collect();
     let save_with = |companions: &Companions| {
         let folder = tempfile::tempdir().unwrap();
-        save(folder.path(), &config, Form::Bf16, companions, SHARD_BYTES_MAX, |s| {
+        save(folder.path(), &config, WeightFormat::Bf16, companions, SHARD_BYTES_MAX, |s| {
             Ok(parameters[&s.name].clone())
         })
         .unwrap();
@@ -323,7 +323,7 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
     let inside = save_with(&Companions::read(first.path(), &chat).unwrap());
     assert!(template(inside.path()).is_err(), "a template inside the tokenizer's settings is not overridden");
     // Nothing is overwritten.
-    let again = save(second.path(), &config, Form::Bf16, &companions, SHARD_BYTES_MAX, |s| {
+    let again = save(second.path(), &config, WeightFormat::Bf16, &companions, SHARD_BYTES_MAX, |s| {
         Ok(parameters[&s.name].clone())
     });
     assert!(format!("{:#}", again.unwrap_err()).contains("model.safetensors"));
@@ -335,7 +335,7 @@ fn broken_weight_files_are_refused_by_name() {
     let parameters = init(&config, &INIT, 3).unwrap();
     let saved = |shard_bytes_max| {
         let folder = tempfile::tempdir().unwrap();
-        save_all(folder.path(), &config, &parameters, Form::F32, shard_bytes_max);
+        save_all(folder.path(), &config, &parameters, WeightFormat::F32, shard_bytes_max);
         folder
     };
     let folder = saved(SHARD_BYTES_MAX);
@@ -385,7 +385,7 @@ fn tensors_that_contradict_the_config_are_all_named() {
     let config = config();
     let parameters = init(&config, &INIT, 3).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    save_all(folder.path(), &config, &parameters, Form::F32, SHARD_BYTES_MAX);
+    save_all(folder.path(), &config, &parameters, WeightFormat::F32, SHARD_BYTES_MAX);
     let wider = Config { intermediate_size: 64, ..config.clone() };
     refused(
         load(folder.path(), &wider),
@@ -396,12 +396,12 @@ fn tensors_that_contradict_the_config_are_all_named() {
             "[4, 64, 128]",
         ],
     );
-    let deeper = Config { num_hidden_layers: 3, layer_types: LayerType::alternating(3), ..config.clone() };
+    let deeper = Config { num_hidden_layers: 3, layer_types: LayerType::alternate(3), ..config.clone() };
     refused(
         load(folder.path(), &deeper),
         &["`model.layers.2.input_layernorm.weight` is missing", "and 1 more"],
     );
-    let shallower = Config { num_hidden_layers: 1, layer_types: LayerType::alternating(1), ..config.clone() };
+    let shallower = Config { num_hidden_layers: 1, layer_types: LayerType::alternate(1), ..config.clone() };
     refused(
         load(folder.path(), &shallower),
         &["model.layers.1.self_attn.sinks\" is not a tensor of this model"],
@@ -425,7 +425,7 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
     let config = config();
     let parameters = init(&config, &INIT, 3).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    save_all(folder.path(), &config, &parameters, Form::Mxfp4, SHARD_BYTES_MAX);
+    save_all(folder.path(), &config, &parameters, WeightFormat::Mxfp4, SHARD_BYTES_MAX);
     let mut raw =
         candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
     let scales = "model.layers.1.mlp.experts.down_proj_scales";
@@ -440,7 +440,7 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
     let odd = Config { intermediate_size: 20, ..config };
     let never = |_: &ParameterSpec| -> anyhow::Result<Tensor> { unreachable!() };
     let fresh = tempfile::tempdir().unwrap();
-    let result = save(fresh.path(), &odd, Form::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
+    let result = save(fresh.path(), &odd, WeightFormat::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
     refused(result, &["down_proj", "20 inputs", "bf16"]);
 }
 
@@ -448,7 +448,7 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
 fn a_diverged_model_is_not_saved() {
     let config = config();
     let folder = tempfile::tempdir().unwrap();
-    let result = save(folder.path(), &config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, |spec| {
+    let result = save(folder.path(), &config, WeightFormat::F32, &Companions::default(), SHARD_BYTES_MAX, |spec| {
         Ok(Tensor::full(f32::INFINITY, spec.working_shape(), &Device::Cpu)?)
     });
     assert!(format!("{:#}", result.unwrap_err()).contains("diverged"));

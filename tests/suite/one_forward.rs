@@ -4,12 +4,12 @@
 pub mod cases;
 
 use crate::skips;
-use rloss::mismatch::links::Link;
+use rloss::mismatch::links::EqualityCheck;
 use rloss::ops::threads::Threads;
 
 const TOKENS: usize = 10_000;
 
-fn check(name: &str) -> Vec<Link> {
+fn check(name: &str) -> Vec<EqualityCheck> {
     let case = cases::cases().into_iter().find(|case| case.name == name).unwrap();
     if !case.is_here() {
         skips::note(skips::NO_BF16, "");

@@ -12,7 +12,7 @@ use rloss::learner::critic::Critic;
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{CriticSettings, OptimizerKind, OptimizerSettings as Settings};
 use rloss::metrics::Phase;
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::names::value_model_specs;
 use rloss::model::parameters::{OptimizerState, Parameters};
 use rloss::model::settings::Dtype;
@@ -317,7 +317,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             intent: ModelCommand::Train,
             recipe: &recipe,
             config: &config,
-            forms: &vec![Form::F32; parameters.len()],
+            forms: &vec![WeightFormat::F32; parameters.len()],
             trainable,
             adapter: None,
             critic_trainable: Some(critic_trainable),
@@ -346,7 +346,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
 }
 
 /// Writes a checkpoint of `parameters` into `run`.
-fn saved(run: &Path, parameters: &Parameters, form: Form) -> std::path::PathBuf {
+fn saved(run: &Path, parameters: &Parameters, form: WeightFormat) -> std::path::PathBuf {
     let state = TrainerState {
         phase: Phase::Rl,
         step: 1,
@@ -382,10 +382,10 @@ fn a_checkpoint_takes_the_bytes_it_says_and_gives_back_every_bit() {
         let (mut parameters, mut optimizer) = fresh(&settings, 0);
         random_updates(&mut parameters, &mut optimizer, 2, 7);
         let run = tempfile::tempdir().unwrap();
-        let folder = saved(run.path(), &parameters, Form::Bf16);
+        let folder = saved(run.path(), &parameters, WeightFormat::Bf16);
         let written =
             ["model.safetensors", "trainer.safetensors"].map(|name| tensor_bytes(&folder.join(name)));
-        assert_eq!(checkpoint::bytes(Form::Bf16, &parameters), written.iter().sum::<u64>(), "{settings:?}");
+        assert_eq!(checkpoint::bytes(WeightFormat::Bf16, &parameters), written.iter().sum::<u64>(), "{settings:?}");
 
         let (mut again, resumed) = fresh(&settings, 1);
         assert!(everything(&again) != everything(&parameters));

@@ -9,14 +9,14 @@ use rloss::error::BadInput;
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::mismatch::causes::{Cause, causes, variant::Variant};
-use rloss::model::arms::Arms;
-use rloss::model::config::{Config, Form};
+use rloss::model::arms::Ablations;
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::policy_view::PolicyView;
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use std::path::Path;
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -31,7 +31,7 @@ fn settings() -> PassSettings {
 }
 
 /// A folder of a random model in `form`, in shards of up to `shard_bytes`.
-fn folder(config: &Config, form: Form, shard_bytes: u64) -> TempDir {
+fn folder(config: &Config, form: WeightFormat, shard_bytes: u64) -> TempDir {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
     let tensors = init(config, &settings, 8).unwrap();
     let parameters = crate::tiny::parameters(config, tensors.into_iter().map(Ok)).unwrap();
@@ -50,20 +50,20 @@ fn held(folder: &Path, config: &Config, learns: &dyn Fn(&str) -> bool) -> anyhow
         parameter_specs(config).into_iter().map(|spec| {
             let packed = if learns(&spec.name) { None } else { files.packed(&spec)? };
             let stored = match packed {
-                Some(packed) => Stored::frozen(packed),
-                None => Stored::variable(&spec, files.values(&spec)?)?,
+                Some(packed) => TensorStorage::frozen(packed),
+                None => TensorStorage::variable(&spec, files.values(&spec)?)?,
             };
             Ok((spec, stored))
         }),
     )
 }
 
-fn cases() -> Vec<(Config, Form)> {
+fn cases() -> Vec<(Config, WeightFormat)> {
     let odd = Config { vocab_size: 275, hidden_size: 96, intermediate_size: 32, ..model_files::config() };
     let experts = [model_files::config(), odd]
         .into_iter()
-        .flat_map(|config| [(config.clone(), Form::Mxfp4), (config, Form::Bf16)]);
-    let dense = [false, true].map(|tied| (qwen2::config(tied), Form::Bf16));
+        .flat_map(|config| [(config.clone(), WeightFormat::Mxfp4), (config, WeightFormat::Bf16)]);
+    let dense = [false, true].map(|tied| (qwen2::config(tied), WeightFormat::Bf16));
     experts.chain(dense).collect()
 }
 
@@ -76,7 +76,7 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
             let packed = held(folder.path(), &config, &|_| false).unwrap();
             let files = ModelFolder::open(folder.path(), &config).unwrap();
             let specs = parameter_specs(&config);
-            let planned: u64 = specs.iter().map(|spec| spec.resident_bytes(files.form_of(spec))).sum();
+            let planned: u64 = specs.iter().map(|spec| spec.resident_bytes(files.format_of(spec))).sum();
             assert_eq!(packed.bytes(), planned);
             assert!(packed.bytes() < plain.bytes(), "{} of {}", packed.bytes(), plain.bytes());
             let model = Model::new(config.clone(), config.max_position_embeddings);
@@ -153,7 +153,7 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
         let model = Model::new(config.clone(), config.max_position_embeddings);
         let sequences = tiny::sequences(config.vocab_size, &[40, 17], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
-        for arms in [Arms::default(), Arms { rollout_mantissa_bits: 3, ..Arms::default() }] {
+        for arms in [Ablations::default(), Ablations { rollout_mantissa_bits: 3, ..Ablations::default() }] {
             let [expected, found] = [&resident, &stored].map(|parameters| {
                 let policy = PolicyView::rollout(&model, parameters, &arms, 0).unwrap();
                 (policy.prefill(&tokens, 1.0).unwrap(), policy.decode(&tokens, 1.0, &|_| ()).unwrap())
@@ -173,10 +173,10 @@ fn arms_round_packed_weights_as_they_round_decoded_ones() {
         let sequences = tiny::sequences(config.vocab_size, &[40], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
         for arms in [
-            Arms { rollout_bf16: true, ..Arms::default() },
-            Arms { rollout_mxfp4: true, ..Arms::default() },
-            Arms { rollout_mantissa_bits: 3, ..Arms::default() },
-            Arms { rollout_mantissa_bits: 1, rollout_mxfp4: true, ..Arms::default() },
+            Ablations { rollout_bf16: true, ..Ablations::default() },
+            Ablations { rollout_mxfp4: true, ..Ablations::default() },
+            Ablations { rollout_mantissa_bits: 3, ..Ablations::default() },
+            Ablations { rollout_mantissa_bits: 1, rollout_mxfp4: true, ..Ablations::default() },
         ] {
             let [expected, found] = [&plain, &packed].map(|parameters| {
                 PolicyView::rollout(&model, parameters, &arms, 0).unwrap().prefill(&tokens, 1.0).unwrap()
@@ -221,10 +221,10 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
 fn a_packed_tensor_that_holds_no_numbers_is_refused_by_name() {
     let config = model_files::config();
     for (form, name, bytes) in [
-        (Form::Bf16, "model.layers.1.self_attn.q_proj.weight", [0xc0, 0x7f]),
-        (Form::Bf16, "model.embed_tokens.weight", [0x80, 0x7f]),
-        (Form::Bf16, "model.layers.0.mlp.experts.down_proj", [0x80, 0xff]),
-        (Form::Mxfp4, "model.layers.1.mlp.experts.gate_up_proj_scales", [255, 120]),
+        (WeightFormat::Bf16, "model.layers.1.self_attn.q_proj.weight", [0xc0, 0x7f]),
+        (WeightFormat::Bf16, "model.embed_tokens.weight", [0x80, 0x7f]),
+        (WeightFormat::Bf16, "model.layers.0.mlp.experts.down_proj", [0x80, 0xff]),
+        (WeightFormat::Mxfp4, "model.layers.1.mlp.experts.gate_up_proj_scales", [255, 120]),
     ] {
         let folder = folder(&config, form, SHARD_BYTES_MAX);
         let file = folder.path().join("model.safetensors");
@@ -245,7 +245,7 @@ fn a_packed_tensor_that_holds_no_numbers_is_refused_by_name() {
 #[test]
 fn a_file_that_shrinks_while_it_is_read_is_refused() {
     let config = model_files::config();
-    let folder = folder(&config, Form::Mxfp4, SHARD_BYTES_MAX);
+    let folder = folder(&config, WeightFormat::Mxfp4, SHARD_BYTES_MAX);
     let files = ModelFolder::open(folder.path(), &config).unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(folder.path().join("model.safetensors")).unwrap();
     file.set_len(file.metadata().unwrap().len() / 2).unwrap();

@@ -9,13 +9,13 @@ use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::micro_batch::MicroBatch;
-use rloss::model::config::{Config, Form, LayerType};
+use rloss::model::config::{Config, WeightFormat, LayerType};
 use rloss::model::families::Family;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::names::{ParameterSpec, parameter_count, parameter_specs, value_model_specs};
 use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::settings::Yarn;
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use rloss::ops::threads::Threads;
 use rloss::settings::Choice;
 use serde_json::{Value, json};
@@ -48,11 +48,11 @@ fn names_and_shapes_match_the_lists_of_released_models() {
     };
     for (size, parameters) in [("0.5b", 494_032_768), ("32b", 32_763_876_352)] {
         let config = Config::from_json(&read(&format!("config-{size}.json"))).unwrap();
-        assert_eq!(Config::from_json(&config.to_json(Form::Bf16)).unwrap(), config);
+        assert_eq!(Config::from_json(&config.to_json(WeightFormat::Bf16)).unwrap(), config);
         assert_eq!((config.rope.theta, config.tie_word_embeddings), (1e6, size == "0.5b"));
         let ours: serde_json::Map<String, Value> = parameter_specs(&config)
             .iter()
-            .flat_map(|spec| spec.stored_tensors(Form::Bf16))
+            .flat_map(|spec| spec.stored_tensors(WeightFormat::Bf16))
             .map(|t| (t.name, json!({ "dtype": format!("{:?}", t.dtype), "shape": t.shape })))
             .collect();
         let released = read(&format!("tensors-{size}.json"));
@@ -66,7 +66,7 @@ fn names_and_shapes_match_the_lists_of_released_models() {
 #[test]
 fn both_dialects_of_config_are_read_and_what_is_not_built_is_refused() {
     let changed = |changes: Value| {
-        let mut json = config(false).to_json(Form::Bf16);
+        let mut json = config(false).to_json(WeightFormat::Bf16);
         json.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
         Config::from_json(&json)
     };
@@ -100,7 +100,7 @@ fn both_dialects_of_config_are_read_and_what_is_not_built_is_refused() {
 fn saved(config: &Config, parameters: &Parameters) -> TempDir {
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
-    save(folder.path(), config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    save(folder.path(), config, WeightFormat::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
     folder
 }
 
@@ -133,7 +133,7 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
         refused(ModelFolder::open(folder.path(), &wide).map(drop), &["mlp.gate_proj.weight", "[255, 64]"]);
         let never = |_: &ParameterSpec| panic!("nothing is asked for");
         let fresh = TempDir::new().unwrap();
-        let result = save(fresh.path(), &config, Form::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
+        let result = save(fresh.path(), &config, WeightFormat::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
         refused(result, &["MXFP4", "bf16"]);
     }
 }
@@ -214,7 +214,7 @@ fn a_critic_of_the_family_uses_the_embedding_once() {
     assert_eq!(specs.len(), parameter_specs(&config).len() + 2);
     let values = specs.into_iter().map(|spec| {
         let count = spec.element_count();
-        let stored = Stored::variable(&spec, vec![0.1; count])?;
+        let stored = TensorStorage::variable(&spec, vec![0.1; count])?;
         Ok((spec, stored))
     });
     let critic = Parameters::with_value_head(&config, &Backend::default(), values).unwrap();

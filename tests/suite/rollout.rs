@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use rloss::chat::Chat;
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
-use rloss::model::cache::CacheRoom;
+use rloss::model::cache::CacheCapacity;
 use rloss::model::config::Config;
 
 use rloss::model::parameters::Parameters;
@@ -19,7 +19,7 @@ use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, Sampling, TokenPosition, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, SamplingParameters, TokenPosition, TokenSource,
 };
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};
@@ -41,7 +41,7 @@ impl World {
         let policy = PolicyView::plain(Box::leak(Box::new(model)), &parameters).unwrap();
         let tokenizer = HarmonyTokenizer::from_embedded().unwrap();
         let settings = RolloutSettings { turns_max: 4, prompt_tokens_max: 120, ..RolloutSettings::default() };
-        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step: 3 };
+        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::SamplingParameters, step: 3 };
         let chat = Chat::Harmony(tokenizer.clone());
         Self { parameters, policy, tokenizer, chat, threads: Threads::new(threads).unwrap(), plan }
     }
@@ -60,7 +60,7 @@ impl World {
             interpreter,
             preamble: &[],
             plan: &self.plan,
-            room: CacheRoom::default(),
+            room: CacheCapacity::default(),
         }
     }
 }
@@ -150,8 +150,8 @@ impl Script {
 }
 
 impl TokenSource for Script {
-    fn sampling(&self) -> Sampling {
-        Sampling::whole(1.0)
+    fn sampling(&self) -> SamplingParameters {
+        SamplingParameters::whole(1.0)
     }
 
     fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {

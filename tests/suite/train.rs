@@ -9,7 +9,7 @@ use rloss::model::decoder_stack;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
-use rloss::rollout::Sampling;
+use rloss::rollout::SamplingParameters;
 
 fn settings(recompute_layers: bool) -> PassSettings {
     PassSettings {
@@ -104,7 +104,7 @@ fn a_micro_batch_that_fails_ends_the_batch_and_nobody_waits_for_it() {
 fn cached_log_probs(chunk: usize, tokens: &[u32], seed: u64) -> Vec<f32> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
     let policy = PolicyView::plain(&model, &parameters).unwrap();
-    let (stack, sampling) = (policy.stack(), Sampling::whole(0.9));
+    let (stack, sampling) = (policy.stack(), SamplingParameters::whole(0.9));
     let mut cache = SequenceCache::new(&model.config);
     let mut log_probs = vec![];
     for part in tokens.chunks(chunk) {

@@ -4,7 +4,7 @@
 use super::Verdicts;
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::graph::differentiate;
-use crate::ops::logits::Sampling;
+use crate::ops::logits::SamplingParameters;
 use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, scale, sgd, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use crate::ops::rope::{RopeTable, Rotation};
@@ -322,13 +322,13 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let tokens = |drawn: &[ops::logits::Drawn]| -> Result<Tensor> {
         Ok(Tensor::from_iter(drawn.iter().map(|drawn| drawn.token as f32), &Device::Cpu)?)
     };
-    let sampling = Sampling::whole(temperature);
+    let sampling = SamplingParameters::whole(temperature);
     let logits = ops::logits(&h, &head, &sampling)?;
     let drawn = logits.draw(&sampling, &draws)?;
     let log_probs = Tensor::from_iter(drawn.iter().map(|drawn| drawn.log_prob), &Device::Cpu)?;
     let targets: Vec<_> = targets.iter().enumerate().map(|(row, &token)| (row, token)).collect();
     let of_targets = Tensor::new(logits.log_probs(&sampling, &targets)?, &Device::Cpu)?;
-    let greedy = logits.draw(&Sampling::whole(0.0), &draws)?;
+    let greedy = logits.draw(&SamplingParameters::whole(0.0), &draws)?;
     seen.extend([
         by_row("sampling, tokens", &tokens(&drawn)?, Tolerance::Same)?,
         by_row("sampling, log-probabilities", &log_probs, Tolerance::Sum(1e-4))?,

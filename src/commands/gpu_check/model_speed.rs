@@ -10,8 +10,8 @@ use crate::learner::forward_backward::PassSettings;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::learner::optimizer::Optimizer;
 use crate::model::adapter::{Lora, Owner, default_targets};
-use crate::model::cache::{CacheRoom, Caches, SequenceCache};
-use crate::model::config::{Config, Form, LayerType, Rope};
+use crate::model::cache::{CacheCapacity, Caches, SequenceCache};
+use crate::model::config::{Config, WeightFormat, LayerType, Rope};
 use crate::model::decode::Decoder;
 use crate::model::decoder_stack::nothing;
 use crate::model::families::Family;
@@ -21,10 +21,10 @@ use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::{Backend, Parameters};
 use crate::model::policy_view::PolicyView;
 use crate::model::settings::Yarn;
-use crate::model::storage::{Stored, on_device};
+use crate::model::storage::{TensorStorage, on_device};
 use crate::ops::cuda::{device_memory, forget_memory_peaks, free_memory};
-use crate::ops::logits::{Sampling, logits_rows_max};
-use crate::ops::packed::{COLUMNS, PackedForm, PackedMatrix};
+use crate::ops::logits::{SamplingParameters, logits_rows_max};
+use crate::ops::packed::{COLUMNS, PackedFormat, PackedMatrix};
 use crate::ops::threads::Threads;
 use crate::ops::weight::Weight;
 use crate::random::{Purpose, stream};
@@ -68,7 +68,7 @@ fn gpt_oss_20b() -> Cases {
             num_local_experts: 32,
             num_experts_per_tok: 4,
             sliding_window: 128,
-            layer_types: LayerType::alternating(24),
+            layer_types: LayerType::alternate(24),
             rope: Rope { theta: 150_000.0, yarn: Some(yarn) },
             rms_norm_eps: 1e-5,
             swiglu_limit: 7.0,
@@ -99,7 +99,7 @@ fn small() -> Cases {
             intermediate_size: 32,
             num_local_experts: 4,
             num_experts_per_tok: 2,
-            layer_types: LayerType::alternating(2),
+            layer_types: LayerType::alternate(2),
             max_position_embeddings: 300,
             ..large.config
         },
@@ -165,7 +165,7 @@ fn packed_weights(config: &Config, device: &Device) -> Result<Parameters> {
     let specs = parameter_specs(config);
     let loaded = specs.into_iter().map(|spec| {
         let held = held(&spec)?;
-        Ok((spec, Stored::frozen(held)))
+        Ok((spec, TensorStorage::frozen(held)))
     });
     Parameters::loaded(config, &on(device), loaded)
 }
@@ -179,13 +179,13 @@ fn on(device: &Device) -> Backend {
 fn random(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
     let mut random = stream(7, Purpose::Initialisation, &[]);
     let count = shape.iter().product();
-    if let (Some(PackedForm::Mxfp4), Some(of)) = (spec.packed_form(Form::Mxfp4), spec.matrix_shape()) {
-        let mut bytes = vec![0; PackedForm::Mxfp4.bytes(of)];
+    if let (Some(PackedFormat::Mxfp4), Some(of)) = (spec.packed_form(WeightFormat::Mxfp4), spec.matrix_shape()) {
+        let mut bytes = vec![0; PackedFormat::Mxfp4.bytes(of)];
         random.fill_bytes(&mut bytes);
         // A block's scales come before its numbers: 2^-8.
-        let block = PackedForm::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, COLUMNS]);
+        let block = PackedFormat::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, COLUMNS]);
         bytes.chunks_exact_mut(block).for_each(|block| block[..COLUMNS].fill(119));
-        return Ok(Weight::Packed(Arc::new(PackedMatrix::of_bytes(PackedForm::Mxfp4, of, bytes))));
+        return Ok(Weight::Packed(Arc::new(PackedMatrix::of_bytes(PackedFormat::Mxfp4, of, bytes))));
     }
     if !spec.is_matrix() {
         return Ok(Weight::dense(&Tensor::ones(shape, candle_core::DType::F32, &Device::Cpu)?));
@@ -205,7 +205,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     for &context in cases.context {
         for &sequences in cases.sequences {
             let tokens = context + 2 * (WARM_UPS + TIMES);
-            let room = CacheRoom { sequences, tokens, fed_tokens_max: sequences };
+            let room = CacheCapacity { sequences, tokens, fed_tokens_max: sequences };
             let free = free_memory(device.as_cuda_device()?)?;
             if room.device_bytes(config) + SPARE_BYTES.min(free / 2) > free {
                 println!("| decode | {sequences} | {context} | does not fit | | |");
@@ -224,7 +224,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
         }
     }
     let tokens = cases.prefill;
-    let room = CacheRoom { sequences: 1, tokens, fed_tokens_max: tokens };
+    let room = CacheCapacity { sequences: 1, tokens, fed_tokens_max: tokens };
     let caches = Caches::new(config, device, room)?;
     let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens, None))?;
     row(device, "prefill", 1, tokens, seconds, tokens)?;
@@ -235,7 +235,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
 fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
     const STEPS: usize = 4;
     let (stack, config) = (policy.stack(), &policy.model.config);
-    let room = CacheRoom { sequences: 4, tokens: 80, fed_tokens_max: 140 };
+    let room = CacheCapacity { sequences: 4, tokens: 80, fed_tokens_max: 140 };
     let caches = Caches::new(config, device, room)?;
     let mut plain = [caches.sequence(), caches.sequence()];
     let id = |i: usize| (i * 7919 % config.vocab_size) as u32;
@@ -270,7 +270,7 @@ fn step(
         None => policy.stack().feed(fed, &mut caches, &vec![count; sequences], &mut nothing)?,
     };
     let last: Vec<u32> = (0..sequences).map(|i| ((i + 1) * count - 1) as u32).collect();
-    let sampling = Sampling::whole(1.0);
+    let sampling = SamplingParameters::whole(1.0);
     for rows in last.chunks(logits_rows_max(vocabulary)) {
         let normed = policy.stack().normed(&hidden, &Arc::new(rows.to_vec()))?;
         let draws: Vec<(usize, f64)> = (0..rows.len()).map(|row| (row, 0.5)).collect();
@@ -314,12 +314,12 @@ fn training(device: &Device, cases: &Cases) -> Result<()> {
 
 /// Trains `layers` layers and the head in full; the results are as in [`passes`].
 fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
-    let layer_types = LayerType::alternating(layers);
+    let layer_types = LayerType::alternate(layers);
     let config = Config { num_hidden_layers: layers, layer_types, ..cases.config.clone() };
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 0.0 };
     let drawn = init(&config, &settings, 1)?;
     let drawn = drawn.into_iter().map(|(spec, values)| {
-        let stored = Stored::variable(&spec, values)?;
+        let stored = TensorStorage::variable(&spec, values)?;
         Ok((spec, stored))
     });
     let mut parameters = Parameters::loaded(&config, &on(device), drawn)?;

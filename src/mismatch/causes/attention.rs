@@ -70,7 +70,7 @@ fn sinks_of_layer(by: usize, layers: usize) -> WeightEdit {
     Arc::new(move |parameters| {
         let mut all = HashMap::new();
         for spec in parameters.specs.iter().filter(|spec| is_sinks(spec)) {
-            all.insert(spec.layer, parameters.read(spec)?.decoded(&spec.working_shape())?);
+            all.insert(spec.layer, parameters.read(spec)?.decode(&spec.working_shape())?);
         }
         let change: WeightChange = Arc::new(move |spec, weight| {
             if !is_sinks(spec) {

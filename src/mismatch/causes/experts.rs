@@ -57,7 +57,7 @@ fn tied_head() -> Cause {
         let embedding = parameters.read(&spec)?;
         let change: WeightChange = Arc::new(move |of, weight| match of.role {
             TensorRole::Head => {
-                Ok(Weight::dense(&embedding.decoded(&spec.working_shape())?.t()?.contiguous()?))
+                Ok(Weight::dense(&embedding.decode(&spec.working_shape())?.t()?.contiguous()?))
             }
             _ => Ok(weight),
         });

@@ -68,7 +68,7 @@ impl Cause {
         change: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Self {
         let changed: WeightChange = Arc::new(move |spec, weight| match concerns(spec) {
-            true => Ok(Weight::dense(&change(&weight.decoded(&spec.working_shape())?)?)),
+            true => Ok(Weight::dense(&change(&weight.decode(&spec.working_shape())?)?)),
             false => Ok(weight),
         });
         Self::weights(name, detail, decides, Arc::new(move |_| Ok(changed.clone())))
@@ -95,7 +95,7 @@ impl Cause {
     }
 
     /// Returns the description.
-    pub fn words(&self) -> String {
+    pub fn description(&self) -> String {
         format!("{}: {}", self.name, self.detail)
     }
 
@@ -135,7 +135,7 @@ impl PartialEq for Cause {
 
 impl std::fmt::Debug for Cause {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.words())
+        f.write_str(&self.description())
     }
 }
 

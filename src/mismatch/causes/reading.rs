@@ -23,7 +23,7 @@ pub(super) fn causes() -> Vec<Cause> {
     found.push(Cause::head(
         "bf16 logits",
         "the head's output is rounded before the softmax",
-        head::DECIDES,
+        head::DISTINGUISHING_INPUT,
         HeadSettings { bf16_logits: true, ..HeadSettings::default() },
     ));
     found

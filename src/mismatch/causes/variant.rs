@@ -77,7 +77,7 @@ impl Variant {
             false => parameters,
         };
         let weights = if self.weights.is_empty() {
-            parameters.frozen(None)?
+            parameters.frozen_weights(None)?
         } else {
             let changes: Vec<WeightChange> =
                 self.weights.iter().map(|edit| edit(parameters)).collect::<Result<_>>()?;

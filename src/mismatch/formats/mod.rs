@@ -25,7 +25,7 @@ pub struct RawRow {
     pub temperature: Option<f64>,
     /// Number of prompt tokens with raw log-probs at the start; those tokens were not sampled.
     pub raw_tokens: usize,
-    pub routes: Option<RawRoutes>,
+    pub routes: Option<RawExperts>,
     /// Texts of tokens, by index, if the file has them beside the ids.
     pub texts: Vec<(usize, String)>,
     /// Whether the ids were derived from texts.
@@ -34,7 +34,7 @@ pub struct RawRow {
 
 /// Routed experts, one value a (token, layer, slot), tokens first.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RawRoutes {
+pub struct RawExperts {
     pub experts: Vec<u32>,
     /// Tokens, layers and slots, if the file gives them.
     pub shape: Option<[usize; 3]>,

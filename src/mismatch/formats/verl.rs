@@ -1,6 +1,6 @@
 //! verl's rows with token ids, and slime's samples. Files with text alone are refused.
 
-use super::{RawRoutes, RawRow, parsed, prompt_and_response};
+use super::{RawExperts, RawRow, parsed, prompt_and_response};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -64,7 +64,7 @@ pub(super) fn slime(value: Value) -> Result<RawRow, String> {
     let routes = slime.rollout_routed_experts.map(|routes| {
         let (layers, slots) =
             (routes.first().map_or(0, Vec::len), routes.first().and_then(|t| t.first()).map_or(0, Vec::len));
-        RawRoutes {
+        RawExperts {
             shape: Some([routes.len(), layers, slots]),
             experts: routes.into_iter().flatten().flatten().collect(),
         }

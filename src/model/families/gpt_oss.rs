@@ -22,7 +22,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     has_sinks: true,
     has_windows: true,
     may_tie_embeddings: false,
-    layer_types: LayerType::alternating,
+    layer_types: LayerType::alternate,
     read,
     own_keys,
     layer_specs,
@@ -30,7 +30,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
 };
 
 fn read(keys: &mut Keys) -> Config {
-    keys.fixed("attention_bias", &json!(true));
+    keys.require_value("attention_bias", &json!(true));
     let rope = keys.rope().unwrap_or_else(|| {
         keys.mistake(
             "neither rope_scaling nor rope_parameters is present: some readers then use plain RoPE, others \
@@ -44,7 +44,7 @@ fn read(keys: &mut Keys) -> Config {
         sliding_window: keys.size("sliding_window"),
         swiglu_limit: keys.number("swiglu_limit"),
         rope,
-        ..keys.common()
+        ..keys.common_config()
     }
 }
 
@@ -113,8 +113,8 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
         post_attention_norm: tensors.vector("post_attention_layernorm.weight")?,
         experts: Experts {
             router: tensors.linear("mlp.router")?,
-            gate_up: tensors.of_experts("mlp.experts.gate_up_proj")?,
-            down: tensors.of_experts("mlp.experts.down_proj")?,
+            gate_up: tensors.expert_matrices("mlp.experts.gate_up_proj")?,
+            down: tensors.expert_matrices("mlp.experts.down_proj")?,
             ranks: tensors.ranks(),
         },
     }))

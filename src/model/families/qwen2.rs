@@ -30,7 +30,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
 };
 
 fn read(keys: &mut Keys) -> Config {
-    keys.fixed("use_mrope", &json!(false));
+    keys.require_value("use_mrope", &json!(false));
     // The width of a window is given even when no layer has one.
     if keys.flag("use_sliding_window", false) {
         keys.mistake(
@@ -39,7 +39,7 @@ fn read(keys: &mut Keys) -> Config {
         )
     }
     let rope = keys.rope().unwrap_or_else(|| Rope { theta: keys.number("rope_theta"), yarn: None });
-    Config { head_dim: keys.head_dim_or_share(), rope, ..keys.common() }
+    Config { head_dim: keys.head_dim_or_share(), rope, ..keys.common_config() }
 }
 
 fn own_keys(config: &Config) -> Value {

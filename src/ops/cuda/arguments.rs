@@ -66,7 +66,7 @@ impl Op {
     }
 
     /// Checks a locked tensor on the GPU. Returns its elements and their device.
-    pub fn opened<'a, T: CudaDType + WithDType>(
+    pub fn open_tensor<'a, T: CudaDType + WithDType>(
         self,
         name: &str,
         opened: &'a (StorageRef<'_>, &Layout),

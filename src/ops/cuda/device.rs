@@ -83,7 +83,7 @@ pub fn free_memory(device: &CudaDevice) -> Result<u64> {
 ///
 /// # Errors
 /// When the driver fails.
-pub(super) fn give_back_unused(device: &Device) -> Result<()> {
+pub(super) fn release_unused(device: &Device) -> Result<()> {
     let stream = device.as_cuda_device()?.cuda_stream();
     stream.synchronize().w()?;
     // SAFETY: the device belongs to an open context, and the pool to the device.
@@ -131,7 +131,7 @@ const DRIVER: &str = "an NVIDIA driver of release 580 or newer must be loaded (n
 ///
 /// # Errors
 /// One line with the reason and the remedy.
-pub fn usable(ordinal: usize) -> Result<Gpu> {
+pub fn open_gpu(ordinal: usize) -> Result<Gpu> {
     let refused = |why: &str| {
         // A backtrace may follow the first line.
         let why = why.lines().next().unwrap_or_default();

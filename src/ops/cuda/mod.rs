@@ -34,11 +34,11 @@ mod swiglu;
 
 pub use decode::{DecodeBatch, DecodeStep, overwrite, upload};
 pub use device::{
-    DeviceMemory, Gpu, device_memory, forget_memory_peaks, free_memory, gpu_count, open, usable,
+    DeviceMemory, Gpu, device_memory, forget_memory_peaks, free_memory, gpu_count, open, open_gpu,
 };
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_the_fix;
-pub use graph::Recorded;
+pub use graph::RecordedGraph;
 pub use launch::{Timer, kernel_set};
 pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;

@@ -163,7 +163,7 @@ impl KvPages {
     ///
     /// # Errors
     /// When there are too few free pages.
-    pub fn reserved(&self, len: usize, window: Option<usize>) -> Result<Self> {
+    pub fn reserve(&self, len: usize, window: Option<usize>) -> Result<Self> {
         Ok(Self { pool: self.pool.clone(), sequence: self.pool.pages.reserved(len, window)? })
     }
 

@@ -81,7 +81,7 @@ pub(super) struct LaunchPlan {
 }
 
 /// A launch plan with its arrays on the device; any number of layers and passes can use it.
-pub struct Prepared {
+pub struct DeviceLaunchPlan {
     device: CudaDevice,
     plan: LaunchPlan,
     /// The arrays of the parameters, concatenated.
@@ -92,7 +92,7 @@ pub struct Prepared {
 
 /// Whether a launch splits the keys of a query into chunks that run in parallel.
 #[derive(Clone, Copy)]
-pub(super) enum Spread {
+pub(super) enum SplitKv {
     /// Fixed, with one block per chunk.
     Exactly(bool),
     /// By load. The block count is stable while sequences grow a little: the last chunk is repeated.

@@ -5,7 +5,7 @@
 
 mod lanes;
 
-use super::{COLUMNS, PackedForm};
+use super::{COLUMNS, PackedFormat};
 use crate::ops::mxfp4::{BLOCK, MAGNITUDES, scale};
 use crate::ops::prefetch::prefetch;
 use crate::ops::product::K_CHUNK;
@@ -26,7 +26,7 @@ const LINE: usize = 64;
 /// One panel of a packed matrix.
 #[derive(Clone, Copy)]
 pub(super) struct Panel<'a> {
-    pub form: PackedForm,
+    pub form: PackedFormat,
     /// `[in]` rows of [`COLUMNS`], in the packed format.
     pub bytes: &'a [u8],
     /// Number of columns that exist.
@@ -145,7 +145,7 @@ unsafe fn walk<L: Lanes>(
 ) {
     let base = panel.bytes.as_ptr();
     match panel.form {
-        PackedForm::Bf16 | PackedForm::Bf16Rows => {
+        PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
             for k in rows {
                 // SAFETY: row k of the panel, COLUMNS halves long, is inside it.
                 unsafe {
@@ -160,12 +160,12 @@ unsafe fn walk<L: Lanes>(
                 }
             }
         }
-        PackedForm::Mxfp4 => {
+        PackedFormat::Mxfp4 => {
             for block in rows.start / BLOCK..rows.end / BLOCK {
                 // SAFETY: the block, COLUMNS scales and BLOCK / 2 rows of COLUMNS bytes, is inside the
                 // panel.
                 unsafe {
-                    let start = base.add(block * PackedForm::MXFP4_BLOCK_BYTES + column);
+                    let start = base.add(block * PackedFormat::MXFP4_BLOCK_BYTES + column);
                     let mut scales = [L::zero(); VECTORS];
                     for (v, s) in scales.iter_mut().enumerate() {
                         *s = L::scales(start.add(v * L::LANES));
@@ -384,7 +384,7 @@ impl Vectors {
 impl Panel<'_> {
     /// Panics when `rows` are outside the panel or split one of its blocks.
     fn check(&self, rows: Range<usize>) {
-        let whole = self.form != PackedForm::Mxfp4
+        let whole = self.form != PackedFormat::Mxfp4
             || (rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK));
         assert!(whole && self.columns <= COLUMNS, "packed product: rows {rows:?} cut a block");
         assert!(self.form.panel_bytes(rows.end) <= self.bytes.len(), "packed product: rows {rows:?}");
@@ -393,12 +393,12 @@ impl Panel<'_> {
     /// Returns one weight.
     pub fn value(&self, k: usize, column: usize) -> f32 {
         match self.form {
-            PackedForm::Bf16 | PackedForm::Bf16Rows => {
+            PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
                 let at = (k * COLUMNS + column) * 2;
                 half::bf16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32()
             }
-            PackedForm::Mxfp4 => {
-                let block = &self.bytes[k / BLOCK * PackedForm::MXFP4_BLOCK_BYTES..];
+            PackedFormat::Mxfp4 => {
+                let block = &self.bytes[k / BLOCK * PackedFormat::MXFP4_BLOCK_BYTES..];
                 let byte = block[(1 + k % BLOCK / 2) * COLUMNS + column];
                 let nibble = if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
                 let magnitude = MAGNITUDES[usize::from(nibble & 7)];

@@ -13,7 +13,7 @@ use crate::ops::graph::{apply, contiguous, is_tracked};
 use crate::ops::linear::{repeat_row, sum_rows};
 use crate::ops::operation::{DeviceArgument, HostArgument, Operation, of_first};
 use crate::ops::parameter::{Gradient, Parameter};
-use crate::ops::product::Spread;
+use crate::ops::product::GemmThreads;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
@@ -130,7 +130,7 @@ impl<const N: usize> Operation<N> for Packed {
                 let (dy, [experts, _, n]) = (host_values(grad)?, self.weight.shape());
                 let mut sums = zeros(experts * n);
                 for (expert, rows) in self.groups(x.dim(0)?)? {
-                    let sum = sum_rows(Spread::Pool, &dy[rows.start * n..rows.end * n], n);
+                    let sum = sum_rows(GemmThreads::Pool, &dy[rows.start * n..rows.end * n], n);
                     sums[expert * n..(expert + 1) * n].copy_from_slice(&sum);
                 }
                 bias.add(|db| add_values(db, &sums))?;

@@ -21,7 +21,7 @@ pub use table::{packed_columns, packed_rows};
 
 use super::cpu::in_parallel;
 use super::mxfp4::{self, BLOCK};
-use super::product::{K_CHUNK, Spread, StridedMatrix, product};
+use super::product::{K_CHUNK, GemmThreads, StridedMatrix, product};
 use kernels::{Panel, Stripes, Vectors};
 use place::Bytes;
 use rayon::prelude::*;
@@ -37,29 +37,29 @@ const FEW_ROWS_MAX: usize = 16;
 
 /// The packed format of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PackedForm {
+pub enum PackedFormat {
     Bf16,
     /// bf16 rows as stored: an embedding table. Rows are looked up; products are not supported.
     Bf16Rows,
     Mxfp4,
 }
 
-impl PackedForm {
+impl PackedFormat {
     /// Bytes per block of a panel: [`BLOCK`] values of k, as scales and two k per byte.
     const MXFP4_BLOCK_BYTES: usize = COLUMNS * (1 + BLOCK / 2);
 
     /// Returns the bytes of `rows` rows of a panel.
     const fn panel_bytes(self, rows: usize) -> usize {
         match self {
-            PackedForm::Bf16 | PackedForm::Bf16Rows => rows * COLUMNS * 2,
-            PackedForm::Mxfp4 => rows.div_ceil(BLOCK) * Self::MXFP4_BLOCK_BYTES,
+            PackedFormat::Bf16 | PackedFormat::Bf16Rows => rows * COLUMNS * 2,
+            PackedFormat::Mxfp4 => rows.div_ceil(BLOCK) * Self::MXFP4_BLOCK_BYTES,
         }
     }
 
     /// Returns the bytes of a packed `[experts, input, output]`.
     pub const fn bytes(self, [experts, input, output]: [usize; 3]) -> usize {
         match self {
-            PackedForm::Bf16Rows => 2 * experts * input * output,
+            PackedFormat::Bf16Rows => 2 * experts * input * output,
             _ => experts * output.div_ceil(COLUMNS) * self.panel_bytes(input),
         }
     }
@@ -67,7 +67,7 @@ impl PackedForm {
 
 /// A packed matrix `[in, out]`, or one per expert (`E` experts).
 pub struct PackedMatrix {
-    form: PackedForm,
+    form: PackedFormat,
     experts: usize,
     input: usize,
     output: usize,
@@ -91,17 +91,17 @@ impl PackedMatrix {
     /// # Errors
     /// Those of `read`.
     pub fn read<E: Send>(
-        form: PackedForm,
+        form: PackedFormat,
         [experts, input, output]: [usize; 3],
         read: impl Fn(StoredRows) -> Result<(), E> + Sync,
     ) -> Result<Self, E> {
-        assert!(form != PackedForm::Bf16Rows, "a table is not read in panels");
-        assert!(form == PackedForm::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
+        assert!(form != PackedFormat::Bf16Rows, "a table is not read in panels");
+        assert!(form == PackedFormat::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
         let mut bytes = vec![0u8; form.bytes([experts, input, output])];
         let panels = output.div_ceil(COLUMNS);
         let (width, scales) = match form {
-            PackedForm::Bf16 | PackedForm::Bf16Rows => (2 * input, 0),
-            PackedForm::Mxfp4 => (input / 2, input / BLOCK),
+            PackedFormat::Bf16 | PackedFormat::Bf16Rows => (2 * input, 0),
+            PackedFormat::Mxfp4 => (input / 2, input / BLOCK),
         };
         bytes.par_chunks_exact_mut(form.panel_bytes(input).max(1)).enumerate().try_for_each_init(
             || (vec![0u8; COLUMNS * width], vec![0u8; COLUMNS * scales]),
@@ -112,8 +112,8 @@ impl PackedMatrix {
                     (&mut values[..columns.len() * width], &mut of_scales[..columns.len() * scales]);
                 read(StoredRows { expert, columns, values, scales: of_scales })?;
                 match form {
-                    PackedForm::Bf16 | PackedForm::Bf16Rows => transpose::<2>(panel, values, width),
-                    PackedForm::Mxfp4 => arrange_blocks(panel, values, of_scales),
+                    PackedFormat::Bf16 | PackedFormat::Bf16Rows => transpose::<2>(panel, values, width),
+                    PackedFormat::Mxfp4 => arrange_blocks(panel, values, of_scales),
                 }
                 Ok(())
             },
@@ -134,7 +134,7 @@ impl PackedMatrix {
             part(scales, &rows, input / BLOCK, of_scales);
             Ok::<_, Infallible>(())
         };
-        let Ok(matrix) = Self::read(PackedForm::Mxfp4, shape, read);
+        let Ok(matrix) = Self::read(PackedFormat::Mxfp4, shape, read);
         matrix
     }
 
@@ -146,7 +146,7 @@ impl PackedMatrix {
         [experts, input, output]: [usize; 3],
         mut read: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let form = PackedForm::Bf16;
+        let form = PackedFormat::Bf16;
         let mut bytes = vec![0u8; form.bytes([experts, input, output])];
         let mut stored = vec![0u8; input * output * 2];
         for (expert, packed) in bytes.chunks_exact_mut(form.bytes([1, input, output]).max(1)).enumerate() {
@@ -162,7 +162,7 @@ impl PackedMatrix {
     }
 
     /// Rebuilds a matrix from the bytes that [`Self::bytes`] returned.
-    pub fn of_bytes(form: PackedForm, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
+    pub fn of_bytes(form: PackedFormat, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
         assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
         Self { form, experts, input, output, bytes: Bytes::HostPython(bytes) }
     }
@@ -183,7 +183,7 @@ impl PackedMatrix {
     }
 
     /// Returns its packed format.
-    pub fn form(&self) -> PackedForm {
+    pub fn form(&self) -> PackedFormat {
         self.form
     }
 
@@ -196,8 +196,8 @@ impl PackedMatrix {
     ///
     /// # Errors
     /// When the matrix is on a device.
-    pub fn mapped(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
-        assert!(self.form != PackedForm::Mxfp4, "only bf16 is mapped value by value");
+    pub fn map_values(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
+        assert!(self.form != PackedFormat::Mxfp4, "only bf16 is mapped value by value");
         Ok(Self { bytes: Bytes::HostPython(table::map_bf16(self.bytes()?, map)), ..*self })
     }
 
@@ -205,9 +205,9 @@ impl PackedMatrix {
     ///
     /// # Errors
     /// When the matrix is on a device.
-    pub fn decoded(&self) -> candle_core::Result<Vec<f32>> {
+    pub fn decode(&self) -> candle_core::Result<Vec<f32>> {
         let bytes = self.bytes()?;
-        if self.form == PackedForm::Bf16Rows {
+        if self.form == PackedFormat::Bf16Rows {
             return Ok(table::bf16_values(bytes).collect());
         }
         let mut values = vec![0f32; self.experts * self.input * self.output];
@@ -275,7 +275,7 @@ impl PackedMatrix {
     ) -> candle_core::Result<()> {
         let bytes = self.bytes()?;
         let (k, n) = (self.input, self.output);
-        assert!(k > 0 && n > 1 && self.form != PackedForm::Bf16Rows, "packed product: {k} x {n}");
+        assert!(k > 0 && n > 1 && self.form != PackedFormat::Bf16Rows, "packed product: {k} x {n}");
         let mut end = 0;
         for (expert, rows) in groups {
             assert!(
@@ -400,7 +400,7 @@ impl PackedMatrix {
             let chunk = (n - start).min(K_CHUNK);
             let dy = StridedMatrix { values: &dy[start..], row_stride: n, column_stride: 1 };
             let weight = StridedMatrix { values: tile, row_stride: 1, column_stride: stride };
-            product(Spread::Pool, dx, dy, weight, (m, chunk, k), first > 0);
+            product(GemmThreads::Pool, dx, dy, weight, (m, chunk, k), first > 0);
         }
         Ok(())
     }
@@ -429,9 +429,9 @@ fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
 
 /// Copies stored blocks `[columns][in / 32][16]` and scales `[columns][in / 32]` to a panel.
 fn arrange_blocks(panel: &mut [u8], values: &[u8], scales: &[u8]) {
-    let blocks = panel.len() / PackedForm::MXFP4_BLOCK_BYTES;
+    let blocks = panel.len() / PackedFormat::MXFP4_BLOCK_BYTES;
     let (values, _) = values.as_chunks::<{ BLOCK / 2 }>();
-    for (block, panel) in panel.chunks_exact_mut(PackedForm::MXFP4_BLOCK_BYTES).enumerate() {
+    for (block, panel) in panel.chunks_exact_mut(PackedFormat::MXFP4_BLOCK_BYTES).enumerate() {
         let (of_scales, pairs) = panel.split_at_mut(COLUMNS);
         for column in 0..scales.len() / blocks {
             of_scales[column] = scales[column * blocks + block];
@@ -460,11 +460,11 @@ mod tests {
     use rand::{Rng, RngCore};
 
     /// A random matrix of `input × output` in `form`; its scales include 2^-127 and subnormal results.
-    fn matrix(form: PackedForm, input: usize, output: usize) -> PackedMatrix {
+    fn matrix(form: PackedFormat, input: usize, output: usize) -> PackedMatrix {
         let mut rng = stream(7, Purpose::Initialisation, &[input as u64, output as u64]);
         let shape = [1, input, output];
         match form {
-            PackedForm::Bf16 | PackedForm::Bf16Rows => {
+            PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
                 let mut value = || half::bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_le_bytes();
                 let stored: Vec<u8> = (0..input * output).flat_map(|_| value()).collect();
                 let fill = |_, to: &mut [u8]| {
@@ -474,7 +474,7 @@ mod tests {
                 let Ok(packed) = PackedMatrix::read_columns(shape, fill);
                 packed
             }
-            PackedForm::Mxfp4 => {
+            PackedFormat::Mxfp4 => {
                 let mut blocks = vec![0u8; input * output / 2];
                 rng.fill_bytes(&mut blocks);
                 let scale = |_| {
@@ -494,10 +494,10 @@ mod tests {
             Vectors::Plain => vec![Vectors::Plain],
         };
         for (form, input) in [
-            (PackedForm::Bf16, 37),
-            (PackedForm::Bf16, 700),
-            (PackedForm::Mxfp4, 64),
-            (PackedForm::Mxfp4, 608),
+            (PackedFormat::Bf16, 37),
+            (PackedFormat::Bf16, 700),
+            (PackedFormat::Mxfp4, 64),
+            (PackedFormat::Mxfp4, 608),
         ] {
             let packed = matrix(form, input, 100);
             let x: Vec<f32> = (0..7 * input).map(|i| (i % 13) as f32 * 0.25 - 1.0).collect();
@@ -533,7 +533,7 @@ mod tests {
     fn no_tile_is_a_single_column() {
         for output in 2..1200 {
             let bytes = Bytes::HostPython(vec![]);
-            let packed = PackedMatrix { form: PackedForm::Bf16, experts: 1, input: 1, output, bytes };
+            let packed = PackedMatrix { form: PackedFormat::Bf16, experts: 1, input: 1, output, bytes };
             for count in [1, 3, TILE_PANELS] {
                 let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
                 assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));

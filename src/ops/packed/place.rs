@@ -1,6 +1,6 @@
 //! Storage of a packed matrix: on the host, as a shard on the host, or on a device.
 
-use super::{PackedForm, PackedMatrix};
+use super::{PackedFormat, PackedMatrix};
 use candle_core::{Device, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ impl PackedMatrix {
     /// # Errors
     /// When it is bf16, which a GPU multiplies as a plain tensor; when it is a shard; those of the device.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
-        if self.form != PackedForm::Mxfp4 && !device.is_cpu() {
+        if self.form != PackedFormat::Mxfp4 && !device.is_cpu() {
             bail!(
                 "packed matrix {:?}: bf16 is not packed on a GPU; make a bf16 tensor of it there",
                 self.shape()

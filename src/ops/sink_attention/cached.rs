@@ -59,8 +59,8 @@ pub fn sink_attention_cached(
             first,
             q: &q_values[start * width..(start + count) * width],
             sinks: &sinks,
-            out: out_rows.part(start * width, count * width),
-            lse: lse_rows.part(start * heads, count * heads),
+            out: out_rows.slice(start * width, count * width),
+            lse: lse_rows.slice(start * heads, count * heads),
         });
         start += count;
         work += count * attention.window.unwrap_or(cache.len()).min(cache.len()) * width;
@@ -104,8 +104,8 @@ impl NewRows<'_> {
             self.first + start,
             &self.q[start * width..(start + count) * width],
             self.sinks,
-            &self.out.part(start * width, count * width),
-            &self.lse.part(start * heads, count * heads),
+            &self.out.slice(start * width, count * width),
+            &self.lse.slice(start * heads, count * heads),
         );
     }
 

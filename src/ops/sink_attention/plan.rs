@@ -65,7 +65,7 @@ impl LaunchSequences {
     ///
     /// # Errors
     /// When the bounds do not start at 0 or decrease.
-    pub fn packed(cu_seqlens: &[usize]) -> Result<Self> {
+    pub fn for_packed_sequences(cu_seqlens: &[usize]) -> Result<Self> {
         if cu_seqlens.first() != Some(&0) || cu_seqlens.windows(2).any(|w| w[0] > w[1]) {
             bail!("sink_attention: the sequences' bounds {cu_seqlens:?} must start at 0 and not decrease");
         }
@@ -77,7 +77,7 @@ impl LaunchSequences {
     ///
     /// # Errors
     /// When the numbers of sequences differ.
-    pub fn cached(counts: &[usize], lengths: &[usize]) -> Result<Self> {
+    pub fn for_cached_sequences(counts: &[usize], lengths: &[usize]) -> Result<Self> {
         if counts.len() != lengths.len() {
             bail!(
                 "sink_attention: new tokens for {} sequences, caches of {}; give one count per cache",

@@ -6,9 +6,9 @@ use super::{
 };
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
-use crate::model::cache::CacheRoom;
+use crate::model::cache::CacheCapacity;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
-use crate::ops::packed::PackedForm;
+use crate::ops::packed::PackedFormat;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
 use crate::policy::KlPlace;
@@ -39,15 +39,15 @@ fn optimizer_bytes(settings: &OptimizerSettings, learning: &[TrainableTensor]) -
 
 impl PlanInput<'_> {
     /// Returns the capacity of the GPU's KV cache for `sequences`.
-    pub fn cache_capacity(&self, sequences: usize) -> CacheRoom {
+    pub fn cache_capacity(&self, sequences: usize) -> CacheCapacity {
         let fed_tokens_max = FORWARD_TOKENS_MAX + self.recipe.rollout.sequences_max;
-        CacheRoom { sequences, tokens: self.longest_sequence(), fed_tokens_max }
+        CacheCapacity { sequences, tokens: self.longest_sequence(), fed_tokens_max }
     }
 
     /// Returns the bytes of the policy's tensor `index`. A frozen MXFP4 tensor stays packed.
     fn gpu_bytes(&self, spec: &ParameterSpec, index: usize) -> u64 {
         let form = self.forms[index];
-        match self.is_packed(spec, index) && spec.packed_form(form) == Some(PackedForm::Mxfp4) {
+        match self.is_packed(spec, index) && spec.packed_form(form) == Some(PackedFormat::Mxfp4) {
             true => spec.resident_bytes(form),
             false => working_bytes(spec),
         }
@@ -168,7 +168,7 @@ impl PlanInput<'_> {
     pub(super) fn gpu_phases(&self, sequences: usize) -> Vec<(&'static str, Vec<MemoryItem>)> {
         let (recipe, config) = (self.recipe, self.config);
         let caches =
-            |room: CacheRoom| MemoryItem { name: "keys and values", bytes: room.device_bytes(config) };
+            |room: CacheCapacity| MemoryItem { name: "keys and values", bytes: room.device_bytes(config) };
         let mut phases = vec![];
         if self.samples() {
             let room = self.cache_capacity(sequences);
@@ -188,7 +188,7 @@ impl PlanInput<'_> {
             ModelCommand::Eval | ModelCommand::Rollout => {}
             ModelCommand::CheckMismatch(_) => {
                 let decoded = DECODED_SEQUENCES.min(prompts * samples);
-                let room = CacheRoom {
+                let room = CacheCapacity {
                     sequences: decoded,
                     tokens: self.longest_sequence(),
                     fed_tokens_max: decoded,

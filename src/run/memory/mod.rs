@@ -20,12 +20,12 @@ use crate::bad_input;
 use crate::dist::shard_range;
 use crate::dist::{PackedWeights, RolloutWeights};
 use crate::learner::OptimizerSettings;
-use crate::learner::batch_runner::side_by_side;
+use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
 use crate::learner::optimizer::state_bytes;
 use crate::metrics::Table;
 use crate::model::cache::SequenceCache;
-use crate::model::config::{Config, Form};
+use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
 use crate::policy::KlPlace;
@@ -79,7 +79,7 @@ pub fn recomputes_layers(
 }
 
 fn passes_at_once(weight_bytes: u64, threads: usize) -> u64 {
-    if side_by_side(weight_bytes) { threads as u64 } else { 1 }
+    if runs_in_parallel(weight_bytes) { threads as u64 } else { 1 }
 }
 
 /// A command that runs the model.
@@ -130,7 +130,7 @@ pub struct PlanInput<'a> {
     pub recipe: &'a Recipe,
     pub config: &'a Config,
     /// Storage format of each of the policy's tensors while frozen.
-    pub forms: &'a [Form],
+    pub forms: &'a [WeightFormat],
     /// Trainable flags of the policy's tensors.
     pub trainable: Vec<bool>,
     /// Trainable flags of the critic's tensors; `None` without a critic.
@@ -183,12 +183,12 @@ fn marked(
 
 /// Returns the bytes of `learning` in f32, unsharded.
 fn gathered_bytes(learning: &[TrainableTensor]) -> u64 {
-    learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
+    learning.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).sum()
 }
 
 /// Returns the bytes of `specs` in f32.
 fn plain_bytes(specs: &[ParameterSpec]) -> u64 {
-    specs.iter().map(|spec| spec.resident_bytes(Form::F32)).sum()
+    specs.iter().map(|spec| spec.resident_bytes(WeightFormat::F32)).sum()
 }
 
 /// A stage of training.
@@ -358,7 +358,7 @@ impl PlanInput<'_> {
     /// recomputation, it gathers the sharded weights layer by layer. Without, the graph holds all layers at
     /// once.
     fn gathered_bytes(&self, learning: &[TrainableTensor], recomputes: bool) -> u64 {
-        let largest = learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).max().unwrap_or(0);
+        let largest = learning.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
         let pieced: Vec<ShardedTensor> = learning
             .iter()
             .cloned()

@@ -8,7 +8,7 @@ use crate::learner::optimizer::Optimizer;
 use crate::metrics::Console;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::{Backend, Parameters};
-use crate::model::storage::Stored;
+use crate::model::storage::TensorStorage;
 use crate::ops::packed::PackedMatrix;
 use crate::ops::weight::Weight;
 use crate::recipe::resolve;
@@ -33,12 +33,12 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
         for processes in [1, 2, 4, 8] {
             let mut held = [0; 3];
             for rank in 0..processes {
-                let mesh = Mesh::disconnected(rank, processes);
+                let mesh = Mesh::without_connection(rank, processes);
                 let drawn = values
                     .iter()
-                    .map(|(spec, values)| Ok((spec.clone(), Stored::variable(spec, values.clone())?)));
+                    .map(|(spec, values)| Ok((spec.clone(), TensorStorage::variable(spec, values.clone())?)));
                 let backend = Backend { mesh, ..Backend::default() };
-                let mut parameters = Parameters::loaded(&config, &backend, drawn).unwrap();
+                let mut parameters = Parameters::load(&config, &backend, drawn).unwrap();
                 parameters.train_only(&trainable).unwrap();
                 Optimizer::new(&recipe.train.optimizer, &mut parameters, false).unwrap();
                 let bytes = |tensor: &candle_core::Tensor| {
@@ -56,7 +56,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 intent: ModelCommand::Train,
                 recipe: &recipe,
                 config: &config,
-                forms: &vec![Form::F32; values.len()],
+                forms: &vec![WeightFormat::F32; values.len()],
                 trainable: trainable.clone(),
                 critic_trainable: None,
                 adapter: None,
@@ -81,7 +81,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
 }
 
 /// Returns a tensor of zeros, held as a tensor of format `form` on disk is held.
-fn zeros(spec: &ParameterSpec, form: Form) -> Weight {
+fn zeros(spec: &ParameterSpec, form: WeightFormat) -> Weight {
     match (spec.packed_form(form), spec.matrix_shape()) {
         (Some(form), Some(shape)) => {
             Weight::Packed(Arc::new(PackedMatrix::of_bytes(form, shape, vec![0; form.bytes(shape)])))
@@ -95,7 +95,7 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
     let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
     let specs = parameter_specs(&ModelSource::open(&plan.recipe).unwrap().config);
     let (mut copied, mut shared) = (0, 0);
-    for form in [Form::F32, Form::Bf16, Form::Mxfp4] {
+    for form in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Mxfp4] {
         for (mxfp4, bits) in
             [(false, None), (true, None), (false, Some(7)), (true, Some(7)), (false, Some(1))]
         {
@@ -109,7 +109,7 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
                     (_, made) => made.bytes(),
                 };
                 // MXFP4 made from bf16 is smaller than the plan, which counts the bf16 size.
-                let exact = !(mxfp4 && form == Form::Bf16 && spec.is_expert_matrix());
+                let exact = !(mxfp4 && form == WeightFormat::Bf16 && spec.is_expert_matrix());
                 assert!(
                     if exact { planned == made } else { planned >= made },
                     "{} {rounding:?}: {planned}, {made}",
@@ -153,7 +153,7 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     // Unsharded packed experts are complete on every process, for any rollout_weights.
     preflight.choose_sharding(4, None);
     let subject = preflight.plan_input();
-    let forms = vec![Form::Bf16; subject.forms.len()];
+    let forms = vec![WeightFormat::Bf16; subject.forms.len()];
     let trainable: Vec<bool> =
         parameter_specs(subject.config).iter().map(|spec| !spec.is_of_experts()).collect();
     let sampling = |rollout_weights| {
@@ -172,7 +172,7 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
     let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     let specs = parameter_specs(&preflight.source.config);
     preflight.source.forms =
-        specs.iter().map(|spec| if spec.is_expert_matrix() { Form::Mxfp4 } else { Form::Bf16 }).collect();
+        specs.iter().map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 }).collect();
     let weights = |subject: &PlanInput| MemoryPlan::new(subject).resident[1].bytes;
     let alone = {
         preflight.choose_sharding(1, None);
@@ -193,7 +193,7 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
         assert_eq!(subject.packed_weights, PackedWeights::Sharded);
         // Bytes that the process `rank` actually holds.
         let held = |rank: usize| -> u64 {
-            let mesh = Mesh::disconnected(rank, processes);
+            let mesh = Mesh::without_connection(rank, processes);
             let factors: u64 = (specs.len()..)
                 .zip(&subject.adapter.as_ref().unwrap().specs)
                 .map(|(index, spec)| {
@@ -201,7 +201,7 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
                 })
                 .sum();
             let base = specs.iter().zip(subject.forms).enumerate().map(|(index, (spec, form))| {
-                let stored = Stored::frozen(zeros(spec, *form)).sharded(index, &mesh).unwrap();
+                let stored = TensorStorage::from_weight(zeros(spec, *form)).into_shard(index, &mesh).unwrap();
                 match stored.weight(spec).unwrap() {
                     Weight::Packed(matrix) if stored.is_sharded() => {
                         matrix.shard_bytes().unwrap().len() as u64

@@ -3,7 +3,7 @@
 use super::{AdapterInput, MemoryItem, PlanInput, TrainableTensor, gathered_bytes, plain_bytes};
 use crate::dist::shard_range;
 use crate::dist::{PackedWeights, RolloutWeights};
-use crate::model::config::Form;
+use crate::model::config::WeightFormat;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
 use std::collections::BTreeMap;
@@ -12,13 +12,13 @@ use std::collections::BTreeMap;
 pub(super) struct ShardedTensor {
     pub index: usize,
     pub spec: ParameterSpec,
-    pub form: Form,
+    pub form: WeightFormat,
 }
 
 impl ShardedTensor {
     /// Creates the entry of a trainable tensor, held in f32.
     pub fn from_trainable((index, spec): TrainableTensor) -> Self {
-        Self { index, spec, form: Form::F32 }
+        Self { index, spec, form: WeightFormat::F32 }
     }
 
     /// Returns the bytes of the whole tensor.
@@ -56,8 +56,8 @@ impl PlanInput<'_> {
     pub(super) fn weight_bytes(&self) -> u64 {
         let learns = |index: usize| self.intent.trains() && self.trainable[index];
         let specs = parameter_specs(self.config).into_iter().zip(self.forms).enumerate();
-        let of = |(index, (spec, form)): (usize, (ParameterSpec, &Form))| {
-            spec.resident_bytes(if learns(index) { Form::F32 } else { *form })
+        let of = |(index, (spec, form)): (usize, (ParameterSpec, &WeightFormat))| {
+            spec.resident_bytes(if learns(index) { WeightFormat::F32 } else { *form })
         };
         specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterInput::bytes)
     }
@@ -167,7 +167,7 @@ impl PlanInput<'_> {
     pub(super) fn unpacked_weight_bytes(&self) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let plain = specs.filter(|(index, spec)| !self.is_packed(spec, *index));
-        plain.map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
+        plain.map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
     /// Returns the bytes of the critic's own weights. It shares packed tensors and an adapter's base with the
@@ -185,7 +185,7 @@ impl PlanInput<'_> {
             at.is_some_and(|at| self.is_packed(spec, at))
         };
         let held = own.into_iter().zip(trainable).filter(|(spec, learns)| **learns || !shared(spec));
-        held.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum()
+        held.map(|(spec, _)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
     /// Returns the bytes of the second set of weights, with which ablations sample. A streamed layer is
@@ -194,7 +194,7 @@ impl PlanInput<'_> {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let here = specs.filter(|(_, spec)| !self.streamed || spec.layer.is_none());
         let of = |(index, spec): (usize, ParameterSpec)| {
-            let form = if self.is_packed(&spec, index) { self.forms[index] } else { Form::F32 };
+            let form = if self.is_packed(&spec, index) { self.forms[index] } else { WeightFormat::F32 };
             rounding.copied_bytes(&spec, form)
         };
         here.map(of).sum()
@@ -206,7 +206,7 @@ impl PlanInput<'_> {
         let mut layers = BTreeMap::<usize, (u64, u64)>::new();
         let mut head = 0;
         for spec in parameter_specs(self.config) {
-            let bytes = spec.resident_bytes(Form::F32);
+            let bytes = spec.resident_bytes(WeightFormat::F32);
             match spec.layer {
                 Some(layer) => {
                     let (sum, largest) = layers.entry(layer).or_default();

@@ -9,8 +9,8 @@ use crate::dist::{Mesh, PackedWeights, RolloutWeights};
 use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
 use crate::metrics::Console;
-use crate::model::config::{Config, Form};
-use crate::model::split_rows::heads_split;
+use crate::model::config::{Config, WeightFormat};
+use crate::model::split_rows::head_split_error;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{Plan, Recipe};
@@ -75,7 +75,7 @@ impl Preflight {
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
-        let threads = Threads::shared(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
+        let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
         let mut mistakes = ErrorList(vec![]);
         let host =
             TaskContext { validation_problems_max: plan.recipe.eval.problems_max, console: console.clone() };
@@ -237,7 +237,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     }
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
     let blocks = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
-    if plan.recipe.checkpoint.dtype == Form::Mxfp4 && !blocks {
+    if plan.recipe.checkpoint.dtype == WeightFormat::Mxfp4 && !blocks {
         let what = format!(
             "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
             mxfp4::BLOCK
@@ -250,7 +250,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
 /// Checks that attention heads can be split over the processes of a sequence-parallel group.
 fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
     let sequence = plan.recipe.parallel.sequence;
-    match heads_split(config.num_attention_heads, config.num_key_value_heads, sequence) {
+    match head_split_error(config.num_attention_heads, config.num_key_value_heads, sequence) {
         None => Ok(()),
         Some(why) => {
             let what = format!("{sequence} {why}; write a divisor, or 1");

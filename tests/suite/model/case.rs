@@ -13,7 +13,7 @@ use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{OptimizerKind, OptimizerSettings};
 use rloss::model::attend::PackedAttention;
 use rloss::model::cache::SequenceCache;
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::decoder_stack::{self, DecoderStack};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{Layout, ParameterSpec};
@@ -186,7 +186,7 @@ impl Case {
     pub fn save(&self, folder: &Path) {
         let tensor = |spec: &ParameterSpec| Ok(tiny::named(&self.parameters, &spec.name).clone());
         std::fs::create_dir_all(folder).unwrap();
-        save(folder, &self.model.config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+        save(folder, &self.model.config, WeightFormat::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
     }
 
     /// Every figure of the case. The gradient is taken with layers recomputed, as a run does by default.

@@ -88,8 +88,8 @@ fn kinds() -> (Vec<Kind>, Vec<Kind>) {
 struct Kinds(Vec<Vec<Vec<u32>>>);
 
 impl TokenSource for Kinds {
-    fn sampling(&self) -> Sampling {
-        Sampling::whole(1.0)
+    fn sampling(&self) -> SamplingParameters {
+        SamplingParameters::whole(1.0)
     }
 
     fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {

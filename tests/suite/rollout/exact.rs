@@ -14,7 +14,7 @@ fn training_forward(
     let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
     let sequences: Vec<_> = trajectories.iter().map(sequence).collect();
     let mut results = vec![];
-    for batch in &MicroBatch::split_sharing(&sequences, 1000, |_| usize::MAX) {
+    for batch in &MicroBatch::split_with_prefixes(&sequences, 1000, |_| usize::MAX) {
         let settings = PassSettings {
             recompute_layers: true,
             temperature,

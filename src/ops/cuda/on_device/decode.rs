@@ -2,7 +2,7 @@
 
 use super::{assert_refused, floats, numbers, up};
 use crate::ops::cuda::{
-    DecodeBatch, DecodeStep, KvPages, KvPool, Recorded, kernel_set, open, overwrite, sink_attention_paged,
+    DecodeBatch, DecodeStep, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite, sink_attention_paged,
     upload,
 };
 use crate::ops::sink_attention::Attention;
@@ -69,7 +69,7 @@ fn replayed_steps_have_the_bits_of_single_calls() {
         let outputs = LAYERS.map(|a| Tensor::zeros((count, a.heads * 64), DType::BF16, &gpu).unwrap());
         let mut batch = DecodeBatch::new(&gpu, &first).unwrap();
         let held = [0, 1].map(|layer| sinks(layer, &gpu));
-        let mut recorded: Option<Recorded> = None;
+        let mut recorded: Option<RecordedGraph> = None;
         let mut next = Some(first);
         for turn in 0..5 {
             let step = next.take().unwrap_or_else(|| step(&mut replayed));
@@ -88,7 +88,7 @@ fn replayed_steps_have_the_bits_of_single_calls() {
             match &recorded {
                 None if turn == 0 => both().unwrap(),
                 None => {
-                    let made = Recorded::of(&gpu, both).unwrap();
+                    let made = RecordedGraph::of(&gpu, both).unwrap();
                     made.launch().unwrap();
                     recorded = Some(made);
                 }
@@ -149,7 +149,7 @@ fn work_that_fails_leaves_no_recording_begun() {
     let x = Tensor::zeros((2, 8), DType::BF16, &gpu).unwrap();
     let context = gpu.as_cuda_device().unwrap().cuda_stream().context().clone();
     let stops = || candle_core::bail!("of the work");
-    assert_eq!(Recorded::of(&gpu, stops).err().unwrap().to_string().lines().next(), Some("of the work"));
+    assert_eq!(RecordedGraph::of(&gpu, stops).err().unwrap().to_string().lines().next(), Some("of the work"));
     assert!(context.is_event_tracking());
     // Later work runs, it is not recorded.
     let from = up(&numbers(1, 2, 8, 1.0), &gpu);

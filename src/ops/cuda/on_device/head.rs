@@ -4,7 +4,7 @@ use super::{
     assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, walked_back,
 };
 use crate::ops::cuda::open;
-use crate::ops::logits::Sampling;
+use crate::ops::logits::SamplingParameters;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
 use crate::ops::{self, Parameter};
@@ -81,7 +81,7 @@ fn what_is_sampled_has_the_bits_that_training_computes() {
     for count in [rows, 1, 3] {
         for first in (0..rows).step_by(count) {
             let part = h.narrow(0, first, count).unwrap().copy().unwrap();
-            let sampling = Sampling::whole(TEMPERATURE);
+            let sampling = SamplingParameters::whole(TEMPERATURE);
             let logits = ops::logits(&part, &head, &sampling).unwrap();
             let asked: Vec<_> = (0..count).map(|row| (row, targets[first + row])).collect();
             assert_eq!(logits.log_probs(&sampling, &asked).unwrap(), trained[first..first + count]);

@@ -79,7 +79,7 @@ impl GradientSink for Buffer {
 }
 
 /// Returns `values` as a trainable parameter, and its gradient buffer, which holds `held`.
-pub(super) fn learning(values: &Tensor, held: &Tensor) -> (ops::Parameter, Tensor) {
+pub(super) fn trainable_parameter(values: &Tensor, held: &Tensor) -> (ops::Parameter, Tensor) {
     // A copy: additions in place must change no other tensor.
     let buffer = held.copy().unwrap();
     let variable = Var::from_tensor(values).unwrap();
@@ -102,7 +102,7 @@ pub(super) fn walked_back(
 }
 
 /// Returns the op's output for `inputs`, and their gradients for `dy`, on the device of the inputs.
-pub(super) fn differentiated(
+pub(super) fn output_and_gradients(
     inputs: &[&Tensor],
     dy: &Tensor,
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,

@@ -3,7 +3,7 @@
 use super::{assert_refused, assert_rounded, differentiated, floats, learning, numbers, up};
 use crate::ops::cuda::open;
 use crate::ops::mxfp4::BLOCK;
-use crate::ops::packed::{PackedForm, PackedMatrix, packed_grouped_linear, packed_linear};
+use crate::ops::packed::{PackedFormat, PackedMatrix, packed_grouped_linear, packed_linear};
 use crate::ops::{self, Dispatch, Parameter};
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, RngCore, SeedableRng};
@@ -120,7 +120,7 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     assert_refused(on_gpu.experts(0..1), lies);
     assert_refused(on_gpu.bytes(), lies);
     let bf16 =
-        PackedMatrix::of_bytes(PackedForm::Bf16, [1, 2, 3], vec![0; PackedForm::Bf16.bytes([1, 2, 3])]);
+        PackedMatrix::of_bytes(PackedFormat::Bf16, [1, 2, 3], vec![0; PackedFormat::Bf16.bytes([1, 2, 3])]);
     assert_refused(
         bf16.to_device(&gpu),
         "packed matrix [1, 2, 3]: bf16 is not packed on a GPU; make a bf16 tensor of it there",
