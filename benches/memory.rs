@@ -183,7 +183,7 @@ fn files(name: &str, shape: Shape, form: WeightFormat) {
             let stored = TensorStorage::variable(&spec, files.values(&spec)?)?;
             Ok((spec, stored))
         });
-        Parameters::loaded(config, &Backend::default(), values).expect("loaded")
+        Parameters::load(config, &Backend::default(), values).expect("loaded")
     };
     let (_again, loading) = peak_of(bytes, read);
     std::fs::remove_dir_all(&folder).expect("removed");

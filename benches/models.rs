@@ -73,7 +73,7 @@ pub fn random(config: Config, backend: &Backend) -> (Model, Parameters) {
         let stored = TensorStorage::variable(&spec, values)?;
         Ok((spec, stored))
     });
-    let mut parameters = Parameters::loaded(&config, backend, tensors).expect("parameters");
+    let mut parameters = Parameters::load(&config, backend, tensors).expect("parameters");
     parameters.train_only(&vec![true; parameters.len()]).expect("gradients");
     (Model::new(config, 4096), parameters)
 }

@@ -7,11 +7,11 @@ use crate::dist::launch::refuse_several;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
 use crate::learner::batch_runner::BatchRunner;
 use crate::metrics::{Console, sanitize_terminal};
-use crate::mismatch::links::EqualityProof;
+use crate::mismatch::bitwise_equality::EqualityProof;
 use crate::mismatch::measure::Measure;
 use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
-use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
-use crate::model::arms::Ablations;
+use crate::mismatch::{external_engine, ablations, diagnose::Reference, page, rows::Reader};
+use crate::model::ablations::Ablations;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, RecipeSource, locate};
@@ -30,7 +30,7 @@ use std::sync::Arc;
 
 /// Arguments of `rloss check-mismatch`.
 #[derive(Args, Debug, Clone)]
-#[command(after_help = arms::help())]
+#[command(after_help = ablations::help())]
 pub struct CheckMismatchArgs {
     /// A recipe file, or a run folder (its resolved recipe and last checkpoint) [default: the quickstart's
     /// recipe]
@@ -121,7 +121,7 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
     args.out()?;
     let plan = args.plan(&[])?;
     processes::configure_mesh(mesh, &plan)?;
-    let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
+    let rows = ablations::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
     let arms: Vec<(String, Plan)> =
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
@@ -173,13 +173,13 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     let tokens = context.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| context.load_weights(folder, console)).transpose()?;
     let reference = Reference { earlier: earlier.as_ref(), ..reference(context, console) };
-    let between = against::between_sides(&found.rows, clip(context))?;
+    let between = external_engine::between_sides(&found.rows, clip(context))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
     let (mut differs, mut pictures) = (false, vec![]);
-    let sides = against::sides(found.rows);
+    let sides = external_engine::sides(found.rows);
     let several = sides.len() > 1;
     for (side, rows) in &sides {
-        let compared = against::compare(reference, &context.chat, rows, tokens, clip(context))?;
+        let compared = external_engine::compare(reference, &context.chat, rows, tokens, clip(context))?;
         differs |= compared.diagnosis.verdict.differs();
         answers.push(if several { format!("{side}: {}", compared.answer) } else { compared.answer.clone() });
         diagnoses.insert((*side).to_owned(), compared.to_json());

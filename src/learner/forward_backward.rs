@@ -4,11 +4,11 @@
 //! time. Without it, one graph holds all activations. Both give the same bits.
 
 use super::micro_batch::MicroBatch;
-use crate::model::attend::PackedAttention;
+use crate::model::attention::PackedAttention;
 use crate::model::decoder_stack::{DecoderStack, LayerCallback};
 use crate::model::forward::{ForwardOptions, Model, Rows};
 use crate::model::layer::LayerOutput;
-use crate::model::split_rows::SequenceParallelAttention;
+use crate::model::sequence_parallel::SequenceParallelAttention;
 use crate::model::weights::Weights;
 use crate::ops::graph::differentiate;
 use crate::ops::{self, Dispatch};

@@ -2,7 +2,7 @@
 //! share the rows of their common prefix, such as the prompt.
 
 use crate::dist::Mesh;
-use crate::model::split_rows::SequenceShards;
+use crate::model::sequence_parallel::SequenceShards;
 use crate::ops::SequenceRows;
 use anyhow::Result;
 use candle_core::Tensor;

@@ -6,7 +6,7 @@
 
 use super::causes::Cause;
 use super::distance::{Fit, GapFigures, slope};
-use super::observed::EngineLogProbs;
+use super::engine_log_probs::EngineLogProbs;
 use super::rounding::{F32_FLOOR, Yardsticks, within_f32};
 use super::search::{Candidate, Search};
 use super::ties::{TIE_BITS, without_ties};

@@ -2,7 +2,7 @@
 //! logits.
 
 use super::causes::Cause;
-use super::observed::EngineBatch;
+use super::engine_log_probs::EngineBatch;
 use crate::model::policy_view::PolicyView;
 use crate::ops::logits::{SamplingParameters, logits_rows_max};
 use anyhow::Result;

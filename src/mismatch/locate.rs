@@ -1,7 +1,7 @@
 //! Locates a log-prob mismatch: the positions, rows, tokens or experts of the differing targets.
 
 use super::diagnose::Reference;
-use super::observed::EngineLogProbs;
+use super::engine_log_probs::EngineLogProbs;
 use crate::model::layer::LayerOutput;
 use crate::model::policy_view::PolicyView;
 use anyhow::Result;

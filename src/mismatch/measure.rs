@@ -6,11 +6,11 @@
 
 use super::compare::Gap;
 use super::diagnose::{Reference, Verdict};
-use super::observed::EngineLogProbs;
+use super::engine_log_probs::EngineLogProbs;
 use super::output::Line;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
-use crate::model::arms::Ablations;
+use crate::model::ablations::Ablations;
 use crate::model::forward::ForwardOptions;
 use crate::model::layer::LayerOutput;
 use crate::model::policy_view::PolicyView;

@@ -1,7 +1,7 @@
 //! Prints the result as a table, and writes it as `mismatch.json`.
 
 use super::compare::COLUMNS;
-use super::links::EqualityCheck;
+use super::bitwise_equality::EqualityCheck;
 use crate::metrics::{Table, format_number};
 use serde_json::{Map, Value, json};
 

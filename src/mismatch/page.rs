@@ -1,6 +1,6 @@
 //! A Markdown page to paste into an issue, and its chart: |Δlogp| by position.
 
-use super::against::Comparison;
+use super::external_engine::Comparison;
 use super::distance::GapFigures;
 use std::fmt::Write;
 

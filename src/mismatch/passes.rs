@@ -1,7 +1,7 @@
 //! Forward passes over given tokens: log-probabilities, and the output of each layer.
 
 use crate::learner::micro_batch::MicroBatch;
-use crate::model::attend::PackedAttention;
+use crate::model::attention::PackedAttention;
 use crate::model::cache::{CacheCapacity, Caches, SequenceCache};
 use crate::model::decoder_stack;
 use crate::model::forward::Rows;

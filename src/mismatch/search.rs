@@ -5,7 +5,7 @@ use super::causes::{Cause, causes};
 use super::diagnose::Reference;
 use super::distance::{Fit, GapFigures, gaps};
 use super::head::{FitRows, HeadSettings};
-use super::observed::{EngineLogProbs, EngineBatch};
+use super::engine_log_probs::{EngineLogProbs, EngineBatch};
 use crate::model::decoder_stack;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::layer::LayerOutput;

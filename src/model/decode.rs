@@ -4,7 +4,7 @@
 //! first. So a recording serves every later step of its shape, with the same bits. A shape is recorded on
 //! its second step.
 
-use super::attend::AttentionMode;
+use super::attention::AttentionMode;
 use super::cache::SequenceCache;
 use super::decoder_stack::{DecoderStack, keep_nothing};
 use super::forward::Rows;

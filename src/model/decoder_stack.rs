@@ -4,7 +4,7 @@
 //! ([`Rows`]), in where weights come from ([`Weights`]) and in what they keep of a layer. A pass that keeps
 //! nothing holds one layer in memory at a time.
 
-use super::attend::CachedAttention;
+use super::attention::CachedAttention;
 use super::cache::SequenceCache;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::layer::{LayerOutput, LayerPass};

@@ -1,6 +1,6 @@
 //! The arguments of a forward pass besides its weights: the model, the rows, and ablations.
 
-use super::attend::AttentionMode;
+use super::attention::AttentionMode;
 use super::config::{Config, SWIGLU_ALPHA};
 use crate::ops::router_noise::RouterNoise;
 use crate::ops::{self, Parameter, rope::Rotation};

@@ -1,7 +1,7 @@
 //! Decoder layers: the trait that each family's layer implements, and the blocks that layers consist of.
 
 use super::config::LayerType;
-use super::expert_ranks::ExpertParallel;
+use super::expert_parallel::ExpertParallel;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::matrix::{LayerTensors, Matrix};
 use crate::ops::graph::add;

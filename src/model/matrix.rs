@@ -1,6 +1,6 @@
 //! A matrix with its bias and its adapter: the matrices of layers, the LM head and the embedding.
 
-use super::expert_ranks::ExpertParallel;
+use super::expert_parallel::ExpertParallel;
 use crate::ops::logits::{Logits, SamplingParameters};
 use crate::ops::weight::Weight;
 use crate::ops::{self, Dispatch, Parameter};

@@ -1,14 +1,14 @@
 //! Models as pure functions over `ops`: configuration, weights, forward pass, KV cache.
 
 pub mod adapter;
-pub mod arms;
-pub mod attend;
+pub mod ablations;
+pub mod attention;
 pub mod cache;
 pub mod config;
 mod config_json;
 pub mod decode;
 pub mod decoder_stack;
-pub mod expert_ranks;
+pub mod expert_parallel;
 pub mod families;
 pub mod forward;
 pub mod init;
@@ -25,6 +25,6 @@ pub mod rope;
 pub mod rounding;
 pub mod settings;
 pub mod sharded_layers;
-pub mod split_rows;
+pub mod sequence_parallel;
 pub mod storage;
 pub mod weights;

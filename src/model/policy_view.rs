@@ -1,7 +1,7 @@
 //! A policy with its ablations: model, changed weights and forward options as one value, so that no command
 //! applies only some of the ablations.
 
-use super::arms::Ablations;
+use super::ablations::Ablations;
 use super::decoder_stack::DecoderStack;
 use super::forward::{ForwardOptions, Model};
 use super::parameters::Parameters;

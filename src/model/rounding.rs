@@ -1,6 +1,6 @@
 //! Ablations that round the weights used for sampling.
 
-use super::arms::Ablations;
+use super::ablations::Ablations;
 use super::config::WeightFormat;
 use super::layers_on_demand::WeightChange;
 use super::names::ParameterSpec;

@@ -14,7 +14,7 @@ use super::experts::Dispatch;
 use super::graph::{apply, contiguous};
 use super::math::exp;
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::uploaded::DeviceCopies;
+use super::device_copies::DeviceCopies;
 use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;

@@ -17,7 +17,7 @@ pub mod cuda;
 pub mod embedding;
 pub mod experts;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-mod few_rows;
+mod skinny_gemm;
 pub mod graph;
 pub mod kv_cache;
 pub mod linear;
@@ -48,7 +48,7 @@ pub mod swiglu;
 pub mod threads;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod tiles;
-pub mod uploaded;
+pub mod device_copies;
 pub mod weight;
 
 pub use embedding::{embedding, select_rows, tied_embedding};

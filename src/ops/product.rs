@@ -9,7 +9,7 @@
 //! large transposed matrix and for bf16 products of many rows. A row's result then depends on nothing but
 //! the row and the weights.
 
-use super::few_rows::SkinnyGemm;
+use super::skinny_gemm::SkinnyGemm;
 use super::math::dot;
 use super::tiles;
 use gemm::Parallelism;

@@ -15,7 +15,7 @@ use crate::dist::ParallelSettings;
 use crate::interpreter;
 use crate::learner::{ColdStartSettings, CriticSettings, TrainSettings};
 use crate::metrics::LoggingSettings;
-use crate::model::arms::Ablations;
+use crate::model::ablations::Ablations;
 use crate::model::settings::{AdapterSettings, DeviceKind, ModelSettings};
 use crate::policy::PolicySettings;
 use crate::rollout::{EvalSettings, RolloutSettings, SystemPromptSettings};

@@ -5,7 +5,7 @@ use crate::tiny::{self, load};
 use crate::{model_files, qwen2};
 use rloss::checkpoint::Base;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::merge::merged;
+use rloss::checkpoint::merge::merge;
 use rloss::checkpoint::peft::{self, AdapterFolder};
 use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
@@ -158,20 +158,20 @@ fn both(config: &Config, form: WeightFormat) -> [Parameters; 2] {
     save(folder.path(), config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
     let files = ModelFolder::open(folder.path(), config).unwrap();
     let held = parameter_specs(config).into_iter().map(|spec| {
-        let stored = match files.packed(&spec)? {
-            Some(packed) => TensorStorage::frozen(packed),
+        let stored = match files.read_packed(&spec)? {
+            Some(packed) => TensorStorage::from_weight(packed),
             None => TensorStorage::variable(&spec, files.values(&spec)?)?,
         };
         Ok((spec, stored))
     });
     [
         crate::tiny::parameters(config, load(folder.path(), config).unwrap()).unwrap(),
-        Parameters::loaded(config, &Backend::default(), held).unwrap(),
+        Parameters::load(config, &Backend::default(), held).unwrap(),
     ]
 }
 
 fn log_probs(model: &Model, parameters: &Parameters, batches: &[MicroBatch]) -> Vec<f32> {
-    let weights = &parameters.frozen(None).unwrap();
+    let weights = &parameters.frozen_weights(None).unwrap();
     let forward = |batch| {
         Pass { model, weights, batch, settings: settings(true) }.forward().unwrap().log_probs().to_vec()
     };
@@ -207,7 +207,7 @@ fn an_adapter_beside_a_packed_base_is_one_forward() {
             assert_eq!(found, log_probs(&model, &packed, &together), "rank {rank}: rows alone and together");
             assert_eq!(found, log_probs(&model, &plain, &together), "rank {rank}: packed and decoded base");
             assert_ne!(found, log_probs(&model, &packed.without_adapter(), &together), "rank {rank}");
-            let policy = PolicyView::plain(&model, &packed).unwrap();
+            let policy = PolicyView::without_ablations(&model, &packed).unwrap();
             let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
             assert_eq!(found, policy.prefill(&tokens, 0.8).unwrap().concat(), "rank {rank}: prefill");
             assert_eq!(found, policy.decode(&tokens, 0.8, &|_| ()).unwrap().concat(), "rank {rank}: decode");

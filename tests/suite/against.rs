@@ -63,7 +63,7 @@ impl Fixture {
     }
 
     fn policy(&self) -> PolicyView<'_> {
-        PolicyView::plain(&self.model, &self.parameters).unwrap()
+        PolicyView::without_ablations(&self.model, &self.parameters).unwrap()
     }
 
     /// Its own log-probs of `row`'s tokens.
@@ -280,7 +280,7 @@ fn a_prompts_log_probs_are_raw_whatever_the_sampler_did() {
         let found = fixture.compare(&rows).diagnosis.verdict;
         let Verdict::Named(cause) = &found else { panic!("{file}: {found:?}") };
         let words = "another temperature: log-probs are those of 0.700 times the temperature stated";
-        assert_eq!(cause.words(), words, "{file}");
+        assert_eq!(cause.description(), words, "{file}");
         rows.iter_mut().for_each(|row| row.temperature = 0.7);
         assert_eq!(fixture.compare(&rows).diagnosis.verdict, Verdict::Agrees, "{file}");
     }

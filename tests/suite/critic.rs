@@ -71,7 +71,7 @@ impl Fixture {
 
     /// ½ the sum of squared distances from `targets`, by a forward alone.
     fn loss(&self, targets: &[f32]) -> f64 {
-        let weights = &self.critic.parameters.frozen(None).unwrap();
+        let weights = &self.critic.parameters.frozen_weights(None).unwrap();
         let batch = &self.batch();
         let pass = Pass { model: &self.model, weights, batch, settings: pass(true) };
         let [values] = pass.forward().unwrap().head;
@@ -90,7 +90,7 @@ impl Fixture {
     /// The trained tokens of the sequences.
     fn packed(&self) -> Batch {
         let groups = groups(self);
-        Batch::new(&groups.iter().collect::<Vec<_>>(), self.step().runner.packing(64))
+        Batch::new(&groups.iter().collect::<Vec<_>>(), self.step().runner.packing_parameters(64))
     }
 
     fn values(&self) -> Vec<f32> {

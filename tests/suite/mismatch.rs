@@ -6,9 +6,9 @@ use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::diagnose::{Reference, Verdict};
 use rloss::mismatch::measure::Measure;
-use rloss::mismatch::observed::EngineLogProbs;
+use rloss::mismatch::engine_log_probs::EngineLogProbs;
 use rloss::mismatch::output::Line;
-use rloss::model::arms::Ablations;
+use rloss::model::ablations::Ablations;
 use rloss::model::cache::CacheCapacity;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
@@ -150,9 +150,9 @@ fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: 
     let mut sequences: Vec<Sequence> = tiny::sequences(272, &[90, 120, 40, 150], 5);
     sequences.iter_mut().for_each(|s| s.mask.iter_mut().skip(1).for_each(|m| *m = true));
     let batches = MicroBatch::split(&sequences, 200);
-    let policy = PolicyView { forward, ..PolicyView::plain(model, &world.parameters).unwrap() };
+    let policy = PolicyView { forward, ..PolicyView::without_ablations(model, &world.parameters).unwrap() };
     let log_probs = policy.all_log_probs(&world.threads, &batches, temperature, &|_| ()).unwrap();
-    EngineLogProbs::sampled(batches, 1.0, log_probs)
+    EngineLogProbs::from_samples(batches, 1.0, log_probs)
 }
 
 #[test]
@@ -161,7 +161,7 @@ fn causes_are_recognised_and_a_temperature_is_estimated() {
     let plain = ForwardOptions::default();
     let found = |observed: EngineLogProbs| world.reference().diagnose(&observed).unwrap().verdict;
     let named = |verdict: Verdict| match verdict {
-        Verdict::Named(cause) => cause.words(),
+        Verdict::Named(cause) => cause.to_text(),
         other => panic!("{other:?}"),
     };
     assert_eq!(found(observed(&world, &world.model, plain, 1.0)), Verdict::Agrees);
@@ -180,12 +180,12 @@ fn causes_are_recognised_and_a_temperature_is_estimated() {
 fn found_in_bf16(world: &World, activation_bits: u32) -> Verdict {
     let forward = ForwardOptions { mantissa_bits: Some(activation_bits), ..ForwardOptions::default() };
     let rounding = WeightRounding { mxfp4: false, bits: Some(7) };
-    let weights = Arc::new(world.parameters.frozen(Some(&rounding.change())).unwrap());
+    let weights = Arc::new(world.parameters.frozen_weights(Some(&rounding.change())).unwrap());
     let plain = observed(world, &world.model, ForwardOptions::default(), 1.0);
     let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.tokens).collect();
     let policy = PolicyView { model: &world.model, weights, forward };
     let log_probs = policy.all_log_probs(&world.threads, &batches, 1.0, &|_| ()).unwrap();
-    world.reference().diagnose(&EngineLogProbs::sampled(batches, 1.0, log_probs)).unwrap().verdict
+    world.reference().diagnose(&EngineLogProbs::from_samples(batches, 1.0, log_probs)).unwrap().verdict
 }
 
 /// Weights of f32 that an engine in bf16 rounds: this was called "bf16 weights", as they make most of the gap.
@@ -196,6 +196,6 @@ fn bf16_weights_are_no_mistake_of_an_engine_in_bf16() {
         assert_eq!(found_in_bf16(&world, activation_bits), Verdict::Rounding);
     }
     let in_f32 = found_in_bf16(&world, 23);
-    assert_eq!(in_f32.words(), "bf16 weights: every tensor is rounded");
+    assert_eq!(in_f32.to_text(), "bf16 weights: every tensor is rounded");
     assert!(matches!(in_f32, Verdict::Named(_)));
 }

@@ -92,7 +92,7 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
     let model = rloss::model::forward::Model::new(config.clone(), config.max_position_embeddings);
     let pass = Pass {
         model: &model,
-        weights: &parameters.frozen(None).unwrap(),
+        weights: &parameters.frozen_weights(None).unwrap(),
         batch: &MicroBatch::split(&crate::tiny::sequences(config.vocab_size, lengths, 4), usize::MAX)[0],
         settings: PassSettings {
             recompute_layers: true,

@@ -4,7 +4,7 @@
 pub mod cases;
 
 use crate::skips;
-use rloss::mismatch::links::EqualityCheck;
+use rloss::mismatch::bitwise_equality::EqualityCheck;
 use rloss::ops::threads::Threads;
 
 const TOKENS: usize = 10_000;

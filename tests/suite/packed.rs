@@ -9,7 +9,7 @@ use rloss::error::BadInput;
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::mismatch::causes::{Cause, causes, variant::Variant};
-use rloss::model::arms::Ablations;
+use rloss::model::ablations::Ablations;
 use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
@@ -44,13 +44,13 @@ fn folder(config: &Config, form: WeightFormat, shard_bytes: u64) -> TempDir {
 /// The folder's model with what `learns` marks decoded, and the rest as it lies there.
 fn held(folder: &Path, config: &Config, learns: &dyn Fn(&str) -> bool) -> anyhow::Result<Parameters> {
     let files = ModelFolder::open(folder, config)?;
-    Parameters::loaded(
+    Parameters::load(
         config,
         &Backend::default(),
         parameter_specs(config).into_iter().map(|spec| {
-            let packed = if learns(&spec.name) { None } else { files.packed(&spec)? };
+            let packed = if learns(&spec.name) { None } else { files.read_packed(&spec)? };
             let stored = match packed {
-                Some(packed) => TensorStorage::frozen(packed),
+                Some(packed) => TensorStorage::from_weight(packed),
                 None => TensorStorage::variable(&spec, files.values(&spec)?)?,
             };
             Ok((spec, stored))
@@ -83,9 +83,9 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
             let sequences = tiny::sequences(config.vocab_size, &[70, 1, 2, 33], 4);
             let batch = &MicroBatch::split(&sequences, usize::MAX)[0];
             let results = [&plain, &packed].map(|parameters| {
-                let weights = &parameters.frozen(None).unwrap();
+                let weights = &parameters.frozen_weights(None).unwrap();
                 let pass = Pass { model: &model, weights, batch, settings: settings() };
-                let policy = PolicyView::plain(&model, parameters).unwrap();
+                let policy = PolicyView::without_ablations(&model, parameters).unwrap();
                 let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
                 (
                     pass.forward().unwrap().log_probs().to_vec(),
@@ -147,7 +147,7 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
         let folder = folder(&config, form, SHARD_BYTES_MAX);
         let resident = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
-        let stored = Parameters::on_disk(&config, &Backend::default(), files, vec![]).unwrap();
+        let stored = Parameters::leave_on_disk(&config, &Backend::default(), files, vec![]).unwrap();
         assert_eq!(stored.bytes(), resident.bytes());
         assert!(stored.weight(1).is_err(), "a layer's tensor is not in memory");
         let model = Model::new(config.clone(), config.max_position_embeddings);
@@ -194,7 +194,7 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
         let plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
         let packed = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
-        let stored = Parameters::on_disk(&config, &Backend::default(), files, vec![]).unwrap();
+        let stored = Parameters::leave_on_disk(&config, &Backend::default(), files, vec![]).unwrap();
         let sequences = tiny::sequences(config.vocab_size, &[40], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
         let of = |parameters: &Parameters, cause: Option<&Cause>| {
@@ -209,7 +209,7 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
             let expected = of(&plain, Some(&cause));
             moved += usize::from(expected != right);
             for parameters in [&packed, &stored] {
-                assert_eq!(expected, of(parameters, Some(&cause)), "{form:?}, {}", cause.words());
+                assert_eq!(expected, of(parameters, Some(&cause)), "{form:?}, {}", cause.description());
             }
         }
         let least = if config.num_local_experts > 0 { 5 } else { 3 };
@@ -251,7 +251,7 @@ fn a_file_that_shrinks_while_it_is_read_is_refused() {
     file.set_len(file.metadata().unwrap().len() / 2).unwrap();
     let failed: Vec<anyhow::Error> = parameter_specs(&config)
         .iter()
-        .filter_map(|spec| files.packed(spec).and_then(|_| files.values(spec)).err())
+        .filter_map(|spec| files.read_packed(spec).and_then(|_| files.values(spec)).err())
         .collect();
     assert!(!failed.is_empty());
     for error in failed {

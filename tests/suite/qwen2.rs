@@ -218,9 +218,9 @@ fn a_critic_of_the_family_uses_the_embedding_once() {
         Ok((spec, stored))
     });
     let critic = Parameters::with_value_head(&config, &Backend::default(), values).unwrap();
-    assert!((0..critic.len()).all(|index| critic.uses(index) == 1));
+    assert!((0..critic.len()).all(|index| critic.use_count(index) == 1));
     let (_, policy) = tiny::model(config, 1);
-    assert_eq!(policy.uses(policy.position("model.embed_tokens.weight").unwrap()), 2);
+    assert_eq!(policy.use_count(policy.position("model.embed_tokens.weight").unwrap()), 2);
 }
 
 fn rloss(arguments: &[&str]) -> Output {

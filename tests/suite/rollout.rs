@@ -38,7 +38,7 @@ impl World {
     fn new(config: Config, threads: usize) -> Self {
         let (model, parameters) = tiny::model(config, 11);
         // A test's model may live as long as the test program.
-        let policy = PolicyView::plain(Box::leak(Box::new(model)), &parameters).unwrap();
+        let policy = PolicyView::without_ablations(Box::leak(Box::new(model)), &parameters).unwrap();
         let tokenizer = HarmonyTokenizer::from_embedded().unwrap();
         let settings = RolloutSettings { turns_max: 4, prompt_tokens_max: 120, ..RolloutSettings::default() };
         let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::SamplingParameters, step: 3 };

@@ -20,7 +20,7 @@ const UNSAFE_PLACES: [&str; 15] = [
     "src/main.rs",
     "src/ops/buffer.rs",
     "src/ops/cuda/",
-    "src/ops/few_rows.rs",
+    "src/ops/skinny_gemm.rs",
     "src/ops/packed/kernels",
     "src/ops/prefetch.rs",
     "src/ops/product.rs",

@@ -60,7 +60,7 @@ pub fn parameters(
         let stored = TensorStorage::variable(&spec, values)?;
         Ok((spec, stored))
     });
-    Parameters::loaded(config, &Backend::default(), tensors)
+    Parameters::load(config, &Backend::default(), tensors)
 }
 
 /// A model with random weights. Biases and norms are moved off their start values so that every term counts.

@@ -4,7 +4,7 @@
 mod llama_cpp;
 mod npy;
 mod openai;
-mod own;
+mod rloss;
 pub mod prime_rl;
 mod sglang;
 mod texts;
@@ -83,7 +83,7 @@ static SHAPES: [Shape; 9] = [
     Shape {
         name: "rows of tokens and logprobs",
         is: |value| has(value, "tokens") && has(value, "logprobs"),
-        read: |value, _| own::row(value).map(one),
+        read: |value, _| rloss::row(value).map(one),
     },
     Shape {
         name: "slime's samples",

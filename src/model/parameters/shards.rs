@@ -3,7 +3,7 @@
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
 use crate::dist::wire::{f32_bytes, f32_values};
 use crate::dist::{Mesh, SHARD_ALIGNMENT, ranks_in_shard_order, shard_range};
-use crate::model::expert_ranks::{ExpertParallel, expert_range};
+use crate::model::expert_parallel::{ExpertParallel, expert_range};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::matrix::Tensors;
 use crate::model::names::{ParameterSpec, TensorRole};

@@ -13,7 +13,7 @@
 
 mod kernels;
 mod linear;
-mod place;
+mod storage;
 mod table;
 
 pub use linear::{packed_grouped_linear, packed_linear};
@@ -23,7 +23,7 @@ use super::cpu::in_parallel;
 use super::mxfp4::{self, BLOCK};
 use super::product::{K_CHUNK, GemmThreads, StridedMatrix, product};
 use kernels::{Panel, Stripes, Vectors};
-use place::Bytes;
+use storage::Bytes;
 use rayon::prelude::*;
 use std::convert::Infallible;
 use std::ops::Range;

@@ -10,7 +10,7 @@ use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
 use crate::metrics::Console;
 use crate::model::config::{Config, WeightFormat};
-use crate::model::split_rows::head_split_error;
+use crate::model::sequence_parallel::head_split_error;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{Plan, Recipe};

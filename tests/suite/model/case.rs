@@ -11,7 +11,7 @@ use rloss::learner::forward_backward::{PassOutput, PassSettings};
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{OptimizerKind, OptimizerSettings};
-use rloss::model::attend::PackedAttention;
+use rloss::model::attention::PackedAttention;
 use rloss::model::cache::SequenceCache;
 use rloss::model::config::{Config, WeightFormat};
 use rloss::model::decoder_stack::{self, DecoderStack};
@@ -272,7 +272,7 @@ impl Case {
 
     /// Logits of every token of all rows in one packed batch.
     pub fn packed_logits(&self) -> Vec<f32> {
-        let policy = PolicyView::plain(&self.model, &self.parameters).unwrap();
+        let policy = PolicyView::without_ablations(&self.model, &self.parameters).unwrap();
         let tokens: Vec<u32> = self.rows.rows.iter().flat_map(|r| r.tokens.iter().copied()).collect();
         let positions = self.rows.rows.iter().flat_map(|r| 0..r.tokens.len() as u32).collect();
         let mut cu_seqlens = vec![0];
@@ -283,16 +283,16 @@ impl Case {
         let rotation = self.model.rotation(positions);
         let attend = &mut PackedAttention { sequence_rows: Arc::new(SequenceRows::separate(&cu_seqlens)) };
         let rows = &mut rloss::model::forward::Rows { rotation, attend, replay: None };
-        let x = policy.stack().forward(&Arc::new(tokens), rows, &mut decoder_stack::nothing).unwrap();
+        let x = policy.stack().forward(&Arc::new(tokens), rows, &mut decoder_stack::keep_nothing).unwrap();
         self.head(&policy.stack(), &x)
     }
 
     /// Logits of every token of one row, one token at a time through the KV cache.
     fn decoded_logits(&self, tokens: &[u32]) -> Vec<f32> {
-        let policy = PolicyView::plain(&self.model, &self.parameters).unwrap();
+        let policy = PolicyView::without_ablations(&self.model, &self.parameters).unwrap();
         let mut cache = SequenceCache::new(&self.model.config);
         let step = |token: &u32| {
-            let fed = policy.stack().feed(vec![*token], &mut [&mut cache], &[1], &mut decoder_stack::nothing);
+            let fed = policy.stack().feed(vec![*token], &mut [&mut cache], &[1], &mut decoder_stack::keep_nothing);
             self.head(&policy.stack(), &fed.unwrap())
         };
         tokens.iter().flat_map(step).collect()
@@ -321,6 +321,6 @@ impl Case {
         let name = if tied { "model.embed_tokens.weight" } else { "lm_head.weight" };
         let head = self.parameters.position(name).unwrap();
         let head = self.parameters.weight(head).unwrap();
-        floats(&head.matmul(&stack.normed(x, &rows).unwrap(), None).unwrap())
+        floats(&head.matmul(&stack.final_norm_rows(x, &rows).unwrap(), None).unwrap())
     }
 }

@@ -7,7 +7,7 @@ use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
-use rloss::mismatch::links::{EqualityCheck, EqualityProof};
+use rloss::mismatch::bitwise_equality::{EqualityCheck, EqualityProof};
 use rloss::model::cache::CacheCapacity;
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::decoder_stack;
@@ -208,7 +208,7 @@ impl Case {
     /// The links over at least `tokens` sampled tokens, each with fresh rollouts.
     pub fn links(&self, threads: &Threads, tokens: usize) -> Result<Vec<EqualityCheck>> {
         let (model, parameters) = self.model()?;
-        let policy = PolicyView::plain(&model, &parameters)?;
+        let policy = PolicyView::without_ablations(&model, &parameters)?;
         let mut links: Vec<EqualityCheck> = vec![];
         let (mut step, mut sampled) = (0, 0);
         while sampled < tokens {
@@ -257,7 +257,7 @@ impl Case {
             let stored = TensorStorage::variable(&spec, values)?;
             Ok((spec, stored))
         });
-        Ok((Model::new(self.config.clone(), context), Parameters::loaded(&self.config, &backend, tensors)?))
+        Ok((Model::new(self.config.clone(), context), Parameters::load(&self.config, &backend, tensors)?))
     }
 
     fn sample(&self, threads: &Threads, policy: &PolicyView, step: u64) -> Result<Vec<Trajectory>> {
@@ -305,7 +305,7 @@ impl Case {
         for batch in MicroBatch::split(&sequences, 1000) {
             let logits = policy
                 .stack()
-                .logits(&policy.normed(&batch, &mut decoder_stack::nothing)?, &self.sampling)?;
+                .logits(&policy.final_norm_rows(&batch, &mut decoder_stack::keep_nothing)?, &self.sampling)?;
             let targets: Vec<(usize, u32)> = batch.targets.iter().copied().enumerate().collect();
             computed.extend(logits.log_probs(&self.sampling, &targets)?);
         }

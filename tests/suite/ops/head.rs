@@ -45,7 +45,7 @@ fn log_prob_and_entropy_have_the_values_and_gradients_of_their_formulas() {
 fn run(h: &Var, w: &Var, targets: &[u32]) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     let dw = w.zeros_like().unwrap().detach();
     let sink = Arc::new(super::Sink { buffers: vec![dw.clone()], added: Default::default() });
-    let weight = ops::Parameter::trained(w, sink, 0);
+    let weight = ops::Parameter::with_gradient_sink(w, sink, 0);
     let out = ops::log_prob_and_entropy(h, &Weight::Dense(weight.clone()), &Arc::new(targets.to_vec()), 1.0)
         .unwrap();
     let store = out.sum_all().unwrap().backward().unwrap();

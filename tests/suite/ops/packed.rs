@@ -28,7 +28,7 @@ fn packed(form: PackedFormat, shape: [usize; 3], seed: u64) -> PackedMatrix {
                 Ok::<_, Infallible>(())
             };
             let Ok(packed) = PackedMatrix::read(form, shape, read);
-            let decoded = packed.decoded().unwrap();
+            let decoded = packed.decode().unwrap();
             for (at, value) in stored.iter().enumerate().step_by(11) {
                 let (expert, column, k) = (at / (input * output), at / input % output, at % input);
                 assert_eq!(decoded[(expert * input + k) * output + column], value.to_f32());
@@ -42,7 +42,7 @@ fn packed(form: PackedFormat, shape: [usize; 3], seed: u64) -> PackedMatrix {
                 (0..experts * input / BLOCK * output).map(|_| rng.random_range(118..126)).collect();
             let packed = PackedMatrix::of_mxfp4(&blocks, &scales, shape);
             let expected = rloss::ops::mxfp4::decode(&blocks, &scales, shape);
-            assert!(same(&packed.decoded().unwrap(), &expected), "{shape:?} decodes otherwise");
+            assert!(same(&packed.decode().unwrap(), &expected), "{shape:?} decodes otherwise");
             packed
         }
     }
@@ -74,7 +74,7 @@ fn the_forward_has_the_bits_of_the_decoded_matrix() {
     let pools = pools();
     for (form, k, n) in shapes() {
         let matrix = packed(form, [1, k, n], (k * 1000 + n) as u64);
-        let decoded = matrix.decoded().unwrap();
+        let decoded = matrix.decode().unwrap();
         for m in [1, 2, 3, 5, 6, 7, 13, 16, 17, 40] {
             let (x, bias) = (noise(m * k, 3), noise(m * n, 5));
             for accumulate in [false, true] {
@@ -95,7 +95,7 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
     let pools = pools();
     for (form, k, n) in shapes() {
         let matrix = packed(form, [1, k, n], (k * 1000 + n) as u64);
-        let decoded = matrix.decoded().unwrap();
+        let decoded = matrix.decode().unwrap();
         for m in [1, 2, 7, 40] {
             let dy = noise(m * n, 3);
             for pool in &pools {
@@ -122,7 +122,7 @@ fn experts_multiply_their_own_rows() {
     for form in [PackedFormat::Bf16, PackedFormat::Mxfp4] {
         let (k, n) = (64, 100);
         let matrix = packed(form, [5, k, n], 1);
-        let decoded = matrix.decoded().unwrap();
+        let decoded = matrix.decode().unwrap();
         let groups = [(0, 0..1), (2, 1..1), (3, 1..20), (4, 20..26)];
         let (x, mut expected) = (noise(26 * k, 2), noise(26 * n, 3));
         let mut out = expected.clone();
@@ -143,7 +143,7 @@ fn the_released_widths() {
         [(PackedFormat::Mxfp4, 2880, 1152), (PackedFormat::Bf16, 2880, 32), (PackedFormat::Bf16, 2880, 512)]
     {
         let matrix = packed(form, [1, k, n], 9);
-        let decoded = matrix.decoded().unwrap();
+        let decoded = matrix.decode().unwrap();
         for m in [1, 4, 16, 70] {
             let x = noise(m * k, m as u64);
             let (mut out, mut expected) = (vec![0f32; m * n], vec![0f32; m * n]);

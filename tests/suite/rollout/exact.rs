@@ -21,7 +21,7 @@ fn training_forward(
             load_balance: 0.0,
             forward: world.policy.forward,
         };
-        let (model, weights) = (world.policy.model, &world.parameters.frozen(None).unwrap());
+        let (model, weights) = (world.policy.model, &world.parameters.frozen_weights(None).unwrap());
         let pass = Pass { model, weights, batch, settings }.forward().unwrap();
         let layers: Vec<Vec<Vec<u32>>> = pass.routes.iter().map(|layer| layer.to_vec2().unwrap()).collect();
         for i in 0..batch.sequences.len() {

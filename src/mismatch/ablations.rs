@@ -1,6 +1,6 @@
 //! Parses ablations (`[arms]`) on the command line: `a,b+c` makes a row with `a` and a row with `b` and `c`.
 
-use crate::model::arms::Ablations;
+use crate::model::ablations::Ablations;
 use std::fmt::Write;
 
 /// Default standard deviation of router noise; stronger than in practice, so that its effect is clear.

@@ -5,7 +5,7 @@
 //! bits as in one process. The backward pass runs the exchanges in reverse. With fewer key-value heads than
 //! ranks, several ranks share a head, and its gradient is their sum in rank order.
 
-use super::attend::AttentionMode;
+use super::attention::AttentionMode;
 use super::sharded_layers::to_op_error;
 use crate::dist::wire::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate};
