@@ -9,7 +9,7 @@ mod models;
 use models::{Shape, TINY, model, sequences};
 use rand::Rng;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::dist::{PackedWeights, RolloutWeights};
 use rloss::learner::OptimizerSettings;
 use rloss::learner::forward_backward::{Pass, PassSettings};
@@ -169,10 +169,10 @@ fn files(name: &str, shape: Shape, form: WeightFormat) {
     let folder = std::env::temp_dir().join(format!("rloss-memory-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
     let tensor = |spec: &ParameterSpec| {
-        Ok(parameters.values(parameters.position(&spec.name).unwrap_or_default())?.clone())
+        Ok(parameters.values(parameters.index_of(&spec.name).unwrap_or_default())?.clone())
     };
     let write =
-        || save(&folder, config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).expect("saved");
+        || save(&folder, config, form, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).expect("saved");
     let (_, saving) = peak_of(0, write);
     let bytes = parameters.bytes() as usize;
     let largest = 4 * parameters.specs.iter().map(ParameterSpec::element_count).max().unwrap_or(0);
@@ -180,7 +180,7 @@ fn files(name: &str, shape: Shape, form: WeightFormat) {
     let read = || {
         let files = ModelFolder::open(&folder, config).expect("opened");
         let values = parameter_specs(config).into_iter().map(|spec| {
-            let stored = TensorStorage::variable(&spec, files.values(&spec)?)?;
+            let stored = TensorStorage::variable(&spec, files.read_values(&spec)?)?;
             Ok((spec, stored))
         });
         Parameters::load(config, &Backend::default(), values).expect("loaded")

@@ -74,7 +74,7 @@ pub fn random(config: Config, backend: &Backend) -> (Model, Parameters) {
         Ok((spec, stored))
     });
     let mut parameters = Parameters::load(&config, backend, tensors).expect("parameters");
-    parameters.train_only(&vec![true; parameters.len()]).expect("gradients");
+    parameters.set_trainable(&vec![true; parameters.len()]).expect("gradients");
     (Model::new(config, 4096), parameters)
 }
 

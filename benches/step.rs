@@ -31,7 +31,8 @@ use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Recipe;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SamplingParameters, TokenPosition, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SamplingParameters, TokenPosition,
+    TokenSource,
 };
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
@@ -230,7 +231,7 @@ fn main() -> Result<()> {
     ensure!(precision.is_here(), "this processor has no dot products of bf16");
     let backend = Backend { mesh: mesh.clone(), precision, ..Backend::default() };
     let (model, mut parameters) = random(config, &backend);
-    parameters.train_only(&vec![true; parameters.len()])?;
+    parameters.set_trainable(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
     let weights = PassWeights { bytes: parameters.bytes(), adapted: false, packed_pieces: false };
@@ -261,7 +262,7 @@ fn main() -> Result<()> {
             .collect();
         let stamps = Mutex::new(vec![]);
         let (mut groups, rollout): (Vec<Group>, _) = time(|| {
-            let policy = &PolicyView::plain(&model, &parameters)?;
+            let policy = &PolicyView::without_ablations(&model, &parameters)?;
             let plan = &plan;
             let rollout = Rollout {
                 threads: &threads,
@@ -309,7 +310,7 @@ fn main() -> Result<()> {
             };
             let (batch, ..) = step.prepare(&groups.iter().collect::<Vec<_>>(), None)?;
             let (update, gradients) = time(|| step.gradients(&batch)?.context("no token counts"))?;
-            let gap = batch.mismatch(&update.forward)?.get("mismatch/log_ppl_abs_diff_max");
+            let gap = batch.mismatch_metrics(&update.forward)?.get("mismatch/log_ppl_abs_diff_max");
             ensure!(shapes.separate_prompts || gap == Some(0.0), "rollout and training differ: {gap:?}");
             threads.wide(|| {
                 clip(&parameters, optimizer_settings.grad_norm_max)?;

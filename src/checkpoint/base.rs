@@ -14,14 +14,14 @@ pub const BASE_FOLDER: &str = "base";
 
 /// The base model of an adapter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Base {
+pub struct BaseModel {
     /// The folder of the model.
     pub path: PathBuf,
     /// Digest of config and weights, hexadecimal.
     pub digest: String,
 }
 
-impl Base {
+impl BaseModel {
     /// Returns the model in `folder`. Digests come from its manifest if it has one, else its files are
     /// read.
     ///
@@ -42,7 +42,7 @@ impl Base {
         let places = [Some(self.path.clone()), in_run, named.map(Path::to_owned)];
         let mut changed = None;
         for place in places.into_iter().flatten().filter(|place| place.join("config.json").is_file()) {
-            if peft::holds_adapter(&place) {
+            if peft::is_adapter_folder(&place) {
                 continue;
             }
             if digest(&place)? == self.digest {

@@ -30,7 +30,7 @@ const MISTAKES_SHOWN_MAX: usize = 16;
 ///
 /// Weights in another format, and shards without their index, count too: random initialisation in their
 /// place would go unnoticed. [`ModelFolder::open`] then reports the mistake.
-pub fn weights_present(folder: &Path) -> bool {
+pub fn has_weights(folder: &Path) -> bool {
     let is_weights = |name: &str| {
         let ends = [".safetensors", ".safetensors.index.json", ".gguf"].iter().any(|end| name.ends_with(end));
         ends || name.starts_with("pytorch_model")
@@ -137,7 +137,8 @@ impl ModelFolder {
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
     pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
-        let (Some(form), Some(shape)) = (spec.packed_form(self.format_of(spec)), spec.matrix_shape()) else {
+        let (Some(form), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
+        else {
             return Ok(None);
         };
         let [_, input, output] = shape;
@@ -204,7 +205,7 @@ impl ModelFolder {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite.
-    pub fn values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
+    pub fn read_values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         let values = match (self.format_of(spec), spec.stored_shape.as_slice()) {
             (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let [blocks, scales] =
@@ -245,7 +246,7 @@ impl TensorSource for ModelFolder {
         if let Some(packed) = self.read_packed(spec)? {
             return Ok(packed);
         }
-        Ok(Weight::dense(&Tensor::from_vec(self.values(spec)?, spec.working_shape(), &Device::Cpu)?))
+        Ok(Weight::dense(&Tensor::from_vec(self.read_values(spec)?, spec.working_shape(), &Device::Cpu)?))
     }
 
     fn resident_bytes(&self, spec: &ParameterSpec) -> u64 {

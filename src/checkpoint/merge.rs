@@ -14,14 +14,14 @@ use candle_core::{Device, Tensor};
 /// # Errors
 /// When there is no such tensor.
 pub fn merge(parameters: &Parameters, spec: &ParameterSpec) -> Result<Tensor> {
-    let base = parameters.read(spec)?.decode(&spec.working_shape())?;
+    let base = parameters.read_weight(spec)?.decode(&spec.working_shape())?;
     let Some(lora) = parameters.adapter().filter(|lora| lora.targets.contains(&spec.name)) else {
         return Ok(base.detach());
     };
     let factor = |name: &str| -> Result<&Tensor> {
-        parameters.values(parameters.position(name).with_context(|| format!("no tensor {name}"))?)
+        parameters.values(parameters.index_of(name).with_context(|| format!("no tensor {name}"))?)
     };
-    let [a, b] = Lora::factors(&spec.name);
+    let [a, b] = Lora::factor_names(&spec.name);
     let (a, b) = (factor(&a)?, factor(&b)?);
     let (rank, output) = (lora.rank, *spec.working_shape().last().context("no columns")?);
     let scaled: Vec<f32> = host_values(a)?.iter().map(|value| value * lora.scale()).collect();

@@ -21,9 +21,10 @@ pub mod save;
 mod state_files;
 pub mod tensor_file;
 
-pub use base::{BASE_FOLDER, Base};
+pub use base::{BASE_FOLDER, BaseModel};
 pub use resume::{
-    ResumePoint, clear_partial, check_all, folder_name, holds_state, newest, newest_folder, read_state, verify_folder,
+    ResumePoint, check_all, folder_name, has_state, newest_folder, newest_intact_checkpoint, read_state,
+    remove_partial_checkpoints, verify_folder,
 };
 
 use crate::atomic_file::{remove_folder, replace_folder};
@@ -32,12 +33,12 @@ use crate::metrics::Phase;
 use crate::model::adapter::Lora;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_specs};
-use crate::model::parameters::{ShardRequest, MASTER, Parameters};
+use crate::model::parameters::{MASTER, Parameters, ShardRequest};
 use crate::ops::mxfp4;
 use crate::settings::{from, table};
 use anyhow::{Context, Result};
 use blake3::Hash;
-use save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
+use save::{CompanionFiles, SHARD_BYTES_MAX, save, save_without_weights};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -99,10 +100,10 @@ pub fn prune(run: &Path, keep: usize) -> Result<()> {
 pub struct Snapshot<'a> {
     pub config: &'a Config,
     pub form: WeightFormat,
-    pub companions: &'a Companions,
+    pub companions: &'a CompanionFiles,
     pub parameters: &'a Parameters,
     /// The base of the adapter, if `parameters` have one.
-    pub base: Option<&'a Base>,
+    pub base: Option<&'a BaseModel>,
     pub critic: Option<&'a Parameters>,
     /// The recipe as resolved.
     pub recipe: &'a str,
@@ -130,9 +131,9 @@ impl Snapshot<'_> {
             None => save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
                 let index = self
                     .parameters
-                    .position(&spec.name)
+                    .index_of(&spec.name)
                     .with_context(|| format!("no tensor {}", spec.name))?;
-                self.parameters.whole(index, MASTER)
+                self.parameters.gather(index, MASTER)
             })?,
         };
         // The model's files hold frozen tensors. State files hold those that the model's files round. An
@@ -155,8 +156,8 @@ impl Snapshot<'_> {
         let base = self.base.context("an adapter without a base")?;
         let mut manifest = Manifest::default();
         peft::write(aside, &mut manifest, (lora, &parameter_specs(self.config)), base, |name| {
-            let index = self.parameters.position(name).with_context(|| format!("no tensor {name}"))?;
-            Ok(self.parameters.whole(index, MASTER)?.flatten_all()?.to_vec1()?)
+            let index = self.parameters.index_of(name).with_context(|| format!("no tensor {name}"))?;
+            Ok(self.parameters.gather(index, MASTER)?.flatten_all()?.to_vec1()?)
         })?;
         save_without_weights(aside, self.config, self.form, self.companions, &mut manifest)?;
         Ok(manifest)
@@ -177,7 +178,7 @@ impl Snapshot<'_> {
 }
 
 /// Estimates the bytes of a checkpoint of `parameters` with their optimizer state, without the small files.
-pub fn bytes(form: WeightFormat, parameters: &Parameters) -> u64 {
+pub fn estimate_bytes(form: WeightFormat, parameters: &Parameters) -> u64 {
     let of = |(index, spec): (usize, &ParameterSpec)| {
         let stored: u64 = match (parameters.adapter(), spec.role) {
             // The base stays in its own folder.

@@ -28,7 +28,7 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
         let stored = match parameters.share(index) {
             Some(frozen) => frozen,
             None if parameters.is_sharded(index) => {
-                TensorStorage::shard(host_values(parameters.values(index)?)?.to_vec())?
+                TensorStorage::from_shard(host_values(parameters.values(index)?)?.to_vec())?
             }
             None => TensorStorage::to_variable(spec, &parameters.weight(index)?)?,
         };
@@ -55,7 +55,7 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     let mut digest = None;
     replace_file(&run.join(FILE), |aside| {
         digest = Some(write_tensors(aside, kept.iter().map(stored).collect(), |index, out| {
-            write_f32(out, &host_values(&reference.whole(kept[index].0, VALUES)?)?)
+            write_f32(out, &host_values(&reference.gather(kept[index].0, VALUES)?)?)
         })?);
         Ok(())
     })?;

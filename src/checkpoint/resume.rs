@@ -55,7 +55,7 @@ pub(super) fn checkpoint_folders(run: &Path) -> Result<Vec<PathBuf>> {
     for entry in entries {
         let folder = entry.with_context(|| format!("{}", run.display()))?.path();
         let place = folder.file_name().and_then(|name| place_of(name.to_str()?));
-        if let (Some(place), true) = (place, holds_state(&folder)) {
+        if let (Some(place), true) = (place, has_state(&folder)) {
             found.push((place, folder));
         }
     }
@@ -64,7 +64,7 @@ pub(super) fn checkpoint_folders(run: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Whether `folder` is a checkpoint of a run, and not only a model.
-pub fn holds_state(folder: &Path) -> bool {
+pub fn has_state(folder: &Path) -> bool {
     [STATE_FILE, super::RECIPE_FILE].iter().any(|name| folder.join(name).is_file())
 }
 
@@ -91,7 +91,7 @@ pub struct ResumePoint {
 /// # Errors
 /// [`BadInput`] when they are not. The message names the newest intact checkpoint and how to continue from
 /// it.
-pub fn newest(run: &Path) -> Result<Option<ResumePoint>> {
+pub fn newest_intact_checkpoint(run: &Path) -> Result<Option<ResumePoint>> {
     let folders = checkpoint_folders(run)?;
     let Some((newest, older)) = folders.split_last() else { return Ok(None) };
     let flaw = match sound_in(run, newest) {
@@ -169,7 +169,7 @@ fn sound_in(run: &Path, folder: &Path) -> Result<ResumePoint> {
     let state = read_state(folder)?;
     check_metrics(&run.join(METRICS_FILE), folder, &state)?;
     let base = run.join(BASE_FOLDER);
-    if peft::holds_adapter(folder) && base.is_dir() {
+    if peft::is_adapter_folder(folder) && base.is_dir() {
         Manifest::check(&base)?;
     }
     if let Some(digest) = state.reference_digest {
@@ -228,7 +228,7 @@ fn way_back(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path)
 ///
 /// # Errors
 /// When a folder cannot be removed.
-pub fn clear_partial(run: &Path) -> Result<()> {
+pub fn remove_partial_checkpoints(run: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(()) };
     for entry in entries {
         let folder = entry.with_context(|| format!("{}", run.display()))?.path();

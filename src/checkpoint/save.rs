@@ -35,9 +35,9 @@ const COMPANION_FILES: [&str; 5] = [
 
 /// The small files beside the weights, by name. [`save`] writes them unchanged.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Companions(BTreeMap<String, Vec<u8>>);
+pub struct CompanionFiles(BTreeMap<String, Vec<u8>>);
 
-impl Companions {
+impl CompanionFiles {
     /// Reads those of the known files that `folder` has. Without a chat template it adds that of `chat`.
     pub fn read(folder: &Path, chat: &Chat) -> Result<Self> {
         let mut files = BTreeMap::new();
@@ -58,7 +58,7 @@ impl Companions {
 
     /// Returns the tokenizer and the template of `chat`. [`save`] derives the other files from these and
     /// the config.
-    pub fn of(chat: &Chat) -> Self {
+    pub fn from_chat(chat: &Chat) -> Self {
         Self(BTreeMap::from([
             ("tokenizer.json".into(), chat.vocabulary().json_bytes().to_vec()),
             (CHAT_TEMPLATE.into(), chat.jinja().into()),
@@ -102,7 +102,7 @@ pub fn save(
     folder: &Path,
     config: &Config,
     form: WeightFormat,
-    companions: &Companions,
+    companions: &CompanionFiles,
     shard_bytes_max: u64,
     mut tensor: impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<Manifest> {
@@ -137,7 +137,7 @@ pub fn save_without_weights(
     folder: &Path,
     config: &Config,
     form: WeightFormat,
-    companions: &Companions,
+    companions: &CompanionFiles,
     manifest: &mut Manifest,
 ) -> Result<()> {
     for (name, content) in companions.complete(config) {

@@ -10,7 +10,7 @@ use crate::bad_input;
 use crate::dist::wire::f32_values;
 use crate::integrity::Manifest;
 use crate::model::names::{ParameterSpec, StoredTensor};
-use crate::model::parameters::{ShardRequest, MASTER, Parameters};
+use crate::model::parameters::{MASTER, Parameters, ShardRequest};
 use crate::ops::cpu::{host_codes, host_values, on_host};
 use anyhow::{Result, bail};
 use blake3::Hash;
@@ -148,7 +148,8 @@ impl StateFiles {
         };
         let paths: Vec<PathBuf> = (0..ranks).map(|rank| folder.join(file_name(stem, rank, ranks))).collect();
         let open = |path: &PathBuf| {
-            TensorFile::open(path).map_err(|e| bad_input!("{}: damaged: {e:#}; {DAMAGE_REMEDY}", path.display()))
+            TensorFile::open(path)
+                .map_err(|e| bad_input!("{}: damaged: {e:#}; {DAMAGE_REMEDY}", path.display()))
         };
         let files = paths.iter().map(open).collect::<Result<_>>()?;
         Ok(Self { path: paths.into_iter().next().unwrap_or_default(), files })

@@ -104,7 +104,7 @@ fn memory(preflight: &Preflight, processes: u32, available: Option<&AvailableMem
             traffic.passes
         ))?;
     }
-    let arms = SecondWeights::Rounded(WeightRounding::of(&preflight.plan.recipe.arms));
+    let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&preflight.plan.recipe.arms));
     for intent in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
         // These commands run in one process.
         let peak = MemoryPlan::new(&PlanInput {

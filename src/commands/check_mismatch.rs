@@ -8,9 +8,9 @@ use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
 use crate::learner::batch_runner::BatchRunner;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityProof;
-use crate::mismatch::measure::Measure;
-use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
-use crate::mismatch::{external_engine, ablations, diagnose::Reference, page, rows::Reader};
+use crate::mismatch::measure::AblationMeasurement;
+use crate::mismatch::output::{ResultLine, equality_table, mismatch_table, to_json};
+use crate::mismatch::{ablations, diagnose::UnmodifiedModel, external_engine, page, rows::RowReader};
 use crate::model::ablations::Ablations;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
@@ -121,7 +121,7 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
     args.out()?;
     let plan = args.plan(&[])?;
     processes::configure_mesh(mesh, &plan)?;
-    let rows = ablations::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
+    let rows = ablations::parse_rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
     let arms: Vec<(String, Plan)> =
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
@@ -129,8 +129,8 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
     let other_weights = match args.against.as_slice() {
         [] => {
             let all = [&plan].into_iter().chain(arms.iter().map(|(_, plan)| plan));
-            let rounding = all.map(|plan| WeightRounding::of(&plan.recipe.arms));
-            SecondWeights::Rounded(rounding.fold(WeightRounding::default(), WeightRounding::coarser))
+            let rounding = all.map(|plan| WeightRounding::from_ablations(&plan.recipe.arms));
+            SecondWeights::Rounded(rounding.fold(WeightRounding::default(), WeightRounding::union))
         }
         _ => SecondWeights::Changed,
     };
@@ -138,7 +138,8 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
         RunContext::open_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     arms.iter().try_for_each(|(_, plan)| context.check_family(plan))?;
-    let arms: Vec<(String, Ablations)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
+    let arms: Vec<(String, Ablations)> =
+        arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     Ok((context, arms))
 }
 
@@ -152,7 +153,7 @@ fn console(plan: &Plan, mesh: &Mesh) -> Console {
 
 /// The results to print and write, and the exit code.
 struct Checked {
-    lines: Vec<Line>,
+    lines: Vec<ResultLine>,
     verdict: String,
     diagnosis: Option<serde_json::Value>,
     /// Rows that could not be compared.
@@ -164,35 +165,35 @@ struct Checked {
 
 fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Console) -> Result<Checked> {
     let (config, tokens_max) = (&context.model.config, context.model.context_tokens_max());
-    let found =
-        Reader::new(config, tokens_max, context.chat.vocabulary(), args.temperature).read(&args.against)?;
+    let found = RowReader::new(config, tokens_max, context.chat.vocabulary(), args.temperature)
+        .read(&args.against)?;
     found.seen.iter().for_each(|seen| note(seen));
     for bad in found.bad_row_messages() {
         note(&format!("error: {bad}"));
     }
     let tokens = context.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| context.load_weights(folder, console)).transpose()?;
-    let reference = Reference { earlier: earlier.as_ref(), ..reference(context, console) };
-    let between = external_engine::between_sides(&found.rows, clip(context))?;
+    let reference = UnmodifiedModel { earlier: earlier.as_ref(), ..reference(context, console) };
+    let between = external_engine::compare_sides(&found.rows, clip(context))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
     let (mut differs, mut pictures) = (false, vec![]);
-    let sides = external_engine::sides(found.rows);
+    let sides = external_engine::split_sides(found.rows);
     let several = sides.len() > 1;
     for (side, rows) in &sides {
         let compared = external_engine::compare(reference, &context.chat, rows, tokens, clip(context))?;
-        differs |= compared.diagnosis.verdict.differs();
+        differs |= compared.diagnosis.verdict.has_mistake();
         answers.push(if several { format!("{side}: {}", compared.answer) } else { compared.answer.clone() });
         diagnoses.insert((*side).to_owned(), compared.to_json());
         let name = if several { format!("mismatch-{side}.svg") } else { "mismatch.svg".to_owned() };
-        pictures.push((name, page::picture(&compared)));
+        pictures.push((name, page::chart(&compared)));
         lines.extend(compared.lines.into_iter().map(|line| match several {
-            true => Line { name: format!("{side}: {}", line.name), ..line },
+            true => ResultLine { name: format!("{side}: {}", line.name), ..line },
             false => line,
         }));
     }
     lines.extend(between);
     let answer = answers.join("\n\n");
-    let table = |columns| gaps_table("link", &lines, columns);
+    let table = |columns| mismatch_table("link", &lines, columns);
     print_text(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
     let mut files = pictures;
     if args.out.is_some() {
@@ -229,17 +230,17 @@ fn check_arms(context: &RunContext, rows: &[(String, Ablations)], console: &Cons
     let proof = EqualityProof {
         runner: BatchRunner { threads, model, parameters },
         // Each process makes these forward passes on its own.
-        rollout: &PolicyView::rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
+        rollout: &PolicyView::for_rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
         training: context.training_forward(),
         temperature: recipe.rollout.temperature,
         micro_batch_tokens: recipe.train.micro_batch_tokens,
         console,
     };
-    let links = proof.links(&trajectories)?;
-    let mut lines: Vec<Line> = links.iter().map(Line::of_link).collect();
-    tell(&format!("{}\n", links_table(&lines)))?;
+    let links = proof.run_checks(&trajectories)?;
+    let mut lines: Vec<ResultLine> = links.iter().map(ResultLine::from_check).collect();
+    tell(&format!("{}\n", equality_table(&lines)))?;
 
-    let measure = Measure::new(
+    let measure = AblationMeasurement::new(
         reference(context, console),
         &trajectories,
         &recipe.arms,
@@ -248,12 +249,12 @@ fn check_arms(context: &RunContext, rows: &[(String, Ablations)], console: &Cons
         clip(context),
         recipe.train.micro_batch_tokens,
     )?;
-    let mut gaps = vec![measure.line("the recipe as it is", &recipe.arms)?];
+    let mut gaps = vec![measure.measure("the recipe as it is", &recipe.arms)?];
     for (name, arms) in rows {
-        gaps.push(measure.line(name, arms)?);
+        gaps.push(measure.measure(name, arms)?);
     }
-    tell(&format!("{}\n", gaps_table("arm", &gaps, stdout_columns())))?;
-    let broken: Vec<&str> = links.iter().filter(|link| !link.holds()).map(|link| link.name).collect();
+    tell(&format!("{}\n", mismatch_table("arm", &gaps, stdout_columns())))?;
+    let broken: Vec<&str> = links.iter().filter(|link| !link.is_bit_equal()).map(|link| link.name).collect();
     let tokens = links.last().map_or(0, |link| link.tokens);
     let verdict = if broken.is_empty() {
         format!("rollout and training agree to the last bit on {tokens} sampled tokens")
@@ -282,9 +283,9 @@ fn sample(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
 }
 
-fn reference<'a>(context: &'a RunContext, console: &'a Console) -> Reference<'a> {
+fn reference<'a>(context: &'a RunContext, console: &'a Console) -> UnmodifiedModel<'a> {
     let RunContext { threads, model, parameters, .. } = context;
-    Reference { threads, model, parameters, earlier: None, console }
+    UnmodifiedModel { threads, model, parameters, earlier: None, console }
 }
 
 fn clip(context: &RunContext) -> (f64, f64) {

@@ -76,7 +76,8 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let groups: Vec<Group> = rows.into_iter().map(group).collect();
     if *format == Some(Format::PrimeRl) {
         let arms = &recipe.arms;
-        let training = PolicyView::for_training(&context.model, &context.parameters, arms, recipe.train.seed)?;
+        let training =
+            PolicyView::for_training(&context.model, &context.parameters, arms, recipe.train.seed)?;
         let trajectories: Vec<_> = groups.iter().flat_map(|group| &group.trajectories).collect();
         let settings = (recipe.rollout.temperature, recipe.train.micro_batch_tokens);
         let named = (step, Choice::name(recipe.task.name));

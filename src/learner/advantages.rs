@@ -35,7 +35,7 @@ impl AdvantageEstimator<'_> {
     ///
     /// # Errors
     /// When a column is missing or a value is not a number, or `remax` has no greedy samples.
-    pub fn fill(&self, batch: &mut Batch, groups: &[&Group]) -> Result<Metrics> {
+    pub fn estimate(&self, batch: &mut Batch, groups: &[&Group]) -> Result<Metrics> {
         let mut metrics = Metrics::new();
         let shaping = self.shaping()?;
         let rewards = rewards(groups, shaping.as_ref(), &mut metrics);

@@ -2,7 +2,7 @@
 
 use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
 use super::gradients::{GradientSum, clip};
-use super::micro_batch::{MicroBatchLimits, MicroBatch, PackingParameters};
+use super::micro_batch::{MicroBatch, MicroBatchLimits, PackingParameters};
 use super::optimizer::Optimizer;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
@@ -52,7 +52,7 @@ impl BatchRunner<'_> {
         let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         let mesh = self.parameters.mesh();
         let pass = |turn: Turn, weights: &Weights| {
-            let batch = &*batches[turn.index].part(mesh)?;
+            let batch = &*batches[turn.index].local_shard(mesh)?;
             let share = batch.sequence_rows.positions_count() as f64 / tokens.max(1) as f64;
             // A masked pass adds no gradient.
             let share = if turn.masked { 0.0 } else { share };
@@ -102,7 +102,7 @@ impl BatchRunner<'_> {
     ) -> Result<Vec<PassOutput<N>>> {
         let weights = self.parameters.pass_weights(None)?;
         self.each(batches, |turn| {
-            let batch = &*batches[turn.index].part(self.parameters.mesh())?;
+            let batch = &*batches[turn.index].local_shard(self.parameters.mesh())?;
             let output = Pass { model: self.model, weights: &weights, batch, settings }.forward()?;
             passed(batch);
             Ok(output)
@@ -176,7 +176,7 @@ impl BatchRunner<'_> {
             let masked = index >= count;
             let result = run(Turn { index: index.min(count - 1), round, masked })?;
             if !masked {
-                own.push(result.record()?);
+                own.push(result.into_record()?);
             }
         }
         let mut all = mesh.all_gather_records("what passes gave", &own)?;
@@ -195,11 +195,11 @@ impl BatchRunner<'_> {
 pub struct MicroBatchValues<S>(Vec<Mutex<Option<S>>>);
 
 impl<S> MicroBatchValues<S> {
-    pub fn of(micro_batches: &[MicroBatch]) -> Self {
+    pub fn new(micro_batches: &[MicroBatch]) -> Self {
         Self(micro_batches.iter().map(|_| Mutex::new(None)).collect())
     }
 
-    pub fn put(&self, index: usize, share: S) {
+    pub fn set(&self, index: usize, share: S) {
         *self.0[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(share);
     }
 
@@ -207,7 +207,7 @@ impl<S> MicroBatchValues<S> {
     ///
     /// # Errors
     /// When an objective was not called.
-    pub fn all(self) -> Result<Vec<S>> {
+    pub fn into_values(self) -> Result<Vec<S>> {
         let share = |share: Mutex<Option<S>>| share.into_inner().unwrap_or_else(PoisonError::into_inner);
         self.0.into_iter().map(|s| share(s).context("a loss is missing")).collect()
     }

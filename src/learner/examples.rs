@@ -36,7 +36,7 @@ impl ConversationRenderer<'_> {
     ///
     /// # Errors
     /// When a message cannot be rendered, or the conversation is longer than the context.
-    pub fn demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
+    pub fn render_demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
         let messages: Vec<Message> = self.preamble.iter().chain(&demonstration.messages).cloned().collect();
         let place = match self.preamble.is_empty() {
             true => "a demonstration",
@@ -135,7 +135,7 @@ impl Examples {
                 Examples::Demonstrations => {
                     let demonstration =
                         task.demonstration(seed, index).ok_or_else(|| no_demonstrations(task))?;
-                    rendering.demonstration(&demonstration)
+                    rendering.render_demonstration(&demonstration)
                 }
             })
             .collect()

@@ -74,7 +74,7 @@ impl Pass<'_> {
     pub fn forward<const N: usize>(&self) -> Result<PassOutput<N>> {
         let mut routes = vec![];
         let hidden = self.walk(&self.stack(), &mut |_, _, output| {
-            routes.extend(output.routes());
+            routes.extend(output.routed_experts());
             Ok(())
         })?;
         Ok(PassOutput { head: columns(&self.head(&hidden)?)?, routes, load_balance: 0.0 })
@@ -127,7 +127,7 @@ impl Pass<'_> {
             let mut roots = vec![];
             let hidden = self.walk(&self.stack(), &mut |_, _, output| {
                 roots.extend(self.load_balance(output, &mut balances)?);
-                routes.extend(output.routes());
+                routes.extend(output.routed_experts());
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
@@ -146,7 +146,7 @@ impl Pass<'_> {
         let hidden =
             self.walk(&DecoderStack { weights: &frozen, ..self.stack() }, &mut |_, input, output| {
                 inputs.push(input.clone());
-                routes.extend(output.routes());
+                routes.extend(output.routed_experts());
                 Ok(())
             })?;
         let mut values = None;
@@ -166,7 +166,7 @@ impl Pass<'_> {
             upstream = self.through(&x, || {
                 // The recomputation uses the experts of the first forward.
                 let output =
-                    self.with_rows(Some(&routes), |rows| self.stack().layer(index, next, &x, rows))?;
+                    self.with_rows(Some(&routes), |rows| self.stack().run_layer(index, next, &x, rows))?;
                 let balance = self.load_balance(&output, &mut balances)?;
                 Ok([(output.hidden, upstream)].into_iter().chain(balance).collect())
             })?;
@@ -206,9 +206,9 @@ impl Pass<'_> {
         let loss = match &self.batch.split {
             None => ops::load_balance(&routing.router_logits, &routing.plan, holders)?,
             Some(split) => {
-                let routes = split.rows.all_routes(&routing.routes)?;
+                let routes = split.rows.gather_routed_experts(&routing.routes)?;
                 let plan = Dispatch::new(&routes, self.model.config.num_local_experts)?;
-                ops::load_balance(&split.rows.all_rows(&routing.router_logits)?, &plan, holders)?
+                ops::load_balance(&split.rows.gather_rows(&routing.router_logits)?, &plan, holders)?
             }
         };
         balances.push(loss.clone());
@@ -232,7 +232,7 @@ impl Pass<'_> {
     fn of_all(&self, own: Vec<f32>) -> Result<Vec<f32>> {
         let Some(split) = &self.batch.split else { return Ok(own) };
         let lengths: Vec<usize> = split.targets.iter().map(Vec::len).collect();
-        Ok(split.join_columns(&split.rows.all("what the head gives", &own, &lengths)?))
+        Ok(split.join_columns(&split.rows.gather("what the head gives", &own, &lengths)?))
     }
 
     /// Returns this rank's shard of a column of all targets.

@@ -107,7 +107,7 @@ impl MicroBatch {
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
-    pub fn split_over(&self, mesh: &Arc<Mesh>) -> Result<Option<SequenceSplit>> {
+    pub fn shards(&self, mesh: &Arc<Mesh>) -> Result<Option<SequenceSplit>> {
         if mesh.sequence_ranks() == 1 {
             return Ok(None);
         }
@@ -124,8 +124,8 @@ impl MicroBatch {
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
-    pub fn part(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
-        let Some(split) = self.split_over(mesh)? else { return Ok(Cow::Borrowed(self)) };
+    pub fn local_shard(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
+        let Some(split) = self.shards(mesh)? else { return Ok(Cow::Borrowed(self)) };
         let (own, places) = (split.rows.local_range(), split.local_targets());
         let cut = |routes: &Tensor| Ok(routes.narrow(0, own.start, own.len())?.contiguous()?);
         let replay = self.replay.as_ref().map(|layers| layers.iter().map(cut).collect::<Result<_>>());
@@ -192,7 +192,11 @@ impl MicroBatch {
         Self::cut(&sequences, &shared, cut.into())
     }
 
-    fn cut(sequences: &[&Sequence], shared: &[usize], MicroBatchLimits { tokens_max, in_pairs }: MicroBatchLimits) -> Vec<Self> {
+    fn cut(
+        sequences: &[&Sequence],
+        shared: &[usize],
+        MicroBatchLimits { tokens_max, in_pairs }: MicroBatchLimits,
+    ) -> Vec<Self> {
         let units = units(sequences, shared, tokens_max);
         let total: usize = units.iter().map(|unit| unit.own_tokens).sum();
         let fewest = total.div_ceil(tokens_max.max(1));
@@ -349,8 +353,11 @@ mod tests {
         };
         let group: Vec<Sequence> = (0..64).map(sample).collect();
         for in_pairs in [false, true] {
-            let batches =
-                MicroBatch::split_with_prefixes(&group, MicroBatchLimits { tokens_max: 100, in_pairs }, |_| usize::MAX);
+            let batches = MicroBatch::split_with_prefixes(
+                &group,
+                MicroBatchLimits { tokens_max: 100, in_pairs },
+                |_| usize::MAX,
+            );
             let rows: Vec<usize> = batches.iter().map(|batch| batch.tokens.len()).collect();
             // The first micro-batch also holds the prompt.
             assert!(rows.len() <= 14 && rows[1..].iter().all(|rows| (80..=100).contains(rows)), "{rows:?}");

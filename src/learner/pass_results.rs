@@ -21,7 +21,7 @@ pub(super) struct PassRecord {
 impl<const N: usize> PassOutput<N> {
     /// # Errors
     /// When the experts cannot be read.
-    pub(super) fn record(self) -> Result<PassRecord> {
+    pub(super) fn into_record(self) -> Result<PassRecord> {
         let Self { head, mut routes, load_balance } = self;
         if N == 1 {
             // A critic's experts are not used.
@@ -47,7 +47,7 @@ impl<const N: usize> PassOutput<N> {
             Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)
         };
         let routes = (0..layers).map(experts).collect::<Result<_>>()?;
-        let split = batch.split_over(mesh)?;
+        let split = batch.shards(mesh)?;
         let mut head = [const { vec![] }; N];
         for (index, column) in head.iter_mut().enumerate() {
             let own = parts.iter_mut().map(|part| std::mem::take(&mut part.head[index]));

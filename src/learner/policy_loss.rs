@@ -55,14 +55,14 @@ impl<'a> UpdateLoss<'a> {
     ///
     /// # Errors
     /// When a log-probability is not a number.
-    pub fn share(
+    pub fn loss_share(
         &self,
         index: usize,
         [log_prob, entropies]: [&[f32]; 2],
     ) -> Result<(LossShare, HeadColumns<2>)> {
         let Self { batch, policy, normalizer, .. } = self;
         let micro_batch = &batch.micro_batches[index];
-        let span = batch.span(micro_batch);
+        let span = batch.column_range(micro_batch);
         let part = |column: &'a Option<Vec<f32>>| column.as_ref().map(|column| &column[span.clone()]);
         let (rollout, training) = (&batch.rollout_log_probs[span.clone()], part(&batch.training_log_probs));
         let input = LossInput {

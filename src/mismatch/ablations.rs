@@ -17,7 +17,7 @@ pub struct AblationRow {
 
 /// Parses the rows of `text`. The settings check the values later. An ablation without a value takes its
 /// strength from `recipe`, if the recipe enables it.
-pub fn rows(text: &str, recipe: &Ablations) -> Vec<AblationRow> {
+pub fn parse_rows(text: &str, recipe: &Ablations) -> Vec<AblationRow> {
     text.split(',')
         .map(|row| AblationRow {
             name: row.trim().to_owned(),
@@ -41,7 +41,7 @@ fn setting(arm: &str, recipe: &Ablations) -> Option<String> {
 /// Returns the list of ablations for a help text.
 pub fn help() -> String {
     let mut text = "Arms, each also a key of the recipe's [arms]:\n".to_owned();
-    for (key, what) in Ablations::all() {
+    for (key, what) in Ablations::descriptions() {
         // A write to a String cannot fail.
         let _ = writeln!(text, "  {key:<28} {what}");
     }
@@ -64,7 +64,7 @@ mod tests {
             sets: sets.iter().map(|s| s.to_string()).collect(),
         };
         assert_eq!(
-            rows(
+            parse_rows(
                 "no_train_sinks, no_train_sinks+router_noise,router_noise_train,rollout_mantissa_bits=5",
                 &recipe
             ),

@@ -57,7 +57,7 @@ impl EqualityCheck {
     }
 
     /// Returns whether all bits agree.
-    pub fn holds(&self) -> bool {
+    pub fn is_bit_equal(&self) -> bool {
         self.bit_equal == self.tokens && self.logprob_abs_diff_max == 0.0
     }
 }
@@ -81,7 +81,7 @@ impl EqualityProof<'_> {
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn links(&self, trajectories: &[&Trajectory]) -> Result<[EqualityCheck; 4]> {
+    pub fn run_checks(&self, trajectories: &[&Trajectory]) -> Result<[EqualityCheck; 4]> {
         let every = |t: &&Trajectory| Sequence {
             tokens: t.tokens.clone(),
             mask: (0..t.tokens.len()).map(|i| i > 0).collect(),

@@ -25,7 +25,7 @@ pub const COLUMNS: [(&str, &str); 12] = [
 ];
 
 /// Log-probabilities of the same targets from both computations.
-pub struct Gap<'a> {
+pub struct LogProbPair<'a> {
     /// Start of each sequence, and the number of targets.
     pub cu_seqlens: &'a [usize],
     pub training: &'a [f32],
@@ -36,7 +36,7 @@ pub struct Gap<'a> {
     pub clip: (f64, f64),
 }
 
-impl Gap<'_> {
+impl LogProbPair<'_> {
     /// Returns the figures, with the metric names of [`COLUMNS`].
     ///
     /// # Errors

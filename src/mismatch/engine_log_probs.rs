@@ -39,7 +39,7 @@ impl EngineLogProbs {
     }
 
     /// Returns the range of each sequence's targets.
-    pub fn rows(&self) -> Vec<Range<usize>> {
+    pub fn target_ranges(&self) -> Vec<Range<usize>> {
         let counts =
             self.batches.iter().flat_map(|batch| batch.tokens.cu_targets.windows(2).map(|w| w[1] - w[0]));
         let mut end = 0;
@@ -116,7 +116,7 @@ mod tests {
         let count: usize = batches.iter().map(|batch| batch.targets.len()).sum();
         let whole = EngineLogProbs::from_samples(batches, 1.0, (0..count).map(|i| i as f32).collect());
         let (part, places) = whole.select_sequences(8);
-        assert_eq!(whole.rows(), [0..4, 4..7, 7..13, 13..15]);
+        assert_eq!(whole.target_ranges(), [0..4, 4..7, 7..13, 13..15]);
         // Every other sequence. The first has 4 targets, so 4 of the third's 6 remain.
         assert_eq!(places, [0, 1, 2, 3, 7, 8, 9, 10]);
         assert_eq!(part.log_probs, [0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 9.0, 10.0]);

@@ -1,7 +1,7 @@
 //! Compares the engine's routed experts with ours: the share of tokens with other experts by layer, and
 //! whether these tokens have the log-prob mismatch.
 
-use super::distance::GapFigures;
+use super::distance::DifferenceStats;
 use super::locate::TargetPositions;
 use super::rows::TokenRow;
 use crate::metrics::format_number;
@@ -22,7 +22,7 @@ pub struct ExpertComparison {
 impl ExpertComparison {
     /// Compares the routed experts of `rows`; `None` if no row has any. `gaps` are those of the targets at
     /// `places`.
-    pub fn of(rows: &[TokenRow], places: &TargetPositions, gaps: &[f64]) -> Option<Self> {
+    pub fn from_rows(rows: &[TokenRow], places: &TargetPositions, gaps: &[f64]) -> Option<Self> {
         let layers = rows.iter().find_map(|row| row.routes.as_ref())?.layers;
         let mut differing = vec![0usize; layers];
         let (mut elsewhere, mut alike) = (vec![], vec![]);
@@ -31,7 +31,7 @@ impl ExpertComparison {
             let mut same = true;
             for (layer, count) in differing.iter_mut().enumerate() {
                 // The target is predicted from the position before it.
-                let theirs = routes.of(places.positions[target] - 1, layer)?;
+                let theirs = routes.at(places.positions[target] - 1, layer)?;
                 let ours = places.experts(layer, target)?;
                 if !ours.iter().all(|expert| theirs.contains(expert)) {
                     *count += 1;
@@ -46,12 +46,15 @@ impl ExpertComparison {
             targets,
             differ_by_layer: differing.into_iter().map(share).collect(),
             differ: share(elsewhere.len()),
-            medians: (GapFigures::of(&elsewhere).median, GapFigures::of(&alike).median),
+            medians: (
+                DifferenceStats::from_differences(&elsewhere).median,
+                DifferenceStats::from_differences(&alike).median,
+            ),
         })
     }
 
     /// Returns the comparison as text.
-    pub fn words(&self) -> String {
+    pub fn to_text(&self) -> String {
         let layers: Vec<String> =
             self.differ_by_layer.iter().map(|share| format!("{:.1}%", 100.0 * share)).collect();
         let (elsewhere, alike) = self.medians;

@@ -1,13 +1,13 @@
 //! Compares another engine's rows with this model: verdict, location of the mismatch, and text for both.
 
-use super::compare::Gap;
-use super::diagnose::{Diagnosis, Reference, Verdict, join_causes};
-use super::distance::GapFigures;
-use super::locate::{LocationResult, TargetPositions, locate};
-use super::engine_log_probs::{EngineLogProbs, EngineBatch};
-use super::output::Line;
-use super::rounding::within_f32;
+use super::compare::LogProbPair;
+use super::diagnose::{Diagnosis, UnmodifiedModel, Verdict, join_causes};
+use super::distance::DifferenceStats;
+use super::engine_log_probs::{EngineBatch, EngineLogProbs};
 use super::expert_comparison::ExpertComparison;
+use super::locate::{LocationResult, TargetPositions, locate};
+use super::output::ResultLine;
+use super::rounding::is_within_f32;
 use super::rows::TokenRow;
 use crate::bad_input;
 use crate::chat::Chat;
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 /// The comparison of one side's rows with the model.
 pub struct Comparison {
     /// Figures over all tokens, then by position.
-    pub lines: Vec<Line>,
+    pub lines: Vec<ResultLine>,
     /// The answer, one paragraph.
     pub answer: String,
     pub diagnosis: Diagnosis,
@@ -35,14 +35,15 @@ impl Comparison {
     pub fn to_json(&self) -> Value {
         let Diagnosis { verdict, figures, left, f32_yard, bf16_yard, within_bf16, without_effect, .. } =
             &self.diagnosis;
-        let of = |figures: &GapFigures| {
+        let of = |figures: &DifferenceStats| {
             Value::Object(figures.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
         };
         let explanations = verdict.causes().iter();
-        let explanations = explanations.map(|cause| json!({"causes": [cause.name], "words": cause.description()}));
+        let explanations =
+            explanations.map(|cause| json!({"causes": [cause.name], "words": cause.description()}));
         json!({
             "verdict": verdict.kind(),
-            "differs": verdict.differs(),
+            "differs": verdict.has_mistake(),
             "explanations": explanations.collect::<Vec<_>>(),
             "logprob_abs_diff": of(figures),
             "left": left.as_ref().map(of),
@@ -66,7 +67,7 @@ impl Comparison {
 /// # Errors
 /// [`crate::error::BadInput`] when no row holds a log-prob after its first token.
 pub fn compare(
-    reference: Reference,
+    reference: UnmodifiedModel,
     chat: &Chat,
     rows: &[TokenRow],
     micro_batch_tokens: usize,
@@ -80,7 +81,7 @@ pub fn compare(
     }
     let diagnosis = reference.diagnose(&observed)?;
     let names = rows.iter().map(|row| row.name.clone()).collect();
-    let places = TargetPositions::of(&reference, &observed, names, row_of_target)?;
+    let places = TargetPositions::collect(&reference, &observed, names, row_of_target)?;
     let located = locate(&places, &diagnosis.gaps, threshold(&diagnosis));
     let config = &reference.model.config;
     let window = config.sliding_window;
@@ -97,10 +98,10 @@ pub fn compare(
     if let Some(first) = lines.first_mut() {
         first.cause = Some(diagnosis.verdict.to_text());
     }
-    let routes = ExpertComparison::of(rows, &places, &diagnosis.gaps);
+    let routes = ExpertComparison::from_rows(rows, &places, &diagnosis.gaps);
     let mut answer = answer(&diagnosis, &located, &lines);
     if let Some(routes) = &routes {
-        answer.push_str(&routes.words());
+        answer.push_str(&routes.to_text());
     }
     let ill_formed = ill_formed(chat, rows);
     if let Some((row, what)) = ill_formed.first() {
@@ -114,7 +115,7 @@ pub fn compare(
 }
 
 /// Splits `rows` into the sides that they hold: the engine's, and a trainer's if the file has both.
-pub fn sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
+pub fn split_sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
     if rows.iter().all(|row| row.trainer_log_probs.is_none()) {
         return vec![("rollout", rows)];
     }
@@ -128,7 +129,7 @@ pub fn sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
 ///
 /// # Errors
 /// When a log-prob is not a number.
-pub fn between_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Line>> {
+pub fn compare_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<ResultLine>> {
     let (mut inference, mut trainer, mut cu_seqlens) = (vec![], vec![], vec![0]);
     for row in rows {
         let Some(of_trainer) = &row.trainer_log_probs else { continue };
@@ -144,8 +145,14 @@ pub fn between_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Line>
     if inference.is_empty() {
         return Ok(None);
     }
-    let gap = Gap { cu_seqlens: &cu_seqlens, training: &trainer, rollout: &inference, old: &inference, clip };
-    Ok(Some(Line { name: "inference against trainer".to_owned(), metrics: named(&gap)?, cause: None }))
+    let gap = LogProbPair {
+        cu_seqlens: &cu_seqlens,
+        training: &trainer,
+        rollout: &inference,
+        old: &inference,
+        clip,
+    };
+    Ok(Some(ResultLine { name: "inference against trainer".to_owned(), metrics: named(&gap)?, cause: None }))
 }
 
 /// Packs the rows, grouped by temperature. Also returns the index in `rows` of every target's row.
@@ -195,7 +202,7 @@ fn line(
     observed: &EngineLogProbs,
     diagnosis: &Diagnosis,
     clip: (f64, f64),
-) -> Result<Option<Line>> {
+) -> Result<Option<ResultLine>> {
     let (mut theirs, mut ours, mut cu_seqlens, mut of_row) = (vec![], vec![], vec![0], None);
     let floor = |log_prob: f32| log_prob.max(-1e4);
     for target in (0..places.positions.len()).filter(|&target| keep(places.positions[target])) {
@@ -210,12 +217,12 @@ fn line(
         return Ok(None);
     }
     cu_seqlens.push(theirs.len());
-    let gap = Gap { cu_seqlens: &cu_seqlens, training: &ours, rollout: &theirs, old: &theirs, clip };
-    Ok(Some(Line { name: name.to_owned(), metrics: named(&gap)?, cause: None }))
+    let gap = LogProbPair { cu_seqlens: &cu_seqlens, training: &ours, rollout: &theirs, old: &theirs, clip };
+    Ok(Some(ResultLine { name: name.to_owned(), metrics: named(&gap)?, cause: None }))
 }
 
 /// Returns a line's figures by name.
-fn named(gap: &Gap) -> Result<Vec<(String, Option<f64>)>> {
+fn named(gap: &LogProbPair) -> Result<Vec<(String, Option<f64>)>> {
     let mut metrics = vec![("mismatch/tokens".to_owned(), Some(gap.rollout.len() as f64))];
     metrics.extend(gap.metrics()?.into_iter().map(|(name, value)| (name, Some(value))));
     Ok(metrics)
@@ -230,7 +237,7 @@ fn ill_formed(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
 }
 
 /// Returns the answer: how far, where and why, in one paragraph.
-fn answer(found: &Diagnosis, located: &LocationResult, lines: &[Line]) -> String {
+fn answer(found: &Diagnosis, located: &LocationResult, lines: &[ResultLine]) -> String {
     let number = |value: f64| format_number(value);
     let figures = &found.figures;
     let (tokens, max) = (located.targets, number(figures.max));
@@ -287,7 +294,7 @@ fn answer(found: &Diagnosis, located: &LocationResult, lines: &[Line]) -> String
             found.ties
         ));
     }
-    if found.verdict.differs() && found.within_bf16 {
+    if found.verdict.has_mistake() && found.within_bf16 {
         text.push_str(" By its size alone the gap cannot be told from rounding in bf16.");
     }
     if found.verdict != Verdict::Agrees {
@@ -297,7 +304,7 @@ fn answer(found: &Diagnosis, located: &LocationResult, lines: &[Line]) -> String
 }
 
 /// Describes which tokens differ.
-fn place(found: &Diagnosis, located: &LocationResult, lines: &[Line]) -> String {
+fn place(found: &Diagnosis, located: &LocationResult, lines: &[ResultLine]) -> String {
     let share = 100.0 * located.moved as f64 / located.targets as f64;
     let mut text = format!(" {:.3}% of the tokens moved beyond rounding", share);
     if let Some(location) = &located.location {
@@ -319,7 +326,7 @@ fn place(found: &Diagnosis, located: &LocationResult, lines: &[Line]) -> String 
         line.metrics.iter().find(|(key, _)| key == "mismatch/logprob_abs_diff_mean").and_then(|(_, v)| *v)
     };
     if let (Some(within), Some(past), false) =
-        (mean("within"), mean("past"), within_f32(&found.figures, &found.f32_yard))
+        (mean("within"), mean("past"), is_within_f32(&found.figures, &found.f32_yard))
     {
         text.push_str(&format!(
             " Mean |Δlogp| within the window {}, past it {}.",

@@ -28,7 +28,7 @@ fn filtered(filter: Filter) -> Cause {
         Filter::MinP(p) => ("log-probs after min-p", format!("min_p = {p:.3}")),
     };
     let settings = HeadSettings { filter: Some(filter), ..HeadSettings::default() };
-    Cause::head(name, format!("renormalised over what {kept} keeps"), DISTINGUISHING_INPUT, settings)
+    Cause::in_head(name, format!("renormalised over what {kept} keeps"), DISTINGUISHING_INPUT, settings)
 }
 
 /// The computation of log-probabilities from logits.
@@ -99,7 +99,9 @@ fn each_row(
     let (start, end) = (rows.start, rows.end);
     for start in (start..end).step_by(chunk) {
         let count = chunk.min(end - start);
-        let logits = policy.stack().logits(&normed.narrow(0, start, count)?, &SamplingParameters::whole(1.0))?;
+        let logits = policy
+            .decoder_stack()
+            .logits(&normed.narrow(0, start, count)?, &SamplingParameters::whole(1.0))?;
         let z = logits.scores().flatten_all()?.to_vec1::<f32>()?;
         z.chunks_exact(vocabulary).enumerate().for_each(|(i, z)| use_row(start + i, z));
     }
@@ -238,7 +240,7 @@ impl FitRows {
         if factor.ln().abs() > TEMPERATURE_ALIKE {
             let detail = format!("log-probs are those of {factor:.3} times the temperature stated");
             let settings = HeadSettings { temperature_factor: factor, ..HeadSettings::default() };
-            found.push(Cause::head("another temperature", detail, DISTINGUISHING_INPUT, settings));
+            found.push(Cause::in_head("another temperature", detail, DISTINGUISHING_INPUT, settings));
         }
         found
     }

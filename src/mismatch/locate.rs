@@ -1,6 +1,6 @@
 //! Locates a log-prob mismatch: the positions, rows, tokens or experts of the differing targets.
 
-use super::diagnose::Reference;
+use super::diagnose::UnmodifiedModel;
 use super::engine_log_probs::EngineLogProbs;
 use crate::model::layer::LayerOutput;
 use crate::model::policy_view::PolicyView;
@@ -36,8 +36,8 @@ impl TargetPositions {
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn of(
-        reference: &Reference,
+    pub fn collect(
+        reference: &UnmodifiedModel,
         observed: &EngineLogProbs,
         names: Vec<String>,
         rows: Vec<usize>,
@@ -49,7 +49,7 @@ impl TargetPositions {
         let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
         for batch in observed.batches.iter().map(|batch| &batch.tokens) {
             let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
-                if let Some(routes) = output.routes() {
+                if let Some(routes) = output.routed_experts() {
                     let routes = routes.flatten_all()?.to_vec1::<u32>()?;
                     let of_row = |&row: &u32| routes[row as usize * top_k..][..top_k].to_vec();
                     found.experts[layer].extend(batch.rows.iter().map(of_row));

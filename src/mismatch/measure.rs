@@ -4,10 +4,10 @@
 //! are recomputed on these tokens. They equal the values which that rollout would have stored, because every
 //! perturbation acts on each row alone.
 
-use super::compare::Gap;
-use super::diagnose::{Reference, Verdict};
+use super::compare::LogProbPair;
+use super::diagnose::{UnmodifiedModel, Verdict};
 use super::engine_log_probs::EngineLogProbs;
-use super::output::Line;
+use super::output::ResultLine;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
 use crate::model::ablations::Ablations;
@@ -21,8 +21,8 @@ use anyhow::{Context, Result};
 use candle_core::Tensor;
 
 /// The tokens and settings that all ablations share.
-pub struct Measure<'a> {
-    reference: Reference<'a>,
+pub struct AblationMeasurement<'a> {
+    reference: UnmodifiedModel<'a>,
     seed: u64,
     temperature: f64,
     clip: (f64, f64),
@@ -34,10 +34,10 @@ pub struct Measure<'a> {
     plain: Vec<f32>,
 }
 
-impl<'a> Measure<'a> {
+impl<'a> AblationMeasurement<'a> {
     /// Prepares the measurement of `trajectories`, sampled under `arms` at `temperature`.
     pub fn new(
-        reference: Reference<'a>,
+        reference: UnmodifiedModel<'a>,
         trajectories: &[&Trajectory],
         arms: &Ablations,
         seed: u64,
@@ -68,13 +68,13 @@ impl<'a> Measure<'a> {
     ///
     /// # Errors
     /// When an ablation does not fit the model, or a forward fails.
-    pub fn line(&self, name: &str, arms: &Ablations) -> Result<Line> {
-        let Reference { threads, model, parameters, .. } = self.reference;
-        let rollout = PolicyView::rollout(model, parameters, arms, self.seed)?;
+    pub fn measure(&self, name: &str, arms: &Ablations) -> Result<ResultLine> {
+        let UnmodifiedModel { threads, model, parameters, .. } = self.reference;
+        let rollout = PolicyView::for_rollout(model, parameters, arms, self.seed)?;
         let training = PolicyView::for_training(model, parameters, arms, self.seed)?;
         let batches: Vec<MicroBatch> =
             self.observed.batches.iter().map(|batch| batch.tokens.clone()).collect();
-        let second = ForwardOptions::second_forward(arms, self.seed);
+        let second = ForwardOptions::for_old_log_probs(arms, self.seed);
         let stage = stage(&self.reference, name, &batches, 2 + usize::from(second.is_some()));
         let passed = |batch: &MicroBatch| advance(&stage, batch);
         let ([mut stored, computed], divergence) =
@@ -90,7 +90,7 @@ impl<'a> Measure<'a> {
             None => stored.clone(),
         };
         stage.finish();
-        let gap = Gap {
+        let gap = LogProbPair {
             cu_seqlens: &self.cu_seqlens,
             training: &computed,
             rollout: &stored,
@@ -105,12 +105,13 @@ impl<'a> Measure<'a> {
         if arms.second_forward_old_logprobs && !same_bits(&old, &computed) {
             cause.push_str("; the second forward gives other old log-probs, so the ratio is not 1");
         }
-        Ok(Line { name: name.to_owned(), metrics, cause: Some(cause) })
+        Ok(ResultLine { name: name.to_owned(), metrics, cause: Some(cause) })
     }
 
     /// Returns whether the tokens were sampled with the rollout settings of `arms`.
     fn samples_alike(&self, arms: &Ablations) -> bool {
-        let side = |arms: &Ablations| (arms.rollout_noise(), arms.rollout_bits(), arms.rollout_mxfp4);
+        let side =
+            |arms: &Ablations| (arms.rollout_noise(), arms.rollout_mantissa_limit(), arms.rollout_mxfp4);
         side(arms) == side(&self.sampled_under)
     }
 
@@ -121,7 +122,8 @@ impl<'a> Measure<'a> {
             if same_bits(&self.plain, log_probs) {
                 continue;
             }
-            let observed = EngineLogProbs { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
+            let observed =
+                EngineLogProbs { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
             let found = self.reference.diagnose(&observed)?;
             words.push(match found.verdict {
                 Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
@@ -199,7 +201,7 @@ struct LayerTrace {
 fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerTrace>)> {
     let mut layers = vec![];
     let normed = policy.head_input(batch, &mut |_, _, output: &LayerOutput| {
-        let routes = output.routes().map(|routes| routes.flatten_all()?.to_vec1()).transpose()?;
+        let routes = output.routed_experts().map(|routes| routes.flatten_all()?.to_vec1()).transpose()?;
         let hidden = on_host(&output.hidden)?.flatten_all()?.to_vec1()?;
         layers.push(LayerTrace { routes: routes.unwrap_or_default(), hidden });
         Ok(())
@@ -208,7 +210,7 @@ fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerT
 }
 
 /// Starts a progress stage of `passes` passes over `batches`, counted in tokens.
-fn stage(reference: &Reference, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
+fn stage(reference: &UnmodifiedModel, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
     reference.console.work(name, (tokens * passes) as u64, 0)
 }

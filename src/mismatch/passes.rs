@@ -22,7 +22,7 @@ impl PolicyView<'_> {
     pub fn head_input(&self, batch: &MicroBatch, keep: decoder_stack::LayerCallback) -> Result<Tensor> {
         let attend = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
         let rotation = self.model.rotation(batch.positions.clone());
-        let stack = self.stack();
+        let stack = self.decoder_stack();
         let last = stack.forward(&batch.tokens, &mut Rows { rotation, attend, replay: None }, keep)?;
         stack.final_norm_rows(&last, &batch.rows)
     }
@@ -32,7 +32,7 @@ impl PolicyView<'_> {
     /// # Errors
     /// When shapes disagree.
     pub fn log_probs(&self, normed: &Tensor, batch: &MicroBatch, temperature: f64) -> Result<Vec<f32>> {
-        Ok(self.stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
+        Ok(self.decoder_stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
     /// Returns the log-probabilities of all batches' targets, in order. Calls `passed` after each batch.
@@ -67,7 +67,12 @@ impl PolicyView<'_> {
             }
             let mut cache = self.caches(1, inputs, inputs)?.sequence();
             let fed = tokens[..inputs].to_vec();
-            let x = self.stack().feed(fed, &mut [&mut cache], &[inputs], &mut decoder_stack::keep_nothing)?;
+            let x = self.decoder_stack().feed(
+                fed,
+                &mut [&mut cache],
+                &[inputs],
+                &mut decoder_stack::keep_nothing,
+            )?;
             sampler_log_probs(self, &x, targets, temperature)
         };
         sequences.iter().map(one).collect()
@@ -100,7 +105,8 @@ impl PolicyView<'_> {
                 .map(|(cache, _)| cache)
                 .collect();
             let counts = vec![1; indices.len()];
-            let x = self.stack().feed(tokens, &mut batch, &counts, &mut decoder_stack::keep_nothing)?;
+            let x =
+                self.decoder_stack().feed(tokens, &mut batch, &counts, &mut decoder_stack::keep_nothing)?;
             let found = sampler_log_probs(self, &x, &targets, temperature)?;
             fed(indices.len());
             indices.iter().zip(found).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
@@ -117,7 +123,7 @@ impl PolicyView<'_> {
 
 /// Returns the log-probabilities of `targets` after the rows of `x [R, H]`, computed as the sampler does.
 fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<f32>> {
-    let (stack, sampling) = (policy.stack(), SamplingParameters::whole(temperature));
+    let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::whole(temperature));
     let rows_max = logits_rows_max(policy.model.config.vocab_size);
     let mut log_probs = Vec::with_capacity(targets.len());
     for (chunk, targets) in targets.chunks(rows_max).enumerate() {

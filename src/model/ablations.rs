@@ -32,7 +32,7 @@ table! {
 
 impl Ablations {
     /// Returns the key and the documentation of each ablation.
-    pub fn all() -> Vec<(String, &'static str)> {
+    pub fn descriptions() -> Vec<(String, &'static str)> {
         entries(&Self::default()).into_iter().map(|entry| entry.into_key()).collect()
     }
 
@@ -54,7 +54,7 @@ impl Ablations {
     }
 
     /// Returns the stored mantissa bits of the rollout's numbers; `None` keeps all bits of f32.
-    pub fn rollout_bits(&self) -> Option<u32> {
+    pub fn rollout_mantissa_limit(&self) -> Option<u32> {
         let short = (self.rollout_mantissa_bits > 0).then_some(self.rollout_mantissa_bits as u32);
         let bf16 = self.rollout_bf16.then_some(7);
         short.into_iter().chain(bf16).min()

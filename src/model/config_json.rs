@@ -5,7 +5,7 @@
 //! dialects in one file must agree. The files written here load in both. Each family's file reads the keys
 //! that only it has.
 
-use super::config::{Config, WeightFormat, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
+use super::config::{Config, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA, WeightFormat};
 use super::families::Family;
 use super::settings::Yarn;
 use crate::bad_input;
@@ -17,7 +17,7 @@ impl Config {
     /// Reads a parsed `config.json`. The error lists every mistake by key.
     pub fn from_json(value: &Value) -> Result<Self> {
         let Value::Object(map) = value else { return Err(bad_input!("not a JSON object")) };
-        let mut keys = Keys { map, family: Family::default(), mistakes: Vec::new() };
+        let mut keys = ConfigReader { map, family: Family::default(), mistakes: Vec::new() };
         // The family comes first: the required keys depend on it.
         keys.family = keys.family()?;
         let config = (keys.family.read)(&mut keys);
@@ -85,13 +85,13 @@ impl Config {
 }
 
 /// The keys of one JSON object. Mistakes in them are collected in `mistakes`.
-pub(super) struct Keys<'a> {
+pub(super) struct ConfigReader<'a> {
     map: &'a Map<String, Value>,
     family: Family,
     mistakes: Vec<String>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> ConfigReader<'a> {
     /// Returns the value of `key`; `None` when it is absent or null.
     fn value(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|v| !v.is_null())
@@ -99,14 +99,15 @@ impl<'a> Keys<'a> {
 
     fn family(&self) -> Result<Family> {
         let Some(value) = self.value("model_type") else {
-            return Err(bad_input!("key `model_type` is missing; {}", Family::known()));
+            return Err(bad_input!("key `model_type` is missing; {}", Family::supported_names()));
         };
         let family = value.as_str().and_then(Family::named);
-        family.ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::known()))
+        family
+            .ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::supported_names()))
     }
 
     /// Records a mistake and returns a placeholder, which is never used.
-    pub(super) fn mistake<T: Default>(&mut self, mistake: &str) -> T {
+    pub(super) fn record_mistake<T: Default>(&mut self, mistake: &str) -> T {
         self.mistakes.push(mistake.to_owned());
         T::default()
     }
@@ -156,7 +157,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Reads a size that has two names. If both are present they must agree.
-    pub(super) fn size_of_either(&mut self, newer: &str, released: &str) -> usize {
+    pub(super) fn size_with_alias(&mut self, newer: &str, released: &str) -> usize {
         if self.value(newer).is_none() && self.value(released).is_some() {
             return self.size(released);
         }
@@ -191,7 +192,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Reads `head_dim`; when absent it is the hidden size divided by the number of heads.
-    pub(super) fn head_dim_or_share(&mut self) -> usize {
+    pub(super) fn head_dim_or_default(&mut self) -> usize {
         let size = |key| self.value(key).and_then(Value::as_u64).filter(|&n| n > 0);
         match (size("hidden_size"), size("num_attention_heads")) {
             (Some(hidden), Some(heads)) if self.value("head_dim").is_none() => {
@@ -269,7 +270,7 @@ impl<'a> Keys<'a> {
     }
 
     fn rope_table(&mut self, key: &str, map: &Map<String, Value>, outer_theta: Option<f64>) -> Rope {
-        let mut inner = Keys { map, family: self.family, mistakes: Vec::new() };
+        let mut inner = ConfigReader { map, family: self.family, mistakes: Vec::new() };
         let theta = match (inner.value("rope_theta").is_some(), outer_theta) {
             (false, Some(theta)) => theta,
             (_, outer) => {

@@ -141,7 +141,7 @@ impl Batch {
     fn forward(&self, stack: &DecoderStack, rotation: Rotation) -> Result<()> {
         let attend = &mut LoadedAttention(&self.launches);
         let rows = &mut Rows { rotation, attend, replay: None };
-        Ok(overwrite(&self.hidden, &stack.layers(self.x.clone(), rows, &mut keep_nothing)?)?)
+        Ok(overwrite(&self.hidden, &stack.run_layers(self.x.clone(), rows, &mut keep_nothing)?)?)
     }
 
     fn record(&self, device: &Device, stack: &DecoderStack, rotation: Rotation) -> Result<RecordedGraph> {

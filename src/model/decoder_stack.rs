@@ -36,18 +36,18 @@ impl DecoderStack<'_> {
     /// # Errors
     /// When the rows do not fit the model, or `keep` fails.
     pub fn forward(&self, tokens: &Arc<Vec<u32>>, rows: &mut Rows, keep: LayerCallback) -> Result<Tensor> {
-        self.layers(self.embed(tokens)?, rows, keep)
+        self.run_layers(self.embed(tokens)?, rows, keep)
     }
 
     /// Does [`Self::forward`] from the first layer's input `x [T, H]` on.
     ///
     /// # Errors
     /// As [`Self::forward`].
-    pub fn layers(&self, mut x: Tensor, rows: &mut Rows, keep: LayerCallback) -> Result<Tensor> {
+    pub fn run_layers(&self, mut x: Tensor, rows: &mut Rows, keep: LayerCallback) -> Result<Tensor> {
         let layers = self.model.config.num_hidden_layers;
         for index in 0..layers {
             let next = Some(index + 1).filter(|&next| next < layers);
-            let output = self.layer(index, next, &x, rows)?;
+            let output = self.run_layer(index, next, &x, rows)?;
             keep(index, &x, &output)?;
             x = output.hidden;
         }
@@ -80,7 +80,7 @@ impl DecoderStack<'_> {
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn layer(
+    pub fn run_layer(
         &self,
         index: usize,
         next: Option<usize>,

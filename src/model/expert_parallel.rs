@@ -119,7 +119,8 @@ impl ExpertParallel {
         }
         let x: Vec<f32> = rows.iter().flat_map(|bytes| f32_values(bytes)).collect();
         let x = Tensor::from_vec(x, (count, self.width), &Device::Cpu)?;
-        let plan = Dispatch::new(&Tensor::from_vec(routes, (count, 1), &Device::Cpu)?, self.local_experts().len())?;
+        let plan =
+            Dispatch::new(&Tensor::from_vec(routes, (count, 1), &Device::Cpu)?, self.local_experts().len())?;
         let made = products(&ops::dispatch(&x, &plan)?, &plan)?;
         // Restores the order of arrival. Multiplying by 1 changes no bits.
         let ones = Tensor::ones((count, 1), made.dtype(), &Device::Cpu)?;

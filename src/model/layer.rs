@@ -51,7 +51,7 @@ impl LayerPass<'_, '_> {
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn add(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
+    pub fn add_residual(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         self.options.round(add(x, mixed)?)
     }
 }
@@ -66,7 +66,7 @@ pub struct LayerOutput {
 
 impl LayerOutput {
     /// Returns the routed experts, u32 `[T, K]`, if the layer has experts.
-    pub fn routes(&self) -> Option<Tensor> {
+    pub fn routed_experts(&self) -> Option<Tensor> {
         self.routing.as_ref().map(|routing| routing.routes.clone())
     }
 }
@@ -234,7 +234,7 @@ impl SwigluMlp {
     ///
     /// # Errors
     /// When one is missing.
-    pub fn of(tensors: &LayerTensors) -> Result<Self> {
+    pub fn from_tensors(tensors: &LayerTensors) -> Result<Self> {
         Ok(Self {
             gate: tensors.linear_without_bias("mlp.gate_proj")?,
             up: tensors.linear_without_bias("mlp.up_proj")?,

@@ -82,7 +82,7 @@ impl Matrix {
     ///
     /// # Errors
     /// When an id is not below `V`.
-    pub fn rows(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
+    pub fn lookup_rows(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
         Ok(self.plain()?.rows(ids)?)
     }
 
@@ -90,7 +90,7 @@ impl Matrix {
     ///
     /// # Errors
     /// When an id is not below `V`.
-    pub fn columns(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
+    pub fn lookup_columns(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
         Ok(self.plain()?.columns(ids)?)
     }
 
@@ -125,7 +125,7 @@ impl Matrix {
 
 /// Finds a model's tensors by name.
 #[derive(Clone, Copy)]
-pub struct Tensors<'a> {
+pub struct ModelTensors<'a> {
     pub find: &'a dyn Fn(&str) -> Result<Weight>,
     /// The key is the name of the adapted matrix.
     pub adapters: &'a HashMap<String, Adapter>,
@@ -133,7 +133,7 @@ pub struct Tensors<'a> {
     pub ranks: Option<&'a Arc<ExpertParallel>>,
 }
 
-impl Tensors<'_> {
+impl ModelTensors<'_> {
     /// Returns the small dense tensor `name`: a bias, a norm or sinks.
     ///
     /// # Errors
@@ -162,7 +162,7 @@ impl Tensors<'_> {
 
 /// Finds the tensors of one layer by the rest of their name after the layer's prefix.
 pub struct LayerTensors<'a> {
-    tensors: Tensors<'a>,
+    tensors: ModelTensors<'a>,
     prefix: String,
 }
 
@@ -202,7 +202,7 @@ impl LayerTensors<'_> {
     }
 
     /// Returns the placement of experts on ranks, under expert parallelism.
-    pub fn ranks(&self) -> Option<Arc<ExpertParallel>> {
+    pub fn expert_parallel(&self) -> Option<Arc<ExpertParallel>> {
         self.tensors.ranks.cloned()
     }
 }

@@ -1,7 +1,7 @@
 //! Models as pure functions over `ops`: configuration, weights, forward pass, KV cache.
 
-pub mod adapter;
 pub mod ablations;
+pub mod adapter;
 pub mod attention;
 pub mod cache;
 pub mod config;
@@ -23,8 +23,8 @@ pub mod parameters;
 pub mod policy_view;
 pub mod rope;
 pub mod rounding;
+pub mod sequence_parallel;
 pub mod settings;
 pub mod sharded_layers;
-pub mod sequence_parallel;
 pub mod storage;
 pub mod weights;

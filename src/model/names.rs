@@ -105,7 +105,7 @@ impl ParameterSpec {
     }
 
     /// Returns the spec of this tensor with `count` experts.
-    pub fn of_experts(&self, count: usize) -> Self {
+    pub fn with_expert_count(&self, count: usize) -> Self {
         let mut spec = self.clone();
         if let Some(experts) = spec.stored_shape.first_mut() {
             *experts = count;

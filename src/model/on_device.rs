@@ -80,7 +80,7 @@ fn learner(config: &Config, device: &Device) -> Learner {
     let (mut names, mut values, mut buffers) = (vec![], vec![], vec![]);
     for (spec, of_spec) in init(config, &settings, 5).unwrap() {
         let shape = spec.working_shape();
-        let matrix = spec.packed_form(super::config::WeightFormat::Bf16).is_some();
+        let matrix = spec.packed_format(super::config::WeightFormat::Bf16).is_some();
         let rounded =
             Tensor::from_vec(of_spec, shape.clone(), &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
         let dtype = if matrix && device.is_cuda() { DType::BF16 } else { DType::F32 };

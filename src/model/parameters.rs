@@ -9,10 +9,10 @@ pub use shards::ShardRequest;
 use super::adapter::Lora;
 use super::config::Config;
 use super::layers_on_demand::{LayersOnDemand, TensorSource, WeightChange};
-use super::matrix::{Adapter, Tensors};
+use super::matrix::{Adapter, ModelTensors};
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use super::storage::{TensorStorage, copy_to_device};
-use super::weights::{Layers, VALUE_HEAD, Weights};
+use super::weights::{LayerSource, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, shard_range};
 use crate::ops::cpu::{host_values, on_host};
 use crate::ops::parameter::{GradientSink, Parameter};
@@ -162,13 +162,13 @@ impl Parameters {
     }
 
     /// Adds an adapter with the values of its factors, in the order of [`Lora::specs`]. Nothing is trained
-    /// until [`Self::train_only`] is called.
+    /// until [`Self::set_trainable`] is called.
     ///
     /// # Errors
     /// When there is an adapter already, or the values do not fit the factors.
-    pub fn adapt(&mut self, lora: Lora, values: Vec<Vec<f32>>) -> Result<()> {
+    pub fn attach_adapter(&mut self, lora: Lora, values: Vec<Vec<f32>>) -> Result<()> {
         ensure!(self.adapter.is_none(), "the model has an adapter already");
-        let specs = lora.specs(&self.specs)?;
+        let specs = lora.factor_specs(&self.specs)?;
         ensure!(specs.len() == values.len(), "{} factors, expected {}", values.len(), specs.len());
         let base = self.specs.len();
         for entry in &mut self.entries[..base] {
@@ -223,7 +223,7 @@ impl Parameters {
     }
 
     /// Returns the index of the tensor named `name`.
-    pub fn position(&self, name: &str) -> Option<usize> {
+    pub fn index_of(&self, name: &str) -> Option<usize> {
         self.index.get(name).copied()
     }
 
@@ -232,7 +232,7 @@ impl Parameters {
     /// # Errors
     /// When there is no such tensor.
     fn place(&self, name: &str) -> Result<usize> {
-        self.position(name).with_context(|| format!("no tensor {name}"))
+        self.index_of(name).with_context(|| format!("no tensor {name}"))
     }
 
     /// Returns the trainable values of tensor `index`, in working precision. Of a sharded tensor it returns
@@ -273,7 +273,7 @@ impl Parameters {
     pub fn weight(&self, index: usize) -> Result<Weight> {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
         let weight = match stored.is_sharded() {
-            false => stored.whole(spec)?.clone(),
+            false => stored.whole_weight(spec)?.clone(),
             true => copy_to_device(&self.gather_weight(index)?, self.device(), spec)?,
         };
         Ok(weight.without_gradient())
@@ -283,7 +283,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When there is no such tensor; [`crate::error::BadInput`] when a file changed since it was opened.
-    pub fn read(&self, spec: &ParameterSpec) -> Result<Weight> {
+    pub fn read_weight(&self, spec: &ParameterSpec) -> Result<Weight> {
         let index = self.place(&spec.name)?;
         match &self.on_disk {
             Some(layers) if self.entries[index].stored.is_on_disk() => layers.tensor(spec),
@@ -308,7 +308,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When one cannot be trained, or memory runs out.
-    pub fn train_only(&mut self, trained: &[bool]) -> Result<()> {
+    pub fn set_trainable(&mut self, trained: &[bool]) -> Result<()> {
         ensure!(trained.len() == self.len(), "{} marks for {} tensors", trained.len(), self.len());
         let mesh = self.mesh().clone();
         for (index, &is_trained) in trained.iter().enumerate() {
@@ -316,7 +316,7 @@ impl Parameters {
                 let master = on_host(self.master(index)?)?;
                 let values = host_values(&master)?;
                 let own = shard_range(values.len(), index, mesh.rank(), mesh.ranks());
-                let shard = TensorStorage::shard(values[own].to_vec())?;
+                let shard = TensorStorage::from_shard(values[own].to_vec())?;
                 self.entries[index].stored = entry(&self.specs[index], shard, &self.backend)?.stored;
             }
             let zeros = |values: &Tensor| Tensor::zeros(values.shape(), DType::F32, values.device());
@@ -384,7 +384,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When `change` fails, or a tensor outside the layers cannot be read.
-    pub fn changed_on_demand(&self, change: WeightChange) -> Result<Weights> {
+    pub fn on_demand_weights(&self, change: WeightChange) -> Result<Weights> {
         let mut layers = match &self.on_disk {
             Some(layers) => layers.clone(),
             None => {
@@ -431,19 +431,19 @@ impl Parameters {
     ) -> Result<Weights> {
         let find = |name: &str| weight(self.place(name)?);
         let adapters = &self.adapters(&find)?;
-        let layers = layers.map(|layers| -> Arc<dyn Layers> {
+        let layers = layers.map(|layers| -> Arc<dyn LayerSource> {
             Arc::new(LayersOnDemand { adapters: adapters.clone(), ..layers })
         });
-        let tensors = Tensors { find: &find, adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters, ranks: None };
         Weights::new(&self.config, self.is_critic(), self.bytes(), layers, tensors)
     }
 
     /// Returns the adapters of all adapted matrices, by the matrix's name.
     fn adapters(&self, find: &dyn Fn(&str) -> Result<Weight>) -> Result<HashMap<String, Adapter>> {
         let none = HashMap::new();
-        let tensors = Tensors { find, adapters: &none, ranks: None };
+        let tensors = ModelTensors { find, adapters: &none, ranks: None };
         let of = |(lora, target): (&Lora, &String)| {
-            let [a, b] = Lora::factors(target);
+            let [a, b] = Lora::factor_names(target);
             let adapter = Adapter { a: tensors.vector(&a)?, b: tensors.vector(&b)?, scale: lora.scale() };
             Ok((target.clone(), adapter))
         };

@@ -26,7 +26,11 @@ impl<'a> PolicyView<'a> {
     /// # Errors
     /// When a tensor of the architecture is missing.
     pub fn without_ablations(model: &'a Model, parameters: &Parameters) -> Result<Self> {
-        Ok(Self { model, weights: Arc::new(parameters.frozen_weights(None)?), forward: ForwardOptions::default() })
+        Ok(Self {
+            model,
+            weights: Arc::new(parameters.frozen_weights(None)?),
+            forward: ForwardOptions::default(),
+        })
     }
 
     /// Returns the policy that samples for training under `arms`.
@@ -34,7 +38,12 @@ impl<'a> PolicyView<'a> {
     /// # Errors
     /// [`crate::error::BadInput`] when `rollout_mxfp4` is on and an expert matrix does not divide into
     /// MXFP4 blocks.
-    pub fn rollout(model: &'a Model, parameters: &Parameters, arms: &Ablations, seed: u64) -> Result<Self> {
+    pub fn for_rollout(
+        model: &'a Model,
+        parameters: &Parameters,
+        arms: &Ablations,
+        seed: u64,
+    ) -> Result<Self> {
         Self::across_processes(model, parameters, Some(arms), seed, RolloutWeights::Whole)
     }
 
@@ -50,12 +59,12 @@ impl<'a> PolicyView<'a> {
         seed: u64,
         weights: RolloutWeights,
     ) -> Result<Self> {
-        let rounding = arms.map(WeightRounding::of).unwrap_or_default().change();
+        let rounding = arms.map(WeightRounding::from_ablations).unwrap_or_default().weight_change();
         let weights = match weights {
             RolloutWeights::Auto | RolloutWeights::Whole => parameters.frozen_weights(Some(&rounding))?,
             RolloutWeights::ByExpert => parameters.expert_parallel_weights(&rounding)?,
         };
-        let forward = arms.map(|arms| ForwardOptions::rollout(arms, seed)).unwrap_or_default();
+        let forward = arms.map(|arms| ForwardOptions::for_rollout(arms, seed)).unwrap_or_default();
         Ok(Self { model, weights: Arc::new(weights), forward })
     }
 
@@ -63,22 +72,30 @@ impl<'a> PolicyView<'a> {
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
-    pub fn for_training(model: &'a Model, parameters: &Parameters, arms: &Ablations, seed: u64) -> Result<Self> {
-        Ok(Self { forward: ForwardOptions::for_training(arms, seed), ..Self::without_ablations(model, parameters)? })
+    pub fn for_training(
+        model: &'a Model,
+        parameters: &Parameters,
+        arms: &Ablations,
+        seed: u64,
+    ) -> Result<Self> {
+        Ok(Self {
+            forward: ForwardOptions::for_training(arms, seed),
+            ..Self::without_ablations(model, parameters)?
+        })
     }
 
     /// Returns the decoder stack of the policy.
-    pub fn stack(&self) -> DecoderStack<'_> {
+    pub fn decoder_stack(&self) -> DecoderStack<'_> {
         DecoderStack { model: self.model, weights: self.weights.as_ref(), forward: self.forward }
     }
 }
 
 impl ForwardOptions {
     /// Returns the options of the rollout's forward pass under `arms`.
-    fn rollout(arms: &Ablations, seed: u64) -> Self {
+    fn for_rollout(arms: &Ablations, seed: u64) -> Self {
         Self {
             router_noise: noise(arms.rollout_noise(), seed, NoisyPass::Rollout),
-            mantissa_bits: arms.rollout_bits(),
+            mantissa_bits: arms.rollout_mantissa_limit(),
             ..Self::default()
         }
     }
@@ -94,7 +111,7 @@ impl ForwardOptions {
     }
 
     /// Returns the options of the forward pass for the old log-probs, if an ablation asks for one.
-    pub fn second_forward(arms: &Ablations, seed: u64) -> Option<Self> {
+    pub fn for_old_log_probs(arms: &Ablations, seed: u64) -> Option<Self> {
         let router_noise = noise(arms.train_noise(), seed, NoisyPass::SecondForward);
         arms.second_forward_old_logprobs.then(|| Self { router_noise, ..Self::for_training(arms, seed) })
     }

@@ -28,20 +28,20 @@ pub struct WeightRounding {
 
 impl WeightRounding {
     /// Returns the rounding of the policy that samples under `arms`.
-    pub fn of(arms: &Ablations) -> Self {
-        Self { mxfp4: arms.rollout_mxfp4, bits: arms.rollout_bits() }
+    pub fn from_ablations(arms: &Ablations) -> Self {
+        Self { mxfp4: arms.rollout_mxfp4, bits: arms.rollout_mantissa_limit() }
     }
 
     /// Returns a rounding that changes every tensor which `self` or `other` changes.
-    pub fn coarser(self, other: Self) -> Self {
+    pub fn union(self, other: Self) -> Self {
         let bits = self.bits.into_iter().chain(other.bits).min();
         Self { mxfp4: self.mxfp4 || other.mxfp4, bits }
     }
 
     /// Returns the bytes that [`Self::apply`] allocates for a tensor stored in `form`; 0 if it shares the
     /// tensor.
-    pub fn copied_bytes(self, spec: &ParameterSpec, form: WeightFormat) -> u64 {
-        let packed = spec.packed_form(form);
+    pub fn copy_bytes(self, spec: &ParameterSpec, form: WeightFormat) -> u64 {
+        let packed = spec.packed_format(form);
         let coarsened = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedFormat::Mxfp4);
         let shortened =
             self.bits.is_some_and(|bits| packed.is_none_or(|packed| bits < mantissa_bits(packed)));
@@ -51,7 +51,7 @@ impl WeightRounding {
     }
 
     /// Returns the rounding as a change of weights.
-    pub fn change(self) -> WeightChange {
+    pub fn weight_change(self) -> WeightChange {
         Arc::new(move |spec, weight| self.apply(spec, weight))
     }
 

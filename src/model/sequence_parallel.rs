@@ -73,7 +73,7 @@ impl SequenceShards {
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub fn all(&self, what: &str, own: &[f32], lengths: &[usize]) -> Result<Vec<Vec<f32>>> {
+    pub fn gather(&self, what: &str, own: &[f32], lengths: &[usize]) -> Result<Vec<Vec<f32>>> {
         self.exchange(what, vec![own.to_vec(); self.group.len()], lengths)
     }
 
@@ -81,7 +81,7 @@ impl SequenceShards {
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub fn all_rows(self: &Arc<Self>, x: &Tensor) -> Result<Tensor> {
+    pub fn gather_rows(self: &Arc<Self>, x: &Tensor) -> Result<Tensor> {
         Ok(apply([&contiguous(x)?], AllRows { split: self.clone() })?)
     }
 
@@ -89,7 +89,7 @@ impl SequenceShards {
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub fn all_routes(&self, routes: &Tensor) -> Result<Tensor> {
+    pub fn gather_routed_experts(&self, routes: &Tensor) -> Result<Tensor> {
         let top_k = routes.dim(1)?;
         let own: Vec<u8> =
             routes.flatten_all()?.to_vec1::<u32>()?.iter().flat_map(|e| e.to_le_bytes()).collect();
@@ -271,7 +271,7 @@ impl Operation<1> for AllRows {
     fn cpu(&self, [x]: [HostArgument; 1]) -> candle_core::Result<(CpuStorage, Shape)> {
         let (_, width) = x.shape().dims2()?;
         let lengths: Vec<usize> = self.split.ranges.iter().map(|range| range.len() * width).collect();
-        let all = self.split.all("router logits", x.values()?, &lengths).map_err(to_op_error)?;
+        let all = self.split.gather("router logits", x.values()?, &lengths).map_err(to_op_error)?;
         Ok((CpuStorage::F32(all.concat()), Shape::from((self.split.rows(), width))))
     }
 

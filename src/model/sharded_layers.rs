@@ -2,10 +2,10 @@
 
 use super::config::Config;
 use super::layer::Layer;
-use super::matrix::{Adapter, Tensors};
+use super::matrix::{Adapter, ModelTensors};
 use super::names::ParameterSpec;
 use super::storage::{TensorStorage, copy_to_device};
-use super::weights::Layers;
+use super::weights::LayerSource;
 use crate::dist::{Mesh, PendingExchange, ranks_in_shard_order, replicate};
 use crate::ops::Parameter;
 use crate::ops::parameter::GradientSink;
@@ -33,28 +33,32 @@ pub(super) struct GatherPart {
 }
 
 /// Starts one exchange that gathers the sharded tensors of `parts`.
-pub(super) fn start(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Result<PendingExchange> {
+pub(super) fn start_gather(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Result<PendingExchange> {
     let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
     for part in parts.iter().filter(|part| part.stored.is_sharded()) {
         part.stored.append_shard(&mut own)?;
         for (rank, length) in lengths.iter_mut().enumerate() {
-            *length += part.stored.shard_of(&part.spec, part.index, rank, mesh).len();
+            *length += part.stored.shard_range(&part.spec, part.index, rank, mesh).len();
         }
     }
     mesh.start(what, &mesh.all_ranks(), replicate(own, mesh.ranks()), &lengths)
 }
 
 /// Returns the weights of `parts`: sharded ones assembled from the exchange, the others unchanged.
-pub(super) fn finish(mesh: &Mesh, parts: &[GatherPart], started: PendingExchange) -> Result<Vec<Weight>> {
+pub(super) fn finish_gather(
+    mesh: &Mesh,
+    parts: &[GatherPart],
+    started: PendingExchange,
+) -> Result<Vec<Weight>> {
     let came = started.wait()?;
     let mut read = vec![0; came.len()];
     let assemble = |part: &GatherPart| {
         if !part.stored.is_sharded() {
-            return part.stored.whole(&part.spec).cloned();
+            return part.stored.whole_weight(&part.spec).cloned();
         }
         let shards = ranks_in_shard_order(part.index, came.len()).map(|rank| {
             let start = read[rank];
-            read[rank] += part.stored.shard_of(&part.spec, part.index, rank, mesh).len();
+            read[rank] += part.stored.shard_range(&part.spec, part.index, rank, mesh).len();
             &came[rank][start..read[rank]]
         });
         part.stored.assemble(&part.spec, shards.collect::<Vec<_>>().concat())
@@ -104,11 +108,11 @@ impl GatheredUse {
 
 impl ShardedLayers {
     fn start(&self, index: usize) -> Result<PendingExchange> {
-        start(&self.mesh, &format!("weights of layer {index}"), &self.layers[index])
+        start_gather(&self.mesh, &format!("weights of layer {index}"), &self.layers[index])
     }
 }
 
-impl Layers for ShardedLayers {
+impl LayerSource for ShardedLayers {
     fn layer(&self, index: usize, next: Option<usize>) -> Result<Arc<dyn Layer>> {
         let parts = self.layers.get(index).with_context(|| format!("no layer {index}"))?;
         let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
@@ -120,11 +124,11 @@ impl Layers for ShardedLayers {
             *ahead = Some((next, self.start(next)?));
         }
         drop(ahead);
-        let gathered = parts.iter().zip(finish(&self.mesh, parts, started)?);
+        let gathered = parts.iter().zip(finish_gather(&self.mesh, parts, started)?);
         let weights = gathered.map(|(part, weight)| Ok((&*part.spec.name, self.uses.weight(part, weight)?)));
         let weights: HashMap<&str, Weight> = weights.collect::<Result<_>>()?;
         let find = |name: &str| weights.get(name).cloned().with_context(|| format!("no tensor {name}"));
-        let tensors = Tensors { find: &find, adapters: &self.adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters: &self.adapters, ranks: None };
         (self.config.family.layer)(&tensors.layer(index))
     }
 

@@ -44,7 +44,7 @@ impl TensorStorage {
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn shard(values: Vec<f32>) -> Result<Self> {
+    pub fn from_shard(values: Vec<f32>) -> Result<Self> {
         let count = values.len();
         Ok(Self::of_variable(&Var::from_vec(values, count, &Device::Cpu)?, true))
     }
@@ -74,7 +74,7 @@ impl TensorStorage {
             _ if mesh.ranks() == 1 || self.is_sharded => Ok(self),
             Some(Weight::Dense(dense)) if dense.values().is_variable() => {
                 let values = host_values(dense.values())?;
-                Self::shard(values[own(values.len())].to_vec())
+                Self::from_shard(values[own(values.len())].to_vec())
             }
             Some(Weight::Packed(matrix)) if matrix.is_on_host() => {
                 let shard = matrix.shard(own(matrix.size_bytes()))?;
@@ -99,7 +99,7 @@ impl TensorStorage {
     ///
     /// # Errors
     /// When it is sharded or on disk.
-    pub fn whole(&self, spec: &ParameterSpec) -> Result<&Weight> {
+    pub fn whole_weight(&self, spec: &ParameterSpec) -> Result<&Weight> {
         ensure!(!self.is_sharded, "{} is sharded", spec.name);
         self.weight(spec)
     }
@@ -125,7 +125,7 @@ impl TensorStorage {
     }
 
     /// Returns the bytes of the whole tensor when ranks exchange it: f32 values, or packed bytes.
-    pub(super) fn exchanged_bytes(&self, spec: &ParameterSpec) -> usize {
+    pub(super) fn exchange_bytes(&self, spec: &ParameterSpec) -> usize {
         match &self.weight {
             Some(Weight::Packed(matrix)) => matrix.size_bytes(),
             _ => spec.element_count() * size_of::<f32>(),
@@ -133,7 +133,7 @@ impl TensorStorage {
     }
 
     /// Returns the range of those bytes that `rank` holds; empty if the tensor is not sharded.
-    pub(super) fn shard_of(
+    pub(super) fn shard_range(
         &self,
         spec: &ParameterSpec,
         index: usize,
@@ -195,7 +195,7 @@ pub fn copy_to_device(weight: &Weight, device: &Device, spec: &ParameterSpec) ->
 
 impl ParameterSpec {
     /// Returns the packed format of a frozen tensor that is stored in `form`; `None` when it stays f32.
-    pub fn packed_form(&self, form: WeightFormat) -> Option<PackedFormat> {
+    pub fn packed_format(&self, form: WeightFormat) -> Option<PackedFormat> {
         let is_packable = self.is_matrix() && self.role != TensorRole::AdapterFactor;
         // A matrix of one column is not packed.
         let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
@@ -224,7 +224,7 @@ impl ParameterSpec {
 
     /// Returns the bytes in memory of a frozen tensor that is stored in `form`.
     pub fn resident_bytes(&self, form: WeightFormat) -> u64 {
-        match (self.packed_form(form), self.matrix_shape()) {
+        match (self.packed_format(form), self.matrix_shape()) {
             (Some(form), Some(shape)) => form.bytes(shape) as u64,
             _ => (self.element_count() * size_of::<f32>()) as u64,
         }

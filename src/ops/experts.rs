@@ -20,7 +20,7 @@ use super::linear::sum_rows;
 use super::math::dot;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{Gradient, Parameter};
-use super::product::{Precision, GemmThreads, StridedMatrix, backward_product, forward_product, product};
+use super::product::{GemmThreads, Precision, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::cmp::Reverse;

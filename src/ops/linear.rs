@@ -9,7 +9,9 @@ use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, produ
 use super::graph::{apply, contiguous, is_tracked};
 use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
 use super::parameter::{Gradient, Parameter};
-use super::product::{GemmConfig, Precision, GemmThreads, StridedMatrix, backward_product, forward_product, product};
+use super::product::{
+    GemmConfig, GemmThreads, Precision, StridedMatrix, backward_product, forward_product, product,
+};
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 

@@ -10,11 +10,11 @@
 use super::buffer::buffer;
 use super::cpu::host_values;
 use super::cuda::{load_balance_backward, load_balance_forward};
+use super::device_copies::DeviceCopies;
 use super::experts::Dispatch;
 use super::graph::{apply, contiguous};
 use super::math::exp;
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::device_copies::DeviceCopies;
 use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;

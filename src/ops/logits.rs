@@ -400,7 +400,8 @@ mod tests {
     }
 
     fn draws(sampling: SamplingParameters, logits: &[f32], n: u64) -> Vec<Drawn> {
-        let draws: Vec<_> = (0..n).map(|i| (0, stream(1, Purpose::SamplingParameters, &[i]).random::<f64>())).collect();
+        let draws: Vec<_> =
+            (0..n).map(|i| (0, stream(1, Purpose::SamplingParameters, &[i]).random::<f64>())).collect();
         let drawn = row(logits, &sampling).draw(&sampling, &draws).unwrap();
         let tokens: Vec<_> = drawn.iter().map(|d| (0, d.token)).collect();
         if sampling.temperature > 0.0 {

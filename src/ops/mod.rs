@@ -16,8 +16,6 @@ pub mod cpu;
 pub mod cuda;
 pub mod embedding;
 pub mod experts;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-mod skinny_gemm;
 pub mod graph;
 pub mod kv_cache;
 pub mod linear;
@@ -30,7 +28,10 @@ pub mod mxfp4;
 pub mod operation;
 pub mod optimizer;
 pub mod packed;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+mod skinny_gemm;
 // Plain Rust in every build, for the tests; only GPU code uses it.
+pub mod device_copies;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod pages;
 pub mod parameter;
@@ -48,7 +49,6 @@ pub mod swiglu;
 pub mod threads;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod tiles;
-pub mod device_copies;
 pub mod weight;
 
 pub use embedding::{embedding, select_rows, tied_embedding};

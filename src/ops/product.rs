@@ -9,8 +9,8 @@
 //! large transposed matrix and for bf16 products of many rows. A row's result then depends on nothing but
 //! the row and the weights.
 
-use super::skinny_gemm::SkinnyGemm;
 use super::math::dot;
+use super::skinny_gemm::SkinnyGemm;
 use super::tiles;
 use gemm::Parallelism;
 
@@ -88,7 +88,11 @@ impl GemmThreads {
 
     /// Returns the number of threads for `work` multiply-adds.
     pub(super) fn threads(self, work: usize) -> usize {
-        if self == GemmThreads::Pool && super::cpu::in_parallel(work) { rayon::current_num_threads() } else { 1 }
+        if self == GemmThreads::Pool && super::cpu::in_parallel(work) {
+            rayon::current_num_threads()
+        } else {
+            1
+        }
     }
 }
 

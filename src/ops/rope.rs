@@ -7,9 +7,9 @@
 use super::buffer::buffer;
 use super::cpu::host_values;
 use super::cuda::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
+use super::device_copies::DeviceCopies;
 use super::graph::{apply, contiguous, reshape};
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::device_copies::DeviceCopies;
 use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;

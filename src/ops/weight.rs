@@ -8,7 +8,7 @@ use super::packed::{
     PackedFormat, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
 };
 use super::parameter::{Gradient, Parameter};
-use super::product::{GemmConfig, Precision, GemmThreads, backward_product, forward_product};
+use super::product::{GemmConfig, GemmThreads, Precision, backward_product, forward_product};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;

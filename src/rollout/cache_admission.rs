@@ -153,7 +153,8 @@ mod tests {
         let (prompt_max, response_max) = (300, 400);
         for (seed, places) in (0..24).zip([1, 2, 3, 5, 8, 13].into_iter().cycle()) {
             let mut random = stream(seed, Purpose::SamplingParameters, &[]);
-            let room = CacheCapacity { sequences: places, tokens: prompt_max + response_max, fed_tokens_max: 64 };
+            let room =
+                CacheCapacity { sequences: places, tokens: prompt_max + response_max, fed_tokens_max: 64 };
             let pools = [LayerType::Full, LayerType::Sliding]
                 .map(|layer| (layer, Pages::new(room.pages(&config, &layer))));
             let (groups, samples) = (12, 4);

@@ -99,7 +99,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     pub(super) fn new(rollout: &'e Rollout<'e>, source: &'e dyn TokenSource, queue: &'e Queue<'a>) -> Self {
         let settings = &rollout.plan.settings;
         let records = settings.cuda_graphs && !settings.keep_routes;
-        let decoder = if records { Decoder::new(&rollout.policy.stack()) } else { None };
+        let decoder = if records { Decoder::new(&rollout.policy.decoder_stack()) } else { None };
         Self { rollout, source, queue, batch: Vec::new(), decoder, sampled: 0 }
     }
 
@@ -140,7 +140,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         let any = |kind: RefillResult| found.contains(&(kind as u8));
         match (any(RefillResult::Work), own) {
             (true, RefillResult::Work) => self.step(scope)?,
-            (true, _) => self.rollout.policy.stack().forward_without_rows()?,
+            (true, _) => self.rollout.policy.decoder_stack().forward_without_rows()?,
             (false, RefillResult::Nothing) => self.queue.wait_for_work(),
             (false, _) => {}
         }
@@ -160,7 +160,7 @@ impl<'e, 'a> Engine<'e, 'a> {
             return Ok(());
         }
         let policy = self.rollout.policy;
-        let normed = policy.stack().final_norm_rows(&hidden, &Arc::new(feed.rows))?;
+        let normed = policy.decoder_stack().final_norm_rows(&hidden, &Arc::new(feed.rows))?;
         let rows_max = logits_rows_max(policy.model.config.vocab_size);
 
         let mut complete = feed.complete.into_iter().peekable();
@@ -225,11 +225,11 @@ impl<'e, 'a> Engine<'e, 'a> {
         if let Some(decoder) = &mut self.decoder
             && counts.iter().all(|&count| count == 1)
         {
-            return decoder.feed(&policy.stack(), tokens, &mut caches);
+            return decoder.feed(&policy.decoder_stack(), tokens, &mut caches);
         }
         let mut routes: Vec<Vec<u32>> = vec![];
-        let hidden = policy.stack().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
-            if let (true, Some(layer)) = (plan.settings.keep_routes, output.routes()) {
+        let hidden = policy.decoder_stack().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
+            if let (true, Some(layer)) = (plan.settings.keep_routes, output.routed_experts()) {
                 routes.push(layer.flatten_all()?.to_vec1()?);
             }
             Ok(())
@@ -259,7 +259,7 @@ impl<'e, 'a> Engine<'e, 'a> {
             }
         }
         let sampling = self.source.sampling();
-        let logits = self.rollout.policy.stack().logits(normed, &sampling)?;
+        let logits = self.rollout.policy.decoder_stack().logits(normed, &sampling)?;
         let draws: Vec<(usize, f64)> =
             samples.iter_mut().map(|(row, sample, _)| (*row, sample.conversation.draw_uniform())).collect();
         let mut drawn = logits.draw(&sampling, &draws)?;

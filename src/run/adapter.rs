@@ -48,7 +48,7 @@ impl RunAdapter {
             return Err(plan.mistake("adapter", what).into());
         }
         let Some(lora) = found.cloned().or(asked.filter(|_| learns)) else { return Ok(None) };
-        let specs = lora.specs(&base)?;
+        let specs = lora.factor_specs(&base)?;
         let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|asked| !asked.cold_start);
         let after_cold_start = found.is_none() && trains_base_first && plan.recipe.cold_start.steps > 0;
         let trainable = adapter_trainable_flags(plan, &specs, if after_cold_start { &base } else { &[] })?;
@@ -60,8 +60,8 @@ impl RunAdapter {
     /// # Errors
     /// When `parameters` already has an adapter.
     pub fn attach(&self, parameters: &mut Parameters, seed: u64) -> Result<()> {
-        let start = self.lora.start(&parameters.specs, seed, Owner::Policy)?;
-        parameters.adapt(self.lora.clone(), start)
+        let start = self.lora.initial_values(&parameters.specs, seed, Owner::Policy)?;
+        parameters.attach_adapter(self.lora.clone(), start)
     }
 
     /// Returns the trainable flags of all tensors: the `base_tensors` of the base, which are frozen, then the

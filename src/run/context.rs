@@ -7,8 +7,8 @@ use super::preflight::{ErrorList, Preflight};
 use super::source::{ModelSource, Placement, model_folder};
 use crate::bad_input;
 use crate::chat::Chat;
-use crate::checkpoint::Base;
-use crate::checkpoint::save::Companions;
+use crate::checkpoint::BaseModel;
+use crate::checkpoint::save::CompanionFiles;
 use crate::dist::Mesh;
 use crate::dist::RolloutWeights;
 use crate::harmony::Message;
@@ -36,7 +36,7 @@ pub struct RunContext {
     /// The tokenizer and the chat format.
     pub chat: Chat,
     /// The tokenizer files and others that are copied into every checkpoint.
-    pub companions: Companions,
+    pub companions: CompanionFiles,
     pub model: Model,
     pub parameters: Parameters,
     /// Name of the device that computes.
@@ -54,7 +54,7 @@ pub struct RunContext {
     /// The adapter that is trained, or that came with the model.
     pub adapter: Option<RunAdapter>,
     /// The adapter's base as checkpoints name it; `None` until a folder holds it.
-    pub base: Option<Base>,
+    pub base: Option<BaseModel>,
     pub task: Box<dyn Task>,
     /// The Python tool; `None` when the task does not use it.
     pub interpreter: Option<Box<dyn Interpreter>>,

@@ -67,8 +67,8 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     let Some(adapter) = &source.adapter else { return Err(without_adapter(recipe)) };
     let base = source.base()?.context("an adapter without a base")?;
     let specs = source.specs();
-    let names = adapter.lora.specs(&specs)?.into_iter().map(|spec| spec.name);
-    let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.values(&specs)?).collect();
+    let names = adapter.lora.factor_specs(&specs)?.into_iter().map(|spec| spec.name);
+    let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs)?).collect();
     write_folder(out, |aside| {
         let mut manifest = Manifest::default();
         peft::write(aside, &mut manifest, (&adapter.lora, &specs), &base, |name| {

@@ -4,7 +4,7 @@ use super::sampling_folder::MARKER_FILE;
 use super::symlinks::refuse_symlinks;
 use crate::atomic_file::write_file;
 use crate::bad_input;
-use crate::checkpoint::peft::holds_adapter;
+use crate::checkpoint::peft::is_adapter_folder;
 use crate::checkpoint::{self, ResumePoint, TrainerState};
 use crate::integrity::add_checksum;
 use crate::learner::{OptimizerSettings, Schedule};
@@ -98,7 +98,7 @@ impl RunFolder {
                 path.display()
             ));
         }
-        checkpoint::clear_partial(path)?;
+        checkpoint::remove_partial_checkpoints(path)?;
         // A kill may have left one old checkpoint too many.
         checkpoint::prune(path, plan.recipe.checkpoint.keep)?;
         let file = path.join("metrics.jsonl");
@@ -278,7 +278,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
         return Ok(None);
     }
     // An adapter's base may have moved. Its digest identifies it.
-    let adapted = checkpoint::newest_folder(path)?.is_some_and(|newest| holds_adapter(&newest));
+    let adapted = checkpoint::newest_folder(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| adapted);
     let moved: Vec<String> = base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
     let stored = RecipeSource::Run(path.to_owned()).resolve(&moved)?;
@@ -305,7 +305,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     }
     let stored = stored_plan(path, plan)?;
     let steps = plan.recipe.train.steps;
-    let Some(point) = checkpoint::newest(path)? else {
+    let Some(point) = checkpoint::newest_intact_checkpoint(path)? else {
         let line = format!("resuming {}: it has no checkpoint yet, so from the start", path.display());
         return Ok((vec![line], None));
     };

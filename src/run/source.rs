@@ -5,14 +5,14 @@ use super::memory::ModelCommand;
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::checkpoint;
-use crate::checkpoint::Base;
-use crate::checkpoint::load::{ModelFolder, weights_present};
-use crate::checkpoint::peft::{AdapterFolder, base_of, holds_adapter};
-use crate::checkpoint::save::Companions;
+use crate::checkpoint::BaseModel;
+use crate::checkpoint::load::{ModelFolder, has_weights};
+use crate::checkpoint::peft::{AdapterFolder, is_adapter_folder, read_base};
+use crate::checkpoint::save::CompanionFiles;
 use crate::dist::Mesh;
 use crate::error::shell_quote;
 use crate::metrics::{Console, Phase};
-use crate::model::config::{Config, WeightFormat, Rope};
+use crate::model::config::{Config, Rope, WeightFormat};
 use crate::model::init::{InitSettings, init};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::names::{ParameterSpec, parameter_specs};
@@ -36,7 +36,7 @@ const SHOWN_MEGABYTES: u64 = 256;
 pub(super) struct ModelSource {
     pub(super) config: Config,
     pub(super) chat: Chat,
-    pub(super) companions: Companions,
+    pub(super) companions: CompanionFiles,
     /// The files of weights; `None` for random weights.
     pub(super) weights: Option<Arc<ModelFolder>>,
     /// The folder if it lacks weights, for a warning.
@@ -94,7 +94,7 @@ impl ModelSource {
                 };
                 let config = config_of(architecture, &chat);
                 config.check()?;
-                let companions = Companions::of(&chat);
+                let companions = CompanionFiles::from_chat(&chat);
                 let forms = vec![WeightFormat::F32; parameter_specs(&config).len()];
                 Ok(Self {
                     config,
@@ -114,7 +114,7 @@ impl ModelSource {
 
     /// Opens the model in `folder`, either a base, or an adapter that names its base.
     pub(super) fn from_folder(folder: &Path) -> Result<Self> {
-        match holds_adapter(folder) {
+        match is_adapter_folder(folder) {
             true => Self::from_adapter(folder, None),
             false => Self::from_base(folder),
         }
@@ -122,7 +122,7 @@ impl ModelSource {
 
     /// Opens the adapter in `folder` on its base. The base may also be at `named`.
     pub(super) fn from_adapter(folder: &Path, named: Option<&Path>) -> Result<Self> {
-        let Some(base) = base_of(folder)? else {
+        let Some(base) = read_base(folder)? else {
             return Err(bad_input!(
                 "{}: this adapter does not say which base it was trained on; name both: --set model.path=BASE --set model.adapter={}",
                 folder.display(),
@@ -144,7 +144,7 @@ impl ModelSource {
         }
         let adapter = AdapterFolder::open(folder, &self.specs())?;
         if let (Some(wanted), Some(own)) = (&adapter.base, &self.folder)
-            && Base::of(own)?.digest != wanted.digest
+            && BaseModel::of(own)?.digest != wanted.digest
         {
             return Err(bad_input!(
                 "model.adapter: {} was trained on another base than {}: their weights or configs differ; name the base that it \
@@ -159,18 +159,18 @@ impl ModelSource {
     }
 
     /// Returns the base as a checkpoint names it; `None` if no folder holds it.
-    pub(super) fn base(&self) -> Result<Option<Base>> {
+    pub(super) fn base(&self) -> Result<Option<BaseModel>> {
         match (&self.adapter, &self.folder, &self.weights) {
             (Some(AdapterFolder { base: Some(base), .. }), Some(folder), _) => {
-                Ok(Some(Base { path: folder.clone(), digest: base.digest.clone() }))
+                Ok(Some(BaseModel { path: folder.clone(), digest: base.digest.clone() }))
             }
-            (_, Some(folder), Some(_)) => Base::of(folder).map(Some),
+            (_, Some(folder), Some(_)) => BaseModel::of(folder).map(Some),
             _ => Ok(None),
         }
     }
 
     fn from_base(folder: &Path) -> Result<Self> {
-        if holds_adapter(folder) {
+        if is_adapter_folder(folder) {
             return Err(bad_input!(
                 "{}: is an adapter, which cannot be the base of another; name its base, or remove model.adapter",
                 folder.display()
@@ -188,9 +188,9 @@ impl ModelSource {
                 config.vocab_size
             ));
         }
-        let companions = Companions::read(folder, &chat)?;
+        let companions = CompanionFiles::read(folder, &chat)?;
         let specs = parameter_specs(&config);
-        let (weights, lacks_weights, forms) = if weights_present(folder) {
+        let (weights, lacks_weights, forms) = if has_weights(folder) {
             let weights = ModelFolder::open(folder, &config)?;
             let forms = specs.iter().map(|spec| weights.format_of(spec)).collect();
             (Some(Arc::new(weights)), None, forms)
@@ -233,7 +233,7 @@ impl ModelSource {
         let backend = Backend { device: device.clone(), mesh: mesh.clone(), precision: precision(recipe) };
         let mut parameters = self.base_parameters(recipe, trainable, intent, &backend, placement, console)?;
         if let Some(adapter) = &self.adapter {
-            parameters.adapt(adapter.lora.clone(), adapter.values(&self.specs())?)?;
+            parameters.attach_adapter(adapter.lora.clone(), adapter.read_values(&self.specs())?)?;
         }
         Ok(parameters)
     }
@@ -274,8 +274,8 @@ impl ModelSource {
                 Arc::new(|spec, weight| Ok(Weight::dense(&weight.decode(&spec.working_shape())?)));
             let changes = match recipe.model.dtype {
                 Dtype::F32 => vec![],
-                Dtype::Bf16 => vec![to_bf16.change()],
-                Dtype::Bf16Dot => vec![unpacked, to_bf16.change()],
+                Dtype::Bf16 => vec![to_bf16.weight_change()],
+                Dtype::Bf16Dot => vec![unpacked, to_bf16.weight_change()],
             };
             return Parameters::leave_on_disk(&self.config, backend, folder.clone(), changes);
         }
@@ -297,7 +297,7 @@ impl ModelSource {
                 if packed.is_some() { placement == Placement::Sharded } else { trainable[index] };
             let stored = match packed {
                 Some(packed) => TensorStorage::from_weight(packed),
-                None => TensorStorage::variable(&spec, rounded(folder.values(&spec)?))?,
+                None => TensorStorage::variable(&spec, rounded(folder.read_values(&spec)?))?,
             };
             let before = megabytes(read);
             read += bytes[index];
@@ -374,7 +374,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
         *path = folder;
     }
     *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone());
-    if !checkpoint::holds_state(path) {
+    if !checkpoint::has_state(path) {
         return Ok(0);
     }
     let state = checkpoint::read_state(path)?;
@@ -389,8 +389,9 @@ fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<Pat
         RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let is_base = |path: &Path| path.join("config.json").is_file() && !holds_adapter(path);
-    let adapted = folder.filter(|folder| holds_adapter(folder) && model.path.as_deref().is_some_and(is_base));
+    let is_base = |path: &Path| path.join("config.json").is_file() && !is_adapter_folder(path);
+    let adapted =
+        folder.filter(|folder| is_adapter_folder(folder) && model.path.as_deref().is_some_and(is_base));
     Ok(adapted.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
 }
 
@@ -418,8 +419,9 @@ pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
 
 /// Returns the folder of the adapter: `path` itself, or the last checkpoint if `path` is a run folder.
 fn adapter_folder(path: &Path) -> Result<PathBuf> {
-    let newest = if holds_adapter(path) { Some(path.to_owned()) } else { checkpoint::newest_folder(path)? };
-    newest.filter(|folder| holds_adapter(folder)).ok_or_else(|| {
+    let newest =
+        if is_adapter_folder(path) { Some(path.to_owned()) } else { checkpoint::newest_folder(path)? };
+    newest.filter(|folder| is_adapter_folder(folder)).ok_or_else(|| {
         bad_input!(
             "{}: holds no adapter_config.json and no run with an adapter; set model.adapter to a folder in PEFT's format, a \
              checkpoint or a run folder",

@@ -20,4 +20,6 @@ pub use mistake::{Mistake, Mistakes, Place};
 pub(crate) use reader::{Origin, Reader, Written};
 pub(crate) use scalar::{Found, Scalar};
 pub use table::Entry;
-pub(crate) use table::{Field, Note, Table, changed_entries, default, entries, join, limits, list_table, table};
+pub(crate) use table::{
+    Field, Note, Table, changed_entries, default, entries, join, limits, list_table, table,
+};

@@ -33,7 +33,8 @@ pub(crate) trait Scalar: Sized {
 
 impl<T: Scalar> Field for T {
     fn read(&mut self, limits: Option<Limits>, written: &Written, reader: &mut Reader) {
-        let found = Found { value: written.value.get_ref(), unquoted: reader.unquoted_text(written.value.span()) };
+        let found =
+            Found { value: written.value.get_ref(), unquoted: reader.unquoted_text(written.value.span()) };
         match T::parse(&found, limits) {
             Ok(value) => {
                 *self = value;

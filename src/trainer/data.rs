@@ -83,6 +83,6 @@ fn held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> 
     }
     (0..cold_start.validation_rows_max as u64)
         .map_while(|index| context.task.held_out_demonstration(index))
-        .map(|demonstration| rendering.demonstration(&demonstration))
+        .map(|demonstration| rendering.render_demonstration(&demonstration))
         .collect()
 }

@@ -76,7 +76,7 @@ impl Trainer {
         stop: StopFlag,
         point: Option<&ResumePoint>,
     ) -> Result<Self> {
-        context.parameters.train_only(&context.trainable)?;
+        context.parameters.set_trainable(&context.trainable)?;
         let steered = point.and_then(|point| point.state.kl_coefficient);
         let kl = Self::kl_controller(&context.recipe().policy.kl, steered)?;
         let mut monitor = Monitor::new(context.recipe());
@@ -117,19 +117,19 @@ impl Trainer {
             let at = at.lock().unwrap_or_else(PoisonError::into_inner).clone();
             console.print(&format!("finishing {at}, then saving; again to stop at once"));
         })?;
-        self.keep_base()?;
+        self.save_base_model()?;
         let (mut rl_start, mut resumed) = (0, None);
         match done {
             Some((Phase::Rl, step)) => (rl_start, resumed) = (step, point),
             _ if recipe.cold_start.steps > 0 => {
                 let optimizer = self.optimizer(&recipe.cold_start.optimizer, point.as_ref())?;
-                if self.cold_start(optimizer, done.map_or(0, |(_, step)| step))? {
+                if self.sft_warm_up(optimizer, done.map_or(0, |(_, step)| step))? {
                     return Ok(true);
                 }
             }
             _ => {}
         }
-        self.begin_adapter()?;
+        self.attach_adapter()?;
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
         let critic = self.critic(resumed.as_ref())?;
         self.set_reference(resumed.as_ref())?;
@@ -230,7 +230,7 @@ impl Trainer {
         }
         progress.finish();
         ensure!(
-            !self.monitor.all_failed(),
+            !self.monitor.has_only_failures(),
             "every trajectory of the run failed, so nothing was learned: the task's program or the tool's workers failed each \
              time, see the warnings above; rloss check RECIPE asks the program again"
         );

@@ -72,7 +72,7 @@ impl Monitor {
     }
 
     /// Returns whether there were trajectories and all of them failed.
-    pub fn all_failed(&self) -> bool {
+    pub fn has_only_failures(&self) -> bool {
         self.trajectories > 0.0 && self.failed >= self.trajectories
     }
 
@@ -186,13 +186,13 @@ mod tests {
         {
             assert!(told[0].contains(part), "{part} in {told:?}");
         }
-        assert!(!monitor.all_failed());
+        assert!(!monitor.has_only_failures());
         assert!(monitor.record(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
         let mut monitor = self::monitor();
-        assert!(!monitor.all_failed(), "a run without trajectories did not fail");
+        assert!(!monitor.has_only_failures(), "a run without trajectories did not fail");
         let lines: usize = (1..=10).map(|at| monitor.record(at, &step(1.0, 1.0, 0.0)).len()).sum();
         assert_eq!(lines, 3, "steps 1, 3 and 10 of the same trouble");
-        assert!(monitor.all_failed());
+        assert!(monitor.has_only_failures());
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::metrics::{Metrics, Phase};
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::informative_groups;
 use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts};
-use crate::trajectory::{Group, TokenFigures, TrajectoryRow};
+use crate::trajectory::{Group, TokenStats, TrajectoryRow};
 use anyhow::{Context, Result};
 
 /// The rollouts of a step, and the groups used for training.
@@ -25,7 +25,7 @@ impl SampleOutput {
 
     /// Returns the first `count` rows of the step. Trained trajectories have the token figures `learned`, in
     /// their order.
-    pub fn rows(&self, count: usize, learned: &[TokenFigures]) -> Vec<TrajectoryRow> {
+    pub fn rows(&self, count: usize, learned: &[TokenStats]) -> Vec<TrajectoryRow> {
         let mut rows: Vec<TrajectoryRow> = self.drawn.rows(Phase::Rl).take(count).collect();
         let sizes: Vec<usize> = self.drawn.groups.iter().map(|group| group.trajectories.len()).collect();
         let start = |group: usize| -> usize { sizes[..group].iter().sum() };

@@ -37,7 +37,7 @@ impl Trainer {
 
     /// Warns if the disk has too little space for the next checkpoints.
     pub(super) fn check_disk_space(&self) {
-        let policy = checkpoint::bytes(self.form(), &self.context.parameters);
+        let policy = checkpoint::estimate_bytes(self.form(), &self.context.parameters);
         // A critic is as large as the policy, or as its adapter, in f32 with its optimizer state.
         let critic = self
             .context
@@ -45,7 +45,7 @@ impl Trainer {
             .recipe
             .critic
             .as_ref()
-            .map_or(0, |_| checkpoint::bytes(WeightFormat::F32, &self.context.parameters));
+            .map_or(0, |_| checkpoint::estimate_bytes(WeightFormat::F32, &self.context.parameters));
         if let Some(lack) = self.folder.disk_space_warning(policy + critic) {
             self.console.print(&format!("warning: {lack}"));
         }
@@ -89,8 +89,6 @@ impl Trainer {
                 .map_err(|error| folder.explain_write_error(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
-        context
-            .mesh()
-            .run_on_rank_zero(write, |asked| checkpoint::serve(&context.parameters, critic, &asked))
+        context.mesh().run_on_rank_zero(write, |asked| checkpoint::serve(&context.parameters, critic, &asked))
     }
 }

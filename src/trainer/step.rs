@@ -4,7 +4,7 @@
 use super::Trainer;
 use super::sample::SampleOutput;
 use crate::learner::advantages::AdvantageEstimator;
-use crate::learner::batch::{Batch, Forward};
+use crate::learner::batch::{Batch, ForwardResult};
 use crate::learner::batch_runner::{BatchRunner, MicroBatchValues};
 use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::forward_backward::PassSettings;
@@ -18,7 +18,7 @@ use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::ratio::OldLogprob;
 use crate::policy::{KlPlace, PolicySettings, RouterReplay};
-use crate::trajectory::{Group, TokenFigures};
+use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
 
 impl Trainer {
@@ -29,7 +29,7 @@ impl Trainer {
         step: u64,
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
-    ) -> Result<(SampleOutput, Metrics, Vec<TokenFigures>)> {
+    ) -> Result<(SampleOutput, Metrics, Vec<TokenStats>)> {
         let sampled = self.sample(step)?;
         let groups = sampled.training_groups();
         let (metrics, tokens) = self.policy_step(step).run(&groups, optimizer, critic)?;
@@ -50,7 +50,7 @@ impl Trainer {
             train: &recipe.train,
             kl_coefficient: self.kl.coefficient(),
             pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
-            second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
+            second_forward: ForwardOptions::for_old_log_probs(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
             timings: &self.timings,
         }
@@ -82,7 +82,7 @@ pub struct PolicyStep<'a> {
 pub struct Update {
     /// Means over the update's own tokens.
     pub metrics: Metrics,
-    pub forward: Forward,
+    pub forward: ForwardResult,
 }
 
 impl PolicyStep<'_> {
@@ -97,7 +97,7 @@ impl PolicyStep<'_> {
         groups: &[&Group],
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
-    ) -> Result<(Metrics, Vec<TokenFigures>)> {
+    ) -> Result<(Metrics, Vec<TokenStats>)> {
         let warming_up = self.warms_up(critic.as_deref());
         let (batch, mut forward, mut metrics) =
             self.timings.time("old_log_prob", || self.prepare(groups, critic.as_deref()))?;
@@ -111,11 +111,11 @@ impl PolicyStep<'_> {
             forward = first.filter(|_| self.train.minibatches == 1).or(forward);
         }
         if let Some(forward) = &forward {
-            metrics.extend(batch.mismatch(forward)?);
+            metrics.extend(batch.mismatch_metrics(forward)?);
         }
         let of_forward = || forward.as_ref().map(|forward| &forward.log_probs);
         let training = batch.training_log_probs.as_ref().or_else(of_forward);
-        Ok((metrics, batch.token_figures(training.map(Vec::as_slice))))
+        Ok((metrics, batch.token_stats(training.map(Vec::as_slice))))
     }
 
     /// Returns the batch for all updates, the policy's forward over it if one ran, and the metrics.
@@ -126,7 +126,7 @@ impl PolicyStep<'_> {
         &self,
         groups: &[&Group],
         critic: Option<&Critic>,
-    ) -> Result<(Batch, Option<Forward>, Metrics)> {
+    ) -> Result<(Batch, Option<ForwardResult>, Metrics)> {
         let mut batch = Batch::new(groups, self.runner.packing_parameters(self.train.micro_batch_tokens));
         let forward = self.score(&mut batch, groups, critic)?;
         let estimator = AdvantageEstimator {
@@ -136,7 +136,7 @@ impl PolicyStep<'_> {
             response_tokens_max: self.response_tokens_max,
             critic: critic.map(|critic| self.critic_step(&critic.settings, &critic.parameters)),
         };
-        let mut metrics = estimator.fill(&mut batch, groups)?;
+        let mut metrics = estimator.estimate(&mut batch, groups)?;
         metrics.extend(correct_rollout(&mut batch, &self.policy.correction)?);
         Ok((batch, forward, metrics))
     }
@@ -148,18 +148,22 @@ impl PolicyStep<'_> {
         batch: &mut Batch,
         groups: &[&Group],
         critic: Option<&Critic>,
-    ) -> Result<Option<Forward>> {
+    ) -> Result<Option<ForwardResult>> {
         let replay = self.policy.router_replay;
         if self.policy.kl.place != KlPlace::None {
             let parameters = self.reference.context("policy.kl without a reference")?;
             let outputs =
                 BatchRunner { parameters, ..self.runner }.forward(&batch.micro_batches, self.pass)?;
-            batch.reference_log_probs = Some(batch.forward(&outputs)?.log_probs);
+            batch.reference_log_probs = Some(batch.join_forward(&outputs)?.log_probs);
         }
         let config = &self.runner.model.config;
-        let sampled = routed_experts::experts_from_sampling(groups, config.num_hidden_layers, config.num_experts_per_tok);
+        let sampled = routed_experts::experts_from_sampling(
+            groups,
+            config.num_hidden_layers,
+            config.num_experts_per_tok,
+        );
         match replay == RouterReplay::Rollout {
-            true => batch.replay(sampled?)?,
+            true => batch.set_replay(sampled?)?,
             false => batch.rollout_routes = sampled.ok(),
         }
         let mut forward = None;
@@ -167,10 +171,10 @@ impl PolicyStep<'_> {
             let options = self.second_forward.unwrap_or(self.pass.forward);
             let pass = PassSettings { forward: options, ..self.pass };
             let outputs = self.runner.forward(&batch.micro_batches, pass)?;
-            let found = batch.forward(&outputs)?;
+            let found = batch.join_forward(&outputs)?;
             batch.training_log_probs = Some(found.log_probs.clone());
             if replay == RouterReplay::Recompute {
-                batch.replay(routed_experts::experts_from_forward(&batch.micro_batches, &outputs)?)?;
+                batch.set_replay(routed_experts::experts_from_forward(&batch.micro_batches, &outputs)?)?;
             }
             forward = Some(found);
         }
@@ -208,7 +212,11 @@ impl PolicyStep<'_> {
     }
 
     /// Runs the policy's updates. Returns their metrics and the forward of the first update.
-    fn update_policy(&self, batch: &Batch, optimizer: &mut Optimizer) -> Result<(Metrics, Option<Forward>)> {
+    fn update_policy(
+        &self,
+        batch: &Batch,
+        optimizer: &mut Optimizer,
+    ) -> Result<(Metrics, Option<ForwardResult>)> {
         let &TrainSettings { minibatches, epochs, .. } = self.train;
         let lr = optimizer.learning_rate(self.step, self.train.steps);
         let mut first = None;
@@ -271,14 +279,14 @@ impl PolicyStep<'_> {
         }
         let updates = self.train.minibatches * self.train.epochs;
         let loss = UpdateLoss::new(batch, self.policy, self.anchor(), updates, self.response_tokens_max)?;
-        let shares = MicroBatchValues::of(&batch.micro_batches);
+        let shares = MicroBatchValues::new(&batch.micro_batches);
         let outputs = self.runner.accumulate(&batch.micro_batches, self.pass, &|index, columns| {
-            let (share, gradient) = loss.share(index, columns)?;
-            shares.put(index, share);
+            let (share, gradient) = loss.loss_share(index, columns)?;
+            shares.set(index, share);
             Ok(gradient)
         })?;
-        let metrics = loss.metrics(&shares.all()?, &outputs, self.pass.load_balance > 0.0);
-        Ok(Some(Update { metrics, forward: batch.forward(&outputs)? }))
+        let metrics = loss.metrics(&shares.into_values()?, &outputs, self.pass.load_balance > 0.0);
+        Ok(Some(Update { metrics, forward: batch.join_forward(&outputs)? }))
     }
 
     fn critic_step<'c>(&'c self, settings: &'c CriticSettings, parameters: &'c Parameters) -> CriticStep<'c> {

@@ -3,11 +3,11 @@
 use crate::model::case::{Case, Figures};
 use crate::tiny::{self, load};
 use crate::{model_files, qwen2};
-use rloss::checkpoint::Base;
+use rloss::checkpoint::BaseModel;
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::merge::merge;
 use rloss::checkpoint::peft::{self, AdapterFolder};
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
 use rloss::integrity::Manifest;
 use rloss::learner::batch_runner::BatchRunner;
@@ -72,10 +72,11 @@ fn random_adapters_agree_with_peft() {
             let base = folder.join("base");
             let case = Case::adapted(&base, folder);
             rewrite(&folder.join("adapter"), &base, &folder.join("saved"));
-            let tensor = |spec: &ParameterSpec| merged(&case.parameters, spec);
+            let tensor = |spec: &ParameterSpec| merge(&case.parameters, spec);
             std::fs::create_dir_all(folder.join("merged")).unwrap();
-            let (config, companions) = (&case.model.config, Companions::default());
-            save(&folder.join("merged"), config, WeightFormat::F32, &companions, SHARD_BYTES_MAX, tensor).unwrap();
+            let (config, companions) = (&case.model.config, CompanionFiles::default());
+            save(&folder.join("merged"), config, WeightFormat::F32, &companions, SHARD_BYTES_MAX, tensor)
+                .unwrap();
             (name.clone(), compare(case, &name))
         })
         .collect();
@@ -86,11 +87,11 @@ fn random_adapters_agree_with_peft() {
 fn rewrite(from: &Path, base: &Path, to: &Path) {
     let specs = parameter_specs(&Config::read(base).unwrap());
     let adapter = AdapterFolder::open(from, &specs).unwrap();
-    let names = adapter.lora.specs(&specs).unwrap().into_iter().map(|spec| spec.name);
-    let values: BTreeMap<String, Vec<f32>> = names.zip(adapter.values(&specs).unwrap()).collect();
+    let names = adapter.lora.factor_specs(&specs).unwrap().into_iter().map(|spec| spec.name);
+    let values: BTreeMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs).unwrap()).collect();
     std::fs::create_dir_all(to).unwrap();
     let mut manifest = Manifest::default();
-    let base = Base::of(base).unwrap();
+    let base = BaseModel::of(base).unwrap();
     let factor = |name: &str| Ok(values[name].clone());
     peft::write(to, &mut manifest, (&adapter.lora, &specs), &base, factor).unwrap();
 }
@@ -139,13 +140,13 @@ fn settings(recompute_layers: bool) -> PassSettings {
 /// An adapter of `rank` on all that can have one, with values of which every one matters.
 fn adapt(parameters: &mut Parameters, config: &Config, rank: usize) {
     let lora = Lora { rank, alpha: 8.0, rslora: true, targets: default_targets(config) };
-    let mut values = lora.start(&parameters.specs, 3, Owner::Policy).unwrap();
+    let mut values = lora.initial_values(&parameters.specs, 3, Owner::Policy).unwrap();
     for values in &mut values {
         values.iter_mut().enumerate().for_each(|(i, v)| *v += ((i * 7 % 13) as f32 - 6.0) * 0.01);
     }
     let base = parameters.len();
-    parameters.adapt(lora, values).unwrap();
-    parameters.train_only(&(0..parameters.len()).map(|i| i >= base).collect::<Vec<_>>()).unwrap();
+    parameters.attach_adapter(lora, values).unwrap();
+    parameters.set_trainable(&(0..parameters.len()).map(|i| i >= base).collect::<Vec<_>>()).unwrap();
 }
 
 /// A random model of `config` as its folder in `form` gives it: decoded, and held as it lies there.
@@ -155,12 +156,12 @@ fn both(config: &Config, form: WeightFormat) -> [Parameters; 2] {
         crate::tiny::parameters(config, init(config, &start, 8).unwrap().into_iter().map(Ok)).unwrap();
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(&parameters, &spec.name).clone());
-    save(folder.path(), config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    save(folder.path(), config, form, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
     let files = ModelFolder::open(folder.path(), config).unwrap();
     let held = parameter_specs(config).into_iter().map(|spec| {
         let stored = match files.read_packed(&spec)? {
             Some(packed) => TensorStorage::from_weight(packed),
-            None => TensorStorage::variable(&spec, files.values(&spec)?)?,
+            None => TensorStorage::variable(&spec, files.read_values(&spec)?)?,
         };
         Ok((spec, stored))
     });
@@ -247,9 +248,9 @@ fn a_fresh_adapter_leaves_every_bit_and_off_it_is_the_base() {
     let batches = MicroBatch::split(&every(&tiny::sequences(272, &[50, 31, 9], 1)), usize::MAX);
     let before = log_probs(&model, &parameters, &batches);
     let lora = Lora { rank: 4, alpha: 8.0, rslora: false, targets: default_targets(&config) };
-    let start = lora.start(&parameters.specs, 0, Owner::Policy).unwrap();
-    assert_ne!(start, lora.start(&parameters.specs, 0, Owner::Critic).unwrap());
-    parameters.adapt(lora, start).unwrap();
+    let start = lora.initial_values(&parameters.specs, 0, Owner::Policy).unwrap();
+    assert_ne!(start, lora.initial_values(&parameters.specs, 0, Owner::Critic).unwrap());
+    parameters.attach_adapter(lora, start).unwrap();
     assert_eq!(before, log_probs(&model, &parameters, &batches));
     assert_eq!(before, log_probs(&model, &parameters.without_adapter(), &batches));
 }
@@ -383,7 +384,7 @@ fn a_merged_matrix_acts_as_the_two_side_by_side() {
         let case = Case::adapted(&fixture(base), &fixture(name));
         let specs = parameter_specs(&case.model.config);
         let values = specs.into_iter().map(|spec| {
-            let values = tiny::values(&merged(&case.parameters, &spec)?);
+            let values = tiny::values(&merge(&case.parameters, &spec)?);
             Ok((spec, values))
         });
         let merged = crate::tiny::parameters(&case.model.config, values).unwrap();

@@ -6,10 +6,10 @@ use rloss::chat::Chat;
 use rloss::chat::Format;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::metrics::Console;
-use rloss::mismatch::against;
 use rloss::mismatch::causes::causes;
-use rloss::mismatch::diagnose::{Reference, Verdict};
-use rloss::mismatch::rows::{Reader, TokenRow, TokenRows};
+use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
+use rloss::mismatch::external_engine;
+use rloss::mismatch::rows::{RowReader, TokenRow, TokenRows};
 use rloss::model::config::Config;
 use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
@@ -30,7 +30,7 @@ fn config() -> Config {
 
 fn read(files: &[PathBuf]) -> anyhow::Result<TokenRows> {
     let (config, tokenizer) = (config(), HarmonyTokenizer::from_embedded().unwrap());
-    Reader::new(&config, 256, &tokenizer, 1.0).read(files)
+    RowReader::new(&config, 256, &tokenizer, 1.0).read(files)
 }
 
 /// Writes `text` and reads it.
@@ -72,11 +72,11 @@ impl Fixture {
         [None].into_iter().chain(found.into_iter().map(Some)).collect()
     }
 
-    fn compare(&self, rows: &[TokenRow]) -> against::Comparison {
+    fn compare(&self, rows: &[TokenRow]) -> external_engine::Comparison {
         let Self { threads, model, parameters, chat } = self;
         let console = &Console::silent();
-        let reference = Reference { threads, model, parameters, earlier: None, console };
-        against::compare(reference, chat, rows, 1000, (0.2, 0.2)).unwrap()
+        let reference = UnmodifiedModel { threads, model, parameters, earlier: None, console };
+        external_engine::compare(reference, chat, rows, 1000, (0.2, 0.2)).unwrap()
     }
 }
 
@@ -250,7 +250,7 @@ fn reference_cases_get_their_verdict() {
         let names =
             |verdict: &Verdict| -> Vec<&str> { verdict.causes().iter().map(|cause| cause.name).collect() };
         let right = match (kind, &found.verdict) {
-            ("none", verdict) => !verdict.differs(),
+            ("none", verdict) => !verdict.has_mistake(),
             (partial, verdict) if partial.contains("of the") || partial == "one expert" => {
                 matches!(verdict, Verdict::Unknown(_))
             }
@@ -260,7 +260,7 @@ fn reference_cases_get_their_verdict() {
             _ => false,
         };
         if !right {
-            wrong.push(format!("{name}: {} {:?}", found.verdict.words(), names(&found.verdict)));
+            wrong.push(format!("{name}: {} {:?}", found.verdict.to_text(), names(&found.verdict)));
         }
     }
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong.join("\n"));

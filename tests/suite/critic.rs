@@ -119,7 +119,7 @@ fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
     let fixture = Fixture::new(CriticSettings::default());
     let (critic, policy) = (&fixture.critic.parameters, &fixture.policy);
     for (index, spec) in policy.specs.iter().enumerate().filter(|(_, spec)| spec.name != "lm_head.weight") {
-        let position = critic.position(&spec.name).unwrap();
+        let position = critic.index_of(&spec.name).unwrap();
         let read = |p: &Parameters, i: usize| tiny::values(p.values(i).unwrap());
         assert_eq!(read(critic, position), read(policy, index), "{}", spec.name);
     }
@@ -138,11 +138,11 @@ fn the_heads_gradient_is_the_hand_form() {
     let targets = targets_of(&fixture);
     let values = fixture.values();
     let (_, gradients) = fixture.squared(&targets, true);
-    let bias = fixture.critic.parameters.position("score.bias").unwrap();
+    let bias = fixture.critic.parameters.index_of("score.bias").unwrap();
     let sum: f64 = values.iter().zip(&targets).map(|(v, t)| f64::from(v - t)).sum();
     assert!((f64::from(gradients.values[bias].as_ref().unwrap()[0]) - sum).abs() < 1e-4 * sum.abs().max(1.0));
     // V is linear in the head: its gradient times the weights, plus the bias's, is Σ (V − R)·V.
-    let weight = fixture.critic.parameters.position("score.weight").unwrap();
+    let weight = fixture.critic.parameters.index_of("score.weight").unwrap();
     let weights = tiny::values(fixture.critic.parameters.values(weight).unwrap());
     let product = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| f64::from(x * y)).sum::<f64>();
     let errors: Vec<f32> = values.iter().zip(&targets).map(|(v, t)| v - t).collect();

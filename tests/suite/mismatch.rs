@@ -4,10 +4,10 @@ use crate::tiny;
 use rloss::chat::Format;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
-use rloss::mismatch::diagnose::{Reference, Verdict};
-use rloss::mismatch::measure::Measure;
+use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
 use rloss::mismatch::engine_log_probs::EngineLogProbs;
-use rloss::mismatch::output::Line;
+use rloss::mismatch::measure::AblationMeasurement;
+use rloss::mismatch::output::ResultLine;
 use rloss::model::ablations::Ablations;
 use rloss::model::cache::CacheCapacity;
 use rloss::model::forward::{ForwardOptions, Model};
@@ -34,9 +34,9 @@ impl World {
         Self { threads: Threads::new(2).unwrap(), model, parameters, console: Console::silent() }
     }
 
-    fn reference(&self) -> Reference<'_> {
+    fn reference(&self) -> UnmodifiedModel<'_> {
         let Self { threads, model, parameters, console } = self;
-        Reference { threads, model, parameters, earlier: None, console }
+        UnmodifiedModel { threads, model, parameters, earlier: None, console }
     }
 
     /// Rollouts of the arithmetic task under `arms`.
@@ -52,7 +52,7 @@ impl World {
             (0..6).map(|index| Prompt { index, problem: task.training_problem(1, index) }).collect();
         let rollout = Rollout {
             threads: &self.threads,
-            policy: &PolicyView::rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
+            policy: &PolicyView::for_rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
             chat: &Format::Harmony.read_embedded().unwrap(),
             task: task.as_ref(),
             interpreter: None,
@@ -64,15 +64,17 @@ impl World {
         rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()
     }
 
-    fn line(&self, trajectories: &[Trajectory], sampled_under: &Ablations, arms: &Ablations) -> Line {
+    fn line(&self, trajectories: &[Trajectory], sampled_under: &Ablations, arms: &Ablations) -> ResultLine {
         let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
         let reference = self.reference();
-        let measure = Measure::new(reference, &trajectories, sampled_under, 0, 1.0, (0.2, 0.2), 500).unwrap();
-        measure.line("row", arms).unwrap()
+        let measure =
+            AblationMeasurement::new(reference, &trajectories, sampled_under, 0, 1.0, (0.2, 0.2), 500)
+                .unwrap();
+        measure.measure("row", arms).unwrap()
     }
 }
 
-fn value(line: &Line, name: &str) -> f64 {
+fn value(line: &ResultLine, name: &str) -> f64 {
     line.metrics.iter().find(|(key, _)| key == name).and_then(|(_, v)| *v).unwrap()
 }
 
@@ -161,7 +163,7 @@ fn causes_are_recognised_and_a_temperature_is_estimated() {
     let plain = ForwardOptions::default();
     let found = |observed: EngineLogProbs| world.reference().diagnose(&observed).unwrap().verdict;
     let named = |verdict: Verdict| match verdict {
-        Verdict::Named(cause) => cause.to_text(),
+        Verdict::Named(cause) => cause.description(),
         other => panic!("{other:?}"),
     };
     assert_eq!(found(observed(&world, &world.model, plain, 1.0)), Verdict::Agrees);
@@ -180,7 +182,7 @@ fn causes_are_recognised_and_a_temperature_is_estimated() {
 fn found_in_bf16(world: &World, activation_bits: u32) -> Verdict {
     let forward = ForwardOptions { mantissa_bits: Some(activation_bits), ..ForwardOptions::default() };
     let rounding = WeightRounding { mxfp4: false, bits: Some(7) };
-    let weights = Arc::new(world.parameters.frozen_weights(Some(&rounding.change())).unwrap());
+    let weights = Arc::new(world.parameters.frozen_weights(Some(&rounding.weight_change())).unwrap());
     let plain = observed(world, &world.model, ForwardOptions::default(), 1.0);
     let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.tokens).collect();
     let policy = PolicyView { model: &world.model, weights, forward };

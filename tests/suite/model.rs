@@ -4,7 +4,7 @@ pub mod case;
 
 use crate::tiny::{self, load};
 use case::{Case, Figures};
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::model::config::{Config, WeightFormat};
@@ -112,7 +112,7 @@ fn an_mxfp4_folder_computes_as_its_dequantised_weights_to_the_bit() {
         let folder = tempfile::tempdir().unwrap();
         let tensor =
             |spec: &rloss::model::names::ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
-        save(folder.path(), &config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+        save(folder.path(), &config, form, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
         crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap()
     };
     let original = crate::tiny::parameters(&config, tensors.into_iter().map(Ok)).unwrap();

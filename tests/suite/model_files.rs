@@ -3,10 +3,10 @@
 use crate::data;
 use candle_core::{Device, Tensor};
 use rloss::chat::Format;
-use rloss::checkpoint::load::weights_present;
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::load::has_weights;
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
-use rloss::model::config::{Config, WeightFormat, LayerType, Rope};
+use rloss::model::config::{Config, LayerType, Rope, WeightFormat};
 use rloss::model::families::Family;
 use rloss::model::init::InitSettings;
 use rloss::model::names::{ParameterSpec, TensorRole, parameter_count, parameter_specs};
@@ -69,10 +69,16 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-fn save_all(folder: &Path, config: &Config, parameters: &Parameters, form: WeightFormat, shard_bytes_max: u64) {
+fn save_all(
+    folder: &Path,
+    config: &Config,
+    parameters: &Parameters,
+    form: WeightFormat,
+    shard_bytes_max: u64,
+) {
     let tensors: BTreeMap<&str, &Tensor> = parameters.iter().map(|(s, t)| (s.name.as_str(), t)).collect();
     let tensor = |spec: &ParameterSpec| Ok(tensors[spec.name.as_str()].clone());
-    save(folder, config, form, &Companions::default(), shard_bytes_max, tensor).unwrap();
+    save(folder, config, form, &CompanionFiles::default(), shard_bytes_max, tensor).unwrap();
 }
 
 fn bits(tensor: &Tensor) -> Vec<u32> {
@@ -108,7 +114,7 @@ fn f32_and_sharded_folders_give_back_every_bit() {
         let folder = tempfile::tempdir().unwrap();
         save_all(folder.path(), &config, &parameters, WeightFormat::F32, shard_bytes_max);
         assert_eq!(folder.path().join("model.safetensors").exists(), shard_bytes_max == SHARD_BYTES_MAX);
-        assert!(weights_present(folder.path()));
+        assert!(has_weights(folder.path()));
         let config_again = Config::read(folder.path()).unwrap();
         assert_eq!(config_again, config);
         assert_same(&parameters, &load(folder.path(), &config_again).unwrap());
@@ -281,10 +287,10 @@ fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "training_args.bin"] {
         std::fs::write(folder.path().join(name), "{}").unwrap();
-        assert!(!weights_present(folder.path()));
+        assert!(!has_weights(folder.path()));
     }
     std::fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
-    assert!(weights_present(folder.path()));
+    assert!(has_weights(folder.path()));
     refused(load(folder.path(), &config()), &["only safetensors"]);
 }
 
@@ -294,7 +300,7 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
     let config = config();
     let parameters: BTreeMap<String, Tensor> =
         init(&config, &INIT, 1).unwrap().into_iter().map(|(s, t)| (s.name, t)).collect();
-    let save_with = |companions: &Companions| {
+    let save_with = |companions: &CompanionFiles| {
         let folder = tempfile::tempdir().unwrap();
         save(folder.path(), &config, WeightFormat::Bf16, companions, SHARD_BYTES_MAX, |s| {
             Ok(parameters[&s.name].clone())
@@ -302,7 +308,7 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
         .unwrap();
         folder
     };
-    let first = save_with(&Companions::of(&chat));
+    let first = save_with(&CompanionFiles::from_chat(&chat));
     let json = |name: &str| -> Value {
         serde_json::from_slice(&std::fs::read(first.path().join(name)).unwrap()).unwrap()
     };
@@ -310,17 +316,17 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
     assert_eq!(json("tokenizer_config.json")["pad_token"], "<|pad|>");
     assert_eq!(json("generation_config.json")["eos_token_id"], json!([6]));
     std::fs::write(first.path().join("generation_config.json"), r#"{"eos_token_id":[6,5]}"#).unwrap();
-    let companions = Companions::read(first.path(), &chat).unwrap();
+    let companions = CompanionFiles::read(first.path(), &chat).unwrap();
     let second = save_with(&companions);
-    assert_eq!(Companions::read(second.path(), &chat).unwrap(), companions);
+    assert_eq!(CompanionFiles::read(second.path(), &chat).unwrap(), companions);
     let template = |folder: &Path| std::fs::read_to_string(folder.join("chat_template.jinja"));
     assert_eq!(template(second.path()).unwrap(), chat.jinja(), "where the source brought none, it is ours");
     std::fs::write(first.path().join("chat_template.jinja"), "theirs").unwrap();
-    let theirs = save_with(&Companions::read(first.path(), &chat).unwrap());
+    let theirs = save_with(&CompanionFiles::read(first.path(), &chat).unwrap());
     assert_eq!(template(theirs.path()).unwrap(), "theirs");
     std::fs::remove_file(first.path().join("chat_template.jinja")).unwrap();
     std::fs::write(first.path().join("tokenizer_config.json"), r#"{"chat_template": "theirs"}"#).unwrap();
-    let inside = save_with(&Companions::read(first.path(), &chat).unwrap());
+    let inside = save_with(&CompanionFiles::read(first.path(), &chat).unwrap());
     assert!(template(inside.path()).is_err(), "a template inside the tokenizer's settings is not overridden");
     // Nothing is overwritten.
     let again = save(second.path(), &config, WeightFormat::Bf16, &companions, SHARD_BYTES_MAX, |s| {
@@ -365,7 +371,7 @@ fn broken_weight_files_are_refused_by_name() {
     let first = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
     let first = first.filter(|path| path.extension().is_some_and(|e| e == "safetensors")).min().unwrap();
     std::fs::remove_file(&first).unwrap();
-    assert!(weights_present(folder.path()), "the other shards are there");
+    assert!(has_weights(folder.path()), "the other shards are there");
     let name = first.file_name().unwrap().to_string_lossy().into_owned();
     refused(load(folder.path(), &config), &["index.json", "absent", "model-00001-of-", &name]);
     let index = folder.path().join("model.safetensors.index.json");
@@ -440,7 +446,8 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
     let odd = Config { intermediate_size: 20, ..config };
     let never = |_: &ParameterSpec| -> anyhow::Result<Tensor> { unreachable!() };
     let fresh = tempfile::tempdir().unwrap();
-    let result = save(fresh.path(), &odd, WeightFormat::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
+    let result =
+        save(fresh.path(), &odd, WeightFormat::Mxfp4, &CompanionFiles::default(), SHARD_BYTES_MAX, never);
     refused(result, &["down_proj", "20 inputs", "bf16"]);
 }
 
@@ -448,9 +455,14 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
 fn a_diverged_model_is_not_saved() {
     let config = config();
     let folder = tempfile::tempdir().unwrap();
-    let result = save(folder.path(), &config, WeightFormat::F32, &Companions::default(), SHARD_BYTES_MAX, |spec| {
-        Ok(Tensor::full(f32::INFINITY, spec.working_shape(), &Device::Cpu)?)
-    });
+    let result = save(
+        folder.path(),
+        &config,
+        WeightFormat::F32,
+        &CompanionFiles::default(),
+        SHARD_BYTES_MAX,
+        |spec| Ok(Tensor::full(f32::INFINITY, spec.working_shape(), &Device::Cpu)?),
+    );
     assert!(format!("{:#}", result.unwrap_err()).contains("diverged"));
     assert!(!folder.path().join("config.json").exists());
 }

@@ -4,7 +4,7 @@
 use crate::tiny;
 use candle_core::{DType, Tensor};
 use rand::Rng;
-use rloss::checkpoint::save::Companions;
+use rloss::checkpoint::save::CompanionFiles;
 use rloss::checkpoint::{self, Snapshot, TrainerState, restore};
 use rloss::dist::{PackedWeights, RolloutWeights};
 use rloss::error::BadInput;
@@ -33,9 +33,9 @@ struct Learner {
 impl Learner {
     fn new(config: Config, name: &str, initial: &[f32], settings: &Settings) -> Self {
         let (_, mut parameters) = tiny::model(config, 0);
-        let index = parameters.position(name).unwrap();
+        let index = parameters.index_of(name).unwrap();
         tiny::set(&parameters, index, initial);
-        parameters.train_only(&(0..parameters.len()).map(|i| i == index).collect::<Vec<_>>()).unwrap();
+        parameters.set_trainable(&(0..parameters.len()).map(|i| i == index).collect::<Vec<_>>()).unwrap();
         let optimizer = Optimizer::new(settings, &mut parameters, false).unwrap();
         Self { parameters, index, optimizer }
     }
@@ -302,7 +302,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         // Some of each size are frozen.
         let mark = |tensors: usize| -> Vec<bool> { (0..tensors).map(|i| i % 3 > 0).collect() };
         let (trainable, critic_trainable) = (mark(parameters.len()), mark(value_model_specs(&config).len()));
-        parameters.train_only(&trainable).unwrap();
+        parameters.set_trainable(&trainable).unwrap();
         let rounds = dtype == Dtype::Bf16;
         Optimizer::new(&settings, &mut parameters, rounds).unwrap();
         let critic_settings = CriticSettings { optimizer: settings.clone(), ..CriticSettings::default() };
@@ -357,7 +357,7 @@ fn saved(run: &Path, parameters: &Parameters, form: WeightFormat) -> std::path::
         reference_digest: None,
         kl_coefficient: None,
     };
-    let (config, companions) = (&tiny::config(false), &Companions::default());
+    let (config, companions) = (&tiny::config(false), &CompanionFiles::default());
     Snapshot { config, form, companions, parameters, base: None, critic: None, recipe: "", state }
         .write(run, 1)
         .unwrap()
@@ -385,7 +385,11 @@ fn a_checkpoint_takes_the_bytes_it_says_and_gives_back_every_bit() {
         let folder = saved(run.path(), &parameters, WeightFormat::Bf16);
         let written =
             ["model.safetensors", "trainer.safetensors"].map(|name| tensor_bytes(&folder.join(name)));
-        assert_eq!(checkpoint::bytes(WeightFormat::Bf16, &parameters), written.iter().sum::<u64>(), "{settings:?}");
+        assert_eq!(
+            checkpoint::estimate_bytes(WeightFormat::Bf16, &parameters),
+            written.iter().sum::<u64>(),
+            "{settings:?}"
+        );
 
         let (mut again, resumed) = fresh(&settings, 1);
         assert!(everything(&again) != everything(&parameters));

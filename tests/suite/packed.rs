@@ -4,7 +4,7 @@ use crate::model_files;
 use crate::qwen2;
 use crate::tiny::{self, Gradients, learned, load};
 use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
@@ -37,7 +37,7 @@ fn folder(config: &Config, form: WeightFormat, shard_bytes: u64) -> TempDir {
     let parameters = crate::tiny::parameters(config, tensors.into_iter().map(Ok)).unwrap();
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(&parameters, &spec.name).clone());
-    save(folder.path(), config, form, &Companions::default(), shard_bytes, tensor).unwrap();
+    save(folder.path(), config, form, &CompanionFiles::default(), shard_bytes, tensor).unwrap();
     folder
 }
 
@@ -51,7 +51,7 @@ fn held(folder: &Path, config: &Config, learns: &dyn Fn(&str) -> bool) -> anyhow
             let packed = if learns(&spec.name) { None } else { files.read_packed(&spec)? };
             let stored = match packed {
                 Some(packed) => TensorStorage::from_weight(packed),
-                None => TensorStorage::variable(&spec, files.values(&spec)?)?,
+                None => TensorStorage::variable(&spec, files.read_values(&spec)?)?,
             };
             Ok((spec, stored))
         }),
@@ -124,7 +124,7 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
         for recompute_layers in [false, true] {
             let settings = PassSettings { recompute_layers, ..settings() };
             let [expected, found]: [Gradients; 2] = [&mut plain, &mut packed].map(|parameters| {
-                parameters.train_only(&marks).unwrap();
+                parameters.set_trainable(&marks).unwrap();
                 learned(parameters, (&model, batch, settings), |pass| pass.forward_backward(&objective))
                     .gradients
             });
@@ -155,7 +155,7 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
         for arms in [Ablations::default(), Ablations { rollout_mantissa_bits: 3, ..Ablations::default() }] {
             let [expected, found] = [&resident, &stored].map(|parameters| {
-                let policy = PolicyView::rollout(&model, parameters, &arms, 0).unwrap();
+                let policy = PolicyView::for_rollout(&model, parameters, &arms, 0).unwrap();
                 (policy.prefill(&tokens, 1.0).unwrap(), policy.decode(&tokens, 1.0, &|_| ()).unwrap())
             });
             assert_eq!(expected, found, "{form:?}, {arms:?}");
@@ -179,7 +179,7 @@ fn arms_round_packed_weights_as_they_round_decoded_ones() {
             Ablations { rollout_mantissa_bits: 1, rollout_mxfp4: true, ..Ablations::default() },
         ] {
             let [expected, found] = [&plain, &packed].map(|parameters| {
-                PolicyView::rollout(&model, parameters, &arms, 0).unwrap().prefill(&tokens, 1.0).unwrap()
+                PolicyView::for_rollout(&model, parameters, &arms, 0).unwrap().prefill(&tokens, 1.0).unwrap()
             });
             assert_eq!(expected, found, "{form:?}, {arms:?}");
         }
@@ -198,12 +198,12 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
         let sequences = tiny::sequences(config.vocab_size, &[40], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
         let of = |parameters: &Parameters, cause: Option<&Cause>| {
-            let variant = Variant::of(&config, cause);
+            let variant = Variant::new(&config, cause);
             let model = variant.model(config.max_position_embeddings);
             variant.policy(&model, parameters, None).unwrap().prefill(&tokens, 1.0).unwrap()
         };
         let right = of(&plain, None);
-        let in_weights = |cause: &Cause| !Variant::of(&config, Some(cause)).weights.is_empty();
+        let in_weights = |cause: &Cause| !Variant::new(&config, Some(cause)).weights.is_empty();
         let mut moved = 0;
         for cause in causes(&config, false).into_iter().filter(in_weights) {
             let expected = of(&plain, Some(&cause));
@@ -251,11 +251,11 @@ fn a_file_that_shrinks_while_it_is_read_is_refused() {
     file.set_len(file.metadata().unwrap().len() / 2).unwrap();
     let failed: Vec<anyhow::Error> = parameter_specs(&config)
         .iter()
-        .filter_map(|spec| files.read_packed(spec).and_then(|_| files.values(spec)).err())
+        .filter_map(|spec| files.read_packed(spec).and_then(|_| files.read_values(spec)).err())
         .collect();
     assert!(!failed.is_empty());
     for error in failed {
         assert!(error.is::<BadInput>() && format!("{error:#}").contains("model.safetensors"), "{error:#}");
     }
-    assert!(files.values(&parameter_specs(&config)[0]).is_ok());
+    assert!(files.read_values(&parameter_specs(&config)[0]).is_ok());
 }

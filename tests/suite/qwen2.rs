@@ -5,11 +5,11 @@ use crate::model_files::refused;
 use crate::tiny::{self, Gradients, load, values};
 use rloss::chat::Format;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::micro_batch::MicroBatch;
-use rloss::model::config::{Config, WeightFormat, LayerType};
+use rloss::model::config::{Config, LayerType, WeightFormat};
 use rloss::model::families::Family;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::names::{ParameterSpec, parameter_count, parameter_specs, value_model_specs};
@@ -100,7 +100,8 @@ fn both_dialects_of_config_are_read_and_what_is_not_built_is_refused() {
 fn saved(config: &Config, parameters: &Parameters) -> TempDir {
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
-    save(folder.path(), config, WeightFormat::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    save(folder.path(), config, WeightFormat::F32, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor)
+        .unwrap();
     folder
 }
 
@@ -112,7 +113,7 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
         let folder = saved(&config, &before);
         assert_eq!(Config::read(folder.path()).unwrap(), config);
         let after = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
-        assert_eq!(after.position("lm_head.weight").is_none(), tied);
+        assert_eq!(after.index_of("lm_head.weight").is_none(), tied);
         for index in 0..before.len() {
             assert_eq!(
                 values(before.values(index).unwrap()),
@@ -133,7 +134,14 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
         refused(ModelFolder::open(folder.path(), &wide).map(drop), &["mlp.gate_proj.weight", "[255, 64]"]);
         let never = |_: &ParameterSpec| panic!("nothing is asked for");
         let fresh = TempDir::new().unwrap();
-        let result = save(fresh.path(), &config, WeightFormat::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
+        let result = save(
+            fresh.path(),
+            &config,
+            WeightFormat::Mxfp4,
+            &CompanionFiles::default(),
+            SHARD_BYTES_MAX,
+            never,
+        );
         refused(result, &["MXFP4", "bf16"]);
     }
 }
@@ -198,7 +206,7 @@ fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
         tiny::learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective))
     });
     assert_eq!(a.log_probs(), b.log_probs(), "the same forward");
-    let of = |g: &Gradients, p: &Parameters, name: &str| g.values[p.position(name).unwrap()].clone().unwrap();
+    let of = |g: &Gradients, p: &Parameters, name: &str| g.values[p.index_of(name).unwrap()].clone().unwrap();
     let both = of(&a.gradients, &tied, "model.embed_tokens.weight");
     let (rows, head) =
         (of(&b.gradients, &untied, "model.embed_tokens.weight"), of(&b.gradients, &untied, "lm_head.weight"));
@@ -220,7 +228,7 @@ fn a_critic_of_the_family_uses_the_embedding_once() {
     let critic = Parameters::with_value_head(&config, &Backend::default(), values).unwrap();
     assert!((0..critic.len()).all(|index| critic.use_count(index) == 1));
     let (_, policy) = tiny::model(config, 1);
-    assert_eq!(policy.use_count(policy.position("model.embed_tokens.weight").unwrap()), 2);
+    assert_eq!(policy.use_count(policy.index_of("model.embed_tokens.weight").unwrap()), 2);
 }
 
 fn rloss(arguments: &[&str]) -> Output {

@@ -73,7 +73,7 @@ pub fn model(config: Config, seed: u64) -> (Model, Parameters) {
         Ok((spec, values))
     });
     let mut parameters = parameters(&config, moved).unwrap();
-    parameters.train_only(&vec![true; parameters.len()]).unwrap();
+    parameters.set_trainable(&vec![true; parameters.len()]).unwrap();
     let context = config.max_position_embeddings;
     (Model::new(config, context), parameters)
 }
@@ -85,14 +85,14 @@ pub fn load(
 ) -> anyhow::Result<impl Iterator<Item = anyhow::Result<(ParameterSpec, Vec<f32>)>>> {
     let files = ModelFolder::open(folder, config)?;
     Ok(parameter_specs(config).into_iter().map(move |spec| {
-        let values = files.values(&spec)?;
+        let values = files.read_values(&spec)?;
         Ok((spec, values))
     }))
 }
 
 /// The tensor named `name`.
 pub fn named<'a>(parameters: &'a Parameters, name: &str) -> &'a Tensor {
-    parameters.values(parameters.position(name).unwrap()).unwrap()
+    parameters.values(parameters.index_of(name).unwrap()).unwrap()
 }
 
 /// A tensor's values.

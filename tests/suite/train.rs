@@ -104,14 +104,15 @@ fn a_micro_batch_that_fails_ends_the_batch_and_nobody_waits_for_it() {
 fn cached_log_probs(chunk: usize, tokens: &[u32], seed: u64) -> Vec<f32> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
     let policy = PolicyView::without_ablations(&model, &parameters).unwrap();
-    let (stack, sampling) = (policy.stack(), SamplingParameters::whole(0.9));
+    let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::whole(0.9));
     let mut cache = SequenceCache::new(&model.config);
     let mut log_probs = vec![];
     for part in tokens.chunks(chunk) {
-        let x =
-            stack.feed(part.to_vec(), &mut [&mut cache], &[part.len()], &mut decoder_stack::keep_nothing).unwrap();
+        let x = stack
+            .feed(part.to_vec(), &mut [&mut cache], &[part.len()], &mut decoder_stack::keep_nothing)
+            .unwrap();
         let rows = std::sync::Arc::new((0..part.len() as u32).collect());
-        let logits = stack.logits(&stack.normed(&x, &rows).unwrap(), &sampling).unwrap();
+        let logits = stack.logits(&stack.final_norm_rows(&x, &rows).unwrap(), &sampling).unwrap();
         let next = tokens[log_probs.len() + 1..].iter().copied().take(part.len());
         let asked: Vec<(usize, u32)> = next.enumerate().collect();
         log_probs.extend(logits.log_probs(&sampling, &asked).unwrap());

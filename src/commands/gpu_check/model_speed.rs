@@ -11,7 +11,7 @@ use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::learner::optimizer::Optimizer;
 use crate::model::adapter::{Lora, Owner, default_targets};
 use crate::model::cache::{CacheCapacity, Caches, SequenceCache};
-use crate::model::config::{Config, WeightFormat, LayerType, Rope};
+use crate::model::config::{Config, LayerType, Rope, WeightFormat};
 use crate::model::decode::Decoder;
 use crate::model::decoder_stack::nothing;
 use crate::model::families::Family;
@@ -179,7 +179,9 @@ fn on(device: &Device) -> Backend {
 fn random(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
     let mut random = stream(7, Purpose::Initialisation, &[]);
     let count = shape.iter().product();
-    if let (Some(PackedFormat::Mxfp4), Some(of)) = (spec.packed_form(WeightFormat::Mxfp4), spec.matrix_shape()) {
+    if let (Some(PackedFormat::Mxfp4), Some(of)) =
+        (spec.packed_format(WeightFormat::Mxfp4), spec.matrix_shape())
+    {
         let mut bytes = vec![0; PackedFormat::Mxfp4.bytes(of)];
         random.fill_bytes(&mut bytes);
         // A block's scales come before its numbers: 2^-8.
@@ -287,7 +289,7 @@ fn adapted(device: &Device, cases: &Cases) -> Result<()> {
     let start = lora.start(&base, 1, Owner::Policy)?;
     parameters.adapt(lora, start)?;
     let factors = parameters.len() - base.len();
-    parameters.train_only(&[vec![false; base.len()], vec![true; factors]].concat())?;
+    parameters.set_trainable(&[vec![false; base.len()], vec![true; factors]].concat())?;
     let model = Model::new(cases.config.clone(), cases.config.max_position_embeddings);
     passes(device, cases, &model, parameters, "training through an adapter, packed").map(drop)
 }
@@ -323,7 +325,7 @@ fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
         Ok((spec, stored))
     });
     let mut parameters = Parameters::loaded(&config, &on(device), drawn)?;
-    parameters.train_only(&vec![true; parameters.len()])?;
+    parameters.set_trainable(&vec![true; parameters.len()])?;
     let model = Model::new(config.clone(), config.max_position_embeddings);
     passes(device, cases, &model, parameters, &format!("training, layers: {layers}"))
 }

@@ -10,7 +10,7 @@ pub(super) fn base64_bytes(text: &str) -> Result<Vec<u8>, String> {
 }
 
 /// Reads an array of small unsigned integers with three axes.
-pub(super) fn routes(text: &str) -> Result<RawExperts, String> {
+pub(super) fn read_routed_experts(text: &str) -> Result<RawExperts, String> {
     let bytes = base64_bytes(text)?;
     let wrong = || "routed_experts is not a .npy array of small integers with three axes".to_owned();
     if bytes.len() < 10 || bytes[..6] != *b"\x93NUMPY" {

@@ -24,7 +24,7 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
     let (mut bases, mut factors) = (HashMap::new(), HashMap::new());
     let (mut names, mut variables, mut buffers) = (vec![], vec![], vec![]);
     for (spec, values) in init(config, &settings, 5).unwrap() {
-        let matrix = spec.packed_form(WeightFormat::Bf16).is_some();
+        let matrix = spec.packed_format(WeightFormat::Bf16).is_some();
         let shape = spec.working_shape();
         if matrix && !spec.is_table() && spec.name != "lm_head.weight" {
             let experts = &shape[..shape.len() - 2];

@@ -5,9 +5,9 @@ use crate::dist::wire::{f32_bytes, f32_values};
 use crate::dist::{Mesh, SHARD_ALIGNMENT, ranks_in_shard_order, shard_range};
 use crate::model::expert_parallel::{ExpertParallel, expert_range};
 use crate::model::layers_on_demand::WeightChange;
-use crate::model::matrix::Tensors;
+use crate::model::matrix::ModelTensors;
 use crate::model::names::{ParameterSpec, TensorRole};
-use crate::model::sharded_layers::{GatherPart, ShardedLayers, GatheredUse, finish, start};
+use crate::model::sharded_layers::{GatherPart, GatheredUse, ShardedLayers, finish_gather, start_gather};
 use crate::model::weights::Weights;
 use crate::ops::cpu::{host_codes, host_values, on_host};
 use crate::ops::parameter::GradientSink;
@@ -52,7 +52,7 @@ impl Parameters {
             Ok(change(&spec, weight)?.without_gradient().in_precision(precision))
         };
         let adapters = &self.adapters(&find)?;
-        let tensors = Tensors { find: &find, adapters, ranks: Some(&ranks) };
+        let tensors = ModelTensors { find: &find, adapters, ranks: Some(&ranks) };
         Weights::new(config, self.is_critic(), self.bytes(), None, tensors)
     }
 
@@ -60,12 +60,12 @@ impl Parameters {
     fn own_experts(&self, index: usize, ranks: &ExpertParallel) -> Result<(ParameterSpec, Weight)> {
         let part = self.part(index);
         let (experts, own) = (self.config.num_local_experts, ranks.local_experts());
-        let spec = part.spec.of_experts(own.len());
+        let spec = part.spec.with_expert_count(own.len());
         if !part.stored.is_sharded() {
-            return Ok((spec, part.stored.whole(&part.spec)?.experts(own)?));
+            return Ok((spec, part.stored.whole_weight(&part.spec)?.experts(own)?));
         }
         // Bytes of one expert.
-        let one = part.stored.exchanged_bytes(&part.spec) / experts;
+        let one = part.stored.exchange_bytes(&part.spec) / experts;
         let bytes = exchanged(self.mesh(), &part, |rank| {
             let own = expert_range(experts, rank, self.mesh().ranks());
             own.start * one..own.end * one
@@ -87,7 +87,7 @@ impl Parameters {
             }
         }
         let mesh = self.mesh();
-        let gathered = finish(mesh, &outside, start(mesh, "weights", &outside)?)?;
+        let gathered = finish_gather(mesh, &outside, start_gather(mesh, "weights", &outside)?)?;
         let weights = outside.iter().zip(gathered).map(|(part, weight)| {
             let weight = uses.weight(part, weight)?;
             Ok((part.spec.name.as_str(), weight))
@@ -98,7 +98,7 @@ impl Parameters {
         let (mesh, config) = (mesh.clone(), self.config.clone());
         let ahead = Mutex::default();
         let layers = ShardedLayers { mesh, config, layers, adapters: adapters.clone(), uses, ahead };
-        let tensors = Tensors { find: &find, adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters, ranks: None };
         Weights::new(&self.config, self.is_critic(), self.bytes(), Some(Arc::new(layers)), tensors)
     }
 
@@ -108,7 +108,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When there is no such tensor, or a rank does not respond in time.
-    pub fn whole(&self, index: usize, kind: &str) -> Result<Tensor> {
+    pub fn gather(&self, index: usize, kind: &str) -> Result<Tensor> {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
         if !stored.is_variable() {
             if stored.is_sharded() {
@@ -139,7 +139,11 @@ impl Parameters {
     }
 
     fn ask_for(&self, index: usize, kind: &str) -> Result<()> {
-        self.mesh().request(ShardRequest::Tensor { of_critic: self.is_critic(), index, kind: kind.to_owned() })
+        self.mesh().request(ShardRequest::Tensor {
+            of_critic: self.is_critic(),
+            index,
+            kind: kind.to_owned(),
+        })
     }
 
     /// Gathers the shards of tensor `index`; `own` is this rank's. Every rank must call it.
@@ -152,7 +156,7 @@ impl Parameters {
     pub(super) fn gather_weight(&self, index: usize) -> Result<Weight> {
         let stored = &self.entries[index].stored;
         if stored.is_variable() {
-            return Ok(Weight::dense(&self.whole(index, VALUES)?).in_precision(self.backend.precision));
+            return Ok(Weight::dense(&self.gather(index, VALUES)?).in_precision(self.backend.precision));
         }
         let mut own = vec![];
         stored.append_shard(&mut own)?;
@@ -192,7 +196,7 @@ impl Parameters {
             bail!("a request for a file reached a store of tensors")
         };
         let of = if *of_critic { critic.unwrap_or(self) } else { self };
-        of.whole(*index, kind).map(drop)
+        of.gather(*index, kind).map(drop)
     }
 
     /// Returns the range that this rank holds of the `length` values of tensor `index` under `kind`: all of
@@ -221,7 +225,7 @@ fn exchanged(mesh: &Mesh, part: &GatherPart, of: impl Fn(usize) -> Range<usize>)
         start..a.end.min(b.end).max(start)
     };
     let (rank, ranks) = (mesh.rank(), mesh.ranks());
-    let shard_of = |rank: usize| part.stored.shard_of(&part.spec, part.index, rank, mesh);
+    let shard_of = |rank: usize| part.stored.shard_range(&part.spec, part.index, rank, mesh);
     let (held, wanted) = (shard_of(rank), of(rank));
     let parts = (0..ranks).map(|to| {
         let sent = common(&held, &of(to));

@@ -21,12 +21,12 @@ pub use table::{packed_columns, packed_rows};
 
 use super::cpu::in_parallel;
 use super::mxfp4::{self, BLOCK};
-use super::product::{K_CHUNK, GemmThreads, StridedMatrix, product};
+use super::product::{GemmThreads, K_CHUNK, StridedMatrix, product};
 use kernels::{Panel, Stripes, Vectors};
-use storage::Bytes;
 use rayon::prelude::*;
 use std::convert::Infallible;
 use std::ops::Range;
+use storage::Bytes;
 
 /// Columns per panel.
 pub const COLUMNS: usize = 64;

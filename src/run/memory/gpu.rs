@@ -47,7 +47,7 @@ impl PlanInput<'_> {
     /// Returns the bytes of the policy's tensor `index`. A frozen MXFP4 tensor stays packed.
     fn gpu_bytes(&self, spec: &ParameterSpec, index: usize) -> u64 {
         let form = self.forms[index];
-        match self.is_packed(spec, index) && spec.packed_form(form) == Some(PackedFormat::Mxfp4) {
+        match self.is_packed(spec, index) && spec.packed_format(form) == Some(PackedFormat::Mxfp4) {
             true => spec.resident_bytes(form),
             false => working_bytes(spec),
         }

@@ -358,7 +358,8 @@ impl PlanInput<'_> {
     /// recomputation, it gathers the sharded weights layer by layer. Without, the graph holds all layers at
     /// once.
     fn gathered_bytes(&self, learning: &[TrainableTensor], recomputes: bool) -> u64 {
-        let largest = learning.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
+        let largest =
+            learning.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
         let pieced: Vec<ShardedTensor> = learning
             .iter()
             .cloned()
@@ -508,7 +509,7 @@ impl PlanInput<'_> {
             // Weights gathered per expert are rounded on arrival, without a second set.
             ModelCommand::Train if together => 0,
             ModelCommand::Train | ModelCommand::Rollout => {
-                self.rounded_weights(WeightRounding::of(&recipe.arms))
+                self.rounded_weights(WeightRounding::from_ablations(&recipe.arms))
             }
             ModelCommand::Eval | ModelCommand::CheckMismatch(_) => 0,
         };

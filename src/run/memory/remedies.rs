@@ -104,7 +104,7 @@ impl PlanInput<'_> {
         let base = parameter_specs(self.config);
         let AdapterSettings { rank, alpha, rslora, .. } = AdapterSettings::default();
         let lora = Lora { rank, alpha, rslora, targets: default_targets(self.config) };
-        let specs = lora.specs(&base).unwrap_or_default();
+        let specs = lora.factor_specs(&base).unwrap_or_default();
         let adapter = AdapterInput { trainable: vec![true; specs.len()], specs, after_cold_start: false };
         let critic_trainable = self.critic_trainable.as_ref().map(|_| {
             let own = value_model_specs(self.config);

@@ -39,7 +39,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                     .map(|(spec, values)| Ok((spec.clone(), TensorStorage::variable(spec, values.clone())?)));
                 let backend = Backend { mesh, ..Backend::default() };
                 let mut parameters = Parameters::load(&config, &backend, drawn).unwrap();
-                parameters.train_only(&trainable).unwrap();
+                parameters.set_trainable(&trainable).unwrap();
                 Optimizer::new(&recipe.train.optimizer, &mut parameters, false).unwrap();
                 let bytes = |tensor: &candle_core::Tensor| {
                     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
@@ -82,7 +82,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
 
 /// Returns a tensor of zeros, held as a tensor of format `form` on disk is held.
 fn zeros(spec: &ParameterSpec, form: WeightFormat) -> Weight {
-    match (spec.packed_form(form), spec.matrix_shape()) {
+    match (spec.packed_format(form), spec.matrix_shape()) {
         (Some(form), Some(shape)) => {
             Weight::Packed(Arc::new(PackedMatrix::of_bytes(form, shape, vec![0; form.bytes(shape)])))
         }
@@ -102,7 +102,7 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
             for spec in &specs {
                 let held = zeros(spec, form);
                 let rounding = WeightRounding { mxfp4, bits };
-                let planned = rounding.copied_bytes(spec, form);
+                let planned = rounding.copy_bytes(spec, form);
                 let made = match (&held, rounding.apply(spec, held.clone()).unwrap()) {
                     (Weight::Dense(a), Weight::Dense(b)) if a.values().id() == b.values().id() => 0,
                     (Weight::Packed(a), Weight::Packed(b)) if Arc::ptr_eq(a, &b) => 0,
@@ -171,8 +171,10 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
     let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
     let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     let specs = parameter_specs(&preflight.source.config);
-    preflight.source.forms =
-        specs.iter().map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 }).collect();
+    preflight.source.forms = specs
+        .iter()
+        .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 })
+        .collect();
     let weights = |subject: &PlanInput| MemoryPlan::new(subject).resident[1].bytes;
     let alone = {
         preflight.choose_sharding(1, None);

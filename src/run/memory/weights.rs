@@ -121,7 +121,7 @@ impl PlanInput<'_> {
                 let (experts, rest): (Vec<ShardedTensor>, Vec<ShardedTensor>) =
                     pieced.into_iter().partition(|one| one.spec.is_per_expert());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
-                let bytes = |one: &ShardedTensor| one.spec.of_experts(own).resident_bytes(one.form);
+                let bytes = |one: &ShardedTensor| one.spec.with_expert_count(own).resident_bytes(one.form);
                 MemoryItem {
                     name: "weights, gathered except experts",
                     bytes: unsharded_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
@@ -160,7 +160,7 @@ impl PlanInput<'_> {
     /// Returns whether the policy's tensor `index` stays packed.
     pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
         let learns = self.intent.trains() && self.trainable[index];
-        !learns && spec.packed_form(self.forms[index]).is_some()
+        !learns && spec.packed_format(self.forms[index]).is_some()
     }
 
     /// Returns the bytes of the policy's unpacked weights, which a reference copies.
@@ -195,7 +195,7 @@ impl PlanInput<'_> {
         let here = specs.filter(|(_, spec)| !self.streamed || spec.layer.is_none());
         let of = |(index, spec): (usize, ParameterSpec)| {
             let form = if self.is_packed(&spec, index) { self.forms[index] } else { WeightFormat::F32 };
-            rounding.copied_bytes(&spec, form)
+            rounding.copy_bytes(&spec, form)
         };
         here.map(of).sum()
     }

@@ -7,7 +7,7 @@ use crate::checkpoint::load::ModelFolder;
 use crate::dist::{PackedWeights, RolloutWeights};
 use crate::model::config::Config;
 use crate::model::layers_on_demand::LayersOnDemand;
-use crate::model::weights::Layers;
+use crate::model::weights::LayerSource;
 use crate::run::memory::{AvailableMemory, MemoryPlan, PlanInput, gigabytes};
 use anyhow::Result;
 use std::sync::Arc;

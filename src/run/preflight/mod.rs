@@ -4,7 +4,7 @@ mod fit;
 mod load;
 
 use crate::bad_input;
-use crate::checkpoint::peft::holds_adapter;
+use crate::checkpoint::peft::is_adapter_folder;
 use crate::dist::{Mesh, PackedWeights, RolloutWeights};
 use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
@@ -79,7 +79,7 @@ impl Preflight {
         let mut mistakes = ErrorList(vec![]);
         let host =
             TaskContext { validation_problems_max: plan.recipe.eval.problems_max, console: console.clone() };
-        let source = mistakes.note(match checkpoint.filter(|folder| holds_adapter(folder)) {
+        let source = mistakes.note(match checkpoint.filter(|folder| is_adapter_folder(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
                 .map(|source| source.unpack_for_precision(&plan.recipe)),
             None => ModelSource::open(&plan.recipe),

@@ -220,7 +220,7 @@ fn data(scratch: &Path) -> Vec<Target> {
             4,
             engines,
             file(scratch, "against.jsonl", move |path| {
-                let reader = mismatch::rows::Reader::new(&config, 64, chat.vocabulary(), 1.0);
+                let reader = mismatch::rows::RowReader::new(&config, 64, chat.vocabulary(), 1.0);
                 let _ = reader.read(&[path.to_owned()]);
             }),
         ),

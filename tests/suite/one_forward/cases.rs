@@ -21,7 +21,9 @@ use rloss::model::storage::TensorStorage;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, SamplingParameters, TokenPosition, TokenSource};
+use rloss::rollout::{
+    Prompt, Rollout, RolloutPlan, RolloutSettings, SamplingParameters, TokenPosition, TokenSource,
+};
 use rloss::settings::Choice;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Trajectory};
@@ -169,7 +171,11 @@ pub fn cases() -> Vec<Case> {
         Case { name: "sequences leave and enter", sequences_max: 3, samples: 2, share: 8, ..base() },
         Case { name: "temperature 0.6", sampling: SamplingParameters::whole(0.6), share: 5, ..base() },
         Case { name: "temperature 1.7", sampling: SamplingParameters::whole(1.7), share: 5, ..base() },
-        Case { name: "top-p 0.8", sampling: SamplingParameters { top_p: 0.8, ..SamplingParameters::whole(1.0) }, ..base() },
+        Case {
+            name: "top-p 0.8",
+            sampling: SamplingParameters { top_p: 0.8, ..SamplingParameters::whole(1.0) },
+            ..base()
+        },
         Case { name: "odd sizes", config: odd, ..base() },
         Case { name: "weights rounded to bf16", bf16_weights: true, share: 4, ..base() },
         Case {
@@ -231,7 +237,7 @@ impl Case {
                     micro_batch_tokens: 1000,
                     console: &Console::silent(),
                 };
-                proof.links(&trajectories)?.to_vec()
+                proof.run_checks(&trajectories)?.to_vec()
             };
             sampled += found.last().map_or(0, |link| link.tokens);
             if links.is_empty() {
@@ -304,8 +310,8 @@ impl Case {
         let mut computed = vec![];
         for batch in MicroBatch::split(&sequences, 1000) {
             let logits = policy
-                .stack()
-                .logits(&policy.final_norm_rows(&batch, &mut decoder_stack::keep_nothing)?, &self.sampling)?;
+                .decoder_stack()
+                .logits(&policy.head_input(&batch, &mut decoder_stack::keep_nothing)?, &self.sampling)?;
             let targets: Vec<(usize, u32)> = batch.targets.iter().copied().enumerate().collect();
             computed.extend(logits.log_probs(&self.sampling, &targets)?);
         }

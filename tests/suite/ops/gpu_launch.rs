@@ -92,7 +92,8 @@ fn tiles_cover_all_rows_and_keys_once() {
 /// Of every tile exactly the chunks that one of its rows sees, whatever the window; a part for every token and chunk.
 #[test]
 fn chunk_tiles_are_the_chunks_that_a_tile_sees() {
-    let sequences = LaunchSequences::for_cached_sequences(&[1, 0, 40, 1, 3], &[510, 7, 1000, 1024, 0]).unwrap();
+    let sequences =
+        LaunchSequences::for_cached_sequences(&[1, 0, 40, 1, 3], &[510, 7, 1000, 1024, 0]).unwrap();
     for window in [None, Some(1), Some(100), Some(520), Some(5000)] {
         let attention = attention(6, 2, window);
         let mut expected = vec![];
@@ -119,7 +120,8 @@ fn chunk_tiles_are_the_chunks_that_a_tile_sees() {
 #[test]
 fn few_long_sequences_are_spread_and_nothing_else() {
     let decode = |sequences: usize, keys: usize, window| {
-        let launch = LaunchSequences::for_cached_sequences(&vec![1; sequences], &vec![keys - 1; sequences]).unwrap();
+        let launch =
+            LaunchSequences::for_cached_sequences(&vec![1; sequences], &vec![keys - 1; sequences]).unwrap();
         launch.spreads(&attention(64, 8, window))
     };
     assert!(decode(1, 8192, None) && decode(32, 1024, None) && decode(1, 1 << 17, None));
@@ -206,7 +208,10 @@ fn tensors_that_do_not_fit_are_refused_with_shape_and_remedy() {
 fn sequences_that_cannot_be_launched_are_refused() {
     assert_says(&message(LaunchSequences::for_packed_sequences(&[1, 3])), &["[1, 3]", "start at 0"]);
     assert_says(&message(LaunchSequences::for_packed_sequences(&[0, 3, 2])), &["[0, 3, 2]", "not decrease"]);
-    assert_says(&message(LaunchSequences::for_cached_sequences(&[1, 2], &[5])), &["2 sequences", "caches of 1"]);
+    assert_says(
+        &message(LaunchSequences::for_cached_sequences(&[1, 2], &[5])),
+        &["2 sequences", "caches of 1"],
+    );
     assert_says(
         &message(LaunchSequences::for_cached_sequences(&[1 << 30], &[0])),
         &["1073741824 queries", "split the batch"],

@@ -2,8 +2,8 @@
 
 use super::{assert_refused, floats, numbers, up};
 use crate::ops::cuda::{
-    DecodeBatch, DecodeStep, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite, sink_attention_paged,
-    upload,
+    DecodeBatch, DecodeStep, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite,
+    sink_attention_paged, upload,
 };
 use crate::ops::sink_attention::Attention;
 use candle_core::{DType, Device, Tensor};
