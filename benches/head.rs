@@ -37,7 +37,7 @@ fn noise(shape: (usize, usize), width: f32) -> Result<Tensor> {
 }
 
 fn main() -> Result<()> {
-    allocator::keep_memory();
+    allocator::retain_freed_memory();
     let threads = std::env::args().filter_map(|argument| argument.parse().ok()).next().unwrap_or(2);
     let pool =
         rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(candle_core::Error::wrap)?;

@@ -66,7 +66,7 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
         rounds,
         || (),
         |is_stock, ()| {
-            stock::CHOSEN.store(is_stock, Ordering::Relaxed);
+            stock::USE_LIBRARY_PRODUCT.store(is_stock, Ordering::Relaxed);
             let sum = GradientSum::begin(&parameters).expect("gradients");
             let weights = &parameters.pass_weights(Some(&sum.pass_sink(0))).expect("weights");
             let pass = Pass { model: &model, weights, batch, settings };

@@ -10,7 +10,7 @@ use models::{Shape, TINY, model, sequences};
 use rand::Rng;
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
-use rloss::dist::{PackedWeights, RolloutWeights};
+use rloss::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use rloss::learner::OptimizerSettings;
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::gradients::GradientSum;
@@ -135,8 +135,8 @@ fn planned(seed: u64, recompute_layers: bool) {
         threads: 1,
         streamed: false,
         processes: 1,
-        rollout_weights: RolloutWeights::Whole,
-        packed_weights: PackedWeights::Whole,
+        rollout_weights: RolloutWeightPlacement::Whole,
+        packed_weights: PackedWeightPlacement::Whole,
         gpu_sequences: None,
     };
     let plan = MemoryPlan::new(&subject);

@@ -32,7 +32,7 @@ pub const SMALL: Shape = Shape { hidden: 512, layers: 8, heads: 8, experts: 16, 
 pub fn config(shape: Shape) -> Config {
     let dense = shape.experts == 0;
     Config {
-        family: Family::named(if dense { "qwen2" } else { "gpt_oss" }).expect("a family"),
+        family: Family::from_name(if dense { "qwen2" } else { "gpt_oss" }).expect("a family"),
         vocab_size: shape.vocabulary,
         hidden_size: shape.hidden,
         num_hidden_layers: shape.layers,

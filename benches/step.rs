@@ -132,7 +132,7 @@ struct TextOnly;
 
 impl TokenSource for TextOnly {
     fn sampling(&self) -> SamplingParameters {
-        SamplingParameters::whole(1.0)
+        SamplingParameters::with_temperature(1.0)
     }
 
     fn choose(&self, _: TokenPosition, drawn: u32) -> Result<u32> {
@@ -216,7 +216,7 @@ fn decode_step(stamps: &[(Instant, u64)], batch: usize) -> Result<f64> {
 }
 
 fn main() -> Result<()> {
-    allocator::keep_memory();
+    allocator::retain_freed_memory();
     // As in src/main.rs.
     // SAFETY: no other thread has been started yet.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
@@ -228,7 +228,7 @@ fn main() -> Result<()> {
     // Under mpirun several processes share the update; each of them samples everything.
     let mesh = Mesh::connect()?;
     let precision = if shapes.bf16_dot { Precision::Bf16Dot } else { Precision::F32 };
-    ensure!(precision.is_here(), "this processor has no dot products of bf16");
+    ensure!(precision.is_supported(), "this processor has no dot products of bf16");
     let backend = Backend { mesh: mesh.clone(), precision, ..Backend::default() };
     let (model, mut parameters) = random(config, &backend);
     parameters.set_trainable(&vec![true; parameters.len()])?;
@@ -312,7 +312,7 @@ fn main() -> Result<()> {
             let (update, gradients) = time(|| step.gradients(&batch)?.context("no token counts"))?;
             let gap = batch.mismatch_metrics(&update.forward)?.get("mismatch/log_ppl_abs_diff_max");
             ensure!(shapes.separate_prompts || gap == Some(0.0), "rollout and training differ: {gap:?}");
-            threads.wide(|| {
+            threads.run_on_all(|| {
                 clip(&parameters, optimizer_settings.grad_norm_max)?;
                 optimizer.update(&parameters, optimizer_settings.lr)
             })?;
@@ -331,7 +331,7 @@ fn main() -> Result<()> {
     if !mesh.is_rank_zero() {
         return Ok(());
     }
-    let (read_rate, product_rate) = threads.wide(|| (machine::read_rate(), machine::product_rate()));
+    let (read_rate, product_rate) = threads.run_on_all(|| (machine::read_rate(), machine::product_rate()));
     let (of_row, of_head) = shapes.multiply_adds();
     let of_step = (batch * (of_row + of_head)) as f64 / product_rate;
     // A step reads only a few rows of the embedding.

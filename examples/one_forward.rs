@@ -28,7 +28,7 @@ fn main() -> Result<()> {
         for (i, link) in links.iter().enumerate() {
             broken += usize::from(!link.is_bit_equal());
             let seconds = format!("{:.1}", begun.elapsed().as_secs_f64());
-            table.row([
+            table.add_row([
                 if i == 0 { case.name } else { "" }.to_owned(),
                 link.name.to_owned(),
                 link.tokens.to_string(),

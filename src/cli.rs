@@ -2,7 +2,7 @@
 
 use crate::commands;
 use crate::commands::arguments::RunArgs;
-use crate::dist::launch::refuse_several;
+use crate::dist::launch::require_single_process;
 use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ErrorOnOtherRank};
 use crate::metrics::sanitize_terminal;
 use crate::ops::cuda::unload_kernels;
@@ -89,7 +89,7 @@ pub fn run() -> u8 {
         Command::Train(_) | Command::CheckMismatch(_) => Ok(()),
         #[cfg(feature = "cuda")]
         Command::GpuCheck(_) => Ok(()),
-        _ => refuse_several(&std::env::args().nth(1).unwrap_or_default()),
+        _ => require_single_process(&std::env::args().nth(1).unwrap_or_default()),
     };
     let result = one_process.and_then(|()| match cli.command {
         Command::Init(args) => commands::init::run(&args),

@@ -150,7 +150,7 @@ impl ModelFolder {
             (PackedFormat::Bf16Rows, _) => {
                 let bytes = self.bytes(&spec.name)?.0;
                 finite_bf16(0, &bytes)?;
-                PackedMatrix::of_bytes(form, shape, bytes)
+                PackedMatrix::from_bytes(form, shape, bytes)
             }
             (PackedFormat::Bf16, Layout::Transposed) => {
                 let stored = self.stored(&spec.name)?;

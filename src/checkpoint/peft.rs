@@ -259,7 +259,7 @@ pub fn write(
         let values: Vec<f32> = (0..working.len()).map(|at| working[place.working(at)]).collect();
         write_f32(out, &values)
     })?;
-    manifest.note(TENSORS_FILE, digest);
+    manifest.record(TENSORS_FILE, digest);
     let pretty = |json: &Value| format!("{json:#}\n").into_bytes();
     manifest.write_file(folder, CONFIG_FILE, &pretty(&config_json(lora, specs, base)))?;
     manifest.write_file(folder, BASE_FILE, &pretty(&serde_json::to_value(base)?))

@@ -120,7 +120,7 @@ pub fn save(
     let mut manifest = Manifest::default();
     for (index, shard) in shards.iter().enumerate() {
         let name = shard_name(index, shards.len());
-        manifest.note(&name, write_shard(&folder.join(&name), shard, form, &mut tensor)?);
+        manifest.record(&name, write_shard(&folder.join(&name), shard, form, &mut tensor)?);
     }
     if shards.len() > 1 {
         manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, form)))?;

@@ -11,7 +11,7 @@ use crate::dist::wire::f32_values;
 use crate::integrity::Manifest;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{MASTER, Parameters, ShardRequest};
-use crate::ops::cpu::{host_codes, host_values, on_host};
+use crate::ops::cpu::{host_codes, host_values, to_host};
 use anyhow::{Result, bail};
 use blake3::Hash;
 use candle_core::DType;
@@ -58,13 +58,13 @@ pub fn write(
     mesh.request(ShardRequest::File { folder: folder.to_owned(), stem: stem.to_owned(), of_critic })?;
     let written = write_own((folder, stem), parameters, of_critic, keep);
     if mesh.ranks() == 1 {
-        manifest.note(&file_name(stem, 0, 1), written?);
+        manifest.record(&file_name(stem, 0, 1), written?);
         return Ok(());
     }
     for (rank, written) in told(parameters, written)?.into_iter().enumerate() {
         match written {
             Written::Digest(digest) => {
-                manifest.note(&file_name(stem, rank, mesh.ranks()), Hash::from_bytes(digest))
+                manifest.record(&file_name(stem, rank, mesh.ranks()), Hash::from_bytes(digest))
             }
             Written::Failed(why) => bail!("rank {rank}: {why}"),
         }
@@ -107,7 +107,7 @@ fn write_own(
         // SFT warm-up trained an adapter's base, which has a folder of its own since then.
         let frozen = || match is_sharded {
             true => Ok(of_critic || parameters.adapter().is_none()),
-            false => anyhow::Ok(keep(spec, &host_values(&on_host(values)?)?)),
+            false => anyhow::Ok(keep(spec, &host_values(&to_host(values)?)?)),
         };
         if parameters.is_trained(index) || frozen()? {
             kept.insert(format!("{MASTER}.{}", spec.name), (index, MASTER));
@@ -125,7 +125,7 @@ fn write_own(
     let places: Vec<(usize, &str)> = kept.into_values().collect();
     write_tensors(&folder.join(file_name(stem, mesh.rank(), mesh.ranks())), stored, |place, out| {
         let (index, kind) = places[place];
-        let tensor = on_host(parameters.local_state(index, kind)?)?;
+        let tensor = to_host(parameters.local_state(index, kind)?)?;
         match tensor.dtype() {
             DType::U8 => Ok(out.write_all(&host_codes(&tensor)?)?),
             _ => write_f32(out, &host_values(&tensor)?),

@@ -2,7 +2,7 @@
 
 use crate::bad_input;
 use crate::commands::arguments::RecipeArgs;
-use crate::dist::RolloutWeights;
+use crate::dist::RolloutWeightPlacement;
 use crate::error::EXIT_DONE;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
@@ -109,7 +109,7 @@ fn memory(preflight: &Preflight, processes: u32, available: Option<&AvailableMem
         // These commands run in one process.
         let peak = MemoryPlan::new(&PlanInput {
             processes: 1,
-            rollout_weights: RolloutWeights::Whole,
+            rollout_weights: RolloutWeightPlacement::Whole,
             ..preflight.plan_input_for(intent)
         })
         .peak_bytes();

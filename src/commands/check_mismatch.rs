@@ -3,7 +3,7 @@
 
 use crate::atomic_file::write_file;
 use crate::dist::Mesh;
-use crate::dist::launch::refuse_several;
+use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
 use crate::learner::batch_runner::BatchRunner;
 use crate::metrics::{Console, sanitize_terminal};
@@ -88,7 +88,7 @@ impl CheckMismatchArgs {
 /// [`crate::error::BadInput`] before any work.
 pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     if !args.against.is_empty() {
-        refuse_several("check-mismatch --against")?;
+        require_single_process("check-mismatch --against")?;
     }
     let mesh = Mesh::connect()?;
     let (context, arms) = mesh.agree("the recipe", open(args, &mesh))?;
@@ -275,7 +275,7 @@ fn sample(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
     let plan = context.training_rollout(0);
     let policy = context.rollout_policy()?;
     let samples = recipe.rollout.samples_per_prompt;
-    let stage = console.work("sampling", (prompts.len() * samples) as u64, 0);
+    let stage = console.work_stage("sampling", (prompts.len() * samples) as u64, 0);
     let progress = RolloutProgress::show_on(&stage);
     let rollouts = context.sample_groups(&policy, &plan, &prompts, samples, &progress, &|| false)?;
     stage.finish();

@@ -102,17 +102,17 @@ fn tables(set: &ValidationResult) -> String {
     let mut table = Table::new(["measure", "value", "95% from", "to"]);
     for (measure, e) in set.estimates() {
         let cells = [e.mean, e.low, e.high].map(|value| format!("{value:.3}"));
-        table.row(std::iter::once(set.key(&measure)).chain(cells));
+        table.add_row(std::iter::once(set.key(&measure)).chain(cells));
     }
     let mut outcomes = Table::new(["outcome", "trajectories", "right"]);
     let by_outcome: BTreeMap<Outcome, _> = counted(set, |row| row.trajectory.outcome);
     for outcome in Outcome::ALL {
         let (all, right) = by_outcome.get(&outcome).copied().unwrap_or_default();
-        outcomes.row([outcome.name().to_owned(), whole(all), whole(right)]);
+        outcomes.add_row([outcome.name().to_owned(), whole(all), whole(right)]);
     }
     let mut turns = Table::new(["turns", "trajectories", "right"]);
     for (n, (all, right)) in counted(set, |row| row.trajectory.turns.len()) {
-        turns.row([whole(n), whole(all), whole(right)]);
+        turns.add_row([whole(n), whole(all), whole(right)]);
     }
     let mut text = format!(
         "{}: {} problems, {} trajectories; intervals over problems\n\n{table}\n{outcomes}\n{turns}\n",
@@ -123,7 +123,7 @@ fn tables(set: &ValidationResult) -> String {
     let calls = calls(set);
     if !calls.is_empty() {
         let mut table = Table::new(["tool call", "calls"]);
-        calls.iter().for_each(|(call, n)| table.row([call.name().to_owned(), whole(*n)]));
+        calls.iter().for_each(|(call, n)| table.add_row([call.name().to_owned(), whole(*n)]));
         text.push_str(&format!("{table}\n"));
     }
     text

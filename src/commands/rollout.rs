@@ -89,7 +89,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     }
     let metrics = crate::rollout::metrics(&groups).finish()?;
     let mut table = Table::new(["metric", "value"]);
-    metrics.iter().for_each(|(name, value)| table.row([name.to_owned(), format_number(value)]));
+    metrics.iter().for_each(|(name, value)| table.add_row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
     print_text(&table.to_string())?;
     console.print(&format!("done: {}", collection.file(&name).display()));

@@ -5,7 +5,7 @@ use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::checkpoint;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
-use crate::integrity::{Checksum, MANIFEST_FILE, Manifest, add_checksum, remove_checksum};
+use crate::integrity::{ChecksumStatus, MANIFEST_FILE, Manifest, add_checksum, remove_checksum};
 use crate::metrics::{read_rows, sanitize_terminal};
 use crate::recipe::resolve_run_recipe;
 use crate::run::run_folder::lock;
@@ -59,10 +59,10 @@ fn check_run(run: &Path) -> Result<Vec<Finding>> {
     let recipe = run.join("recipe.toml");
     let text = bounded_file::read_text(&recipe, TOML_BYTES_MAX);
     let shown = recipe.display();
-    let mut findings = vec![match text.map(|text| Checksum::check(&text, run)) {
-        Ok(Checksum::Valid) => Ok(format!("{shown}: sound")),
-        Ok(Checksum::Missing) => Ok(format!("{shown}: unverified: it has no checksum")),
-        Ok(Checksum::Invalid) => Err(format!(
+    let mut findings = vec![match text.map(|text| ChecksumStatus::check(&text, run)) {
+        Ok(ChecksumStatus::Valid) => Ok(format!("{shown}: sound")),
+        Ok(ChecksumStatus::Missing) => Ok(format!("{shown}: unverified: it has no checksum")),
+        Ok(ChecksumStatus::Invalid) => Err(format!(
             "{shown}: it was cut or changed; restore it (each checkpoint has a copy, trainer.toml), or after a deliberate edit: \
              rloss verify --accept {}",
             run.display()
@@ -114,7 +114,7 @@ fn accept_recipe(run: &Path) -> Result<Finding> {
 }
 
 fn accept_files(folder: &Path) -> Result<Finding> {
-    let manifest = Manifest::of_folder(folder)?;
+    let manifest = Manifest::from_folder(folder)?;
     manifest.write(folder)?;
     let file = folder.join(MANIFEST_FILE);
     Ok(Ok(format!("{}: written for the current files", file.display())))

@@ -67,7 +67,7 @@ fn report_once(message: String) -> anyhow::Error {
 ///
 /// # Errors
 /// [`BadInput`] when a launcher started several.
-pub fn refuse_several(command: &str) -> Result<()> {
+pub fn require_single_process(command: &str) -> Result<()> {
     match process_count() {
         0 | 1 => Ok(()),
         several => Err(report_once(format!(

@@ -5,8 +5,8 @@ use super::connection::Connection;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::launch::Transport;
 use super::liveness::LivenessMonitor;
-use super::wire::{pack, unpack};
-use super::{Communicator, Exchange, PendingParts, replicate};
+use super::wire::{serialize, deserialize};
+use super::{Communicator, Exchange, PendingMessages, replicate};
 use crate::error::{BadInput, ErrorOnOtherRank};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -144,9 +144,9 @@ impl Mesh {
     }
 
     /// Sets the time limit of later exchanges.
-    pub fn set_limit(&self, limit: Duration) {
+    pub fn set_timeout(&self, limit: Duration) {
         if let Some(communicator) = &self.communicator {
-            communicator.set_limit(limit);
+            communicator.set_timeout(limit);
         }
     }
 
@@ -219,7 +219,7 @@ impl Mesh {
         what: &str,
         own: &T,
     ) -> Result<Vec<T>> {
-        self.all_gather(what, pack(own)?)?.iter().map(|bytes| unpack(bytes)).collect()
+        self.all_gather(what, serialize(own)?)?.iter().map(|bytes| deserialize(bytes)).collect()
     }
 
     /// Gathers one byte of every rank, in rank order, in one exchange.
@@ -246,9 +246,9 @@ impl Mesh {
     /// # Errors
     /// As [`Self::all_gather`].
     pub fn broadcast<T: Serialize + for<'a> Deserialize<'a>>(&self, what: &str, own: &T) -> Result<T> {
-        let part = if self.is_rank_zero() { pack(own)? } else { vec![] };
+        let part = if self.is_rank_zero() { serialize(own)? } else { vec![] };
         let parts = self.all_gather(what, part)?;
-        unpack(parts.first().context("no part of rank 0")?)
+        deserialize(parts.first().context("no part of rank 0")?)
     }
 
     /// Returns `result` if all ranks succeeded. Otherwise every rank fails, and the first failed rank reports
@@ -356,7 +356,7 @@ impl Mesh {
 /// A pending exchange, and this rank's own part of it.
 pub struct PendingExchange {
     own: (Arc<Vec<u8>>, usize),
-    others: Option<PendingParts>,
+    others: Option<PendingMessages>,
 }
 
 impl PendingExchange {
@@ -366,7 +366,7 @@ impl PendingExchange {
     /// When a rank does not answer in time.
     pub fn wait(self) -> Result<Vec<Vec<u8>>> {
         let (own, rank) = self.own;
-        let mut parts = self.others.map_or(Ok(vec![]), PendingParts::wait)?;
+        let mut parts = self.others.map_or(Ok(vec![]), PendingMessages::wait)?;
         let own = Arc::try_unwrap(own).unwrap_or_else(|shared| shared.to_vec());
         parts.insert(rank, own);
         Ok(parts)
@@ -402,20 +402,20 @@ fn connect_transport(processes: usize) -> Result<Box<dyn Communicator>> {
 impl Mesh {
     /// Makes rank `rank` of `ranks` without a connection, for tests of each rank's shards.
     pub fn without_connection(rank: usize, ranks: usize) -> Arc<Self> {
-        struct Disconnected(usize, usize);
-        impl Communicator for Disconnected {
+        struct StubCommunicator(usize, usize);
+        impl Communicator for StubCommunicator {
             fn rank(&self) -> usize {
                 self.0
             }
             fn ranks(&self) -> usize {
                 self.1
             }
-            fn start(&self, exchange: Exchange) -> Result<PendingParts> {
+            fn start(&self, exchange: Exchange) -> Result<PendingMessages> {
                 anyhow::bail!("{}: these ranks have no connection", exchange.what)
             }
-            fn set_limit(&self, _: Duration) {}
+            fn set_timeout(&self, _: Duration) {}
             fn disconnect(&self) {}
         }
-        Arc::new(Self { communicator: Some(Box::new(Disconnected(rank, ranks))), ..Self::alone() })
+        Arc::new(Self { communicator: Some(Box::new(StubCommunicator(rank, ranks))), ..Self::alone() })
     }
 }

@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 ///
 /// # Errors
 /// When it cannot be serialised.
-pub fn pack(record: &impl Serialize) -> Result<Vec<u8>> {
+pub fn serialize(record: &impl Serialize) -> Result<Vec<u8>> {
     rmp_serde::to_vec_named(record).context("serialising for other ranks")
 }
 
@@ -16,7 +16,7 @@ pub fn pack(record: &impl Serialize) -> Result<Vec<u8>> {
 ///
 /// # Errors
 /// When the bytes are not such a record.
-pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+pub fn deserialize<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     rmp_serde::from_slice(bytes).context("deserialising from another rank")
 }
 

@@ -79,7 +79,7 @@ impl HarmonyTokenizer {
     /// A part that is one vocabulary entry becomes that token. With merges BPE gives the same token anyway;
     /// the embedded vocabulary has its header words in this way.
     pub(super) fn encode_header(&self, part: &str) -> Vec<u32> {
-        match self.entry(part) {
+        match self.entry_id(part) {
             Some(id) => vec![id],
             None => self.encode_text(part),
         }

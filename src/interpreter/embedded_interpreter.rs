@@ -88,7 +88,7 @@ impl EmbeddedInterpreter {
             Err(error) => {
                 let (last_words, ended) = worker.kill();
                 drop(worker);
-                self.pool.forget();
+                self.pool.discard();
                 let outcome = match error.kind() {
                     io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
                     // The messages of a refused allocation, and of one larger than Rust allows.

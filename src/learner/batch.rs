@@ -6,7 +6,7 @@ use super::micro_batch::{MicroBatch, PackingParameters, Sequence};
 use super::routed_experts::{self as experts, RoutedExperts};
 use crate::metrics::Metrics;
 use crate::policy::Sequences;
-use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_metrics};
+use crate::policy::offpolicy::{agreement_metrics, off_policy_metrics, probs_diff_metrics};
 use crate::random::{Purpose, stream};
 use crate::trajectory::{Group, TokenStats, Trajectory};
 use anyhow::Result;
@@ -193,7 +193,7 @@ impl Batch {
         let sequences = Sequences::new(&self.cu_seqlens, &all)?;
         let (rollout, log_probs) = (&self.rollout_log_probs, &training.log_probs);
         let mut metrics = Metrics::new();
-        for (name, value) in offpolicy_metrics(&sequences, log_probs, Some(rollout))? {
+        for (name, value) in off_policy_metrics(&sequences, log_probs, Some(rollout))? {
             metrics.set(format!("rollout_corr/{name}"), value);
         }
         for found in [

@@ -63,7 +63,7 @@ impl BatchRunner<'_> {
                 false => objective(turn.index, columns),
             })
         };
-        let sum = self.threads.wide(|| GradientSum::begin(self.parameters))?;
+        let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
         let outputs = self.each(batches, |turn| {
             let weights = self.parameters.pass_weights(Some(&sum.pass_sink(turn.round)));
             // Otherwise later passes would wait for a failed one.
@@ -114,7 +114,7 @@ impl BatchRunner<'_> {
     /// # Errors
     /// When the norm is not a number; the weights are then unchanged.
     pub fn clip_and_update(&self, optimizer: &mut Optimizer, lr: f64) -> Result<f64> {
-        self.threads.wide(|| {
+        self.threads.run_on_all(|| {
             let norm = clip(self.parameters, optimizer.settings.grad_norm_max)?;
             ensure!(
                 norm.is_finite(),
@@ -155,8 +155,8 @@ impl BatchRunner<'_> {
         let alone = |index: usize| run(Turn { index, round: index, masked: false });
         match mesh.ranks() {
             1 if self.is_side_by_side() => self.threads.map(count, alone),
-            1 => self.threads.wide(|| (0..count).map(alone).collect()),
-            _ => self.threads.wide(|| self.in_turn(batches, &run)),
+            1 => self.threads.run_on_all(|| (0..count).map(alone).collect()),
+            _ => self.threads.run_on_all(|| self.in_turn(batches, &run)),
         }
     }
 

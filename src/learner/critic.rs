@@ -136,7 +136,7 @@ impl CriticStep<'_> {
         let advantages = whiten(sequences, &found.advantages)?;
         let mut metrics = Metrics::new();
         for (name, column) in [("values", values), ("returns", &found.returns)] {
-            let of = || sequences.all_valid().map(|t| f64::from(column[t]));
+            let of = || sequences.all_valid_indices().map(|t| f64::from(column[t]));
             metrics.set(format!("critic/{name}/mean"), of().sum::<f64>() / of().count() as f64);
             metrics.set(format!("critic/{name}/max"), of().fold(f64::NEG_INFINITY, f64::max));
             metrics.set(format!("critic/{name}/min"), of().fold(f64::INFINITY, f64::min));
@@ -159,7 +159,7 @@ impl CriticStep<'_> {
         }
         let (old_values, returns) =
             batch.values.as_ref().zip(batch.returns.as_ref()).context("no values or no returns")?;
-        let size = BatchSize::of(&tokens, self.response_tokens_max);
+        let size = BatchSize::from_sequences(&tokens, self.response_tokens_max);
         let normalizer = Normalizer::new(self.aggregation, size)?;
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };
         let micro_batches = self.micro_batches(batch);

@@ -15,7 +15,7 @@ use crate::dist::{Mesh, PendingExchange, shard_range};
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::model::sharded_layers::to_op_error;
-use crate::ops::cpu::{edit, host_values, on_host};
+use crate::ops::cpu::{edit, host_values, to_host};
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use anyhow::Result;
@@ -168,7 +168,7 @@ impl Reduction {
     ) -> candle_core::Result<()> {
         let whole = Tensor::zeros(self.specs[parameter].working_shape(), DType::F32, &self.device)?;
         add(&whole)?;
-        let whole = on_host(&whole)?;
+        let whole = to_host(&whole)?;
         let mut state = self.on_its_way.lock().unwrap_or_else(PoisonError::into_inner);
         if state.pass != pass {
             self.send(&mut state, buffers)?;

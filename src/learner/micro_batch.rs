@@ -148,7 +148,7 @@ impl MicroBatch {
         for (i, sequence) in sequences[range.clone()].iter().enumerate() {
             sequence_rows.push(sequence.inputs().len(), if i == 0 { 0 } else { shared[range.start + i] });
             tokens.extend_from_slice(&sequence.inputs()[sequence_rows.first_own_row(i)..]);
-            let path = sequence_rows.path(i);
+            let path = sequence_rows.row_indices(i);
             for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
                 rows.push(path[i - 1] as u32);
                 targets.push(sequence.tokens[i]);
@@ -159,7 +159,7 @@ impl MicroBatch {
             sequences: range,
             tokens: Arc::new(tokens),
             positions: sequence_rows.positions(),
-            holders: sequence_rows.holders().map(Arc::new),
+            holders: sequence_rows.sequences_per_row().map(Arc::new),
             sequence_rows: Arc::new(sequence_rows),
             rows: Arc::new(rows),
             targets: Arc::new(targets),

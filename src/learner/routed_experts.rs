@@ -50,7 +50,7 @@ pub fn experts_from_forward(
     for (batch, output) in micro_batches.iter().zip(outputs) {
         let layers = output.routes.iter().map(experts_of).collect::<Result<Vec<_>>>()?;
         for sequence in 0..batch.sequence_rows.sequences() {
-            let path = batch.sequence_rows.path(sequence);
+            let path = batch.sequence_rows.row_indices(sequence);
             let part = |(layer, top_k): &(Vec<u16>, usize)| -> Vec<u16> {
                 path.iter().flat_map(|row| &layer[row * top_k..(row + 1) * top_k]).copied().collect()
             };

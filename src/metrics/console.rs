@@ -13,15 +13,15 @@ const LINES_APART: Duration = Duration::from_secs(2);
 
 /// The progress display. Clones share it.
 #[derive(Clone)]
-pub struct Console(Arc<Shown>);
+pub struct Console(Arc<ConsoleState>);
 
-struct Shown {
-    place: Place,
+struct ConsoleState {
+    place: ConsoleOutput,
     /// The time left over all stages of a plan, if there is one.
     eta: Mutex<Option<Eta>>,
 }
 
-enum Place {
+enum ConsoleOutput {
     Bars(MultiProgress),
     Lines {
         out: Mutex<Box<dyn Write + Send>>,
@@ -37,7 +37,7 @@ impl Console {
     /// the last, at most one per [`LINES_APART`] and stage. No progress is shown when `every_steps` is 0.
     pub fn stderr(every_steps: u64) -> Self {
         if every_steps > 0 && std::io::stderr().is_terminal() {
-            return Self::at(Place::Bars(MultiProgress::new()));
+            return Self::with_output(ConsoleOutput::Bars(MultiProgress::new()));
         }
         Self::lines(std::io::stderr(), LINES_APART, every_steps)
     }
@@ -54,11 +54,11 @@ impl Console {
 
     /// Prints plain lines to `out`.
     pub fn lines(out: impl Write + Send + 'static, interval: Duration, every_steps: u64) -> Self {
-        Self::at(Place::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })
+        Self::with_output(ConsoleOutput::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })
     }
 
-    fn at(place: Place) -> Self {
-        Self(Arc::new(Shown { place, eta: Mutex::new(None) }))
+    fn with_output(place: ConsoleOutput) -> Self {
+        Self(Arc::new(ConsoleState { place, eta: Mutex::new(None) }))
     }
 
     /// Shows one time left over alternating `stages`: name, steps left, and the work of a step in a unit
@@ -69,18 +69,18 @@ impl Console {
 
     /// Starts a stage of `total` steps, of which a resumed run has done `done`.
     pub fn stage(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, Kind::Steps)
+        self.progress(name, total, done, StageUnit::Steps)
     }
 
     /// Starts a stage of `total` units of work other than steps, such as tokens or trajectories. Without a
     /// terminal only time decides when it prints a plain line.
-    pub fn work(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, Kind::Work)
+    pub fn work_stage(&self, name: &str, total: u64, done: u64) -> Progress {
+        self.progress(name, total, done, StageUnit::Work)
     }
 
     /// Starts a stage within a step, such as rollout or update: a bar on a terminal, silent otherwise.
     pub fn inner_stage(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, Kind::Within)
+        self.progress(name, total, 0, StageUnit::Within)
     }
 
     /// Prints text above the bars; control characters in it are made visible.
@@ -88,23 +88,23 @@ impl Console {
         let text = sanitize_terminal(text);
         match &self.0.place {
             // A terminal that is gone must not end the run.
-            Place::Bars(bars) => {
+            ConsoleOutput::Bars(bars) => {
                 let columns = console::Term::stderr().size().1;
                 drop(bars.println(colour_first_word(&wrap_lines(&text, columns.into()))));
             }
-            Place::Lines { out, .. } => {
+            ConsoleOutput::Lines { out, .. } => {
                 let mut out = lock(out);
                 let _ = writeln!(out, "{}", text.trim_end_matches('\n')).and_then(|()| out.flush());
             }
         }
     }
 
-    fn progress(&self, name: &str, total: u64, done: u64, kind: Kind) -> Progress {
+    fn progress(&self, name: &str, total: u64, done: u64, kind: StageUnit) -> Progress {
         let bar = match &self.0.place {
-            Place::Bars(bars) => {
+            ConsoleOutput::Bars(bars) => {
                 bars.add(ProgressBar::new(total).with_style(style(kind)).with_position(done))
             }
-            Place::Lines { .. } => ProgressBar::hidden(),
+            ConsoleOutput::Lines { .. } => ProgressBar::hidden(),
         };
         let name = sanitize_line(name).into_owned();
         bar.set_prefix(name.clone());
@@ -138,10 +138,10 @@ fn colour_first_word(text: &str) -> String {
 }
 
 /// Returns the style of a bar, which fills the rest of the terminal's width.
-fn style(kind: Kind) -> ProgressStyle {
+fn style(kind: StageUnit) -> ProgressStyle {
     let template = match kind {
-        Kind::Steps | Kind::Work => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
-        Kind::Within => "{prefix:>10} {wide_bar:.dim} {pos}/{len}  {msg}",
+        StageUnit::Steps | StageUnit::Work => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
+        StageUnit::Within => "{prefix:>10} {wide_bar:.dim} {pos}/{len}  {msg}",
     };
     let template = ProgressStyle::with_template(template);
     template.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸─")
@@ -153,7 +153,7 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The unit of a stage, which decides where it is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum StageUnit {
     /// Steps of a run.
     Steps,
     /// Other work.
@@ -171,7 +171,7 @@ struct Stage {
     bar: ProgressBar,
     name: String,
     total: u64,
-    kind: Kind,
+    kind: StageUnit,
     pace: Mutex<Pace>,
 }
 
@@ -192,14 +192,14 @@ impl Progress {
         let mut pace = lock(&stage.pace);
         pace.done += steps;
         pace.tokens += tokens;
-        let left = stage.left(&pace, steps);
+        let left = stage.seconds_left(&pace, steps);
         match &stage.console.0.place {
-            Place::Bars(_) => {
+            ConsoleOutput::Bars(_) => {
                 stage.bar.set_message(stage.message(&pace, left, values));
                 stage.bar.set_position(pace.done);
             }
-            Place::Lines { interval, every_steps, .. } => {
-                if stage.due(&pace, steps, *interval, *every_steps) {
+            ConsoleOutput::Lines { interval, every_steps, .. } => {
+                if stage.is_due(&pace, steps, *interval, *every_steps) {
                     pace.printed = Some(Instant::now());
                     let message = stage.message(&pace, left, values);
                     stage.console.print(&format!("{} {}/{}  {message}", stage.name, pace.done, stage.total));
@@ -213,7 +213,7 @@ impl Progress {
     pub fn finish(&self) {
         let stage = &*self.0;
         stage.bar.finish_and_clear();
-        if stage.kind != Kind::Within && matches!(stage.console.0.place, Place::Bars(_)) {
+        if stage.kind != StageUnit::Within && matches!(stage.console.0.place, ConsoleOutput::Bars(_)) {
             let done = stage.bar.position();
             stage.console.print(&format!("{} {done}/{}  {}", stage.name, stage.total, stage.bar.message()));
         }
@@ -222,24 +222,24 @@ impl Progress {
 
 impl Stage {
     /// Whether to print a plain line after `steps` more steps.
-    fn due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
-        if every_steps == 0 || self.kind == Kind::Within {
+    fn is_due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
+        if every_steps == 0 || self.kind == StageUnit::Within {
             return false;
         }
         if pace.done >= self.total {
             return steps > 0;
         }
         let rested = pace.printed.is_none_or(|at| at.elapsed() >= interval);
-        rested && (self.kind == Kind::Work || pace.done.is_multiple_of(every_steps))
+        rested && (self.kind == StageUnit::Work || pace.done.is_multiple_of(every_steps))
     }
 
     /// Returns the seconds left after `steps` more steps, over all stages of the plan if there is one.
-    fn left(&self, pace: &Pace, steps: u64) -> Option<f64> {
+    fn seconds_left(&self, pace: &Pace, steps: u64) -> Option<f64> {
         let made = pace.done.saturating_sub(pace.first);
         match &mut *lock(&self.console.0.eta) {
             Some(eta) => {
                 eta.advance(&self.name, steps);
-                eta.seconds().filter(|_| self.kind != Kind::Within)
+                eta.seconds_left().filter(|_| self.kind != StageUnit::Within)
             }
             None => {
                 let step = pace.start.elapsed().as_secs_f64() / made.max(1) as f64;
@@ -257,7 +257,7 @@ impl Stage {
             .collect();
         let elapsed = pace.start.elapsed().as_secs_f64();
         if pace.tokens > 0 && elapsed > 0.0 {
-            if self.kind != Kind::Steps && pace.tokens != pace.done - pace.first {
+            if self.kind != StageUnit::Steps && pace.tokens != pace.done - pace.first {
                 parts.push(format!("{} tokens", format_number(pace.tokens as f64)));
             }
             parts.push(format!("{} tokens/s", format_number((pace.tokens as f64 / elapsed).round())));
@@ -333,7 +333,7 @@ mod tests {
     #[test]
     fn work_shows_its_tokens_before_its_first_piece_is_done_and_ends_once() {
         let out = Shared::default();
-        let work = Console::lines(out.clone(), Duration::from_secs(3600), 10).work("sampling", 4, 0);
+        let work = Console::lines(out.clone(), Duration::from_secs(3600), 10).work_stage("sampling", 4, 0);
         work.advance(0, 1200, &[]);
         work.advance(3, 34, &[("reward", 0.5)]);
         work.advance(1, 4, &[("reward", 0.5)]);
@@ -342,10 +342,10 @@ mod tests {
         assert_eq!(lines.len(), 2, "{lines:?}");
         assert!(lines[0].starts_with("sampling 0/4  1,200 tokens  "), "{}", lines[0]);
         assert!(lines[1].starts_with("sampling 4/4  reward 0.5  1,238 tokens  "), "{}", lines[1]);
-        let scoring = Console::lines(out.clone(), Duration::ZERO, 10).work("scoring", 8, 0);
+        let scoring = Console::lines(out.clone(), Duration::ZERO, 10).work_stage("scoring", 8, 0);
         scoring.advance(3, 3, &[]);
         assert!(!out.lines()[2].contains("3 tokens  "), "they are what is counted: {}", out.lines()[2]);
-        Console::lines(out.clone(), Duration::ZERO, 0).work("silent", 1, 0).advance(1, 1, &[]);
+        Console::lines(out.clone(), Duration::ZERO, 0).work_stage("silent", 1, 0).advance(1, 1, &[]);
         assert_eq!(out.lines().len(), 3);
     }
 

@@ -42,7 +42,7 @@ impl Eta {
 
     /// Returns the seconds left. A stage with steps done continues at its own speed; another at the speed of
     /// the others, by its work. `None` before the first step and after the last.
-    pub fn seconds(&self) -> Option<f64> {
+    pub fn seconds_left(&self) -> Option<f64> {
         let made = || self.stages.iter().filter(|stage| stage.made > 0);
         let (seconds, work) =
             made().fold((0.0, 0.0), |(s, w), stage| (s + stage.seconds, w + stage.made as f64 * stage.work));
@@ -74,13 +74,13 @@ mod tests {
     #[test]
     fn a_stage_that_has_run_counts_at_its_speed_and_another_by_its_work() {
         let mut eta = Eta::new(&[("cold start", 10, 1.0), ("rl", 4, 8.0), ("evaluation", 0, 1.0)]);
-        assert_eq!(eta.seconds(), None, "nothing is known yet");
+        assert_eq!(eta.seconds_left(), None, "nothing is known yet");
         eta.stages[0].advance(5, 10.0);
-        assert_eq!(eta.seconds(), Some(5.0 * 2.0 + 4.0 * 16.0));
+        assert_eq!(eta.seconds_left(), Some(5.0 * 2.0 + 4.0 * 16.0));
         eta.stages[0].advance(5, 10.0);
         eta.stages[1].advance(1, 3.0);
-        assert_eq!(eta.seconds(), Some(3.0 * 3.0), "its own speed is known now");
+        assert_eq!(eta.seconds_left(), Some(3.0 * 3.0), "its own speed is known now");
         eta.stages[1].advance(3, 9.0);
-        assert_eq!(eta.seconds(), None, "nothing is left");
+        assert_eq!(eta.seconds_left(), None, "nothing is left");
     }
 }

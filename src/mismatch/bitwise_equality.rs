@@ -109,7 +109,7 @@ impl EqualityProof<'_> {
         let stage = self.stage("prefill", &sequences);
         let mut prefill = Vec::with_capacity(tokens.len());
         for tokens in &tokens {
-            prefill.extend(threads.wide(|| self.rollout.prefill(&[tokens], self.temperature))?);
+            prefill.extend(threads.run_on_all(|| self.rollout.prefill(&[tokens], self.temperature))?);
             advance(&stage, inputs(tokens));
         }
         stage.finish();
@@ -117,7 +117,7 @@ impl EqualityProof<'_> {
         let stage = self.stage("token by token", &sequences);
         for (chunk, prefill) in tokens.chunks(DECODE_SEQUENCES).zip(prefill.chunks(DECODE_SEQUENCES)) {
             let fed = |count| advance(&stage, count);
-            let decode = threads.wide(|| self.rollout.decode(chunk, self.temperature, &fed))?;
+            let decode = threads.run_on_all(|| self.rollout.decode(chunk, self.temperature, &fed))?;
             decode.iter().zip(prefill).for_each(|(a, b)| decode_link.add(a, b));
         }
         stage.finish();
@@ -170,7 +170,7 @@ impl EqualityProof<'_> {
         let mut log_probs = Vec::with_capacity(sequences.len());
         for batch in &MicroBatch::split(sequences, tokens_max) {
             let pass = Pass { model, weights, batch, settings };
-            let [found, _] = threads.wide(|| pass.forward())?.head;
+            let [found, _] = threads.run_on_all(|| pass.forward())?.head;
             log_probs.extend(batch.cu_targets.windows(2).map(|w| found[w[0]..w[1]].to_vec()));
             advance(&stage, batch.sequence_rows.positions_count());
         }
@@ -181,7 +181,7 @@ impl EqualityProof<'_> {
     /// Starts a progress stage over all input tokens of `sequences`.
     fn stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
         let all: usize = sequences.iter().map(|sequence| inputs(&sequence.tokens)).sum();
-        self.console.work(name, all as u64, 0)
+        self.console.work_stage(name, all as u64, 0)
     }
 }
 

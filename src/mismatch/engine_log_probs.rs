@@ -83,7 +83,7 @@ impl EngineBatch {
         let (mut sequences, mut sampled) = (vec![], vec![]);
         for &(index, count) in kept {
             let own = whole.cu_targets[index]..whole.cu_targets[index] + count;
-            let path = whole.sequence_rows.path(index);
+            let path = whole.sequence_rows.row_indices(index);
             let places =
                 whole.rows[own.clone()].iter().filter_map(|&row| path.binary_search(&(row as usize)).ok());
             let places: Vec<usize> = places.collect();

@@ -101,8 +101,8 @@ fn each_row(
         let count = chunk.min(end - start);
         let logits = policy
             .decoder_stack()
-            .logits(&normed.narrow(0, start, count)?, &SamplingParameters::whole(1.0))?;
-        let z = logits.scores().flatten_all()?.to_vec1::<f32>()?;
+            .logits(&normed.narrow(0, start, count)?, &SamplingParameters::with_temperature(1.0))?;
+        let z = logits.scaled_logits().flatten_all()?.to_vec1::<f32>()?;
         z.chunks_exact(vocabulary).enumerate().for_each(|(i, z)| use_row(start + i, z));
     }
     Ok(())

@@ -56,7 +56,7 @@ impl TargetPositions {
                 }
                 Ok(())
             };
-            reference.threads.wide(|| policy.head_input(batch, keep))?;
+            reference.threads.run_on_all(|| policy.head_input(batch, keep))?;
             found.positions.extend(batch.rows.iter().map(|&row| batch.positions[row as usize] as usize + 1));
             found.tokens.extend_from_slice(&batch.targets);
         }

@@ -14,7 +14,7 @@ use crate::model::ablations::Ablations;
 use crate::model::forward::ForwardOptions;
 use crate::model::layer::LayerOutput;
 use crate::model::policy_view::PolicyView;
-use crate::ops::cpu::on_host;
+use crate::ops::cpu::to_host;
 use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
@@ -170,7 +170,7 @@ fn both(
     let (mut same, mut all) = (0usize, 0usize);
     let top_k = a.model.config.num_experts_per_tok.max(1);
     for batch in batches {
-        let (x, y) = threads.wide(|| -> Result<_> { Ok((layers(a, batch)?, layers(b, batch)?)) })?;
+        let (x, y) = threads.run_on_all(|| -> Result<_> { Ok((layers(a, batch)?, layers(b, batch)?)) })?;
         for ((policy, normed), log_probs) in [(a, &x.0), (b, &y.0)].into_iter().zip(&mut log_probs) {
             log_probs.extend(policy.log_probs(normed, batch, temperature)?);
             passed(batch);
@@ -202,7 +202,7 @@ fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerT
     let mut layers = vec![];
     let normed = policy.head_input(batch, &mut |_, _, output: &LayerOutput| {
         let routes = output.routed_experts().map(|routes| routes.flatten_all()?.to_vec1()).transpose()?;
-        let hidden = on_host(&output.hidden)?.flatten_all()?.to_vec1()?;
+        let hidden = to_host(&output.hidden)?.flatten_all()?.to_vec1()?;
         layers.push(LayerTrace { routes: routes.unwrap_or_default(), hidden });
         Ok(())
     })?;
@@ -212,7 +212,7 @@ fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerT
 /// Starts a progress stage of `passes` passes over `batches`, counted in tokens.
 fn stage(reference: &UnmodifiedModel, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
-    reference.console.work(name, (tokens * passes) as u64, 0)
+    reference.console.work_stage(name, (tokens * passes) as u64, 0)
 }
 
 /// Counts one pass over `batch` as done.

@@ -41,7 +41,7 @@ pub fn equality_table(lines: &[ResultLine]) -> String {
     let mut table = Table::new(["link", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
     for line in lines {
         let keys = ["mismatch/tokens", "mismatch/logprob_abs_diff_max", "mismatch/bit_equal_fraction"];
-        table.row(std::iter::once(line.name.clone()).chain(keys.map(|key| shown(line.get(key)))));
+        table.add_row(std::iter::once(line.name.clone()).chain(keys.map(|key| shown(line.get(key)))));
     }
     table.to_string()
 }
@@ -55,7 +55,7 @@ pub fn mismatch_table(title: &str, lines: &[ResultLine], columns: usize) -> Stri
     let header = std::iter::once(title).chain(used.iter().map(|(_, short)| *short));
     let mut table = Table::new(header);
     for line in lines {
-        table.row(std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))));
+        table.add_row(std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))));
     }
     let mut text = table.format_within(columns);
     let caused = lines.iter().filter_map(|line| Some((&line.name, line.cause.as_ref()?)));

@@ -50,7 +50,7 @@ impl PolicyView<'_> {
             let normed = self.head_input(batch, &mut decoder_stack::keep_nothing)?;
             self.log_probs(&normed, batch, temperature).inspect(|_| passed(batch))
         };
-        let found: Vec<Vec<f32>> = threads.wide(|| batches.iter().map(one).collect::<Result<_>>())?;
+        let found: Vec<Vec<f32>> = threads.run_on_all(|| batches.iter().map(one).collect::<Result<_>>())?;
         Ok(found.concat())
     }
 
@@ -123,7 +123,7 @@ impl PolicyView<'_> {
 
 /// Returns the log-probabilities of `targets` after the rows of `x [R, H]`, computed as the sampler does.
 fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<f32>> {
-    let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::whole(temperature));
+    let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::with_temperature(temperature));
     let rows_max = logits_rows_max(policy.model.config.vocab_size);
     let mut log_probs = Vec::with_capacity(targets.len());
     for (chunk, targets) in targets.chunks(rows_max).enumerate() {

@@ -132,7 +132,7 @@ impl<'a> CauseSearch<'a> {
             let log_probs = walk.log_probs(HeadSettings::default())?;
             Ok((walk, log_probs))
         };
-        let (as_it_is, computed) = reference.threads.wide(computed).context("the model as it is")?;
+        let (as_it_is, computed) = reference.threads.run_on_all(computed).context("the model as it is")?;
         Ok(Self { reference, observed, as_it_is, computed })
     }
 
@@ -171,8 +171,8 @@ impl<'a> CauseSearch<'a> {
                 }
                 Ok(())
             };
-            let normed = threads.wide(|| policy.head_input(&batch.tokens, keep))?;
-            found.log_probs.extend(threads.wide(|| variant.head.log_probs(&policy, &normed, &batch))?);
+            let normed = threads.run_on_all(|| policy.head_input(&batch.tokens, keep))?;
+            found.log_probs.extend(threads.run_on_all(|| variant.head.log_probs(&policy, &normed, &batch))?);
         }
         Ok(found)
     }
@@ -190,7 +190,7 @@ impl<'a> CauseSearch<'a> {
         let threads = self.reference.threads;
         match parameter_count(&self.reference.model.config) <= SIDE_BY_SIDE_PARAMETERS_MAX {
             true => threads.map(count, f),
-            false => threads.wide(|| (0..count).map(f).collect()),
+            false => threads.run_on_all(|| (0..count).map(f).collect()),
         }
     }
 
@@ -204,10 +204,10 @@ impl<'a> CauseSearch<'a> {
         let HeadInput { batches, normed, .. } = &self.as_it_is;
         let theirs = &self.observed.log_probs;
         let mut asked = causes(&model.config, earlier.is_some());
-        let rows = threads.wide(|| FitRows::draw(&self.as_it_is.policy(), batches, normed, theirs))?;
-        asked.extend(threads.wide(|| rows.causes()));
+        let rows = threads.run_on_all(|| FitRows::draw(&self.as_it_is.policy(), batches, normed, theirs))?;
+        asked.extend(threads.run_on_all(|| rows.causes()));
         if let Some(part) = telling_part(self.observed, &self.computed) {
-            let walk = threads.wide(|| self.reference.run_forward(None, &part))?;
+            let walk = threads.run_on_all(|| self.reference.run_forward(None, &part))?;
             let (shown, hidden) = self.computed_on(&part, &walk, &asked)?;
             // A cause without effect on the part may have one on the whole.
             let kept = Candidate::select_best(shown, COMPUTED_MAX).into_iter().chain(hidden);
@@ -246,7 +246,7 @@ impl<'a> CauseSearch<'a> {
             let log_probs = walk.log_probs(head)?;
             Ok(Candidate::of(&observed.log_probs, Some(cause.clone()), log_probs, walk.has_value.clone()))
         };
-        let stage = self.reference.console.work("causes tried", asked.len() as u64, 0);
+        let stage = self.reference.console.work_stage("causes tried", asked.len() as u64, 0);
         let found = self
             .map_candidates(asked.len(), |index| one(&asked[index]).inspect(|_| stage.advance(1, 0, &[])))?;
         stage.finish();

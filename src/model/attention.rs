@@ -55,7 +55,7 @@ impl AttentionMode for CachedAttention<'_, '_> {
         attention: Attention,
     ) -> Result<Tensor> {
         let mut layers: Vec<_> = self.caches.iter_mut().map(|cache| cache.layer(layer)).collect();
-        let out = ops::sink_attention_cached(q, kv, sinks, &mut layers, self.counts, attention)?;
+        let out = ops::cached_sink_attention(q, kv, sinks, &mut layers, self.counts, attention)?;
         if let Some(window) = attention.window {
             layers.iter_mut().for_each(|cache| cache.forget_before(cache.len(), window));
         }

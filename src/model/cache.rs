@@ -3,7 +3,7 @@
 use super::config::{Config, LayerType};
 use crate::ops::cuda::kv_pages;
 use crate::ops::kv_cache::{BLOCK, KvBlocks, KvSequence};
-use crate::ops::pages::PAGE;
+use crate::ops::pages::PAGE_POSITIONS;
 use anyhow::Result;
 use candle_core::Device;
 
@@ -50,22 +50,22 @@ pub struct CacheCapacity {
 impl CacheCapacity {
     /// Returns the pages that a layer needs.
     pub fn pages(&self, config: &Config, layer: &LayerType) -> usize {
-        let whole = self.tokens.div_ceil(PAGE);
+        let whole = self.tokens.div_ceil(PAGE_POSITIONS);
         let held = match layer {
             // A window covers up to two pages more than it fills. Samples of a group free their prompt's
             // pages at different times, so the factor is 2.
-            LayerType::Sliding => 2 * whole.min(config.sliding_window.div_ceil(PAGE) + 2),
+            LayerType::Sliding => 2 * whole.min(config.sliding_window.div_ceil(PAGE_POSITIONS) + 2),
             // Each sample copies the page in which its prompt ends.
             LayerType::Full => whole + 1,
         };
         // A pass appends new tokens before it frees old pages: one page a sequence, and the pages that new
         // tokens fill.
-        self.sequences * (held + 1) + self.fed_tokens_max.div_ceil(PAGE)
+        self.sequences * (held + 1) + self.fed_tokens_max.div_ceil(PAGE_POSITIONS)
     }
 
     /// Returns the bytes of these caches on a GPU.
     pub fn device_bytes(&self, config: &Config) -> u64 {
-        let page = (2 * config.num_key_value_heads * config.head_dim * PAGE * size_of::<half::bf16>()) as u64;
+        let page = (2 * config.num_key_value_heads * config.head_dim * PAGE_POSITIONS * size_of::<half::bf16>()) as u64;
         config.layer_types.iter().map(|layer| self.pages(config, layer) as u64 * page).sum()
     }
 }

@@ -152,7 +152,7 @@ impl Config {
             mistakes.push(format!("vocab_size = {} must lie in 1..={SIZE_MAX}", self.vocab_size));
         }
         for (key, value) in self.numbers() {
-            if let Some(limits) = architecture_limits(key).filter(|limits| !limits.allow(value)) {
+            if let Some(limits) = architecture_limits(key).filter(|limits| !limits.contains(value)) {
                 let key = key.replace("yarn.", "rope_scaling.");
                 mistakes.push(format!("{key} = {value} must be {limits}"));
             }

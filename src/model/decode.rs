@@ -71,7 +71,7 @@ impl Decoder {
         rotation.check(tokens.len(), stack.model.config.head_dim)?;
         let x = stack.embed(&Arc::new(tokens))?;
         let step = step(stack, caches)?;
-        let known = self.batches.iter().position(|batch| batch.launches.fits(&step));
+        let known = self.batches.iter().position(|batch| batch.launches.has_shape_of(&step));
         let is_new = known.is_none();
         let mut batch = match known {
             Some(index) => self.batches.remove(index),
@@ -80,7 +80,7 @@ impl Decoder {
         batch.launches.load(&step)?;
         overwrite(&batch.x, &x)?;
         upload(&batch.positions, &rotation.positions)?;
-        let rotation = rotation.uploaded_as(&batch.positions)?;
+        let rotation = rotation.with_device_positions(&batch.positions)?;
         if batch.recorded.is_none() && !is_new && self.records {
             match batch.record(&self.device, stack, rotation.clone()) {
                 Ok(recorded) => batch.recorded = Some(recorded),
@@ -146,7 +146,7 @@ impl Batch {
 
     fn record(&self, device: &Device, stack: &DecoderStack, rotation: Rotation) -> Result<RecordedGraph> {
         let forward = || self.forward(stack, rotation).map_err(candle_core::Error::wrap);
-        Ok(RecordedGraph::of(device, forward)?)
+        Ok(RecordedGraph::record(device, forward)?)
     }
 }
 

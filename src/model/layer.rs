@@ -247,7 +247,7 @@ impl SwigluMlp {
     /// # Errors
     /// When shapes disagree.
     pub fn forward(&self, h: &Tensor) -> Result<Tensor> {
-        self.down.matmul(&ops::silu_gated(&self.gate.matmul(h)?, &self.up.matmul(h)?)?)
+        self.down.matmul(&ops::silu_and_mul(&self.gate.matmul(h)?, &self.up.matmul(h)?)?)
     }
 
     /// Returns the MLP without gradients.

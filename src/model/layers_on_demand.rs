@@ -65,7 +65,7 @@ impl LayersOnDemand {
     pub fn tensor(&self, spec: &ParameterSpec) -> Result<Weight> {
         let read = self.source.tensor(spec)?;
         let changed = self.changes.iter().try_fold(read, |weight, change| change(spec, weight))?;
-        Ok(changed.in_precision(self.precision))
+        Ok(changed.with_precision(self.precision))
     }
 }
 

@@ -14,7 +14,7 @@ use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs
 use super::storage::{TensorStorage, copy_to_device};
 use super::weights::{LayerSource, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, shard_range};
-use crate::ops::cpu::{host_values, on_host};
+use crate::ops::cpu::{host_values, to_host};
 use crate::ops::parameter::{GradientSink, Parameter};
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
@@ -313,7 +313,7 @@ impl Parameters {
         let mesh = self.mesh().clone();
         for (index, &is_trained) in trained.iter().enumerate() {
             if is_trained && mesh.ranks() > 1 && !self.entries[index].stored.is_sharded() {
-                let master = on_host(self.master(index)?)?;
+                let master = to_host(self.master(index)?)?;
                 let values = host_values(&master)?;
                 let own = shard_range(values.len(), index, mesh.rank(), mesh.ranks());
                 let shard = TensorStorage::from_shard(values[own].to_vec())?;
@@ -412,7 +412,7 @@ impl Parameters {
         self.weights(self.on_disk.clone(), &|index| match sink {
             Some(sink) if self.is_trained(index) => {
                 let variable = Parameter::with_gradient_sink(self.values(index)?, sink.clone(), index);
-                Ok(Weight::Dense(variable.in_precision(self.backend.precision)))
+                Ok(Weight::Dense(variable.with_precision(self.backend.precision)))
             }
             _ => self.weight(index),
         })
@@ -421,7 +421,7 @@ impl Parameters {
     fn changed_weight(&self, index: usize, change: Option<&WeightChange>) -> Result<Weight> {
         let weight = self.weight(index)?;
         let Some(change) = change else { return Ok(weight) };
-        Ok(change(&self.specs[index], weight)?.without_gradient().in_precision(self.backend.precision))
+        Ok(change(&self.specs[index], weight)?.without_gradient().with_precision(self.backend.precision))
     }
 
     fn weights(
@@ -459,19 +459,19 @@ fn entry(spec: &ParameterSpec, stored: TensorStorage, backend: &Backend) -> Resu
         ensure!(backend.device.is_cpu(), "{} is on disk", spec.name);
         return Ok(Entry::new(stored));
     }
-    let weight = stored.weight(spec)?.clone().in_precision(backend.precision);
+    let weight = stored.weight(spec)?.clone().with_precision(backend.precision);
     if stored.is_sharded() || backend.device.is_cpu() {
         return Ok(Entry::new(stored.with_weight(weight)));
     }
     let working = copy_to_device(&weight, &backend.device, spec)?;
     let (Weight::Dense(values), Weight::Dense(placed), true) = (&weight, &working, weight.is_variable())
     else {
-        return Ok(Entry::new(stored.with_weight(working.in_precision(backend.precision))));
+        return Ok(Entry::new(stored.with_weight(working.with_precision(backend.precision))));
     };
     let (values, placed) = (values.values(), placed.values());
-    let variable = Parameter::variable(Var::from_tensor(placed)?.as_tensor()).in_precision(backend.precision);
+    let variable = Parameter::variable(Var::from_tensor(placed)?.as_tensor()).with_precision(backend.precision);
     let mut entry = Entry::new(stored.with_weight(Weight::Dense(variable)));
-    if placed.dtype() == DType::BF16 && host_values(&on_host(placed)?)?[..] != host_values(values)?[..] {
+    if placed.dtype() == DType::BF16 && host_values(&to_host(placed)?)?[..] != host_values(values)?[..] {
         entry.state.insert(MASTER, values.to_device(&backend.device)?);
     }
     Ok(entry)

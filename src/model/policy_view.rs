@@ -7,7 +7,7 @@ use super::forward::{ForwardOptions, Model};
 use super::parameters::Parameters;
 use super::rounding::WeightRounding;
 use super::weights::Weights;
-use crate::dist::RolloutWeights;
+use crate::dist::RolloutWeightPlacement;
 use crate::ops::router_noise::{NoisyPass, RouterNoise};
 use anyhow::Result;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ impl<'a> PolicyView<'a> {
         arms: &Ablations,
         seed: u64,
     ) -> Result<Self> {
-        Self::across_processes(model, parameters, Some(arms), seed, RolloutWeights::Whole)
+        Self::across_processes(model, parameters, Some(arms), seed, RolloutWeightPlacement::Whole)
     }
 
     /// Returns the policy for sampling by all processes of a run, under `arms` if given. Every process must
@@ -57,12 +57,12 @@ impl<'a> PolicyView<'a> {
         parameters: &Parameters,
         arms: Option<&Ablations>,
         seed: u64,
-        weights: RolloutWeights,
+        weights: RolloutWeightPlacement,
     ) -> Result<Self> {
         let rounding = arms.map(WeightRounding::from_ablations).unwrap_or_default().weight_change();
         let weights = match weights {
-            RolloutWeights::Auto | RolloutWeights::Whole => parameters.frozen_weights(Some(&rounding))?,
-            RolloutWeights::ByExpert => parameters.expert_parallel_weights(&rounding)?,
+            RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => parameters.frozen_weights(Some(&rounding))?,
+            RolloutWeightPlacement::ByExpert => parameters.expert_parallel_weights(&rounding)?,
         };
         let forward = arms.map(|arms| ForwardOptions::for_rollout(arms, seed)).unwrap_or_default();
         Ok(Self { model, weights: Arc::new(weights), forward })

@@ -66,7 +66,7 @@ impl WeightRounding {
         Ok(match weight {
             Weight::Dense(dense) => Weight::dense(&round_mantissa(dense.values(), bits)?),
             Weight::Packed(matrix) if keeps(&matrix, bits) => Weight::Packed(matrix),
-            Weight::Packed(matrix) if matrix.form() != PackedFormat::Mxfp4 => {
+            Weight::Packed(matrix) if matrix.format() != PackedFormat::Mxfp4 => {
                 Weight::Packed(Arc::new(matrix.map_values(|value| round_value(value, bits))?))
             }
             packed => Weight::dense(&round_mantissa(&packed.decode(&spec.working_shape())?, bits)?),
@@ -76,7 +76,7 @@ impl WeightRounding {
 
 /// Whether `bits` mantissa bits represent every value of the matrix.
 fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
-    bits >= mantissa_bits(matrix.form())
+    bits >= mantissa_bits(matrix.format())
 }
 
 /// Returns the mantissa bits that represent every value of `form`.
@@ -90,7 +90,7 @@ fn mantissa_bits(form: PackedFormat) -> u32 {
 /// Rounds an expert matrix to MXFP4.
 fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
     if let Weight::Packed(matrix) = &weight
-        && matrix.form() == PackedFormat::Mxfp4
+        && matrix.format() == PackedFormat::Mxfp4
     {
         return Ok(weight);
     }
@@ -109,5 +109,5 @@ fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
         let decoded = mxfp4::decode(&blocks, &scales, shape);
         return Ok(Weight::dense(&Tensor::from_vec(decoded, shape.to_vec(), values.device())?));
     }
-    Ok(Weight::Packed(Arc::new(PackedMatrix::of_mxfp4(&blocks, &scales, shape))))
+    Ok(Weight::Packed(Arc::new(PackedMatrix::from_mxfp4(&blocks, &scales, shape))))
 }

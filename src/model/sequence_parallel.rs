@@ -10,7 +10,7 @@ use super::sharded_layers::to_op_error;
 use crate::dist::wire::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate};
 use crate::ops::cpu::host_values;
-use crate::ops::graph::{apply, contiguous, reshape, stretch};
+use crate::ops::graph::{apply, contiguous, reshape, slice};
 use crate::ops::operation::{HostArgument, Operation};
 use crate::ops::{self, SequenceRows, sink_attention::Attention};
 use anyhow::{Context, Result, ensure};
@@ -211,7 +211,7 @@ impl AttentionMode for SequenceParallelAttention {
         let kv = reshape(kv, (t, 2 * kv_heads, head_dim))?;
         let kv = apply([&contiguous(&kv)?], op(&kv_of.twice(), true))?;
         let kv = reshape(&kv, (all, 2, own_kv.len(), head_dim))?;
-        let sinks = stretch(sinks, first..first + own.len())?;
+        let sinks = slice(sinks, first..first + own.len())?;
         let part = Attention { heads: own.len(), kv_heads: own_kv.len(), ..attention };
         let mixed = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
         let mixed = reshape(&mixed, (all, own.len(), head_dim))?;

@@ -2,7 +2,7 @@
 
 use super::families::Family;
 use super::init::InitSettings;
-use crate::settings::{Found, Limits, Scalar, Table, above, choice, from, table};
+use crate::settings::{ParsedValue, Limits, Scalar, Table, above, choice, from, table};
 use std::path::PathBuf;
 
 table! {
@@ -201,7 +201,7 @@ impl Scalar for Tokenizer {
         format!("\"embedded\" or {}", PathBuf::kind(limits))
     }
 
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         match String::parse(found, limits)?.as_str() {
             "embedded" => Ok(Tokenizer::EmbeddedInterpreter),
             _ => PathBuf::parse(found, limits).map(Tokenizer::Path),

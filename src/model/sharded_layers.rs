@@ -99,7 +99,7 @@ impl GatheredUse {
                 // A variable, so that the graph records ops on it.
                 let variable = Var::from_tensor(gathered.values())?;
                 let trained = Parameter::with_gradient_sink(variable.as_tensor(), sink.clone(), part.index);
-                Weight::Dense(trained.in_precision(gathered.precision()))
+                Weight::Dense(trained.with_precision(gathered.precision()))
             }
             (_, weight) => weight.without_gradient(),
         })

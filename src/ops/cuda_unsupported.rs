@@ -1,19 +1,19 @@
 //! Stubs of `cuda/` for a build without feature `cuda`: every function returns an error.
 
 use super::adamw_8bit::Moment;
-use super::embedding::ById;
+use super::embedding::TokensById;
 use super::load_balance::LoadBalance;
-use super::logits::Drawn;
+use super::logits::SampledToken;
 use super::operation::DeviceArgument;
 use super::optimizer::AdamW;
 use super::packed::PackedMatrix;
-use super::parameter::Gradient;
+use super::parameter::GradientTarget;
 use super::rope::Rotation;
 use super::sink_attention::Attention;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor, bail};
 
 /// Storage and shape of a result.
-type Computed = (CudaStorage, Shape);
+type OpOutput = (CudaStorage, Shape);
 
 /// Declares functions of `cuda/` by their argument and result types. All of them return an error.
 macro_rules! refused {
@@ -59,7 +59,7 @@ impl DecodeBatch {
         refuse()
     }
 
-    pub fn fits(&self, _: &DecodeStep) -> bool {
+    pub fn has_shape_of(&self, _: &DecodeStep) -> bool {
         false
     }
 
@@ -76,7 +76,7 @@ impl DecodeBatch {
 pub struct RecordedGraph;
 
 impl RecordedGraph {
-    pub fn of(_: &Device, _: impl FnOnce() -> Result<()>) -> Result<Self> {
+    pub fn record(_: &Device, _: impl FnOnce() -> Result<()>) -> Result<Self> {
         refuse()
     }
 
@@ -117,58 +117,58 @@ refused! { pub,
     upload(&Tensor, &[u32]) -> ();
     kv_pages(&CudaDevice, usize, usize) -> KvPages;
     device_memory(&CudaDevice) -> DeviceMemory;
-    forget_memory_peaks(&CudaDevice) -> ();
+    reset_memory_peaks(&CudaDevice) -> ();
 }
 
 refused! { pub(super),
     head_logits(&Tensor, &Tensor, f32) -> [Tensor; 2];
-    head_forward(DeviceArgument, &Tensor, &[u32], f32) -> Computed;
-    head_backward([&Tensor; 3], &[u32], f32, Option<&Gradient>, bool) -> Option<Tensor>;
-    sort_by_expert(DeviceArgument, usize) -> Computed;
-    dispatch_forward(DeviceArgument, &Tensor) -> Computed;
+    head_forward(DeviceArgument, &Tensor, &[u32], f32) -> OpOutput;
+    head_backward([&Tensor; 3], &[u32], f32, Option<&GradientTarget>, bool) -> Option<Tensor>;
+    sort_by_expert(DeviceArgument, usize) -> OpOutput;
+    dispatch_forward(DeviceArgument, &Tensor) -> OpOutput;
     dispatch_backward(&Tensor, &Tensor, usize) -> Tensor;
-    combine_forward(DeviceArgument, DeviceArgument, &Tensor) -> Computed;
+    combine_forward(DeviceArgument, DeviceArgument, &Tensor) -> OpOutput;
     combine_backward([&Tensor; 3], &Tensor) -> (Tensor, Tensor);
     product_forward(
         &'static str, DeviceArgument, DeviceArgument, Option<DeviceArgument>, Option<&Tensor>, DType,
-    ) -> Computed;
+    ) -> OpOutput;
     product_input_gradient(&'static str, &Tensor, &Tensor, Option<&Tensor>) -> Tensor;
     packed_forward(
         &'static str, DeviceArgument, &PackedMatrix, Option<DeviceArgument>, Option<&Tensor>,
-    ) -> Computed;
+    ) -> OpOutput;
     packed_input_gradient(&'static str, &Tensor, &PackedMatrix, Option<&Tensor>) -> Tensor;
     add_weight_gradient(&'static str, &Tensor, &Tensor, &Tensor, Option<&Tensor>) -> ();
     add_bias_gradient(&'static str, &Tensor, &Tensor, Option<&Tensor>) -> ();
-    low_rank_forward(DeviceArgument, DeviceArgument, [&Tensor; 2], f32, Option<&Tensor>) -> Computed;
+    low_rank_forward(DeviceArgument, DeviceArgument, [&Tensor; 2], f32, Option<&Tensor>) -> OpOutput;
     low_rank_backward(
-        [&Tensor; 2], [&Tensor; 2], [Option<&Gradient>; 2], f32, Option<&Tensor>,
+        [&Tensor; 2], [&Tensor; 2], [Option<&GradientTarget>; 2], f32, Option<&Tensor>,
     ) -> Option<Tensor>;
-    swiglu_forward(DeviceArgument, f32, f32) -> Computed;
+    swiglu_forward(DeviceArgument, f32, f32) -> OpOutput;
     swiglu_backward(&Tensor, &Tensor, f32, f32) -> Tensor;
-    rms_norm_forward(DeviceArgument, DeviceArgument, f32) -> Computed;
+    rms_norm_forward(DeviceArgument, DeviceArgument, f32) -> OpOutput;
     rms_norm_backward([&Tensor; 3], f32, bool) -> (Tensor, Option<Tensor>);
     sink_attention_forward(&Attention, &[usize], [DeviceArgument; 3]) -> (CudaStorage, Shape, DeviceLse);
     sink_attention_backward(&Attention, &[usize], &DeviceLse, [&Tensor; 5]) -> [Tensor; 3];
     sink_attention_cached(&Tensor, &Tensor, &Tensor, &mut [&mut KvPages], &[usize], &Attention) -> Tensor;
     add_tensor(&Tensor, &Tensor) -> ();
-    copied(DeviceArgument) -> Computed;
-    add_columns(&Tensor, &Tensor, &ById) -> ();
-    add_rows(&Tensor, &Tensor, &ById) -> ();
-    sum_rows(&Tensor, &ById, usize) -> Tensor;
-    take_columns(DeviceArgument, &[u32]) -> Computed;
-    take_rows(DeviceArgument, &[u32]) -> Computed;
+    copied(DeviceArgument) -> OpOutput;
+    add_columns(&Tensor, &Tensor, &TokensById) -> ();
+    add_rows(&Tensor, &Tensor, &TokensById) -> ();
+    sum_rows(&Tensor, &TokensById, usize) -> Tensor;
+    take_columns(DeviceArgument, &[u32]) -> OpOutput;
+    take_rows(DeviceArgument, &[u32]) -> OpOutput;
     load_balance_backward(&LoadBalance, &Tensor, &Tensor) -> Tensor;
-    load_balance_forward(&LoadBalance, DeviceArgument) -> Computed;
+    load_balance_forward(&LoadBalance, DeviceArgument) -> OpOutput;
     rope_backward(&Tensor, &Rotation) -> Tensor;
-    rope_forward(DeviceArgument, &Rotation) -> Computed;
+    rope_forward(DeviceArgument, &Rotation) -> OpOutput;
     rope_keys_backward(&Tensor, &Rotation) -> [Tensor; 2];
-    rope_keys_forward(DeviceArgument, DeviceArgument, &Rotation) -> Computed;
-    route(DeviceArgument, usize) -> Computed;
+    rope_keys_forward(DeviceArgument, DeviceArgument, &Rotation) -> OpOutput;
+    route(DeviceArgument, usize) -> OpOutput;
     top_k_softmax_backward(&Tensor, &Tensor, &Tensor, usize) -> Tensor;
-    top_k_softmax_forward(DeviceArgument, &Tensor) -> Computed;
-    silu_gated_backward([&Tensor; 3]) -> [Tensor; 2];
-    silu_gated_forward(DeviceArgument, DeviceArgument) -> Computed;
-    draw_tokens(&Tensor, &Tensor, &[(usize, f64)], bool) -> Vec<Option<Drawn>>;
+    top_k_softmax_forward(DeviceArgument, &Tensor) -> OpOutput;
+    silu_and_mul_backward([&Tensor; 3]) -> [Tensor; 2];
+    silu_and_mul_forward(DeviceArgument, DeviceArgument) -> OpOutput;
+    draw_tokens(&Tensor, &Tensor, &[(usize, f64)], bool) -> Vec<Option<SampledToken>>;
     token_log_probs(&Tensor, &Tensor, &[(usize, u32)]) -> Vec<f32>;
     adamw(&Tensor, [&Tensor; 2], &Tensor, &AdamW) -> ();
     adamw_8bit(&Tensor, [Moment; 2], &Tensor, &AdamW, &[[f32; 256]; 4]) -> ();

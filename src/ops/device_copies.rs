@@ -13,7 +13,7 @@ impl DeviceCopies {
     ///
     /// # Errors
     /// Those of `make`.
-    pub fn on(&self, device: &Device, make: impl FnOnce() -> Result<Tensor>) -> Result<Tensor> {
+    pub fn get_or_copy(&self, device: &Device, make: impl FnOnce() -> Result<Tensor>) -> Result<Tensor> {
         let mut copies = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(copy) = copies.iter().find(|copy| copy.device().same_device(device)) {
             return Ok(copy.clone());

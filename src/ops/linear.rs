@@ -7,8 +7,8 @@ use super::buffer::{buffer, zeros};
 use super::cpu::{add_values, edit, for_each_row, host_values};
 use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 use super::graph::{apply, contiguous, is_tracked};
-use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
-use super::parameter::{Gradient, Parameter};
+use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
+use super::parameter::{GradientTarget, Parameter};
 use super::product::{
     GemmConfig, GemmThreads, Precision, StridedMatrix, backward_product, forward_product, product,
 };
@@ -48,7 +48,7 @@ fn apply_linear(
     }
     let x = contiguous(x)?;
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
-    let op = Linear { weight, bias, means: GemmThreads::Pool.by(precision), out };
+    let op = Linear { weight, bias, means: GemmThreads::Pool.with_precision(precision), out };
     match b {
         Some(b) => apply([&x, w, b], op),
         None => apply([&x, w], op),
@@ -59,8 +59,8 @@ const OP: &str = "linear";
 
 /// A linear layer and the sinks of its gradients.
 struct Linear {
-    weight: Option<Gradient>,
-    bias: Option<Gradient>,
+    weight: Option<GradientTarget>,
+    bias: Option<GradientTarget>,
     means: GemmConfig,
     /// Output type on a GPU.
     out: DType,
@@ -86,7 +86,7 @@ impl<const N: usize> Operation<N> for Linear {
     }
 
     fn backward(&self, inputs: [&Tensor; N], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
-        self.input_gradient(inputs[0], inputs[1], grad).map(of_first)
+        self.input_gradient(inputs[0], inputs[1], grad).map(first_input_gradient)
     }
 }
 
@@ -95,7 +95,7 @@ impl Linear {
     fn input_gradient(&self, x: &Tensor, w: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((m, k), (_, n)) = (x.dims2()?, w.dims2()?);
         if x.device().is_cuda() {
-            return self.backward_on_device(x, w, &in_bf16(grad)?);
+            return self.backward_on_device(x, w, &to_bf16(grad)?);
         }
         let dy = host_values(grad)?;
         let dx = if is_tracked(x) {
@@ -142,7 +142,7 @@ impl Linear {
 }
 
 /// Converts a gradient to bf16, the type of a GPU's products.
-pub(super) fn in_bf16(gradient: &Tensor) -> Result<Tensor> {
+pub(super) fn to_bf16(gradient: &Tensor) -> Result<Tensor> {
     // candle's conversion fails on a GPU for an empty tensor.
     match gradient.elem_count() {
         0 => Tensor::zeros(gradient.shape(), DType::BF16, gradient.device()),

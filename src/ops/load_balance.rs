@@ -59,9 +59,9 @@ impl LoadBalance {
 
     /// Returns the number of sequences that share each row, on a device.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) fn holders_on(&self, device: &Device) -> Result<Option<Tensor>> {
+    pub(super) fn sequences_per_row_on(&self, device: &Device) -> Result<Option<Tensor>> {
         let Some(holders) = &self.holders else { return Ok(None) };
-        self.uploaded.on(device, || Tensor::from_slice(holders, holders.len(), device)).map(Some)
+        self.uploaded.get_or_copy(device, || Tensor::from_slice(holders, holders.len(), device)).map(Some)
     }
 
     /// Returns `T`.

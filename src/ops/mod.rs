@@ -65,6 +65,6 @@ pub use round_mantissa::round_mantissa;
 pub use router::{route, top_k_softmax};
 pub use router_noise::router_noise;
 pub use sequence_rows::SequenceRows;
-pub use silu_gated::silu_gated;
-pub use sink_attention::{sink_attention, sink_attention_cached};
+pub use silu_gated::silu_and_mul;
+pub use sink_attention::{sink_attention, cached_sink_attention};
 pub use swiglu::swiglu;

@@ -10,11 +10,11 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Positions per page.
-pub const PAGE: usize = BLOCK_KEYS;
+pub const PAGE_POSITIONS: usize = BLOCK_KEYS;
 
 /// The pages of one cache.
 #[derive(Debug)]
-pub struct Pages {
+pub struct PageAllocator {
     /// Free pages; allocation takes the last.
     free: Mutex<Vec<u32>>,
     total: usize,
@@ -24,7 +24,7 @@ pub struct Pages {
 #[derive(Debug)]
 struct Page {
     index: u32,
-    pages: Arc<Pages>,
+    pages: Arc<PageAllocator>,
 }
 
 impl Drop for Page {
@@ -43,7 +43,7 @@ pub struct PagedSequence {
 
 /// `rows` consecutive new tokens of one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
+pub struct PageSpan {
     /// Index of the first one among all new tokens.
     pub token: usize,
     /// Its row in the cache: page · 64 + index in the page.
@@ -63,19 +63,19 @@ pub struct CopiedRows {
 
 /// Changes to the cache for new tokens: first the copies in order, then the runs.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Growth {
+pub struct CacheUpdate {
     pub copies: Vec<CopiedRows>,
-    pub runs: Vec<Run>,
+    pub runs: Vec<PageSpan>,
 }
 
-impl Pages {
+impl PageAllocator {
     /// Returns `total` free pages.
     pub fn new(total: usize) -> Arc<Self> {
         Arc::new(Self { free: Mutex::new((0..total as u32).rev().collect()), total })
     }
 
     /// Returns the number of pages that belong to no sequence.
-    pub fn free(&self) -> usize {
+    pub fn free_pages(&self) -> usize {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
@@ -86,9 +86,9 @@ impl Pages {
     /// When there are too few free pages.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn reserve(self: &Arc<Self>, len: usize, window: Option<usize>) -> Result<PagedSequence> {
-        let hidden = window.map_or(0, |window| (len + 1).saturating_sub(window) / PAGE);
+        let hidden = window.map_or(0, |window| (len + 1).saturating_sub(window) / PAGE_POSITIONS);
         let own =
-            self.take(len.div_ceil(PAGE) - hidden, &[len])?.into_iter().map(|page| Some(Arc::new(page)));
+            self.take(len.div_ceil(PAGE_POSITIONS) - hidden, &[len])?.into_iter().map(|page| Some(Arc::new(page)));
         Ok(PagedSequence { pages: (0..hidden).map(|_| None).chain(own).collect(), len })
     }
 
@@ -101,33 +101,33 @@ impl Pages {
         self: &Arc<Self>,
         sequences: &mut [&mut PagedSequence],
         counts: &[usize],
-    ) -> Result<Growth> {
+    ) -> Result<CacheUpdate> {
         if counts.len() != sequences.len() {
             let (a, b) = (counts.len(), sequences.len());
             bail!("key-value cache: {a} counts for {b} sequences; give one count per sequence");
         }
         let mut taken = self.take(pages_needed(sequences, counts), counts)?.into_iter();
-        let mut growth = Growth::default();
+        let mut growth = CacheUpdate::default();
         let mut token = 0;
         for (sequence, &count) in sequences.iter_mut().zip(counts) {
             // Always succeeds: the pages were counted above.
             if let Some(last) = sequence.written_page(count).filter(|last| Arc::strong_count(last) > 1)
                 && let Some(own) = taken.next()
             {
-                let rows = sequence.len % PAGE;
-                let (from, to) = (last.index as usize * PAGE, own.index as usize * PAGE);
+                let rows = sequence.len % PAGE_POSITIONS;
+                let (from, to) = (last.index as usize * PAGE_POSITIONS, own.index as usize * PAGE_POSITIONS);
                 growth.copies.push(CopiedRows { from, to, rows });
                 sequence.pages.pop();
                 sequence.pages.push(Some(Arc::new(own)));
             }
             let end = sequence.len + count;
-            let missing = end.div_ceil(PAGE) - sequence.pages.len();
+            let missing = end.div_ceil(PAGE_POSITIONS) - sequence.pages.len();
             sequence.pages.extend(taken.by_ref().take(missing).map(|page| Some(Arc::new(page))));
             while sequence.len < end {
-                let place = sequence.len % PAGE;
-                let rows = (PAGE - place).min(end - sequence.len);
-                let row = sequence.index(sequence.len / PAGE) * PAGE + place;
-                growth.runs.push(Run { token, row, rows });
+                let place = sequence.len % PAGE_POSITIONS;
+                let rows = (PAGE_POSITIONS - place).min(end - sequence.len);
+                let row = sequence.index(sequence.len / PAGE_POSITIONS) * PAGE_POSITIONS + place;
+                growth.runs.push(PageSpan { token, row, rows });
                 sequence.len += rows;
                 token += rows;
             }
@@ -139,7 +139,7 @@ impl Pages {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         if needed > free.len() {
             bail!(
-                "key-value cache too small: {} new tokens of {} sequences need {needed} more pages of {PAGE} positions, and \
+                "key-value cache too small: {} new tokens of {} sequences need {needed} more pages of {PAGE_POSITIONS} positions, and \
                  {} of {} are free; make the cache larger, or run fewer sequences at a time",
                 counts.iter().sum::<usize>(),
                 counts.len(),
@@ -159,7 +159,7 @@ fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
     let mut written: HashMap<*const Page, (usize, usize)> = HashMap::new();
     let mut needed = 0;
     for (sequence, &count) in sequences.iter().zip(counts) {
-        needed += (sequence.len + count).div_ceil(PAGE).saturating_sub(sequence.pages.len());
+        needed += (sequence.len + count).div_ceil(PAGE_POSITIONS).saturating_sub(sequence.pages.len());
         if let Some(page) = sequence.written_page(count) {
             written.entry(Arc::as_ptr(page)).or_insert((0, Arc::strong_count(page))).0 += 1;
         }
@@ -180,13 +180,13 @@ impl PagedSequence {
 
     /// Frees pages that no query at or after `position` can see through `window`.
     pub fn forget_before(&mut self, position: usize, window: usize) {
-        let first_seen = (position + 1).saturating_sub(window) / PAGE;
+        let first_seen = (position + 1).saturating_sub(window) / PAGE_POSITIONS;
         self.pages.iter_mut().take(first_seen).for_each(|page| *page = None);
     }
 
     /// Returns the page where `count` new tokens begin, if it already holds other positions.
     fn written_page(&self, count: usize) -> Option<&Arc<Page>> {
-        if count == 0 || self.len.is_multiple_of(PAGE) { None } else { self.pages.last()?.as_ref() }
+        if count == 0 || self.len.is_multiple_of(PAGE_POSITIONS) { None } else { self.pages.last()?.as_ref() }
     }
 
     /// Returns the index of page `page` in the cache; 0 for a freed one, which nothing reads.
@@ -209,11 +209,11 @@ pub fn page_table(sequences: &[&mut PagedSequence], width: usize) -> (Vec<i32>, 
 mod tests {
     use super::*;
 
-    fn run(token: usize, row: usize, rows: usize) -> Run {
-        Run { token, row, rows }
+    fn run(token: usize, row: usize, rows: usize) -> PageSpan {
+        PageSpan { token, row, rows }
     }
 
-    fn runs(pages: &Arc<Pages>, sequences: &mut [&mut PagedSequence], counts: &[usize]) -> Vec<Run> {
+    fn runs(pages: &Arc<PageAllocator>, sequences: &mut [&mut PagedSequence], counts: &[usize]) -> Vec<PageSpan> {
         let growth = pages.extend(sequences, counts).unwrap();
         assert_eq!(growth.copies, []);
         growth.runs
@@ -221,10 +221,10 @@ mod tests {
 
     #[test]
     fn a_reserved_sequence_goes_on_where_a_window_left_it() {
-        let pages = Pages::new(4);
+        let pages = PageAllocator::new(4);
         // A query at 200 sees positions 73 to 199 through a window of 128: the first page is freed.
         let mut reserved = pages.reserve(200, Some(128)).unwrap();
-        assert_eq!((reserved.len(), pages.free()), (200, 1));
+        assert_eq!((reserved.len(), pages.free_pages()), (200, 1));
         let mut grown = PagedSequence { len: 200, ..PagedSequence::default() };
         grown.pages = vec![Some(Arc::new(Page { index: 0, pages: pages.clone() })); 4];
         grown.forget_before(200, 128);
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn tokens_go_to_pages_in_order_and_a_full_cache_is_refused_whole() {
-        let pages = Pages::new(4);
+        let pages = PageAllocator::new(4);
         let (mut a, mut b) = (PagedSequence::default(), PagedSequence::default());
         let found = runs(&pages, &mut [&mut a, &mut b], &[70, 1]);
         assert_eq!(found, [run(0, 0, 64), run(64, 64, 6), run(70, 128, 1)]);
@@ -246,17 +246,17 @@ mod tests {
         let error = pages.extend(&mut [&mut a, &mut b], &[57, 1]).unwrap_err().to_string();
         assert!(error.contains("58 new tokens of 2 sequences need 2 more pages"), "{error}");
         assert!(error.contains("1 of 4 are free"), "{error}");
-        assert_eq!((a.len(), b.len(), pages.free()), (72, 64, 1));
+        assert_eq!((a.len(), b.len(), pages.free_pages()), (72, 64, 1));
 
         drop(a);
-        assert_eq!(pages.free(), 3);
+        assert_eq!(pages.free_pages(), 3);
         assert_eq!(runs(&pages, &mut [&mut b], &[1]).len(), 1);
         assert!(pages.extend(&mut [&mut b], &[]).unwrap_err().to_string().contains("one count per sequence"));
     }
 
     #[test]
     fn no_tokens_take_no_pages() {
-        let (pages, mut a) = (Pages::new(0), PagedSequence::default());
+        let (pages, mut a) = (PageAllocator::new(0), PagedSequence::default());
         assert!(a.is_empty());
         assert_eq!(runs(&pages, &mut [&mut a], &[0]), []);
         assert_eq!(page_table(&[&mut a], 0), (vec![], 0));
@@ -264,10 +264,10 @@ mod tests {
 
     #[test]
     fn samples_of_a_group_share_their_prompt_and_copy_the_page_they_write_in() {
-        let (pages, mut prompt) = (Pages::new(5), PagedSequence::default());
+        let (pages, mut prompt) = (PageAllocator::new(5), PagedSequence::default());
         runs(&pages, &mut [&mut prompt], &[70]);
         let (mut a, mut b) = (prompt.clone(), prompt.clone());
-        assert_eq!(pages.free(), 3, "clones take nothing");
+        assert_eq!(pages.free_pages(), 3, "clones take nothing");
         // The prompt itself is kept, so both copy its six rows of the second page.
         let growth = pages.extend(&mut [&mut a, &mut b], &[1, 2]).unwrap();
         let copy = |to| CopiedRows { from: 64, to, rows: 6 };
@@ -276,19 +276,19 @@ mod tests {
         assert_eq!(page_table(&[&mut prompt, &mut a, &mut b], 0), (vec![0, 1, 0, 2, 0, 3], 2));
         assert_eq!(runs(&pages, &mut [&mut a], &[1]), [run(0, 135, 1)], "its own now");
         drop((a, b));
-        assert_eq!(pages.free(), 3);
+        assert_eq!(pages.free_pages(), 3);
 
         // The last holder of a page keeps it.
         let mut only = prompt.clone();
-        let error = Pages::new(0).extend(&mut [&mut only], &[1]).unwrap_err().to_string();
+        let error = PageAllocator::new(0).extend(&mut [&mut only], &[1]).unwrap_err().to_string();
         assert!(error.contains("need 1 more pages"), "{error}");
         let growth = pages.extend(&mut [&mut prompt, &mut only], &[1, 1]).unwrap();
-        assert_eq!((growth.copies.len(), growth.runs[1].row, pages.free()), (1, 70, 2));
+        assert_eq!((growth.copies.len(), growth.runs[1].row, pages.free_pages()), (1, 70, 2));
     }
 
     #[test]
     fn a_full_page_is_shared_for_good() {
-        let (pages, mut prompt) = (Pages::new(3), PagedSequence::default());
+        let (pages, mut prompt) = (PageAllocator::new(3), PagedSequence::default());
         runs(&pages, &mut [&mut prompt], &[64]);
         let mut a = prompt.clone();
         assert_eq!(runs(&pages, &mut [&mut prompt, &mut a], &[1, 1]), [run(0, 64, 1), run(1, 128, 1)]);
@@ -296,18 +296,18 @@ mod tests {
 
     #[test]
     fn pages_behind_the_window_are_free_when_nobody_sees_them() {
-        let (pages, mut a) = (Pages::new(4), PagedSequence::default());
+        let (pages, mut a) = (PageAllocator::new(4), PagedSequence::default());
         runs(&pages, &mut [&mut a], &[150]);
         let b = a.clone();
         a.forget_before(150, 20);
-        assert_eq!(pages.free(), 1, "the other still sees them");
+        assert_eq!(pages.free_pages(), 1, "the other still sees them");
         drop(b);
-        assert_eq!(pages.free(), 3);
+        assert_eq!(pages.free_pages(), 3);
         assert_eq!(page_table(&[&mut a], 0), (vec![0, 0, 2], 3));
         // Keys 127 to 149 are seen at position 150 through 24: the page of 127 stays.
         let mut c = PagedSequence::default();
         runs(&pages, &mut [&mut c], &[150]);
         c.forget_before(150, 24);
-        assert_eq!(pages.free(), 1);
+        assert_eq!(pages.free_pages(), 1);
     }
 }

@@ -52,8 +52,8 @@ pub enum Precision {
 
 impl Precision {
     /// Returns true when this processor supports it.
-    pub fn is_here(self) -> bool {
-        self == Precision::F32 || tiles::multiplies_bf16()
+    pub fn is_supported(self) -> bool {
+        self == Precision::F32 || tiles::has_bf16_dot()
     }
 }
 
@@ -82,13 +82,13 @@ pub enum GemmThreads {
 
 impl GemmThreads {
     /// Adds a precision.
-    pub fn by(self, precision: Precision) -> GemmConfig {
+    pub fn with_precision(self, precision: Precision) -> GemmConfig {
         GemmConfig { spread: self, precision }
     }
 
     /// Returns the number of threads for `work` multiply-adds.
     pub(super) fn threads(self, work: usize) -> usize {
-        if self == GemmThreads::Pool && super::cpu::in_parallel(work) {
+        if self == GemmThreads::Pool && super::cpu::should_parallelize(work) {
             rayon::current_num_threads()
         } else {
             1
@@ -114,10 +114,10 @@ pub fn forward_product(
         return;
     }
     #[cfg(feature = "bench")]
-    if stock::CHOSEN.load(std::sync::atomic::Ordering::Relaxed) {
+    if stock::USE_LIBRARY_PRODUCT.load(std::sync::atomic::Ordering::Relaxed) {
         return stock::product(out, x, w, (m, k, n), accumulate);
     }
-    if let Some(few_rows) = SkinnyGemm::of(precision, (m, k, n)) {
+    if let Some(few_rows) = SkinnyGemm::for_shape(precision, (m, k, n)) {
         few_rows.product(spread.threads(m * n * k), out, x, w, (k, n), accumulate);
     } else if precision == Precision::Bf16Dot {
         product(means, out, StridedMatrix::rows(x, k), StridedMatrix::rows(w, n), (m, k, n), accumulate);
@@ -224,7 +224,7 @@ pub mod stock {
     use std::sync::atomic::AtomicBool;
 
     /// True makes every forward use [`product`].
-    pub static CHOSEN: AtomicBool = AtomicBool::new(false);
+    pub static USE_LIBRARY_PRODUCT: AtomicBool = AtomicBool::new(false);
 
     /// Multiplies the whole shape in one call of the library.
     pub fn product(

@@ -49,7 +49,7 @@ impl RopeTable {
 
     /// Returns the number of pairs per head, `D/2`.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) fn half(&self) -> usize {
+    pub(super) fn half_dim(&self) -> usize {
         self.half
     }
 
@@ -58,8 +58,8 @@ impl RopeTable {
     /// # Errors
     /// When the copy fails.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub fn on(&self, device: &Device) -> Result<Tensor> {
-        self.uploaded.on(device, || {
+    pub fn to_device(&self, device: &Device) -> Result<Tensor> {
+        self.uploaded.get_or_copy(device, || {
             let both = [&self.cosines[..], &self.sines[..]].concat();
             Tensor::from_vec(both, (2, self.positions(), self.half), device)
         })
@@ -103,8 +103,8 @@ impl Rotation {
     }
 
     /// Uses `uploaded [T]` as the positions on a GPU.
-    pub fn uploaded_as(self, uploaded: &Tensor) -> Result<Self> {
-        self.uploaded.on(uploaded.device(), || Ok(uploaded.clone()))?;
+    pub fn with_device_positions(self, uploaded: &Tensor) -> Result<Self> {
+        self.uploaded.get_or_copy(uploaded.device(), || Ok(uploaded.clone()))?;
         Ok(self)
     }
 
@@ -113,8 +113,8 @@ impl Rotation {
     /// # Errors
     /// When the copy fails.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub fn positions_on(&self, device: &Device) -> Result<Tensor> {
-        self.uploaded.on(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
+    pub fn device_positions(&self, device: &Device) -> Result<Tensor> {
+        self.uploaded.get_or_copy(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
     }
 
     /// Checks the number of rows, the head size and the positions.

@@ -4,7 +4,7 @@
 
 use super::buffer::buffer;
 use super::cpu::{for_each_row, for_each_row_pair, host_values};
-use super::cuda::{silu_gated_backward, silu_gated_forward};
+use super::cuda::{silu_and_mul_backward, silu_and_mul_forward};
 use super::graph::{apply, contiguous};
 use super::math::sigmoid;
 use super::operation::{DeviceArgument, HostArgument, Operation};
@@ -15,17 +15,17 @@ use multiversion::multiversion;
 ///
 /// # Errors
 /// When shapes differ or are not two-dimensional; on a GPU, when a type or layout is not supported.
-pub fn silu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+pub fn silu_and_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.dims() != up.dims() || gate.rank() != 2 {
         bail!("silu_gated: gate {:?}, up {:?}", gate.dims(), up.dims());
     }
     if gate.device().is_cuda() {
-        return apply([gate, up], SiluGated);
+        return apply([gate, up], SiluAndMul);
     }
-    apply([&contiguous(gate)?, &contiguous(up)?], SiluGated)
+    apply([&contiguous(gate)?, &contiguous(up)?], SiluAndMul)
 }
 
-struct SiluGated;
+struct SiluAndMul;
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn forward_row(gate: &[f32], up: &[f32], out: &mut [f32]) {
@@ -43,7 +43,7 @@ fn backward_row(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &m
     }
 }
 
-impl Operation<2> for SiluGated {
+impl Operation<2> for SiluAndMul {
     const NAME: &'static str = "silu_gated";
 
     fn cpu(&self, [gate, up]: [HostArgument; 2]) -> Result<(CpuStorage, Shape)> {
@@ -58,13 +58,13 @@ impl Operation<2> for SiluGated {
     }
 
     fn cuda(&self, [gate, up]: [DeviceArgument; 2]) -> Result<(CudaStorage, Shape)> {
-        silu_gated_forward(gate, up)
+        silu_and_mul_forward(gate, up)
     }
 
     fn backward(&self, [gate, up]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (rows, width) = gate.dims2()?;
         if gate.device().is_cuda() {
-            let [dgate, dup] = silu_gated_backward([gate, up, grad])?;
+            let [dgate, dup] = silu_and_mul_backward([gate, up, grad])?;
             return Ok([Some(dgate), Some(dup)]);
         }
         let (gates, ups, dy) = (host_values(gate)?, host_values(up)?, host_values(grad)?);

@@ -26,14 +26,14 @@ pub mod plan;
 mod rows;
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{host_values, in_parallel};
+use super::cpu::{host_values, should_parallelize};
 use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
 use super::graph::{apply, contiguous};
 use super::kv_cache::KvBlocks;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::sequence_rows::SequenceRows;
-use backward::{Upstream, attend_backward};
-pub use cached::sink_attention_cached;
+use backward::{BackwardInputs, attend_backward};
+pub use cached::cached_sink_attention;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use forward::attend;
 use rayon::prelude::*;
@@ -109,7 +109,7 @@ pub fn sink_attention(
             sequence_rows.rows()
         );
     }
-    let op = Packed { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
+    let op = PackedSinkAttention { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
     if q.device().is_cuda() {
         // A GPU makes no hidden copies: tensors that are not contiguous are refused.
         return apply([q, kv, sinks], op);
@@ -117,7 +117,7 @@ pub fn sink_attention(
     apply([&contiguous(q)?, &contiguous(kv)?, &contiguous(sinks)?], op)
 }
 
-struct Packed {
+struct PackedSinkAttention {
     attention: Attention,
     sequence_rows: Arc<SequenceRows>,
     /// Log-sum-exp of the forward, kept for the backward.
@@ -130,7 +130,7 @@ enum Lse {
     Device(DeviceLse),
 }
 
-impl Packed {
+impl PackedSinkAttention {
     /// Returns every (sequence, key-value head), the unit of work of both passes.
     fn tasks(&self) -> Vec<(usize, usize)> {
         let sequences = self.sequence_rows.sequences();
@@ -142,7 +142,7 @@ impl Packed {
         let longest = caches.iter().map(KvBlocks::len).max().unwrap_or(0);
         let seen = self.attention.window.unwrap_or(longest).min(longest);
         let tasks = self.tasks();
-        if in_parallel(self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim) {
+        if should_parallelize(self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim) {
             tasks.into_par_iter().with_max_len(1).map(|(s, h)| f(s, h)).collect()
         } else {
             tasks.into_iter().map(|(s, h)| f(s, h)).collect()
@@ -173,7 +173,7 @@ impl Packed {
     }
 }
 
-impl Operation<3> for Packed {
+impl Operation<3> for PackedSinkAttention {
     const NAME: &'static str = "sink_attention";
 
     fn cpu(&self, [q, kv, sinks]: [HostArgument; 3]) -> Result<(CpuStorage, Shape)> {
@@ -229,7 +229,7 @@ impl Operation<3> for Packed {
     }
 }
 
-impl Packed {
+impl PackedSinkAttention {
     fn host_backward(&self, lse: &[f32], [q, kv, sinks, out, grad]: [&Tensor; 5]) -> Result<[Tensor; 3]> {
         let Attention { heads, kv_heads, head_dim: d, .. } = self.attention;
         let group = heads / kv_heads;
@@ -248,7 +248,7 @@ impl Packed {
         let parts = self.run(&caches, |s, kv_head| {
             let Range { start, end } = self.sequence_rows.own_rows(s);
             let (rows, width) = (end - start, heads * d);
-            let up = Upstream {
+            let up = BackwardInputs {
                 q: &q_values[start * width..end * width],
                 out: &out[start * width..end * width],
                 lse: &lse[start * heads..end * heads],
@@ -261,7 +261,7 @@ impl Packed {
         });
         for s in sequences.filter(|&s| !shared[s].is_empty()) {
             for (row, gradient) in
-                self.sequence_rows.path(s).into_iter().zip(shared[s].chunks_exact(kv_width))
+                self.sequence_rows.row_indices(s).into_iter().zip(shared[s].chunks_exact(kv_width))
             {
                 let sum = &mut dkv[row * kv_width..(row + 1) * kv_width];
                 sum.iter_mut().zip(gradient).for_each(|(sum, &x)| *sum += x);

@@ -10,9 +10,9 @@
 
 use super::prefetch::prefetch_second;
 use super::product::{K_CHUNK, Precision};
-use super::tiles::{LINE, vectors::Words};
+use super::tiles::{LINE_WORDS, vectors::SimdWords};
 #[cfg(target_arch = "x86_64")]
-use super::tiles::{multiplies_bf16, vectors::x86};
+use super::tiles::{has_bf16_dot, vectors::x86};
 use rayon::prelude::*;
 
 /// Number of rows above which packing is faster.
@@ -56,7 +56,7 @@ mod compiled {
     /// # Safety
     /// The processor must have AVX-512.
     #[target_feature(enable = "avx512f")]
-    pub unsafe fn by_sixteens(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+    pub unsafe fn avx512(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
         // SAFETY: guaranteed by the caller.
         unsafe { add_columns::<x86::F32x16>(operands, start, out) }
     }
@@ -64,7 +64,7 @@ mod compiled {
     /// # Safety
     /// The processor must have AVX2 and fused multiply-adds.
     #[target_feature(enable = "avx2,fma")]
-    pub unsafe fn by_eights(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+    pub unsafe fn avx2(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
         // SAFETY: guaranteed by the caller.
         unsafe { add_columns::<x86::F32x8>(operands, start, out) }
     }
@@ -72,7 +72,7 @@ mod compiled {
     /// # Safety
     /// The processor must have AVX-512 with dot products of bf16.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    pub unsafe fn by_pairs(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+    pub unsafe fn avx512_bf16(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
         // SAFETY: guaranteed by the caller.
         unsafe { add_columns::<x86::Bf16x32>(operands, start, out) }
     }
@@ -84,31 +84,31 @@ pub(super) struct SkinnyGemm(Kernel);
 impl SkinnyGemm {
     /// Returns the kernel for a product of shape `(m, k, n)`, if it is faster than the others and has the
     /// same bits. In f32 the crate uses another code path for chunks of k of one or two.
-    pub(super) fn of(precision: Precision, (m, k, n): (usize, usize, usize)) -> Option<Self> {
+    pub(super) fn for_shape(precision: Precision, (m, k, n): (usize, usize, usize)) -> Option<Self> {
         let same_bits = precision != Precision::F32 || !matches!(k % K_CHUNK, 1 | 2);
         let is_faster = m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN;
-        if same_bits && is_faster { Self::here(precision) } else { None }
+        if same_bits && is_faster { Self::detect(precision) } else { None }
     }
 
     /// Returns the fastest kernel of this processor.
     #[cfg(target_arch = "x86_64")]
-    fn here(precision: Precision) -> Option<Self> {
+    fn detect(precision: Precision) -> Option<Self> {
         match precision {
-            Precision::Bf16Dot => multiplies_bf16().then_some(Self(compiled::by_pairs)),
-            Precision::F32 if is_x86_feature_detected!("avx512f") => Some(Self(compiled::by_sixteens)),
-            Precision::F32 => Self::by_eights(),
+            Precision::Bf16Dot => has_bf16_dot().then_some(Self(compiled::avx512_bf16)),
+            Precision::F32 if is_x86_feature_detected!("avx512f") => Some(Self(compiled::avx512)),
+            Precision::F32 => Self::avx2(),
         }
     }
 
     #[cfg(not(target_arch = "x86_64"))]
-    fn here(_: Precision) -> Option<Self> {
+    fn detect(_: Precision) -> Option<Self> {
         None
     }
 
     #[cfg(target_arch = "x86_64")]
-    fn by_eights() -> Option<Self> {
+    fn avx2() -> Option<Self> {
         let is_here = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-        is_here.then_some(Self(compiled::by_eights))
+        is_here.then_some(Self(compiled::avx2))
     }
 
     /// Computes `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, on up to `threads` threads.
@@ -145,13 +145,13 @@ impl SkinnyGemm {
 /// # Safety
 /// The processor must have the instructions of `W`.
 #[inline(always)]
-unsafe fn add_columns<W: Words>(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+unsafe fn add_columns<W: SimdWords>(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
     let &Operands { x, w, k, n, accumulate } = operands;
     let (rows, width) = (out.len(), out[0].len());
-    let walk = Walk::of::<W>(rows);
+    let walk = BlockSizes::for_rows::<W>(rows);
     let strip_max = walk.strip(rows, width);
     // Rows of sums a power of two apart would map to the same cache sets.
-    let stride = strip_max + LINE;
+    let stride = strip_max + LINE_WORDS;
     let mut sums = vec![0f32; rows * stride];
     // SAFETY: guaranteed by the caller.
     let x = unsafe { words_of_rows::<W>(x, k) };
@@ -186,18 +186,18 @@ unsafe fn add_columns<W: Words>(operands: &Operands, start: usize, out: &mut [&m
 }
 
 /// Loop sizes for reading the weights.
-struct Walk {
+struct BlockSizes {
     /// Words of a weight column that are added between a load and a store of the sums.
     depth: usize,
     /// Maximum number of sums in a strip of columns, over all rows.
     sums_max: usize,
 }
 
-impl Walk {
+impl BlockSizes {
     /// Returns the fastest measured sizes for `rows` rows. A small depth reads memory nearly in order,
     /// where the hardware prefetcher works best. A large depth needs fewer loads and stores of sums, which
     /// otherwise stay in the L1 cache.
-    fn of<W: Words>(rows: usize) -> Self {
+    fn for_rows<W: SimdWords>(rows: usize) -> Self {
         let (depth, sums_max) = match (rows, W::LANES, W::PER_WORD) {
             (..=4, 16, _) | (..=2, _, _) => (1, 6 << 10),
             (_, _, 2) => (2, 16 << 10),
@@ -212,7 +212,7 @@ impl Walk {
 
     /// Returns the columns of a strip, for `width` columns in all.
     fn strip(&self, rows: usize, width: usize) -> usize {
-        let strips = width.div_ceil((self.sums_max / rows).max(LINE));
+        let strips = width.div_ceil((self.sums_max / rows).max(LINE_WORDS));
         width.div_ceil(strips).next_multiple_of(COLUMNS)
     }
 }
@@ -253,7 +253,7 @@ impl Rows<'_> {
 /// # Safety
 /// The processor must have the instructions of `W`.
 #[inline(always)]
-unsafe fn words_of_rows<W: Words>(x: &[f32], k: usize) -> Vec<u32> {
+unsafe fn words_of_rows<W: SimdWords>(x: &[f32], k: usize) -> Vec<u32> {
     let words = k.div_ceil(W::PER_WORD);
     // The last vector of a row extends into the next row, which is written later, or past the end.
     let mut rows = vec![0; x.len() / k * words + W::LANES];
@@ -274,7 +274,7 @@ unsafe fn words_of_rows<W: Words>(x: &[f32], k: usize) -> Vec<u32> {
 /// # Safety
 /// The processor must have the instructions of `W`.
 #[inline(always)]
-unsafe fn add_rows<W: Words, const R: usize>(
+unsafe fn add_rows<W: SimdWords, const R: usize>(
     sums: &mut [f32],
     stride: usize,
     x: Rows,
@@ -302,7 +302,7 @@ unsafe fn add_rows<W: Words, const R: usize>(
 /// # Safety
 /// The processor must have the instructions of `W`.
 #[inline(always)]
-unsafe fn add_block<W: Words, const R: usize>(
+unsafe fn add_block<W: SimdWords, const R: usize>(
     sums: &mut [f32],
     stride: usize,
     x: Rows,
@@ -338,7 +338,7 @@ unsafe fn add_block<W: Words, const R: usize>(
 /// # Safety
 /// The processor must have the instructions of `W`, and the weights must be there.
 #[inline(always)]
-unsafe fn add_vectors<W: Words, const R: usize>(
+unsafe fn add_vectors<W: SimdWords, const R: usize>(
     sums: &mut [f32],
     stride: usize,
     x: Rows,
@@ -392,9 +392,9 @@ mod tests {
         let mut noise = |len: usize| -> Vec<f32> { (0..len).map(|_| rng.random_range(-1f32..1.0)).collect() };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
         let ways = [
-            ("f32", Precision::F32, SkinnyGemm::here(Precision::F32)),
-            ("f32 by eights", Precision::F32, SkinnyGemm::by_eights()),
-            ("bf16", Precision::Bf16Dot, SkinnyGemm::here(Precision::Bf16Dot)),
+            ("f32", Precision::F32, SkinnyGemm::detect(Precision::F32)),
+            ("f32 by eights", Precision::F32, SkinnyGemm::avx2()),
+            ("bf16", Precision::Bf16Dot, SkinnyGemm::detect(Precision::Bf16Dot)),
         ];
         for (k, n) in [(512, 256), (515, 300), (1025, 513), (300, 1000), (1100, 271)] {
             let (x, w, bias) = (noise(ROWS_MAX * k), noise(k * n), noise(ROWS_MAX * n));

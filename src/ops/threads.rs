@@ -53,13 +53,13 @@ impl Threads {
     }
 
     /// Runs `f`, whose ops may use all threads.
-    pub fn wide<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+    pub fn run_on_all<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         self.wide.install(f)
     }
 
     /// Runs `f(worker)` once on every single-thread pool in parallel; results in worker order. It starts no
     /// thread, so it cannot fail when the system refuses one.
-    pub fn each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
+    pub fn run_on_each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
         let mut results = Vec::new();
         results.resize_with(self.singles.len(), || None);
         side_by_side(&self.singles, 0, &f, &mut results);
@@ -72,7 +72,7 @@ impl Threads {
     pub fn map<R: Send>(&self, count: usize, f: impl Fn(usize) -> Result<R> + Sync) -> Result<Vec<R>> {
         let next = AtomicUsize::new(0);
         let results: Vec<Mutex<Option<Result<R>>>> = (0..count).map(|_| Mutex::new(None)).collect();
-        self.each(|_| {
+        self.run_on_each(|_| {
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let Some(place) = results.get(index) else { break };
@@ -123,15 +123,15 @@ pub fn with_spinning_threads<R>(device: &Device, f: impl FnOnce() -> R) -> R {
                 }
             }
         });
-        let _over = SetAtEnd(&is_over);
+        let _over = SetOnDrop(&is_over);
         f()
     })
 }
 
 /// Sets a flag when its scope ends, also after a panic.
-struct SetAtEnd<'a>(&'a AtomicBool);
+struct SetOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for SetAtEnd<'_> {
+impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -166,13 +166,13 @@ mod tests {
         for threads in [1, 2, 3] {
             let pools = Threads::new(threads).unwrap();
             for _ in 0..100 {
-                assert_eq!(pools.wide(sum), (20, 22));
+                assert_eq!(pools.run_on_all(sum), (20, 22));
             }
             // Longer than the others spin-wait.
-            assert_eq!(pools.wide(|| with_spinning_threads(cpu, || std::thread::sleep(2 * AWAKE_MAX))), ());
-            let panics = || pools.wide(|| with_spinning_threads(cpu, || panic!("of f")));
+            assert_eq!(pools.run_on_all(|| with_spinning_threads(cpu, || std::thread::sleep(2 * AWAKE_MAX))), ());
+            let panics = || pools.run_on_all(|| with_spinning_threads(cpu, || panic!("of f")));
             assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
-            assert_eq!(pools.wide(sum), (20, 22));
+            assert_eq!(pools.run_on_all(sum), (20, 22));
         }
     }
 }

@@ -21,7 +21,7 @@ pub mod value;
 
 pub use aggregation::{Aggregation, BatchSize, Normalizer};
 pub use sequences::Sequences;
-pub use settings::{CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings, RouterReplay};
+pub use settings::{CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings, RouterReplay};
 
 /// Metrics of a whole batch, by name.
-pub type Figures = std::collections::BTreeMap<String, f64>;
+pub type MetricMap = std::collections::BTreeMap<String, f64>;

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::Figures;
+use super::MetricMap;
 use super::ratio::clamped_ratio;
 use super::sequences::{Sequences, mean};
 use crate::bad_input;
@@ -24,24 +24,24 @@ use crate::bad_input;
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) when no token is valid.
-pub fn offpolicy_metrics(
+pub fn off_policy_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
     rollout_log_prob: Option<&[f32]>,
-) -> Result<Figures> {
+) -> Result<MetricMap> {
     sequences.check("log_prob", log_prob)?;
     check_any_valid(sequences)?;
-    let mut metrics = Figures::new();
-    let train = sequences.row_means(|t| f64::from(log_prob[t]));
+    let mut metrics = MetricMap::new();
+    let train = sequences.sequence_means(|t| f64::from(log_prob[t]));
     metrics.insert("training_ppl".into(), mean(train.iter().map(|m| (-m).exp())));
     metrics.insert("training_log_ppl".into(), mean(train.iter().map(|m| -m)));
     let Some(rollout_log_prob) = rollout_log_prob else { return Ok(metrics) };
 
     sequences.check("rollout_log_prob", rollout_log_prob)?;
-    let rollout = sequences.row_means(|t| f64::from(rollout_log_prob[t]));
+    let rollout = sequences.sequence_means(|t| f64::from(rollout_log_prob[t]));
     let log_ratio = |t: usize| f64::from(log_prob[t]) - f64::from(rollout_log_prob[t]);
     let difference: Vec<f64> = rollout.iter().zip(&train).map(|(r, t)| r - t).collect();
-    let row_sums = sequences.rows().map(|row| sequences.valid(row).map(log_ratio).sum::<f64>());
+    let row_sums = sequences.token_ranges().map(|row| sequences.valid_indices(row).map(log_ratio).sum::<f64>());
     for (name, value) in [
         ("kl", sequences.mean(|t| -log_ratio(t))),
         ("k3_kl", sequences.mean(|t| log_ratio(t).exp_m1() - log_ratio(t))),
@@ -70,7 +70,7 @@ pub fn agreement_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
     rollout_log_prob: &[f32],
-) -> Result<Figures> {
+) -> Result<MetricMap> {
     sequences.check("log_prob", log_prob)?;
     sequences.check("rollout_log_prob", rollout_log_prob)?;
     check_any_valid(sequences)?;
@@ -79,10 +79,10 @@ pub fn agreement_metrics(
     let largest = |differences: &mut dyn Iterator<Item = f64>| {
         differences.fold(0.0, |max: f64, one| max.max(one.abs()))
     };
-    Ok(Figures::from([
+    Ok(MetricMap::from([
         ("mismatch/bit_equal_fraction".into(), sequences.mean(same)),
-        ("mismatch/logprob_abs_diff_max".into(), largest(&mut sequences.all_valid().map(log_ratio))),
-        ("mismatch/log_ppl_abs_diff_max".into(), largest(&mut sequences.row_means(log_ratio).into_iter())),
+        ("mismatch/logprob_abs_diff_max".into(), largest(&mut sequences.all_valid_indices().map(log_ratio))),
+        ("mismatch/log_ppl_abs_diff_max".into(), largest(&mut sequences.sequence_means(log_ratio).into_iter())),
     ]))
 }
 
@@ -94,18 +94,18 @@ pub fn probs_diff_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
     rollout_log_prob: &[f32],
-) -> Result<Figures> {
+) -> Result<MetricMap> {
     sequences.check("log_prob", log_prob)?;
     sequences.check("rollout_log_prob", rollout_log_prob)?;
     let probability = |log_prob: &[f32]| -> Vec<f64> {
-        sequences.all_valid().map(|t| f64::from(log_prob[t]).exp()).collect()
+        sequences.all_valid_indices().map(|t| f64::from(log_prob[t]).exp()).collect()
     };
     let (train, rollout) = (probability(log_prob), probability(rollout_log_prob));
     let differences: Vec<f64> = train.iter().zip(&rollout).map(|(t, r)| (t - r).abs()).collect();
     let valid = !differences.is_empty();
     let or_nan = |value: f64| if valid { value } else { f64::NAN };
     let variance = centred_product(&differences, &differences) / (differences.len() as f64 - 1.0);
-    Ok(Figures::from([
+    Ok(MetricMap::from([
         ("training/rollout_probs_diff_valid".into(), f64::from(valid)),
         ("training/rollout_probs_diff_max".into(), differences.iter().copied().fold(f64::NAN, f64::max)),
         ("training/rollout_probs_diff_mean".into(), or_nan(mean(differences.iter().copied()))),

@@ -7,7 +7,7 @@ use super::rules::{self, Findings};
 use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
-use crate::settings::{Entry, Mistake, Mistakes, Origin, Place, Places, Reader, Written, entries};
+use crate::settings::{Entry, Mistake, Mistakes, Origin, SourceLocation, KeyLocations, Reader, ParsedKey, entries};
 use std::path::Path;
 use toml::de::DeTable;
 
@@ -17,7 +17,7 @@ pub struct Plan {
     pub recipe: Recipe,
     /// Settings that are allowed but probably mistakes, one line each, with their places.
     pub warnings: Vec<String>,
-    places: Places,
+    places: KeyLocations,
 }
 
 /// Reads the recipe `text` of the file `path` over its base, applies each `--set key=value`, and checks the
@@ -29,7 +29,7 @@ pub struct Plan {
 pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
     let mut recipe = Recipe::default();
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
-    let (mut places, mut mistakes, mut unsure) = (Places::new(path), Mistakes::default(), Vec::new());
+    let (mut places, mut mistakes, mut unsure) = (KeyLocations::new(path), Mistakes::default(), Vec::new());
     let mut read = |origin: Origin, text: &str, base_fault: Option<&str>| {
         let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
         let mut reader = Reader {
@@ -61,7 +61,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
             ),
             None => {
                 let what = format!("{set:?} is not key=value; write it like --set train.steps=80");
-                not_sets.push(Mistake { place: Place::Set(index), key: String::new(), what });
+                not_sets.push(Mistake { place: SourceLocation::Set(index), key: String::new(), what });
             }
         }
     }
@@ -158,7 +158,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
 /// Reads the tables of a document. The key `base` is accepted, or refused with `base_fault`.
 fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_fault: Option<&str>) {
     if let Some((name, value)) = document.remove_entry(base::KEY) {
-        let written = Written { path: base::KEY.to_owned(), name: name.span(), value: &value };
+        let written = ParsedKey { path: base::KEY.to_owned(), name: name.span(), value: &value };
         match base_fault {
             Some(fault) => reader.refuse(&written, fault.to_owned()),
             None => reader.accept(&written),

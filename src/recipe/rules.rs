@@ -10,7 +10,7 @@ use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
-use crate::settings::{Choice, Mistake, Places, changed_entries};
+use crate::settings::{Choice, Mistake, KeyLocations, changed_entries};
 use crate::tasks::TaskName;
 use std::path::Path;
 
@@ -23,7 +23,7 @@ pub(crate) struct Findings {
 
 /// Checks the whole recipe. Rules that depend on an `unsure` key are skipped, so one slip gives one
 /// mistake.
-pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Findings {
+pub(crate) fn check(recipe: &Recipe, places: &KeyLocations, unsure: &[String]) -> Findings {
     let mut rules = Rules { recipe, places, unsure, findings: Findings::default() };
     rules.model();
     rules.adapter();
@@ -42,7 +42,7 @@ pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Find
 
 struct Rules<'a> {
     recipe: &'a Recipe,
-    places: &'a Places,
+    places: &'a KeyLocations,
     unsure: &'a [String],
     findings: Findings,
 }

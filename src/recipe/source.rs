@@ -3,8 +3,8 @@
 use super::plan::{Plan, resolve, resolve_run_recipe};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
-use crate::integrity::Checksum;
-use crate::settings::{Mistakes, closest};
+use crate::integrity::ChecksumStatus;
+use crate::settings::{Mistakes, closest_word};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
@@ -77,7 +77,7 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
     }
     // `recipes/quickstart.toml` also names the built-in recipe, if there is no such file.
     let stem = argument.file_stem().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
-    let meant = closest(stem, names()).map(|near| format!(" did you mean {near}?")).unwrap_or_default();
+    let meant = closest_word(stem, names()).map(|near| format!(" did you mean {near}?")).unwrap_or_default();
     Err(bad_input!(
         "{shown}: no such file or folder;{meant} name a recipe file, a run folder, or a recipe of the program: {}",
         names().collect::<Vec<_>>().join(", ")
@@ -140,15 +140,15 @@ impl RecipeSource {
         };
         let plan = resolve_run_recipe(&file, &text, sets);
         // An edited text may have mistakes; the edit is reported first.
-        match Checksum::check(&text, folder) {
-            Checksum::Valid => Ok(plan?),
-            Checksum::Missing => {
+        match ChecksumStatus::check(&text, folder) {
+            ChecksumStatus::Valid => Ok(plan?),
+            ChecksumStatus::Missing => {
                 let mut plan = plan?;
                 plan.warnings
                     .push(format!("{} has no checksum; its integrity cannot be verified", file.display()));
                 Ok(plan)
             }
-            Checksum::Invalid => Err(bad_input!(
+            ChecksumStatus::Invalid => Err(bad_input!(
                 "{}: is not what the run wrote: it was cut or changed. Restore it (each checkpoint has a copy, trainer.toml); \
                  after a deliberate edit: rloss verify --accept {}",
                 file.display(),

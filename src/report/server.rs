@@ -39,7 +39,7 @@ pub struct RequestHead {
 
 /// A response.
 pub struct Response {
-    /// Status code and phrase, such as `404 Not Found`.
+    /// Status code and phrase, such as `404 Not ParsedValue`.
     pub status: &'static str,
     pub content_type: &'static str,
     pub body: Arc<str>,

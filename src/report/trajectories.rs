@@ -144,7 +144,7 @@ fn tokenizer(run: &Run) -> Option<Vocabulary> {
         Some(file) => Vocabulary::from_file(&file).ok(),
         None if run.setting("model.tokenizer").as_deref() == Some("embedded") => {
             let family = run.setting("model.architecture.model_type");
-            let family = family.and_then(|word| Family::named(&word)).unwrap_or_default();
+            let family = family.and_then(|word| Family::from_name(&word)).unwrap_or_default();
             Some(family.chat.read_embedded().ok()?.vocabulary().clone())
         }
         None => None,

@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn the_majority_is_of_equal_answers_and_a_tie_counts_by_shares() {
         let settings =
-            TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..TaskSettings::default() };
+            TaskSettings { name: TaskName::from_name("arithmetic").unwrap(), ..TaskSettings::default() };
         let task = tasks::build(&settings, &TaskContext::default());
         let task = task.expect("a task without files");
         let vote = |given: &[(&str, bool)]| {

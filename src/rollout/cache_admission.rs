@@ -73,7 +73,7 @@ mod tests {
     use crate::model::cache::CacheCapacity;
     use crate::model::config::{Config, LayerType, Rope};
     use crate::model::families::Family;
-    use crate::ops::pages::{PagedSequence, Pages};
+    use crate::ops::pages::{PagedSequence, PageAllocator};
     use crate::random::{Purpose, stream};
     use rand::Rng;
 
@@ -156,7 +156,7 @@ mod tests {
             let room =
                 CacheCapacity { sequences: places, tokens: prompt_max + response_max, fed_tokens_max: 64 };
             let pools = [LayerType::Full, LayerType::Sliding]
-                .map(|layer| (layer, Pages::new(room.pages(&config, &layer))));
+                .map(|layer| (layer, PageAllocator::new(room.pages(&config, &layer))));
             let (groups, samples) = (12, 4);
             let mut waits: Vec<usize> = (0..groups).collect();
             let mut taken = CacheAdmission::new(places, groups, samples);

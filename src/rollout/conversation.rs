@@ -21,7 +21,7 @@ use super::sampler::TokenPosition;
 use crate::chat::{Call, ChatTurnParser, PYTHON};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::SessionId;
-use crate::ops::logits::Drawn;
+use crate::ops::logits::SampledToken;
 use crate::random::stream;
 use crate::tasks::{Problem, Reward, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
@@ -42,7 +42,7 @@ pub(super) enum NextAction {
     /// Ask its task for a further user message, which may take long.
     Turn,
     /// Nothing: the conversation is over.
-    End,
+    ConnectionEnd,
 }
 
 /// A trajectory in progress.
@@ -134,7 +134,7 @@ impl<'a> Conversation<'a> {
     }
 
     /// Appends the next token and decides what follows.
-    pub(super) fn push_token(&mut self, drawn: Drawn) -> NextAction {
+    pub(super) fn push_token(&mut self, drawn: SampledToken) -> NextAction {
         self.tokens.push(drawn.token);
         self.mask.push(true);
         self.log_probs.push(drawn.log_prob);
@@ -315,7 +315,7 @@ impl<'a> Conversation<'a> {
 
     fn end(&mut self, outcome: Outcome) -> NextAction {
         self.outcome = Some(outcome);
-        NextAction::End
+        NextAction::ConnectionEnd
     }
 
     fn transcript(&self, outcome: Outcome) -> Transcript<'_> {

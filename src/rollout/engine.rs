@@ -12,7 +12,7 @@ use crate::dist::Mesh;
 use crate::interpreter::SessionId;
 use crate::model::cache::SequenceCache;
 use crate::model::decode::Decoder;
-use crate::ops::logits::{Drawn, Logits, SamplingParameters, logits_rows_max};
+use crate::ops::logits::{SampledToken, Logits, SamplingParameters, logits_rows_max};
 use crate::ops::threads::with_spinning_threads;
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;
@@ -280,7 +280,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         sampling: &SamplingParameters,
         logits: &Logits,
         samples: &[(usize, Box<SampleWork<'a>>, bool)],
-        drawn: &mut [Drawn],
+        drawn: &mut [SampledToken],
     ) -> Result<()> {
         let (mut places, mut tokens) = (vec![], vec![]);
         for (index, ((row, sample, _), drawn)) in samples.iter().zip(&*drawn).enumerate() {
@@ -292,7 +292,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         }
         let log_probs = logits.log_probs(sampling, &tokens)?;
         for ((index, (_, token)), log_prob) in places.into_iter().zip(tokens).zip(log_probs) {
-            drawn[index] = Drawn { token, log_prob };
+            drawn[index] = SampledToken { token, log_prob };
         }
         Ok(())
     }

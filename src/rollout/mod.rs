@@ -271,9 +271,9 @@ impl Rollout<'_> {
                 }
             };
             if engines > 1 {
-                self.threads.each(|_| run());
+                self.threads.run_on_each(|_| run());
             } else {
-                self.threads.wide(run);
+                self.threads.run_on_all(run);
             }
         });
         if let Some(interpreter) = self.interpreter {

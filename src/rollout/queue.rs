@@ -54,7 +54,7 @@ pub(super) enum RefillResult {
     /// All remaining work waits for tools.
     Nothing,
     /// All is sampled, or the rollout was stopped.
-    End,
+    ConnectionEnd,
     Failure,
 }
 
@@ -158,7 +158,7 @@ impl<'a> Queue<'a> {
             self.wake_all();
         }
         if state.over() {
-            return if state.failure.is_some() { RefillResult::Failure } else { RefillResult::End };
+            return if state.failure.is_some() { RefillResult::Failure } else { RefillResult::ConnectionEnd };
         }
         let share = self.sequences_max.min(state.unfinished.div_ceil(self.engines));
         let weight = |work: &Work| if matches!(work, Work::Prompt(_)) { self.samples } else { 1 };
@@ -202,8 +202,8 @@ impl<'a> Queue<'a> {
                 self.work.notify_one();
             }
             NextAction::Call | NextAction::Turn => self.call(scope, sample, next),
-            NextAction::End if self.rollout.task.may_take_long() => self.call(scope, sample, next),
-            NextAction::End => self.finish(*sample),
+            NextAction::ConnectionEnd if self.rollout.task.may_take_long() => self.call(scope, sample, next),
+            NextAction::ConnectionEnd => self.finish(*sample),
         }
     }
 
@@ -258,10 +258,10 @@ impl<'a> Queue<'a> {
                 let next = match asked {
                     NextAction::Call => sample.conversation.run_calls(),
                     NextAction::Turn => sample.conversation.request_user_turn(),
-                    NextAction::Sample | NextAction::End => asked,
+                    NextAction::Sample | NextAction::ConnectionEnd => asked,
                 };
                 match next {
-                    NextAction::End => self.finish(*sample),
+                    NextAction::ConnectionEnd => self.finish(*sample),
                     next => self.dispatch(scope, sample, next),
                 }
             };

@@ -104,7 +104,7 @@ impl RolloutPlan {
 
     /// Returns the plan of step `step`'s greedy samples, whose rewards are baselines.
     pub fn for_greedy_baseline(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
-        let sampling = SamplingParameters::whole(0.0);
+        let sampling = SamplingParameters::with_temperature(0.0);
         Self::for_training(&settings.with_sampling(sampling), seed, step)
     }
 

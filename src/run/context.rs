@@ -10,7 +10,7 @@ use crate::chat::Chat;
 use crate::checkpoint::BaseModel;
 use crate::checkpoint::save::CompanionFiles;
 use crate::dist::Mesh;
-use crate::dist::RolloutWeights;
+use crate::dist::RolloutWeightPlacement;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::learner::examples::ConversationRenderer;
@@ -46,7 +46,7 @@ pub struct RunContext {
     /// Capacity of the GPU's KV cache.
     pub room: CacheCapacity,
     /// How each process holds the weights while it samples.
-    pub rollout_weights: RolloutWeights,
+    pub rollout_weights: RolloutWeightPlacement,
     /// Trainable flags of the policy's parameters, from `train.freeze`.
     pub trainable: Vec<bool>,
     /// Trainable flags of the critic's parameters, from `critic.freeze`; `None` without a critic.

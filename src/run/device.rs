@@ -3,7 +3,7 @@
 use super::memory::AvailableMemory;
 use super::source::precision;
 use crate::dist::Mesh;
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
 use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
@@ -52,7 +52,7 @@ pub(super) fn choose(
     streams: bool,
 ) -> Result<ComputeDevice, Vec<String>> {
     let place = device(plan, config, mesh, streams)?;
-    if place.device.is_cpu() && !precision(&plan.recipe).is_here() {
+    if place.device.is_cpu() && !precision(&plan.recipe).is_supported() {
         let what = "needs the instructions of AVX-512 BF16, which this processor lacks; write \"bf16\", which only \
                     rounds the weights, or \"f32\"";
         return Err(vec![plan.mistake("model.dtype", what.to_owned()).to_string()]);
@@ -147,11 +147,11 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
         if parallel.sequence > 1 {
             found.push(("parallel.sequence", "GPUs have no sequence parallelism yet; write 1".to_owned()));
         }
-        if parallel.rollout_weights == RolloutWeights::ByExpert {
+        if parallel.rollout_weights == RolloutWeightPlacement::ByExpert {
             let what = "each GPU samples with all weights; write \"whole\"";
             found.push(("parallel.rollout_weights", what.to_owned()));
         }
-        if parallel.packed_weights == PackedWeights::Sharded {
+        if parallel.packed_weights == PackedWeightPlacement::Sharded {
             let what = "each GPU holds all packed weights; write \"whole\"";
             found.push(("parallel.packed_weights", what.to_owned()));
         }

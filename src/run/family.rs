@@ -1,7 +1,7 @@
 //! Refuses recipe keys that the model's family does not have, instead of ignoring them.
 
 use crate::chat::Format;
-use crate::dist::RolloutWeights;
+use crate::dist::RolloutWeightPlacement;
 use crate::model::config::WeightFormat;
 use crate::model::families::Family;
 use crate::model::init::InitSettings;
@@ -76,7 +76,7 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
             ("arms.router_noise_rollout", arms.router_noise_rollout > 0.0),
             ("arms.router_noise_train", arms.router_noise_train > 0.0),
             ("arms.rollout_mxfp4", arms.rollout_mxfp4),
-            ("parallel.rollout_weights", recipe.parallel.rollout_weights == RolloutWeights::ByExpert),
+            ("parallel.rollout_weights", recipe.parallel.rollout_weights == RolloutWeightPlacement::ByExpert),
             ("cold_start.load_balance_coefficient", recipe.cold_start.load_balance_coefficient > 0.0),
             ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
             ("rollout.keep_routes", recipe.rollout.keep_routes),

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// # Errors
 /// [`crate::error::BadInput`] when the degree does not divide the number of processes.
 pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
-    mesh.set_limit(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
+    mesh.set_timeout(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
     let sequence = plan.recipe.parallel.sequence;
     if !mesh.ranks().is_multiple_of(sequence) {
         let processes = match mesh.ranks() {

@@ -161,7 +161,7 @@ impl RunFolder {
     /// Returns the error that the folder was moved or removed, if it was, else the `error` of the failed
     /// write.
     pub fn explain_write_error(&self, error: anyhow::Error) -> anyhow::Error {
-        let gone = self.files.as_ref().map(|files| files.metrics.check_in_place());
+        let gone = self.files.as_ref().map(|files| files.metrics.check_path());
         gone.and_then(Result::err).unwrap_or(error)
     }
 
@@ -171,7 +171,7 @@ impl RunFolder {
     /// When the disk cannot be written.
     pub fn write_trajectories(&self, name: &str, rows: impl Iterator<Item = TrajectoryRow>) -> Result<()> {
         let Some(files) = &self.files else { return Ok(()) };
-        files.metrics.check_in_place()?;
+        files.metrics.check_path()?;
         write_trajectories(&self.path.join("trajectories"), name, rows)
     }
 

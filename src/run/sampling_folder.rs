@@ -172,7 +172,7 @@ impl<'a> SamplingFolder<'a> {
         // Drop a partial last line, left by a kill.
         file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
         let all = (prompts.len() * samples) as u64;
-        let stage = console.work(name, all, all - (missing.len() * samples) as u64);
+        let stage = console.work_stage(name, all, all - (missing.len() * samples) as u64);
         if let Some(new) = self.fill(&file, phase, policy, (plan, samples), &missing, &stage, stop)? {
             let mut new = new.into_iter();
             kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());

@@ -285,7 +285,7 @@ impl ModelSource {
             specs.iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).collect();
         let all = megabytes(bytes.iter().sum());
         let shown = if all >= SHOWN_MEGABYTES {
-            console.work("MB read", all, 0)
+            console.work_stage("MB read", all, 0)
         } else {
             console.inner_stage("MB read", all)
         };
@@ -453,6 +453,6 @@ fn config_of(a: &Architecture, chat: &Chat) -> Config {
         max_position_embeddings: a.max_position_embeddings,
         bos_token_id: None,
         eos_token_ids: chat.stop_tokens(),
-        pad_token_id: chat.vocabulary().pad(),
+        pad_token_id: chat.vocabulary().pad_id(),
     }
 }

@@ -46,7 +46,7 @@ impl ProcessPool {
             Ok(_) => self.processes.release(process),
             Err(_) => {
                 drop(process);
-                self.processes.forget();
+                self.processes.discard();
             }
         }
         answer

@@ -21,7 +21,7 @@ use crate::learner::forward_backward::PassSettings;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics, Phase, Row, Timings, read_rows};
 use crate::model::parameters::Parameters;
-use crate::ops::cuda::{device_memory, forget_memory_peaks};
+use crate::ops::cuda::{device_memory, reset_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
 use crate::run::context::RunContext;
@@ -326,7 +326,7 @@ fn memory_peaks(device: &Device) -> Result<Metrics> {
         let memory = device_memory(gpu)?;
         metrics.set("perf/max_memory_allocated_gb", memory.used_max as f64 / 1e9);
         metrics.set("perf/max_memory_reserved_gb", memory.reserved_max as f64 / 1e9);
-        forget_memory_peaks(gpu)?;
+        reset_memory_peaks(gpu)?;
     }
     Ok(metrics)
 }

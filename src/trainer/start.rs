@@ -9,7 +9,7 @@ use crate::model::config::WeightFormat;
 use crate::model::parameters::VALUES;
 use crate::model::settings::Dtype;
 use crate::policy::kl_in_reward::KlController;
-use crate::policy::{KlPlace, KlSettings};
+use crate::policy::{KlPlacement, KlSettings};
 use anyhow::{Context, Result};
 
 impl Trainer {
@@ -79,7 +79,7 @@ impl Trainer {
     pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
         let context = &self.context;
         let (config, parameters) = (&context.model.config, &context.parameters);
-        if context.plan.recipe.policy.kl.place == KlPlace::None {
+        if context.plan.recipe.policy.kl.place == KlPlacement::None {
             return Ok(());
         }
         if parameters.adapter().is_some() {

@@ -17,7 +17,7 @@ use crate::metrics::{Accumulator, Metrics, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::ratio::OldLogprob;
-use crate::policy::{KlPlace, PolicySettings, RouterReplay};
+use crate::policy::{KlPlacement, PolicySettings, RouterReplay};
 use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
 
@@ -150,7 +150,7 @@ impl PolicyStep<'_> {
         critic: Option<&Critic>,
     ) -> Result<Option<ForwardResult>> {
         let replay = self.policy.router_replay;
-        if self.policy.kl.place != KlPlace::None {
+        if self.policy.kl.place != KlPlacement::None {
             let parameters = self.reference.context("policy.kl without a reference")?;
             let outputs =
                 BatchRunner { parameters, ..self.runner }.forward(&batch.micro_batches, self.pass)?;
@@ -188,9 +188,9 @@ impl PolicyStep<'_> {
     /// with the first update's own forward.
     fn needs_forward(&self, critic: Option<&Critic>) -> bool {
         let anchor = self.anchor();
-        let in_reward = self.policy.kl.place == KlPlace::Reward && anchor == OldLogprob::Detach;
+        let in_reward = self.policy.kl.place == KlPlacement::Reward && anchor == OldLogprob::Detach;
         let whole = self.train.minibatches == 1 && !self.warms_up(critic);
-        anchor == OldLogprob::Recompute || self.policy.correction.active() || in_reward || !whole
+        anchor == OldLogprob::Recompute || self.policy.correction.is_active() || in_reward || !whole
     }
 
     fn warms_up(&self, critic: Option<&Critic>) -> bool {

@@ -1,6 +1,6 @@
 //! Embedded vocabularies: a template's own tokens, and the bytes. No merges, no download.
 
-use super::byte_level::{alphabet, spell};
+use super::byte_level::{alphabet, to_byte_level};
 use serde_json::{Map, Value, json};
 
 /// The id of byte 0; lower ids belong to the template.
@@ -15,7 +15,7 @@ const FIRST_BYTE: usize = 16;
 pub fn embedded_json(special: &[&str], added: &[&str], words: &[&str]) -> Vec<u8> {
     let mut entries: Vec<String> = special.iter().chain(added).map(|token| token.to_string()).collect();
     let added_end = entries.len();
-    entries.extend(words.iter().map(|word| spell(word)));
+    entries.extend(words.iter().map(|word| to_byte_level(word)));
     entries.extend((entries.len()..FIRST_BYTE).map(|id| format!("<|reserved_{id}|>")));
     let words_end = added_end + words.len();
     let tokens: Vec<Value> = entries

@@ -108,7 +108,7 @@ fn the_embedded_chatml_vocabulary_is_fixed_and_harmonys_ids_stay() {
     let ids: Vec<u32> = chat.render_prompt(&[Message::user("7?")]);
     assert_eq!(ids, [1, 6, 26, 71, 79, 2, 26, 1, 7, 26]);
     assert_eq!(chat.stop_tokens(), [2, 0]);
-    assert_eq!((chat.vocabulary().vocab_size(), chat.vocabulary().pad()), (272, Some(0)));
+    assert_eq!((chat.vocabulary().vocab_size(), chat.vocabulary().pad_id()), (272, Some(0)));
     let call = chat.render_training(&[Message::call("python", "commentary", "\"")]);
     assert_eq!(call.tokens, [1, 7, 26, 3, 26, 8, 108, 50, 9, 26, 4, 2]);
     assert_eq!(call.mask.iter().filter(|&&sampled| sampled).count(), 9);

@@ -125,7 +125,7 @@ fn warm_model() -> &'static Path {
 
 fn conversations() -> String {
     let task = build(
-        &TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..TaskSettings::default() },
+        &TaskSettings { name: TaskName::from_name("arithmetic").unwrap(), ..TaskSettings::default() },
         &TaskContext::default(),
     )
     .unwrap();

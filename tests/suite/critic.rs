@@ -17,7 +17,7 @@ use rloss::policy::advantage::Advantage;
 use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
-use rloss::policy::{Aggregation, KlPlace, KlSettings, PolicySettings};
+use rloss::policy::{Aggregation, KlPlacement, KlSettings, PolicySettings};
 use rloss::trainer::step::PolicyStep;
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
@@ -287,7 +287,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
     let groups = groups(&fixture);
     let groups: Vec<&Group> = groups.iter().collect();
     let (_, other) = tiny::model(tiny::config(true), 5);
-    for place in [KlPlace::None, KlPlace::Reward] {
+    for place in [KlPlacement::None, KlPlacement::Reward] {
         let kl = KlSettings { place, estimator: KlEstimator::K1, ..KlSettings::default() };
         let policy = PolicySettings { advantage: Advantage::Gae, kl, ..PolicySettings::default() };
         let Fixture { threads, model, policy: parameters, .. } = &fixture;
@@ -311,7 +311,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
         if let (Some(training), Some(reference)) = (&found.training_log_probs, &found.reference_log_probs) {
             rewards = training.iter().zip(reference).map(|(t, r)| (-0.5 * f64::from(t - r)) as f32).collect();
         }
-        assert_eq!(rewards.iter().any(|&r| r != 0.0), place == KlPlace::Reward);
+        assert_eq!(rewards.iter().any(|&r| r != 0.0), place == KlPlacement::Reward);
         for (span, group) in found.cu_seqlens.windows(2).zip(&groups) {
             if span[1] > span[0] {
                 rewards[span[1] - 1] += group.trajectories[0].reward;

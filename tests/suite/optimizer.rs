@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use rand::Rng;
 use rloss::checkpoint::save::CompanionFiles;
 use rloss::checkpoint::{self, Snapshot, TrainerState, restore};
-use rloss::dist::{PackedWeights, RolloutWeights};
+use rloss::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use rloss::error::BadInput;
 use rloss::learner::critic::Critic;
 use rloss::learner::optimizer::Optimizer;
@@ -325,8 +325,8 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             threads: 1,
             streamed: false,
             processes: 1,
-            rollout_weights: RolloutWeights::Whole,
-            packed_weights: PackedWeights::Whole,
+            rollout_weights: RolloutWeightPlacement::Whole,
+            packed_weights: PackedWeightPlacement::Whole,
             gpu_sequences: None,
         };
         let plan = MemoryPlan::new(&subject);

@@ -26,7 +26,7 @@ use tempfile::TempDir;
 /// The model of `recipes/quickstart_dense.toml`, or the same with a tied head.
 pub fn config(tied: bool) -> Config {
     Config {
-        family: Family::named("qwen2").unwrap(),
+        family: Family::from_name("qwen2").unwrap(),
         intermediate_size: 256,
         num_local_experts: 0,
         num_experts_per_tok: 0,

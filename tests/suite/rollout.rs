@@ -151,7 +151,7 @@ impl Script {
 
 impl TokenSource for Script {
     fn sampling(&self) -> SamplingParameters {
-        SamplingParameters::whole(1.0)
+        SamplingParameters::with_temperature(1.0)
     }
 
     fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {

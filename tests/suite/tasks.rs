@@ -16,7 +16,7 @@ fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
     let tokenizer = HarmonyTokenizer::from_embedded().unwrap();
     for name in ["arithmetic", "arithmetic_single", "format_rules"] {
         let task = build(
-            &TaskSettings { name: TaskName::named(name).unwrap(), ..Default::default() },
+            &TaskSettings { name: TaskName::from_name(name).unwrap(), ..Default::default() },
             &TaskContext::default(),
         )
         .unwrap();
@@ -36,7 +36,7 @@ fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
 #[test]
 fn demonstrated_tool_replies_are_what_the_interpreter_answers() {
     let task = build(
-        &TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..Default::default() },
+        &TaskSettings { name: TaskName::from_name("arithmetic").unwrap(), ..Default::default() },
         &TaskContext::default(),
     )
     .unwrap();
@@ -58,7 +58,7 @@ fn demonstrated_tool_replies_are_what_the_interpreter_answers() {
 fn gsm8k(train: &Path, validation: &Path) -> anyhow::Result<Box<dyn Task>> {
     build(
         &TaskSettings {
-            name: TaskName::named("gsm8k").unwrap(),
+            name: TaskName::from_name("gsm8k").unwrap(),
             train_file: Some(train.into()),
             validation_file: Some(validation.into()),
             ..Default::default()
@@ -147,7 +147,7 @@ fn retool_files_are_checked_when_read() {
     let good = file("good.jsonl", r#"{"problem": "1+1?", "answer": 2}"#);
     let load = |train: Option<PathBuf>, validation: Vec<PathBuf>| {
         let settings = TaskSettings {
-            name: TaskName::named("retool").unwrap(),
+            name: TaskName::from_name("retool").unwrap(),
             train_file: train,
             validation_files: validation,
             ..Default::default()
@@ -230,7 +230,7 @@ fn every_gold_answer_earns_the_reward(train: &Path, aime: &Path, math: &Path, si
     for answer in [AnswerEquality::Exact, AnswerEquality::Equivalent] {
         let task = build(
             &TaskSettings {
-                name: TaskName::named("retool").unwrap(),
+                name: TaskName::from_name("retool").unwrap(),
                 train_file: Some(train.into()),
                 // The rows after these are AIME's, of which MATH-500 has some.
                 train_rows_max: Some(4_701),

@@ -104,7 +104,7 @@ fn a_micro_batch_that_fails_ends_the_batch_and_nobody_waits_for_it() {
 fn cached_log_probs(chunk: usize, tokens: &[u32], seed: u64) -> Vec<f32> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
     let policy = PolicyView::without_ablations(&model, &parameters).unwrap();
-    let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::whole(0.9));
+    let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::with_temperature(0.9));
     let mut cache = SequenceCache::new(&model.config);
     let mut log_probs = vec![];
     for part in tokens.chunks(chunk) {

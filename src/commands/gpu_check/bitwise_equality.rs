@@ -4,7 +4,7 @@
 use super::Verdicts;
 use super::oracle::bits;
 use super::problem::{Problem, Shape};
-use crate::ops::cuda::{Inputs, KvPages, KvPool, Prepared, sink_attention_paged};
+use crate::ops::cuda::{Inputs, KvPages, KvPool, Prepared, paged_sink_attention};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::random::{Purpose, stream};
@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// New tokens per sequence and call.
 #[derive(Clone, Copy)]
 enum Pace {
-    Chunk(usize),
+    KRange(usize),
     /// A random number up to this one, 0 included, as in a batch that changes between calls.
     Random(usize),
 }
@@ -36,11 +36,11 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
         let problem = Problem::new(shape, 11);
         let of = format!("{}, {}", shape.name, kernels.name);
         let paces = [
-            ("decode", Pace::Chunk(1)),
-            ("prefill in chunks of 7", Pace::Chunk(7)),
-            ("prefill in chunks of 64", Pace::Chunk(64)),
-            ("prefill in chunks of 100", Pace::Chunk(100)),
-            ("whole prefill", Pace::Chunk(1 << 20)),
+            ("decode", Pace::KRange(1)),
+            ("prefill in chunks of 7", Pace::KRange(7)),
+            ("prefill in chunks of 64", Pace::KRange(64)),
+            ("prefill in chunks of 100", Pace::KRange(100)),
+            ("whole prefill", Pace::KRange(1 << 20)),
             ("a batch that changes", Pace::Random(90)),
         ];
         for (name, pace) in paces.into_iter().take(if small { 2 } else { 6 }) {
@@ -135,7 +135,7 @@ fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) 
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
     let mut earlier = cache.sequence();
     let attention = problem.shape.attention();
-    sink_attention_paged(kernels, &q, &kv, &sinks, &mut [&mut earlier], &[rows], &attention)?;
+    paged_sink_attention(kernels, &q, &kv, &sinks, &mut [&mut earlier], &[rows], &attention)?;
     Ok(cache)
 }
 
@@ -159,7 +159,7 @@ fn rollout_against_training(
             .iter()
             .zip(&shape.lengths)
             .map(|(s, &length)| match pace {
-                Pace::Chunk(chunk) => chunk.min(length - s.len()),
+                Pace::KRange(chunk) => chunk.min(length - s.len()),
                 Pace::Random(most) => rng.random_range(0..=most).min(length - s.len()),
             })
             .collect();
@@ -183,7 +183,7 @@ fn rollout_against_training(
         let (q, kv) = (q.to_device(device)?, kv.to_device(device)?);
         let mut held: Vec<&mut KvPages> = sequences.iter_mut().collect();
         let (out, lse) =
-            sink_attention_paged(kernels, &q, &kv, &sinks, &mut held, &counts, &shape.attention())?;
+            paged_sink_attention(kernels, &q, &kv, &sinks, &mut held, &counts, &shape.attention())?;
         // A rollout frees these pages, and another sequence may fill them.
         if let Some(window) = shape.attention().window {
             sequences.iter_mut().for_each(|sequence| sequence.forget_before(sequence.len(), window));
@@ -245,7 +245,7 @@ fn spread_against_serial(
     let (q, kv, sinks) = (q.as_view(), kv.as_view(), sinks.as_view());
     let forward = |spread| -> Result<Bits> {
         let pages = Some((&table[..], pages_max));
-        let prepared = Prepared::spread_or_serial(gpu, kernels, &attention, &batch, pages, spread)?;
+        let prepared = Prepared::with_split(gpu, kernels, &attention, &batch, pages, spread)?;
         let mut outputs = prepared.outputs()?;
         prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
         let (out, lse) = (gpu.clone_dtoh(&outputs.out)?, gpu.clone_dtoh(&outputs.lse)?);

@@ -319,7 +319,7 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         by_row("head, dh", &dh[0], TWICE)?,
         over_rows("head, dweight", &dw, Tolerance::Sum(1.0 / 128.0))?,
     ];
-    let tokens = |drawn: &[ops::logits::Drawn]| -> Result<Tensor> {
+    let tokens = |drawn: &[ops::logits::SampledToken]| -> Result<Tensor> {
         Ok(Tensor::from_iter(drawn.iter().map(|drawn| drawn.token as f32), &Device::Cpu)?)
     };
     let sampling = SamplingParameters::whole(temperature);

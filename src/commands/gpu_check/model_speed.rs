@@ -22,7 +22,7 @@ use crate::model::parameters::{Backend, Parameters};
 use crate::model::policy_view::PolicyView;
 use crate::model::settings::Yarn;
 use crate::model::storage::{TensorStorage, on_device};
-use crate::ops::cuda::{device_memory, forget_memory_peaks, free_memory};
+use crate::ops::cuda::{device_memory, reset_memory_peaks, free_memory};
 use crate::ops::logits::{SamplingParameters, logits_rows_max};
 use crate::ops::packed::{COLUMNS, PackedFormat, PackedMatrix};
 use crate::ops::threads::Threads;
@@ -135,7 +135,7 @@ fn row(
     let (ms, rate) = (seconds * 1e3, done as f64 / seconds);
     let gb = device_memory(gpu)?.used_max as f64 / 1e9;
     println!("| {work} | {sequences} | {tokens} | {ms:.2} | {rate:.0} | {gb:.2} |");
-    Ok(forget_memory_peaks(gpu)?)
+    Ok(reset_memory_peaks(gpu)?)
 }
 
 /// Returns the median time of `pass`, which waits for the device itself.

@@ -110,7 +110,7 @@ impl CPython {
             Ok(snippet) => snippet,
             Err(error) => {
                 drop(server);
-                self.pool.forget();
+                self.pool.discard();
                 return self.record_death(format!("starting a snippet's process: {error}"));
             }
         };

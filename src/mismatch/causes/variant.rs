@@ -121,7 +121,7 @@ fn doubled(batch: &MicroBatch) -> MicroBatch {
     MicroBatch {
         tokens: Arc::new(tokens),
         positions,
-        sequence_rows: Arc::new(SequenceRows::separate(&cu_seqlens)),
+        sequence_rows: Arc::new(SequenceRows::from_cu_seqlens(&cu_seqlens)),
         rows: Arc::new(rows),
         ..batch.clone()
     }

@@ -9,7 +9,7 @@ use crate::model::matrix::ModelTensors;
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::sharded_layers::{GatherPart, GatheredUse, ShardedLayers, finish_gather, start_gather};
 use crate::model::weights::Weights;
-use crate::ops::cpu::{host_codes, host_values, on_host};
+use crate::ops::cpu::{host_codes, host_values, to_host};
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
@@ -49,7 +49,7 @@ impl Parameters {
                 return self.changed_weight(index, Some(change));
             }
             let (spec, weight) = self.own_experts(index, &ranks)?;
-            Ok(change(&spec, weight)?.without_gradient().in_precision(precision))
+            Ok(change(&spec, weight)?.without_gradient().with_precision(precision))
         };
         let adapters = &self.adapters(&find)?;
         let tensors = ModelTensors { find: &find, adapters, ranks: Some(&ranks) };
@@ -116,7 +116,7 @@ impl Parameters {
             }
             return Ok(self.weight(index)?.decode(&spec.working_shape())?);
         }
-        let own = &on_host(self.local_state(index, kind)?)?;
+        let own = &to_host(self.local_state(index, kind)?)?;
         if !stored.is_sharded() {
             return Ok(own.clone());
         }
@@ -156,7 +156,7 @@ impl Parameters {
     pub(super) fn gather_weight(&self, index: usize) -> Result<Weight> {
         let stored = &self.entries[index].stored;
         if stored.is_variable() {
-            return Ok(Weight::dense(&self.gather(index, VALUES)?).in_precision(self.backend.precision));
+            return Ok(Weight::dense(&self.gather(index, VALUES)?).with_precision(self.backend.precision));
         }
         let mut own = vec![];
         stored.append_shard(&mut own)?;

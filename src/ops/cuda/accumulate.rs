@@ -22,7 +22,7 @@ kernel_params! {
 }
 
 /// Returns a copy of `x`.
-pub(in crate::ops) fn copied(x: DeviceArgument) -> Result<(CudaStorage, Shape)> {
+pub(in crate::ops) fn copy_argument(x: DeviceArgument) -> Result<(CudaStorage, Shape)> {
     let (values, device) = OP.input::<f32>("the values", x, x.1.dims())?;
     let mut copy = output::<f32>(device, values.len())?;
     if !values.is_empty() {

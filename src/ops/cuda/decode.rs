@@ -5,7 +5,7 @@ use super::arguments::{Op, tensor};
 use super::launch::kernel_set;
 use super::paged::{KvPages, KvPool, accounts};
 use super::sink_attention::{Inputs, LaunchPlan, LaunchShape, OP as ATTENTION, Outputs, Spread};
-use crate::ops::pages::{PAGE, page_table};
+use crate::ops::pages::{PAGE_POSITIONS, page_table};
 use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};
@@ -51,7 +51,7 @@ impl DecodeStep {
         let batch = LaunchSequences::cached(&counts, &lengths)?;
         let places = pool.extend(sequences, &counts)?;
         // Wider than needed, so that the shape stays the same while sequences grow.
-        let pages = lengths.iter().max().map_or(1, |longest| (longest + 1).div_ceil(PAGE));
+        let pages = lengths.iter().max().map_or(1, |longest| (longest + 1).div_ceil(PAGE_POSITIONS));
         let (table, pages_max) = page_table(&accounts(sequences), pages.next_power_of_two());
         let kernels = kernel_set(pool.device())?;
         let (plan, arrays) =
@@ -97,7 +97,7 @@ impl DecodeBatch {
     }
 
     /// Returns true when `step` has this shape.
-    pub fn fits(&self, step: &DecodeStep) -> bool {
+    pub fn has_shape_of(&self, step: &DecodeStep) -> bool {
         let own = self.layers.iter().map(|layer| (layer.plan.shape, layer.attention));
         self.layers.len() == step.layers.len() && own.eq(step.shapes())
     }

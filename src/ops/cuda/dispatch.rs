@@ -1,6 +1,6 @@
 //! Dispatch of tokens to experts and their combination on the GPU: bf16 rows, f32 weights, u32 plan.
 
-use super::arguments::{Op, of_storage, output, tensor};
+use super::arguments::{Op, from_storage, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
@@ -144,7 +144,7 @@ pub(in crate::ops) fn dispatch_backward(dy: &Tensor, row_of: &Tensor, top_k: usi
     let opened = dy.storage_and_layout();
     let x = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[rows, width])?;
     let out = run(OP, &DISPATCH_BACKWARD, &Operands { x, weights: None, rows: row_of, top_k }, tokens)?;
-    Ok(of_storage(out, (tokens, width)))
+    Ok(from_storage(out, (tokens, width)))
 }
 
 /// Sums `x [T·K, H]` over each token's slots with `weights [T, K]`: `[T, H]`.

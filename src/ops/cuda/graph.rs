@@ -15,7 +15,7 @@ impl RecordedGraph {
     ///
     /// # Errors
     /// Those of `work`, and those of the driver when a call cannot be recorded.
-    pub fn of(device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Self> {
+    pub fn record(device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Self> {
         let stream = device.as_cuda_device()?.cuda_stream();
         // A recording may not wait for events outside of it, and event tracking would add such waits.
         let context = stream.context();

@@ -4,12 +4,12 @@
 //! The sampler's logits and those of the training pass are the same product with the same sums. A token's
 //! log-probability therefore has the same bits in both.
 
-use super::arguments::{Op, of_storage, output, tensor};
+use super::arguments::{Op, from_storage, output, tensor};
 use super::log_prob::{logits_gradient, row_stats};
 use super::product::{add_weight_gradient, product_forward, product_input_gradient};
 use crate::ops::logits::device_logits_rows;
 use crate::ops::operation::DeviceArgument;
-use crate::ops::parameter::Gradient;
+use crate::ops::parameter::GradientTarget;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
@@ -38,7 +38,7 @@ pub(in crate::ops) fn head_logits(
     let [mut log_sum_exp, mut entropy] = [output::<f32>(device, rows)?, output::<f32>(device, rows)?];
     let sums = [&mut log_sum_exp.as_view_mut(), &mut entropy.as_view_mut()];
     row_stats(device, &mut z.as_cuda_slice_mut::<f32>()?.as_view_mut(), inverse_temperature, sums, None)?;
-    Ok([of_storage(z, (rows, vocabulary)), tensor(log_sum_exp, device, rows)])
+    Ok([from_storage(z, (rows, vocabulary)), tensor(log_sum_exp, device, rows)])
 }
 
 /// Returns log-probabilities (first row) and entropies (second row) of `targets`, `[2, R]`.
@@ -72,7 +72,7 @@ pub(in crate::ops) fn head_backward(
     [h, weight, gradient]: [&Tensor; 3],
     targets: &[u32],
     inverse_temperature: f32,
-    learns: Option<&Gradient>,
+    learns: Option<&GradientTarget>,
     h_learns: bool,
 ) -> Result<Option<Tensor>> {
     let ((rows, width), vocabulary) = (h.dims2()?, weight.dim(1)?);

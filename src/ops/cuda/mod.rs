@@ -34,15 +34,15 @@ mod swiglu;
 
 pub use decode::{DecodeBatch, DecodeStep, overwrite, upload};
 pub use device::{
-    DeviceMemory, Gpu, device_memory, forget_memory_peaks, free_memory, gpu_count, open, open_gpu,
+    DeviceMemory, Gpu, device_memory, reset_memory_peaks, free_memory, gpu_count, open, open_gpu,
 };
 #[cfg(feature = "flash-attn")]
-pub use flash_attention::fa2_without_the_fix;
+pub use flash_attention::fa2_without_sinks;
 pub use graph::RecordedGraph;
 pub use launch::{Timer, kernel_set};
 pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
-pub use paged::{KvPages, KvPool, kv_pages, sink_attention_paged};
+pub use paged::{KvPages, KvPool, kv_pages, paged_sink_attention};
 pub use primitive_checks::run_primitive_check;
 pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
 
@@ -64,6 +64,6 @@ pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(super) use rope::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
 pub(super) use router::{route, top_k_softmax_backward, top_k_softmax_forward};
 pub(super) use sampling::{draw_tokens, token_log_probs};
-pub(super) use silu_gated::{silu_gated_backward, silu_gated_forward};
+pub(super) use silu_gated::{silu_and_mul_backward, silu_and_mul_forward};
 pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};
 pub(super) use swiglu::{swiglu_backward, swiglu_forward};

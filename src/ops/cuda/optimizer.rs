@@ -202,7 +202,7 @@ pub(in crate::ops) fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate
 }
 
 /// Performs [`crate::ops::optimizer::accumulate`].
-pub(in crate::ops) fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
+pub(in crate::ops) fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
     edit_by(("the buffer", buffer), gradient, |device, buffer, gradient| {
         let stream = device.cuda_stream();
         let count = buffer.len();

@@ -3,7 +3,7 @@
 use super::arguments::tensor;
 use super::launch::{Addresses, kernel_params, kernel_set, launch};
 use super::sink_attention::{Inputs, OP, Outputs, Prepared};
-use crate::ops::pages::{CopiedRows, PagedSequence, Pages, page_table};
+use crate::ops::pages::{CopiedRows, PagedSequence, PageAllocator, page_table};
 use crate::ops::sink_attention::Attention;
 use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
 use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
@@ -20,7 +20,7 @@ pub struct KvPool {
     memory: Mutex<CudaSlice<bf16>>,
     kv_heads: usize,
     /// Allocation of the pages to sequences.
-    pages: Arc<Pages>,
+    pages: Arc<PageAllocator>,
 }
 
 /// One sequence's keys and values in a pool. Clones share pages; dropping the last clone frees them.
@@ -38,12 +38,12 @@ impl KvPool {
     pub fn new(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<Arc<Self>> {
         // At least one page: an empty allocation has no address.
         let memory = device.alloc_zeros(pages.max(1) * BLOCK_KEYS * 2 * kv_heads * HEAD_DIM)?;
-        let (device, memory, pages) = (device.clone(), Mutex::new(memory), Pages::new(pages));
+        let (device, memory, pages) = (device.clone(), Mutex::new(memory), PageAllocator::new(pages));
         Ok(Arc::new(Self { device, memory, kv_heads, pages }))
     }
 
     /// Returns an empty sequence.
-    pub fn sequence(self: &Arc<Self>) -> KvPages {
+    pub fn new_sequence(self: &Arc<Self>) -> KvPages {
         KvPages { pool: self.clone(), sequence: PagedSequence::default() }
     }
 
@@ -181,7 +181,7 @@ pub fn kv_pages(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<Kv
     Ok(KvPool::new(device, kv_heads, pages)?.sequence())
 }
 
-pub(super) fn accounts<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
+pub(super) fn paged_sequences<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
     sequences.iter_mut().map(|sequence| &mut sequence.sequence).collect()
 }
 
@@ -205,7 +205,7 @@ const VECTOR: usize = 8;
 ///
 /// # Errors
 /// When shapes disagree, or the cache is too small; nothing has changed then.
-pub fn sink_attention_paged(
+pub fn paged_sink_attention(
     kernels: &'static KernelSet,
     q: &Tensor,
     kv: &Tensor,
@@ -242,11 +242,11 @@ pub fn sink_attention_paged(
     Ok((tensor(out, &pool.device, (tokens, heads * HEAD_DIM)), tensor(lse, &pool.device, (tokens, heads))))
 }
 
-/// Performs [`sink_attention_paged`] with the device's kernels; returns `[T, N·64]`.
+/// Performs [`paged_sink_attention`] with the device's kernels; returns `[T, N·64]`.
 ///
 /// # Errors
-/// Those of [`sink_attention_paged`].
-pub(in crate::ops) fn sink_attention_cached(
+/// Those of [`paged_sink_attention`].
+pub(in crate::ops) fn cached_sink_attention(
     q: &Tensor,
     kv: &Tensor,
     sinks: &Tensor,
@@ -255,5 +255,5 @@ pub(in crate::ops) fn sink_attention_cached(
     attention: &Attention,
 ) -> Result<Tensor> {
     let kernels = kernel_set(q.device().as_cuda_device()?)?;
-    Ok(sink_attention_paged(kernels, q, kv, sinks, sequences, counts, attention)?.0)
+    Ok(paged_sink_attention(kernels, q, kv, sinks, sequences, counts, attention)?.0)
 }

@@ -158,14 +158,14 @@ impl<'a> Weight<'a> {
 }
 
 /// The epilogue of `x · W`: the sums are multiplied by `scale`, then `bias` and `addend` are added.
-pub(super) struct Finish<'a> {
+pub(super) struct Epilogue<'a> {
     pub scale: f32,
     pub bias: Option<DeviceArgument<'a>>,
     /// `[T, out]`, of the output type.
     pub addend: Option<DeviceArgument<'a>>,
 }
 
-impl<'a> Finish<'a> {
+impl<'a> Epilogue<'a> {
     fn with_bias(bias: Option<DeviceArgument<'a>>) -> Self {
         Self { scale: 1.0, bias, addend: None }
     }
@@ -180,16 +180,16 @@ pub(in crate::ops) fn product_forward(
     starts: Option<&Tensor>,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
-    finished_product(Op(op), x, weight, starts, &Finish::with_bias(bias), out)
+    product_with_epilogue(Op(op), x, weight, starts, &Epilogue::with_bias(bias), out)
 }
 
 /// Performs [`product_forward`] with another epilogue.
-pub(super) fn finished_product(
+pub(super) fn product_with_epilogue(
     op: Op,
     x: DeviceArgument,
     weight: DeviceArgument,
     starts: Option<&Tensor>,
-    finish: &Finish,
+    finish: &Epilogue,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
     let sizes = Sizes::new(op, x.1.shape().dims2()?.0, matrix(weight.1.dims())?, starts)?;
@@ -210,7 +210,7 @@ pub(in crate::ops) fn packed_forward(
     let [_, k, n] = weight.shape();
     let sizes = Sizes::new(op, x.1.shape().dims2()?.0, [k, n], starts)?;
     with_packed(op, weight, |weight| {
-        multiply(op, sizes, x, weight, starts, &Finish::with_bias(bias), DType::BF16)
+        multiply(op, sizes, x, weight, starts, &Epilogue::with_bias(bias), DType::BF16)
     })
 }
 
@@ -228,7 +228,7 @@ fn multiply(
     x: DeviceArgument,
     weight: &Weight,
     starts: Option<&Tensor>,
-    finish: &Finish,
+    finish: &Epilogue,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
     let Sizes { rows, k, n, .. } = sizes;
@@ -257,7 +257,7 @@ struct Operands<'a> {
     x: DeviceArgument<'a>,
     weight: &'a Weight<'a>,
     starts: Option<&'a CudaView<'a, u32>>,
-    finish: &'a Finish<'a>,
+    finish: &'a Epilogue<'a>,
 }
 
 fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(

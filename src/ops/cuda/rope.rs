@@ -86,7 +86,7 @@ unsafe fn run(
     let place = Device::Cuda(device.clone());
     let (half, rows) = (rotation.table.half(), rotation.positions.len());
     let shape = [2, rotation.table.positions(), half];
-    let tensors = [rotation.table.on(&place)?, rotation.positions_on(&place)?];
+    let tensors = [rotation.table.on(&place)?, rotation.device_positions(&place)?];
     let opened = tensors.each_ref().map(Tensor::storage_and_layout);
     let (table, _) = OP.opened::<f32>("the table", &opened[0], &shape)?;
     let (positions, _) = OP.opened::<u32>("the positions", &opened[1], &[rows])?;

@@ -3,7 +3,7 @@
 use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};
 use super::log_prob::check_vocabulary;
-use crate::ops::logits::Drawn;
+use crate::ops::logits::SampledToken;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::{Result, Tensor, bail};
 
@@ -62,7 +62,7 @@ pub(in crate::ops) fn draw_tokens(
     log_sum_exp: &Tensor,
     draws: &[(usize, f64)],
     likeliest: bool,
-) -> Result<Vec<Option<Drawn>>> {
+) -> Result<Vec<Option<SampledToken>>> {
     let (rows, vocabulary) = z.dims2()?;
     let asked = checked_rows(draws, rows)?;
     check_vocabulary(OP, vocabulary)?;
@@ -90,7 +90,7 @@ pub(in crate::ops) fn draw_tokens(
     drop(at);
     let of_pair = |pair: &[u32]| {
         let token = Some(pair[0]).filter(|&token| token != NO_TOKEN)?;
-        Some(Drawn { token, log_prob: f32::from_bits(pair[1]) })
+        Some(SampledToken { token, log_prob: f32::from_bits(pair[1]) })
     };
     Ok(device.clone_dtoh(&drawn)?.chunks_exact(2).map(of_pair).collect())
 }

@@ -16,7 +16,7 @@ const BACKWARD: Kernel = Kernel { function: "silu_gated_backward", ..FORWARD };
 const VECTOR: usize = 8;
 
 kernel_params! {
-    /// `SiluGated` of `kernels/silu_gated.cuh`.
+    /// `SiluAndMul` of `kernels/silu_gated.cuh`.
     struct Params {
         gate: u64,
         up: u64,
@@ -28,7 +28,7 @@ kernel_params! {
 }
 
 /// Returns `y`.
-pub(in crate::ops) fn silu_gated_forward(
+pub(in crate::ops) fn silu_and_mul_forward(
     gate: DeviceArgument,
     up: DeviceArgument,
 ) -> Result<(CudaStorage, Shape)> {
@@ -54,7 +54,7 @@ pub(in crate::ops) fn silu_gated_forward(
 }
 
 /// Returns the gradients of `gate` and `up` for `dy`.
-pub(in crate::ops) fn silu_gated_backward([gate, up, dy]: [&Tensor; 3]) -> Result<[Tensor; 2]> {
+pub(in crate::ops) fn silu_and_mul_backward([gate, up, dy]: [&Tensor; 3]) -> Result<[Tensor; 2]> {
     let (rows, width) = gate.dims2()?;
     let opened = [gate, up, dy].map(Tensor::storage_and_layout);
     let (gate, device) = OP.opened::<bf16>("gate", &opened[0], &[rows, width])?;

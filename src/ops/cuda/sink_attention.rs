@@ -126,7 +126,7 @@ impl LaunchPlan {
         }
         let (is_spread, step) = match spread {
             Spread::Exactly(is_spread) => (is_spread, 1),
-            Spread::InSteps => (sequences.spreads(attention), CHUNK_STEP),
+            Spread::InSteps => (sequences.should_split_keys(attention), CHUNK_STEP),
         };
         let query_tiles = sequences.query_tiles(attention);
         // Keys in a cache have no gradients.
@@ -296,7 +296,7 @@ impl Prepared {
         sequences: &LaunchSequences,
         pages: Option<(&[i32], usize)>,
     ) -> Result<Self> {
-        Self::spread_or_serial(device, kernels, attention, sequences, pages, sequences.spreads(attention))
+        Self::with_split(device, kernels, attention, sequences, pages, sequences.should_split_keys(attention))
     }
 
     /// Performs [`Prepared::new`] with a fixed choice: chunks of keys in parallel, or one block per tile.
@@ -304,7 +304,7 @@ impl Prepared {
     ///
     /// # Errors
     /// Those of [`Prepared::new`].
-    pub fn spread_or_serial(
+    pub fn with_split(
         device: &CudaDevice,
         kernels: &'static KernelSet,
         attention: &Attention,

@@ -5,11 +5,11 @@
 
 mod lanes;
 
-use super::{COLUMNS, PackedFormat};
+use super::{PANEL_COLUMNS, PackedFormat};
 use crate::ops::mxfp4::{BLOCK, MAGNITUDES, scale};
 use crate::ops::prefetch::prefetch;
 use crate::ops::product::K_CHUNK;
-use lanes::Lanes;
+use lanes::SimdLanes;
 #[cfg(target_arch = "x86_64")]
 use lanes::x86;
 use std::ops::Range;
@@ -35,25 +35,25 @@ pub(super) struct Panel<'a> {
 
 /// The output of a panel: columns of a matrix whose other columns belong to other threads.
 #[derive(Clone, Copy)]
-pub(super) struct Stripes {
+pub(super) struct OutputColumns {
     first: *mut f32,
     len: usize,
     stride: usize,
 }
 
 // SAFETY: threads write through copies, but never the same columns; `PackedMatrix::products` ensures that.
-unsafe impl Send for Stripes {}
+unsafe impl Send for OutputColumns {}
 // SAFETY: as above.
-unsafe impl Sync for Stripes {}
+unsafe impl Sync for OutputColumns {}
 
-impl Stripes {
+impl OutputColumns {
     /// Borrows `out`, rows of `stride` values, until the product is done.
     pub fn new(out: &mut [f32], stride: usize) -> Self {
         Self { first: out.as_mut_ptr(), len: out.len(), stride }
     }
 
     /// Returns the address of (`row`, `column`), where `columns` values may be written.
-    fn place(&self, row: usize, column: usize, columns: usize) -> *mut f32 {
+    fn address(&self, row: usize, column: usize, columns: usize) -> *mut f32 {
         let start = row * self.stride + column;
         assert!(column + columns <= self.stride && start + columns <= self.len, "packed product: output");
         // SAFETY: just checked.
@@ -61,7 +61,7 @@ impl Stripes {
     }
 
     /// Returns the rows from `row` on.
-    pub fn starting_at(&self, row: usize) -> Self {
+    pub fn from_row(&self, row: usize) -> Self {
         let start = row * self.stride;
         assert!(start <= self.len, "packed product: output");
         // SAFETY: just checked.
@@ -70,7 +70,7 @@ impl Stripes {
 
     /// Copies the first row's columns from `column` on.
     pub fn read(&self, column: usize, to: &mut [f32]) {
-        let place = self.place(0, column, to.len());
+        let place = self.address(0, column, to.len());
         for (i, value) in to.iter_mut().enumerate() {
             // SAFETY: `place` checked all of them, and no other thread uses these columns.
             *value = unsafe { *place.add(i) };
@@ -78,8 +78,8 @@ impl Stripes {
     }
 
     /// Writes `sums` to a row's columns, or adds them.
-    pub fn put(&self, row: usize, column: usize, sums: &[f32], add: bool) {
-        let place = self.place(row, column, sums.len());
+    pub fn write(&self, row: usize, column: usize, sums: &[f32], add: bool) {
+        let place = self.address(row, column, sums.len());
         for (i, &sum) in sums.iter().enumerate() {
             // SAFETY: `place` checked all of them, and no other thread uses these columns.
             unsafe {
@@ -102,8 +102,8 @@ impl Stripes {
             width <= w_stride && w.len() >= k * w_stride && x.len() >= (m - 1) * x_stride + k,
             "packed product: operands"
         );
-        let first = self.place(0, column, width);
-        self.place(m - 1, column, width);
+        let first = self.address(0, column, width);
+        self.address(m - 1, column, width);
         // SAFETY: all addresses were checked, and no other thread uses these columns.
         unsafe {
             gemm::gemm(
@@ -135,9 +135,9 @@ impl Stripes {
 /// on.
 ///
 /// # Safety
-/// As [`Lanes`]; `rows` and the columns must be in the panel, and `rows` must hold whole blocks of MXFP4.
+/// As [`SimdLanes`]; `rows` and the columns must be in the panel, and `rows` must hold whole blocks of MXFP4.
 #[inline(always)]
-unsafe fn walk<L: Lanes>(
+unsafe fn walk<L: SimdLanes>(
     panel: Panel,
     rows: Range<usize>,
     column: usize,
@@ -149,7 +149,7 @@ unsafe fn walk<L: Lanes>(
             for k in rows {
                 // SAFETY: row k of the panel, COLUMNS halves long, is inside it.
                 unsafe {
-                    let row = base.add((k * COLUMNS + column) * 2);
+                    let row = base.add((k * PANEL_COLUMNS + column) * 2);
                     prefetch(row.wrapping_add(FETCHED_AHEAD));
                     prefetch(row.wrapping_add(FETCHED_AHEAD + LINE));
                     let mut weights = [L::zero(); VECTORS];
@@ -171,7 +171,7 @@ unsafe fn walk<L: Lanes>(
                         *s = L::scales(start.add(v * L::LANES));
                     }
                     for pair in 0..BLOCK / 2 {
-                        let row = start.add((1 + pair) * COLUMNS);
+                        let row = start.add((1 + pair) * PANEL_COLUMNS);
                         prefetch(row.wrapping_add(FETCHED_AHEAD));
                         let (mut low, mut high) = (scales, scales);
                         for v in 0..VECTORS {
@@ -193,12 +193,12 @@ unsafe fn walk<L: Lanes>(
 /// # Safety
 /// As [`walk`]; the rows of `x`, `stride` apart, must be valid.
 #[inline(always)]
-unsafe fn some_rows<L: Lanes, const R: usize>(
+unsafe fn some_rows<L: SimdLanes, const R: usize>(
     panel: Panel,
     rows: Range<usize>,
     (x, stride): (&[f32], usize),
     row: usize,
-    (out, first): (Stripes, usize),
+    (out, first): (OutputColumns, usize),
     add: bool,
 ) {
     for column in (0..panel.columns).step_by(VECTORS * L::LANES) {
@@ -220,13 +220,13 @@ unsafe fn some_rows<L: Lanes, const R: usize>(
                     }
                 },
             );
-            let mut values = [0f32; COLUMNS];
+            let mut values = [0f32; PANEL_COLUMNS];
             let columns = (panel.columns - column).min(VECTORS * L::LANES);
             for (r, sums) in sums.into_iter().enumerate() {
                 for (v, sum) in sums.into_iter().enumerate() {
                     L::store(values.as_mut_ptr().add(v * L::LANES), sum);
                 }
-                out.put(row + r, first + column, &values[..columns], add);
+                out.write(row + r, first + column, &values[..columns], add);
             }
         }
     }
@@ -237,7 +237,7 @@ unsafe fn some_rows<L: Lanes, const R: usize>(
 /// # Safety
 /// As [`some_rows`].
 #[inline(always)]
-unsafe fn all_rows<L: Lanes>(panel: Panel, (x, k): (&[f32], usize), out: (Stripes, usize), accumulate: bool) {
+unsafe fn all_rows<L: SimdLanes>(panel: Panel, (x, k): (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) {
     let m = x.len() / k;
     for start in (0..k).step_by(K_CHUNK) {
         let rows = start..(start + K_CHUNK).min(k);
@@ -266,9 +266,9 @@ unsafe fn all_rows<L: Lanes>(panel: Panel, (x, k): (&[f32], usize), out: (Stripe
 /// # Safety
 /// As [`walk`]; `to` must have room for [`COLUMNS`] values in every row.
 #[inline(always)]
-unsafe fn decode<L: Lanes>(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
+unsafe fn decode<L: SimdLanes>(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
     let first = rows.start;
-    for column in (0..COLUMNS).step_by(VECTORS * L::LANES) {
+    for column in (0..PANEL_COLUMNS).step_by(VECTORS * L::LANES) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             walk::<L>(
@@ -289,14 +289,14 @@ unsafe fn decode<L: Lanes>(panel: Panel, rows: Range<usize>, to: *mut f32, width
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn all_rows_avx512(panel: Panel, x: (&[f32], usize), out: (Stripes, usize), accumulate: bool) {
+unsafe fn all_rows_avx512(panel: Panel, x: (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) {
     // SAFETY: guaranteed by the caller.
     unsafe { all_rows::<x86::Avx512>(panel, x, out, accumulate) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn all_rows_avx2(panel: Panel, x: (&[f32], usize), out: (Stripes, usize), accumulate: bool) {
+unsafe fn all_rows_avx2(panel: Panel, x: (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) {
     // SAFETY: guaranteed by the caller.
     unsafe { all_rows::<x86::Avx2>(panel, x, out, accumulate) }
 }
@@ -317,40 +317,40 @@ unsafe fn decode_avx2(panel: Panel, rows: Range<usize>, to: *mut f32, width: usi
 
 /// The vector instructions of this processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Vectors {
+pub(super) enum VectorInstructions {
     Avx512,
     Avx2,
     /// None that is supported: weights are decoded one by one, and the library multiplies.
     Plain,
 }
 
-impl Vectors {
+impl VectorInstructions {
     /// Returns the widest that this processor has.
-    pub fn here() -> Self {
+    pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
             if is_x86_feature_detected!("avx512f") {
-                return Vectors::Avx512;
+                return VectorInstructions::Avx512;
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                return Vectors::Avx2;
+                return VectorInstructions::Avx2;
             }
         }
-        Vectors::Plain
+        VectorInstructions::Plain
     }
 
     /// Multiplies rows of `x [m, in]` with `panel`, into columns from `first` on. Returns false and does
     /// nothing without vectors.
-    pub fn few_rows(self, panel: Panel, x: (&[f32], usize), out: (Stripes, usize), accumulate: bool) -> bool {
+    pub fn skinny_gemm(self, panel: Panel, x: (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) -> bool {
         panel.check(0..x.1);
         assert!(x.1 > 0 && x.0.len().is_multiple_of(x.1), "packed product: rows");
         match self {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the processor has the vectors, the panel is whole, and `x` holds whole rows.
-            Vectors::Avx512 => unsafe { all_rows_avx512(panel, x, out, accumulate) },
+            VectorInstructions::Avx512 => unsafe { all_rows_avx512(panel, x, out, accumulate) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            Vectors::Avx2 => unsafe { all_rows_avx2(panel, x, out, accumulate) },
+            VectorInstructions::Avx2 => unsafe { all_rows_avx2(panel, x, out, accumulate) },
             _ => return false,
         }
         true
@@ -361,19 +361,19 @@ impl Vectors {
     /// Missing columns of a last panel are written as 0: the row must have room for them.
     pub fn decode(self, panel: Panel, rows: Range<usize>, tile: &mut [f32], column: usize, width: usize) {
         panel.check(rows.clone());
-        let last = rows.len().saturating_sub(1) * width + column + COLUMNS;
-        assert!(column + COLUMNS <= width && last <= tile.len(), "packed product: tile");
+        let last = rows.len().saturating_sub(1) * width + column + PANEL_COLUMNS;
+        assert!(column + PANEL_COLUMNS <= width && last <= tile.len(), "packed product: tile");
         let to = tile[column..].as_mut_ptr();
         match self {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the processor has the vectors, the panel is whole, and the tile has room.
-            Vectors::Avx512 => unsafe { decode_avx512(panel, rows, to, width) },
+            VectorInstructions::Avx512 => unsafe { decode_avx512(panel, rows, to, width) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            Vectors::Avx2 => unsafe { decode_avx2(panel, rows, to, width) },
+            VectorInstructions::Avx2 => unsafe { decode_avx2(panel, rows, to, width) },
             _ => {
                 for (at, k) in rows.enumerate() {
-                    let row = &mut tile[at * width + column..][..COLUMNS];
+                    let row = &mut tile[at * width + column..][..PANEL_COLUMNS];
                     row.iter_mut().enumerate().for_each(|(c, value)| *value = panel.value(k, c));
                 }
             }
@@ -386,7 +386,7 @@ impl Panel<'_> {
     fn check(&self, rows: Range<usize>) {
         let whole = self.form != PackedFormat::Mxfp4
             || (rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK));
-        assert!(whole && self.columns <= COLUMNS, "packed product: rows {rows:?} cut a block");
+        assert!(whole && self.columns <= PANEL_COLUMNS, "packed product: rows {rows:?} cut a block");
         assert!(self.form.panel_bytes(rows.end) <= self.bytes.len(), "packed product: rows {rows:?}");
     }
 
@@ -394,12 +394,12 @@ impl Panel<'_> {
     pub fn value(&self, k: usize, column: usize) -> f32 {
         match self.form {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
-                let at = (k * COLUMNS + column) * 2;
+                let at = (k * PANEL_COLUMNS + column) * 2;
                 half::bf16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32()
             }
             PackedFormat::Mxfp4 => {
                 let block = &self.bytes[k / BLOCK * PackedFormat::MXFP4_BLOCK_BYTES..];
-                let byte = block[(1 + k % BLOCK / 2) * COLUMNS + column];
+                let byte = block[(1 + k % BLOCK / 2) * PANEL_COLUMNS + column];
                 let nibble = if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
                 let magnitude = MAGNITUDES[usize::from(nibble & 7)];
                 let value = if nibble & 8 == 0 { magnitude } else { -magnitude };

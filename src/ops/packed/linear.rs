@@ -11,8 +11,8 @@ use crate::ops::cuda::{add_bias_gradient, packed_forward, packed_input_gradient}
 use crate::ops::experts::Dispatch;
 use crate::ops::graph::{apply, contiguous, is_tracked};
 use crate::ops::linear::{repeat_row, sum_rows};
-use crate::ops::operation::{DeviceArgument, HostArgument, Operation, of_first};
-use crate::ops::parameter::{Gradient, Parameter};
+use crate::ops::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
+use crate::ops::parameter::{GradientTarget, Parameter};
 use crate::ops::product::GemmThreads;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
@@ -29,7 +29,7 @@ pub fn packed_linear(x: &Tensor, weight: &Arc<PackedMatrix>, bias: Option<&Param
     }
     match bias {
         Some(bias) => apply_with_bias(x, weight, bias, None),
-        None => apply([&contiguous(x)?], Packed { weight: weight.clone(), bias: None, plan: None }),
+        None => apply([&contiguous(x)?], PackedLinear { weight: weight.clone(), bias: None, plan: None }),
     }
 }
 
@@ -64,19 +64,19 @@ fn apply_with_bias(
     bias: &Parameter,
     plan: Option<Dispatch>,
 ) -> Result<Tensor> {
-    let op = Packed { weight: weight.clone(), bias: bias.gradient(), plan };
+    let op = PackedLinear { weight: weight.clone(), bias: bias.gradient(), plan };
     apply([&contiguous(x)?, bias.values()], op)
 }
 
-struct Packed {
+struct PackedLinear {
     weight: Arc<PackedMatrix>,
     /// Where the bias's gradient goes.
-    bias: Option<Gradient>,
+    bias: Option<GradientTarget>,
     /// The rows of each expert; without it all rows belong to the only one.
     plan: Option<Dispatch>,
 }
 
-impl Packed {
+impl PackedLinear {
     /// Returns each expert that has rows.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         match &self.plan {
@@ -94,7 +94,7 @@ impl Packed {
 const OP: &str = "packed linear";
 
 /// Inputs: `x`, and an optional bias.
-impl<const N: usize> Operation<N> for Packed {
+impl<const N: usize> Operation<N> for PackedLinear {
     const NAME: &'static str = OP;
 
     fn cpu(&self, inputs: [HostArgument; N]) -> Result<(CpuStorage, Shape)> {
@@ -136,11 +136,11 @@ impl<const N: usize> Operation<N> for Packed {
                 bias.add(|db| add_values(db, &sums))?;
             }
         }
-        self.input_gradient(x, grad).map(of_first)
+        self.input_gradient(x, grad).map(first_input_gradient)
     }
 }
 
-impl Packed {
+impl PackedLinear {
     /// Computes `dx`, if an earlier layer is trainable.
     fn input_gradient(&self, x: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         if !is_tracked(x) {

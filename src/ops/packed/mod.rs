@@ -19,17 +19,17 @@ mod table;
 pub use linear::{packed_grouped_linear, packed_linear};
 pub use table::{packed_columns, packed_rows};
 
-use super::cpu::in_parallel;
+use super::cpu::should_parallelize;
 use super::mxfp4::{self, BLOCK};
 use super::product::{GemmThreads, K_CHUNK, StridedMatrix, product};
-use kernels::{Panel, Stripes, Vectors};
+use kernels::{Panel, OutputColumns, VectorInstructions};
 use rayon::prelude::*;
 use std::convert::Infallible;
 use std::ops::Range;
-use storage::Bytes;
+use storage::PackedStorage;
 
 /// Columns per panel.
-pub const COLUMNS: usize = 64;
+pub const PANEL_COLUMNS: usize = 64;
 /// Number of panels that are decoded together when there are many rows.
 const TILE_PANELS: usize = 8;
 /// Maximum number of rows for which weights are decoded in registers. More rows share one decoded tile.
@@ -46,12 +46,12 @@ pub enum PackedFormat {
 
 impl PackedFormat {
     /// Bytes per block of a panel: [`BLOCK`] values of k, as scales and two k per byte.
-    const MXFP4_BLOCK_BYTES: usize = COLUMNS * (1 + BLOCK / 2);
+    const MXFP4_BLOCK_BYTES: usize = PANEL_COLUMNS * (1 + BLOCK / 2);
 
     /// Returns the bytes of `rows` rows of a panel.
     const fn panel_bytes(self, rows: usize) -> usize {
         match self {
-            PackedFormat::Bf16 | PackedFormat::Bf16Rows => rows * COLUMNS * 2,
+            PackedFormat::Bf16 | PackedFormat::Bf16Rows => rows * PANEL_COLUMNS * 2,
             PackedFormat::Mxfp4 => rows.div_ceil(BLOCK) * Self::MXFP4_BLOCK_BYTES,
         }
     }
@@ -60,7 +60,7 @@ impl PackedFormat {
     pub const fn bytes(self, [experts, input, output]: [usize; 3]) -> usize {
         match self {
             PackedFormat::Bf16Rows => 2 * experts * input * output,
-            _ => experts * output.div_ceil(COLUMNS) * self.panel_bytes(input),
+            _ => experts * output.div_ceil(PANEL_COLUMNS) * self.panel_bytes(input),
         }
     }
 }
@@ -71,7 +71,7 @@ pub struct PackedMatrix {
     experts: usize,
     input: usize,
     output: usize,
-    bytes: Bytes,
+    bytes: PackedStorage,
 }
 
 /// Buffers that a reader of stored weights fills for one panel: `[columns]` rows of `[out, in]`.
@@ -98,16 +98,16 @@ impl PackedMatrix {
         assert!(form != PackedFormat::Bf16Rows, "a table is not read in panels");
         assert!(form == PackedFormat::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
         let mut bytes = vec![0u8; form.bytes([experts, input, output])];
-        let panels = output.div_ceil(COLUMNS);
+        let panels = output.div_ceil(PANEL_COLUMNS);
         let (width, scales) = match form {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => (2 * input, 0),
             PackedFormat::Mxfp4 => (input / 2, input / BLOCK),
         };
         bytes.par_chunks_exact_mut(form.panel_bytes(input).max(1)).enumerate().try_for_each_init(
-            || (vec![0u8; COLUMNS * width], vec![0u8; COLUMNS * scales]),
+            || (vec![0u8; PANEL_COLUMNS * width], vec![0u8; PANEL_COLUMNS * scales]),
             |(values, of_scales), (index, panel)| {
-                let (expert, first) = (index / panels, index % panels * COLUMNS);
-                let columns = first..(first + COLUMNS).min(output);
+                let (expert, first) = (index / panels, index % panels * PANEL_COLUMNS);
+                let columns = first..(first + PANEL_COLUMNS).min(output);
                 let (values, of_scales) =
                     (&mut values[..columns.len() * width], &mut of_scales[..columns.len() * scales]);
                 read(StoredRows { expert, columns, values, scales: of_scales })?;
@@ -118,11 +118,11 @@ impl PackedMatrix {
                 Ok(())
             },
         )?;
-        Ok(Self { form, experts, input, output, bytes: Bytes::HostPython(bytes) })
+        Ok(Self { form, experts, input, output, bytes: PackedStorage::HostPython(bytes) })
     }
 
     /// Packs MXFP4 blocks and scales in the layout of [`mxfp4::encode`].
-    pub fn of_mxfp4(blocks: &[u8], scales: &[u8], shape: [usize; 3]) -> Self {
+    pub fn from_mxfp4(blocks: &[u8], scales: &[u8], shape: [usize; 3]) -> Self {
         let [_, input, output] = shape;
         let part = |of: &[u8], rows: &StoredRows, width: usize, to: &mut [u8]| {
             let start = (rows.expert * output + rows.columns.start) * width;
@@ -152,19 +152,19 @@ impl PackedMatrix {
         for (expert, packed) in bytes.chunks_exact_mut(form.bytes([1, input, output]).max(1)).enumerate() {
             read(expert, &mut stored)?;
             packed.par_chunks_exact_mut(form.panel_bytes(input)).enumerate().for_each(|(index, panel)| {
-                let columns = index * COLUMNS..((index + 1) * COLUMNS).min(output);
-                for (row, to) in stored.chunks_exact(2 * output).zip(panel.chunks_exact_mut(2 * COLUMNS)) {
+                let columns = index * PANEL_COLUMNS..((index + 1) * PANEL_COLUMNS).min(output);
+                for (row, to) in stored.chunks_exact(2 * output).zip(panel.chunks_exact_mut(2 * PANEL_COLUMNS)) {
                     to[..2 * columns.len()].copy_from_slice(&row[2 * columns.start..2 * columns.end]);
                 }
             });
         }
-        Ok(Self { form, experts, input, output, bytes: Bytes::HostPython(bytes) })
+        Ok(Self { form, experts, input, output, bytes: PackedStorage::HostPython(bytes) })
     }
 
     /// Rebuilds a matrix from the bytes that [`Self::bytes`] returned.
-    pub fn of_bytes(form: PackedFormat, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
+    pub fn from_bytes(form: PackedFormat, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
         assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
-        Self { form, experts, input, output, bytes: Bytes::HostPython(bytes) }
+        Self { form, experts, input, output, bytes: PackedStorage::HostPython(bytes) }
     }
 
     /// Returns a range of its experts.
@@ -174,7 +174,7 @@ impl PackedMatrix {
     pub fn experts(&self, experts: Range<usize>) -> candle_core::Result<Self> {
         let one = self.form.bytes([1, self.input, self.output]);
         let bytes = self.bytes()?[experts.start * one..experts.end * one].to_vec();
-        Ok(Self { experts: experts.len(), bytes: Bytes::HostPython(bytes), ..*self })
+        Ok(Self { experts: experts.len(), bytes: PackedStorage::HostPython(bytes), ..*self })
     }
 
     /// Returns `[experts, in, out]`.
@@ -183,7 +183,7 @@ impl PackedMatrix {
     }
 
     /// Returns its packed format.
-    pub fn form(&self) -> PackedFormat {
+    pub fn format(&self) -> PackedFormat {
         self.form
     }
 
@@ -198,7 +198,7 @@ impl PackedMatrix {
     /// When the matrix is on a device.
     pub fn map_values(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
         assert!(self.form != PackedFormat::Mxfp4, "only bf16 is mapped value by value");
-        Ok(Self { bytes: Bytes::HostPython(table::map_bf16(self.bytes()?, map)), ..*self })
+        Ok(Self { bytes: PackedStorage::HostPython(table::map_bf16(self.bytes()?, map)), ..*self })
     }
 
     /// Decodes all weights, `[E, in, out]`.
@@ -214,7 +214,7 @@ impl PackedMatrix {
         let one = self.input * self.output;
         for (expert, values) in values.chunks_exact_mut(one.max(1)).enumerate() {
             values.par_chunks_exact_mut(self.output).enumerate().for_each(|(k, row)| {
-                for (index, part) in row.chunks_mut(COLUMNS).enumerate() {
+                for (index, part) in row.chunks_mut(PANEL_COLUMNS).enumerate() {
                     let panel = self.panel(bytes, expert, index);
                     part.iter_mut().enumerate().for_each(|(c, value)| *value = panel.value(k, c));
                 }
@@ -225,18 +225,18 @@ impl PackedMatrix {
 
     /// Decodes column `index` of the first expert, `[in]`.
     fn column(&self, index: usize) -> candle_core::Result<impl Iterator<Item = f32>> {
-        let panel = self.panel(self.bytes()?, 0, index / COLUMNS);
-        Ok((0..self.input).map(move |k| panel.value(k, index % COLUMNS)))
+        let panel = self.panel(self.bytes()?, 0, index / PANEL_COLUMNS);
+        Ok((0..self.input).map(move |k| panel.value(k, index % PANEL_COLUMNS)))
     }
 
     fn panels(&self) -> usize {
-        self.output.div_ceil(COLUMNS)
+        self.output.div_ceil(PANEL_COLUMNS)
     }
 
     fn panel<'b>(&self, bytes: &'b [u8], expert: usize, index: usize) -> Panel<'b> {
         let size = self.form.panel_bytes(self.input);
         let start = (expert * self.panels() + index) * size;
-        let columns = (self.output - index * COLUMNS).min(COLUMNS);
+        let columns = (self.output - index * PANEL_COLUMNS).min(PANEL_COLUMNS);
         Panel { form: self.form, bytes: &bytes[start..start + size], columns }
     }
 
@@ -289,14 +289,14 @@ impl PackedMatrix {
         // No two tasks share columns and rows: each element of `out` belongs to one task.
         let tasks: Vec<Task> = groups
             .flat_map(|(expert, rows)| {
-                let few = rows.len() <= FEW_ROWS_MAX && self.chains() && Vectors::here() != Vectors::Plain;
+                let few = rows.len() <= FEW_ROWS_MAX && self.chains() && VectorInstructions::detect() != VectorInstructions::Plain;
                 let tile = if few { 1 } else { TILE_PANELS };
                 self.tiles(tile).map(move |panels| Task { expert: *expert, rows: rows.clone(), panels, few })
             })
             .collect();
-        let stripes = Stripes::new(out, n);
+        let stripes = OutputColumns::new(out, n);
         let run = |tile: &mut Vec<f32>, task: &Task| self.run((bytes, task), x, stripes, tile, accumulate);
-        if in_parallel(tasks.iter().map(|task| task.rows.len() * k * task.panels.len() * COLUMNS).sum()) {
+        if should_parallelize(tasks.iter().map(|task| task.rows.len() * k * task.panels.len() * PANEL_COLUMNS).sum()) {
             tasks.par_iter().for_each_init(Vec::new, run);
         } else {
             let mut tile = Vec::new();
@@ -308,7 +308,7 @@ impl PackedMatrix {
     /// Returns ranges of up to `count` panels, none of one column, where the library has another code path.
     fn tiles(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let panels = self.panels();
-        let lone = panels > 1 && self.output % COLUMNS == 1;
+        let lone = panels > 1 && self.output % PANEL_COLUMNS == 1;
         let ends = (count..panels).step_by(count).filter(move |&end| !(lone && end == panels - 1));
         let ends: Vec<usize> = ends.chain([panels]).collect();
         let starts: Vec<usize> = std::iter::once(0).chain(ends.iter().copied()).collect();
@@ -319,21 +319,21 @@ impl PackedMatrix {
         &self,
         (bytes, task): (&[u8], &Task),
         x: &[f32],
-        out: Stripes,
+        out: OutputColumns,
         tile: &mut Vec<f32>,
         accumulate: bool,
     ) {
         let Task { expert, rows, panels, few } = task;
         let (k, m) = (self.input, rows.len());
         let x = &x[rows.start * k..rows.end * k];
-        let out = out.starting_at(rows.start);
-        let vectors = Vectors::here();
+        let out = out.from_row(rows.start);
+        let vectors = VectorInstructions::detect();
         if *few {
             for index in panels.clone() {
-                vectors.few_rows(
+                vectors.skinny_gemm(
                     self.panel(bytes, *expert, index),
                     (x, k),
-                    (out, index * COLUMNS),
+                    (out, index * PANEL_COLUMNS),
                     accumulate,
                 );
             }
@@ -341,9 +341,9 @@ impl PackedMatrix {
         }
         // A single row is computed as two, as in every forward.
         let doubled = (m == 1).then(|| [x, x].concat());
-        let first = panels.start * COLUMNS;
-        let columns = (panels.end * COLUMNS).min(self.output) - first;
-        let stride = panels.len() * COLUMNS;
+        let first = panels.start * PANEL_COLUMNS;
+        let columns = (panels.end * PANEL_COLUMNS).min(self.output) - first;
+        let stride = panels.len() * PANEL_COLUMNS;
         tile.resize(K_CHUNK.min(k) * stride, 0.0);
         let mut both = vec![0f32; if doubled.is_some() { 2 * columns } else { 0 }];
         if doubled.is_some() && accumulate {
@@ -352,20 +352,20 @@ impl PackedMatrix {
         for start in (0..k).step_by(K_CHUNK) {
             let chunk = start..(start + K_CHUNK).min(k);
             for (at, index) in panels.clone().enumerate() {
-                vectors.decode(self.panel(bytes, *expert, index), chunk.clone(), tile, at * COLUMNS, stride);
+                vectors.decode(self.panel(bytes, *expert, index), chunk.clone(), tile, at * PANEL_COLUMNS, stride);
             }
             let add = accumulate || start > 0;
             let w = (&tile[..chunk.len() * stride], stride);
             match &doubled {
                 Some(x) => {
-                    let both = Stripes::new(&mut both, columns);
+                    let both = OutputColumns::new(&mut both, columns);
                     both.library_product(0, (&x[start..], k), w, (2, chunk.len(), columns), add);
                 }
                 None => out.library_product(first, (&x[start..], k), w, (m, chunk.len(), columns), add),
             }
         }
         if doubled.is_some() {
-            out.put(0, first, &both[..columns], false);
+            out.write(0, first, &both[..columns], false);
         }
     }
 
@@ -377,12 +377,12 @@ impl PackedMatrix {
         let bytes = self.bytes()?;
         let (k, n) = (self.input, self.output);
         let m = dy.len() / n;
-        let vectors = Vectors::here();
-        let panels_a_chunk = K_CHUNK / COLUMNS;
-        let mut tile = vec![0f32; k * K_CHUNK.min(self.panels() * COLUMNS)];
+        let vectors = VectorInstructions::detect();
+        let panels_a_chunk = K_CHUNK / PANEL_COLUMNS;
+        let mut tile = vec![0f32; k * K_CHUNK.min(self.panels() * PANEL_COLUMNS)];
         for first in (0..self.panels()).step_by(panels_a_chunk) {
             let panels = first..(first + panels_a_chunk).min(self.panels());
-            let stride = panels.len() * COLUMNS;
+            let stride = panels.len() * PANEL_COLUMNS;
             let tile = &mut tile[..k * stride];
             tile.par_chunks_mut(ROWS_A_TIME * stride).enumerate().for_each(|(part, tile)| {
                 let rows = part * ROWS_A_TIME..(part * ROWS_A_TIME + tile.len() / stride);
@@ -391,12 +391,12 @@ impl PackedMatrix {
                         self.panel(bytes, expert, index),
                         rows.clone(),
                         tile,
-                        at * COLUMNS,
+                        at * PANEL_COLUMNS,
                         stride,
                     );
                 }
             });
-            let start = first * COLUMNS;
+            let start = first * PANEL_COLUMNS;
             let chunk = (n - start).min(K_CHUNK);
             let dy = StridedMatrix { values: &dy[start..], row_stride: n, column_stride: 1 };
             let weight = StridedMatrix { values: tile, row_stride: 1, column_stride: stride };
@@ -421,7 +421,7 @@ struct Task {
 fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
     for (column, row) in rows.chunks_exact(width).enumerate() {
         for (k, element) in row.as_chunks::<N>().0.iter().enumerate() {
-            let at = (k * COLUMNS + column) * N;
+            let at = (k * PANEL_COLUMNS + column) * N;
             panel[at..at + N].copy_from_slice(element);
         }
     }
@@ -432,11 +432,11 @@ fn arrange_blocks(panel: &mut [u8], values: &[u8], scales: &[u8]) {
     let blocks = panel.len() / PackedFormat::MXFP4_BLOCK_BYTES;
     let (values, _) = values.as_chunks::<{ BLOCK / 2 }>();
     for (block, panel) in panel.chunks_exact_mut(PackedFormat::MXFP4_BLOCK_BYTES).enumerate() {
-        let (of_scales, pairs) = panel.split_at_mut(COLUMNS);
+        let (of_scales, pairs) = panel.split_at_mut(PANEL_COLUMNS);
         for column in 0..scales.len() / blocks {
             of_scales[column] = scales[column * blocks + block];
             for (pair, &byte) in values[column * blocks + block].iter().enumerate() {
-                pairs[pair * COLUMNS + column] = byte;
+                pairs[pair * PANEL_COLUMNS + column] = byte;
             }
         }
     }
@@ -481,17 +481,17 @@ mod tests {
                     if rng.random_bool(0.1) { rng.random_range(0..3) } else { rng.random_range(118..128) }
                 };
                 let scales: Vec<u8> = (0..input / BLOCK * output).map(scale).collect();
-                PackedMatrix::of_mxfp4(&blocks, &scales, shape)
+                PackedMatrix::from_mxfp4(&blocks, &scales, shape)
             }
         }
     }
 
     #[test]
     fn every_kind_of_vectors_decodes_and_multiplies_alike() {
-        let kinds = match Vectors::here() {
-            Vectors::Avx512 => vec![Vectors::Avx512, Vectors::Avx2, Vectors::Plain],
-            Vectors::Avx2 => vec![Vectors::Avx2, Vectors::Plain],
-            Vectors::Plain => vec![Vectors::Plain],
+        let kinds = match VectorInstructions::detect() {
+            VectorInstructions::Avx512 => vec![VectorInstructions::Avx512, VectorInstructions::Avx2, VectorInstructions::Plain],
+            VectorInstructions::Avx2 => vec![VectorInstructions::Avx2, VectorInstructions::Plain],
+            VectorInstructions::Plain => vec![VectorInstructions::Plain],
         };
         for (form, input) in [
             (PackedFormat::Bf16, 37),
@@ -508,16 +508,16 @@ mod tests {
                     .collect();
                 let mut products: Vec<Vec<u32>> = vec![];
                 for vectors in &kinds {
-                    let mut tile = vec![0f32; input * COLUMNS];
-                    vectors.decode(panel, 0..input, &mut tile, 0, COLUMNS);
+                    let mut tile = vec![0f32; input * PANEL_COLUMNS];
+                    vectors.decode(panel, 0..input, &mut tile, 0, PANEL_COLUMNS);
                     let found: Vec<u32> = tile
-                        .chunks(COLUMNS)
+                        .chunks(PANEL_COLUMNS)
                         .flat_map(|row| row[..panel.columns].iter().map(|value| value.to_bits()))
                         .collect();
                     assert!(found == expected, "{vectors:?} {form:?} {input}, panel {index}");
                     let mut out = vec![0.5f32; 7 * 100];
-                    let place = (Stripes::new(&mut out, 100), index * COLUMNS);
-                    if vectors.few_rows(panel, (&x, input), place, true) {
+                    let place = (OutputColumns::new(&mut out, 100), index * PANEL_COLUMNS);
+                    if vectors.skinny_gemm(panel, (&x, input), place, true) {
                         products.push(out.iter().map(|value| value.to_bits()).collect());
                     }
                 }
@@ -532,13 +532,13 @@ mod tests {
     #[test]
     fn no_tile_is_a_single_column() {
         for output in 2..1200 {
-            let bytes = Bytes::HostPython(vec![]);
+            let bytes = PackedStorage::HostPython(vec![]);
             let packed = PackedMatrix { form: PackedFormat::Bf16, experts: 1, input: 1, output, bytes };
             for count in [1, 3, TILE_PANELS] {
                 let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
                 assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));
                 assert!(tiles.windows(2).all(|pair| pair[0].end == pair[1].start));
-                let columns = |tile: &Range<usize>| (tile.end * COLUMNS).min(output) - tile.start * COLUMNS;
+                let columns = |tile: &Range<usize>| (tile.end * PANEL_COLUMNS).min(output) - tile.start * PANEL_COLUMNS;
                 assert!(tiles.iter().all(|tile| columns(tile) > 1), "{output} columns by {count}");
             }
         }

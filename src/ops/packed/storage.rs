@@ -5,7 +5,7 @@ use candle_core::{Device, Result, Tensor, bail};
 use std::ops::Range;
 
 /// The storage of its bytes.
-pub(super) enum Bytes {
+pub(super) enum PackedStorage {
     HostPython(Vec<u8>),
     /// This process's shard of a matrix that several processes hold together.
     Shard(Vec<u8>),
@@ -26,18 +26,18 @@ impl PackedMatrix {
             );
         }
         let bytes = match (&self.bytes, device) {
-            (Bytes::HostPython(bytes), Device::Cpu) => Bytes::HostPython(bytes.clone()),
-            (Bytes::HostPython(bytes), _) => Bytes::Device(Tensor::from_slice(bytes, bytes.len(), device)?),
-            (Bytes::Device(bytes), Device::Cpu) => Bytes::HostPython(bytes.to_vec1()?),
-            (Bytes::Device(bytes), _) => Bytes::Device(bytes.to_device(device)?),
-            (Bytes::Shard(_), _) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
+            (PackedStorage::HostPython(bytes), Device::Cpu) => PackedStorage::HostPython(bytes.clone()),
+            (PackedStorage::HostPython(bytes), _) => PackedStorage::Device(Tensor::from_slice(bytes, bytes.len(), device)?),
+            (PackedStorage::Device(bytes), Device::Cpu) => PackedStorage::HostPython(bytes.to_vec1()?),
+            (PackedStorage::Device(bytes), _) => PackedStorage::Device(bytes.to_device(device)?),
+            (PackedStorage::Shard(_), _) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
         };
         Ok(Self { bytes, ..*self })
     }
 
     /// Returns true when the host holds all of it.
     pub fn is_on_host(&self) -> bool {
-        matches!(self.bytes, Bytes::HostPython(_))
+        matches!(self.bytes, PackedStorage::HostPython(_))
     }
 
     /// Returns its bytes in their format in memory.
@@ -46,9 +46,9 @@ impl PackedMatrix {
     /// When it is on a device, or only a shard is here.
     pub fn bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
-            Bytes::HostPython(bytes) => Ok(bytes),
-            Bytes::Shard(_) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
-            Bytes::Device(_) => bail!(
+            PackedStorage::HostPython(bytes) => Ok(bytes),
+            PackedStorage::Shard(_) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
+            PackedStorage::Device(_) => bail!(
                 "packed matrix {:?} is on a GPU, which can only multiply by it; call to_device(&Device::Cpu) first",
                 self.shape()
             ),
@@ -60,7 +60,7 @@ impl PackedMatrix {
     /// # Errors
     /// As [`Self::bytes`].
     pub fn shard(&self, own: Range<usize>) -> Result<Self> {
-        Ok(Self { bytes: Bytes::Shard(self.bytes()?[own].to_vec()), ..*self })
+        Ok(Self { bytes: PackedStorage::Shard(self.bytes()?[own].to_vec()), ..*self })
     }
 
     /// Returns this process's shard.
@@ -69,8 +69,8 @@ impl PackedMatrix {
     /// When it is not sharded.
     pub fn shard_bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
-            Bytes::Shard(bytes) => Ok(bytes),
-            Bytes::HostPython(_) | Bytes::Device(_) => {
+            PackedStorage::Shard(bytes) => Ok(bytes),
+            PackedStorage::HostPython(_) | PackedStorage::Device(_) => {
                 bail!("packed matrix {:?} is not sharded", self.shape())
             }
         }
@@ -78,7 +78,7 @@ impl PackedMatrix {
 
     /// Rebuilds `experts` experts of this shape and format from their bytes.
     pub fn with_bytes(&self, experts: usize, bytes: Vec<u8>) -> Self {
-        Self::of_bytes(self.form, [experts, self.input, self.output], bytes)
+        Self::from_bytes(self.form, [experts, self.input, self.output], bytes)
     }
 
     /// Returns the device tensor, u8.
@@ -86,10 +86,10 @@ impl PackedMatrix {
     /// # Errors
     /// When it is not on a device.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(in super::super) fn on_device(&self) -> Result<&Tensor> {
+    pub(in super::super) fn device_tensor(&self) -> Result<&Tensor> {
         match &self.bytes {
-            Bytes::Device(bytes) => Ok(bytes),
-            Bytes::HostPython(_) | Bytes::Shard(_) => {
+            PackedStorage::Device(bytes) => Ok(bytes),
+            PackedStorage::HostPython(_) | PackedStorage::Shard(_) => {
                 bail!("packed matrix {:?} is not on the GPU; call to_device first", self.shape())
             }
         }

@@ -19,7 +19,7 @@ pub(super) fn map_bf16(bytes: &[u8], map: impl Fn(f32) -> f32) -> Vec<u8> {
 /// When an id is not below `V`, or this is not a table on the host.
 pub fn packed_rows(table: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     let [_, rows, width] = table.shape();
-    if table.form() != PackedFormat::Bf16Rows {
+    if table.format() != PackedFormat::Bf16Rows {
         bail!("embedding: {:?} is stored for products, not for lookups", table.shape());
     }
     if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {

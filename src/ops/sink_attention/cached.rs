@@ -5,7 +5,7 @@ use super::chunks::chunks;
 use super::forward::{ChunkState, attend, attend_chunk, merge_chunks};
 use super::rows::Rows;
 use crate::ops::buffer::buffer;
-use crate::ops::cpu::{host_values, in_parallel};
+use crate::ops::cpu::{host_values, should_parallelize};
 use crate::ops::cuda;
 use crate::ops::kv_cache::{KvBlocks, KvSequence};
 use candle_core::{Error, Result, Tensor, bail};
@@ -20,7 +20,7 @@ const TILE: usize = 32;
 /// # Errors
 /// When shapes disagree with `attention` or `counts`, or a cache is on another device; on a GPU also when
 /// there are too few free pages.
-pub fn sink_attention_cached(
+pub fn cached_sink_attention(
     q: &Tensor,
     kv: &Tensor,
     sinks: &Tensor,
@@ -65,9 +65,9 @@ pub fn sink_attention_cached(
         start += count;
         work += count * attention.window.unwrap_or(cache.len()).min(cache.len()) * width;
     }
-    if in_parallel(work) {
+    if should_parallelize(work) {
         let heads: Vec<_> = sequences.iter().flat_map(|rows| (0..kv_heads).map(move |h| (rows, h))).collect();
-        heads.into_par_iter().with_max_len(1).for_each(|(rows, kv_head)| rows.attend_spread(kv_head));
+        heads.into_par_iter().with_max_len(1).for_each(|(rows, kv_head)| rows.attend_in_parallel(kv_head));
     } else {
         for rows in &sequences {
             (0..kv_heads).for_each(|kv_head| rows.attend(kv_head, 0, rows.count()));
@@ -111,7 +111,7 @@ impl NewRows<'_> {
 
     /// Computes all rows for one key-value head's group. Several rows are split by rows; a single row is
     /// split by chunks of its keys.
-    fn attend_spread(&self, kv_head: usize) {
+    fn attend_in_parallel(&self, kv_head: usize) {
         let Self { attention, cache, first, q, sinks, out, lse } = self;
         let count = self.count();
         let chunks = chunks(attention, *first);

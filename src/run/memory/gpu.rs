@@ -11,7 +11,7 @@ use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::ops::packed::PackedFormat;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
-use crate::policy::KlPlace;
+use crate::policy::KlPlacement;
 use crate::rollout::FORWARD_TOKENS_MAX;
 
 /// Number of sequences that `check-mismatch` decodes together.
@@ -143,7 +143,7 @@ impl PlanInput<'_> {
             );
         }
         // With an adapter, the reference is the model without it.
-        if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
+        if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
             let copied = own.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
             part("reference", all_bytes(copied.map(|(_, spec)| spec)));
         }

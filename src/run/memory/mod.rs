@@ -18,7 +18,7 @@ pub use traffic::Traffic;
 
 use crate::bad_input;
 use crate::dist::shard_range;
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
@@ -28,7 +28,7 @@ use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::policy::KlPlace;
+use crate::policy::KlPlacement;
 use crate::recipe::Recipe;
 use crate::rollout::{FORWARD_TOKENS_MAX, engine_count};
 use anyhow::Result;
@@ -144,9 +144,9 @@ pub struct PlanInput<'a> {
     /// Number of processes of the run. The plan is for one of them.
     pub processes: usize,
     /// How each process holds the trainable weights while it samples.
-    pub rollout_weights: RolloutWeights,
+    pub rollout_weights: RolloutWeightPlacement,
     /// How each process holds the packed weights.
-    pub packed_weights: PackedWeights,
+    pub packed_weights: PackedWeightPlacement,
     /// Number of sequences in the GPU's KV cache; `None` on the CPU. It selects the memory to plan: GPU or
     /// host.
     pub gpu_sequences: Option<usize>,
@@ -273,11 +273,11 @@ impl std::fmt::Display for MemoryPlan {
         let phases = self.phases.iter().map(|(name, parts)| (*name, parts));
         for (name, parts) in stays.into_iter().chain(phases) {
             for part in parts.iter().filter(|part| part.bytes > 0) {
-                table.row([name.to_owned(), part.name.to_owned(), plain_gigabytes(part.bytes)]);
+                table.add_row([name.to_owned(), part.name.to_owned(), plain_gigabytes(part.bytes)]);
             }
-            table.row([name.to_owned(), "total".to_owned(), plain_gigabytes(sum(parts))]);
+            table.add_row([name.to_owned(), "total".to_owned(), plain_gigabytes(sum(parts))]);
         }
-        table.row(["peak".to_owned(), String::new(), plain_gigabytes(self.peak_bytes())]);
+        table.add_row(["peak".to_owned(), String::new(), plain_gigabytes(self.peak_bytes())]);
         write!(f, "{table}")
     }
 }
@@ -404,7 +404,7 @@ impl PlanInput<'_> {
                 part("critic's optimizer", self.optimizer(&critic.optimizer, &learning));
             }
             // With an adapter, the reference is the model without it.
-            if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
+            if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
                 // The reference is sharded like the trainable weights.
                 let learning = self.trainable_tensors(Stage::Reinforcement);
                 let all = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&learning));
@@ -504,7 +504,7 @@ impl PlanInput<'_> {
         let prompts = prompts.div_ceil(self.processes);
         let cut = self.processes > 1 && self.intent.trains();
         let gathered = cut.then(|| self.sampling_gather_item());
-        let together = self.effective_rollout_weights() != RolloutWeights::Whole;
+        let together = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
         let rounded = match self.intent {
             // Weights gathered per expert are rounded on arrival, without a second set.
             ModelCommand::Train if together => 0,

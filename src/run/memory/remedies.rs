@@ -2,7 +2,7 @@
 //! change.
 
 use super::{AdapterInput, MemoryPlan, ModelCommand, PlanInput, gigabytes};
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerKind;
 use crate::model::adapter::{Lora, default_targets};
 use crate::model::names::{parameter_specs, value_model_specs};
@@ -85,13 +85,13 @@ impl PlanInput<'_> {
                 changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));
             }
         }
-        if self.processes > 1 && self.packed_weights != PackedWeights::Sharded {
-            let subject = PlanInput { packed_weights: PackedWeights::Sharded, ..self.clone() };
-            let change = format!("parallel.packed_weights = \"{}\"", PackedWeights::Sharded);
+        if self.processes > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
+            let subject = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
+            let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
             changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
         }
-        if self.processes > 1 && self.rollout_weights == RolloutWeights::Whole && self.has_remote_experts() {
-            let rollout_weights = RolloutWeights::ByExpert;
+        if self.processes > 1 && self.rollout_weights == RolloutWeightPlacement::Whole && self.has_remote_experts() {
+            let rollout_weights = RolloutWeightPlacement::ByExpert;
             let subject = PlanInput { rollout_weights, ..self.clone() };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
             changes.push((change, MemoryPlan::new(&subject).peak_bytes()));

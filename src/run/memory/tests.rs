@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dist::Mesh;
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerKind;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::Console;
@@ -64,8 +64,8 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 threads: 1,
                 streamed: false,
                 processes,
-                rollout_weights: RolloutWeights::Whole,
-                packed_weights: PackedWeights::Whole,
+                rollout_weights: RolloutWeightPlacement::Whole,
+                packed_weights: PackedWeightPlacement::Whole,
                 gpu_sequences: None,
             };
             let plan = MemoryPlan::new(&subject);
@@ -84,7 +84,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
 fn zeros(spec: &ParameterSpec, form: WeightFormat) -> Weight {
     match (spec.packed_format(form), spec.matrix_shape()) {
         (Some(form), Some(shape)) => {
-            Weight::Packed(Arc::new(PackedMatrix::of_bytes(form, shape, vec![0; form.bytes(shape)])))
+            Weight::Packed(Arc::new(PackedMatrix::from_bytes(form, shape, vec![0; form.bytes(shape)])))
         }
         _ => Weight::dense(&Tensor::zeros(spec.working_shape(), DType::F32, &Device::Cpu).unwrap()),
     }
@@ -136,20 +136,20 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
         preflight.choose_sharding(processes, available.as_ref());
         let told = preflight.plan.warnings.drain(..).any(|said| said.contains("parallel.rollout_weights"));
         let subject = preflight.plan_input();
-        assert_eq!(told, subject.rollout_weights != RolloutWeights::Whole);
+        assert_eq!(told, subject.rollout_weights != RolloutWeightPlacement::Whole);
         (subject.rollout_weights, MemoryPlan::new(&subject).peak_bytes())
     };
     let (how, whole) = planned(4, None);
-    assert_eq!(how, RolloutWeights::Whole);
-    assert_eq!(planned(4, Some(whole)), (RolloutWeights::Whole, whole));
+    assert_eq!(how, RolloutWeightPlacement::Whole);
+    assert_eq!(planned(4, Some(whole)), (RolloutWeightPlacement::Whole, whole));
     let (how, by_expert) = planned(4, Some(whole - 1));
-    assert_eq!(how, RolloutWeights::ByExpert);
+    assert_eq!(how, RolloutWeightPlacement::ByExpert);
     // Three quarters of the experts' 3.6 GB are on other processes.
     assert!(whole > by_expert + 2_700_000_000, "{whole}, {by_expert}");
     // If no option fits, the smallest one is planned and refused later.
-    assert_eq!(planned(4, Some(by_expert - 1)), (RolloutWeights::ByExpert, by_expert));
+    assert_eq!(planned(4, Some(by_expert - 1)), (RolloutWeightPlacement::ByExpert, by_expert));
     // One process gathers nothing, even with little memory.
-    assert_eq!(planned(1, Some(1)).0, RolloutWeights::Whole);
+    assert_eq!(planned(1, Some(1)).0, RolloutWeightPlacement::Whole);
     // Unsharded packed experts are complete on every process, for any rollout_weights.
     preflight.choose_sharding(4, None);
     let subject = preflight.plan_input();
@@ -161,7 +161,7 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
             PlanInput { rollout_weights, forms: &forms, trainable: trainable.clone(), ..subject.clone() };
         MemoryPlan::new(&subject).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
     };
-    assert_eq!(sampling(RolloutWeights::ByExpert), sampling(RolloutWeights::Whole));
+    assert_eq!(sampling(RolloutWeightPlacement::ByExpert), sampling(RolloutWeightPlacement::Whole));
 }
 
 #[test]
@@ -182,17 +182,17 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
     };
     for processes in [2, 3, 8] {
         preflight.choose_sharding(processes, None);
-        assert_eq!(preflight.plan_input().packed_weights, PackedWeights::Whole, "memory is not known");
+        assert_eq!(preflight.plan_input().packed_weights, PackedWeightPlacement::Whole, "memory is not known");
         let peak = MemoryPlan::new(&preflight.plan_input()).peak_bytes();
         preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, bound: String::new() }));
-        assert_eq!(preflight.plan_input().packed_weights, PackedWeights::Whole, "it suffices");
+        assert_eq!(preflight.plan_input().packed_weights, PackedWeightPlacement::Whole, "it suffices");
         preflight.plan.warnings.clear();
         preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: 1, bound: String::new() }));
         assert!(
             preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
         );
         let subject = preflight.plan_input();
-        assert_eq!(subject.packed_weights, PackedWeights::Sharded);
+        assert_eq!(subject.packed_weights, PackedWeightPlacement::Sharded);
         // Bytes that the process `rank` actually holds.
         let held = |rank: usize| -> u64 {
             let mesh = Mesh::without_connection(rank, processes);

@@ -2,7 +2,7 @@
 
 use super::weights::{ShardedTensor, unsharded_bytes};
 use super::{PlanInput, Stage, gathered_bytes};
-use crate::dist::RolloutWeights;
+use crate::dist::RolloutWeightPlacement;
 use crate::metrics::Table;
 
 const F32: u64 = 4;
@@ -69,8 +69,8 @@ fn sampling(subject: &PlanInput, all: u64) -> [u64; 2] {
     let own = (rollout.prompts_per_step as u64).div_ceil(ranks) * rollout.samples_per_prompt as u64;
     let longest = subject.longest_sequence() as u64;
     match subject.effective_rollout_weights() {
-        RolloutWeights::Auto | RolloutWeights::Whole => [others(all), 0],
-        RolloutWeights::ByExpert => {
+        RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => [others(all), 0],
+        RolloutWeightPlacement::ByExpert => {
             let of_experts: u64 = subject
                 .sharded_tensors()
                 .iter()
@@ -92,7 +92,7 @@ impl std::fmt::Display for Traffic {
         let mut table = Table::new(["received per process and step", "GB", "s by NVLink", "s by 400 Gb/s"]);
         let mut row = |what: &str, bytes: u64| {
             let seconds = |rate: f64| format!("{:.2}", bytes as f64 / rate);
-            table.row([
+            table.add_row([
                 what.to_owned(),
                 super::plain_gigabytes(bytes),
                 seconds(NODE_BYTES_PER_S),

@@ -2,7 +2,7 @@
 
 use super::{AdapterInput, MemoryItem, PlanInput, TrainableTensor, gathered_bytes, plain_bytes};
 use crate::dist::shard_range;
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::WeightFormat;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
@@ -82,7 +82,7 @@ impl PlanInput<'_> {
 
     /// Returns the policy's packed tensors that are sharded.
     pub(super) fn sharded_packed_tensors(&self) -> Vec<ShardedTensor> {
-        if self.processes == 1 || !self.intent.trains() || self.packed_weights != PackedWeights::Sharded {
+        if self.processes == 1 || !self.intent.trains() || self.packed_weights != PackedWeightPlacement::Sharded {
             return vec![];
         }
         let specs = parameter_specs(self.config).into_iter().enumerate();
@@ -101,11 +101,11 @@ impl PlanInput<'_> {
 
     /// Returns how a process holds the weights while it samples. `Whole` without sharding, and if experts
     /// cannot be remote.
-    pub(super) fn effective_rollout_weights(&self) -> RolloutWeights {
+    pub(super) fn effective_rollout_weights(&self) -> RolloutWeightPlacement {
         match self.rollout_weights {
-            _ if self.processes == 1 || !self.intent.trains() => RolloutWeights::Whole,
-            RolloutWeights::ByExpert if !self.has_remote_experts() => RolloutWeights::Whole,
-            RolloutWeights::Auto => RolloutWeights::Whole,
+            _ if self.processes == 1 || !self.intent.trains() => RolloutWeightPlacement::Whole,
+            RolloutWeightPlacement::ByExpert if !self.has_remote_experts() => RolloutWeightPlacement::Whole,
+            RolloutWeightPlacement::Auto => RolloutWeightPlacement::Whole,
             held => held,
         }
     }
@@ -114,10 +114,10 @@ impl PlanInput<'_> {
     pub(super) fn sampling_gather_item(&self) -> MemoryItem {
         let pieced = self.sharded_tensors();
         match self.effective_rollout_weights() {
-            RolloutWeights::Auto | RolloutWeights::Whole => {
+            RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => {
                 MemoryItem { name: "weights, gathered", bytes: unsharded_bytes(&pieced) }
             }
-            RolloutWeights::ByExpert => {
+            RolloutWeightPlacement::ByExpert => {
                 let (experts, rest): (Vec<ShardedTensor>, Vec<ShardedTensor>) =
                     pieced.into_iter().partition(|one| one.spec.is_per_expert());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
@@ -136,7 +136,7 @@ impl PlanInput<'_> {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed =
             |(index, spec): (usize, ParameterSpec)| spec.is_of_experts() && self.is_packed(&spec, index);
-        let is_cut = self.packed_weights == PackedWeights::Sharded;
+        let is_cut = self.packed_weights == PackedWeightPlacement::Sharded;
         self.config.family.has_experts && (is_cut || !specs.any(is_packed))
     }
 

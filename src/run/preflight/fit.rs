@@ -4,7 +4,7 @@
 use super::Preflight;
 use crate::bad_input;
 use crate::checkpoint::load::ModelFolder;
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::layers_on_demand::LayersOnDemand;
 use crate::model::weights::LayerSource;
@@ -29,21 +29,21 @@ impl Preflight {
             return;
         }
         let asked = self.plan.recipe.parallel.clone();
-        let fits = |&(rollout_weights, packed_weights): &(RolloutWeights, PackedWeights)| {
+        let fits = |&(rollout_weights, packed_weights): &(RolloutWeightPlacement, PackedWeightPlacement)| {
             let peak = MemoryPlan::new(&PlanInput { rollout_weights, packed_weights, ..self.plan_input() });
             available.is_none_or(|found| peak.peak_bytes() <= found.bytes)
         };
         let ways = match processes {
-            1 => vec![(RolloutWeights::Whole, PackedWeights::Whole)],
+            1 => vec![(RolloutWeightPlacement::Whole, PackedWeightPlacement::Whole)],
             _ => self.sharding_options(),
         };
         let Some(&(sampling, packed)) = ways.iter().find(|way| fits(way)).or(ways.last()) else { return };
-        if asked.rollout_weights == RolloutWeights::Auto && sampling != RolloutWeights::Whole {
+        if asked.rollout_weights == RolloutWeightPlacement::Auto && sampling != RolloutWeightPlacement::Whole {
             self.plan.warnings.push(format!(
                 "memory is too small for all weights in each process while it samples; using parallel.rollout_weights = \"{sampling}\""
             ));
         }
-        if asked.packed_weights == PackedWeights::Auto && packed == PackedWeights::Sharded {
+        if asked.packed_weights == PackedWeightPlacement::Auto && packed == PackedWeightPlacement::Sharded {
             self.plan.warnings.push(format!(
                 "memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
             ));
@@ -53,25 +53,25 @@ impl Preflight {
 
     /// Returns the options that the recipe allows for holding weights on several processes, in order of
     /// preference.
-    fn sharding_options(&self) -> Vec<(RolloutWeights, PackedWeights)> {
+    fn sharding_options(&self) -> Vec<(RolloutWeightPlacement, PackedWeightPlacement)> {
         let asked = &self.plan.recipe.parallel;
         let subject = self.plan_input();
         let packed = match asked.packed_weights {
-            PackedWeights::Auto if subject.can_shard_packed() => {
-                vec![PackedWeights::Whole, PackedWeights::Sharded]
+            PackedWeightPlacement::Auto if subject.can_shard_packed() => {
+                vec![PackedWeightPlacement::Whole, PackedWeightPlacement::Sharded]
             }
-            PackedWeights::Auto => vec![PackedWeights::Whole],
+            PackedWeightPlacement::Auto => vec![PackedWeightPlacement::Whole],
             asked => vec![asked],
         };
-        let sampling = |packed_weights: PackedWeights| match asked.rollout_weights {
-            RolloutWeights::Auto => {
+        let sampling = |packed_weights: PackedWeightPlacement| match asked.rollout_weights {
+            RolloutWeightPlacement::Auto => {
                 let travels = PlanInput { packed_weights, ..subject.clone() }.has_remote_experts();
-                let by_expert = travels.then_some(RolloutWeights::ByExpert);
-                [RolloutWeights::Whole].into_iter().chain(by_expert).collect()
+                let by_expert = travels.then_some(RolloutWeightPlacement::ByExpert);
+                [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
             }
             asked => vec![asked],
         };
-        let with = |packed: PackedWeights| sampling(packed).into_iter().map(move |way| (way, packed));
+        let with = |packed: PackedWeightPlacement| sampling(packed).into_iter().map(move |way| (way, packed));
         packed.into_iter().flat_map(with).collect()
     }
 

@@ -5,7 +5,7 @@ mod load;
 
 use crate::bad_input;
 use crate::checkpoint::peft::is_adapter_folder;
-use crate::dist::{Mesh, PackedWeights, RolloutWeights};
+use crate::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};
 use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
 use crate::metrics::Console;
@@ -35,9 +35,9 @@ pub struct Preflight {
     /// Number of processes that memory is planned for.
     processes: usize,
     /// How each process holds the trainable weights while it samples.
-    rollout_weights: RolloutWeights,
+    rollout_weights: RolloutWeightPlacement,
     /// How each process holds the packed weights.
-    packed_weights: PackedWeights,
+    packed_weights: PackedWeightPlacement,
     threads: Threads,
     place: ComputeDevice,
     /// Number of sequences in the GPU's KV cache; `None` on the CPU.
@@ -148,8 +148,8 @@ impl Preflight {
             intent,
             mesh: mesh.clone(),
             processes: mesh.ranks(),
-            rollout_weights: RolloutWeights::Whole,
-            packed_weights: PackedWeights::Whole,
+            rollout_weights: RolloutWeightPlacement::Whole,
+            packed_weights: PackedWeightPlacement::Whole,
             threads,
             gpu_sequences: place.available.is_some().then_some(1),
             place,

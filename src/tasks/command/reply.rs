@@ -1,6 +1,6 @@
 //! Replies of a task program: each request's keys and their types, checked as strictly as a recipe.
 
-use crate::settings::closest;
+use crate::settings::closest_word;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Map, Value};
 
@@ -32,7 +32,7 @@ impl ProgramReply {
         }
         let known = KEYS.iter().find(|(name, _)| *name == request).map_or(&[][..], |(_, keys)| keys);
         if let Some(key) = answer.keys().find(|key| !known.contains(&key.as_str())) {
-            match closest(key, known.iter().copied()) {
+            match closest_word(key, known.iter().copied()) {
                 Some(near) => bail!("unknown key `{key}` in the answer; did you mean `{near}`?"),
                 None => bail!("unknown key `{key}` in the answer; it may hold {}", known.join(", ")),
             }

@@ -3,7 +3,7 @@
 use rloss::chat::{Chat, Format};
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::harmony::HarmonyTokenizer;
-use rloss::integrity::{Checksum, Manifest, add_checksum};
+use rloss::integrity::{ChecksumStatus, Manifest, add_checksum};
 use rloss::metrics::Row;
 use rloss::model::config::Config;
 use rloss::tasks::answer::AnswerEquality;
@@ -91,7 +91,7 @@ fn recipes(scratch: &Path) -> Vec<Target> {
             8,
             [add_checksum("[train]\nsteps = 3\n")],
             text(move |input| {
-                let _ = Checksum::check(input, &run);
+                let _ = ChecksumStatus::check(input, &run);
             }),
         ),
     ]

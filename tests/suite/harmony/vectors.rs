@@ -54,7 +54,7 @@ fn text_vectors_encode_and_decode() {
             assert_eq!(tokenizer.decode(&tokens), text, "{name}");
         }
         assert!(files.is_empty(), "test-data without tokens: {files:?}");
-        let sizes = (tokenizer.vocab_size(), tokenizer.control_tokens().constrain, tokenizer.pad());
+        let sizes = (tokenizer.vocab_size(), tokenizer.control_tokens().constrain, tokenizer.pad_id());
         let expected = if folder.own { (439, 433, 431) } else { (201_088, 200_003, 199_999) };
         assert_eq!(sizes, (expected.0, Some(expected.1), Some(expected.2)));
     }

@@ -44,7 +44,7 @@ fn embedded_ids_are_the_documented_ones() {
     let control = tokenizer.control_tokens();
     let ids = [control.start, control.message, control.channel, control.end, control.call, control.ret];
     assert_eq!(ids, [1, 2, 3, 4, 5, 6]);
-    assert_eq!((tokenizer.pad(), control.constrain), (Some(0), None));
+    assert_eq!((tokenizer.pad_id(), control.constrain), (Some(0), None));
     let words =
         ["user", "assistant", "python", "analysis", "commentary", "final", " to=python", " to=assistant"];
     for (id, word) in (7..).zip(words) {

@@ -81,7 +81,7 @@ fn base() -> Case {
         },
         bf16_weights: false,
         precision: Precision::F32,
-        sampling: SamplingParameters::whole(1.0),
+        sampling: SamplingParameters::with_temperature(1.0),
         sequences_max: 16,
         samples: 4,
         turns: 2,
@@ -133,7 +133,7 @@ pub fn cases() -> Vec<Case> {
         ..base().config
     };
     let dense = Config {
-        family: Family::named("qwen2").unwrap(),
+        family: Family::from_name("qwen2").unwrap(),
         num_local_experts: 0,
         num_experts_per_tok: 0,
         intermediate_size: 200,
@@ -169,11 +169,11 @@ pub fn cases() -> Vec<Case> {
         Case { name: "tool output inserted", turns: 5, share: 8, ..base() },
         Case { name: "groups share a prefill", samples: 16, share: 8, ..base() },
         Case { name: "sequences leave and enter", sequences_max: 3, samples: 2, share: 8, ..base() },
-        Case { name: "temperature 0.6", sampling: SamplingParameters::whole(0.6), share: 5, ..base() },
-        Case { name: "temperature 1.7", sampling: SamplingParameters::whole(1.7), share: 5, ..base() },
+        Case { name: "temperature 0.6", sampling: SamplingParameters::with_temperature(0.6), share: 5, ..base() },
+        Case { name: "temperature 1.7", sampling: SamplingParameters::with_temperature(1.7), share: 5, ..base() },
         Case {
             name: "top-p 0.8",
-            sampling: SamplingParameters { top_p: 0.8, ..SamplingParameters::whole(1.0) },
+            sampling: SamplingParameters { top_p: 0.8, ..SamplingParameters::with_temperature(1.0) },
             ..base()
         },
         Case { name: "odd sizes", config: odd, ..base() },
@@ -208,7 +208,7 @@ impl Case {
 
     /// Whether this processor can compute it.
     pub fn is_here(&self) -> bool {
-        self.precision.is_here()
+        self.precision.is_supported()
     }
 
     /// The links over at least `tokens` sampled tokens, each with fresh rollouts.

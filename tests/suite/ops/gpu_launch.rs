@@ -122,14 +122,14 @@ fn few_long_sequences_are_spread_and_nothing_else() {
     let decode = |sequences: usize, keys: usize, window| {
         let launch =
             LaunchSequences::for_cached_sequences(&vec![1; sequences], &vec![keys - 1; sequences]).unwrap();
-        launch.spreads(&attention(64, 8, window))
+        launch.should_split_keys(&attention(64, 8, window))
     };
     assert!(decode(1, 8192, None) && decode(32, 1024, None) && decode(1, 1 << 17, None));
     assert!(!decode(1, 512, None), "one chunk");
     assert!(!decode(33, 8192, None), "the tiles fill the GPU");
     assert!(!decode(1, 1 << 17, Some(128)), "a window sees one or two chunks of many");
     let prefill = LaunchSequences::for_cached_sequences(&[500], &[1 << 17]).unwrap();
-    assert!(!prefill.spreads(&attention(64, 8, None)), "the parts take too much memory");
+    assert!(!prefill.should_split_keys(&attention(64, 8, None)), "the parts take too much memory");
 }
 
 #[test]
@@ -239,7 +239,7 @@ fn a_page_table_that_is_too_small_is_refused() {
 fn the_cpu_op_takes_f32_alone() {
     let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
     let (q, kv) = (zeros(&[2, 1, 64], DType::BF16), zeros(&[2, 2, 1, 64], DType::BF16));
-    let rows = std::sync::Arc::new(SequenceRows::separate(&[0, 2]));
+    let rows = std::sync::Arc::new(SequenceRows::from_cu_seqlens(&[0, 2]));
     let result = sink_attention(&q, &kv, &zeros(&[1], DType::F32), &rows, attention(1, 1, None));
     assert_says(&message(result), &["BF16", "expected F32"]);
 }

@@ -81,7 +81,7 @@ fn extreme_logits_stay_finite() {
     let h = Tensor::new(&[[1f32]], &Device::Cpu).unwrap();
     let w = Tensor::new(&[[1f32, 2.0]], &Device::Cpu).unwrap();
     assert!(
-        ops::log_prob_and_entropy(&h, &Weight::Dense(ops::Parameter::frozen(&w)), &Arc::new(vec![2]), 1.0)
+        ops::log_prob_and_entropy(&h, &Weight::Dense(ops::Parameter::constant(&w)), &Arc::new(vec![2]), 1.0)
             .is_err(),
         "2 is no token"
     );

@@ -40,7 +40,7 @@ fn packed(form: PackedFormat, shape: [usize; 3], seed: u64) -> PackedMatrix {
             rng.fill_bytes(&mut blocks);
             let scales: Vec<u8> =
                 (0..experts * input / BLOCK * output).map(|_| rng.random_range(118..126)).collect();
-            let packed = PackedMatrix::of_mxfp4(&blocks, &scales, shape);
+            let packed = PackedMatrix::from_mxfp4(&blocks, &scales, shape);
             let expected = rloss::ops::mxfp4::decode(&blocks, &scales, shape);
             assert!(same(&packed.decode().unwrap(), &expected), "{shape:?} decodes otherwise");
             packed

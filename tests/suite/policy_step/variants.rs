@@ -13,7 +13,7 @@ use rloss::policy::correction::{ImportanceSampling, RejectOption};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::loss::{ClipRange, PpoClip};
 use rloss::policy::ratio::OldLogprob;
-use rloss::policy::{CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings};
+use rloss::policy::{CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings};
 use rloss::trainer::step::PolicyStep;
 
 fn get(metrics: &Metrics, name: &str) -> f64 {
@@ -64,7 +64,7 @@ fn the_divergence_in_the_reward_is_the_anchors_and_has_the_steps_weight() {
     let policy = |old_logprob| PolicySettings {
         advantage: Advantage::DrGrpo,
         old_logprob,
-        kl: KlSettings { place: KlPlace::Reward, estimator: KlEstimator::K1, ..KlSettings::default() },
+        kl: KlSettings { place: KlPlacement::Reward, estimator: KlEstimator::K1, ..KlSettings::default() },
         // A forward before the update, which must not become the anchor of "rollout".
         correction: CorrectionSettings {
             reject: vec![RejectOption::TokenK2],

@@ -89,7 +89,7 @@ struct Kinds(Vec<Vec<Vec<u32>>>);
 
 impl TokenSource for Kinds {
     fn sampling(&self) -> SamplingParameters {
-        SamplingParameters::whole(1.0)
+        SamplingParameters::with_temperature(1.0)
     }
 
     fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {
@@ -109,7 +109,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
     std::fs::write(&script, TASK).unwrap();
     let task = build(
         &TaskSettings {
-            name: TaskName::named("command").unwrap(),
+            name: TaskName::from_name("command").unwrap(),
             command: vec!["python3".into(), script.display().to_string()],
             command_timeout_s: Some(10.0),
             ..Default::default()

@@ -29,7 +29,7 @@ fn training_forward(
             let experts = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
             results.push((
                 pass.log_probs()[rows[0]..rows[1]].to_vec(),
-                batch.sequence_rows.path(i).into_iter().map(experts).collect(),
+                batch.sequence_rows.row_indices(i).into_iter().map(experts).collect(),
             ));
         }
     }

@@ -80,7 +80,7 @@ impl Script {
 
 fn settings(command: &[String]) -> TaskSettings {
     TaskSettings {
-        name: TaskName::named("command").unwrap(),
+        name: TaskName::from_name("command").unwrap(),
         command: command.to_vec(),
         command_processes: Some(2),
         ..Default::default()

@@ -4,10 +4,10 @@ use crate::ops;
 use crate::ops::cuda::launch::Addresses;
 use crate::ops::cuda::modules::function;
 use crate::ops::cuda::{
-    Inputs, KvPages, KvPool, Prepared, Timer, kernel_set, open, sink_attention_backward, sink_attention_paged,
+    Inputs, KvPages, KvPool, Prepared, Timer, kernel_set, open, sink_attention_backward, paged_sink_attention,
 };
 use crate::ops::kv_cache::{KvBlocks, KvSequence};
-use crate::ops::pages::{PagedSequence, Pages};
+use crate::ops::pages::{PagedSequence, PageAllocator};
 use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};
@@ -165,7 +165,7 @@ fn a_call_without_rows_changes_nothing() {
     let sinks = Tensor::ones(4, DType::F32, &device).unwrap();
     let kernels = kernel_set(gpu).unwrap();
     let both = &mut [&mut a, &mut b];
-    let (out, lse) = sink_attention_paged(kernels, &q, &kv, &sinks, both, &[0, 0], &ATTENTION).unwrap();
+    let (out, lse) = paged_sink_attention(kernels, &q, &kv, &sinks, both, &[0, 0], &ATTENTION).unwrap();
     assert_eq!((out.dims(), lse.dims()), (&[0, 256][..], &[0, 4][..]));
     assert_eq!((a.len(), b.len(), cache.free_pages()), (0, 0, 3));
 }
@@ -178,7 +178,7 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
     let width = 2 * kv_heads * HEAD_DIM;
     let cache = KvPool::new(gpu, kv_heads, pages).unwrap();
     let mut expected = vec![bf16::ZERO; pages * 64 * width];
-    let places = Pages::new(pages);
+    let places = PageAllocator::new(pages);
     let mut sequences = [cache.sequence(), cache.sequence(), cache.sequence()];
     let mut twins: [PagedSequence; 3] = Default::default();
     for counts in [[70, 0, 1], [2, 3, 63], [0, 0, 5]] {

@@ -3,7 +3,7 @@
 use super::{assert_refused, floats, numbers, up};
 use crate::ops::cuda::{
     DecodeBatch, DecodeStep, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite,
-    sink_attention_paged, upload,
+    paged_sink_attention, upload,
 };
 use crate::ops::sink_attention::Attention;
 use candle_core::{DType, Device, Tensor};
@@ -40,7 +40,7 @@ fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 2
         let [q, kv] = &rows(70, count, gpu)[layer];
         let mut open: Vec<_> = sequences.iter_mut().collect();
         let kernels = kernel_set(device).unwrap();
-        sink_attention_paged(kernels, q, kv, &sinks(layer, gpu), &mut open, lengths, &LAYERS[layer]).unwrap();
+        paged_sink_attention(kernels, q, kv, &sinks(layer, gpu), &mut open, lengths, &LAYERS[layer]).unwrap();
         sequences
     });
     (pools.into(), sequences)
@@ -98,7 +98,7 @@ fn replayed_steps_have_the_bits_of_single_calls() {
                 let mut open: Vec<_> = plain[layer].iter_mut().collect();
                 let [q, kv] = &fed[layer];
                 let (out, _) =
-                    sink_attention_paged(kernels, q, kv, &held[layer], &mut open, &vec![1; count], attention)
+                    paged_sink_attention(kernels, q, kv, &held[layer], &mut open, &vec![1; count], attention)
                         .unwrap();
                 assert_eq!(floats(&outputs[layer]), floats(&out), "{lengths:?}, turn {turn}, layer {layer}");
             }

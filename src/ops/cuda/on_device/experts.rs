@@ -1,6 +1,6 @@
 //! Tests of linear layers, experts, dispatch and combine, compared with the CPU's ops on the same numbers.
 
-use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, numbers, up, walked_back};
+use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, numbers, up, forward_and_backward};
 use crate::ops::cuda::open;
 use crate::ops::parameter::GradientSink;
 use crate::ops::{self, Dispatch, Parameter};
@@ -17,12 +17,12 @@ impl GradientSink for Buffers {
 }
 
 /// Trainable parameters: matrices in the type of `device`, and gradient buffers with previous contents.
-struct Learning {
+struct TrainableLayer {
     parameters: Vec<Parameter>,
     gradients: Arc<Buffers>,
 }
 
-fn learning(values: &[&Tensor], device: &Device) -> Learning {
+fn learning(values: &[&Tensor], device: &Device) -> TrainableLayer {
     let buffer = |x: &&Tensor| (x.ones_like().unwrap() * 0.5).unwrap().to_device(device).unwrap();
     let gradients = Arc::new(Buffers(values.iter().map(buffer).collect()));
     let parameter = |(i, x): (usize, &&Tensor)| {
@@ -33,7 +33,7 @@ fn learning(values: &[&Tensor], device: &Device) -> Learning {
         Parameter::trained(&variable, gradients.clone(), i)
     };
     let parameters = values.iter().enumerate().map(parameter).collect();
-    Learning { parameters, gradients }
+    TrainableLayer { parameters, gradients }
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn linear_gives_the_cpus_values_and_gradients() {
             differentiated(&[&x], &dy, |x| ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1])));
         let own = learning(&[&w, &b], &gpu);
         let x = up(&x, &gpu);
-        let (z, gradients) = walked_back(&[&x], &up(&dy, &gpu), || {
+        let (z, gradients) = forward_and_backward(&[&x], &up(&dy, &gpu), || {
             ops::linear(&x, &own.parameters[0], Some(&own.parameters[1]))
         });
         assert_rounded(&z, &y, 1e-4);
@@ -66,7 +66,7 @@ fn linear_gives_the_cpus_values_and_gradients() {
 }
 
 /// Results from the routed experts to the weighted sum, forward and backward.
-struct Mixed {
+struct MixtureResult {
     plan: Vec<u32>,
     y: Tensor,
     dx: Tensor,
@@ -74,20 +74,20 @@ struct Mixed {
     gradients: Vec<Tensor>,
 }
 
-fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5]) -> Mixed {
+fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5]) -> MixtureResult {
     let held = |x: &Tensor| if device.is_cuda() { up(x, device) } else { x.clone() };
     let [x, shares, w, b, dy] = inputs;
     let own = learning(&[w, b], device);
     let (x, shares) = (held(x), shares.to_device(device).unwrap());
     let plan = Dispatch::new(&routes.to_device(device).unwrap(), experts).unwrap();
-    let (y, gradients) = walked_back(&[&x, &shares], &held(dy), || {
+    let (y, gradients) = forward_and_backward(&[&x, &shares], &held(dy), || {
         let sorted = ops::dispatch(&x, &plan)?;
         let product = ops::grouped_linear(&sorted, &own.parameters[0], &own.parameters[1], &plan)?;
         ops::combine(&product, &shares, &plan)
     });
     let [Some(dx), Some(dshares)] = &gradients[..] else { panic!("two gradients") };
     let starts = plan.starts().unwrap().to_device(&Device::Cpu).unwrap();
-    Mixed {
+    MixtureResult {
         plan: starts.to_vec1().unwrap(),
         y,
         dx: dx.clone(),

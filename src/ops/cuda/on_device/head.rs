@@ -1,7 +1,7 @@
 //! Tests of the head compared with the CPU, and of the sampler's bits compared with training.
 
 use super::{
-    assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, walked_back,
+    assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, forward_and_backward,
 };
 use crate::ops::cuda::open;
 use crate::ops::logits::SamplingParameters;
@@ -43,7 +43,7 @@ fn the_head_gives_the_cpus_values_and_gradients() {
 }
 
 /// A sink that counts how often a pass adds to a parameter.
-struct Counted(AtomicUsize, Tensor);
+struct CountingSink(AtomicUsize, Tensor);
 
 impl GradientSink for Counted {
     fn add(&self, _: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
@@ -64,7 +64,7 @@ fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
         let head = Weight::Dense(Parameter::trained(&w, counted.clone(), 0));
         let h = up(&numbers(1, rows, width, 0.5), &gpu);
         let dy = Tensor::zeros((2, rows), DType::F32, &gpu).unwrap();
-        walked_back(&[&h], &dy, || ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0));
+        forward_and_backward(&[&h], &dy, || ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0));
         assert_eq!(counted.0.load(Ordering::Relaxed), 1, "{rows} rows");
     }
 }

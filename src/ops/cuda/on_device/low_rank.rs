@@ -16,7 +16,7 @@ fn plan(rows: usize, experts: usize, device: &Device) -> Dispatch {
 }
 
 /// The result, the gradients of `y` and `x`, and those of the factors, whose buffers held 0.5.
-struct Computed {
+struct Results {
     z: Tensor,
     inputs: Vec<Tensor>,
     factors: [Tensor; 2],

@@ -33,7 +33,7 @@ pub(super) fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Tensor
     values.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap()
 }
 
-pub(super) fn up(x: &Tensor, gpu: &Device) -> Tensor {
+pub(super) fn to_gpu(x: &Tensor, gpu: &Device) -> Tensor {
     x.to_dtype(DType::BF16).unwrap().to_device(gpu).unwrap()
 }
 
@@ -87,7 +87,7 @@ pub(super) fn trainable_parameter(values: &Tensor, held: &Tensor) -> (ops::Param
 }
 
 /// Returns the output of `forward`, and the gradients of `leaves` for its gradient `dy`.
-pub(super) fn walked_back(
+pub(super) fn forward_and_backward(
     leaves: &[&Tensor],
     dy: &Tensor,
     forward: impl FnOnce() -> candle_core::Result<Tensor>,
@@ -107,6 +107,6 @@ pub(super) fn output_and_gradients(
     dy: &Tensor,
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,
 ) -> (Tensor, Vec<Tensor>) {
-    let (y, gradients) = walked_back(inputs, dy, || op(inputs));
+    let (y, gradients) = forward_and_backward(inputs, dy, || op(inputs));
     (y, gradients.into_iter().map(Option::unwrap).collect())
 }

@@ -1,6 +1,6 @@
 //! Tests of parameters as inputs of a graph, on a GPU or the emulated driver.
 
-use super::{assert_refused, floats, learning, numbers, walked_back};
+use super::{assert_refused, floats, learning, numbers, forward_and_backward};
 use crate::ops::Parameter;
 use crate::ops::cuda::{add_tensor, open};
 use candle_core::{DType, Tensor};
@@ -15,7 +15,7 @@ fn a_tracked_parameters_gradient_is_added_to_what_its_buffer_held() {
         let tracked = parameter.tracked().unwrap();
         assert_eq!(floats(&tracked), floats(&values));
         for _ in 0..2 {
-            let (_, gradients) = walked_back(&[parameter.values()], &dy, || parameter.tracked());
+            let (_, gradients) = forward_and_backward(&[parameter.values()], &dy, || parameter.tracked());
             assert!(gradients[0].is_none());
         }
         let expected = floats(&held).into_iter().zip(floats(&dy)).map(|(held, dy)| held + dy + dy);
@@ -28,7 +28,7 @@ fn nothing_is_added_where_there_is_nothing_and_what_does_not_fit_is_refused() {
     let gpu = open(0).unwrap();
     let empty = Tensor::zeros(0, DType::F32, &gpu).unwrap();
     let (parameter, _) = learning(&empty, &empty);
-    walked_back(&[], &empty, || parameter.tracked());
+    forward_and_backward(&[], &empty, || parameter.tracked());
     let held = Tensor::ones(3, DType::F32, &gpu).unwrap();
     let half = Tensor::ones(3, DType::BF16, &gpu).unwrap();
     assert_refused(add_tensor(&held, &half), "parameter: the gradient [3] is BF16, expected F32 on a GPU");

@@ -44,10 +44,10 @@ fn rope_gives_the_cpus_values_and_gradients() {
 fn table_and_positions_are_copied_once_to_each_device() {
     let (first, second) = (open(0).unwrap(), open(0).unwrap());
     let rotation = rotation(8, positions(5));
-    let copies = || [rotation.table.on(&first).unwrap(), rotation.clone().positions_on(&first).unwrap()];
+    let copies = || [rotation.table.on(&first).unwrap(), rotation.clone().device_positions(&first).unwrap()];
     assert_eq!(copies().map(|copy| copy.id()), copies().map(|copy| copy.id()));
     for device in [&first, &second] {
-        assert!(rotation.positions_on(device).unwrap().device().same_device(device));
+        assert!(rotation.device_positions(device).unwrap().device().same_device(device));
     }
     assert_eq!(format!("{rotation:?}").matches("Uploaded").count(), 2);
 }

@@ -5,7 +5,7 @@
 /// # Safety
 /// Every function needs a processor that has the vectors; pointers must be valid for [`Self::LANES`]
 /// elements.
-pub trait Lanes {
+pub trait SimdLanes {
     type Vector: Copy;
     const LANES: usize;
     /// Number of rows whose sums fit into registers.
@@ -27,7 +27,7 @@ pub trait Lanes {
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
-    use super::Lanes;
+    use super::SimdLanes;
     use crate::ops::mxfp4::MAGNITUDES;
     use std::arch::x86_64::*;
 
@@ -47,7 +47,7 @@ pub mod x86 {
     pub struct Avx512;
 
     // SAFETY: guaranteed by the caller, as the trait requires.
-    impl Lanes for Avx512 {
+    impl SimdLanes for Avx512 {
         type Vector = __m512;
         const LANES: usize = 16;
         const ROWS: usize = 6;
@@ -110,7 +110,7 @@ pub mod x86 {
     pub struct Avx2;
 
     // SAFETY: guaranteed by the caller, as the trait requires.
-    impl Lanes for Avx2 {
+    impl SimdLanes for Avx2 {
         type Vector = __m256;
         const LANES: usize = 8;
         const ROWS: usize = 2;
