@@ -38,7 +38,7 @@ fn products() {
             |is_stock, ()| {
                 for _ in 0..repeats {
                     if is_stock {
-                        stock::product(black_box(&mut out), &x, &w, (m, k, n), false);
+                        library_default::product(black_box(&mut out), &x, &w, (m, k, n), false);
                     } else {
                         forward_product(GemmThreads::Pool, black_box(&mut out), &x, &w, (m, k, n), false);
                     }
@@ -66,7 +66,7 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
         rounds,
         || (),
         |is_stock, ()| {
-            stock::USE_LIBRARY_PRODUCT.store(is_stock, Ordering::Relaxed);
+            library_default::USE_LIBRARY_PRODUCT.store(is_stock, Ordering::Relaxed);
             let sum = GradientSum::begin(&parameters).expect("gradients");
             let weights = &parameters.pass_weights(Some(&sum.pass_sink(0))).expect("weights");
             let pass = Pass { model: &model, weights, batch, settings };

@@ -6,7 +6,7 @@ mod machine;
 
 use machine::{least, product_rate, read_rate};
 use rayon::prelude::*;
-use rloss::ops::packed::{PackedFormat, PackedMatrix, StoredRows};
+use rloss::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows};
 use std::convert::Infallible;
 use std::hint::black_box;
 use std::ops::Range;

@@ -6,12 +6,12 @@
 use super::tensor_file::TensorFile;
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_values;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::layers_on_demand::TensorSource;
 use crate::model::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use crate::ops::mxfp4::{self, BLOCK};
-use crate::ops::packed::{PackedFormat, PackedMatrix, StoredRows, bf16_is_finite, block_is_finite};
+use crate::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows, bf16_is_finite, block_is_finite};
 use crate::ops::weight::Weight;
 use anyhow::Result;
 use candle_core::{Device, Tensor};

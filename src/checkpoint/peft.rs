@@ -15,7 +15,7 @@ use super::BaseModel;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_values;
 use crate::integrity::Manifest;
 use crate::model::adapter::{Lora, is_adaptable};
 use crate::model::names::{ParameterSpec, StoredTensor};

@@ -5,7 +5,7 @@
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::atomic_file::replace_file;
 use crate::bad_input;
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_values;
 use crate::integrity::file_digest;
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, StoredTensor};

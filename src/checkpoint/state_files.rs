@@ -7,7 +7,7 @@
 use super::resume::DAMAGE_REMEDY;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_values;
 use crate::integrity::Manifest;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{MASTER, Parameters, ShardRequest};

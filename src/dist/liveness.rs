@@ -117,7 +117,9 @@ impl MonitorState {
         }
         let (gone, what) = match end {
             ConnectionEnd::OtherRank(gone) => (gone, "is gone"),
-            ConnectionEnd::Silent => (other, "has sent nothing for two minutes, so it is stopped or unreachable"),
+            ConnectionEnd::Silent => {
+                (other, "has sent nothing for two minutes, so it is stopped or unreachable")
+            }
             ConnectionEnd::Orderly | ConnectionEnd::Closed => (other, "is gone"),
         };
         let mut message = vec![GONE];
@@ -203,7 +205,10 @@ mod tests {
             end
         };
         assert_eq!(of(|stream| send_beats(stream, &[END])), ConnectionEnd::Orderly);
-        assert_eq!(of(|stream| send_beats(stream, &[GONE, 5, 0, 0, 0, 0, 0, 0, 0])), ConnectionEnd::OtherRank(5));
+        assert_eq!(
+            of(|stream| send_beats(stream, &[GONE, 5, 0, 0, 0, 0, 0, 0, 0])),
+            ConnectionEnd::OtherRank(5)
+        );
         assert_eq!(of(|stream| send_beats(stream, &[]).and(None)), ConnectionEnd::Closed);
         assert_eq!(of(Some), ConnectionEnd::Silent);
     }

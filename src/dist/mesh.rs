@@ -5,7 +5,7 @@ use super::connection::Connection;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::launch::Transport;
 use super::liveness::LivenessMonitor;
-use super::wire::{serialize, deserialize};
+use super::serialization::{deserialize, serialize};
 use super::{Communicator, Exchange, PendingMessages, replicate};
 use crate::error::{BadInput, ErrorOnOtherRank};
 use anyhow::{Context, Result};

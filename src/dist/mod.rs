@@ -16,10 +16,10 @@ mod mpi;
 mod nccl;
 #[cfg(any(test, feature = "nccl"))]
 mod rendezvous;
+pub mod serialization;
 mod settings;
 mod shard;
 mod tcp;
-pub mod wire;
 
 pub use mesh::{Mesh, PendingExchange};
 #[cfg(feature = "nccl")]

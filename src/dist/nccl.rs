@@ -124,7 +124,12 @@ impl Comm {
     ///
     /// NCCL returns at once and continues in the background; ranks that meet for the first time wait for each
     /// other. After an error the communicator is aborted, so nothing of it is pending.
-    fn wait_for_call(&mut self, call: &str, answer: Result<NcclStatus, NcclError>, limit: Duration) -> Result<()> {
+    fn wait_for_call(
+        &mut self,
+        call: &str,
+        answer: Result<NcclStatus, NcclError>,
+        limit: Duration,
+    ) -> Result<()> {
         let comm = self.comm()?;
         let settled = self.poll_state((comm, call), answer, limit);
         if settled.is_err() {
@@ -339,7 +344,8 @@ pub fn self_test(ordinal: usize, bytes_max: usize) -> Result<String> {
         let part: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
         let what = format!("{bytes} bytes to itself");
         let send = vec![(0, Arc::new(part.clone()))];
-        let mut group = comm.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] }, TIMEOUT)?;
+        let mut group =
+            comm.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] }, TIMEOUT)?;
         let begun = Instant::now();
         while !comm.missing(&mut group)?.is_empty() {
             if begun.elapsed() > super::tcp::CONNECT_TIMEOUT {

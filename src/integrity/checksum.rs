@@ -46,7 +46,11 @@ impl ChecksumStatus {
             entries.into_iter().any(|entry| entry.path().join(MANIFEST_FILE).exists())
         };
         // A resolved recipe has keys.
-        if has_part || !text.contains('=') || must_have() { ChecksumStatus::Invalid } else { ChecksumStatus::Missing }
+        if has_part || !text.contains('=') || must_have() {
+            ChecksumStatus::Invalid
+        } else {
+            ChecksumStatus::Missing
+        }
     }
 }
 
@@ -71,7 +75,11 @@ mod tests {
         for cut in 0..text.len() {
             assert_eq!(ChecksumStatus::check(&text[..cut], nowhere), ChecksumStatus::Invalid, "cut at {cut}");
             if cut > 0 {
-                assert_eq!(ChecksumStatus::check(&text[cut..], nowhere), ChecksumStatus::Invalid, "begun at {cut}");
+                assert_eq!(
+                    ChecksumStatus::check(&text[cut..], nowhere),
+                    ChecksumStatus::Invalid,
+                    "begun at {cut}"
+                );
             }
         }
         for bit in 0..text.len() * 8 {

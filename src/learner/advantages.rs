@@ -90,7 +90,8 @@ impl AdvantageEstimator<'_> {
     /// reward has no penalty.
     fn penalties(&self, batch: &Batch, sequences: &Sequences, metrics: &mut Metrics) -> Result<Vec<f32>> {
         let nothing = vec![0.0; sequences.tokens()];
-        let (KlPlacement::Reward, Some(reference)) = (self.policy.kl.place, &batch.reference_log_probs) else {
+        let (KlPlacement::Reward, Some(reference)) = (self.policy.kl.place, &batch.reference_log_probs)
+        else {
             return Ok(nothing);
         };
         let rollout = &batch.rollout_log_probs;

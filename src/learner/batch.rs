@@ -6,7 +6,7 @@ use super::micro_batch::{MicroBatch, PackingParameters, Sequence};
 use super::routed_experts::{self as experts, RoutedExperts};
 use crate::metrics::Metrics;
 use crate::policy::Sequences;
-use crate::policy::offpolicy::{agreement_metrics, off_policy_metrics, probs_diff_metrics};
+use crate::policy::off_policy::{agreement_metrics, off_policy_metrics, probs_diff_metrics};
 use crate::random::{Purpose, stream};
 use crate::trajectory::{Group, TokenStats, Trajectory};
 use anyhow::Result;

@@ -9,8 +9,8 @@
 //! tensor. Each rank adds the received shards to its own shard in rank order. Micro-batches go to the ranks
 //! in round-robin order, so rank order is batch order.
 
-use crate::dist::wire::f32_bytes;
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_bytes;
+use crate::dist::serialization::f32_values;
 use crate::dist::{Mesh, PendingExchange, shard_range};
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;

@@ -4,7 +4,7 @@ use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::TensorRole;
 use crate::model::parameters::{BLOCK_STATES, MASTER, OptimizerState, Parameters};
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
-use crate::ops::optimizer::{AdamW, update_momentum, adamw, round_to_bf16, sgd};
+use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd, update_momentum};
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
 

@@ -2,7 +2,7 @@
 
 use crate::policy::Sequences;
 use crate::policy::correction::{ImportanceConfig, Level, WeightBound, importance_weights};
-use crate::policy::offpolicy::{agreement_metrics, off_policy_metrics};
+use crate::policy::off_policy::{agreement_metrics, off_policy_metrics};
 use anyhow::{Result, ensure};
 
 /// Importance weights are capped here, so that one token does not decide spread and sample size.

@@ -55,7 +55,9 @@ pub fn mismatch_table(title: &str, lines: &[ResultLine], columns: usize) -> Stri
     let header = std::iter::once(title).chain(used.iter().map(|(_, short)| *short));
     let mut table = Table::new(header);
     for line in lines {
-        table.add_row(std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))));
+        table.add_row(
+            std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))),
+        );
     }
     let mut text = table.format_within(columns);
     let caused = lines.iter().filter_map(|line| Some((&line.name, line.cause.as_ref()?)));

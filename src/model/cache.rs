@@ -3,7 +3,7 @@
 use super::config::{Config, LayerType};
 use crate::ops::cuda::kv_pages;
 use crate::ops::kv_cache::{BLOCK, KvBlocks, KvSequence};
-use crate::ops::pages::PAGE_POSITIONS;
+use crate::ops::page_allocator::PAGE_POSITIONS;
 use anyhow::Result;
 use candle_core::Device;
 
@@ -65,7 +65,9 @@ impl CacheCapacity {
 
     /// Returns the bytes of these caches on a GPU.
     pub fn device_bytes(&self, config: &Config) -> u64 {
-        let page = (2 * config.num_key_value_heads * config.head_dim * PAGE_POSITIONS * size_of::<half::bf16>()) as u64;
+        let page =
+            (2 * config.num_key_value_heads * config.head_dim * PAGE_POSITIONS * size_of::<half::bf16>())
+                as u64;
         config.layer_types.iter().map(|layer| self.pages(config, layer) as u64 * page).sum()
     }
 }

@@ -5,8 +5,8 @@
 //! process.
 
 use crate::dist::Mesh;
-use crate::dist::wire::f32_bytes;
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_bytes;
+use crate::dist::serialization::f32_values;
 use crate::ops::cpu::host_values;
 use crate::ops::{self, Dispatch};
 use anyhow::{Result, ensure};

@@ -469,7 +469,8 @@ fn entry(spec: &ParameterSpec, stored: TensorStorage, backend: &Backend) -> Resu
         return Ok(Entry::new(stored.with_weight(working.with_precision(backend.precision))));
     };
     let (values, placed) = (values.values(), placed.values());
-    let variable = Parameter::variable(Var::from_tensor(placed)?.as_tensor()).with_precision(backend.precision);
+    let variable =
+        Parameter::variable(Var::from_tensor(placed)?.as_tensor()).with_precision(backend.precision);
     let mut entry = Entry::new(stored.with_weight(Weight::Dense(variable)));
     if placed.dtype() == DType::BF16 && host_values(&to_host(placed)?)?[..] != host_values(values)?[..] {
         entry.state.insert(MASTER, values.to_device(&backend.device)?);

@@ -61,7 +61,9 @@ impl<'a> PolicyView<'a> {
     ) -> Result<Self> {
         let rounding = arms.map(WeightRounding::from_ablations).unwrap_or_default().weight_change();
         let weights = match weights {
-            RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => parameters.frozen_weights(Some(&rounding))?,
+            RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => {
+                parameters.frozen_weights(Some(&rounding))?
+            }
             RolloutWeightPlacement::ByExpert => parameters.expert_parallel_weights(&rounding)?,
         };
         let forward = arms.map(|arms| ForwardOptions::for_rollout(arms, seed)).unwrap_or_default();

@@ -5,7 +5,7 @@ use super::config::WeightFormat;
 use super::layers_on_demand::WeightChange;
 use super::names::ParameterSpec;
 use crate::bad_input;
-use crate::ops::packed::{PackedFormat, PackedMatrix};
+use crate::ops::packed_weights::{PackedFormat, PackedMatrix};
 use crate::ops::weight::Weight;
 use crate::ops::{mxfp4, round_mantissa, round_mantissa::round_value};
 use anyhow::Result;

@@ -7,7 +7,7 @@
 
 use super::attention::AttentionMode;
 use super::sharded_layers::to_op_error;
-use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate};
 use crate::ops::cpu::host_values;
 use crate::ops::graph::{apply, contiguous, reshape, slice};

@@ -2,7 +2,7 @@
 
 use super::families::Family;
 use super::init::InitSettings;
-use crate::settings::{ParsedValue, Limits, Scalar, Table, above, choice, from, table};
+use crate::settings::{Limits, ParsedValue, Scalar, Table, above, choice, from, table};
 use std::path::PathBuf;
 
 table! {

@@ -2,10 +2,10 @@
 
 use super::config::WeightFormat;
 use super::names::{Layout, ParameterSpec, TensorRole};
-use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, shard_range};
 use crate::ops::cpu::host_values;
-use crate::ops::packed::PackedFormat;
+use crate::ops::packed_weights::PackedFormat;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
 use anyhow::{Result, bail, ensure};

@@ -158,7 +158,13 @@ fn edit_moment<R>(moment: Moment, f: impl FnOnce(&mut [u8], &mut [f32]) -> Resul
 type CodesAndScales<'a> = (&'a mut [u8], &'a mut [f32]);
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn update(weights: &mut [f32], gradient: &[f32], first: CodesAndScales, second: CodesAndScales, step: &AdamW) {
+fn update(
+    weights: &mut [f32],
+    gradient: &[f32],
+    first: CodesAndScales,
+    second: CodesAndScales,
+    step: &AdamW,
+) {
     let (mut m, mut v) = ([0f32; BLOCK], [0f32; BLOCK]);
     let blocks = weights.chunks_mut(BLOCK).zip(gradient.chunks(BLOCK));
     let first = first.0.chunks_mut(BLOCK).zip(first.1);

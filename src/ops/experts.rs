@@ -133,7 +133,11 @@ impl HostPlan<'_> {
 
     /// Lists every expert that has rows, its rows and its part of `values`, which has `len(number of rows)`
     /// values.
-    fn active_experts<'v>(&self, mut values: &'v mut [f32], len: impl Fn(usize) -> usize) -> Vec<ExpertSlice<'v>> {
+    fn active_experts<'v>(
+        &self,
+        mut values: &'v mut [f32],
+        len: impl Fn(usize) -> usize,
+    ) -> Vec<ExpertSlice<'v>> {
         let mut tasks = vec![];
         for (e, at) in self.experts().filter(|(_, at)| !at.is_empty()) {
             let (own, rest) = values.split_at_mut(len(at.len()));

@@ -43,8 +43,10 @@ pub fn adamw(weights: &Tensor, [first, second]: [&Tensor; 2], gradient: &Tensor,
         edit(first, |m| {
             edit(second, |v| {
                 if should_parallelize(w.len()) {
-                    let parts =
-                        w.par_chunks_mut(CHUNK_VALUES).zip(m.par_chunks_mut(CHUNK_VALUES)).zip(v.par_chunks_mut(CHUNK_VALUES));
+                    let parts = w
+                        .par_chunks_mut(CHUNK_VALUES)
+                        .zip(m.par_chunks_mut(CHUNK_VALUES))
+                        .zip(v.par_chunks_mut(CHUNK_VALUES));
                     parts
                         .zip(gradient.par_chunks(CHUNK_VALUES))
                         .for_each(|(((w, m), v), g)| apply_adamw(step, w, m, v, g));

@@ -114,8 +114,8 @@ pub fn forward_product(
         return;
     }
     #[cfg(feature = "bench")]
-    if stock::USE_LIBRARY_PRODUCT.load(std::sync::atomic::Ordering::Relaxed) {
-        return stock::product(out, x, w, (m, k, n), accumulate);
+    if library_default::USE_LIBRARY_PRODUCT.load(std::sync::atomic::Ordering::Relaxed) {
+        return library_default::product(out, x, w, (m, k, n), accumulate);
     }
     if let Some(few_rows) = SkinnyGemm::for_shape(precision, (m, k, n)) {
         few_rows.product(spread.threads(m * n * k), out, x, w, (k, n), accumulate);
@@ -219,7 +219,7 @@ pub fn backward_product(
 
 /// The library's default product, to measure the cost of batch invariance. Compiled for benchmarks only.
 #[cfg(feature = "bench")]
-pub mod stock {
+pub mod library_default {
     use super::Parallelism;
     use std::sync::atomic::AtomicBool;
 

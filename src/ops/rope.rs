@@ -114,7 +114,8 @@ impl Rotation {
     /// When the copy fails.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn device_positions(&self, device: &Device) -> Result<Tensor> {
-        self.uploaded.get_or_copy(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
+        self.uploaded
+            .get_or_copy(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
     }
 
     /// Checks the number of rows, the head size and the positions.

@@ -122,7 +122,8 @@ mod tests {
         for (length, shared) in [(5, 0), (6, 3), (7, 5), (4, 9), (6, 2), (2, 0)] {
             sequence_rows.push(length, shared);
         }
-        let paths: Vec<Vec<usize>> = (0..sequence_rows.sequences()).map(|i| sequence_rows.row_indices(i)).collect();
+        let paths: Vec<Vec<usize>> =
+            (0..sequence_rows.sequences()).map(|i| sequence_rows.row_indices(i)).collect();
         assert_eq!(
             paths,
             [
@@ -136,7 +137,10 @@ mod tests {
         );
         assert_eq!(sequence_rows.rows(), 16);
         assert_eq!(sequence_rows.positions(), [0, 1, 2, 3, 4, 3, 4, 5, 5, 6, 2, 3, 4, 5, 0, 1]);
-        assert_eq!(sequence_rows.sequences_per_row().unwrap(), [5, 5, 4, 1, 1, 3, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
+        assert_eq!(
+            sequence_rows.sequences_per_row().unwrap(),
+            [5, 5, 4, 1, 1, 3, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+        );
         assert_eq!(sequence_rows.positions_count(), 30);
         assert_eq!((sequence_rows.own_rows(4), sequence_rows.first_own_row(4)), (10..14, 2));
         assert_eq!(sequence_rows.cu_seqlens(), None);

@@ -15,7 +15,7 @@
 //! last bit.
 
 mod backward;
-mod cached;
+mod cached_attention;
 mod chunks;
 mod forward;
 // Plain Rust in every build, for the tests; only GPU code uses it.
@@ -33,7 +33,7 @@ use super::kv_cache::KvBlocks;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::sequence_rows::SequenceRows;
 use backward::{BackwardInputs, attend_backward};
-pub use cached::cached_sink_attention;
+pub use cached_attention::cached_sink_attention;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use forward::attend;
 use rayon::prelude::*;
@@ -142,7 +142,9 @@ impl PackedSinkAttention {
         let longest = caches.iter().map(KvBlocks::len).max().unwrap_or(0);
         let seen = self.attention.window.unwrap_or(longest).min(longest);
         let tasks = self.tasks();
-        if should_parallelize(self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim) {
+        if should_parallelize(
+            self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim,
+        ) {
             tasks.into_par_iter().with_max_len(1).map(|(s, h)| f(s, h)).collect()
         } else {
             tasks.into_iter().map(|(s, h)| f(s, h)).collect()

@@ -169,7 +169,10 @@ mod tests {
                 assert_eq!(pools.run_on_all(sum), (20, 22));
             }
             // Longer than the others spin-wait.
-            assert_eq!(pools.run_on_all(|| with_spinning_threads(cpu, || std::thread::sleep(2 * AWAKE_MAX))), ());
+            assert_eq!(
+                pools.run_on_all(|| with_spinning_threads(cpu, || std::thread::sleep(2 * AWAKE_MAX))),
+                ()
+            );
             let panics = || pools.run_on_all(|| with_spinning_threads(cpu, || panic!("of f")));
             assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
             assert_eq!(pools.run_on_all(sum), (20, 22));

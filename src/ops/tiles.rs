@@ -284,7 +284,12 @@ pub(super) struct TileOperands {
 /// # Safety
 /// The processor must have the vectors; the panels and the tile must be valid.
 #[inline(always)]
-unsafe fn tile<W: SimdWords, const R: usize>(panels: TileOperands, to: TileOutput, columns: usize, add: bool) {
+unsafe fn tile<W: SimdWords, const R: usize>(
+    panels: TileOperands,
+    to: TileOutput,
+    columns: usize,
+    add: bool,
+) {
     let TileOperands { x, w, steps } = panels;
     // SAFETY: as below.
     let mut sums = [[unsafe { W::zero() }; VECTORS]; R];
@@ -335,7 +340,14 @@ unsafe fn tile<W: SimdWords, const R: usize>(panels: TileOperands, to: TileOutpu
 /// The processor must have the vectors, the lines must be valid, and `to` must have room for a vector
 /// beyond the last word.
 #[inline(always)]
-unsafe fn lay_out<W: SimdWords>(side: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
+unsafe fn lay_out<W: SimdWords>(
+    side: UnpackedOperand,
+    line: usize,
+    lines: usize,
+    chunk: KRange,
+    to: *mut u32,
+    width: usize,
+) {
     let steps = chunk.steps::<W>();
     let (lanes, per_word) = (W::LANES, W::PER_WORD);
     // SAFETY: guaranteed by the caller.

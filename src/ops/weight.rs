@@ -4,7 +4,7 @@ use super::cpu::{host_values, to_host};
 use super::embedding::{embedding, tied_embedding};
 use super::experts::{Dispatch, grouped_linear};
 use super::linear::{linear, linear_f32};
-use super::packed::{
+use super::packed_weights::{
     PackedFormat, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
 };
 use super::parameter::{GradientTarget, Parameter};
@@ -206,7 +206,13 @@ impl Weight {
         let (k, n) = self.head_shape()?;
         match self {
             Weight::Dense(weight) => {
-                backward_product(self.gemm_config(), dh, dz, &host_values(weight.values())?, (dz.len() / n, n, k));
+                backward_product(
+                    self.gemm_config(),
+                    dh,
+                    dz,
+                    &host_values(weight.values())?,
+                    (dz.len() / n, n, k),
+                );
             }
             Weight::Packed(weight) => weight.input_gradient(0, dh, dz)?,
         }

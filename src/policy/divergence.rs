@@ -77,6 +77,7 @@ pub fn kl_loss(
 ) -> Result<KlLoss> {
     sequences.check("log_prob", log_prob)?;
     sequences.check("reference log_prob", reference)?;
-    let (loss, grad_log_prob) = normalizer.reduce(sequences, |_, t| estimator.estimate(log_prob[t], reference[t]));
+    let (loss, grad_log_prob) =
+        normalizer.reduce(sequences, |_, t| estimator.estimate(log_prob[t], reference[t]));
     Ok(KlLoss { loss, grad_log_prob })
 }

@@ -54,7 +54,10 @@ impl<'a> Sequences<'a> {
     }
 
     /// Returns the indices of the valid tokens of `row`.
-    pub fn valid_indices(&self, row: Range<usize>) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
+    pub fn valid_indices(
+        &self,
+        row: Range<usize>,
+    ) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
         let mask = self.mask;
         row.filter(move |&token| mask[token])
     }
@@ -115,7 +118,10 @@ impl<'a> Sequences<'a> {
     /// that was not sampled.
     pub fn sequence_sums(&self, values: &[f32]) -> Result<Vec<f32>> {
         self.check("token rewards", values)?;
-        Ok(self.token_ranges().map(|row| values[row].iter().map(|&v| f64::from(v)).sum::<f64>() as f32).collect())
+        Ok(self
+            .token_ranges()
+            .map(|row| values[row].iter().map(|&v| f64::from(v)).sum::<f64>() as f32)
+            .collect())
     }
 
     /// Returns the mean over the valid tokens of the batch; 0 without any.

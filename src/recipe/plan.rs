@@ -7,7 +7,9 @@ use super::rules::{self, Findings};
 use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
-use crate::settings::{Entry, Mistake, Mistakes, Origin, SourceLocation, KeyLocations, Reader, ParsedKey, entries};
+use crate::settings::{
+    Entry, KeyLocations, Mistake, Mistakes, Origin, ParsedKey, Reader, SourceLocation, entries,
+};
 use std::path::Path;
 use toml::de::DeTable;
 

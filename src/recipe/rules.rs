@@ -10,7 +10,7 @@ use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
-use crate::settings::{Choice, Mistake, KeyLocations, changed_entries};
+use crate::settings::{Choice, KeyLocations, Mistake, changed_entries};
 use crate::tasks::TaskName;
 use std::path::Path;
 

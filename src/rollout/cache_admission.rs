@@ -73,7 +73,7 @@ mod tests {
     use crate::model::cache::CacheCapacity;
     use crate::model::config::{Config, LayerType, Rope};
     use crate::model::families::Family;
-    use crate::ops::pages::{PagedSequence, PageAllocator};
+    use crate::ops::page_allocator::{PageAllocator, PagedSequence};
     use crate::random::{Purpose, stream};
     use rand::Rng;
 

@@ -12,7 +12,7 @@ use crate::dist::Mesh;
 use crate::interpreter::SessionId;
 use crate::model::cache::SequenceCache;
 use crate::model::decode::Decoder;
-use crate::ops::logits::{SampledToken, Logits, SamplingParameters, logits_rows_max};
+use crate::ops::logits::{Logits, SampledToken, SamplingParameters, logits_rows_max};
 use crate::ops::threads::with_spinning_threads;
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;

@@ -17,7 +17,7 @@ pub(crate) use choice::{choice, registered};
 pub(crate) use limits::{Limits, above, from};
 pub(crate) use mistake::KeyLocations;
 pub use mistake::{Mistake, Mistakes, SourceLocation};
-pub(crate) use reader::{Origin, Reader, ParsedKey};
+pub(crate) use reader::{Origin, ParsedKey, Reader};
 pub(crate) use scalar::{ParsedValue, Scalar};
 pub use table::Entry;
 pub(crate) use table::{

@@ -1,6 +1,6 @@
 //! Reads parsed text into the tables in one pass; records places and collects mistakes.
 
-use super::{Mistake, Mistakes, SourceLocation, KeyLocations, Table, closest_word, join};
+use super::{KeyLocations, Mistake, Mistakes, SourceLocation, Table, closest_word, join};
 use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;

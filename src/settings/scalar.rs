@@ -1,6 +1,6 @@
 //! Scalar values of a key: reading, validation, writing and description of each type.
 
-use super::{Choice, Entry, Field, Limits, KeyDoc, Reader, ParsedKey, closest_word, from};
+use super::{Choice, Entry, Field, KeyDoc, Limits, ParsedKey, Reader, closest_word, from};
 use std::path::PathBuf;
 use toml::Value;
 use toml::de::DeValue;
@@ -33,8 +33,10 @@ pub(crate) trait Scalar: Sized {
 
 impl<T: Scalar> Field for T {
     fn read(&mut self, limits: Option<Limits>, written: &ParsedKey, reader: &mut Reader) {
-        let found =
-            ParsedValue { value: written.value.get_ref(), unquoted: reader.unquoted_text(written.value.span()) };
+        let found = ParsedValue {
+            value: written.value.get_ref(),
+            unquoted: reader.unquoted_text(written.value.span()),
+        };
         match T::parse(&found, limits) {
             Ok(value) => {
                 *self = value;
@@ -238,9 +240,11 @@ pub(crate) fn word_index(found: &ParsedValue, words: &[&str]) -> Result<usize, S
         (_, Some(text)) => text,
         (value, None) => return Err(format!("found {}; give {give}", show(value))),
     };
-    words.iter().position(|word| *word == text).ok_or_else(|| match closest_word(text, words.iter().copied()) {
-        Some(word) => format!("no such value {text:?}, did you mean \"{word}\"? Give {give}"),
-        None => format!("no such value {text:?}; give {give}"),
+    words.iter().position(|word| *word == text).ok_or_else(|| {
+        match closest_word(text, words.iter().copied()) {
+            Some(word) => format!("no such value {text:?}, did you mean \"{word}\"? Give {give}"),
+            None => format!("no such value {text:?}; give {give}"),
+        }
     })
 }
 

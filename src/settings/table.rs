@@ -1,6 +1,6 @@
 //! The `table!` macro: declares a struct with its defaults, keys, ranges and documentation.
 
-use super::{Limits, Reader, ParsedKey};
+use super::{Limits, ParsedKey, Reader};
 
 /// Declares a recipe table once.
 ///

@@ -3,10 +3,10 @@
 //! Text is always ordinary text: text of a user, a tool or a model can never become a control token.
 
 mod byte_level;
-mod embedded;
+mod embedded_vocabulary;
 mod limits;
 
-pub use embedded::embedded_json;
+pub use embedded_vocabulary::embedded_json;
 
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};

@@ -44,7 +44,10 @@ impl World {
         let recipe = rloss::recipe::Recipe { arms: arms.clone(), ..Default::default() };
         let plan = RolloutPlan::for_training(&RolloutSettings::default(), recipe.train.seed, 0);
         let task = rloss::tasks::build(
-            &TaskSettings { name: TaskName::from_name("arithmetic_single").unwrap(), ..TaskSettings::default() },
+            &TaskSettings {
+                name: TaskName::from_name("arithmetic_single").unwrap(),
+                ..TaskSettings::default()
+            },
             &TaskContext::default(),
         )
         .unwrap();

@@ -383,7 +383,10 @@ fn a_recipe_with_a_base_holds_only_what_differs() {
     // The resolved recipe stands alone.
     assert_eq!(read(&plan.to_toml(), &[]).recipe, plan.recipe);
     let place = plan.mistake("policy.clip_low", String::new()).place;
-    assert_eq!(place, SourceLocation::File { path: folder.path().join("arms/../ground.toml"), line: Some(5) });
+    assert_eq!(
+        place,
+        SourceLocation::File { path: folder.path().join("arms/../ground.toml"), line: Some(5) }
+    );
 
     let shown = folder.path().join("arms").display().to_string();
     let refused = |text: &str, sets: &[&str]| {

@@ -21,7 +21,7 @@ const UNSAFE_PLACES: [&str; 15] = [
     "src/ops/buffer.rs",
     "src/ops/cuda/",
     "src/ops/skinny_gemm.rs",
-    "src/ops/packed/kernels",
+    "src/ops/packed_weights/kernels",
     "src/ops/prefetch.rs",
     "src/ops/product.rs",
     "src/ops/sink_attention/rows.rs",

@@ -4,7 +4,7 @@ use super::*;
 use crate::model::config::WeightFormat;
 use crate::model::matrix::Adapter;
 use crate::ops::mxfp4;
-use crate::ops::packed::PackedMatrix;
+use crate::ops::packed_weights::PackedMatrix;
 use crate::random::{Purpose, stream};
 use rand::Rng;
 

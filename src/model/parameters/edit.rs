@@ -1,7 +1,7 @@
 //! Overwrites values of the store with those of a checkpoint.
 
 use super::Parameters;
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_values;
 use crate::ops::cpu::{edit, edit_codes};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};

@@ -1,7 +1,7 @@
 //! Tensors sharded over processes: gathered when a pass reaches them, or whole for a file.
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
-use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, SHARD_ALIGNMENT, ranks_in_shard_order, shard_range};
 use crate::model::expert_parallel::{ExpertParallel, expert_range};
 use crate::model::layers_on_demand::WeightChange;

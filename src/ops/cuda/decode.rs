@@ -5,7 +5,7 @@ use super::arguments::{Op, tensor};
 use super::launch::kernel_set;
 use super::paged::{KvPages, KvPool, accounts};
 use super::sink_attention::{Inputs, LaunchPlan, LaunchShape, OP as ATTENTION, Outputs, Spread};
-use crate::ops::pages::{PAGE_POSITIONS, page_table};
+use crate::ops::page_allocator::{PAGE_POSITIONS, page_table};
 use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};

@@ -3,7 +3,7 @@
 
 use super::arguments::{Op, from_storage};
 use super::product::{
-    Epilogue, add_weight_gradient, product_with_epilogue, product_input_gradient, scaled_input_gradient,
+    Epilogue, add_weight_gradient, product_input_gradient, product_with_epilogue, scaled_input_gradient,
 };
 use crate::ops::graph::is_tracked;
 use crate::ops::operation::DeviceArgument;

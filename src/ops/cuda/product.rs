@@ -7,7 +7,7 @@
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
-use crate::ops::packed::PackedMatrix;
+use crate::ops::packed_weights::PackedMatrix;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr, ValidAsZeroBits};

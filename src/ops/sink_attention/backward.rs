@@ -125,7 +125,8 @@ fn attend_backward_by<const R: usize, const W: usize>(
                 let seen = pair.map(|r| seen[r]);
                 let scores =
                     block_scores(places.clone().map(|at| &up.q[at]), keys_t, attention.scale(), seen);
-                let dp = query_key_products(places.map(|at| &up.grad[at]), &values_t, seen.map(|(_, high)| high));
+                let dp =
+                    query_key_products(places.map(|at| &up.grad[at]), &values_t, seen.map(|(_, high)| high));
                 for (i, r) in pair.into_iter().enumerate() {
                     let (lse, delta) = (up.lse[tile.places[r]], deltas[of_row[r]]);
                     for j in 0..BLOCK {

@@ -1,6 +1,6 @@
 //! The vector operations of tiles and skinny products, and their x86 implementations.
 
-use super::{KRange, TileOutput, TileOperands, UnpackedOperand};
+use super::{KRange, TileOperands, TileOutput, UnpackedOperand};
 
 /// Vectors of words of one kind.
 ///
@@ -35,7 +35,14 @@ pub trait SimdWords {
     /// Calls [`super::tile`] for `rows` rows, compiled for the vectors.
     unsafe fn tile(rows: usize, panels: TileOperands, to: TileOutput, columns: usize, add: bool);
     /// Calls [`super::lay_out`], compiled for the vectors.
-    unsafe fn lay_out(side: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize);
+    unsafe fn lay_out(
+        side: UnpackedOperand,
+        line: usize,
+        lines: usize,
+        chunk: KRange,
+        to: *mut u32,
+        width: usize,
+    );
 }
 
 // Each unsafe block holds only intrinsics; the trait requires of its callers the features that these need.
@@ -43,7 +50,7 @@ pub trait SimdWords {
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
     use super::super::{lay_out, tile};
-    use super::{KRange, TileOutput, TileOperands, UnpackedOperand, SimdWords};
+    use super::{KRange, SimdWords, TileOperands, TileOutput, UnpackedOperand};
     use std::arch::x86_64::*;
 
     /// Implements the trait's two functions that are compiled for a processor's features.

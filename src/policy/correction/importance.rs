@@ -5,7 +5,7 @@ use anyhow::Result;
 use super::{max, min, share};
 use crate::bad_input;
 use crate::policy::MetricMap;
-use crate::policy::offpolicy::check_any_valid;
+use crate::policy::off_policy::check_any_valid;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 use crate::policy::sequences::{Sequences, mean, sample_std};
 use crate::settings::choice;
@@ -142,7 +142,8 @@ pub fn importance_weights(
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
     let log_ratio = |t: usize| f64::from(log_ratio[t]);
-    let row_logs: Vec<f64> = sequences.token_ranges().map(|row| sequences.valid_indices(row).map(log_ratio).sum()).collect();
+    let row_logs: Vec<f64> =
+        sequences.token_ranges().map(|row| sequences.valid_indices(row).map(log_ratio).sum()).collect();
     let mut raw = vec![0.0; sequences.tokens()];
     for (row, &row_log) in sequences.token_ranges().zip(&row_logs) {
         for t in sequences.valid_indices(row) {

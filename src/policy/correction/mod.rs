@@ -16,7 +16,7 @@ pub use rule::{RejectOption, RejectionRule};
 use anyhow::Result;
 
 use super::MetricMap;
-use super::offpolicy::off_policy_metrics;
+use super::off_policy::off_policy_metrics;
 use super::sequences::Sequences;
 
 /// The rules of a correction: importance sampling, rejection, both, or neither (metrics only).

@@ -5,7 +5,7 @@ use anyhow::Result;
 use super::rule::{RejectionRule, Scope, Statistic};
 use super::{max, min, share};
 use crate::policy::MetricMap;
-use crate::policy::offpolicy::check_any_valid;
+use crate::policy::off_policy::check_any_valid;
 use crate::policy::ratio::LOG_RATIO_MAX;
 use crate::policy::sequences::{Sequences, mean, sample_std};
 
@@ -56,8 +56,9 @@ pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule])
 /// Returns the rule's statistic at every token, 0 at masked ones. Sequence scopes repeat the sequence's
 /// value.
 fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> Vec<f64> {
-    let of =
-        |t: usize| rule.option.statistic().evaluate(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX));
+    let of = |t: usize| {
+        rule.option.statistic().evaluate(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX))
+    };
     let mut statistic = vec![0.0; sequences.tokens()];
     for row in sequences.token_ranges() {
         let valid = || sequences.valid_indices(row.clone());
@@ -81,7 +82,8 @@ fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) 
     let variance = mean(bounded().map(|s| (s - centre).powi(2)));
     let has_tokens = |row: &std::ops::Range<usize>| sequences.valid_indices(row.clone()).next().is_some();
     let rows = || sequences.token_ranges().filter(has_tokens);
-    let row_means: Vec<f64> = rows().map(|row| mean(sequences.valid_indices(row).map(|t| statistic[t]))).collect();
+    let row_means: Vec<f64> =
+        rows().map(|row| mean(sequences.valid_indices(row).map(|t| statistic[t]))).collect();
     let per_row = || row_means.iter().copied();
     let lost_any = |row| sequences.valid_indices(row).any(|t| !rule.accepts(statistic[t]));
     let strayed = |beyond: &dyn Fn(f64) -> bool| match rule.option.scope() {

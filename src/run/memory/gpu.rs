@@ -8,7 +8,7 @@ use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
 use crate::model::cache::CacheCapacity;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
-use crate::ops::packed::PackedFormat;
+use crate::ops::packed_weights::PackedFormat;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
 use crate::policy::KlPlacement;

@@ -90,7 +90,10 @@ impl PlanInput<'_> {
             let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
             changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
         }
-        if self.processes > 1 && self.rollout_weights == RolloutWeightPlacement::Whole && self.has_remote_experts() {
+        if self.processes > 1
+            && self.rollout_weights == RolloutWeightPlacement::Whole
+            && self.has_remote_experts()
+        {
             let rollout_weights = RolloutWeightPlacement::ByExpert;
             let subject = PlanInput { rollout_weights, ..self.clone() };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");

@@ -9,7 +9,7 @@ use crate::metrics::Console;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::{Backend, Parameters};
 use crate::model::storage::TensorStorage;
-use crate::ops::packed::PackedMatrix;
+use crate::ops::packed_weights::PackedMatrix;
 use crate::ops::weight::Weight;
 use crate::recipe::resolve;
 use crate::run::preflight::Preflight;
@@ -182,7 +182,11 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
     };
     for processes in [2, 3, 8] {
         preflight.choose_sharding(processes, None);
-        assert_eq!(preflight.plan_input().packed_weights, PackedWeightPlacement::Whole, "memory is not known");
+        assert_eq!(
+            preflight.plan_input().packed_weights,
+            PackedWeightPlacement::Whole,
+            "memory is not known"
+        );
         let peak = MemoryPlan::new(&preflight.plan_input()).peak_bytes();
         preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, bound: String::new() }));
         assert_eq!(preflight.plan_input().packed_weights, PackedWeightPlacement::Whole, "it suffices");

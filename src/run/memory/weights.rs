@@ -82,7 +82,10 @@ impl PlanInput<'_> {
 
     /// Returns the policy's packed tensors that are sharded.
     pub(super) fn sharded_packed_tensors(&self) -> Vec<ShardedTensor> {
-        if self.processes == 1 || !self.intent.trains() || self.packed_weights != PackedWeightPlacement::Sharded {
+        if self.processes == 1
+            || !self.intent.trains()
+            || self.packed_weights != PackedWeightPlacement::Sharded
+        {
             return vec![];
         }
         let specs = parameter_specs(self.config).into_iter().enumerate();

@@ -38,7 +38,8 @@ impl Preflight {
             _ => self.sharding_options(),
         };
         let Some(&(sampling, packed)) = ways.iter().find(|way| fits(way)).or(ways.last()) else { return };
-        if asked.rollout_weights == RolloutWeightPlacement::Auto && sampling != RolloutWeightPlacement::Whole {
+        if asked.rollout_weights == RolloutWeightPlacement::Auto && sampling != RolloutWeightPlacement::Whole
+        {
             self.plan.warnings.push(format!(
                 "memory is too small for all weights in each process while it samples; using parallel.rollout_weights = \"{sampling}\""
             ));

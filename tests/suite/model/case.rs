@@ -289,7 +289,8 @@ impl Case {
             .iter()
             .for_each(|r| cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + r.tokens.len()));
         let rotation = self.model.rotation(positions);
-        let attend = &mut PackedAttention { sequence_rows: Arc::new(SequenceRows::from_cu_seqlens(&cu_seqlens)) };
+        let attend =
+            &mut PackedAttention { sequence_rows: Arc::new(SequenceRows::from_cu_seqlens(&cu_seqlens)) };
         let rows = &mut rloss::model::forward::Rows { rotation, attend, replay: None };
         let x = policy
             .decoder_stack()

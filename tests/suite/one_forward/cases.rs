@@ -169,8 +169,18 @@ pub fn cases() -> Vec<Case> {
         Case { name: "tool output inserted", turns: 5, share: 8, ..base() },
         Case { name: "groups share a prefill", samples: 16, share: 8, ..base() },
         Case { name: "sequences leave and enter", sequences_max: 3, samples: 2, share: 8, ..base() },
-        Case { name: "temperature 0.6", sampling: SamplingParameters::with_temperature(0.6), share: 5, ..base() },
-        Case { name: "temperature 1.7", sampling: SamplingParameters::with_temperature(1.7), share: 5, ..base() },
+        Case {
+            name: "temperature 0.6",
+            sampling: SamplingParameters::with_temperature(0.6),
+            share: 5,
+            ..base()
+        },
+        Case {
+            name: "temperature 1.7",
+            sampling: SamplingParameters::with_temperature(1.7),
+            share: 5,
+            ..base()
+        },
         Case {
             name: "top-p 0.8",
             sampling: SamplingParameters { top_p: 0.8, ..SamplingParameters::with_temperature(1.0) },

@@ -3,7 +3,7 @@
 use half::bf16;
 use rand::{Rng, RngCore};
 use rloss::ops::mxfp4::BLOCK;
-use rloss::ops::packed::{PackedFormat, PackedMatrix, StoredRows};
+use rloss::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows};
 use rloss::ops::product::{GemmThreads, StridedMatrix, forward_product, product};
 use rloss::random::{Purpose, stream};
 use std::convert::Infallible;

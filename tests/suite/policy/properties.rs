@@ -9,7 +9,7 @@ use rloss::policy::advantage::{
 use rloss::policy::alarm::alarm;
 use rloss::policy::correction::{CorrectionRules, correct};
 use rloss::policy::loss::{LossInput, PolicyLoss};
-use rloss::policy::offpolicy::agreement_metrics;
+use rloss::policy::off_policy::agreement_metrics;
 use rloss::policy::ratio::OldLogprob;
 use rloss::policy::shaping::OverlongPenalty;
 use rloss::policy::{Aggregation, Sequences};

@@ -41,7 +41,11 @@ pub struct TrlConfig<'a> {
 /// Metrics: `clip_ratio/{low,high,region}_mean` (or `cispo_clip_ratio`) and `kl` per token; the map holds
 /// `clip_ratio/low_min` and `clip_ratio/high_max` over sequences. Refused unless `delta` exceeds 1 + high and
 /// `ratio_max` is positive.
-pub fn trl(input: &LossInput, config: &TrlConfig, normalizer: &Normalizer) -> Result<(PolicyLoss, MetricMap)> {
+pub fn trl(
+    input: &LossInput,
+    config: &TrlConfig,
+    normalizer: &Normalizer,
+) -> Result<(PolicyLoss, MetricMap)> {
     input.check()?;
     check_objective(&config.objective)?;
     if let Some((_, reference)) = config.kl {

@@ -63,7 +63,8 @@ fn a_weight_bounded_above_only_is_cispo_with_an_open_lower_bound() {
 fn loss_types_are_aggregations() {
     let batch = Fixture::new(1);
     let sequences = batch.sequences();
-    let rows: Vec<Vec<usize>> = sequences.token_ranges().map(|row| sequences.valid_indices(row).collect()).collect();
+    let rows: Vec<Vec<usize>> =
+        sequences.token_ranges().map(|row| sequences.valid_indices(row).collect()).collect();
     let value = |token: usize| f64::from(batch.advantages[token]);
     let sums: Vec<f64> = rows.iter().map(|row| row.iter().map(|&t| value(t)).sum()).collect();
     let (tokens, with_tokens) = (sequences.valid_tokens() as f64, sequences.valid_sequences() as f64);

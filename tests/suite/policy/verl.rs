@@ -23,7 +23,8 @@ pub fn estimator(name: &str) -> Result<KlEstimator> {
 
 /// `is`: `none`, `token` or `sequence`; `threshold`: `c` or `low_high`.
 pub fn importance(is: &str, threshold: &str, batch_normalize: bool) -> Result<Option<ImportanceConfig>> {
-    let is = ImportanceSampling::from_name(is).with_context(|| format!("unknown importance sampling {is}"))?;
+    let is =
+        ImportanceSampling::from_name(is).with_context(|| format!("unknown importance sampling {is}"))?;
     let Some(level) = is.level() else { return Ok(None) };
     Ok(Some(ImportanceConfig { level, bound: WeightBound::new(&bounds(threshold)?)?, batch_normalize }))
 }

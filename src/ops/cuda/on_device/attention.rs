@@ -4,10 +4,10 @@ use crate::ops;
 use crate::ops::cuda::launch::Addresses;
 use crate::ops::cuda::modules::function;
 use crate::ops::cuda::{
-    Inputs, KvPages, KvPool, Prepared, Timer, kernel_set, open, sink_attention_backward, paged_sink_attention,
+    Inputs, KvPages, KvPool, Prepared, Timer, kernel_set, open, paged_sink_attention, sink_attention_backward,
 };
 use crate::ops::kv_cache::{KvBlocks, KvSequence};
-use crate::ops::pages::{PagedSequence, PageAllocator};
+use crate::ops::page_allocator::{PageAllocator, PagedSequence};
 use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};

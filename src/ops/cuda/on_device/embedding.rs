@@ -1,7 +1,8 @@
 //! Tests of row and column selection by id, on a GPU or the emulated driver, compared with the CPU.
 
 use super::{
-    assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, forward_and_backward,
+    assert_close, assert_refused, assert_rounded, differentiated, floats, forward_and_backward, learning,
+    numbers, up,
 };
 use crate::ops::cuda::{add_rows, open};
 use crate::ops::embedding::TokensById;
@@ -29,7 +30,8 @@ fn embeddings_give_the_cpus_values_and_add_their_gradient_in_place() {
             let (table, held) = (numbers(2, shape.0, shape.1, 1.0), numbers(3, shape.0, shape.1, 1.0));
             let of = |device: &Device, table: &Tensor, dy: &Tensor| {
                 let (parameter, sum) = learning(table, &held.to_device(device).unwrap());
-                let (y, gradients) = forward_and_backward(&[parameter.values()], dy, || lookup(&parameter, &ids));
+                let (y, gradients) =
+                    forward_and_backward(&[parameter.values()], dy, || lookup(&parameter, &ids));
                 // The table's gradient goes to the buffer only.
                 assert!(gradients[0].is_none());
                 (y, sum)

@@ -1,6 +1,8 @@
 //! Tests of linear layers, experts, dispatch and combine, compared with the CPU's ops on the same numbers.
 
-use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, numbers, up, forward_and_backward};
+use super::{
+    assert_close, assert_refused, assert_rounded, differentiated, floats, forward_and_backward, numbers, up,
+};
 use crate::ops::cuda::open;
 use crate::ops::parameter::GradientSink;
 use crate::ops::{self, Dispatch, Parameter};

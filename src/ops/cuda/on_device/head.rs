@@ -1,7 +1,8 @@
 //! Tests of the head compared with the CPU, and of the sampler's bits compared with training.
 
 use super::{
-    assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, forward_and_backward,
+    assert_close, assert_refused, assert_rounded, differentiated, floats, forward_and_backward, learning,
+    numbers, up,
 };
 use crate::ops::cuda::open;
 use crate::ops::logits::SamplingParameters;
@@ -64,7 +65,9 @@ fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
         let head = Weight::Dense(Parameter::trained(&w, counted.clone(), 0));
         let h = up(&numbers(1, rows, width, 0.5), &gpu);
         let dy = Tensor::zeros((2, rows), DType::F32, &gpu).unwrap();
-        forward_and_backward(&[&h], &dy, || ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0));
+        forward_and_backward(&[&h], &dy, || {
+            ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0)
+        });
         assert_eq!(counted.0.load(Ordering::Relaxed), 1, "{rows} rows");
     }
 }

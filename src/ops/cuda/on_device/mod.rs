@@ -9,13 +9,13 @@ mod load_balance;
 mod log_prob;
 mod low_rank;
 mod optimizer;
-mod packed;
+mod packed_weights;
 mod parameter;
 mod rope;
 mod router;
 mod rows;
 mod sampling;
-mod silu_gated;
+mod silu_and_mul;
 
 use crate::ops;
 use crate::ops::graph::differentiate;

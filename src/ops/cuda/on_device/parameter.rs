@@ -1,6 +1,6 @@
 //! Tests of parameters as inputs of a graph, on a GPU or the emulated driver.
 
-use super::{assert_refused, floats, learning, numbers, forward_and_backward};
+use super::{assert_refused, floats, forward_and_backward, learning, numbers};
 use crate::ops::Parameter;
 use crate::ops::cuda::{add_tensor, open};
 use candle_core::{DType, Tensor};

@@ -5,7 +5,7 @@ use rloss::policy::correction::{
     CorrectionRules, ImportanceConfig, RejectionRule, correct, importance_weights, reject,
 };
 use rloss::policy::loss::{ClipRange, PpoClip};
-use rloss::policy::offpolicy::{off_policy_metrics, probs_diff_metrics};
+use rloss::policy::off_policy::{off_policy_metrics, probs_diff_metrics};
 use rloss::policy::{Aggregation, MetricMap};
 use rloss::settings::Choice;
 use serde_json::Value;

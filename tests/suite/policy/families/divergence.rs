@@ -147,7 +147,10 @@ pub fn trl_row(row: &Row) -> Outcome {
     // TRL counts every sequence, those without a valid token included.
     let size = BatchSize {
         sequences: sequences.len(),
-        ..BatchSize::from_sequences(&sequences, row.params["max_completion_length"].as_u64().unwrap_or(0) as usize)
+        ..BatchSize::from_sequences(
+            &sequences,
+            row.params["max_completion_length"].as_u64().unwrap_or(0) as usize,
+        )
     };
     let normalizer = Normalizer::new(aggregation, size)?;
     let (result, extremes) = trl(&input, &TrlConfig { objective, sequence_level, kl }, &normalizer)?;

@@ -22,7 +22,7 @@ pub use table::{packed_columns, packed_rows};
 use super::cpu::should_parallelize;
 use super::mxfp4::{self, BLOCK};
 use super::product::{GemmThreads, K_CHUNK, StridedMatrix, product};
-use kernels::{Panel, OutputColumns, VectorInstructions};
+use kernels::{OutputColumns, Panel, VectorInstructions};
 use rayon::prelude::*;
 use std::convert::Infallible;
 use std::ops::Range;
@@ -153,7 +153,9 @@ impl PackedMatrix {
             read(expert, &mut stored)?;
             packed.par_chunks_exact_mut(form.panel_bytes(input)).enumerate().for_each(|(index, panel)| {
                 let columns = index * PANEL_COLUMNS..((index + 1) * PANEL_COLUMNS).min(output);
-                for (row, to) in stored.chunks_exact(2 * output).zip(panel.chunks_exact_mut(2 * PANEL_COLUMNS)) {
+                for (row, to) in
+                    stored.chunks_exact(2 * output).zip(panel.chunks_exact_mut(2 * PANEL_COLUMNS))
+                {
                     to[..2 * columns.len()].copy_from_slice(&row[2 * columns.start..2 * columns.end]);
                 }
             });
@@ -289,14 +291,18 @@ impl PackedMatrix {
         // No two tasks share columns and rows: each element of `out` belongs to one task.
         let tasks: Vec<Task> = groups
             .flat_map(|(expert, rows)| {
-                let few = rows.len() <= FEW_ROWS_MAX && self.chains() && VectorInstructions::detect() != VectorInstructions::Plain;
+                let few = rows.len() <= FEW_ROWS_MAX
+                    && self.chains()
+                    && VectorInstructions::detect() != VectorInstructions::Plain;
                 let tile = if few { 1 } else { TILE_PANELS };
                 self.tiles(tile).map(move |panels| Task { expert: *expert, rows: rows.clone(), panels, few })
             })
             .collect();
         let stripes = OutputColumns::new(out, n);
         let run = |tile: &mut Vec<f32>, task: &Task| self.run((bytes, task), x, stripes, tile, accumulate);
-        if should_parallelize(tasks.iter().map(|task| task.rows.len() * k * task.panels.len() * PANEL_COLUMNS).sum()) {
+        if should_parallelize(
+            tasks.iter().map(|task| task.rows.len() * k * task.panels.len() * PANEL_COLUMNS).sum(),
+        ) {
             tasks.par_iter().for_each_init(Vec::new, run);
         } else {
             let mut tile = Vec::new();
@@ -352,7 +358,13 @@ impl PackedMatrix {
         for start in (0..k).step_by(K_CHUNK) {
             let chunk = start..(start + K_CHUNK).min(k);
             for (at, index) in panels.clone().enumerate() {
-                vectors.decode(self.panel(bytes, *expert, index), chunk.clone(), tile, at * PANEL_COLUMNS, stride);
+                vectors.decode(
+                    self.panel(bytes, *expert, index),
+                    chunk.clone(),
+                    tile,
+                    at * PANEL_COLUMNS,
+                    stride,
+                );
             }
             let add = accumulate || start > 0;
             let w = (&tile[..chunk.len() * stride], stride);
@@ -489,7 +501,9 @@ mod tests {
     #[test]
     fn every_kind_of_vectors_decodes_and_multiplies_alike() {
         let kinds = match VectorInstructions::detect() {
-            VectorInstructions::Avx512 => vec![VectorInstructions::Avx512, VectorInstructions::Avx2, VectorInstructions::Plain],
+            VectorInstructions::Avx512 => {
+                vec![VectorInstructions::Avx512, VectorInstructions::Avx2, VectorInstructions::Plain]
+            }
             VectorInstructions::Avx2 => vec![VectorInstructions::Avx2, VectorInstructions::Plain],
             VectorInstructions::Plain => vec![VectorInstructions::Plain],
         };
@@ -538,7 +552,8 @@ mod tests {
                 let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
                 assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));
                 assert!(tiles.windows(2).all(|pair| pair[0].end == pair[1].start));
-                let columns = |tile: &Range<usize>| (tile.end * PANEL_COLUMNS).min(output) - tile.start * PANEL_COLUMNS;
+                let columns =
+                    |tile: &Range<usize>| (tile.end * PANEL_COLUMNS).min(output) - tile.start * PANEL_COLUMNS;
                 assert!(tiles.iter().all(|tile| columns(tile) > 1), "{output} columns by {count}");
             }
         }

@@ -27,10 +27,14 @@ impl PackedMatrix {
         }
         let bytes = match (&self.bytes, device) {
             (PackedStorage::HostPython(bytes), Device::Cpu) => PackedStorage::HostPython(bytes.clone()),
-            (PackedStorage::HostPython(bytes), _) => PackedStorage::Device(Tensor::from_slice(bytes, bytes.len(), device)?),
+            (PackedStorage::HostPython(bytes), _) => {
+                PackedStorage::Device(Tensor::from_slice(bytes, bytes.len(), device)?)
+            }
             (PackedStorage::Device(bytes), Device::Cpu) => PackedStorage::HostPython(bytes.to_vec1()?),
             (PackedStorage::Device(bytes), _) => PackedStorage::Device(bytes.to_device(device)?),
-            (PackedStorage::Shard(_), _) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
+            (PackedStorage::Shard(_), _) => {
+                bail!("packed matrix {:?}: a shard is gathered first", self.shape())
+            }
         };
         Ok(Self { bytes, ..*self })
     }

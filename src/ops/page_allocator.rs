@@ -87,8 +87,10 @@ impl PageAllocator {
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn reserve(self: &Arc<Self>, len: usize, window: Option<usize>) -> Result<PagedSequence> {
         let hidden = window.map_or(0, |window| (len + 1).saturating_sub(window) / PAGE_POSITIONS);
-        let own =
-            self.take(len.div_ceil(PAGE_POSITIONS) - hidden, &[len])?.into_iter().map(|page| Some(Arc::new(page)));
+        let own = self
+            .take(len.div_ceil(PAGE_POSITIONS) - hidden, &[len])?
+            .into_iter()
+            .map(|page| Some(Arc::new(page)));
         Ok(PagedSequence { pages: (0..hidden).map(|_| None).chain(own).collect(), len })
     }
 
@@ -213,7 +215,11 @@ mod tests {
         PageSpan { token, row, rows }
     }
 
-    fn runs(pages: &Arc<PageAllocator>, sequences: &mut [&mut PagedSequence], counts: &[usize]) -> Vec<PageSpan> {
+    fn runs(
+        pages: &Arc<PageAllocator>,
+        sequences: &mut [&mut PagedSequence],
+        counts: &[usize],
+    ) -> Vec<PageSpan> {
         let growth = pages.extend(sequences, counts).unwrap();
         assert_eq!(growth.copies, []);
         growth.runs

@@ -41,7 +41,8 @@ pub fn off_policy_metrics(
     let rollout = sequences.sequence_means(|t| f64::from(rollout_log_prob[t]));
     let log_ratio = |t: usize| f64::from(log_prob[t]) - f64::from(rollout_log_prob[t]);
     let difference: Vec<f64> = rollout.iter().zip(&train).map(|(r, t)| r - t).collect();
-    let row_sums = sequences.token_ranges().map(|row| sequences.valid_indices(row).map(log_ratio).sum::<f64>());
+    let row_sums =
+        sequences.token_ranges().map(|row| sequences.valid_indices(row).map(log_ratio).sum::<f64>());
     for (name, value) in [
         ("kl", sequences.mean(|t| -log_ratio(t))),
         ("k3_kl", sequences.mean(|t| log_ratio(t).exp_m1() - log_ratio(t))),
@@ -82,7 +83,10 @@ pub fn agreement_metrics(
     Ok(MetricMap::from([
         ("mismatch/bit_equal_fraction".into(), sequences.mean(same)),
         ("mismatch/logprob_abs_diff_max".into(), largest(&mut sequences.all_valid_indices().map(log_ratio))),
-        ("mismatch/log_ppl_abs_diff_max".into(), largest(&mut sequences.sequence_means(log_ratio).into_iter())),
+        (
+            "mismatch/log_ppl_abs_diff_max".into(),
+            largest(&mut sequences.sequence_means(log_ratio).into_iter()),
+        ),
     ]))
 }
 

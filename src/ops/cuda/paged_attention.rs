@@ -3,7 +3,7 @@
 use super::arguments::tensor;
 use super::launch::{Addresses, kernel_params, kernel_set, launch};
 use super::sink_attention::{Inputs, OP, Outputs, Prepared};
-use crate::ops::pages::{CopiedRows, PagedSequence, PageAllocator, page_table};
+use crate::ops::page_allocator::{CopiedRows, PageAllocator, PagedSequence, page_table};
 use crate::ops::sink_attention::Attention;
 use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
 use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};

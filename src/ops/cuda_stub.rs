@@ -6,7 +6,7 @@ use super::load_balance::LoadBalance;
 use super::logits::SampledToken;
 use super::operation::DeviceArgument;
 use super::optimizer::AdamW;
-use super::packed::PackedMatrix;
+use super::packed_weights::PackedMatrix;
 use super::parameter::GradientTarget;
 use super::rope::Rotation;
 use super::sink_attention::Attention;

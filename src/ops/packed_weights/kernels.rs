@@ -237,7 +237,12 @@ unsafe fn some_rows<L: SimdLanes, const R: usize>(
 /// # Safety
 /// As [`some_rows`].
 #[inline(always)]
-unsafe fn all_rows<L: SimdLanes>(panel: Panel, (x, k): (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) {
+unsafe fn all_rows<L: SimdLanes>(
+    panel: Panel,
+    (x, k): (&[f32], usize),
+    out: (OutputColumns, usize),
+    accumulate: bool,
+) {
     let m = x.len() / k;
     for start in (0..k).step_by(K_CHUNK) {
         let rows = start..(start + K_CHUNK).min(k);
@@ -341,7 +346,13 @@ impl VectorInstructions {
 
     /// Multiplies rows of `x [m, in]` with `panel`, into columns from `first` on. Returns false and does
     /// nothing without vectors.
-    pub fn skinny_gemm(self, panel: Panel, x: (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) -> bool {
+    pub fn skinny_gemm(
+        self,
+        panel: Panel,
+        x: (&[f32], usize),
+        out: (OutputColumns, usize),
+        accumulate: bool,
+    ) -> bool {
         panel.check(0..x.1);
         assert!(x.1 > 0 && x.0.len().is_multiple_of(x.1), "packed product: rows");
         match self {

@@ -3,7 +3,7 @@
 use super::{assert_refused, assert_rounded, differentiated, floats, learning, numbers, up};
 use crate::ops::cuda::open;
 use crate::ops::mxfp4::BLOCK;
-use crate::ops::packed::{PackedFormat, PackedMatrix, packed_grouped_linear, packed_linear};
+use crate::ops::packed_weights::{PackedFormat, PackedMatrix, packed_grouped_linear, packed_linear};
 use crate::ops::{self, Dispatch, Parameter};
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, RngCore, SeedableRng};
