@@ -61,7 +61,7 @@ impl Connection {
     ///
     /// # Errors
     /// Those of `open`.
-    pub fn open<C: Backend>(open: impl FnOnce() -> Result<C> + Send + 'static) -> Result<Self> {
+    pub fn open<C: TransportBackend>(open: impl FnOnce() -> Result<C> + Send + 'static) -> Result<Self> {
         let (requests, inbox) = channel();
         let (reply, receiver) = channel();
         let work = move || match open() {
@@ -100,7 +100,7 @@ impl Communicator for Connection {
         Ok(PendingMessages(receiver))
     }
 
-    fn set_limit(&self, limit: Duration) {
+    fn set_timeout(&self, limit: Duration) {
         // If the thread has ended, the next exchange returns the error.
         let _ = self.send(Request::Limit(limit));
     }
@@ -124,7 +124,7 @@ struct ActiveExchange<U> {
 }
 
 /// Serves requests until the connection ends.
-fn serve<C: Backend>(mut backend: C, inbox: &Receiver<Request>) {
+fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
     let mut limit = TIMEOUT;
     let mut exchanges: Vec<ActiveExchange<C::Active>> = vec![];
     let mut idle_polls = 0;
@@ -172,14 +172,14 @@ fn serve<C: Backend>(mut backend: C, inbox: &Receiver<Request>) {
 }
 
 /// Polls one exchange. Returns it if it is still pending; otherwise sends its result to the caller.
-fn poll<C: Backend>(
+fn poll<C: TransportBackend>(
     backend: &mut C,
     mut one: ActiveExchange<C::Active>,
     limit: Duration,
 ) -> Option<ActiveExchange<C::Active>> {
-    let error = match backend.missing(&mut one.active) {
+    let error = match backend.missing_ranks(&mut one.active) {
         Ok(missing) if missing.is_empty() => {
-            let _ = one.reply.send(backend.take_parts(one.active).context(one.what));
+            let _ = one.reply.send(backend.take_messages(one.active).context(one.what));
             return None;
         }
         Ok(missing) if one.begun.elapsed() < limit => {

@@ -4,7 +4,7 @@
 //! The communicator is non-blocking. An exchange is one NCCL group with an event at its end; `ncclCommAbort`
 //! ends it at the time limit.
 
-use super::connection::{Backend, DISCONNECT_TIMEOUT, TIMEOUT};
+use super::connection::{TransportBackend, DISCONNECT_TIMEOUT, TIMEOUT};
 use super::launch::RankAddress;
 use super::{Exchange, rendezvous, tag};
 use crate::error::BadInput;
@@ -112,7 +112,7 @@ impl Comm {
             result::comm_init_rank_config(&mut comm, ranks as c_int, id, rank as c_int, &mut config)
         };
         let mut connection = Self { rank, ranks, comm: Some(comm), exchanges, copies };
-        connection.settle("ncclCommInitRankConfig", begun, TIMEOUT)?;
+        connection.wait_for_call("ncclCommInitRankConfig", begun, TIMEOUT)?;
         Ok(connection)
     }
 
@@ -231,8 +231,8 @@ fn nccl_error(comm: Option<sys::ncclComm_t>, call: &str, error: &NcclError) -> a
     anyhow::anyhow!("{call} failed with {:?}: {text}", error.0)
 }
 
-impl Backend for Comm {
-    type Active = Group;
+impl TransportBackend for Comm {
+    type Active = PendingGroup;
 
     const NAMES_MISSING_RANKS: bool = false;
 
@@ -244,7 +244,7 @@ impl Backend for Comm {
         self.ranks
     }
 
-    fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Group> {
+    fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<PendingGroup> {
         let comm = self.comm()?;
         let Exchange { what, send, receive } = exchange;
         // A part for several ranks is copied to the device once.
@@ -269,15 +269,15 @@ impl Backend for Comm {
         let stream = self.exchanges.clone();
         let (guards, launched) = enqueue_group((comm, &stream), (&to, &send), &mut receive);
         // NCCL's work is on the stream only after this.
-        self.settle("ncclGroupEnd", launched, limit)?;
+        self.wait_for_call("ncclGroupEnd", launched, limit)?;
         drop(guards);
         let end = driver(stream.record_event(None), "an event of the GPU").inspect_err(|_| self.abort())?;
-        Ok(Group { end, receive, to: to.into_iter().map(|(rank, _)| rank).collect(), _send: send })
+        Ok(PendingGroup { end, receive, to: to.into_iter().map(|(rank, _)| rank).collect(), _send: send })
     }
 
-    fn missing(&mut self, group: &mut Group) -> Result<Vec<usize>> {
+    fn missing_ranks(&mut self, group: &mut PendingGroup) -> Result<Vec<usize>> {
         // NCCL's own errors first: after them the event may never come.
-        self.settle("an exchange", Ok(NcclStatus::Success), TIMEOUT)?;
+        self.wait_for_call("an exchange", Ok(NcclStatus::Success), TIMEOUT)?;
         match driver(group.end.try_is_complete(), "an exchange")? {
             true => Ok(vec![]),
             false => {
@@ -286,7 +286,7 @@ impl Backend for Comm {
         }
     }
 
-    fn take_parts(&mut self, group: Group) -> Result<Vec<Vec<u8>>> {
+    fn take_messages(&mut self, group: PendingGroup) -> Result<Vec<Vec<u8>>> {
         let download = |memory: &CudaSlice<u8>| -> Result<([u8; HEADER_BYTES], Vec<u8>), DriverError> {
             let (mut header, mut bytes) = ([0; HEADER_BYTES], vec![0; memory.len() - HEADER_BYTES]);
             self.copies.memcpy_dtoh(&memory.slice(..HEADER_BYTES), &mut header)?;
@@ -306,7 +306,7 @@ impl Backend for Comm {
         group.receive.iter().map(check).collect()
     }
 
-    fn abandon(&mut self, group: Group) {
+    fn abandon(&mut self, group: PendingGroup) {
         self.abort();
         drop(group);
     }
@@ -315,7 +315,7 @@ impl Backend for Comm {
         let Some(comm) = self.comm else { return };
         // SAFETY: the communicator is open.
         let answer = unsafe { result::comm_finalize(comm) };
-        if self.settle("ncclCommFinalize", answer, DISCONNECT_TIMEOUT).is_err() {
+        if self.wait_for_call("ncclCommFinalize", answer, DISCONNECT_TIMEOUT).is_err() {
             return;
         }
         self.comm = None;
@@ -347,13 +347,13 @@ pub fn self_test(ordinal: usize, bytes_max: usize) -> Result<String> {
         let mut group =
             comm.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] }, TIMEOUT)?;
         let begun = Instant::now();
-        while !comm.missing(&mut group)?.is_empty() {
+        while !comm.missing_ranks(&mut group)?.is_empty() {
             if begun.elapsed() > super::tcp::CONNECT_TIMEOUT {
                 bail!("{what} did not arrive");
             }
             std::thread::yield_now();
         }
-        if comm.take_parts(group)? != [part] {
+        if comm.take_messages(group)? != [part] {
             bail!("{what} arrived changed");
         }
         bytes *= 16;

@@ -108,7 +108,7 @@ impl SequenceCache {
         for (layer, of) in self.layers.iter_mut().zip(&config.layer_types) {
             let KvSequence::Device(pages) = layer else { anyhow::bail!("the cache is on the host") };
             let window = (*of == LayerType::Sliding).then_some(config.sliding_window);
-            *layer = KvSequence::Device(pages.reserved(tokens, window)?);
+            *layer = KvSequence::Device(pages.reserve(tokens, window)?);
         }
         Ok(())
     }

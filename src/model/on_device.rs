@@ -3,15 +3,15 @@
 
 mod adapted;
 
-use super::attend::PackedAttention;
+use super::attention::PackedAttention;
 use super::cache::{CacheCapacity, Caches, SequenceCache};
 use super::config::{Config, LayerType, Rope};
 use super::decode::Decoder;
-use super::decoder_stack::{DecoderStack, nothing};
+use super::decoder_stack::{DecoderStack, keep_nothing};
 use super::families::Family;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::init::{InitSettings, init};
-use super::matrix::Tensors;
+use super::matrix::ModelTensors;
 use super::weights::Weights;
 use crate::ops::cuda::open;
 use crate::ops::graph::differentiate;
@@ -24,7 +24,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 fn qwen2() -> Family {
-    Family::named("qwen2").unwrap()
+    Family::from_name("qwen2").unwrap()
 }
 
 fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Config {
@@ -92,9 +92,9 @@ fn learner(config: &Config, device: &Device) -> Learner {
     let places: HashMap<_, _> = names.iter().enumerate().map(|(i, name)| (name.clone(), i)).collect();
     let find = |name: &str| {
         let i = places[name];
-        Ok(Weight::Dense(Parameter::trained(&values[i], gradients.clone(), i)))
+        Ok(Weight::Dense(Parameter::with_gradient_sink(&values[i], gradients.clone(), i)))
     };
-    let tensors = Tensors { find: &find, adapters: &HashMap::new(), ranks: None };
+    let tensors = ModelTensors { find: &find, adapters: &HashMap::new(), ranks: None };
     let weights = Weights::new(config, false, 0, None, tensors).unwrap();
     Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
 }
@@ -118,14 +118,14 @@ impl Learner {
     fn training(&self, tokens: &[u32], lengths: &[usize]) -> Tensor {
         let mut starts = vec![0];
         lengths.iter().for_each(|length| starts.push(starts[starts.len() - 1] + length));
-        let sequence_rows = Arc::new(SequenceRows::separate(&starts));
+        let sequence_rows = Arc::new(SequenceRows::from_cu_seqlens(&starts));
         let positions = lengths.iter().flat_map(|&length| 0..length as u32).collect();
         let attend = &mut PackedAttention { sequence_rows };
         let rotation = self.model.rotation(positions);
         let rows = &mut Rows { rotation, attend, replay: None };
-        let hidden = self.stack().forward(&Arc::new(tokens.to_vec()), rows, &mut nothing).unwrap();
+        let hidden = self.stack().forward(&Arc::new(tokens.to_vec()), rows, &mut keep_nothing).unwrap();
         let all = Arc::new((0..tokens.len() as u32).collect());
-        let normed = self.stack().normed(&hidden, &all).unwrap();
+        let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
         self.stack().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
     }
 
@@ -159,11 +159,11 @@ impl Learner {
             let counts: Vec<usize> = counts.iter().copied().filter(|&count| count > 0).collect();
             let hidden = match &mut decoder {
                 Some(decoder) => decoder.feed(&self.stack(), fed, &mut open).unwrap(),
-                None => self.stack().feed(fed, &mut open, &counts, &mut nothing).unwrap(),
+                None => self.stack().feed(fed, &mut open, &counts, &mut keep_nothing).unwrap(),
             };
             let all = Arc::new((0..rows.len() as u32).collect());
-            let normed = self.stack().normed(&hidden, &all).unwrap();
-            let sampling = SamplingParameters::whole(1.0);
+            let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
+            let sampling = SamplingParameters::with_temperature(1.0);
             let logits = self.stack().logits(&normed, &sampling).unwrap();
             let asked: Vec<_> = rows.iter().enumerate().map(|(i, &row)| (i, targets[row])).collect();
             for (&row, log_prob) in rows.iter().zip(logits.log_probs(&sampling, &asked).unwrap()) {
@@ -210,7 +210,7 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     assert_eq!(sampled, trained[..tokens.len()], "{:?} recorded", config.family);
     // Shapes: one step of three sequences, 8 of two, then one sequence: 55 steps in a page and 6 in the
     // next. The first step of each shape launches every kernel.
-    assert_eq!(decoder.replayed(), 7 + 54 + 5);
+    assert_eq!(decoder.replay_count(), 7 + 54 + 5);
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
     let room = CacheCapacity { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
     let caches = Caches::new(&shape, &gpu, room).unwrap();
     let mut long = caches.sequence();
-    stack.feed(ids(1021), &mut [&mut long], &[1021], &mut nothing).unwrap();
+    stack.feed(ids(1021), &mut [&mut long], &[1021], &mut keep_nothing).unwrap();
     // One sequence is new, and the other two share the page in which the prompt ends.
     let mut recorded = [long.clone(), long.clone(), caches.sequence()];
     let mut plain = [long.clone(), long, caches.sequence()];
@@ -236,18 +236,18 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
         let mut open: Vec<_> = plain.iter_mut().collect();
         assert_eq!(
             got,
-            floats(&stack.feed(tokens, &mut open, &[1; 3], &mut nothing).unwrap()),
+            floats(&stack.feed(tokens, &mut open, &[1; 3], &mut keep_nothing).unwrap()),
             "step {step}"
         );
         if step == 1 {
             // Another prompt takes pages between two steps.
             let mut other = caches.sequence();
-            stack.feed(ids(80), &mut [&mut other], &[80], &mut nothing).unwrap();
+            stack.feed(ids(80), &mut [&mut other], &[80], &mut keep_nothing).unwrap();
         }
     }
-    assert_eq!(decoder.replayed(), 2 + 3);
+    assert_eq!(decoder.replay_count(), 2 + 3);
     let full = &mut [&mut caches.sequence()];
-    stack.feed(ids(1100), full, &[1100], &mut nothing).unwrap();
+    stack.feed(ids(1100), full, &[1100], &mut keep_nothing).unwrap();
     let error = decoder.feed(&stack, vec![1], full).unwrap_err().to_string();
     assert!(error.contains("positions up to 1101"), "{error}");
 }

@@ -108,7 +108,7 @@ fn descend(weights: &mut [f32], gradient: &[f32], shrink: f32, rate: f32) {
 pub fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
     check_same_shape(buffer, &[gradient])?;
     if buffer.device().is_cuda() {
-        return cuda::accumulate(buffer, gradient, momentum);
+        return cuda::update_momentum(buffer, gradient, momentum);
     }
     let gradient = host_values(gradient)?;
     edit(buffer, |buffer| {

@@ -4,7 +4,7 @@
 //! tensor of the parameter's size per micro-batch would cost more than the addition.
 
 use super::cpu::{add_values, host_values};
-use super::cuda::{add_tensor, copied};
+use super::cuda::{add_tensor, copy_argument};
 use super::graph::apply;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::product::Precision;
@@ -119,7 +119,7 @@ impl Operation<1> for Leaf {
     }
 
     fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
-        copied(x)
+        copy_argument(x)
     }
 
     fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 1]> {

@@ -3,8 +3,8 @@
 
 use super::Verdicts;
 use super::oracle::bits;
-use super::problem::{Problem, Shape};
-use crate::ops::cuda::{Inputs, KvPages, KvPool, Prepared, paged_sink_attention};
+use super::problem::{AttentionProblem, Shape};
+use crate::ops::cuda::{Inputs, KvPages, KvPool, DeviceLaunchPlan, paged_sink_attention};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::random::{Purpose, stream};
@@ -26,14 +26,14 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     for (shape, kernels) in
         long_shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
     {
-        let problem = Problem::new(shape, 19);
+        let problem = AttentionProblem::new(shape, 19);
         let what = format!("links: decode spread over blocks = serial, {}, {}", shape.name, kernels.name);
         verdicts.check(&what, || spread_against_serial(&problem, device, kernels));
     }
     for (shape, kernels) in
         shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
     {
-        let problem = Problem::new(shape, 11);
+        let problem = AttentionProblem::new(shape, 11);
         let of = format!("{}, {}", shape.name, kernels.name);
         let paces = [
             ("decode", Pace::KRange(1)),
@@ -99,10 +99,10 @@ fn words(values: Vec<f32>) -> Vec<u32> {
 }
 
 /// Runs training's forward and backward.
-pub(super) fn training_bits(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Bits> {
+pub(super) fn training_bits(problem: &AttentionProblem, device: &Device, kernels: &'static KernelSet) -> Result<Bits> {
     let gpu = device.as_cuda_device()?;
-    let sequences = LaunchSequences::packed(&problem.shape.cu_seqlens())?;
-    let prepared = Prepared::new(gpu, kernels, &problem.shape.attention(), &sequences, None)?;
+    let sequences = LaunchSequences::for_packed_sequences(&problem.shape.cu_seqlens())?;
+    let prepared = DeviceLaunchPlan::new(gpu, kernels, &problem.shape.attention(), &sequences, None)?;
     let up = |values: &[f32]| gpu.clone_htod(&bits(values));
     let (q, kv, dout) = (up(&problem.q)?, up(&problem.kv)?, up(&problem.dout)?);
     let sinks = gpu.clone_htod(&problem.sinks)?;
@@ -121,7 +121,7 @@ pub(super) fn training_bits(problem: &Problem, device: &Device, kernels: &'stati
 }
 
 /// Creates a cache whose free pages hold NaN from an earlier sequence.
-fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) -> Result<Arc<KvPool>> {
+fn stale_cache(problem: &AttentionProblem, device: &Device, kernels: &'static KernelSet) -> Result<Arc<KvPool>> {
     let Shape { heads, kv_heads, .. } = problem.shape;
     let pages: usize = problem.shape.lengths.iter().map(|length| length.div_ceil(64)).sum();
     let cache = KvPool::new(device.as_cuda_device()?, kv_heads, pages)?;
@@ -133,24 +133,24 @@ fn stale_cache(problem: &Problem, device: &Device, kernels: &'static KernelSet) 
     let q = nan((rows, heads * 64))?.reshape((rows, heads, 64))?;
     let kv = nan((rows, 2 * kv_heads * 64))?.reshape((rows, 2, kv_heads, 64))?;
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
-    let mut earlier = cache.sequence();
+    let mut earlier = cache.new_sequence();
     let attention = problem.shape.attention();
     paged_sink_attention(kernels, &q, &kv, &sinks, &mut [&mut earlier], &[rows], &attention)?;
     Ok(cache)
 }
 
 fn rollout_against_training(
-    problem: &Problem,
+    problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
     pace: Pace,
 ) -> Result<Result<String, String>> {
-    let expected = training(problem, device, kernels)?;
+    let expected = training_bits(problem, device, kernels)?;
     let shape = &problem.shape;
     let (heads, kv_heads) = (shape.heads, shape.kv_heads);
     let starts = shape.cu_seqlens();
     let cache = stale_cache(problem, device, kernels)?;
-    let mut sequences: Vec<KvPages> = shape.lengths.iter().map(|_| cache.sequence()).collect();
+    let mut sequences: Vec<KvPages> = shape.lengths.iter().map(|_| cache.new_sequence()).collect();
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
     let mut rng = stream(13, Purpose::Evaluation, &[]);
     let (mut rows, mut wrong, mut calls) = (0, 0, 0);
@@ -214,7 +214,7 @@ const DECODED: usize = 3;
 /// Compares two decodes over pages: one block per chunk of keys with merged partial results, and one block
 /// for all chunks.
 fn spread_against_serial(
-    problem: &Problem,
+    problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
 ) -> Result<Result<String, String>> {
@@ -224,7 +224,7 @@ fn spread_against_serial(
     let (q_row, kv_row) = (heads * 64, 2 * kv_heads * 64);
     let counts: Vec<usize> = lengths.iter().map(|&length| length.min(DECODED)).collect();
     let before: Vec<usize> = lengths.iter().zip(&counts).map(|(length, count)| length - count).collect();
-    let batch = LaunchSequences::cached(&counts, &before)?;
+    let batch = LaunchSequences::for_cached_sequences(&counts, &before)?;
 
     let pages_max = lengths.iter().map(|length| length.div_ceil(64)).max().unwrap_or(0);
     // Pages of a sequence are in reverse order, and hold NaN past its end.
@@ -245,7 +245,7 @@ fn spread_against_serial(
     let (q, kv, sinks) = (q.as_view(), kv.as_view(), sinks.as_view());
     let forward = |spread| -> Result<Bits> {
         let pages = Some((&table[..], pages_max));
-        let prepared = Prepared::with_split(gpu, kernels, &attention, &batch, pages, spread)?;
+        let prepared = DeviceLaunchPlan::with_split(gpu, kernels, &attention, &batch, pages, spread)?;
         let mut outputs = prepared.outputs()?;
         prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
         let (out, lse) = (gpu.clone_dtoh(&outputs.out)?, gpu.clone_dtoh(&outputs.lse)?);
@@ -262,15 +262,15 @@ fn spread_against_serial(
 }
 
 fn backward_again(
-    problem: &Problem,
+    problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
     times: usize,
 ) -> Result<Result<String, String>> {
-    let first = training(problem, device, kernels)?;
+    let first = training_bits(problem, device, kernels)?;
     let mut wrong = 0;
     for _ in 0..times {
-        wrong += usize::from(training(problem, device, kernels)? != first);
+        wrong += usize::from(training_bits(problem, device, kernels)? != first);
     }
     Ok(if wrong == 0 {
         Ok(format!("{times} of {times} runs"))
@@ -281,24 +281,24 @@ fn backward_again(
 
 /// Checks that rows of dQ, dK and dV do not depend on the rest of the batch. ds is a sum over the batch.
 fn alone_against_batch(
-    problem: &Problem,
+    problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
 ) -> Result<Result<String, String>> {
-    let together = training(problem, device, kernels)?;
+    let together = training_bits(problem, device, kernels)?;
     let Shape { heads, kv_heads, .. } = problem.shape;
     let (q_row, kv_row) = (heads * 64, 2 * kv_heads * 64);
     for bounds in problem.shape.cu_seqlens().windows(2) {
         let (start, end) = (bounds[0], bounds[1]);
         let shape = Shape { lengths: vec![end - start], ..problem.shape.clone() };
-        let alone = Problem {
+        let alone = AttentionProblem {
             shape,
             q: problem.q[start * q_row..end * q_row].to_vec(),
             kv: problem.kv[start * kv_row..end * kv_row].to_vec(),
             sinks: problem.sinks.clone(),
             dout: problem.dout[start * q_row..end * q_row].to_vec(),
         };
-        let seen = training(&alone, device, kernels)?;
+        let seen = training_bits(&alone, device, kernels)?;
         let same = seen.out == together.out[start * q_row..end * q_row]
             && seen.lse == together.lse[start * heads..end * heads]
             && seen.dq == together.dq[start * q_row..end * q_row]

@@ -5,7 +5,7 @@ use super::Verdicts;
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::graph::differentiate;
 use crate::ops::logits::SamplingParameters;
-use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, scale, sgd, sum_of_squares};
+use crate::ops::optimizer::{AdamW, update_momentum, adamw, round_to_bf16, scale, sgd, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use crate::ops::rope::{RopeTable, Rotation};
 use crate::ops::weight::Weight;
@@ -125,7 +125,7 @@ impl GradientSink for Buffer {
 pub(super) fn trainable_parameter(values: &Tensor) -> Result<(Parameter, Tensor)> {
     let halves = Tensor::full(0.5f32, values.dims(), &Device::Cpu)?.to_device(values.device())?;
     let variable = Var::from_tensor(values)?;
-    Ok((Parameter::trained(variable.as_tensor(), Arc::new(Buffer(halves.clone())), 0), halves))
+    Ok((Parameter::with_gradient_sink(variable.as_tensor(), Arc::new(Buffer(halves.clone())), 0), halves))
 }
 
 /// Applies `op` to `inputs`. Returns its output, and the inputs' gradients for `dy`.
@@ -151,8 +151,8 @@ fn differentiated(
 fn linear(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let mut seen = vec![];
     for (k, n) in [(16, 8), (8, 13)] {
-        let (w, dw) = learning(&matrix(2, &[k, n], device)?)?;
-        let (b, db) = learning(&single(3, Rows { all: 1, first: 0 }, n, device)?.flatten_all()?)?;
+        let (w, dw) = trainable_parameter(&matrix(2, &[k, n], device)?)?;
+        let (b, db) = trainable_parameter(&single(3, Rows { all: 1, first: 0 }, n, device)?.flatten_all()?)?;
         let (x, dy) = (activations(1, rows, k, device)?, activations(4, rows, n, device)?);
         let (y, dx) = differentiated(from_ref(&x), &dy, |x| ops::linear(x[0], &w, Some(&b)))?;
         let wide = ops::linear_f32(&x, &w.without_gradient(), None)?;
@@ -177,8 +177,8 @@ fn experts(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     )?;
     let routes = routes.reshape(((), top_k))?.to_device(device)?;
     let plan = Dispatch::new(&routes, experts)?;
-    let (w, dw) = learning(&matrix(2, &[experts, width, out], device)?)?;
-    let (b, db) = learning(&single(3, Rows { all: experts, first: 0 }, out, device)?)?;
+    let (w, dw) = trainable_parameter(&matrix(2, &[experts, width, out], device)?)?;
+    let (b, db) = trainable_parameter(&single(3, Rows { all: experts, first: 0 }, out, device)?)?;
     let inputs = [activations(1, rows, width, device)?, single(4, rows, top_k, device)?];
     let sorted = ops::dispatch(&inputs[0], &plan)?;
     let (y, gradients) = differentiated(&inputs, &activations(5, rows, out, device)?, |x| {
@@ -246,8 +246,8 @@ fn embedding(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (vocabulary, width) = (7, 16);
     let ids = rows.ids(|row| if row % 2 == 1 { vocabulary - 1 } else { row * 31 % vocabulary });
     let dy = activations(1, rows, width, device)?;
-    let (table, dtable) = learning(&matrix(2, &[vocabulary, width], device)?)?;
-    let (turned, dturned) = learning(&matrix(3, &[width, vocabulary], device)?)?;
+    let (table, dtable) = trainable_parameter(&matrix(2, &[vocabulary, width], device)?)?;
+    let (turned, dturned) = trainable_parameter(&matrix(3, &[width, vocabulary], device)?)?;
     let (of_rows, _) = differentiated(&[], &dy, |_| ops::embedding(&table, &ids))?;
     let (of_columns, _) = differentiated(&[], &dy, |_| ops::tied_embedding(&turned, &ids))?;
     let x = matrix(4, &[vocabulary, width], device)?;
@@ -265,7 +265,7 @@ fn embedding(device: &Device, rows: Rows) -> Result<Vec<Output>> {
 fn silu_gated(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let inputs = [activations(1, rows, 24, device)?, activations(2, rows, 24, device)?];
     let dy = activations(3, rows, 24, device)?;
-    let (y, gradients) = differentiated(&inputs, &dy, |x| ops::silu_gated(x[0], x[1]))?;
+    let (y, gradients) = differentiated(&inputs, &dy, |x| ops::silu_and_mul(x[0], x[1]))?;
     Ok(vec![
         by_row("silu_gated, y", &y, ONCE)?,
         by_row("silu_gated, dgate", &gradients[0], ONCE)?,
@@ -301,7 +301,7 @@ fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
 /// Training's log-probabilities, and the sampler's draws from the same logits.
 fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (width, vocabulary, temperature) = (16, 37, 0.8);
-    let (w, dw) = learning(&matrix(2, &[width, vocabulary], device)?)?;
+    let (w, dw) = trainable_parameter(&matrix(2, &[width, vocabulary], device)?)?;
     let targets = rows.ids(|row| row * 31 % vocabulary);
     let h = activations(1, rows, width, device)?;
     let weights = Weight::Dense(w.clone());
@@ -322,13 +322,13 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let tokens = |drawn: &[ops::logits::SampledToken]| -> Result<Tensor> {
         Ok(Tensor::from_iter(drawn.iter().map(|drawn| drawn.token as f32), &Device::Cpu)?)
     };
-    let sampling = SamplingParameters::whole(temperature);
+    let sampling = SamplingParameters::with_temperature(temperature);
     let logits = ops::logits(&h, &head, &sampling)?;
     let drawn = logits.draw(&sampling, &draws)?;
     let log_probs = Tensor::from_iter(drawn.iter().map(|drawn| drawn.log_prob), &Device::Cpu)?;
     let targets: Vec<_> = targets.iter().enumerate().map(|(row, &token)| (row, token)).collect();
     let of_targets = Tensor::new(logits.log_probs(&sampling, &targets)?, &Device::Cpu)?;
-    let greedy = logits.draw(&SamplingParameters::whole(0.0), &draws)?;
+    let greedy = logits.draw(&SamplingParameters::with_temperature(0.0), &draws)?;
     seen.extend([
         by_row("sampling, tokens", &tokens(&drawn)?, Tolerance::Same)?,
         by_row("sampling, log-probabilities", &log_probs, Tolerance::Sum(1e-4))?,
@@ -358,7 +358,7 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let second = there(values(4, 8)?.sqr()?)?;
     adamw(&weights, [&first, &second], &gradient, &STEP)?;
     let (of_sgd, buffer) = (there(values(5, 8)?)?, there(values(6, 8)?)?);
-    accumulate(&buffer, &gradient, 0.9)?;
+    update_momentum(&buffer, &gradient, 0.9)?;
     sgd(&of_sgd, &buffer, 0.99, 0.1)?;
     let scaled = there(values(7, 8)?)?;
     scale(&scaled, 0.37)?;
@@ -441,7 +441,7 @@ fn within(got: &[Output], exact: &[Output]) -> Result<String, String> {
         }
         let largest = exact.values.iter().fold(0f32, |size, x| size.max(x.abs()));
         for (i, (&seen, &x)) in got.values.iter().zip(&exact.values).enumerate() {
-            let (apart, allowed) = ((seen - x).abs(), exact.rule.allowed(x, largest));
+            let (apart, allowed) = ((seen - x).abs(), exact.rule.max_error(x, largest));
             // NaN must fail.
             let near = apart <= allowed;
             if !near {
@@ -480,7 +480,7 @@ mod tests {
                 let largest = output.values.iter().fold(0f32, |size, x| size.max(x.abs()));
                 // Increase the magnitude, for either sign.
                 let value = &mut other[index].values[0];
-                *value += 0.001 + 0.01 * value.abs() + 2.5 * output.rule.allowed(*value, largest);
+                *value += 0.001 + 0.01 * value.abs() + 2.5 * output.rule.max_error(*value, largest);
                 assert!(within(&other, &exact).unwrap_err().contains(&output.name), "{}", output.name);
                 other[index].values[0] = f32::NAN;
                 assert!(within(&other, &exact).is_err());

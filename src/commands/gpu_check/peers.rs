@@ -54,8 +54,8 @@ impl Peers {
     }
 
     /// Returns the time of the implementation `name`, if it ran.
-    pub fn milliseconds(&self, name: &str, timed: Timed) -> Option<f32> {
-        let Timed { heads, kv_heads, window, length, backward } = timed;
+    pub fn milliseconds(&self, name: &str, timed: TimingCase) -> Option<f32> {
+        let TimingCase { heads, kv_heads, window, length, backward } = timed;
         let row = self.rows.iter().find(|row| {
             (row.what.as_str(), row.heads, row.kv_heads) == (name, heads, kv_heads)
                 && (row.window, row.length, row.backward) == (window, length, backward)

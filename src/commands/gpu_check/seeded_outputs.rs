@@ -4,10 +4,10 @@
 //! be zero. Counts and positions must be equal.
 
 use super::Verdicts;
-use super::links::training;
+use super::bitwise_equality::training_bits;
 use super::model_ops::{self, Output};
 use super::oracle::{TENSORS, error_bound, values};
-use super::problem::{Problem, Shape, attention};
+use super::problem::{AttentionProblem, Shape, reference_attention};
 use crate::ops::cuda::KvPool;
 use crate::ops::sink_attention::kernels::KERNEL_SETS;
 use anyhow::{Context, Result, bail};
@@ -26,7 +26,7 @@ type Outputs = HashMap<String, Vec<u32>>;
 fn shapes() -> [Shape; 2] {
     [
         Shape::new("window", (2, 1), Some(3), &[1, 6, 0, 3]),
-        Shape::new("no window", (2, 2), None, &[5]).extreme(4.0, &[2.0, -3.0]),
+        Shape::new("no window", (2, 2), None, &[5]).with_extremes(4.0, &[2.0, -3.0]),
     ]
 }
 
@@ -45,7 +45,7 @@ fn outputs(device: &Device) -> Result<Outputs> {
     let mut outputs = Outputs::new();
     for shape in shapes() {
         for kernels in &KERNEL_SETS {
-            let seen = values(training(&Problem::new(&shape, 17), device, kernels)?);
+            let seen = values(training_bits(&AttentionProblem::new(&shape, 17), device, kernels)?);
             for (tensor, get) in TENSORS {
                 let words = get(&seen).iter().map(|&x| (x as f32).to_bits()).collect();
                 outputs.insert(name(tensor, &shape, kernels.name), words);
@@ -53,7 +53,7 @@ fn outputs(device: &Device) -> Result<Outputs> {
         }
     }
     outputs.insert(APPENDED.into(), appended(device)?);
-    for output in model_ops::seeded(device)? {
+    for output in model_ops::seeded_outputs(device)? {
         outputs.insert(one_word(&output.name), output.values.into_iter().map(f32::to_bits).collect());
     }
     Ok(outputs)
@@ -64,7 +64,7 @@ fn appended(device: &Device) -> Result<Vec<u32>> {
     let gpu = device.as_cuda_device()?;
     let (width, pages) = (2 * 64, 3);
     let cache = KvPool::new(gpu, 1, pages)?;
-    let mut sequences = [cache.sequence(), cache.sequence()];
+    let mut sequences = [cache.new_sequence(), cache.new_sequence()];
     let mut row = 0;
     for counts in [[60, 1], [7, 0], [1, 3]] {
         let tokens: usize = counts.iter().sum();
@@ -139,10 +139,10 @@ pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
     let of =
         |name: &str| expected.get(name).with_context(|| format!("kernels/seeded_outputs.txt: no {name}"));
     for shape in shapes() {
-        let problem = Problem::new(&shape, 17);
-        let (exact, plain) = (attention(&problem, false), attention(&problem, true));
+        let problem = AttentionProblem::new(&shape, 17);
+        let (exact, plain) = (reference_attention(&problem, false), reference_attention(&problem, true));
         for kernels in &KERNEL_SETS {
-            let seen = training(&problem, device, kernels).map(values);
+            let seen = training_bits(&problem, device, kernels).map(values);
             for (tensor, get) in TENSORS {
                 let name = name(tensor, &shape, kernels.name);
                 verdicts.check(&format!("seeded: {name}"), || {
@@ -152,7 +152,7 @@ pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
             }
         }
     }
-    match model_ops::seeded(device) {
+    match model_ops::seeded_outputs(device) {
         Err(error) => verdicts.row("seeded: ops of models", Err(format!("broke off: {error:#}"))),
         Ok(outputs) => {
             for output in outputs {
@@ -174,7 +174,7 @@ pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
 fn agree_by_rule(output: &Output, expected: &[f64]) -> Result<String, String> {
     let largest = expected.iter().fold(0f64, |size, x| size.max(x.abs()));
     let seen: Vec<f64> = output.values.iter().map(|&x| x.into()).collect();
-    agree(&seen, expected, 2.0 * output.rule.allowed(largest as f32, largest as f32) as f64)
+    agree(&seen, expected, 2.0 * output.rule.max_error(largest as f32, largest as f32) as f64)
 }
 
 /// Checks that differences are at most `bound`, and that zeros of the emulator are zeros.
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn the_file_has_every_output_and_each_rule_bites() {
         let expected = parse(EXPECTED).unwrap();
-        let of_models = model_ops::seeded(&Device::Cpu).unwrap();
+        let of_models = model_ops::seeded_outputs(&Device::Cpu).unwrap();
         let of_attention = shapes().len() * KERNEL_SETS.len() * TENSORS.len();
         assert_eq!(expected.len(), of_attention + 1 + of_models.len());
         for output in &of_models {
@@ -209,11 +209,11 @@ mod tests {
                 .unwrap_or_else(|e| panic!("{}: {e}", output.name));
         }
         for shape in shapes() {
-            let problem = Problem::new(&shape, 17);
-            let exact = attention(&problem, false);
+            let problem = AttentionProblem::new(&shape, 17);
+            let exact = reference_attention(&problem, false);
             for (kernels, (tensor, get)) in KERNEL_SETS.iter().flat_map(|k| TENSORS.map(|t| (k, t))) {
                 let words = &expected[&name(tensor, &shape, kernels.name)];
-                let bound = error_bound(get(&attention(&problem, true)), get(&exact));
+                let bound = error_bound(get(&reference_attention(&problem, true)), get(&exact));
                 // The emulator's outputs are also within the bound of the formulas.
                 agree(&floats(words), get(&exact), bound)
                     .unwrap_or_else(|e| panic!("{tensor}, {}: {e}", shape.name));

@@ -34,7 +34,7 @@ pub(in crate::ops) fn copy_argument(x: DeviceArgument) -> Result<(CudaStorage, S
 /// Computes `sum += x` in place.
 pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
     let opened = x.storage_and_layout();
-    let (x, _) = OP.opened::<f32>("the gradient", &opened, sum.dims())?;
+    let (x, _) = OP.open_tensor::<f32>("the gradient", &opened, sum.dims())?;
     if x.is_empty() {
         return Ok(());
     }

@@ -72,7 +72,7 @@ impl Op {
         opened: &'a (StorageRef<'_>, &Layout),
         shape: &[usize],
     ) -> Result<(CudaView<'a, T>, &'a CudaDevice)> {
-        self.input(name, self.on_gpu(name, opened, T::DTYPE, shape)?, shape)
+        self.input(name, self.gpu_storage(name, opened, T::DTYPE, shape)?, shape)
     }
 
     /// Returns the elements of a storage that a checked layout covers.

@@ -107,7 +107,7 @@ fn add(
     (places, width, columns): (usize, usize, usize),
 ) -> Result<()> {
     let opened = dy.storage_and_layout();
-    let (dy, _) = OP.opened::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
+    let (dy, _) = OP.open_tensor::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
     OP.edit::<f32, ()>(table, |device, table| {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -121,7 +121,7 @@ fn add(
 pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &TokensById, rows: usize) -> Result<Tensor> {
     let width = dy.dims2()?.1;
     let opened = dy.storage_and_layout();
-    let (dy, device) = OP.opened::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
+    let (dy, device) = OP.open_tensor::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
     let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);

@@ -20,7 +20,7 @@ const OP: Op = Op("log_prob");
 /// Computes `h · W` for rows `h [m, H]`, f32.
 fn product(h: DeviceArgument, weight: &Tensor) -> Result<CudaStorage> {
     let opened = weight.storage_and_layout();
-    let weight = OP.on_gpu("the head", &opened, DType::BF16, weight.dims())?;
+    let weight = OP.gpu_storage("the head", &opened, DType::BF16, weight.dims())?;
     Ok(product_forward(OP.0, h, weight, None, None, DType::F32)?.0)
 }
 
@@ -32,7 +32,7 @@ pub(in crate::ops) fn head_logits(
 ) -> Result<[Tensor; 2]> {
     let (rows, vocabulary) = (h.dim(0)?, weight.dim(1)?);
     let opened = h.storage_and_layout();
-    let h = OP.on_gpu("h", &opened, DType::BF16, h.dims())?;
+    let h = OP.gpu_storage("h", &opened, DType::BF16, h.dims())?;
     let device = h.0.device();
     let mut z = product(h, weight)?;
     let [mut log_sum_exp, mut entropy] = [output::<f32>(device, rows)?, output::<f32>(device, rows)?];
@@ -78,8 +78,8 @@ pub(in crate::ops) fn head_backward(
     let ((rows, width), vocabulary) = (h.dims2()?, weight.dim(1)?);
     let chunk = device_logits_rows(vocabulary);
     let opened = [h, gradient].map(Tensor::storage_and_layout);
-    let of_h = OP.on_gpu("h", &opened[0], DType::BF16, &[rows, width])?;
-    let (gradient, _) = OP.opened::<f32>("the output's gradient", &opened[1], &[2, rows])?;
+    let of_h = OP.gpu_storage("h", &opened[0], DType::BF16, &[rows, width])?;
+    let (gradient, _) = OP.open_tensor::<f32>("the output's gradient", &opened[1], &[2, rows])?;
     let device = of_h.0.device();
     let ids = uploaded(device, targets)?;
     // Computes a chunk's gradient of the logits `[m, V]` and passes it with its rows of `h` to `use_it`.

@@ -71,15 +71,15 @@ unsafe fn run(
     }
     let plan = [op.plan.token_of()?, op.plan.starts()?];
     let opened_plan = plan.each_ref().map(Tensor::storage_and_layout);
-    let token_of = OP.on_gpu("the plan", &opened_plan[0], DType::U32, plan[0].dims())?;
-    let starts = OP.on_gpu("the plan", &opened_plan[1], DType::U32, plan[1].dims())?;
+    let token_of = OP.gpu_storage("the plan", &opened_plan[0], DType::U32, plan[0].dims())?;
+    let starts = OP.gpu_storage("the plan", &opened_plan[1], DType::U32, plan[1].dims())?;
     let (token_of, starts) = (OP.view::<u32>(token_of.0, token_of.1)?, OP.view::<u32>(starts.0, starts.1)?);
     let holders = op.sequences_per_row_on(&Device::Cuda(device.clone()))?;
     let opened_holders = holders.as_ref().map(Tensor::storage_and_layout);
     let holders = match &opened_holders {
         None => None,
         Some(opened) => {
-            let (storage, layout) = OP.on_gpu("the holders", opened, DType::U32, &[rows])?;
+            let (storage, layout) = OP.gpu_storage("the holders", opened, DType::U32, &[rows])?;
             Some(OP.view::<u32>(storage, layout)?)
         }
     };
@@ -146,8 +146,8 @@ pub(in crate::ops) fn load_balance_backward(
 ) -> Result<Tensor> {
     let (rows, experts) = logits.dims2()?;
     let opened = [logits, dloss].map(Tensor::storage_and_layout);
-    let (logits, device) = OP.opened::<f32>("the router logits", &opened[0], &[rows, experts])?;
-    let (dloss, _) = OP.opened::<f32>("the loss's gradient", &opened[1], &[])?;
+    let (logits, device) = OP.open_tensor::<f32>("the router logits", &opened[0], &[rows, experts])?;
+    let (dloss, _) = OP.open_tensor::<f32>("the loss's gradient", &opened[1], &[])?;
     let mut dlogits = output::<f32>(device, rows * experts)?;
     if rows > 0 {
         let stream = device.cuda_stream();

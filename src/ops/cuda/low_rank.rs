@@ -21,7 +21,7 @@ fn reduced(
     starts: Option<&Tensor>,
 ) -> Result<(CudaStorage, Shape)> {
     let opened = a.storage_and_layout();
-    let a = OP.on_gpu("the first factor", &opened, DType::BF16, a.dims())?;
+    let a = OP.gpu_storage("the first factor", &opened, DType::BF16, a.dims())?;
     product_with_epilogue(OP, x, a, starts, &Epilogue { scale, bias: None, addend: None }, DType::BF16)
 }
 
@@ -35,7 +35,7 @@ pub(in crate::ops) fn low_rank_forward(
 ) -> Result<(CudaStorage, Shape)> {
     let (u, shape) = reduced(x, a, scale, starts)?;
     let opened = b.storage_and_layout();
-    let b = OP.on_gpu("the second factor", &opened, DType::BF16, b.dims())?;
+    let b = OP.gpu_storage("the second factor", &opened, DType::BF16, b.dims())?;
     let finish = Epilogue { scale: 1.0, bias: None, addend: Some(y) };
     product_with_epilogue(OP, (&u, &Layout::contiguous(shape)), b, starts, &finish, y.0.dtype())
 }
@@ -54,7 +54,7 @@ pub(in crate::ops) fn low_rank_backward(
     }
     if let Some(db) = db {
         let opened = x.storage_and_layout();
-        let (u, shape) = reduced(OP.on_gpu("x", &opened, DType::BF16, x.dims())?, a, scale, starts)?;
+        let (u, shape) = reduced(OP.gpu_storage("x", &opened, DType::BF16, x.dims())?, a, scale, starts)?;
         let u = from_storage(u, shape);
         db.add(|sum| add_weight_gradient(OP.0, sum, &u, dy, starts))?;
     }

@@ -2,7 +2,7 @@
 
 use super::arguments::tensor;
 use super::launch::{Addresses, kernel_params, kernel_set, launch};
-use super::sink_attention::{Inputs, OP, Outputs, Prepared};
+use super::sink_attention::{Inputs, OP, Outputs, DeviceLaunchPlan};
 use crate::ops::page_allocator::{CopiedRows, PageAllocator, PagedSequence, page_table};
 use crate::ops::sink_attention::Attention;
 use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
@@ -53,7 +53,7 @@ impl KvPool {
 
     /// Returns the number of pages that belong to no sequence.
     pub fn free_pages(&self) -> usize {
-        self.pages.free()
+        self.pages.free_pages()
     }
 
     /// Appends rows of `kv [T, 2, M, 64]`, `counts[i]` of them to `sequences[i]`.
@@ -82,7 +82,7 @@ impl KvPool {
         if sequences.iter().any(|sequence| !std::ptr::eq(&*sequence.pool, self)) {
             bail!("key-value cache: a sequence of another cache");
         }
-        let growth = self.pages.extend(&mut accounts(sequences), counts)?;
+        let growth = self.pages.extend(&mut paged_sequences(sequences), counts)?;
         let mut memory = self.memory();
         for copy in &growth.copies {
             self.copy(&mut memory, copy)?;
@@ -164,7 +164,7 @@ impl KvPages {
     /// # Errors
     /// When there are too few free pages.
     pub fn reserve(&self, len: usize, window: Option<usize>) -> Result<Self> {
-        Ok(Self { pool: self.pool.clone(), sequence: self.pool.pages.reserved(len, window)? })
+        Ok(Self { pool: self.pool.clone(), sequence: self.pool.pages.reserve(len, window)? })
     }
 
     /// Frees pages that no query at or after `position` sees through `window`; shared pages stay.
@@ -178,7 +178,7 @@ impl KvPages {
 /// # Errors
 /// Those of [`KvPool::new`].
 pub fn kv_pages(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<KvPages> {
-    Ok(KvPool::new(device, kv_heads, pages)?.sequence())
+    Ok(KvPool::new(device, kv_heads, pages)?.new_sequence())
 }
 
 pub(super) fn paged_sequences<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
@@ -216,14 +216,14 @@ pub fn paged_sink_attention(
 ) -> Result<(Tensor, Tensor)> {
     let Attention { heads, kv_heads, .. } = *attention;
     let lengths: Vec<usize> = sequences.iter().map(|s| s.len()).collect();
-    let batch = LaunchSequences::cached(counts, &lengths)?;
+    let batch = LaunchSequences::for_cached_sequences(counts, &lengths)?;
     let tokens = batch.tokens();
     check_attention(attention)?;
     let device = q.device();
     let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
-    let q = OP.on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
-    let kv = OP.on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
-    let sinks = OP.on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
+    let q = OP.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
+    let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    let sinks = OP.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
     let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
     let Some(pool) = sequences.first().map(|sequence| sequence.pool.clone()).filter(|_| tokens > 0) else {
         let empty = |width, dtype| Tensor::zeros((0, width), dtype, device);
@@ -233,8 +233,8 @@ pub fn paged_sink_attention(
         bail!("sink_attention: a cache of {} key-value heads for {attention:?}", pool.kv_heads);
     }
     pool.append(&kv, sequences, counts)?;
-    let (table, pages_max) = page_table(&accounts(sequences), 0);
-    let prepared = Prepared::new(&pool.device, kernels, attention, &batch, Some((&table, pages_max)))?;
+    let (table, pages_max) = page_table(&paged_sequences(sequences), 0);
+    let prepared = DeviceLaunchPlan::new(&pool.device, kernels, attention, &batch, Some((&table, pages_max)))?;
     let mut outputs = prepared.outputs()?;
     let memory = pool.memory();
     prepared.forward(&Inputs { q: &q, kv: &memory.as_view(), sinks: &sinks }, &mut outputs)?;

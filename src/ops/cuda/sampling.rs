@@ -67,8 +67,8 @@ pub(in crate::ops) fn draw_tokens(
     let asked = checked_rows(draws, rows)?;
     check_vocabulary(OP, vocabulary)?;
     let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
-    let (z, device) = OP.opened::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
-    let (sums, _) = OP.opened::<f32>("the log-sum-exps", &opened[1], &[rows])?;
+    let (z, device) = OP.open_tensor::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
+    let (sums, _) = OP.open_tensor::<f32>("the log-sum-exps", &opened[1], &[rows])?;
     if draws.is_empty() {
         return Ok(vec![]);
     }
@@ -109,8 +109,8 @@ pub(in crate::ops) fn token_log_probs(
         bail!("logits: token {id} in a vocabulary of {vocabulary}");
     }
     let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
-    let (z, device) = OP.opened::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
-    let (sums, _) = OP.opened::<f32>("the log-sum-exps", &opened[1], &[rows])?;
+    let (z, device) = OP.open_tensor::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
+    let (sums, _) = OP.open_tensor::<f32>("the log-sum-exps", &opened[1], &[rows])?;
     if tokens.is_empty() {
         return Ok(vec![]);
     }

@@ -57,9 +57,9 @@ pub(in crate::ops) fn silu_and_mul_forward(
 pub(in crate::ops) fn silu_and_mul_backward([gate, up, dy]: [&Tensor; 3]) -> Result<[Tensor; 2]> {
     let (rows, width) = gate.dims2()?;
     let opened = [gate, up, dy].map(Tensor::storage_and_layout);
-    let (gate, device) = OP.opened::<bf16>("gate", &opened[0], &[rows, width])?;
-    let (up, _) = OP.opened::<bf16>("up", &opened[1], &[rows, width])?;
-    let (dy, _) = OP.opened::<bf16>("the output's gradient", &opened[2], &[rows, width])?;
+    let (gate, device) = OP.open_tensor::<bf16>("gate", &opened[0], &[rows, width])?;
+    let (up, _) = OP.open_tensor::<bf16>("up", &opened[1], &[rows, width])?;
+    let (dy, _) = OP.open_tensor::<bf16>("the output's gradient", &opened[2], &[rows, width])?;
     let elements = rows * width;
     let mut dgate = output::<bf16>(device, elements)?;
     let mut dup = output::<bf16>(device, elements)?;

@@ -40,7 +40,7 @@ pub fn cached_sink_attention(
     if q.device().is_cuda() {
         let pages = caches.iter_mut().map(|cache| cache.pages_mut().ok_or_else(elsewhere));
         let mut pages = pages.collect::<Result<Vec<_>>>()?;
-        return cuda::sink_attention_cached(q, kv, sinks, &mut pages, counts, &attention);
+        return cuda::cached_sink_attention(q, kv, sinks, &mut pages, counts, &attention);
     }
     let (width, kv_width) = (heads * head_dim, 2 * kv_heads * head_dim);
     let mut out = buffer(tokens * width);

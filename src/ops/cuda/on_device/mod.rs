@@ -83,7 +83,7 @@ pub(super) fn trainable_parameter(values: &Tensor, held: &Tensor) -> (ops::Param
     // A copy: additions in place must change no other tensor.
     let buffer = held.copy().unwrap();
     let variable = Var::from_tensor(values).unwrap();
-    (ops::Parameter::trained(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
+    (ops::Parameter::with_gradient_sink(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
 }
 
 /// Returns the output of `forward`, and the gradients of `leaves` for its gradient `dy`.

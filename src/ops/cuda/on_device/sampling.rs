@@ -22,10 +22,10 @@ fn both(z: &Tensor, gpu: &Device) -> [Logits; 2] {
 #[test]
 fn tokens_drawn_and_their_log_probs_are_the_cpus() {
     let gpu = open(0).unwrap();
-    let all = SamplingParameters::whole(1.0);
+    let all = SamplingParameters::with_temperature(1.0);
     let cases = [
         all,
-        SamplingParameters::whole(0.0),
+        SamplingParameters::with_temperature(0.0),
         SamplingParameters { top_k: 3, ..all },
         SamplingParameters { top_p: 0.7, ..all },
         SamplingParameters { min_p: 0.2, ..all },
@@ -43,7 +43,7 @@ fn tokens_drawn_and_their_log_probs_are_the_cpus() {
             let of_tokens = |logits: &Logits| logits.log_probs(&sampling, &tokens).unwrap();
             assert_eq!(of_tokens(&on_gpu), of_tokens(&on_cpu), "{sampling:?}");
         }
-        assert_eq!(floats(on_gpu.scores()), floats(on_cpu.scores()));
+        assert_eq!(floats(on_gpu.scaled_logits()), floats(on_cpu.scaled_logits()));
     }
 }
 
@@ -53,7 +53,7 @@ fn logits_on_a_gpu_that_are_no_numbers_or_not_there_are_errors() {
     for bad in [f32::NAN, f32::INFINITY] {
         let [_, logits] = both(&Tensor::new(&[[0.0, 1.0], [bad, 0.0]], &Device::Cpu).unwrap(), &gpu);
         for temperature in [0.0, 1.0] {
-            let sampling = SamplingParameters::whole(temperature);
+            let sampling = SamplingParameters::with_temperature(temperature);
             assert_eq!(logits.draw(&sampling, &[]).unwrap(), []);
             assert_eq!(logits.draw(&sampling, &[(0, 0.99)]).unwrap()[0].token, 1);
             let error = logits.draw(&sampling, &[(0, 0.5), (1, 0.5)]).unwrap_err().to_string();
@@ -62,7 +62,7 @@ fn logits_on_a_gpu_that_are_no_numbers_or_not_there_are_errors() {
     }
     let [_, logits] = both(&Tensor::new(&[[0f32, 1.0]], &Device::Cpu).unwrap(), &gpu);
     for sampling in
-        [SamplingParameters::whole(1.0), SamplingParameters { top_k: 1, ..SamplingParameters::whole(1.0) }]
+        [SamplingParameters::with_temperature(1.0), SamplingParameters { top_k: 1, ..SamplingParameters::with_temperature(1.0) }]
     {
         assert!(logits.log_probs(&sampling, &[]).unwrap().is_empty());
         let error = |e: candle_core::Error| e.to_string();
