@@ -5,6 +5,7 @@ use crate::process_group::ProcessGroup;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::mpsc;
@@ -33,15 +34,15 @@ impl ProcessPool {
         Self { command, timeout, processes: Pool::new(vec![], processes) }
     }
 
-    /// Returns the answer to `request`. After a failure the process is killed, and the next request starts
-    /// another.
+    /// Returns the answer to `request`, parsed by `read`. After a failure the process is killed, and the next
+    /// request starts another.
     ///
     /// # Errors
-    /// When the program does not start, ends, takes too long or answers with something other than a JSON
-    /// object.
-    pub fn ask(&self, request: &Value) -> Result<Value> {
+    /// When the program does not start, ends, takes too long, prints without a request or answers with
+    /// something other than a JSON object; those of `read`.
+    pub fn ask<T>(&self, request: &Value, read: impl FnOnce(Value) -> Result<T>) -> Result<T> {
         let mut process = self.processes.acquire(|| Process::start(&self.command))?;
-        let answer = process.ask(request, self.timeout);
+        let answer = process.ask(request, self.timeout).and_then(read);
         match answer {
             Ok(_) => self.processes.release(process),
             Err(_) => {
@@ -188,6 +189,11 @@ fn converse(
 
 fn exchange(stdin: &mut ChildStdin, lines: &mut BufReader<ChildStdout>, request: &str) -> Result<String> {
     let ended = "the process ended without an answer";
+    if has_bytes(lines) {
+        let bytes = lines.fill_buf().context(ended)?;
+        let start: String = String::from_utf8_lossy(bytes).trim_end().chars().take(80).collect();
+        bail!("the program printed {start:?} without a request; print one answer a request and nothing else");
+    }
     stdin.write_all(request.as_bytes()).and_then(|()| stdin.flush()).context(ended)?;
     let mut line = Vec::new();
     lines.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).context(ended)?;
@@ -195,4 +201,12 @@ fn exchange(stdin: &mut ChildStdin, lines: &mut BufReader<ChildStdout>, request:
         bail!("{}", if line.is_empty() { ended } else { "the answer's line does not end" });
     }
     String::from_utf8(line).map_err(|_| anyhow!("the answer is not UTF-8"))
+}
+
+/// Returns true when the program has printed something that was not read yet.
+fn has_bytes(lines: &BufReader<ChildStdout>) -> bool {
+    let mut poll = libc::pollfd { fd: lines.get_ref().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one valid structure, which outlives the call; a timeout of 0 does not wait.
+    let ready = unsafe { libc::poll(&mut poll, 1, 0) };
+    !lines.buffer().is_empty() || (ready > 0 && poll.revents & libc::POLLIN != 0)
 }
