@@ -62,11 +62,24 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
             "" => {}
             "/quit" => return Ok(EXIT_DONE),
             "/new" => talk.messages.clear(),
-            text => show(&talk.answer(text)?)?,
+            text if at_terminal && is_command(text) => console.print(HELP.trim_end()),
+            text => {
+                if is_command(text) {
+                    console.print(&format!(
+                        "{text} is sent as a message: other commands than /new and /quit are for terminals"
+                    ));
+                }
+                show(&talk.answer(text)?)?;
+            }
         }
         ask()?;
     }
     Ok(EXIT_DONE)
+}
+
+/// Returns whether a line looks like a command, such as /help.
+fn is_command(line: &str) -> bool {
+    line.strip_prefix('/').is_some_and(|word| !word.is_empty() && word.chars().all(char::is_alphanumeric))
 }
 
 /// The conversation so far.

@@ -252,20 +252,29 @@ impl Drop for Collection<'_> {
     }
 }
 
-/// Warns on `console` when more than half of `rows` failed for reasons outside the policy.
+/// Tells on `console` how many of `rows` failed, as [`tell_failures`] does.
 ///
 /// # Errors
-/// When all of them failed, because the samples then carry no information.
+/// Those of [`tell_failures`].
 pub fn heed_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
     let failed: Vec<bool> = rows.map(|row| row.trajectory.failed()).collect();
-    let (count, all) = (failed.iter().filter(|failed| **failed).count(), failed.len());
-    if count > 0 && count == all {
+    tell_failures((failed.iter().filter(|failed| **failed).count(), failed.len()), console)
+}
+
+/// Tells on `console` how many of all trajectories failed for reasons outside the policy, if any did.
+///
+/// # Errors
+/// When most of them failed, because the rewards then say little about the policy.
+pub fn tell_failures((failed, all): (usize, usize), console: &Console) -> Result<()> {
+    let told = format!("{failed} of {all} trajectories failed, whatever the policy did");
+    if failed * 2 > all {
         bail!(
-            "all {all} trajectories failed: the task's program or the tool's workers failed each time, as was told then; rloss check RECIPE asks the program again"
+            "{told}: the task's program or the tool's workers, see the failures above; rloss check RECIPE asks the program \
+             again"
         );
     }
-    if count * 2 > all {
-        console.print(&format!("warning: {count} of {all} trajectories failed, whatever the policy did; the first failures are told above"));
+    if failed > 0 {
+        console.print(&format!("warning: {told}; the first failures are told above"));
     }
     Ok(())
 }

@@ -178,8 +178,11 @@ impl CommandTask {
             self.console.print(&sanitize_line(&format!("warning: task.command: problem {id}: {error:#}")));
         }
         if told + 1 == WARNINGS_MAX {
-            self.console
-                .print("warning: task.command: further failures are only counted, as outcome/task_failed");
+            self.program.pool.drop_failures();
+            self.console.print(
+                "warning: task.command: further failures are only counted, as outcome/task_failed, and what the program \
+                 prints while it fails is dropped",
+            );
         }
     }
 

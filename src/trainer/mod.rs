@@ -24,6 +24,7 @@ use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, forget_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
+use crate::run::collect::tell_failures;
 use crate::run::context::RunContext;
 use crate::run::evaluation::{evaluate, prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
@@ -228,11 +229,7 @@ impl Trainer {
             }
         }
         progress.finish();
-        ensure!(
-            !self.monitor.all_failed(),
-            "every trajectory of the run failed, so nothing was learned: the task's program or the tool's workers failed each \
-             time, see the warnings above; rloss check RECIPE asks the program again"
-        );
+        tell_failures(self.monitor.failed(), &self.console)?;
         Ok(false)
     }
 

@@ -217,8 +217,10 @@ fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
 #[test]
 fn chat_shows_no_control_sequence_and_refuses_what_it_cannot_open() {
     let run = super::warm_model().display().to_string();
-    let said = chat(&[&run, "--set", "eval.temperature=2"], "\u{1b}[2J\u{7}\n/quit\nnot read\n");
+    let said = chat(&[&run, "--set", "eval.temperature=2"], "\u{1b}[2J\u{7}\n/help\n/quit\nnot read\n");
     assert_eq!(said.status.code(), Some(0));
+    let told = "/help is sent as a message: other commands than /new and /quit are for terminals";
+    assert!(stderr(&said).contains(told), "{}", stderr(&said));
     assert!(!said.stdout.contains(&0x1b) && !said.stderr.contains(&0x1b));
     let refused = chat(&["nowhere"], "hello\n");
     assert_eq!(refused.status.code(), Some(2));
