@@ -1,7 +1,7 @@
 //! Runs the micro-batches of a batch, in parallel or one at a time, and sums gradients in batch order.
 
 use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
-use super::gradients::{GradientSum, clip};
+use super::gradients::{GradientSum, clip, global_norm};
 use super::micro_batch::{Cut, MicroBatch, Packing};
 use super::optimizer::Optimizer;
 use crate::model::forward::Model;
@@ -109,19 +109,30 @@ impl BatchRunner<'_> {
         })
     }
 
-    /// Clips the gradients, updates the weights with them, and returns the gradient norm before clipping.
+    /// Clips the gradients and updates the weights with them. A norm that is not finite or is above
+    /// `skip_above` skips the update. Without `skip_above` a norm that is not finite is an error.
     ///
     /// # Errors
-    /// When the norm is not a number; the weights are then unchanged.
-    pub fn clip_and_update(&self, optimizer: &mut Optimizer, lr: f64) -> Result<f64> {
+    /// When the norm is not finite and may not be skipped; the weights are then unchanged.
+    pub fn clip_and_update(
+        &self,
+        optimizer: &mut Optimizer,
+        lr: f64,
+        skip_above: Option<f64>,
+    ) -> Result<GradientNorm> {
         self.threads.wide(|| {
-            let norm = clip(self.parameters, optimizer.settings.grad_norm_max)?;
+            let norm = global_norm(self.parameters)?;
+            if skip_above.is_some_and(|limit| !norm.is_finite() || norm > limit) {
+                return Ok(GradientNorm::Skipped(norm));
+            }
             ensure!(
                 norm.is_finite(),
-                "the gradient norm is {norm}: the run stops before the weights are damaged; lower the learning rate or clip"
+                "the gradient norm is {norm}: the run stops before the weights are damaged; lower the learning \
+                 rate or clip, or skip such steps with train.on_bad_step = \"skip\""
             );
+            clip(self.parameters, norm, optimizer.settings.grad_norm_max)?;
             optimizer.update(self.parameters, lr)?;
-            Ok(norm)
+            Ok(GradientNorm::Used(norm))
         })
     }
 
@@ -189,6 +200,14 @@ impl BatchRunner<'_> {
         };
         batches.iter().enumerate().map(of).collect()
     }
+}
+
+/// The norm of an update's gradient before clipping.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GradientNorm {
+    Used(f64),
+    /// The update was skipped; the weights are unchanged.
+    Skipped(f64),
 }
 
 /// One value a micro-batch; objectives set the values from any thread.

@@ -260,16 +260,14 @@ pub fn global_norm(parameters: &Parameters) -> Result<f64> {
     Ok((0..squares.len()).map(of_tensor).sum::<f64>().sqrt())
 }
 
-/// Scales all gradients down if their norm exceeds `norm_max`; 0 means no limit. Returns the norm before
-/// scaling.
+/// Scales all gradients down if their `norm` exceeds `norm_max`; 0 means no limit.
 ///
 /// # Errors
-/// When a gradient cannot be read or written.
-pub fn clip(parameters: &Parameters, norm_max: f64) -> Result<f64> {
-    let norm = global_norm(parameters)?;
+/// When a gradient cannot be written.
+pub fn clip(parameters: &Parameters, norm: f64, norm_max: f64) -> Result<()> {
     if norm_max > 0.0 && norm > norm_max {
         let factor = (norm_max / (norm + 1e-6)) as f32;
         parameters.gradients().flatten().try_for_each(|gradient| scale(gradient, factor))?;
     }
-    Ok(norm)
+    Ok(())
 }

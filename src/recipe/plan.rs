@@ -255,11 +255,17 @@ impl Recipe {
 }
 
 /// Returns the keys that differ between a run and its continuation, except those that may differ:
-/// `train.steps` and the ends of schedules, evaluation, logging, parallelism, checkpoints and device.
+/// `train.steps`, `train.on_bad_step` and the ends of schedules, evaluation, logging, parallelism, checkpoints and device.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        ["device", "train.steps", "train.optimizer.schedule_steps", "critic.optimizer.schedule_steps"]
-            .contains(&key)
+        const KEYS: [&str; 5] = [
+            "device",
+            "train.steps",
+            "train.on_bad_step",
+            "train.optimizer.schedule_steps",
+            "critic.optimizer.schedule_steps",
+        ];
+        KEYS.contains(&key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

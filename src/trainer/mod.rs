@@ -4,6 +4,7 @@
 //! [`Trainer::reinforcement_learning`] is the loop over steps; `step.rs` is the algorithm of one step.
 
 mod data;
+mod gradient_norms;
 mod monitor;
 mod sample;
 mod save;
@@ -83,9 +84,11 @@ impl Trainer {
         let mut monitor = Monitor::new(context.recipe());
         if point.is_some() {
             let before = read_rows(&folder.path.join("metrics.jsonl"))?;
-            before.iter().filter(|row| row.phase == Phase::Rl).for_each(|row| {
-                // Warnings of earlier steps are not repeated.
-                let _ = monitor.note(row.step, &row.metrics);
+            // Warnings of earlier steps are not repeated.
+            before.iter().for_each(|row| match row.phase {
+                Phase::Rl => drop(monitor.note(row.step, &row.metrics)),
+                Phase::ColdStart => drop(monitor.warm_up_norms.note(&row.metrics)),
+                Phase::Eval => {}
             });
         }
         let timings = Timings::new();
@@ -216,6 +219,8 @@ impl Trainer {
                 .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
                 .collect();
             self.write_row(step, Phase::Rl, metrics)?;
+            self.monitor.actor_norms.refuse_many()?;
+            self.monitor.critic_norms.refuse_many()?;
             let kept = sampled.rows(recipe.logging.trajectories_per_step, &learned);
             self.folder.write_trajectories(&format!("step-{step:06}"), kept.into_iter())?;
             progress.advance(1, counts.sampled_tokens as u64, &shown);

@@ -1,5 +1,6 @@
 //! Warnings about a step: failures, rewards without signal, a collapse of the success rate, alarm limits.
 
+use super::gradient_norms::GradientNorms;
 use crate::metrics::{Metrics, format_number};
 use crate::policy::advantage::Advantage;
 use crate::policy::alarm::alarm;
@@ -27,6 +28,9 @@ pub(super) struct Monitor {
     window: VecDeque<(f64, f64)>,
     /// The best window: its success rate, its trajectories, its last step.
     best: Option<(f64, f64, u64)>,
+    pub actor_norms: GradientNorms,
+    pub critic_norms: GradientNorms,
+    pub warm_up_norms: GradientNorms,
 }
 
 impl Monitor {
@@ -45,6 +49,9 @@ impl Monitor {
             flat: 0,
             window: VecDeque::new(),
             best: None,
+            actor_norms: GradientNorms::new("actor"),
+            critic_norms: GradientNorms::new("critic"),
+            warm_up_norms: GradientNorms::new("cold_start"),
         }
     }
 
@@ -63,6 +70,8 @@ impl Monitor {
                     .to_owned(),
             );
         }
+        warnings.extend(self.actor_norms.note(metrics));
+        warnings.extend(self.critic_norms.note(metrics));
         for (name, value) in metrics.iter() {
             if let Some(alarm) = alarm(name, value) {
                 warnings.push(format!("{name} = {value:.4}: {}", alarm.meaning));

@@ -2,17 +2,18 @@
 //! each minibatch: loss, backward, clip, optimizer.
 
 use super::Trainer;
+use super::gradient_norms::GradientNorms;
 use super::sample::Sampled;
 use crate::learner::advantages::AdvantageEstimator;
 use crate::learner::batch::{Batch, Forward};
-use crate::learner::batch_runner::{BatchRunner, Shares};
+use crate::learner::batch_runner::{BatchRunner, GradientNorm, Shares};
 use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::optimizer::Optimizer;
 use crate::learner::policy_loss::UpdateLoss;
 use crate::learner::rollout_correction::correct_rollout;
 use crate::learner::routed_experts;
-use crate::learner::{CriticSettings, TrainSettings};
+use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
 use crate::metrics::{Accumulator, Metrics, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
@@ -52,9 +53,27 @@ impl Trainer {
             pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
             second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
+            skip_above: SkipAbove {
+                actor: self.skip_above(&self.monitor.actor_norms),
+                critic: self.skip_above(&self.monitor.critic_norms),
+            },
             timings: &self.timings,
         }
     }
+
+    /// Returns the gradient norm above which an update is skipped; `None` if none may be skipped.
+    pub(super) fn skip_above(&self, norms: &GradientNorms) -> Option<f64> {
+        let may_skip = self.context.recipe().train.on_bad_step == OnBadStep::Skip;
+        may_skip.then(|| norms.limit())
+    }
+}
+
+/// Gradient norms above which an update of either model is skipped. `None` skips none, and a norm that is
+/// not finite ends the run.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SkipAbove {
+    pub actor: Option<f64>,
+    pub critic: Option<f64>,
 }
 
 /// Updates policy and critic from a step's trajectories.
@@ -75,7 +94,16 @@ pub struct PolicyStep<'a> {
     pub second_forward: Option<ForwardOptions>,
     /// The constant of [`crate::policy::Aggregation::Constant`], and the limit of overlong shaping.
     pub response_tokens_max: usize,
+    pub skip_above: SkipAbove,
     pub timings: &'a Timings,
+}
+
+/// The model that updates change.
+struct Updated<'a> {
+    /// First part of its metrics' names.
+    name: &'a str,
+    runner: BatchRunner<'a>,
+    skip_above: Option<f64>,
 }
 
 /// One update before the optimizer runs; the policy's parameters hold its gradients.
@@ -203,7 +231,8 @@ impl PolicyStep<'_> {
         let view = self.critic_step(settings, parameters);
         let schedule = (settings.minibatches, settings.epochs);
         let gradients = |minibatch: &Batch| view.gradients(minibatch);
-        let (means, ..) = self.update("critic", batch, view.runner, optimizer, schedule, gradients)?;
+        let model = Updated { name: "critic", runner: view.runner, skip_above: self.skip_above.critic };
+        let (means, ..) = self.update(model, batch, optimizer, schedule, gradients)?;
         means.finish()
     }
 
@@ -217,8 +246,9 @@ impl PolicyStep<'_> {
             first.get_or_insert(update.forward);
             Ok(Some(update.metrics))
         };
+        let model = Updated { name: "actor", runner: self.runner, skip_above: self.skip_above.actor };
         let (means, made, skipped) =
-            self.update("actor", batch, self.runner, optimizer, (minibatches, epochs), gradients)?;
+            self.update(model, batch, optimizer, (minibatches, epochs), gradients)?;
         let mut metrics = means.finish()?;
         metrics.set("actor/lr", lr);
         if minibatches * epochs > 1 || skipped > 0 {
@@ -228,14 +258,13 @@ impl PolicyStep<'_> {
         Ok((metrics, first))
     }
 
-    /// Updates the model of `runner`. For each minibatch of each epoch: loss and backward (`gradients`),
-    /// clip, optimizer. Returns means over updates, and the numbers of updates and of skipped minibatches
-    /// (all tokens rejected).
+    /// Updates a model. For each minibatch of each epoch: loss and backward (`gradients`), clip, optimizer.
+    /// Returns means over updates, and the numbers of updates and of skipped minibatches (all tokens
+    /// rejected). A bad gradient is counted in the means.
     fn update(
         &self,
-        name: &str,
+        Updated { name, runner, skip_above }: Updated,
         batch: &Batch,
-        runner: BatchRunner,
         optimizer: &mut Optimizer,
         (minibatches, epochs): (usize, usize),
         mut gradients: impl FnMut(&Batch) -> Result<Option<Metrics>>,
@@ -250,8 +279,19 @@ impl PolicyStep<'_> {
                     skipped += 1;
                     continue;
                 };
-                let grad_norm = self.timings.time("optimizer", || runner.clip_and_update(optimizer, lr))?;
-                means.mean(&format!("{name}/grad_norm"), grad_norm, 1.0);
+                let norm =
+                    self.timings.time("optimizer", || runner.clip_and_update(optimizer, lr, skip_above))?;
+                let norm = match norm {
+                    GradientNorm::Used(norm) => norm,
+                    GradientNorm::Skipped(norm) => {
+                        means.sum(&format!("{name}/updates_bad"), 1.0);
+                        if norm.is_finite() {
+                            means.max(&format!("{name}/grad_norm_bad"), norm);
+                        }
+                        continue;
+                    }
+                };
+                means.mean(&format!("{name}/grad_norm"), norm, 1.0);
                 means.mean(&format!("{name}/lr"), lr, 1.0);
                 found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
                 made += 1;

@@ -2,6 +2,7 @@
 //! and backward pass.
 
 use super::Trainer;
+use crate::learner::batch_runner::GradientNorm;
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::micro_batch::Sequence;
 use crate::learner::optimizer::Optimizer;
@@ -44,9 +45,20 @@ impl Trainer {
                 metrics.set("cold_start/load_balance", output.load_balance);
             }
             let lr = optimizer.learning_rate(step, cold_start.steps);
-            let norm =
-                self.timings.time("optimizer", || self.runner().clip_and_update(&mut optimizer, lr))?;
-            metrics.set("cold_start/grad_norm", norm);
+            let skip_above = self.skip_above(&self.monitor.warm_up_norms);
+            let update = || self.runner().clip_and_update(&mut optimizer, lr, skip_above);
+            match self.timings.time("optimizer", update)? {
+                GradientNorm::Used(norm) => metrics.set("cold_start/grad_norm", norm),
+                GradientNorm::Skipped(norm) => {
+                    metrics.set("cold_start/updates_bad", 1.0);
+                    if norm.is_finite() {
+                        metrics.set("cold_start/grad_norm_bad", norm);
+                    }
+                }
+            }
+            if let Some(warning) = self.monitor.warm_up_norms.note(&metrics) {
+                self.console.print(&format!("warning: step {step} of the cold start: {warning}"));
+            }
             metrics.set("cold_start/lr", lr);
             let last = step == cold_start.steps;
             let due = cold_start.eval_every_steps > 0 && (last || step % cold_start.eval_every_steps == 0);
@@ -58,6 +70,7 @@ impl Trainer {
             self.timings.add("step", seconds);
             metrics.set("perf/throughput", output.tokens as f64 / seconds);
             self.write_row(step, Phase::ColdStart, metrics)?;
+            self.monitor.warm_up_norms.refuse_many()?;
             progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
             if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer, None)? {
                 return Ok(true);

@@ -18,7 +18,7 @@ use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
 use rloss::policy::{Aggregation, KlPlace, KlSettings, PolicySettings};
-use rloss::trainer::step::PolicyStep;
+use rloss::trainer::step::{PolicyStep, SkipAbove};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
@@ -302,6 +302,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
             pass: pass(false),
             second_forward: None,
             response_tokens_max: 72,
+            skip_above: SkipAbove::default(),
             timings: &Timings::new(),
         };
         let (found, _, metrics) = step.prepare(&groups, Some(&fixture.critic)).unwrap();

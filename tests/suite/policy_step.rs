@@ -23,7 +23,7 @@ use rloss::policy::{
     Aggregation, CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
 };
 use rloss::settings::Choice;
-use rloss::trainer::step::{PolicyStep, Update};
+use rloss::trainer::step::{PolicyStep, SkipAbove, Update};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 fn loss(name: &str) -> Loss {
@@ -81,6 +81,7 @@ impl Fixture {
             pass: pass(),
             second_forward: None,
             response_tokens_max: 72,
+            skip_above: SkipAbove::default(),
             timings: &self.timings,
         }
     }

@@ -19,9 +19,10 @@ unless a resume changed `[eval]` or `[checkpoint]` on the way.
 - `--set model.path=FOLDER` also replaces `model.architecture` and `model.tokenizer`: the folder has its own.
 - Relative paths count from the working directory. The resolved recipe holds absolute paths.
 - All mistakes are reported together before any work, as `file:line: key: what is wrong; what to do`.
-- A run resumed with `--resume` may differ in `device`, `train.steps`, `schedule_steps`, `[eval]`,
-  `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. Another `train.steps` does not change the
-  learning-rate schedule: it ends at the same step, which the run's recipe then names in `schedule_steps`.
+- A run resumed with `--resume` may differ in `device`, `train.steps`, `train.on_bad_step`,
+  `schedule_steps`, `[eval]`, `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. Another
+  `train.steps` does not change the learning-rate schedule: it ends at the same step, which the run's recipe
+  then names in `schedule_steps`.
 
 This page is generated from the settings types of `src/`, and a test compares the two. To write it again after
 a change there, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
