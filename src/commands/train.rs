@@ -32,9 +32,9 @@ pub struct TrainArgs {
 /// When a run is resumed.
 #[derive(ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
 enum Resume {
-    /// Always: a folder without a run is refused
+    /// A folder without a run is refused
     Always,
-    /// If the folder holds a run; otherwise a run starts there
+    /// A folder without a run gets one
     Auto,
 }
 

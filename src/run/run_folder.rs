@@ -301,7 +301,10 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
 /// change, or more steps are done than `plan` has.
 pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
     if !holds_run(path) {
-        return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
+        return Err(bad_input!(
+            "{}: holds no run to resume; start it without --resume, or with --resume=auto",
+            path.display()
+        ));
     }
     let stored = stored_plan(path, plan)?;
     let steps = plan.recipe.train.steps;
