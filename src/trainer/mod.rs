@@ -112,6 +112,9 @@ impl Trainer {
         let recipe = self.context.plan.recipe.clone();
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
         self.plan_time(done);
+        if self.context.mesh().is_rank_zero() {
+            self.console.keep_status(&self.folder.path);
+        }
         let (console, at) = (self.console.clone(), self.at.clone());
         self.stop.tell(move || {
             let at = at.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -130,9 +133,11 @@ impl Trainer {
             _ => {}
         }
         self.begin_adapter()?;
+        let stage = self.console.inner_stage("optimizer, critic, reference", 0);
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
         let critic = self.critic(resumed.as_ref())?;
         self.set_reference(resumed.as_ref())?;
+        stage.finish();
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
@@ -247,6 +252,7 @@ impl Trainer {
         let begun = std::time::Instant::now();
         let evaluation = evaluate(&self.context, step, &self.console, &|| false)?
             .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
+        self.console.count_step("evaluation");
         self.timings.add("testing", begun.elapsed().as_secs_f64());
         self.timings.add("step", begun.elapsed().as_secs_f64());
         self.watch_workers(step);
@@ -314,6 +320,13 @@ impl Trainer {
         metrics.extend(self.timings.take());
         metrics.extend(memory_peaks(self.context.parameters.device())?);
         self.folder.write_metrics(&Row { step, phase, metrics })
+    }
+}
+
+/// A run that ended, however it did, is under way no more.
+impl Drop for Trainer {
+    fn drop(&mut self) {
+        self.console.forget_status();
     }
 }
 

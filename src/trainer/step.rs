@@ -5,15 +5,16 @@ use super::Trainer;
 use super::sample::Sampled;
 use crate::learner::advantages::AdvantageEstimator;
 use crate::learner::batch::{Batch, Forward};
-use crate::learner::batch_runner::{BatchRunner, Shares};
+use crate::learner::batch_runner::{BatchObjective, BatchRunner, Shares};
 use crate::learner::critic::{Critic, CriticStep};
-use crate::learner::forward_backward::PassSettings;
+use crate::learner::forward_backward::{PassOutput, PassSettings};
+use crate::learner::micro_batch::MicroBatch;
 use crate::learner::optimizer::Optimizer;
 use crate::learner::policy_loss::UpdateLoss;
 use crate::learner::rollout_correction::correct_rollout;
 use crate::learner::routed_experts;
 use crate::learner::{CriticSettings, TrainSettings};
-use crate::metrics::{Accumulator, Metrics, Timings};
+use crate::metrics::{Accumulator, Console, Metrics, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::ratio::OldLogprob;
@@ -53,6 +54,7 @@ impl Trainer {
             second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
             timings: &self.timings,
+            console: &self.console,
         }
     }
 }
@@ -76,6 +78,8 @@ pub struct PolicyStep<'a> {
     /// The constant of [`crate::policy::Aggregation::Constant`], and the limit of overlong shaping.
     pub response_tokens_max: usize,
     pub timings: &'a Timings,
+    /// Shows the phase under way.
+    pub console: &'a Console,
 }
 
 /// One update before the optimizer runs; the policy's parameters hold its gradients.
@@ -99,8 +103,7 @@ impl PolicyStep<'_> {
         critic: Option<&mut Critic>,
     ) -> Result<(Metrics, Vec<TokenFigures>)> {
         let warming_up = self.warms_up(critic.as_deref());
-        let (batch, mut forward, mut metrics) =
-            self.timings.time("old_log_prob", || self.prepare(groups, critic.as_deref()))?;
+        let (batch, mut forward, mut metrics) = self.prepare(groups, critic.as_deref())?;
         if let Some(critic) = critic {
             metrics.extend(self.update_critic(&batch, critic)?);
         }
@@ -136,7 +139,7 @@ impl PolicyStep<'_> {
             response_tokens_max: self.response_tokens_max,
             critic: critic.map(|critic| self.critic_step(&critic.settings, &critic.parameters)),
         };
-        let mut metrics = estimator.fill(&mut batch, groups)?;
+        let mut metrics = self.timings.time("adv", || estimator.fill(&mut batch, groups))?;
         metrics.extend(correct_rollout(&mut batch, &self.policy.correction)?);
         Ok((batch, forward, metrics))
     }
@@ -152,8 +155,8 @@ impl PolicyStep<'_> {
         let replay = self.policy.router_replay;
         if self.policy.kl.place != KlPlace::None {
             let parameters = self.reference.context("policy.kl without a reference")?;
-            let outputs =
-                BatchRunner { parameters, ..self.runner }.forward(&batch.micro_batches, self.pass)?;
+            let runner = BatchRunner { parameters, ..self.runner };
+            let outputs = self.forward(("ref", "reference"), runner, &batch.micro_batches, self.pass)?;
             batch.reference_log_probs = Some(batch.forward(&outputs)?.log_probs);
         }
         let config = &self.runner.model.config;
@@ -166,7 +169,8 @@ impl PolicyStep<'_> {
         if self.needs_forward(critic) {
             let options = self.second_forward.unwrap_or(self.pass.forward);
             let pass = PassSettings { forward: options, ..self.pass };
-            let outputs = self.runner.forward(&batch.micro_batches, pass)?;
+            let names = ("old_log_prob", "old log-probs");
+            let outputs = self.forward(names, self.runner, &batch.micro_batches, pass)?;
             let found = batch.forward(&outputs)?;
             batch.training_log_probs = Some(found.log_probs.clone());
             if replay == RouterReplay::Recompute {
@@ -175,9 +179,32 @@ impl PolicyStep<'_> {
             forward = Some(found);
         }
         if let Some(critic) = critic {
-            batch.values = Some(self.critic_step(&critic.settings, &critic.parameters).values(batch)?);
+            let step = self.critic_step(&critic.settings, &critic.parameters);
+            batch.values = Some(self.phase(("values", "values"), || step.values(batch))?);
         }
         Ok(forward)
+    }
+
+    /// Runs `work` as a phase that counts nothing, timed and shown under these `names`.
+    fn phase<T>(&self, (timing, shown): (&str, &str), work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let stage = self.console.inner_stage(shown, 0);
+        let result = self.timings.time(timing, work)?;
+        stage.finish();
+        Ok(result)
+    }
+
+    /// Runs a forward of `runner` as a phase, timed and shown under these `names`.
+    fn forward(
+        &self,
+        (timing, shown): (&str, &str),
+        runner: BatchRunner,
+        batches: &[MicroBatch],
+        pass: PassSettings,
+    ) -> Result<Vec<PassOutput>> {
+        let stage = self.console.pass(shown, runner.own_tokens(batches));
+        let outputs = self.timings.time(timing, || runner.forward_shown(batches, pass, &stage))?;
+        stage.finish();
+        Ok(outputs)
     }
 
     /// Returns whether the policy runs a forward before its first update. Otherwise the rollout is compared
@@ -202,7 +229,10 @@ impl PolicyStep<'_> {
         let Critic { settings, parameters, optimizer } = critic;
         let view = self.critic_step(settings, parameters);
         let schedule = (settings.minibatches, settings.epochs);
-        let gradients = |minibatch: &Batch| view.gradients(minibatch);
+        let gradients = |minibatch: &Batch| {
+            let stage = self.console.inner_stage("critic's update", 0);
+            view.gradients(minibatch).inspect(|_| stage.finish())
+        };
         let (means, ..) = self.update("critic", batch, view.runner, optimizer, schedule, gradients)?;
         means.finish()
     }
@@ -250,7 +280,8 @@ impl PolicyStep<'_> {
                     skipped += 1;
                     continue;
                 };
-                let grad_norm = self.timings.time("optimizer", || runner.clip_and_update(optimizer, lr))?;
+                let update = || runner.clip_and_update(optimizer, lr);
+                let grad_norm = self.phase(("optimizer", "optimizer"), update)?;
                 means.mean(&format!("{name}/grad_norm"), grad_norm, 1.0);
                 means.mean(&format!("{name}/lr"), lr, 1.0);
                 found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
@@ -272,11 +303,14 @@ impl PolicyStep<'_> {
         let updates = self.train.minibatches * self.train.epochs;
         let loss = UpdateLoss::new(batch, self.policy, self.anchor(), updates, self.response_tokens_max)?;
         let shares = Shares::of(&batch.micro_batches);
-        let outputs = self.runner.accumulate(&batch.micro_batches, self.pass, &|index, columns| {
+        let objective: BatchObjective<'_, 2> = &|index, columns| {
             let (share, gradient) = loss.share(index, columns)?;
             shares.put(index, share);
             Ok(gradient)
-        })?;
+        };
+        let stage = self.console.pass("update", self.runner.own_tokens(&batch.micro_batches));
+        let outputs = self.runner.accumulate_shown(&batch.micro_batches, self.pass, objective, &stage)?;
+        stage.finish();
         let metrics = loss.metrics(&shares.all()?, &outputs, self.pass.load_balance > 0.0);
         Ok(Some(Update { metrics, forward: batch.forward(&outputs)? }))
     }

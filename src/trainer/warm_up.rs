@@ -36,7 +36,8 @@ impl Trainer {
             })?;
             let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
             let output = self.timings.time("update", || {
-                supervised::gradients(&self.runner(), &batch, recipe.train.micro_batch_tokens, pass)
+                let tokens_max = recipe.train.micro_batch_tokens;
+                supervised::gradients(&self.runner(), &batch, tokens_max, pass, &self.console)
             })?;
             let mut metrics = Metrics::new();
             metrics.set("cold_start/loss", output.loss);
@@ -44,8 +45,10 @@ impl Trainer {
                 metrics.set("cold_start/load_balance", output.load_balance);
             }
             let lr = optimizer.learning_rate(step, cold_start.steps);
+            let stage = self.console.inner_stage("optimizer", 0);
             let norm =
                 self.timings.time("optimizer", || self.runner().clip_and_update(&mut optimizer, lr))?;
+            stage.finish();
             metrics.set("cold_start/grad_norm", norm);
             metrics.set("cold_start/lr", lr);
             let last = step == cold_start.steps;
@@ -69,6 +72,6 @@ impl Trainer {
 
     fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
         let tokens = self.context.plan.recipe.train.micro_batch_tokens;
-        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0))
+        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0), &self.console)
     }
 }
