@@ -24,8 +24,9 @@ use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, forget_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
+use crate::run::causes::{SampleCauses, warn_of_causes};
 use crate::run::context::RunContext;
-use crate::run::evaluation::{evaluate, prompts};
+use crate::run::evaluation::{SetResult, evaluate, prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
 use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
@@ -257,6 +258,8 @@ impl Trainer {
         self.timings.add("step", begun.elapsed().as_secs_f64());
         self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
+        let label = format!("evaluation after step {step}: ");
+        warn_of_causes(&self.context, evaluation.sets.iter().flat_map(SetResult::rows), &label, &self.console);
         let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();
         let all = evaluation.rows().count();
         // Stop before training: steps would fail too, each only after its time limits.
@@ -311,7 +314,15 @@ impl Trainer {
                 "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"
             ));
         }
-        for warning in self.monitor.note(step, metrics) {
+        let samples = rollouts.groups.iter().zip(&rollouts.messages).flat_map(|(group, messages)| {
+            group.trajectories.iter().zip(messages).map(|(trajectory, of)| (trajectory, of.as_slice()))
+        });
+        let causes = SampleCauses::count(self.context.task.as_ref(), samples);
+        let tokens_max = self.context.recipe().rollout.response_tokens_max;
+        let causes = causes.words(self.context.interpreter.is_some(), tokens_max);
+        let mut warnings = self.monitor.note_causes(causes);
+        warnings.extend(self.monitor.note(step, metrics));
+        for warning in warnings {
             self.console.print(&format!("warning: step {step}: {warning}"));
         }
     }

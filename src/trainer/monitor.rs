@@ -4,6 +4,7 @@ use crate::metrics::{Metrics, format_number};
 use crate::policy::advantage::Advantage;
 use crate::policy::alarm::alarm;
 use crate::recipe::Recipe;
+use crate::run::causes::CAUSES;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
@@ -23,6 +24,8 @@ pub(super) struct Monitor {
     /// signal.
     failing: u64,
     flat: u64,
+    /// Consecutive steps with each cause.
+    causes: [u64; CAUSES],
     /// Successes and trajectories of the last steps.
     window: VecDeque<(f64, f64)>,
     /// The best window: its success rate, its trajectories, its last step.
@@ -43,6 +46,7 @@ impl Monitor {
             failed: 0.0,
             failing: 0,
             flat: 0,
+            causes: [0; CAUSES],
             window: VecDeque::new(),
             best: None,
         }
@@ -69,6 +73,16 @@ impl Monitor {
             }
         }
         warnings
+    }
+
+    /// Adds the causes of a step whose samples teach little. Returns those to tell now.
+    pub fn note_causes(&mut self, causes: [Option<String>; CAUSES]) -> Vec<String> {
+        let mut due = vec![];
+        for (streak, cause) in self.causes.iter_mut().zip(causes) {
+            *streak = if cause.is_some() { *streak + 1 } else { 0 };
+            due.extend(cause.filter(|_| told(*streak)));
+        }
+        due
     }
 
     /// Returns whether there were trajectories and all of them failed.
