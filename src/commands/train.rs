@@ -13,7 +13,6 @@ use crate::run::memory::{Intent, told_of_memory};
 use crate::run::processes;
 use crate::run::run_folder::{RunFolder, prepare_resume};
 use crate::run::signals::Stop;
-use crate::run::source::unverified;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
 use clap::Args;
@@ -35,7 +34,8 @@ pub struct TrainArgs {
 /// [`crate::error::BadInput`] before any work; other errors leave the last checkpoint intact.
 pub fn run(args: &TrainArgs) -> Result<u8> {
     let mesh = Mesh::connect()?;
-    let Prepared { out, plan, console, resumed, point } = mesh.agree("the recipe", prepare(args, &mesh))?;
+    let Prepared { out, plan, console, afresh, resumed, point } =
+        mesh.agree("the recipe", prepare(args, &mesh))?;
     let checkpoint = point.as_ref().map(|point| point.folder.as_path());
     let context = RunContext::open_at(plan, Intent::Train, &mesh, checkpoint, &console);
     let context = mesh.agree("the model", context)?;
@@ -53,10 +53,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let folder = mesh.agree("the run's folder", folder)?;
     header::lines(&context, Intent::Train, &out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    if let Some(point) = point.as_ref().filter(|point| !point.verified) {
-        console.print(&format!("warning: {}", unverified(&point.folder)));
-    }
-    resumed.iter().for_each(|line| console.print(line));
+    afresh.iter().chain(&resumed).for_each(|line| console.print(line));
     let before = RunFolder::place_before(&out).filter(|before| args.resume && *before != context.place);
     if let Some(before) = before {
         console.print(&format!(
@@ -95,6 +92,8 @@ struct Prepared {
     out: PathBuf,
     plan: Plan,
     console: Console,
+    /// A line when a run's recipe is trained again from its beginning.
+    afresh: Option<String>,
     /// Description of the resumed run, one line each.
     resumed: Vec<String>,
     point: Option<ResumePoint>,
@@ -125,5 +124,12 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         true => prepare_resume(&out, &mut plan)?,
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
-    Ok(Prepared { out, plan, console, resumed, point })
+    let afresh = match &source {
+        RecipeSource::Run(run) if !args.resume => Some(format!(
+            "the recipe of {} from its beginning, in another folder; --resume continues that run",
+            run.display()
+        )),
+        _ => None,
+    };
+    Ok(Prepared { out, plan, console, afresh, resumed, point })
 }
