@@ -14,7 +14,7 @@ use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
 use crate::model::arms::Arms;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Plan, RecipeSource, locate};
+use crate::recipe::{KeyScope, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress};
 use crate::run::collect::show;
 use crate::run::context::RunContext;
@@ -61,7 +61,8 @@ impl CheckMismatchArgs {
     fn plan(&self, more: &[String]) -> Result<Plan> {
         let sets: Vec<String> = self.sets.iter().chain(more).cloned().collect();
         let source = locate(self.recipe.as_deref().unwrap_or(Path::new("quickstart")))?;
-        let mut plan = source.resolve(&sets)?;
+        let scope = if self.against.is_empty() { KeyScope::CheckMismatch } else { KeyScope::Against };
+        let mut plan = source.resolve_for(scope, &sets)?;
         // The check runs on the model that a --set names, if any.
         pin_model(&mut plan, &source, &sets)?;
         Ok(plan)

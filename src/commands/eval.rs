@@ -5,7 +5,7 @@ use crate::bad_input;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
-use crate::recipe::locate;
+use crate::recipe::{KeyScope, locate};
 use crate::rollout::accuracy;
 use crate::run::causes::warn_of_causes;
 use crate::run::collect::{Collection, heed_failures, show};
@@ -29,7 +29,7 @@ use std::collections::BTreeMap;
 /// [`crate::error::BadInput`] before any work; errors of the rollout or the disk keep the samples so far.
 pub fn run(args: &RunArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
-    let mut plan = source.resolve(&args.sets)?;
+    let mut plan = source.resolve_for(KeyScope::Eval, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let context = RunContext::open(plan, Intent::Eval, &console)?;

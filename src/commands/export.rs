@@ -3,7 +3,7 @@
 
 use crate::error::EXIT_DONE;
 use crate::metrics::{Console, sanitize_terminal};
-use crate::recipe::{RecipeSource, locate};
+use crate::recipe::{KeyScope, RecipeSource, locate};
 use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::export;
@@ -36,7 +36,7 @@ pub struct ExportArgs {
 pub fn run(args: &ExportArgs) -> Result<u8> {
     export::refuse_existing(&args.out)?;
     let source = locate(&args.run)?;
-    let mut plan = source.resolve(&args.sets)?;
+    let mut plan = source.resolve_for(KeyScope::Export, &args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
     let shown = args.out.display().to_string();
     let shown = sanitize_terminal(&shown);

@@ -6,7 +6,7 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
-use crate::recipe::locate;
+use crate::recipe::{KeyScope, locate};
 use crate::run::causes::warn_of_causes;
 use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
@@ -44,7 +44,7 @@ enum Format {
 pub fn run(args: &RolloutArgs) -> Result<u8> {
     let RolloutArgs { run: args, format } = args;
     let source = locate(&args.recipe)?;
-    let mut plan = source.resolve(&args.sets)?;
+    let mut plan = source.resolve_for(KeyScope::Rollout, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let context = RunContext::open(plan, Intent::Rollout, &console)?;

@@ -13,7 +13,6 @@ use crate::run::memory::{Intent, told_of_memory};
 use crate::run::processes;
 use crate::run::run_folder::{RunFolder, holds_run, prepare_resume};
 use crate::run::signals::Stop;
-use crate::run::source::unverified;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -44,7 +43,7 @@ enum Resume {
 /// [`crate::error::BadInput`] before any work; other errors leave the last checkpoint intact.
 pub fn run(args: &TrainArgs) -> Result<u8> {
     let mesh = Mesh::connect()?;
-    let Prepared { out, plan, console, resumes, resumed, point } =
+    let Prepared { out, plan, console, resumes, afresh, resumed, point } =
         mesh.agree("the recipe", prepare(args, &mesh))?;
     let checkpoint = point.as_ref().map(|point| point.folder.as_path());
     let context = RunContext::open_at(plan, Intent::Train, &mesh, checkpoint, &console);
@@ -63,10 +62,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let folder = mesh.agree("the run's folder", folder)?;
     header::lines(&context, Intent::Train, &out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    if let Some(point) = point.as_ref().filter(|point| !point.verified) {
-        console.print(&format!("warning: {}", unverified(&point.folder)));
-    }
-    resumed.iter().for_each(|line| console.print(line));
+    afresh.iter().chain(&resumed).for_each(|line| console.print(line));
     let before = RunFolder::place_before(&out).filter(|before| resumes && *before != context.place);
     if let Some(before) = before {
         console.print(&format!(
@@ -107,6 +103,8 @@ struct Prepared {
     console: Console,
     /// Whether a run is resumed.
     resumes: bool,
+    /// A line when a run's recipe is trained again from its beginning.
+    afresh: Option<String>,
     /// Description of the resumed run, one line each.
     resumed: Vec<String>,
     point: Option<ResumePoint>,
@@ -142,5 +140,12 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         true => prepare_resume(&out, &mut plan)?,
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
-    Ok(Prepared { out, plan, console, resumes, resumed, point })
+    let afresh = match &source {
+        RecipeSource::Run(run) if !resumes => Some(format!(
+            "the recipe of {} from its beginning, in another folder; --resume continues that run",
+            run.display()
+        )),
+        _ => None,
+    };
+    Ok(Prepared { out, plan, console, resumes, afresh, resumed, point })
 }

@@ -131,10 +131,6 @@ impl BatchRunner<'_> {
         })
     }
 
-<<<<<<< HEAD
-    /// Clips the gradients and updates the weights with them. A norm that is not finite or is above
-    /// `skip_above` skips the update. Without `skip_above` a norm that is not finite is an error.
-=======
     /// Returns the tokens of `batches` that this process takes through the model.
     pub fn own_tokens(&self, batches: &[MicroBatch]) -> u64 {
         let mesh = self.parameters.mesh();
@@ -146,8 +142,8 @@ impl BatchRunner<'_> {
         self.model.config.num_hidden_layers as f64
     }
 
-    /// Clips the gradients, updates the weights with them, and returns the gradient norm before clipping.
->>>>>>> silence
+    /// Clips the gradients and updates the weights with them. A norm that is not finite or is above
+    /// `skip_above` skips the update. Without `skip_above` a norm that is not finite is an error.
     ///
     /// # Errors
     /// When the norm is not finite and may not be skipped; the weights are then unchanged.
@@ -239,18 +235,17 @@ impl BatchRunner<'_> {
     }
 }
 
-<<<<<<< HEAD
 /// The norm of an update's gradient before clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum GradientNorm {
     Used(f64),
     /// The update was skipped; the weights are unchanged.
     Skipped(f64),
-=======
+}
+
 /// Returns the tokens that a pass shows as progress.
 fn tokens_shown(batch: &MicroBatch, turn: &Turn) -> f64 {
     if turn.masked { 0.0 } else { batch.sequence_rows.positions_count() as f64 }
->>>>>>> silence
 }
 
 /// One value a micro-batch; objectives set the values from any thread.

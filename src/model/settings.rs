@@ -208,6 +208,10 @@ impl Scalar for Tokenizer {
         }
     }
 
+    fn schema(limits: Option<Limits>) -> serde_json::Value {
+        PathBuf::schema(limits)
+    }
+
     fn to_toml(&self) -> String {
         match self {
             Tokenizer::Embedded => "\"embedded\"".to_owned(),

@@ -376,7 +376,7 @@ fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
         ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))
             || ["eval.pass_at", "eval.every_steps", "eval.before_training", "train.steps"].contains(&key)
     };
-    let stored = RecipeSource::Run(folder.to_owned()).resolve(&[])?;
+    let stored = RecipeSource::Run(folder.to_owned()).resolve_for(plan.scope, &[])?;
     let pairs = stored.recipe.entries().into_iter().zip(plan.recipe.entries());
     let differ: Vec<String> = pairs
         .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new && !free(old.path()))

@@ -16,4 +16,5 @@ pub mod preflight;
 pub mod processes;
 pub mod run_folder;
 pub mod signals;
+pub mod sizing;
 pub mod source;

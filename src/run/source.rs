@@ -41,8 +41,6 @@ pub(super) struct ModelSource {
     pub(super) weights: Option<Arc<ModelFolder>>,
     /// The folder if it lacks weights, for a warning.
     pub(super) lacks_weights: Option<PathBuf>,
-    /// The folder if it lacks a manifest, for a warning.
-    pub(super) unverified: Option<PathBuf>,
     /// The storage format of each tensor; f32 for random weights.
     pub(super) forms: Vec<Form>,
     /// The folder of the weights.
@@ -102,7 +100,6 @@ impl ModelSource {
                     companions,
                     weights: None,
                     lacks_weights: None,
-                    unverified: None,
                     forms,
                     folder: None,
                     adapter: None,
@@ -130,18 +127,14 @@ impl ModelSource {
             ));
         };
         let mut source = Self::from_base(&base.find(folder, named)?)?;
-        if !checkpoint::sound(folder)? {
-            source.unverified = Some(folder.to_owned());
-        }
+        checkpoint::sound(folder)?;
         source.adapter = Some(AdapterFolder::open(folder, &source.specs())?);
         Ok(source)
     }
 
     /// Adds the adapter in `folder`. It must match by shapes and, if it names one, by its base's digest.
     fn with_adapter(mut self, folder: &Path) -> Result<Self> {
-        if !checkpoint::sound(folder)? {
-            self.unverified.get_or_insert_with(|| folder.to_owned());
-        }
+        checkpoint::sound(folder)?;
         let adapter = AdapterFolder::open(folder, &self.specs())?;
         if let (Some(wanted), Some(own)) = (&adapter.base, &self.folder)
             && Base::of(own)?.digest != wanted.digest
@@ -176,7 +169,7 @@ impl ModelSource {
                 folder.display()
             ));
         }
-        let unverified = (!checkpoint::sound(folder)?).then(|| folder.to_owned());
+        checkpoint::sound(folder)?;
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
         let chat = config.family.chat.read(&file)?;
@@ -198,17 +191,7 @@ impl ModelSource {
             (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
         };
         let folder = Some(std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()));
-        Ok(Self {
-            config,
-            chat,
-            companions,
-            weights,
-            lacks_weights,
-            unverified,
-            forms,
-            folder,
-            adapter: None,
-        })
+        Ok(Self { config, chat, companions, weights, lacks_weights, forms, folder, adapter: None })
     }
 
     pub(super) fn specs(&self) -> Vec<ParameterSpec> {
@@ -392,14 +375,6 @@ fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<Pat
     let is_base = |path: &Path| path.join("config.json").is_file() && !holds_adapter(path);
     let adapted = folder.filter(|folder| holds_adapter(folder) && model.path.as_deref().is_some_and(is_base));
     Ok(adapted.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
-}
-
-/// Returns the warning about a folder without a manifest.
-pub fn unverified(folder: &Path) -> String {
-    let shown = folder.display();
-    format!(
-        "{shown} has no manifest; its integrity cannot be verified; rloss verify --accept {shown} writes one"
-    )
 }
 
 /// Returns the folder of the model: `path` itself, or the last checkpoint if `path` is a run folder.

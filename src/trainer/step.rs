@@ -6,11 +6,7 @@ use super::gradient_norms::GradientNorms;
 use super::sample::Sampled;
 use crate::learner::advantages::AdvantageEstimator;
 use crate::learner::batch::{Batch, Forward};
-<<<<<<< HEAD
-use crate::learner::batch_runner::{BatchRunner, GradientNorm, Shares};
-=======
-use crate::learner::batch_runner::{BatchObjective, BatchRunner, Shares};
->>>>>>> silence
+use crate::learner::batch_runner::{BatchObjective, BatchRunner, GradientNorm, Shares};
 use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::forward_backward::{PassOutput, PassSettings};
 use crate::learner::micro_batch::MicroBatch;
@@ -18,13 +14,8 @@ use crate::learner::optimizer::Optimizer;
 use crate::learner::policy_loss::UpdateLoss;
 use crate::learner::rollout_correction::correct_rollout;
 use crate::learner::routed_experts;
-<<<<<<< HEAD
 use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
-use crate::metrics::{Accumulator, Metrics, Timings};
-=======
-use crate::learner::{CriticSettings, TrainSettings};
 use crate::metrics::{Accumulator, Console, Metrics, Timings};
->>>>>>> silence
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::ratio::OldLogprob;
@@ -266,17 +257,12 @@ impl PolicyStep<'_> {
         let Critic { settings, parameters, optimizer } = critic;
         let view = self.critic_step(settings, parameters);
         let schedule = (settings.minibatches, settings.epochs);
-<<<<<<< HEAD
-        let gradients = |minibatch: &Batch| view.gradients(minibatch);
-        let model = Updated { name: "critic", runner: view.runner, skip_above: self.skip_above.critic };
-        let (means, ..) = self.update(model, batch, optimizer, schedule, gradients)?;
-=======
         let gradients = |minibatch: &Batch| {
             let stage = self.console.inner_stage("critic's update", 0);
             view.gradients(minibatch).inspect(|_| stage.finish())
         };
-        let (means, ..) = self.update("critic", batch, view.runner, optimizer, schedule, gradients)?;
->>>>>>> silence
+        let model = Updated { name: "critic", runner: view.runner, skip_above: self.skip_above.critic };
+        let (means, ..) = self.update(model, batch, optimizer, schedule, gradients)?;
         means.finish()
     }
 
@@ -323,10 +309,8 @@ impl PolicyStep<'_> {
                     skipped += 1;
                     continue;
                 };
-<<<<<<< HEAD
-                let norm =
-                    self.timings.time("optimizer", || runner.clip_and_update(optimizer, lr, skip_above))?;
-                let norm = match norm {
+                let update = || runner.clip_and_update(optimizer, lr, skip_above);
+                let norm = match self.phase(("optimizer", "optimizer"), update)? {
                     GradientNorm::Used(norm) => norm,
                     GradientNorm::Skipped(norm) => {
                         means.sum(&format!("{name}/updates_bad"), 1.0);
@@ -337,11 +321,6 @@ impl PolicyStep<'_> {
                     }
                 };
                 means.mean(&format!("{name}/grad_norm"), norm, 1.0);
-=======
-                let update = || runner.clip_and_update(optimizer, lr);
-                let grad_norm = self.phase(("optimizer", "optimizer"), update)?;
-                means.mean(&format!("{name}/grad_norm"), grad_norm, 1.0);
->>>>>>> silence
                 means.mean(&format!("{name}/lr"), lr, 1.0);
                 found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
                 made += 1;
