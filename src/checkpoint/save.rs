@@ -65,6 +65,15 @@ impl Companions {
         ]))
     }
 
+    /// Returns the tokenizer of `chat` and its template, or `template` if there is one.
+    pub fn of_gguf(chat: &Chat, template: Option<String>) -> Self {
+        let mut found = Self::of(chat);
+        if let Some(template) = template {
+            found.0.insert(CHAT_TEMPLATE.into(), template.into_bytes());
+        }
+        found
+    }
+
     /// Whether transformers finds a chat template: in its own file or, as in older versions, in the
     /// tokenizer's settings.
     fn has_chat_template(&self) -> bool {

@@ -7,6 +7,7 @@ mod policy;
 use super::Recipe;
 use super::key_scope::KeyScope;
 use super::plan::inside;
+use crate::checkpoint::gguf::is_gguf;
 use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
@@ -111,10 +112,10 @@ impl Rules<'_> {
                 "the folder of model.path has its own tokenizer; remove one of the two",
             );
         }
-        if !path.is_dir() {
+        if !path.is_dir() && !(is_gguf(path) && path.exists()) {
             let what = format!(
-                "no folder at {}; pass --set model.path=FOLDER, a folder with config.json, tokenizer.json and, unless the \
-                 weights are to be random, *.safetensors",
+                "no folder and no GGUF file at {}; pass --set model.path=FOLDER, a folder with config.json, tokenizer.json \
+                 and, unless the weights are to be random, *.safetensors; or a file *.gguf",
                 path.display()
             );
             self.refuse(&["model.path"], what);

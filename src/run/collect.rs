@@ -14,6 +14,7 @@ use super::run_folder::{RunFolder, holds_run, lock};
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::checkpoint::gguf::{self, is_gguf};
 use crate::integrity::add_checksum;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
@@ -327,16 +328,19 @@ fn arranged(
 }
 
 /// Lists the model's files with length and modification time, a cheap test for changes.
-fn model_files(folder: &Path) -> Vec<(String, u64, u128)> {
-    let Ok(entries) = fs::read_dir(folder) else { return vec![] };
-    let file = |entry: fs::DirEntry| {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let about = fs::metadata(entry.path()).ok().filter(|about| about.is_file())?;
-        let read = name.ends_with(".safetensors") || name.ends_with(".json");
+fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
+    let paths: Vec<PathBuf> = match fs::read_dir(model) {
+        Ok(entries) => entries.filter_map(|entry| Some(entry.ok()?.path())).collect(),
+        Err(_) => gguf::files(model).unwrap_or_default(),
+    };
+    let file = |path: PathBuf| {
+        let name = path.file_name()?.to_string_lossy().into_owned();
+        let about = fs::metadata(&path).ok().filter(|about| about.is_file())?;
+        let read = name.ends_with(".safetensors") || name.ends_with(".json") || is_gguf(model);
         let changed = about.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
         read.then_some((name, about.len(), changed.as_nanos()))
     };
-    let mut files: Vec<_> = entries.filter_map(|entry| file(entry.ok()?)).collect();
+    let mut files: Vec<_> = paths.into_iter().filter_map(file).collect();
     files.sort();
     files
 }

@@ -6,6 +6,7 @@ use crate::bad_input;
 use crate::chat::Chat;
 use crate::checkpoint;
 use crate::checkpoint::Base;
+use crate::checkpoint::gguf::{GgufModel, is_gguf};
 use crate::checkpoint::load::{ModelFolder, weights_present};
 use crate::checkpoint::peft::{AdapterFolder, base_of, holds_adapter};
 use crate::checkpoint::save::Companions;
@@ -41,6 +42,8 @@ pub(super) struct ModelSource {
     pub(super) weights: Option<Arc<ModelFolder>>,
     /// The folder if it lacks weights, for a warning.
     pub(super) lacks_weights: Option<PathBuf>,
+    /// The GGUF file if its chat template is not the family's, for a warning.
+    pub(super) foreign_template: Option<PathBuf>,
     /// The storage format of each tensor; f32 for random weights.
     pub(super) forms: Vec<Form>,
     /// The folder of the weights.
@@ -100,6 +103,7 @@ impl ModelSource {
                     companions,
                     weights: None,
                     lacks_weights: None,
+                    foreign_template: None,
                     forms,
                     folder: None,
                     adapter: None,
@@ -169,6 +173,9 @@ impl ModelSource {
                 folder.display()
             ));
         }
+        if is_gguf(folder) {
+            return Self::from_gguf(folder);
+        }
         checkpoint::sound(folder)?;
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
@@ -191,7 +198,45 @@ impl ModelSource {
             (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
         };
         let folder = Some(std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()));
-        Ok(Self { config, chat, companions, weights, lacks_weights, forms, folder, adapter: None })
+        Ok(Self {
+            config,
+            chat,
+            companions,
+            weights,
+            lacks_weights,
+            foreign_template: None,
+            forms,
+            folder,
+            adapter: None,
+        })
+    }
+
+    /// Opens a GGUF file. Its template is kept for checkpoints and compared with the family's.
+    fn from_gguf(path: &Path) -> Result<Self> {
+        let GgufModel { weights, config, tokenizer, template } = GgufModel::open(path)?;
+        let chat = config.family.chat.of_bytes(tokenizer, &path.display().to_string())?;
+        let tokens = chat.vocabulary().vocab_size();
+        if tokens > config.vocab_size {
+            return Err(bad_input!(
+                "{}: the tokenizer has {tokens} tokens but the embedding has {} rows; fetch or convert the file again",
+                path.display(),
+                config.vocab_size
+            ));
+        }
+        let foreign_template = template.as_deref().is_some_and(|template| !chat.renders_as(template));
+        let weights = ModelFolder::of_gguf(path, weights);
+        let forms = parameter_specs(&config).iter().map(|spec| weights.form_of(spec)).collect();
+        Ok(Self {
+            companions: Companions::of_gguf(&chat, template),
+            config,
+            chat,
+            weights: Some(Arc::new(weights)),
+            lacks_weights: None,
+            foreign_template: foreign_template.then(|| path.to_owned()),
+            forms,
+            folder: Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned())),
+            adapter: None,
+        })
     }
 
     pub(super) fn specs(&self) -> Vec<ParameterSpec> {
@@ -351,7 +396,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
         model.adapter = None;
     }
     let Some(path) = &mut model.path else { return Ok(0) };
-    if !path.join("config.json").is_file()
+    if !holds_model(path)
         && let Some(folder) = checkpoint::newest_folder(path)?
     {
         *path = folder;
@@ -372,20 +417,26 @@ fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<Pat
         RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let is_base = |path: &Path| path.join("config.json").is_file() && !holds_adapter(path);
+    let is_base = |path: &Path| holds_model(path) && !holds_adapter(path);
     let adapted = folder.filter(|folder| holds_adapter(folder) && model.path.as_deref().is_some_and(is_base));
     Ok(adapted.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
 }
 
-/// Returns the folder of the model: `path` itself, or the last checkpoint if `path` is a run folder.
+/// Whether `path` is a Hugging Face folder or a GGUF file.
+fn holds_model(path: &Path) -> bool {
+    path.join("config.json").is_file() || is_gguf(path)
+}
+
+/// Returns the folder or GGUF file of the model: `path` itself, or the last checkpoint if `path` is a run
+/// folder.
 pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
-    if path.join("config.json").is_file() {
+    if holds_model(path) {
         return Ok(path.to_owned());
     }
     match checkpoint::newest_folder(path)? {
         Some(folder) => Ok(folder),
         None => Err(bad_input!(
-            "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a checkpoint or a run folder",
+            "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a GGUF file, a checkpoint or a run folder",
             path.display()
         )),
     }

@@ -17,6 +17,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     name: "gpt_oss",
     meaning: "Experts, attention sinks, windows in every other layer; conversations in Harmony.",
     architecture: "GptOssForCausalLM",
+    gguf: "gpt-oss",
     chat: Format::Harmony,
     has_experts: true,
     has_sinks: true,

@@ -138,6 +138,13 @@ impl Preflight {
             plan.warnings
                 .push(format!("{} holds no weights; they are initialized at random", folder.display()));
         }
+        if let Some(file) = &source.foreign_template {
+            plan.warnings.push(format!(
+                "{}: its chat template is not the published one of this family; conversations are rendered in {}",
+                file.display(),
+                source.chat.name()
+            ));
+        }
         if let Some(confinement) = interpreter.as_ref().map(|i| i.confinement())
             && confinement.contains("NOT SANDBOXED")
         {
