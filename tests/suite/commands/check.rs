@@ -11,7 +11,10 @@ fn it_shows_recipe_prompt_and_memory_and_does_nothing() {
         rloss().current_dir(folder.path()).arg("check").arg(quickstart()).args(["--set", "train.seed=3"]),
     );
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(!text.contains("[model.architecture]") && !text.contains("clip_low"), "only what differs: {text}");
+    assert!(
+        !text.contains("[model.architecture]") && !text.contains("clip_low"),
+        "only what differs: {text}"
+    );
     let all = done(rloss().current_dir(folder.path()).args(["check", "--all"]).arg(quickstart()));
     let all = String::from_utf8(all.stdout).unwrap();
     assert!(all.contains("[model.architecture]") && all.contains("clip_low = 0.2"), "{all}");

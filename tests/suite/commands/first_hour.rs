@@ -228,7 +228,8 @@ fn chat_needs_a_model_alone() {
     // A recipe's data is not read, nor are keys of training.
     let path = format!("model.path={model}");
     let sets = [path.as_str(), "task.train_file=none", "train.minibatches=100000", "eval.samples=4"];
-    let sets: Vec<&str> = sets.into_iter().chain(["eval.temperature=0"]).flat_map(|set| ["--set", set]).collect();
+    let sets: Vec<&str> =
+        sets.into_iter().chain(["eval.temperature=0"]).flat_map(|set| ["--set", set]).collect();
     let said = chat(&[&["gsm8k"], &sets[..]].concat(), "/quit\n");
     assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
 }
