@@ -10,29 +10,30 @@ use serde_json::{Map, Value as Json, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The kinds of tokens that are not ordinary text, as `tokenizer.ggml.token_type` numbers them.
-const CONTROL: i32 = 3;
-const USER_DEFINED: i32 = 4;
-const UNUSED: i32 = 5;
+/// The kinds of tokens, as `tokenizer.ggml.token_type` numbers them.
+pub(super) const NORMAL: i32 = 1;
+pub(super) const CONTROL: i32 = 3;
+pub(super) const USER_DEFINED: i32 = 4;
+pub(super) const UNUSED: i32 = 5;
 
 /// What a tokenizer does before it merges, by its name in GGUF: the pattern that splits a text, whether
 /// it normalizes to NFC, and whether a whole word of the vocabulary needs no merges.
-struct Splitter {
-    names: &'static [&'static str],
-    pattern: &'static str,
+pub(super) struct Splitter {
+    pub(super) name: &'static str,
+    pub(super) pattern: &'static str,
     normalizes: bool,
     ignores_merges: bool,
 }
 
-const SPLITTERS: [Splitter; 2] = [
+pub(super) const SPLITTERS: [Splitter; 2] = [
     Splitter {
-        names: &["qwen2"],
+        name: "qwen2",
         pattern: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         normalizes: true,
         ignores_merges: false,
     },
     Splitter {
-        names: &["gpt-4o"],
+        name: "gpt-4o",
         pattern: r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         normalizes: false,
         ignores_merges: true,
@@ -151,9 +152,9 @@ impl Metadata<'_> {
     fn tokenizer(&self) -> Result<Vec<u8>> {
         let refused = |what: String| bad_input!("{}: {what}", self.place.display());
         let (model, pre) = (self.text("tokenizer.ggml.model"), self.text("tokenizer.ggml.pre"));
-        let splitter = SPLITTERS.iter().find(|known| pre.is_some_and(|name| known.names.contains(&name)));
+        let splitter = SPLITTERS.iter().find(|known| pre == Some(known.name));
         let (Some("gpt2"), Some(splitter)) = (model, splitter) else {
-            let known: Vec<&str> = SPLITTERS.iter().flat_map(|known| known.names).copied().collect();
+            let known: Vec<&str> = SPLITTERS.iter().map(|known| known.name).collect();
             return Err(refused(format!(
                 "its tokenizer is {:?} with the splitter {:?}; \"gpt2\" with {} is read; use the model's Hugging Face folder",
                 model.unwrap_or("absent"),

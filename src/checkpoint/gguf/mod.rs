@@ -6,11 +6,13 @@ mod metadata;
 mod names;
 mod tensor_type;
 mod weights;
+mod write;
 
 pub use file::GgufFile;
 pub use tensor_type::TensorType;
 pub use metadata::GgufModel;
 pub use weights::{GgufWeights, files};
+pub use write::{GgufForm, GgufTokenizer, write};
 
 use std::path::Path;
 

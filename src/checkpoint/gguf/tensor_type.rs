@@ -1,9 +1,11 @@
 //! Types of a GGUF tensor's values. All but MXFP4 are decoded by candle.
 
+use crate::bad_input;
 use crate::ops::mxfp4;
-use anyhow::Result;
-use candle_core::Device;
+use anyhow::{Result, bail};
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use candle_core::{Device, Tensor};
+use half::f16;
 use std::borrow::Cow;
 
 /// A type of values. Two types are equal if their ids are.
@@ -82,6 +84,30 @@ impl TensorType {
     }
 }
 
+impl TensorType {
+    /// Encodes whole blocks of finite values, rounded to nearest.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for a value that is too large for the type; NaN and infinite values.
+    pub(super) fn encode(&self, values: Vec<f32>) -> Result<Vec<u8>> {
+        if let Some(value) = values.iter().find(|value| !value.is_finite()) {
+            bail!("it holds {value}: the model diverged, nothing is written");
+        }
+        let Some(dtype) = self.dtype else {
+            let blocks = values.as_chunks().0.iter();
+            return Ok(blocks.flat_map(to_gguf_block).collect());
+        };
+        if dtype == GgmlDType::F16
+            && let Some(value) = values.iter().find(|value| f16::from_f32(**value).is_infinite())
+        {
+            return Err(bad_input!("{value} is too large for F16; write bf16"));
+        }
+        let count = values.len();
+        let quantized = QTensor::quantize(&Tensor::from_vec(values, count, &Device::Cpu)?, dtype)?;
+        Ok(quantized.data()?.into_owned())
+    }
+}
+
 /// Bytes of a block of MXFP4 in GGUF: the scale, then 16 bytes.
 pub(super) const MXFP4_BYTES: usize = 1 + mxfp4::BLOCK / 2;
 
@@ -91,4 +117,11 @@ pub(super) fn from_gguf_block(block: &[u8; MXFP4_BYTES]) -> ([u8; 16], u8) {
     let [scale, bytes @ ..] = block;
     let nibble = |value: usize| if value < 16 { bytes[value] & 15 } else { bytes[value - 16] >> 4 };
     (std::array::from_fn(|pair| nibble(2 * pair) | nibble(2 * pair + 1) << 4), *scale)
+}
+
+/// Encodes a block of MXFP4 in GGUF's order of values.
+fn to_gguf_block(values: &[f32; mxfp4::BLOCK]) -> [u8; MXFP4_BYTES] {
+    let (bytes, scale) = mxfp4::encode_block(values);
+    let nibble = |value: usize| bytes[value / 2] >> (value % 2 * 4) & 15;
+    std::array::from_fn(|at| if at == 0 { scale } else { nibble(at - 1) | nibble(at + 15) << 4 })
 }

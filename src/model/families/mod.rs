@@ -29,6 +29,8 @@ pub struct FamilyEntry {
     pub architecture: &'static str,
     /// `general.architecture` of a GGUF file.
     pub gguf: &'static str,
+    /// The splitter of the family's published tokenizer, by its name in GGUF.
+    pub gguf_splitter: &'static str,
     /// The format of conversations.
     pub chat: Format,
     /// Whether layers have experts.
