@@ -31,9 +31,8 @@ pub fn gradients(
     let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
     let share = -1.0 / targets.max(1) as f32;
     let stage = console.pass("update", runner.own_tokens(&batches));
-    let objective: BatchObjective<'_, 2> = &|_, [log_probs, entropies]| {
-        Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]])
-    };
+    let objective: BatchObjective<'_, 2> =
+        &|_, [log_probs, entropies]| Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]]);
     let outputs = runner.accumulate_shown(&batches, pass, objective, &stage)?;
     stage.finish();
     let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();

@@ -544,7 +544,10 @@ mod tests {
         let optimizer = console.inner_stage("optimizer", 0);
         console.tick(Instant::now() + SILENCE_MAX);
         let line = out.lines().pop().unwrap();
-        assert!(line.starts_with("rl 1/3: optimizer  0:30 so far") && line.ends_with(" left in all)"), "{line}");
+        assert!(
+            line.starts_with("rl 1/3: optimizer  0:30 so far") && line.ends_with(" left in all)"),
+            "{line}"
+        );
         optimizer.finish();
         steps.finish();
         console.tick(seconds(500));

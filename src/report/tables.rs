@@ -51,7 +51,8 @@ fn summarise(i: usize, run: &Run) -> Value {
 /// Returns the largest log-prob mismatch of all steps, as text.
 fn mismatch_of_steps(run: &Run) -> Option<String> {
     let series = run.series(Phase::Rl, "mismatch/log_ppl_abs_diff_max");
-    let largest = series.iter().map(|point| point.1).reduce(|a, b| if b > a || b.is_nan() { b } else { a })?;
+    let largest =
+        series.iter().map(|point| point.1).reduce(|a, b| if b > a || b.is_nan() { b } else { a })?;
     let steps = if series.len() == 1 { "step".to_owned() } else { format!("{} steps", series.len()) };
     Some(match largest == 0.0 {
         true => format!("exactly 0 ({steps})"),

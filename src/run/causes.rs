@@ -151,7 +151,10 @@ mod tests {
                 success: false,
                 tool_s: 0.0,
             };
-            (trajectory, vec![Message::user("```python blocks are not mine"), Message::assistant("final", text)])
+            (
+                trajectory,
+                vec![Message::user("```python blocks are not mine"), Message::assistant("final", text)],
+            )
         };
         let samples: Vec<(Trajectory, Vec<Message>)> = samples.iter().map(sample).collect();
         let counts = SampleCauses::count(&Numbers, samples.iter().map(|(t, m)| (t, m.as_slice())));
@@ -168,7 +171,10 @@ mod tests {
         let block = (Finished, false, "```python\nprint(12)\n```");
         let uncalled = words(&[(Finished, false, "12"), block, block, block]);
         assert_eq!(uncalled.len(), 1, "{uncalled:?}");
-        assert!(uncalled[0].starts_with("0 of 4 trajectories called the tool, and 3 of them"), "{uncalled:?}");
+        assert!(
+            uncalled[0].starts_with("0 of 4 trajectories called the tool, and 3 of them"),
+            "{uncalled:?}"
+        );
         let unread = words(&[(Finished, true, "\\boxed{The answer}"); 4]);
         assert_eq!(unread.len(), 1, "{unread:?}");
         assert!(unread[0].starts_with("no answer could be read in 4 of the 4 trajectories"), "{unread:?}");

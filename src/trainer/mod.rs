@@ -25,8 +25,8 @@ use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, forget_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
-use crate::run::collect::tell_failures;
 use crate::run::causes::{SampleCauses, warn_of_causes};
+use crate::run::collect::tell_failures;
 use crate::run::context::RunContext;
 use crate::run::evaluation::{SetResult, evaluate, prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
@@ -261,7 +261,12 @@ impl Trainer {
         self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
         let label = format!("evaluation after step {step}: ");
-        warn_of_causes(&self.context, evaluation.sets.iter().flat_map(SetResult::rows), &label, &self.console);
+        warn_of_causes(
+            &self.context,
+            evaluation.sets.iter().flat_map(SetResult::rows),
+            &label,
+            &self.console,
+        );
         let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();
         let all = evaluation.rows().count();
         // Stop before training: steps would fail too, each only after its time limits.

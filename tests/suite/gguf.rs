@@ -71,10 +71,17 @@ fn a_gpt_oss_of_the_gguf_package_has_its_config_tokenizer_and_tensors() {
         let info = expected.metadata.info(&spec.name).unwrap();
         assert_eq!(info.shape, spec.stored_shape, "{}", spec.name);
         let rounds = files.form_of(&spec) == Form::Bf16;
-        let wanted: Vec<f32> = expected.read(info).unwrap().as_chunks().0.iter().map(|bytes| {
-            let value = f32::from_le_bytes(*bytes);
-            if rounds { half::bf16::from_f32(value).to_f32() } else { value }
-        }).collect();
+        let wanted: Vec<f32> = expected
+            .read(info)
+            .unwrap()
+            .as_chunks()
+            .0
+            .iter()
+            .map(|bytes| {
+                let value = f32::from_le_bytes(*bytes);
+                if rounds { half::bf16::from_f32(value).to_f32() } else { value }
+            })
+            .collect();
         let values = files.values(&spec).unwrap();
         assert_eq!(bits(&stored(&spec, &values)), bits(&wanted), "{}", spec.name);
         if let Some(weight) = files.packed(&spec).unwrap() {
@@ -109,7 +116,8 @@ fn bad_files_are_refused_in_one_line() {
     let path = folder.path().join("a.gguf");
     let entry = |kind: u32, value: &[u8]| [&text("k")[..], &kind.to_le_bytes(), value].concat();
     let list = |kind: u32, count: u64| [&kind.to_le_bytes()[..], &count.to_le_bytes()].concat();
-    let whole = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf/gpt_oss.gguf")).unwrap();
+    let whole =
+        fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf/gpt_oss.gguf")).unwrap();
     let changed = |from: &str, to: &str| {
         let at = whole.windows(from.len()).position(|bytes| bytes == from.as_bytes()).unwrap();
         let mut bytes = whole.clone();
@@ -148,6 +156,9 @@ fn bad_files_are_refused_in_one_line() {
         let error = GgufModel::open(&path).map(drop).expect_err(words);
         assert!(error.is::<BadInput>(), "{error:?}");
         let said = error.to_string();
-        assert!(said.contains(words) && said.contains("a.gguf") && said.lines().count() == 1, "{words}: {said}");
+        assert!(
+            said.contains(words) && said.contains("a.gguf") && said.lines().count() == 1,
+            "{words}: {said}"
+        );
     }
 }

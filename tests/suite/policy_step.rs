@@ -67,7 +67,15 @@ impl Fixture {
         let groups =
             trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec(), greedy: None }).collect();
         let train = TrainSettings { micro_batch_tokens: 64, ..TrainSettings::default() };
-        Self { threads, model, parameters, groups, train, timings: Timings::new(), console: Console::silent() }
+        Self {
+            threads,
+            model,
+            parameters,
+            groups,
+            train,
+            timings: Timings::new(),
+            console: Console::silent(),
+        }
     }
 
     fn step<'a>(&'a self, policy: &'a PolicySettings, reference: Option<&'a Parameters>) -> PolicyStep<'a> {

@@ -83,9 +83,7 @@ impl Metadata<'_> {
     /// Returns a number, a flag or a text as JSON; null if it is absent.
     fn json(&self, key: &str) -> Json {
         match self.values.get(key) {
-            Some(Value::Integer(n)) => {
-                u64::try_from(*n).map_or_else(|_| json!(*n as i64), |n| json!(n))
-            }
+            Some(Value::Integer(n)) => u64::try_from(*n).map_or_else(|_| json!(*n as i64), |n| json!(n)),
             Some(Value::Float(x)) => json!(x),
             Some(Value::Bool(flag)) => json!(flag),
             Some(Value::Text(text)) => json!(text),
@@ -127,7 +125,10 @@ impl Metadata<'_> {
                 // The released GPT-OSS has no rounded ramp, and llama.cpp has no key for it.
                 "truncate": of("rope.scaling.truncate").as_bool().unwrap_or(!family.has_experts),
             });
-            for (key, value) in [("beta_fast", of("rope.scaling.yarn_beta_fast")), ("beta_slow", of("rope.scaling.yarn_beta_slow"))] {
+            for (key, value) in [
+                ("beta_fast", of("rope.scaling.yarn_beta_fast")),
+                ("beta_slow", of("rope.scaling.yarn_beta_slow")),
+            ] {
                 if !value.is_null() {
                     rope[key] = value;
                 }
@@ -162,8 +163,10 @@ impl Metadata<'_> {
                 known.join(" or ")
             )));
         };
-        let lists = ["tokens", "token_type", "merges"].map(|key| self.values.get(&format!("tokenizer.ggml.{key}")));
-        let [Some(Value::Texts(tokens)), Some(Value::Integers(kinds)), Some(Value::Texts(merges))] = lists else {
+        let lists =
+            ["tokens", "token_type", "merges"].map(|key| self.values.get(&format!("tokenizer.ggml.{key}")));
+        let [Some(Value::Texts(tokens)), Some(Value::Integers(kinds)), Some(Value::Texts(merges))] = lists
+        else {
             return Err(refused(
                 "tokenizer.ggml.tokens, token_type or merges is absent or no list of its type; fetch the file again".into(),
             ));
@@ -189,8 +192,7 @@ impl Metadata<'_> {
                 vocabulary.insert(token.clone(), json!(id));
             }
         }
-        let byte_level =
-            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
         let split = json!({"type": "Split", "pattern": {"Regex": splitter.pattern}, "behavior": "Isolated", "invert": false});
         let pairs: Vec<Vec<&str>> = merges.iter().map(|merge| merge.splitn(2, ' ').collect()).collect();
         let normalizer = if splitter.normalizes { json!({"type": "NFC"}) } else { Json::Null };

@@ -9,8 +9,8 @@ mod weights;
 mod write;
 
 pub use file::GgufFile;
-pub use tensor_type::TensorType;
 pub use metadata::GgufModel;
+pub use tensor_type::TensorType;
 pub use weights::{GgufWeights, files};
 pub use write::{GgufForm, GgufTokenizer, write};
 

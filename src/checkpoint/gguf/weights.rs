@@ -46,7 +46,10 @@ impl GgufWeights {
             let file = GgufFile::open(&other)?;
             let seen = |name: &&String| files.iter().any(|file: &GgufFile| file.tensors.contains_key(*name));
             if let Some(name) = file.tensors.keys().find(seen) {
-                return Err(bad_input!("{}: `{name}` is in an earlier file too; fetch the files again", other.display()));
+                return Err(bad_input!(
+                    "{}: `{name}` is in an earlier file too; fetch the files again",
+                    other.display()
+                ));
             }
             files.push(file);
         }
@@ -80,10 +83,8 @@ impl GgufWeights {
                         "`{name}` has shape {:?}, the metadata implies {shape:?}",
                         found.shape
                     )),
-                    Some((_, found)) if !spec.is_matrix() && found.dtype.block > 1 => mistakes.push(format!(
-                        "`{name}` is {}; a vector must be F32, F16 or BF16",
-                        found.dtype.name
-                    )),
+                    Some((_, found)) if !spec.is_matrix() && found.dtype.block > 1 => mistakes
+                        .push(format!("`{name}` is {}; a vector must be F32, F16 or BF16", found.dtype.name)),
                     Some(_) => {}
                 }
             }
@@ -284,5 +285,7 @@ fn other_files(path: &Path, metadata: &HashMap<String, Value>) -> Result<Vec<Pat
             path.display()
         ));
     };
-    Ok((2..=count).map(|index| path.with_file_name(format!("{stem}-{index:05}-of-{count:05}.gguf"))).collect())
+    Ok((2..=count)
+        .map(|index| path.with_file_name(format!("{stem}-{index:05}-of-{count:05}.gguf")))
+        .collect())
 }

@@ -2,14 +2,14 @@
 
 use super::metadata::{CONTROL, NORMAL, SPLITTERS, UNUSED, USER_DEFINED};
 use super::names::{Part, geometry, parts};
-use super::tensor_type::{MXFP4_BYTES, TensorType};
+use super::tensor_type::TensorType;
 use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::model::config::{Config, LayerType};
 use crate::model::names::{Layout, ParameterSpec, parameter_specs};
 use crate::ops::cpu::host_values;
 use crate::settings::choice;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use serde_json::Value as Json;
 use std::fs::File;
@@ -93,7 +93,9 @@ pub fn write(
         let mut header = vec![];
         let all: Vec<(Part, &TensorType)> = specs
             .iter()
-            .flat_map(|spec| parts(spec, config.family.has_experts).into_iter().map(|part| (part, form.of(spec))))
+            .flat_map(|spec| {
+                parts(spec, config.family.has_experts).into_iter().map(|part| (part, form.of(spec)))
+            })
             .collect();
         header.extend_from_slice(b"GGUF\x03\0\0\0");
         header.extend_from_slice(&(all.len() as u64).to_le_bytes());
@@ -113,7 +115,12 @@ pub fn write(
         for spec in &specs {
             let found = tensor(spec)?;
             let wanted = spec.working_shape();
-            ensure!(found.dims() == wanted, "`{}` has shape {:?} in memory, not {wanted:?}", spec.name, found.dims());
+            ensure!(
+                found.dims() == wanted,
+                "`{}` has shape {:?} in memory, not {wanted:?}",
+                spec.name,
+                found.dims()
+            );
             let values = host_values(&found)?;
             let part_count = parts(spec, config.family.has_experts).len();
             for part in 0..part_count {
@@ -303,7 +310,9 @@ fn add_tokenizer(to: &mut Entries, config: &Config, tokenizer: &GgufTokenizer) -
         put(&token["id"], token["content"].as_str().unwrap_or_default(), kind);
     }
     let pair = |merge: &Json| match merge.as_array().map(Vec::as_slice) {
-        Some([left, right]) => format!("{} {}", left.as_str().unwrap_or_default(), right.as_str().unwrap_or_default()),
+        Some([left, right]) => {
+            format!("{} {}", left.as_str().unwrap_or_default(), right.as_str().unwrap_or_default())
+        }
         _ => merge.as_str().unwrap_or_default().to_owned(),
     };
     let merges: Vec<String> = json["model"]["merges"].as_array().into_iter().flatten().map(pair).collect();
