@@ -112,7 +112,7 @@ impl Rules<'_> {
                 "the folder of model.path has its own tokenizer; remove one of the two",
             );
         }
-        if !path.is_dir() && !(is_gguf(path) && path.exists()) {
+        if !(path.is_dir() || is_gguf(path) && path.exists()) {
             let what = format!(
                 "no folder and no GGUF file at {}; pass --set model.path=FOLDER, a folder with config.json, tokenizer.json \
                  and, unless the weights are to be random, *.safetensors; or a file *.gguf",
