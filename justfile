@@ -66,6 +66,10 @@ faults count="50" inputs="100000" seconds="60":
     cargo test --release --test soak -- --seconds {{seconds}}
     cargo test --release --test fuzz -- --inputs {{inputs}} --seed 1
 
+# A task program that lies in twenty ways, a million lines: no reward reaches another trajectory.
+lies:
+    cargo test --release --test suite a_million_lines_of_a_liar -- --ignored --nocapture
+
 # Several processes on this machine: needs libopenmpi-dev, openmpi-bin and libclang-dev.
 ranks:
     cargo test --release --features mpi --test ranks -- --test-threads=1

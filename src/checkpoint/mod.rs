@@ -1,4 +1,4 @@
-//! Files of models and runs: Hugging Face folders, adapters in PEFT format, and checkpoints. A checkpoint
+//! Files of models and runs: Hugging Face folders, GGUF files, adapters in PEFT format, and checkpoints. A checkpoint
 //! is written to a temporary folder, synced and renamed, so that a kill never leaves a partial one.
 //!
 //! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with these files more:
@@ -12,6 +12,7 @@
 //! critic. Random numbers need no state: they are functions of the seed and the step.
 
 mod base;
+pub mod gguf;
 pub mod load;
 pub mod merge;
 pub mod peft;

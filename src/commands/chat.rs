@@ -1,4 +1,4 @@
-//! `rloss chat RUN`: a chat in the terminal with a trained model and its tool.
+//! `rloss chat FOLDER|RECIPE|RUN`: a chat in the terminal with a model, and its tool if a recipe gives one.
 
 use crate::bounded_file;
 use crate::commands::arguments::recipe_help;
@@ -6,7 +6,7 @@ use crate::error::EXIT_DONE;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, sanitize_line, sanitize_terminal};
 use crate::model::policy_view::PolicyView;
-use crate::recipe::locate;
+use crate::recipe::{KeyScope, Plan, locate, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan};
 use crate::run::context::RunContext;
 use crate::run::memory::ModelCommand;
@@ -17,12 +17,12 @@ use crate::trajectory::{Outcome, Trajectory};
 use anyhow::{Context, Result};
 use clap::Args;
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `rloss chat`.
 #[derive(Args, Debug, Clone)]
 pub struct ChatArgs {
-    #[arg(help = recipe_help())]
+    #[arg(help = format!("A model's folder; or as for other commands: {}", recipe_help()))]
     recipe: PathBuf,
     /// Replace a recipe's value, such as --set eval.temperature=0
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -31,17 +31,21 @@ pub struct ChatArgs {
 
 const HELP: &str = "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends.\n";
 
+/// The recipe of a chat with a model's folder: no task's tool, and answers of a usual length.
+const TALK: &str = "task.name = \"arithmetic_single\"
+rollout = { turns_max = 1, prompt_tokens_max = 8192, response_tokens_max = 1024 }
+eval.temperature = 0.7
+";
+
 /// Reads lines and answers each, until the input ends. The tool runs in the recipe's sandbox. The recipe's
 /// `turns_max` and `response_tokens_max` limit an answer.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before the first line; those of the rollout.
 pub fn run(args: &ChatArgs) -> Result<u8> {
-    let source = locate(&args.recipe)?;
-    let mut plan = source.resolve(&args.sets)?;
-    pin_model(&mut plan, &source, &args.sets)?;
+    let plan = open(args)?;
     let console = Console::plain();
-    let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
+    let context = RunContext::open(plan, Intent::Chat, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
         console.print("warning: this recipe's model is random and untrained; name a run's folder");
@@ -62,11 +66,41 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
             "" => {}
             "/quit" => return Ok(EXIT_DONE),
             "/new" => talk.messages.clear(),
-            text => print_text(&talk.answer(text)?)?,
+            text if at_terminal && is_command(text) => console.print(HELP.trim_end()),
+            text => {
+                if is_command(text) {
+                    console.print(&format!(
+                        "{text} is sent as a message: other commands than /new and /quit are for terminals"
+                    ));
+                }
+                show(&talk.answer(text)?)?;
+            }
         }
         ask()?;
     }
     Ok(EXIT_DONE)
+}
+
+/// Returns whether a line looks like a command, such as /help.
+fn is_command(line: &str) -> bool {
+    line.strip_prefix('/').is_some_and(|word| !word.is_empty() && word.chars().all(char::is_alphanumeric))
+}
+
+/// Resolves the recipe or the run. A folder with a model alone just talks, without a tool.
+fn open(args: &ChatArgs) -> Result<Plan> {
+    match locate(&args.recipe) {
+        Err(_) if args.recipe.join("config.json").is_file() => {
+            let folder = format!("model.path={}", args.recipe.display());
+            let sets = [&[folder], &args.sets[..]].concat();
+            Ok(resolve_for(KeyScope::Chat, Path::new("rloss chat"), TALK, &sets)?)
+        }
+        source => {
+            let source = source?;
+            let mut plan = source.resolve_for(KeyScope::Chat, &args.sets)?;
+            pin_model(&mut plan, &source, &args.sets)?;
+            Ok(plan)
+        }
+    }
 }
 
 /// The conversation so far.

@@ -14,7 +14,7 @@ use crate::mismatch::{ablations, diagnose::UnmodifiedModel, external_engine, pag
 use crate::model::ablations::Ablations;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Plan, RecipeSource, locate};
+use crate::recipe::{KeyScope, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress};
 use crate::run::context::RunContext;
 use crate::run::memory::{ModelCommand, SecondWeights, explain_out_of_memory};
@@ -61,7 +61,8 @@ impl CheckMismatchArgs {
     fn plan(&self, more: &[String]) -> Result<Plan> {
         let sets: Vec<String> = self.sets.iter().chain(more).cloned().collect();
         let source = locate(self.recipe.as_deref().unwrap_or(Path::new("quickstart")))?;
-        let mut plan = source.resolve(&sets)?;
+        let scope = if self.against.is_empty() { KeyScope::CheckMismatch } else { KeyScope::Against };
+        let mut plan = source.resolve_for(scope, &sets)?;
         // The check runs on the model that a --set names, if any.
         pin_model(&mut plan, &source, &sets)?;
         Ok(plan)

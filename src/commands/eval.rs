@@ -5,8 +5,10 @@ use crate::bad_input;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
-use crate::recipe::locate;
+use crate::recipe::{KeyScope, locate};
 use crate::rollout::accuracy;
+use crate::run::causes::warn_of_causes;
+use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
 use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult, validation_prompts};
 use crate::run::header;
@@ -28,7 +30,7 @@ use std::collections::BTreeMap;
 /// [`crate::error::BadInput`] before any work; errors of the rollout or the disk keep the samples so far.
 pub fn run(args: &RunArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
-    let mut plan = source.resolve(&args.sets)?;
+    let mut plan = source.resolve_for(KeyScope::Eval, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let context = RunContext::open(plan, ModelCommand::Eval, &console)?;
@@ -73,7 +75,9 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("eval.json"), &(text + "\n"))?;
     print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
-    check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_DONE)
+    let rows = evaluation.sets.iter().flat_map(SetResult::rows);
+    warn_of_causes(&context, rows, "", &console);
+    heed_failures(evaluation.sets.iter().flat_map(SetResult::rows), &console).map(|()| EXIT_DONE)
 }
 
 /// Counts trajectories and successes by a property.

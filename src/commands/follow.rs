@@ -7,9 +7,9 @@
 use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::metrics::Console;
-use crate::report::server::{RequestHead, Response, serve};
-use crate::report::{page, state_digest};
-use crate::run::signals::StopFlag;
+use crate::report::server::{Answer, RequestHead, serve};
+use crate::report::{page, stages_under_way, state};
+use crate::run::signals::Stop;
 use anyhow::{Context, Result};
 use std::io::Read;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -71,7 +71,7 @@ impl Follower<'_> {
                 Err(error) => Response::text("503 Service Unavailable", &format!("{error:#}\n")),
             }
         } else if request.path == format!("/{}/state", self.token) {
-            Response::text("200 OK", &state_digest(self.runs))
+            Answer::text("200 OK", &[vec![state(self.runs)], stages_under_way(self.runs)].concat().join("\n"))
         } else {
             Response::text("404 Not Found", "not found\n")
         }

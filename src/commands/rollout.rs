@@ -6,7 +6,9 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
-use crate::recipe::locate;
+use crate::recipe::{KeyScope, locate};
+use crate::run::causes::warn_of_causes;
+use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
 use crate::run::header;
 use crate::run::memory::ModelCommand;
@@ -43,7 +45,7 @@ enum Format {
 pub fn run(args: &RolloutArgs) -> Result<u8> {
     let RolloutArgs { run: args, format } = args;
     let source = locate(&args.recipe)?;
-    let mut plan = source.resolve(&args.sets)?;
+    let mut plan = source.resolve_for(KeyScope::Rollout, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
@@ -68,7 +70,8 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
         console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);
     };
-    let failures = check_failures(rows.iter().flatten(), &console);
+    warn_of_causes(&context, rows.iter().flatten(), "", &console);
+    let failures = heed_failures(rows.iter().flatten(), &console);
     let group = |rows: Vec<_>| Group {
         trajectories: rows.into_iter().map(|row: crate::trajectory::TrajectoryRow| row.trajectory).collect(),
         greedy: None,

@@ -27,7 +27,9 @@ pub fn system_prompt(chat: &Chat, harmony: &SystemPromptSettings, uses_python: b
         Chat::ChatMl(_) => {
             let identity = harmony.model_identity.as_deref().unwrap_or(chatml::QWEN_IDENTITY);
             let functions = if uses_python { vec![chatml::python_function()] } else { vec![] };
-            let text = chatml::system_text(Some(identity), &functions);
+            let text = [Some(identity), harmony.developer_instructions.as_deref()];
+            let text: Vec<&str> = text.into_iter().flatten().collect();
+            let text = chatml::system_text(Some(&text.join("\n\n")), &functions);
             text.map(|text| Message::new(Role::System, text)).into_iter().collect()
         }
     }
@@ -168,6 +170,9 @@ mod tests {
         harmony.model_identity = Some("Compute.".into());
         let [message] = &system_prompt(&chat, &harmony, true)[..] else { panic!("one message") };
         assert!(message.content.starts_with("Compute.\n\n# Tools") && message.content.contains("\"code\""));
+        harmony.developer_instructions = Some("Call python.".into());
+        let [message] = &preamble(&chat, &harmony, true)[..] else { panic!("one message") };
+        assert!(message.content.starts_with("Compute.\n\nCall python.\n\n# Tools"), "{}", message.content);
         harmony.system_message = Some(false);
         assert!(system_prompt(&chat, &harmony, true).is_empty());
     }

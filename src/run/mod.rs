@@ -1,6 +1,8 @@
 //! Shared code of all commands that run a model: preflight, run folder, evaluation, sampling, signals.
 
 pub mod adapter;
+pub mod causes;
+pub mod collect;
 pub mod context;
 mod device;
 pub mod evaluation;
@@ -13,6 +15,7 @@ pub mod processes;
 pub mod run_folder;
 pub mod sampling_folder;
 pub mod signals;
+pub mod sizing;
 pub mod source;
 mod symlinks;
 mod trainable_flags;

@@ -18,13 +18,15 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Files that a run or a sampling writes before its first result.
-const STARTED: [&str; 7] = [
+const STARTED: [&str; 9] = [
     "recipe.toml",
     "metrics.jsonl",
     "model.json",
     "sandbox.txt",
     "reference.safetensors",
     MARKER_FILE,
+    ".under_way",
+    ".under_way.partial",
     ".lock",
 ];
 
@@ -287,7 +289,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
         return Ok(Some(stored));
     }
     Err(bad_input!(
-        "{}: the run was started with other values of {}; --resume may change only device, train.steps, schedule_steps, eval, checkpoint, logging and parallel keys",
+        "{}: the run was started with other values of {}; --resume may change only device, train.steps, train.on_bad_step, schedule_steps, eval, checkpoint, logging and parallel keys",
         file.display(),
         differences.join(", ")
     ))
@@ -300,8 +302,11 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
 /// [`crate::error::BadInput`] when there is no run, it is damaged, its recipe differs in a key that may not
 /// change, or more steps are done than `plan` has.
 pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
-    if !contains_run(path) {
-        return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
+    if !holds_run(path) {
+        return Err(bad_input!(
+            "{}: holds no run to resume; start it without --resume, or with --resume=auto",
+            path.display()
+        ));
     }
     let stored = stored_plan(path, plan)?;
     let steps = plan.recipe.train.steps;

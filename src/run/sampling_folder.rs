@@ -14,6 +14,7 @@ use super::symlinks::refuse_symlink;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::checkpoint::gguf::{self, is_gguf};
 use crate::integrity::add_checksum;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
@@ -255,20 +256,29 @@ impl Drop for SamplingFolder<'_> {
     }
 }
 
-/// Warns on `console` when more than half of `rows` failed for reasons outside the policy.
+/// Tells on `console` how many of `rows` failed, as [`tell_failures`] does.
 ///
 /// # Errors
-/// When all of them failed, because the samples then carry no information.
-pub fn check_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
-    let failed: Vec<bool> = rows.map(|row| row.trajectory.has_failure()).collect();
-    let (count, all) = (failed.iter().filter(|failed| **failed).count(), failed.len());
-    if count > 0 && count == all {
+/// Those of [`tell_failures`].
+pub fn heed_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
+    let failed: Vec<bool> = rows.map(|row| row.trajectory.failed()).collect();
+    tell_failures((failed.iter().filter(|failed| **failed).count(), failed.len()), console)
+}
+
+/// Tells on `console` how many of all trajectories failed for reasons outside the policy, if any did.
+///
+/// # Errors
+/// When most of them failed, because the rewards then say little about the policy.
+pub fn tell_failures((failed, all): (usize, usize), console: &Console) -> Result<()> {
+    let told = format!("{failed} of {all} trajectories failed, whatever the policy did");
+    if failed * 2 > all {
         bail!(
-            "all {all} trajectories failed: the task's program or the tool's workers failed each time, as was told then; rloss check RECIPE asks the program again"
+            "{told}: the task's program or the tool's workers, see the failures above; rloss check RECIPE asks the program \
+             again"
         );
     }
-    if count * 2 > all {
-        console.print(&format!("warning: {count} of {all} trajectories failed, whatever the policy did; the first failures are told above"));
+    if failed > 0 {
+        console.print(&format!("warning: {told}; the first failures are told above"));
     }
     Ok(())
 }
@@ -321,16 +331,19 @@ fn arranged(
 }
 
 /// Lists the model's files with length and modification time, a cheap test for changes.
-fn model_files(folder: &Path) -> Vec<(String, u64, u128)> {
-    let Ok(entries) = fs::read_dir(folder) else { return vec![] };
-    let file = |entry: fs::DirEntry| {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let about = fs::metadata(entry.path()).ok().filter(|about| about.is_file())?;
-        let read = name.ends_with(".safetensors") || name.ends_with(".json");
+fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
+    let paths: Vec<PathBuf> = match fs::read_dir(model) {
+        Ok(entries) => entries.filter_map(|entry| Some(entry.ok()?.path())).collect(),
+        Err(_) => gguf::files(model).unwrap_or_default(),
+    };
+    let file = |path: PathBuf| {
+        let name = path.file_name()?.to_string_lossy().into_owned();
+        let about = fs::metadata(&path).ok().filter(|about| about.is_file())?;
+        let read = name.ends_with(".safetensors") || name.ends_with(".json") || is_gguf(model);
         let changed = about.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
         read.then_some((name, about.len(), changed.as_nanos()))
     };
-    let mut files: Vec<_> = entries.filter_map(|entry| file(entry.ok()?)).collect();
+    let mut files: Vec<_> = paths.into_iter().filter_map(file).collect();
     files.sort();
     files
 }
@@ -370,7 +383,7 @@ fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
         ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))
             || ["eval.pass_at", "eval.every_steps", "eval.before_training", "train.steps"].contains(&key)
     };
-    let stored = RecipeSource::Run(folder.to_owned()).resolve(&[])?;
+    let stored = RecipeSource::Run(folder.to_owned()).resolve_for(plan.scope, &[])?;
     let pairs = stored.recipe.entries().into_iter().zip(plan.recipe.entries());
     let differ: Vec<String> = pairs
         .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new && !free(old.path()))

@@ -15,10 +15,10 @@ mod table;
 pub use choice::{Choice, closest_word};
 pub(crate) use choice::{choice, registered};
 pub(crate) use limits::{Limits, above, from};
-pub(crate) use mistake::KeyLocations;
-pub use mistake::{Mistake, Mistakes, SourceLocation};
-pub(crate) use reader::{Origin, ParsedKey, Reader};
-pub(crate) use scalar::{ParsedValue, Scalar};
+pub(crate) use mistake::Places;
+pub use mistake::{Mistake, Mistakes, Place};
+pub(crate) use reader::{ForeignName, Origin, Reader, Written};
+pub(crate) use scalar::{Found, Scalar};
 pub use table::Entry;
 pub(crate) use table::{
     Field, KeyDoc, Table, changed_entries, default, entries, join, limits, list_table, table,

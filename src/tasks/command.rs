@@ -12,9 +12,9 @@ use crate::bad_input;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
 use anyhow::{Context, Result, bail};
-use reply::{ProgramReply, with_request};
+use reply::{REQUEST_ID, Reply, with_request};
 use serde_json::{Value, json};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
@@ -29,6 +29,8 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 /// Attempts to get a problem during a run before it counts as failed. The first problems, before any work,
 /// get one attempt.
 const PROBLEM_ATTEMPTS: usize = 3;
+/// The newest version of the protocol; the oldest is 1.
+const VERSION: u64 = 2;
 /// Failures reported on the console; the metrics count all.
 const WARNINGS_MAX: usize = 10;
 /// Defaults of `task.command_timeout_s` and `task.command_processes`.
@@ -43,8 +45,10 @@ pub struct CommandTask {
     python: bool,
     functions: bool,
     turns: bool,
+    /// Whether the program repeats each request's id: since version 2.
+    identified: bool,
     validation: Vec<ValidationSet>,
-    pool: ProcessPool,
+    program: Program,
     warnings: AtomicUsize,
     console: Console,
 }
@@ -66,22 +70,46 @@ impl CommandTask {
             )
         };
         let pool = ProcessPool::new(command.clone(), processes, timeout);
-        let (mut task, count) = ask(&pool, &json!({ "request": "describe" }), |described| {
-            let name = described.text("name")?.unwrap_or_else(|| "command".to_owned());
-            if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
-                bail!("`name` of the answer is {name:?}; write letters, digits and _ only");
-            }
-            let flag = |key| Ok::<_, anyhow::Error>(described.flag(key)?.unwrap_or(false));
-            Ok((
-                (name, flag("python")?, flag("functions")?, flag("turns")?),
-                described.count("validation_problems")?,
-            ))
-        })
-        .map(|((name, python, functions, turns), count)| {
-            let (validation, warnings) = (vec![], AtomicUsize::new(0));
-            (Self { name, python, functions, turns, validation, pool, warnings, console }, count.unwrap_or(0))
-        })
-        .map_err(wrong)?;
+        let program = Program { pool, ids: AtomicU64::new(0) };
+        let request = json!({ "request": "describe", "version": VERSION });
+        let (mut task, count) = program
+            .ask(request, true, |described| {
+                let version = described.count("version")?.unwrap_or(1);
+                if !(1..=VERSION).contains(&version) {
+                    bail!("`version` of the answer is {version}; give 1 or {VERSION}");
+                }
+                let name = described.text("name")?.unwrap_or_else(|| "command".to_owned());
+                if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
+                    bail!("`name` of the answer is {name:?}; write letters, digits and _ only");
+                }
+                let flag = |key| Ok::<_, anyhow::Error>(described.flag(key)?.unwrap_or(false));
+                Ok((
+                    (name, flag("python")?, flag("functions")?, flag("turns")?, version > 1),
+                    described.count("validation_problems")?,
+                ))
+            })
+            .map(|((name, python, functions, turns, identified), count)| {
+                let (validation, warnings) = (vec![], AtomicUsize::new(0));
+                let task = Self {
+                    name,
+                    python,
+                    functions,
+                    turns,
+                    identified,
+                    validation,
+                    program,
+                    warnings,
+                    console,
+                };
+                (task, count.unwrap_or(0))
+            })
+            .map_err(wrong)?;
+        if !task.identified {
+            task.console.print(
+                "warning: task.command: version 1 of the protocol has no ids, so the order of the program's answers cannot \
+                 be verified; docs/TASKS.md shows version 2",
+            );
+        }
         let count = count.min(host.validation_problems_max as u64);
         let problems = (0..count).map(|index| task.problem(("validation", 0, index), 1));
         let problems = problems.collect::<Result<Vec<_>>>().map_err(wrong)?;
@@ -106,12 +134,12 @@ impl CommandTask {
             let id = reply.text("id")?.unwrap_or_else(|| format!("{}/{split}/{index}", self.name));
             Ok(Problem { id, messages, answer: reply.take("answer").unwrap_or(Value::Null) })
         };
-        let mut problem = ask(&self.pool, &request, read);
+        let mut problem = self.ask(request.clone(), read);
         for _ in 1..attempts {
             if problem.is_ok() {
                 break;
             }
-            problem = ask(&self.pool, &request, read);
+            problem = self.ask(request.clone(), read);
         }
         problem
     }
@@ -137,7 +165,11 @@ impl CommandTask {
             "outcome": transcript.outcome.name(),
             "calls_answered": transcript.calls_answered,
         });
-        ask(&self.pool, &request, read).inspect_err(|error| self.warn(&problem.id, error))
+        self.ask(request, read).inspect_err(|error| self.warn(&problem.id, error))
+    }
+
+    fn ask<T>(&self, request: Value, read: impl Fn(Reply) -> Result<T>) -> Result<T> {
+        self.program.ask(request, self.identified, read)
     }
 
     fn warn(&self, id: &str, error: &anyhow::Error) {
@@ -146,8 +178,11 @@ impl CommandTask {
             self.console.print(&sanitize_line(&format!("warning: task.command: problem {id}: {error:#}")));
         }
         if told + 1 == WARNINGS_MAX {
-            self.console
-                .print("warning: task.command: further failures are only counted, as outcome/task_failed");
+            self.program.pool.drop_failures();
+            self.console.print(
+                "warning: task.command: further failures are only counted, as outcome/task_failed, and what the program \
+                 prints while it fails is dropped",
+            );
         }
     }
 
@@ -157,11 +192,27 @@ impl CommandTask {
     }
 }
 
-/// Sends a request and parses the program's answer with `read`. An error includes the request.
-fn ask<T>(pool: &ProcessPool, request: &Value, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
-    let name = request["request"].as_str().unwrap_or_default();
-    let answer = pool.ask(request).and_then(|answer| ProgramReply::new(name, answer)).and_then(read);
-    answer.map_err(|error| with_request(error, request))
+/// The program's processes and the source of the requests' ids.
+struct Program {
+    pool: ProcessPool,
+    ids: AtomicU64,
+}
+
+impl Program {
+    /// Sends a request and parses the program's answer with `read`. An error includes the request. A wrong
+    /// answer ends its process, since later answers may belong to other requests too.
+    fn ask<T>(&self, mut request: Value, identified: bool, read: impl Fn(Reply) -> Result<T>) -> Result<T> {
+        if identified {
+            // Unique, and a program that counts instead of repeating does not meet them. The factor is odd.
+            let id = self.ids.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            request[REQUEST_ID] = format!("{id:016x}").into();
+        }
+        let answer = self.pool.ask(&request, |answer| match Reply::new(&request, answer)? {
+            Ok(reply) => read(reply).map(Ok),
+            Err(failure) => Ok(Err(failure)),
+        });
+        answer.and_then(|answer| answer).map_err(|error| with_request(error, &request))
+    }
 }
 
 impl Task for CommandTask {

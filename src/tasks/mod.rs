@@ -156,7 +156,7 @@ pub struct TaskEntry {
     pub meaning: &'static str,
     /// Whether its problems are read from `task.train_file` and `task.validation_file`.
     pub reads_files: bool,
-    /// Argument of `scripts/fetch_data.sh` for its recipe's files; empty if there are none.
+    /// Argument of `rloss fetch` for its recipe's files; empty if there are none.
     pub data: &'static str,
     /// The other keys of `[task]` that it reads; all other keys are refused.
     pub keys: &'static [&'static str],

@@ -5,13 +5,18 @@ use crate::process_group::ProcessGroup;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::mpsc;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 /// Maximum length of an answer's line, in bytes.
 const LINE_BYTES_MAX: u64 = 64 << 20;
+
+/// Maximum number of bytes of standard error held back for one request.
+const HELD_BYTES_MAX: usize = 1 << 16;
 
 /// The shell that watches a program.
 const SHELL: &str = "/bin/sh";
@@ -24,24 +29,37 @@ pub struct ProcessPool {
     command: Vec<String>,
     timeout: Duration,
     processes: Pool<Process>,
+    /// Whether standard error of failed requests is dropped.
+    quiet: Arc<AtomicBool>,
 }
 
 impl ProcessPool {
     /// Returns a pool of up to `processes` processes of `command`, a program and its arguments. `timeout`
     /// limits each answer.
     pub fn new(command: Vec<String>, processes: usize, timeout: Duration) -> Self {
-        Self { command, timeout, processes: Pool::new(vec![], processes) }
+        let quiet = Arc::new(AtomicBool::new(false));
+        Self { command, timeout, processes: Pool::new(vec![], processes), quiet }
     }
 
-    /// Returns the answer to `request`. After a failure the process is killed, and the next request starts
-    /// another.
+    /// Drops the standard error of later requests that fail, such as tracebacks. That of answered requests is
+    /// still shown, after the answer.
+    pub fn drop_failures(&self) {
+        self.quiet.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns the answer to `request`, parsed by `read`. After a failure the process is killed, and the next
+    /// request starts another.
     ///
     /// # Errors
-    /// When the program does not start, ends, takes too long or answers with something other than a JSON
-    /// object.
-    pub fn ask(&self, request: &Value) -> Result<Value> {
-        let mut process = self.processes.acquire(|| Process::start(&self.command))?;
-        let answer = process.ask(request, self.timeout);
+    /// When the program does not start, ends, takes too long, prints without a request or answers with
+    /// something other than a JSON object; those of `read`.
+    pub fn ask<T>(&self, request: &Value, read: impl FnOnce(Value) -> Result<T>) -> Result<T> {
+        let mut process = self.processes.acquire(|| Process::start(&self.command, &self.quiet))?;
+        let answer = process.ask(request, self.timeout).and_then(read);
+        let held = std::mem::take(&mut *process.held.lock().unwrap_or_else(PoisonError::into_inner));
+        if answer.is_ok() {
+            show(&held);
+        }
         match answer {
             Ok(_) => self.processes.release(process),
             Err(_) => {
@@ -60,11 +78,15 @@ struct Process {
     _watcher: ProcessGroup,
     requests: mpsc::Sender<String>,
     answers: mpsc::Receiver<Result<String>>,
+    /// Standard error since the last answer, if it is not shown at once.
+    held: Arc<Mutex<Vec<u8>>>,
 }
 
 impl Process {
-    fn start(command: &[String]) -> Result<Self> {
+    fn start(command: &[String], quiet: &Arc<AtomicBool>) -> Result<Self> {
         let command = command.to_vec();
+        let held = Arc::new(Mutex::new(vec![]));
+        let (holds, is_quiet) = (held.clone(), quiet.clone());
         let (tell, told) = mpsc::channel();
         let (requests, inbox) = mpsc::channel::<String>();
         let (outbox, answers) = mpsc::channel();
@@ -72,8 +94,10 @@ impl Process {
         std::thread::Builder::new()
             .name("task-process".into())
             .spawn(move || match spawn(&command) {
-                Ok((child, stdin, stdout)) => {
-                    if tell.send(Ok(child)).is_ok() {
+                Ok((child, stdin, stdout, stderr)) => {
+                    let reader = std::thread::Builder::new().name("task-stderr".into());
+                    let reader = reader.spawn(move || forward(stderr, &holds, &is_quiet));
+                    if tell.send(reader.map(|_| child).context("cannot start a thread")).is_ok() {
                         converse(stdin, stdout, &inbox, &outbox);
                     }
                 }
@@ -83,7 +107,7 @@ impl Process {
         let child = told.recv().context("the thread of the process has ended")??;
         let group = ProcessGroup { child };
         let watcher = watch(group.id())?;
-        Ok(Self { group, _watcher: watcher, requests, answers })
+        Ok(Self { group, _watcher: watcher, requests, answers, held })
     }
 
     fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value> {
@@ -127,13 +151,14 @@ fn why_no_json(line: &str, error: &serde_json::Error) -> String {
 }
 
 /// Starts a program that ends with the calling thread, however that thread ends.
-fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout)> {
+fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout, ChildStderr)> {
     let (program, arguments) = command.split_first().context("no program to run")?;
     let mut command = Command::new(program);
     command
         .args(arguments)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
         // Its own group, so that it is killed whole and does not receive the terminal's Ctrl-C, after which
         // a step finishes.
         .process_group(0);
@@ -147,9 +172,30 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout)> {
     // SAFETY: between fork and exec it only makes that call and allocates nothing.
     unsafe { command.pre_exec(die_with_the_thread) };
     let mut child = command.spawn().with_context(|| format!("cannot start {program:?}"))?;
-    let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+    let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let (stdin, stdout) = stdin.zip(stdout).context("no pipes to the process")?;
-    Ok((child, stdin, stdout))
+    Ok((child, stdin, stdout, stderr.context("no pipe from the process")?))
+}
+
+/// Shows a program's standard error as it comes, or holds it until its request is answered.
+fn forward(mut stderr: ChildStderr, held: &Mutex<Vec<u8>>, quiet: &AtomicBool) {
+    let mut bytes = [0; 8192];
+    while let Ok(read) = stderr.read(&mut bytes)
+        && let Some(bytes) = bytes.get(..read).filter(|bytes| !bytes.is_empty())
+    {
+        if !quiet.load(Ordering::Relaxed) {
+            show(bytes);
+            continue;
+        }
+        let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = HELD_BYTES_MAX.saturating_sub(held.len());
+        held.extend(bytes.iter().take(room));
+    }
+}
+
+/// Writes to standard error; one that is gone must not end the run.
+fn show(bytes: &[u8]) {
+    let _ = std::io::stderr().write_all(bytes);
 }
 
 /// Starts a shell that waits for the end of this process, whatever its cause, and then kills the group
@@ -188,6 +234,11 @@ fn converse(
 
 fn exchange(stdin: &mut ChildStdin, lines: &mut BufReader<ChildStdout>, request: &str) -> Result<String> {
     let ended = "the process ended without an answer";
+    if has_bytes(lines) {
+        let bytes = lines.fill_buf().context(ended)?;
+        let start: String = String::from_utf8_lossy(bytes).trim_end().chars().take(80).collect();
+        bail!("the program printed {start:?} without a request; print one answer a request and nothing else");
+    }
     stdin.write_all(request.as_bytes()).and_then(|()| stdin.flush()).context(ended)?;
     let mut line = Vec::new();
     lines.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).context(ended)?;
@@ -195,4 +246,12 @@ fn exchange(stdin: &mut ChildStdin, lines: &mut BufReader<ChildStdout>, request:
         bail!("{}", if line.is_empty() { ended } else { "the answer's line does not end" });
     }
     String::from_utf8(line).map_err(|_| anyhow!("the answer is not UTF-8"))
+}
+
+/// Returns true when the program has printed something that was not read yet.
+fn has_bytes(lines: &BufReader<ChildStdout>) -> bool {
+    let mut poll = libc::pollfd { fd: lines.get_ref().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one valid structure, which outlives the call; a timeout of 0 does not wait.
+    let ready = unsafe { libc::poll(&mut poll, 1, 0) };
+    !lines.buffer().is_empty() || (ready > 0 && poll.revents & libc::POLLIN != 0)
 }

@@ -1,9 +1,11 @@
 //! Warnings about a step: failures, rewards without signal, a collapse of the success rate, alarm limits.
 
+use super::gradient_norms::GradientNorms;
 use crate::metrics::{Metrics, format_number};
 use crate::policy::advantage::Advantage;
 use crate::policy::alarm::alarm;
 use crate::recipe::Recipe;
+use crate::run::causes::CAUSES;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
@@ -23,10 +25,15 @@ pub(super) struct Monitor {
     /// signal.
     failing: u64,
     flat: u64,
+    /// Consecutive steps with each cause.
+    causes: [u64; CAUSES],
     /// Successes and trajectories of the last steps.
     window: VecDeque<(f64, f64)>,
     /// The best window: its success rate, its trajectories, its last step.
     best: Option<(f64, f64, u64)>,
+    pub actor_norms: GradientNorms,
+    pub critic_norms: GradientNorms,
+    pub warm_up_norms: GradientNorms,
 }
 
 impl Monitor {
@@ -43,8 +50,12 @@ impl Monitor {
             failed: 0.0,
             failing: 0,
             flat: 0,
+            causes: [0; CAUSES],
             window: VecDeque::new(),
             best: None,
+            actor_norms: GradientNorms::new("actor"),
+            critic_norms: GradientNorms::new("critic"),
+            warm_up_norms: GradientNorms::new("cold_start"),
         }
     }
 
@@ -63,6 +74,8 @@ impl Monitor {
                     .to_owned(),
             );
         }
+        warnings.extend(self.actor_norms.note(metrics));
+        warnings.extend(self.critic_norms.note(metrics));
         for (name, value) in metrics.iter() {
             if let Some(alarm) = alarm(name, value) {
                 warnings.push(format!("{name} = {value:.4}: {}", alarm.meaning));
@@ -71,9 +84,19 @@ impl Monitor {
         warnings
     }
 
-    /// Returns whether there were trajectories and all of them failed.
-    pub fn has_only_failures(&self) -> bool {
-        self.trajectories > 0.0 && self.failed >= self.trajectories
+    /// Returns the number of failed trajectories, and of all.
+    pub fn failed(&self) -> (usize, usize) {
+        (self.failed as usize, self.trajectories as usize)
+    }
+
+    /// Adds the causes of a step whose samples teach little. Returns those to tell now.
+    pub fn note_causes(&mut self, causes: [Option<String>; CAUSES]) -> Vec<String> {
+        let mut due = vec![];
+        for (streak, cause) in self.causes.iter_mut().zip(causes) {
+            *streak = if cause.is_some() { *streak + 1 } else { 0 };
+            due.extend(cause.filter(|_| told(*streak)));
+        }
+        due
     }
 
     fn failures(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
@@ -177,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn most_failed_is_told_and_all_failed_ends_badly() {
+    fn failures_are_told_and_counted() {
         let mut monitor = monitor();
         let told = monitor.record(1, &step(0.75, 0.0, 0.1));
         assert_eq!(told.len(), 1);
@@ -186,13 +209,12 @@ mod tests {
         {
             assert!(told[0].contains(part), "{part} in {told:?}");
         }
-        assert!(!monitor.has_only_failures());
-        assert!(monitor.record(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
+        assert_eq!(monitor.failed(), (48, 64));
+        assert!(monitor.note(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
         let mut monitor = self::monitor();
-        assert!(!monitor.has_only_failures(), "a run without trajectories did not fail");
-        let lines: usize = (1..=10).map(|at| monitor.record(at, &step(1.0, 1.0, 0.0)).len()).sum();
+        let lines: usize = (1..=10).map(|at| monitor.note(at, &step(1.0, 1.0, 0.0)).len()).sum();
         assert_eq!(lines, 3, "steps 1, 3 and 10 of the same trouble");
-        assert!(monitor.has_only_failures());
+        assert_eq!(monitor.failed(), (640, 640));
     }
 
     #[test]

@@ -1,17 +1,21 @@
 """The task of {recipe}: a program that gives problems and rewards, one JSON object a line.
 
-rloss starts it, writes a request to its standard input and reads the answer from its standard output. Print nothing else
-there; standard error is free. Each answer must depend on its request alone. docs/TASKS.md says all that can be asked.
+rloss starts it, writes a request to its standard input and reads the answer from its standard output. Your own
+prints go to standard error. Each answer must depend on its request alone. docs/TASKS.md says all that can be asked.
 """
 
 import json
+import os
 import random
 import sys
+
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # Prints go to standard error: only answers go to rloss.
 
 
 def describe():
     """What the task is: its name in the metrics, and how many held-out problems there are."""
-    return {"name": "doubling", "validation_problems": 100}
+    return {"version": 2, "name": "doubling", "validation_problems": 100}
 
 
 def problem(split, seed, index):
@@ -35,4 +39,4 @@ for line in sys.stdin:
         reply = problem(ask["split"], ask["seed"], ask["index"])
     else:
         reply = reward(ask["answer"], ask["messages"])
-    print(json.dumps(reply), flush=True)
+    print(json.dumps({"request_id": ask.get("request_id"), **reply}), file=answers, flush=True)

@@ -88,7 +88,9 @@ pub enum ModelCommand {
     Train,
     Rollout,
     Eval,
-    CheckMismatch(SecondWeights),
+    /// A chat, or the export of a model: at most one sequence.
+    Chat,
+    CheckMismatch(OtherWeights),
 }
 
 /// The second set of weights that `check-mismatch` holds.
@@ -104,10 +106,11 @@ impl ModelCommand {
     /// Returns the command's name.
     pub fn name(self) -> &'static str {
         match self {
-            ModelCommand::Train => "train",
-            ModelCommand::Rollout => "rollout",
-            ModelCommand::Eval => "eval",
-            ModelCommand::CheckMismatch(_) => "check-mismatch",
+            Intent::Train => "train",
+            Intent::Rollout => "rollout",
+            Intent::Eval => "eval",
+            Intent::Chat => "chat",
+            Intent::CheckMismatch(_) => "check-mismatch",
         }
     }
 
@@ -254,7 +257,7 @@ impl MemoryPlan {
         let compared = format!("{} of memory are needed, {} are {bound}", gigabytes(peak), gigabytes(*bytes));
         if peak > *bytes {
             let help = what_helps(remedies);
-            return Err(bad_input!("{compared}; what would help: {help}. `rloss check` prints the plan"));
+            return Err(bad_input!("{compared}; what would help: {help}"));
         }
         Ok((peak as f64 > WARNED_SHARE * *bytes as f64).then(|| format!("{compared}; it may not suffice")))
     }
@@ -419,7 +422,7 @@ impl PlanInput<'_> {
                 part("weights, changed", self.changed_weights())
             }
             // While training samples, the weights rounded by ablations exist only in the sampling phase.
-            ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval => {}
+            Intent::Train | Intent::Rollout | Intent::Eval | Intent::Chat => {}
         }
         parts
     }
@@ -447,7 +450,7 @@ impl PlanInput<'_> {
             phases.push(("sampling", self.sampling()));
         }
         let trajectories = match self.intent {
-            ModelCommand::Eval | ModelCommand::Rollout => return phases,
+            Intent::Eval | Intent::Rollout | Intent::Chat => return phases,
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
         let tokens = recipe
@@ -492,7 +495,8 @@ impl PlanInput<'_> {
     pub fn rollout_size(&self) -> (usize, usize) {
         let recipe = self.recipe;
         match self.intent {
-            ModelCommand::Eval => (recipe.eval.problems_max, recipe.eval.samples),
+            Intent::Eval => (recipe.eval.problems_max, recipe.eval.samples),
+            Intent::Chat => (1, 1),
             _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
         }
     }
@@ -507,11 +511,9 @@ impl PlanInput<'_> {
         let together = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
         let rounded = match self.intent {
             // Weights gathered per expert are rounded on arrival, without a second set.
-            ModelCommand::Train if together => 0,
-            ModelCommand::Train | ModelCommand::Rollout => {
-                self.rounded_weights(WeightRounding::from_ablations(&recipe.arms))
-            }
-            ModelCommand::Eval | ModelCommand::CheckMismatch(_) => 0,
+            Intent::Train if together => 0,
+            Intent::Train | Intent::Rollout => self.rounded_weights(WeightRounding::of(&recipe.arms)),
+            Intent::Eval | Intent::Chat | Intent::CheckMismatch(_) => 0,
         };
         let engines = if together { 1 } else { engine_count(self.weight_bytes(), self.threads) };
         let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));

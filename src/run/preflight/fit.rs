@@ -13,6 +13,9 @@ use anyhow::Result;
 use std::sync::Arc;
 use std::time::Instant;
 
+/// Where to see the plan.
+const TO_SEE: &str = "`rloss check` prints the plan";
+
 impl Preflight {
     /// Returns the memory to plan for: the GPU's if a GPU computes, else the `host`'s.
     pub fn available_memory(&self, host: Option<AvailableMemory>) -> Option<AvailableMemory> {
@@ -107,8 +110,8 @@ impl Preflight {
         let subject = self.plan_input();
         let admitted = MemoryPlan::new(&subject).check_available(available, &subject.remedies());
         let warning = admitted.map_err(|error| match self.gpu_sequences {
-            Some(_) => bad_input!("{error}; {}", subject.describe_sequence_cache()),
-            None => error,
+            Some(_) => bad_input!("{error}; {}. {TO_SEE}", subject.one_sequence()),
+            None => bad_input!("{error}. {TO_SEE}"),
         })?;
         self.plan.warnings.extend(warning);
         Ok(())

@@ -13,15 +13,15 @@ use crate::model::config::{Config, WeightFormat};
 use crate::model::sequence_parallel::head_split_error;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
-use crate::recipe::{Plan, Recipe};
-use crate::rollout::{PromptLimits, system_prompt};
+use crate::recipe::{KeyScope, Plan, Recipe};
+use crate::rollout::{PromptLimits, preamble};
 use crate::run::adapter::RunAdapter;
-use crate::run::device::{ComputeDevice, choose};
-use crate::run::family::unsupported_keys;
-use crate::run::memory::{ModelCommand, PlanInput, SecondWeights};
-use crate::run::source::{ModelSource, unverified_warning};
-use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
-use crate::tasks::{self, Problem, Task, TaskContext};
+use crate::run::device::{ComputePlace, choose};
+use crate::run::family::foreign_keys;
+use crate::run::freeze::{critic_trainable, trainable};
+use crate::run::memory::{Intent, OtherWeights, Subject};
+use crate::run::source::ModelSource;
+use crate::tasks::{self, Problem, Task, TaskHost};
 use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
@@ -75,11 +75,16 @@ impl Preflight {
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
-        let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
-        let mut mistakes = ErrorList(vec![]);
-        let host =
-            TaskContext { validation_problems_max: plan.recipe.eval.problems_max, console: console.clone() };
-        let source = mistakes.note(match checkpoint.filter(|folder| is_adapter_folder(folder)) {
+        let threads = Threads::shared(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
+        let mut mistakes = Mistakes(vec![]);
+        let reads_held_out = plan.reads("task.validation_file");
+        let host = TaskHost {
+            reads_training: plan.reads("task.train_file"),
+            reads_held_out,
+            validation_problems_max: if reads_held_out { plan.recipe.eval.problems_max } else { 0 },
+            console: console.clone(),
+        };
+        let source = mistakes.note(match checkpoint.filter(|folder| holds_adapter(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
                 .map(|source| source.unpack_for_precision(&plan.recipe)),
             None => ModelSource::open(&plan.recipe),
@@ -133,8 +138,12 @@ impl Preflight {
             plan.warnings
                 .push(format!("{} holds no weights; they are initialized at random", folder.display()));
         }
-        if let Some(folder) = &source.unverified {
-            plan.warnings.push(unverified_warning(folder));
+        if let Some(file) = &source.foreign_template {
+            plan.warnings.push(format!(
+                "{}: its chat template is not the published one of this family; conversations are rendered in {}",
+                file.display(),
+                source.chat.name()
+            ));
         }
         if let Some(confinement) = interpreter.as_ref().map(|i| i.sandbox_description())
             && confinement.contains("NOT SANDBOXED")
@@ -231,13 +240,14 @@ impl ErrorList {
 fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     let context = config.max_position_embeddings;
     let response = plan.recipe.rollout.response_tokens_max;
-    if response >= context {
+    // An answer in a chat ends where the context does.
+    if response >= context && plan.scope != KeyScope::Chat && plan.reads("rollout.response_tokens_max") {
         let what = format!("{response} sampled tokens do not fit the model's context of {context}; lower it");
         return Err(plan.mistake("rollout.response_tokens_max", what).into());
     }
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
     let blocks = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
-    if plan.recipe.checkpoint.dtype == WeightFormat::Mxfp4 && !blocks {
+    if plan.reads("checkpoint.dtype") && plan.recipe.checkpoint.dtype == Form::Mxfp4 && !blocks {
         let what = format!(
             "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
             mxfp4::BLOCK

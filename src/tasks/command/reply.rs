@@ -1,4 +1,5 @@
-//! Replies of a task program: each request's keys and their types, checked as strictly as a recipe.
+//! Replies of a task program: each request's keys and their types, checked as strictly as a recipe, and the
+//! request's id.
 
 use crate::settings::closest_word;
 use anyhow::{Context, Result, anyhow, bail};
@@ -9,7 +10,7 @@ const REQUEST_CHARS_MAX: usize = 400;
 
 /// The keys of the answer to each request; `error` is allowed in all.
 const KEYS: [(&str, &[&str]); 5] = [
-    ("describe", &["name", "validation_problems", "python", "functions", "turns"]),
+    ("describe", &["version", "name", "validation_problems", "python", "functions", "turns"]),
     ("problem", &["prompt", "messages", "answer", "id"]),
     ("call", &["content"]),
     ("turn", &["content"]),
@@ -17,27 +18,47 @@ const KEYS: [(&str, &[&str]); 5] = [
 ];
 
 const ERROR: &str = "error";
+/// Key of a request's id, which the answer repeats since version 2.
+pub(super) const REQUEST_ID: &str = "request_id";
 
 /// A program's answer without unknown keys. A key with the value null counts as absent.
 pub(super) struct ProgramReply(Map<String, Value>);
 
-impl ProgramReply {
+impl Reply {
+    /// Returns the answer to `request`; the inner error is a failure that the program itself reports.
+    ///
     /// # Errors
-    /// When the program reports a failure, or for an unknown key, with the most similar known key.
-    pub(super) fn new(request: &str, answer: Value) -> Result<Self> {
+    /// For an answer to another request, and for an unknown key, with the most similar known key.
+    pub(super) fn new(request: &Value, answer: Value) -> Result<Result<Self>> {
         let Value::Object(mut answer) = answer else { bail!("the answer is not a JSON object") };
         answer.retain(|_, value| !value.is_null());
-        if let Some(error) = answer.get(ERROR) {
-            bail!("the program says: {}", error.as_str().map_or_else(|| error.to_string(), str::to_owned));
+        let name = request["request"].as_str().unwrap_or_default();
+        // Version 1 describes itself by an answer without id and version.
+        let first = name == "describe" && !answer.contains_key("version");
+        match (&request[REQUEST_ID], answer.remove(REQUEST_ID)) {
+            (Value::Null, None) => {}
+            (_, None) if first => {}
+            (asked, None) => bail!("the answer has no `{REQUEST_ID}`; repeat {asked}, the request's"),
+            (_, Some(_)) if first => {
+                bail!("the answer has `{REQUEST_ID}` but no `version`; add \"version\": 2 to it")
+            }
+            (asked, Some(answered)) if *asked != answered => {
+                bail!("the answer is to request {answered}, not to {asked}")
+            }
+            (_, Some(_)) => {}
         }
-        let known = KEYS.iter().find(|(name, _)| *name == request).map_or(&[][..], |(_, keys)| keys);
+        if let Some(error) = answer.get(ERROR) {
+            let text = error.as_str().map_or_else(|| error.to_string(), str::to_owned);
+            return Ok(Err(anyhow!("the program says: {text}")));
+        }
+        let known = KEYS.iter().find(|(known, _)| *known == name).map_or(&[][..], |(_, keys)| keys);
         if let Some(key) = answer.keys().find(|key| !known.contains(&key.as_str())) {
             match closest_word(key, known.iter().copied()) {
                 Some(near) => bail!("unknown key `{key}` in the answer; did you mean `{near}`?"),
                 None => bail!("unknown key `{key}` in the answer; it may hold {}", known.join(", ")),
             }
         }
-        Ok(Self(answer))
+        Ok(Ok(Self(answer)))
     }
 
     /// Removes and returns the value of `key`, if there is one.

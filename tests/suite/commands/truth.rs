@@ -46,7 +46,7 @@ fn a_program_that_answers_wrongly_is_heard_and_a_run_that_failed_whole_exits_1()
         "unknown key `rewrd` in the answer; did you mean `reward`?; the request was {\"request\":\"reward\"",
         "warning: step 1: 8 of 8 trajectories failed, whatever the policy did: outcome/task_failed = 8",
         "docs/TASKS.md",
-        "error: every trajectory of the run failed",
+        "error: 16 of 16 trajectories failed, whatever the policy did: the task's program",
     ] {
         assert!(text.contains(part), "{part:?} is not in: {text}");
     }
@@ -79,6 +79,33 @@ fn a_run_whose_first_evaluation_failed_whole_ends_there_and_leaves_nothing() {
     assert!(!out.exists(), "{text}");
 }
 
+/// Tracebacks ran over the terminal without end, and a run most of whose trajectories failed ended well.
+#[test]
+fn tracebacks_are_limited_and_a_run_ends_with_the_count_of_failures() {
+    if !skips::python3() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let path = program(folder.path(), "wrong if ask[\"answer\"] in FAIL else {\"reward\": 0.0}");
+    let text = std::fs::read_to_string(&path).unwrap().replace("\"answer\": 6", "\"answer\": ask[\"index\"]");
+    let run = |fail: &str| {
+        std::fs::write(&path, text.replace("FAIL", fail)).unwrap();
+        let mut sets = on_program(&path);
+        sets.push("task.command_processes=1".to_owned());
+        let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+        let output = output(&mut small(&folder.path().join(fail), &sets));
+        (output.status.code(), stderr(&output))
+    };
+    let (code, told) = run("[0, 1, 2]");
+    assert_eq!(code, Some(1), "{told}");
+    assert!((9..=10).contains(&told.matches("NameError: name 'wrong'").count()), "{told}");
+    assert!(told.contains("what the program prints while it fails is dropped"), "{told}");
+    assert!(told.contains("error: 12 of 16 trajectories failed, whatever the policy did"), "{told}");
+    let (code, told) = run("[0]");
+    assert_eq!(code, Some(0), "{told}");
+    assert!(told.contains("warning: 4 of 16 trajectories failed, whatever the policy did"), "{told}");
+}
+
 #[test]
 fn what_the_policy_does_is_no_failure() {
     if !skips::python3() {
@@ -108,7 +135,7 @@ fn an_evaluation_that_failed_whole_exits_1() {
     }
     let output = output(&mut command);
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-    assert!(stderr(&output).contains("all 64 trajectories failed"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("error: 64 of 64 trajectories failed"), "{}", stderr(&output));
     assert!(folder.path().join("out/metrics.jsonl").exists(), "what was sampled is kept");
 }
 

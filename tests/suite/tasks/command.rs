@@ -1,5 +1,7 @@
 //! A user's own task over JSON lines: programs that work, crash, hang and speak garbage.
 
+mod lies;
+
 use crate::skips;
 use rloss::error::BadInput;
 use rloss::harmony::Message;
@@ -135,12 +137,12 @@ fn a_program_that_crashes_hangs_or_speaks_garbage_fails_one_trajectory_and_goes_
         (1, "ended without an answer", true),
         (2, "no answer within 10 s", true),
         (3, "is not JSON", true),
-        (4, "`reward` of the answer is \"high\", not a number", false),
+        (4, "`reward` of the answer is \"high\", not a number", true),
         (5, "the program says: no grade for this", false),
-        (6, "unknown key `rewrd` in the answer; did you mean `reward`?", false),
-        (7, "unknown key `sucess` in the answer; did you mean `success`?", false),
-        (8, "the answer has no `reward`", false),
-        (9, "`success` of the answer is \"yes\", not a boolean", false),
+        (6, "unknown key `rewrd` in the answer; did you mean `reward`?", true),
+        (7, "unknown key `sucess` in the answer; did you mean `success`?", true),
+        (8, "the answer has no `reward`", true),
+        (9, "`success` of the answer is \"yes\", not a boolean", true),
     ];
     let messages = [Message::assistant("final", "x")];
     for (index, reason, restarts) in cases {
@@ -225,9 +227,19 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
             "print('{\"functoins\": true}')",
             "unknown key `functoins` in the answer; did you mean `functions`?",
         ),
-        ("print('{\"rows\": 1}')", "unknown key `rows` in the answer; it may hold name, validation_problems"),
+        (
+            "print('{\"rows\": 1}')",
+            "unknown key `rows` in the answer; it may hold version, name, validation_problems",
+        ),
+        ("print('{\"version\": 2}')", "the answer has no `request_id`; repeat \""),
+        ("print('{\"request_id\": \"x\"}')", "no `version`; add \"version\": 2"),
+        (
+            "import json; print(json.dumps({**json.loads(input()), 'version': 3, 'request': None}))",
+            "`version` of the answer is 3; give 1 or 2",
+        ),
+        ("print('{\"version\": 2, \"request_id\": \"x\"}')", "the answer is to request \"x\", not to \""),
         ("print('{\"validation_problems\": \"64\"}')", "`validation_problems` of the answer is \"64\""),
-        ("print('{}\\n{}', flush=True)\nfor line in __import__('sys').stdin: pass", "neither `prompt`"),
+        ("for line in __import__('sys').stdin: print('{}', flush=True)", "neither `prompt`"),
     ];
     for (text, reason) in cases {
         let message = refused(text);
@@ -268,7 +280,8 @@ fn the_first_ten_failures_are_told_as_they_are_and_the_rest_counted() {
     let written = Written::default();
     let settings = settings(&script.command());
     let console = Console::lines(written.clone(), Duration::ZERO, 0);
-    let task = build(&settings, &TaskContext { validation_problems_max: 2, console }).unwrap();
+    let task =
+        build(&settings, &TaskHost { validation_problems_max: 2, console, ..TaskHost::default() }).unwrap();
     let problem = task.training_problem(0, 4);
     for _ in 0..12 {
         task.reward(&problem, &transcript(&[Message::assistant("final", "a \"quote\"\u{1b}[2J")]))
@@ -276,11 +289,45 @@ fn the_first_ten_failures_are_told_as_they_are_and_the_rest_counted() {
     }
     let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
     let lines: Vec<&str> = text.lines().collect();
-    assert_eq!(lines.len(), 11, "{text}");
+    assert_eq!(lines.len(), 12, "{text}");
+    let once = "warning: task.command: version 1 of the protocol has no ids, so the order of the program's answers cannot be \
+                verified; docs/TASKS.md shows version 2";
+    assert_eq!(lines[0], once);
+    let lines = &lines[1..];
     let told = "warning: task.command: problem mine/train/4: `reward` of the answer is \"high\", not a number; the request was {";
     assert!(lines[0].starts_with(told), "not escaped a second time: {}", lines[0]);
     assert!(lines[10].contains("further failures are only counted"), "{}", lines[10]);
     assert!(!text.contains('\u{1b}'));
+}
+
+/// Each later answer reached the request after its own, in silence.
+#[test]
+fn an_answer_printed_twice_is_an_error_before_the_next_request() {
+    if !skips::python3() {
+        return;
+    }
+    let twice = "print(json.dumps(answer(ask)) + \"\\n\" + json.dumps(answer(ask)), flush=True)";
+    let text = FRAME.replace(
+        "if ask[\"request\"] == \"reward\" and ask[\"answer\"] == 3:",
+        "if ask[\"request\"] == \"turn\":",
+    );
+    let script = Script::new(&text.replace("print(\"grading...\", flush=True)", twice));
+    let settings = TaskSettings { command_processes: Some(1), ..settings(&script.command()) };
+    let task = open(&settings).unwrap();
+    let messages = [Message::assistant("final", "x")];
+    let problem = task.training_problem(0, 0);
+    let next = || task.next_user_message(&problem, &transcript(&messages));
+    assert_eq!(next().unwrap(), Some(Message::user("And twice that?")));
+    let error = format!("{:#}", task.reward(&problem, &transcript(&messages)).unwrap_err());
+    assert!(
+        error.contains("printed \"{\\\"content\\\": \\\"And twice that?\\\"}\" without a request"),
+        "{error}"
+    );
+    assert_eq!(
+        task.reward(&problem, &transcript(&messages)).unwrap().value,
+        0.25,
+        "of a process started anew"
+    );
 }
 
 /// Whether a process runs in whose command line `text` stands.
