@@ -349,7 +349,7 @@ fn a_followed_page_tells_when_the_run_went_on() {
     console.keep_status(&run);
     let _stage = console.stage("cold start", 8, 2);
     let seen = (0..600).any(|_| {
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(std::time::Duration::from_millis(20));
         stages().first().is_some_and(|stage| stage.starts_with("cold start 2/8"))
     });
     assert!(seen, "{:?}", stages());
