@@ -21,7 +21,7 @@ use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::gradients::{clip, global_norm};
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
-use rloss::metrics::Timings;
+use rloss::metrics::{Console, Timings};
 use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
@@ -307,6 +307,7 @@ fn main() -> Result<()> {
                 response_tokens_max: shapes.response_tokens,
                 skip_above: SkipAbove::default(),
                 timings: &timings,
+                console: &Console::silent(),
             };
             let (batch, ..) = step.prepare(&groups.iter().collect::<Vec<_>>(), None)?;
             let (update, gradients) = time(|| step.gradients(&batch)?.context("no token counts"))?;

@@ -7,6 +7,7 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::locate;
 use crate::rollout::accuracy;
+use crate::run::causes::warn_of_causes;
 use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
 use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
@@ -71,6 +72,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("eval.json"), &(text + "\n"))?;
     show(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
+    let rows = evaluation.sets.iter().flat_map(SetResult::rows);
+    warn_of_causes(&context, rows, "", &console);
     heed_failures(evaluation.sets.iter().flat_map(SetResult::rows), &console).map(|()| EXIT_DONE)
 }
 

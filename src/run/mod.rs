@@ -1,6 +1,7 @@
 //! Shared code of all commands that run a model: preflight, run folder, evaluation, sampling, signals.
 
 pub mod adapter;
+pub mod causes;
 pub mod collect;
 pub mod context;
 mod device;

@@ -18,13 +18,15 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Files that a run or a sampling writes before its first result.
-const STARTED: [&str; 7] = [
+const STARTED: [&str; 9] = [
     "recipe.toml",
     "metrics.jsonl",
     "model.json",
     "sandbox.txt",
     "reference.safetensors",
     MARKER_FILE,
+    ".under_way",
+    ".under_way.partial",
     ".lock",
 ];
 

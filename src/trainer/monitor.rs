@@ -5,6 +5,7 @@ use crate::metrics::{Metrics, format_number};
 use crate::policy::advantage::Advantage;
 use crate::policy::alarm::alarm;
 use crate::recipe::Recipe;
+use crate::run::causes::CAUSES;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
@@ -24,6 +25,8 @@ pub(super) struct Monitor {
     /// signal.
     failing: u64,
     flat: u64,
+    /// Consecutive steps with each cause.
+    causes: [u64; CAUSES],
     /// Successes and trajectories of the last steps.
     window: VecDeque<(f64, f64)>,
     /// The best window: its success rate, its trajectories, its last step.
@@ -47,6 +50,7 @@ impl Monitor {
             failed: 0.0,
             failing: 0,
             flat: 0,
+            causes: [0; CAUSES],
             window: VecDeque::new(),
             best: None,
             actor_norms: GradientNorms::new("actor"),
@@ -83,6 +87,16 @@ impl Monitor {
     /// Returns the number of failed trajectories, and of all.
     pub fn failed(&self) -> (usize, usize) {
         (self.failed as usize, self.trajectories as usize)
+    }
+
+    /// Adds the causes of a step whose samples teach little. Returns those to tell now.
+    pub fn note_causes(&mut self, causes: [Option<String>; CAUSES]) -> Vec<String> {
+        let mut due = vec![];
+        for (streak, cause) in self.causes.iter_mut().zip(causes) {
+            *streak = if cause.is_some() { *streak + 1 } else { 0 };
+            due.extend(cause.filter(|_| told(*streak)));
+        }
+        due
     }
 
     fn failures(&mut self, step: u64, metrics: &Metrics) -> Option<String> {

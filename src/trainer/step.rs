@@ -6,15 +6,16 @@ use super::gradient_norms::GradientNorms;
 use super::sample::Sampled;
 use crate::learner::advantages::AdvantageEstimator;
 use crate::learner::batch::{Batch, Forward};
-use crate::learner::batch_runner::{BatchRunner, GradientNorm, Shares};
+use crate::learner::batch_runner::{BatchObjective, BatchRunner, GradientNorm, Shares};
 use crate::learner::critic::{Critic, CriticStep};
-use crate::learner::forward_backward::PassSettings;
+use crate::learner::forward_backward::{PassOutput, PassSettings};
+use crate::learner::micro_batch::MicroBatch;
 use crate::learner::optimizer::Optimizer;
 use crate::learner::policy_loss::UpdateLoss;
 use crate::learner::rollout_correction::correct_rollout;
 use crate::learner::routed_experts;
 use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
-use crate::metrics::{Accumulator, Metrics, Timings};
+use crate::metrics::{Accumulator, Console, Metrics, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::ratio::OldLogprob;
@@ -58,6 +59,7 @@ impl Trainer {
                 critic: self.skip_above(&self.monitor.critic_norms),
             },
             timings: &self.timings,
+            console: &self.console,
         }
     }
 
@@ -96,6 +98,8 @@ pub struct PolicyStep<'a> {
     pub response_tokens_max: usize,
     pub skip_above: SkipAbove,
     pub timings: &'a Timings,
+    /// Shows the phase under way.
+    pub console: &'a Console,
 }
 
 /// The model that updates change.
@@ -127,8 +131,7 @@ impl PolicyStep<'_> {
         critic: Option<&mut Critic>,
     ) -> Result<(Metrics, Vec<TokenFigures>)> {
         let warming_up = self.warms_up(critic.as_deref());
-        let (batch, mut forward, mut metrics) =
-            self.timings.time("old_log_prob", || self.prepare(groups, critic.as_deref()))?;
+        let (batch, mut forward, mut metrics) = self.prepare(groups, critic.as_deref())?;
         if let Some(critic) = critic {
             metrics.extend(self.update_critic(&batch, critic)?);
         }
@@ -164,7 +167,7 @@ impl PolicyStep<'_> {
             response_tokens_max: self.response_tokens_max,
             critic: critic.map(|critic| self.critic_step(&critic.settings, &critic.parameters)),
         };
-        let mut metrics = estimator.fill(&mut batch, groups)?;
+        let mut metrics = self.timings.time("adv", || estimator.fill(&mut batch, groups))?;
         metrics.extend(correct_rollout(&mut batch, &self.policy.correction)?);
         Ok((batch, forward, metrics))
     }
@@ -180,8 +183,8 @@ impl PolicyStep<'_> {
         let replay = self.policy.router_replay;
         if self.policy.kl.place != KlPlace::None {
             let parameters = self.reference.context("policy.kl without a reference")?;
-            let outputs =
-                BatchRunner { parameters, ..self.runner }.forward(&batch.micro_batches, self.pass)?;
+            let runner = BatchRunner { parameters, ..self.runner };
+            let outputs = self.forward(("ref", "reference"), runner, &batch.micro_batches, self.pass)?;
             batch.reference_log_probs = Some(batch.forward(&outputs)?.log_probs);
         }
         let config = &self.runner.model.config;
@@ -194,7 +197,8 @@ impl PolicyStep<'_> {
         if self.needs_forward(critic) {
             let options = self.second_forward.unwrap_or(self.pass.forward);
             let pass = PassSettings { forward: options, ..self.pass };
-            let outputs = self.runner.forward(&batch.micro_batches, pass)?;
+            let names = ("old_log_prob", "old log-probs");
+            let outputs = self.forward(names, self.runner, &batch.micro_batches, pass)?;
             let found = batch.forward(&outputs)?;
             batch.training_log_probs = Some(found.log_probs.clone());
             if replay == RouterReplay::Recompute {
@@ -203,9 +207,32 @@ impl PolicyStep<'_> {
             forward = Some(found);
         }
         if let Some(critic) = critic {
-            batch.values = Some(self.critic_step(&critic.settings, &critic.parameters).values(batch)?);
+            let step = self.critic_step(&critic.settings, &critic.parameters);
+            batch.values = Some(self.phase(("values", "values"), || step.values(batch))?);
         }
         Ok(forward)
+    }
+
+    /// Runs `work` as a phase that counts nothing, timed and shown under these `names`.
+    fn phase<T>(&self, (timing, shown): (&str, &str), work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let stage = self.console.inner_stage(shown, 0);
+        let result = self.timings.time(timing, work)?;
+        stage.finish();
+        Ok(result)
+    }
+
+    /// Runs a forward of `runner` as a phase, timed and shown under these `names`.
+    fn forward(
+        &self,
+        (timing, shown): (&str, &str),
+        runner: BatchRunner,
+        batches: &[MicroBatch],
+        pass: PassSettings,
+    ) -> Result<Vec<PassOutput>> {
+        let stage = self.console.pass(shown, runner.own_tokens(batches));
+        let outputs = self.timings.time(timing, || runner.forward_shown(batches, pass, &stage))?;
+        stage.finish();
+        Ok(outputs)
     }
 
     /// Returns whether the policy runs a forward before its first update. Otherwise the rollout is compared
@@ -230,7 +257,10 @@ impl PolicyStep<'_> {
         let Critic { settings, parameters, optimizer } = critic;
         let view = self.critic_step(settings, parameters);
         let schedule = (settings.minibatches, settings.epochs);
-        let gradients = |minibatch: &Batch| view.gradients(minibatch);
+        let gradients = |minibatch: &Batch| {
+            let stage = self.console.inner_stage("critic's update", 0);
+            view.gradients(minibatch).inspect(|_| stage.finish())
+        };
         let model = Updated { name: "critic", runner: view.runner, skip_above: self.skip_above.critic };
         let (means, ..) = self.update(model, batch, optimizer, schedule, gradients)?;
         means.finish()
@@ -279,9 +309,8 @@ impl PolicyStep<'_> {
                     skipped += 1;
                     continue;
                 };
-                let norm =
-                    self.timings.time("optimizer", || runner.clip_and_update(optimizer, lr, skip_above))?;
-                let norm = match norm {
+                let update = || runner.clip_and_update(optimizer, lr, skip_above);
+                let norm = match self.phase(("optimizer", "optimizer"), update)? {
                     GradientNorm::Used(norm) => norm,
                     GradientNorm::Skipped(norm) => {
                         means.sum(&format!("{name}/updates_bad"), 1.0);
@@ -312,11 +341,14 @@ impl PolicyStep<'_> {
         let updates = self.train.minibatches * self.train.epochs;
         let loss = UpdateLoss::new(batch, self.policy, self.anchor(), updates, self.response_tokens_max)?;
         let shares = Shares::of(&batch.micro_batches);
-        let outputs = self.runner.accumulate(&batch.micro_batches, self.pass, &|index, columns| {
+        let objective: BatchObjective<'_, 2> = &|index, columns| {
             let (share, gradient) = loss.share(index, columns)?;
             shares.put(index, share);
             Ok(gradient)
-        })?;
+        };
+        let stage = self.console.pass("update", self.runner.own_tokens(&batch.micro_batches));
+        let outputs = self.runner.accumulate_shown(&batch.micro_batches, self.pass, objective, &stage)?;
+        stage.finish();
         let metrics = loss.metrics(&shares.all()?, &outputs, self.pass.load_balance > 0.0);
         Ok(Some(Update { metrics, forward: batch.forward(&outputs)? }))
     }

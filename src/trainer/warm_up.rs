@@ -37,7 +37,8 @@ impl Trainer {
             })?;
             let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
             let output = self.timings.time("update", || {
-                supervised::gradients(&self.runner(), &batch, recipe.train.micro_batch_tokens, pass)
+                let tokens_max = recipe.train.micro_batch_tokens;
+                supervised::gradients(&self.runner(), &batch, tokens_max, pass, &self.console)
             })?;
             let mut metrics = Metrics::new();
             metrics.set("cold_start/loss", output.loss);
@@ -46,8 +47,11 @@ impl Trainer {
             }
             let lr = optimizer.learning_rate(step, cold_start.steps);
             let skip_above = self.skip_above(&self.monitor.warm_up_norms);
+            let stage = self.console.inner_stage("optimizer", 0);
             let update = || self.runner().clip_and_update(&mut optimizer, lr, skip_above);
-            match self.timings.time("optimizer", update)? {
+            let norm = self.timings.time("optimizer", update)?;
+            stage.finish();
+            match norm {
                 GradientNorm::Used(norm) => metrics.set("cold_start/grad_norm", norm),
                 GradientNorm::Skipped(norm) => {
                     metrics.set("cold_start/updates_bad", 1.0);
@@ -82,6 +86,6 @@ impl Trainer {
 
     fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
         let tokens = self.context.plan.recipe.train.micro_batch_tokens;
-        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0))
+        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0), &self.console)
     }
 }

@@ -10,7 +10,7 @@ use rloss::learner::batch::Batch;
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
-use rloss::metrics::Timings;
+use rloss::metrics::{Console, Timings};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
@@ -40,6 +40,7 @@ struct Fixture {
     groups: Vec<Group>,
     train: TrainSettings,
     timings: Timings,
+    console: Console,
 }
 
 fn pass() -> PassSettings {
@@ -66,7 +67,15 @@ impl Fixture {
         let groups =
             trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec(), greedy: None }).collect();
         let train = TrainSettings { micro_batch_tokens: 64, ..TrainSettings::default() };
-        Self { threads, model, parameters, groups, train, timings: Timings::new() }
+        Self {
+            threads,
+            model,
+            parameters,
+            groups,
+            train,
+            timings: Timings::new(),
+            console: Console::silent(),
+        }
     }
 
     fn step<'a>(&'a self, policy: &'a PolicySettings, reference: Option<&'a Parameters>) -> PolicyStep<'a> {
@@ -83,6 +92,7 @@ impl Fixture {
             response_tokens_max: 72,
             skip_above: SkipAbove::default(),
             timings: &self.timings,
+            console: &self.console,
         }
     }
 

@@ -343,5 +343,18 @@ fn a_followed_page_tells_when_the_run_went_on() {
     let before = rloss::report::state(std::slice::from_ref(&run));
     assert_eq!(before, rloss::report::state(std::slice::from_ref(&run)));
     std::fs::write(run.join("metrics.jsonl"), row(1) + &row(2)).unwrap();
-    assert_ne!(before, rloss::report::state(&[run]));
+    assert_ne!(before, rloss::report::state(std::slice::from_ref(&run)));
+    // The stage under way is told while a process works on the run.
+    let stages = || rloss::report::stages_under_way(std::slice::from_ref(&run));
+    assert!(stages().is_empty());
+    let console = rloss::metrics::Console::silent();
+    console.keep_status(&run);
+    let _stage = console.stage("cold start", 8, 2);
+    let seen = (0..600).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        stages().first().is_some_and(|stage| stage.starts_with("cold start 2/8"))
+    });
+    assert!(seen, "{:?}", stages());
+    console.forget_status();
+    assert!(stages().is_empty());
 }
