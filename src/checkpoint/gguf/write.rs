@@ -2,14 +2,14 @@
 
 use super::metadata::{CONTROL, NORMAL, SPLITTERS, UNUSED, USER_DEFINED};
 use super::names::{Part, geometry, parts};
-use super::tensor_type::{MXFP4_BYTES, TensorType};
+use super::tensor_type::TensorType;
 use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::model::config::{Config, LayerType};
 use crate::model::names::{Layout, ParameterSpec, parameter_specs};
 use crate::ops::cpu::host_values;
 use crate::settings::choice;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use serde_json::Value as Json;
 use std::fs::File;
