@@ -12,6 +12,7 @@ use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::memory::Intent;
 use crate::run::source::pin_model;
+use crate::run::trust::ask_consent;
 use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use crate::trajectory::{Outcome, Trajectory};
 use anyhow::{Context, Result};
@@ -27,6 +28,9 @@ pub struct ChatArgs {
     /// Replace a recipe's value, such as --set eval.temperature=0
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
+    /// Start the programs that a run folder of somebody else names
+    #[arg(long)]
+    trust: bool,
 }
 
 const HELP: &str = "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends.\n";
@@ -41,6 +45,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::plain();
+    ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
     let context = RunContext::open(plan, Intent::Rollout, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {

@@ -16,3 +16,4 @@ pub mod processes;
 pub mod run_folder;
 pub mod signals;
 pub mod source;
+pub mod trust;
