@@ -41,7 +41,8 @@ pub struct CheckArgs {
 const ANSWER: &str = "I do not know.";
 
 /// Prints what differs from the defaults or the whole resolved recipe, its warnings, the first rendered
-/// prompt, a dialogue with the task, and each command's memory plan. Nothing is trained, sampled or written, and no weights are read.
+/// prompt, a dialogue with the task, and each command's memory plan. Nothing is trained, sampled or
+/// written, and no weights are read.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task. Also when training

@@ -24,7 +24,7 @@ const NAMES: [&str; 10] = [
 /// Arguments of `rloss fetch`.
 #[derive(Args, Debug, Clone)]
 pub struct FetchArgs {
-    /// What to fetch: a data set into data/, a model into models/, where recipes look; all: every data set
+    /// Names to fetch: data sets into data/, models into models/, where recipes look; all: every data set
     #[arg(required = true, value_name = "NAME", value_parser = NAMES)]
     names: Vec<String>,
 }

@@ -1,4 +1,5 @@
-//! `rloss init NAME`: writes a commented recipe, with a task program that runs without changes or for a model.
+//! `rloss init NAME`: writes a commented recipe, with a task program that runs without changes, or for a
+//! model.
 
 use crate::bad_input;
 use crate::error::EXIT_DONE;
@@ -24,9 +25,11 @@ const ANSWERS: [i64; 3] = [0, 1, -2];
 /// Arguments of `rloss init`.
 #[derive(Args, Debug, Clone)]
 pub struct InitArgs {
-    /// Name of the task to learn: NAME.toml, NAME.py and NAME.jsonl are written here; with --from NAME.toml alone
+    /// Name of the task to learn: NAME.toml, NAME.py and NAME.jsonl are written here; with --from NAME.toml
+    /// alone
     name: String,
-    /// Write a recipe that is based on this one, a file or a recipe of the program, with sizes for this machine
+    /// Write a recipe that is based on this one, a file or a recipe of the program, with sizes for this
+    /// machine
     #[arg(long, value_name = "RECIPE", requires = "model")]
     from: Option<PathBuf>,
     /// The folder of the model to train, with config.json, tokenizer.json and *.safetensors

@@ -25,7 +25,7 @@ pub(crate) enum Origin<'a> {
 pub(crate) struct ForeignName {
     pub name: &'static str,
     pub keys: &'static [&'static str],
-    /// What follows the keys in a message: their value or a difference.
+    /// Text after the keys in a message: their value or a difference.
     pub note: &'static str,
 }
 
@@ -120,9 +120,9 @@ impl Reader<'_> {
         if self.mistakes.0.len() >= MISTAKES_MAX {
             return self.refuse(written, String::new());
         }
-        let foreign = (self.foreign)(name, None);
+        let (foreign, suggested) = ((self.foreign)(name, None), self.suggest(table, name));
         let foreign_keys = written.value.get_ref().as_table().filter(|keys| self.holds_foreign(keys));
-        if let (None, Some(keys)) = (foreign, foreign_keys) {
+        if let (None, None, Some(keys)) = (foreign, &suggested, foreign_keys) {
             for (name, value) in keys {
                 let inner =
                     Written { path: join(&written.path, &shown(name.get_ref())), name: name.span(), value };
@@ -130,7 +130,7 @@ impl Reader<'_> {
             }
             return;
         }
-        let what = match (foreign, self.suggest(table, name)) {
+        let what = match (foreign, suggested) {
             (Some(foreign), _) => {
                 self.unsure.extend(foreign.keys.iter().map(|key| (*key).to_owned()));
                 format!("unknown key; {foreign}")

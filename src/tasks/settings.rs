@@ -126,7 +126,7 @@ impl TaskSettings {
     }
 }
 
-/// What a command needs of its task.
+/// The parts of a task that a command needs.
 #[derive(Debug, Clone)]
 pub struct TaskHost {
     /// Whether training problems are needed.

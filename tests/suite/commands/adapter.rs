@@ -286,7 +286,7 @@ fn check_mismatch_and_rollout_take_the_adapter_of_a_run() {
     assert!(told.contains("agree to the last bit"), "{told}");
     done(rloss().arg("rollout").arg(straight()).arg("--out").arg(folder.path().join("r")));
     let told = stdout(rloss().arg("check").arg(straight()));
-    assert!(told.contains("[adapter]"), "{told}");
+    assert!(told.contains("adapter.rank = 3\n"), "{told}");
 }
 
 #[test]

@@ -557,7 +557,7 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         ("policy.advantage = \"gae\"\ncritic.freeze = [\"\"]".to_owned(), "critic.freeze", "empty pattern"),
         (
             "rollout.samples_per_prompt = 1\nrollout.resample_rounds_max = 1".to_owned(),
-            "rollout.resample_rounds_max",
+            "rollout.samples_per_prompt",
             "group of one",
         ),
     ];
