@@ -140,8 +140,8 @@ pub(crate) struct Note {
 pub enum Entry {
     /// A table; its keys follow.
     Table { path: String, doc: &'static str, present: bool },
-    /// A key: its type and range in words and as JSON Schema, its value as TOML if it has one, its allowed words with their
-    /// meanings.
+    /// A key: its type and range in words and as JSON Schema, its value as TOML if it has one, its allowed
+    /// words with their meanings.
     Key {
         path: String,
         doc: &'static str,
