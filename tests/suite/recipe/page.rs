@@ -16,8 +16,8 @@ unless a resume changed `[eval]` or `[checkpoint]` on the way.
   is relative to this recipe's folder; a name without a file, such as `base = \"gsm8k_qwen\"`, is a recipe of
   the program. A base may have a base. The resolved recipe holds the keys of all.
 - `rloss init NAME --from RECIPE --model FOLDER` writes such a recipe with sizes for this machine.
-- `rloss schema > recipe.schema.json` writes the keys as JSON Schema. An editor with taplo completes and checks
-  a recipe whose first line is `#:schema ./recipe.schema.json`.
+- `rloss schema > recipe.schema.json` writes the keys as JSON Schema. An editor with taplo completes and
+  checks a recipe whose first line is `#:schema ./recipe.schema.json`.
 - A key that a command does not read is no mistake for it: `rloss chat` needs no training data, and
   `rloss rollout` ignores `train.minibatches`.
 - Names of TRL and verl are answered with the keys here: [POLICY.md](POLICY.md).
