@@ -90,8 +90,8 @@ fn a_gpt_oss_of_the_gguf_package_has_its_config_tokenizer_and_tensors() {
             packed += 1;
         }
     }
-    // Embedding, head, q and k of two layers, and the two layers' experts.
-    assert_eq!(packed, 2 + 2 * 2 + 2 * 2);
+    // Embedding and head; attention, router and experts of two layers.
+    assert_eq!(packed, 2 + 2 * (4 + 1 + 2));
 }
 
 /// A header of `tensors` and `entries` in number, followed by `rest`.

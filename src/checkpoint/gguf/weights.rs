@@ -1,5 +1,5 @@
-//! The weights of a GGUF file, decoded on demand. F32 and F16 become f32. MXFP4 experts stay packed. All
-//! other types are rounded to bf16.
+//! The weights of a GGUF file, decoded on demand. MXFP4 experts stay packed. All other tensors are rounded to
+//! bf16, also the F32 vectors of a quantized file; a file of F32 and F16 alone is held as f32.
 
 use super::file::{GgufFile, GgufTensor, Value};
 use super::names::{Part, geometry, parts};
@@ -31,6 +31,8 @@ pub struct GgufWeights {
     path: PathBuf,
     files: Vec<GgufFile>,
     has_experts: bool,
+    /// Whether all tensors are F32 or F16, which are held as f32.
+    is_full: bool,
 }
 
 impl GgufWeights {
@@ -53,7 +55,9 @@ impl GgufWeights {
             }
             files.push(file);
         }
-        Ok((Self { path: path.to_owned(), files, has_experts: false }, metadata))
+        let mut types = files.iter().flat_map(|file| file.tensors.values()).map(|tensor| tensor.dtype);
+        let is_full = types.all(|dtype| [TensorType::F32, TensorType::F16].contains(dtype));
+        Ok((Self { path: path.to_owned(), files, has_experts: false, is_full }, metadata))
     }
 
     /// Sets the family, which decides the names of tensors.
@@ -105,15 +109,12 @@ impl GgufWeights {
 
     /// Returns the format in memory.
     pub fn form_of(&self, spec: &ParameterSpec) -> Form {
-        let is = |wanted: &[TensorType]| {
-            let parts = parts(spec, self.has_experts);
-            let mut types = parts.iter().filter_map(|part| Some(self.find(&part.name)?.1.dtype));
-            types.all(|dtype| wanted.contains(dtype))
-        };
-        match () {
-            () if spec.is_expert_matrix() && is(&[TensorType::MXFP4]) => Form::Mxfp4,
-            () if is(&[TensorType::F32, TensorType::F16]) => Form::F32,
-            () => Form::Bf16,
+        let is_mxfp4 =
+            |part: &Part| self.find(&part.name).is_some_and(|(_, tensor)| *tensor.dtype == TensorType::MXFP4);
+        match spec.is_expert_matrix() && parts(spec, self.has_experts).iter().all(is_mxfp4) {
+            true => Form::Mxfp4,
+            false if self.is_full => Form::F32,
+            false => Form::Bf16,
         }
     }
 
