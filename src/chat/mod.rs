@@ -6,6 +6,7 @@
 //! calls follow.
 
 pub mod chatml;
+pub mod functions;
 
 use crate::harmony::{
     self, HarmonyTokenizer, MaskedTokens, Message, ParseMode, ParsedCompletion, RenderOptions, Role,

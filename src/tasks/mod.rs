@@ -110,7 +110,13 @@ pub trait Task: Send + Sync {
         Ok(None)
     }
 
-    /// Returns true when the task has tools besides the Python tool.
+    /// Returns the tools of every problem besides the Python tool, as functions in OpenAI's form. The prompt
+    /// declares them.
+    fn tools(&self) -> &[serde_json::Value] {
+        &[]
+    }
+
+    /// Returns true when the task has tools besides the Python tool, declared or not.
     fn answers_calls(&self) -> bool {
         false
     }

@@ -151,7 +151,7 @@ impl Preflight {
             plan.warnings
                 .push(format!("THE PYTHON TOOL IS {confinement}: code from the model runs with your rights"));
         }
-        let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python());
+        let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
         Ok(Self {
             plan,
             intent,
