@@ -12,6 +12,7 @@ use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::memory::Intent;
 use crate::run::source::pin_model;
+use crate::run::trust::ask_consent;
 use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use crate::trajectory::{Outcome, Trajectory};
 use anyhow::{Context, Result};
@@ -27,6 +28,9 @@ pub struct ChatArgs {
     /// Replace a recipe's value, such as --set eval.temperature=0
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
+    /// Start the programs that a run folder of somebody else names
+    #[arg(long)]
+    trust: bool,
 }
 
 const HELP: &str = "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends.\n";
@@ -43,8 +47,8 @@ eval.temperature = 0.7
 /// # Errors
 /// [`crate::error::BadInput`] before the first line; those of the rollout.
 pub fn run(args: &ChatArgs) -> Result<u8> {
-    let plan = open(args)?;
     let console = Console::plain();
+    let plan = open(args, &console)?;
     let context = RunContext::open(plan, Intent::Chat, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
@@ -86,8 +90,8 @@ fn is_command(line: &str) -> bool {
     line.strip_prefix('/').is_some_and(|word| !word.is_empty() && word.chars().all(char::is_alphanumeric))
 }
 
-/// Resolves the recipe or the run. A folder with a model alone just talks, without a tool.
-fn open(args: &ChatArgs) -> Result<Plan> {
+/// Resolves the recipe or the run, whose programs may need consent. A folder with a model alone just talks, without a tool.
+fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
     match locate(&args.recipe) {
         Err(_) if args.recipe.join("config.json").is_file() => {
             let folder = format!("model.path={}", args.recipe.display());
@@ -98,6 +102,7 @@ fn open(args: &ChatArgs) -> Result<Plan> {
             let source = source?;
             let mut plan = source.resolve_for(KeyScope::Chat, &args.sets)?;
             pin_model(&mut plan, &source, &args.sets)?;
+            ask_consent(&source, &plan.recipe, &args.sets, args.trust, console)?;
             Ok(plan)
         }
     }

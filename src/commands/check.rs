@@ -14,6 +14,7 @@ use crate::run::memory::{
 };
 use crate::run::preflight::Preflight;
 use crate::run::source::pin_model;
+use crate::run::trust::{ask_consent, program_lines};
 use crate::settings::Entry;
 use crate::tasks::{Problem, Reward, Task, Transcript};
 use crate::trajectory::Outcome;
@@ -35,6 +36,9 @@ pub struct CheckArgs {
     /// Plan the memory of one of N processes that train together
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
     processes: u32,
+    /// Show the recipe and the programs that it names; start nothing, and plan no memory
+    #[arg(long, conflicts_with = "processes")]
+    no_run: bool,
 }
 
 /// Stands in for a model's answer, because no model is loaded.
@@ -48,10 +52,17 @@ const ANSWER: &str = "I do not know.";
 /// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task. Also when training
 /// does not fit into memory, or sampling if nothing is trained.
 pub fn run(args: &CheckArgs) -> Result<u8> {
-    let CheckArgs { recipe: args, all, processes } = args;
+    let CheckArgs { recipe: args, all, processes, no_run } = args;
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
+    if *no_run {
+        show(&sanitize_terminal(&resolved(&plan, *all)?))?;
+        let lines: String = program_lines(&plan.recipe).iter().map(|line| format!("\n{line}")).collect();
+        show(&format!("{lines}\n"))?;
+        return Ok(EXIT_DONE);
+    }
+    ask_consent(&source, &plan.recipe, &args.sets, args.trust, &Console::plain())?;
     // The task's first failure becomes the error of this command.
     let program = plan.recipe.task.command.join(" ");
     let mut preflight =

@@ -15,6 +15,7 @@ use crate::run::header;
 use crate::run::memory::Intent;
 use crate::run::signals::Stop;
 use crate::run::source::pin_model;
+use crate::run::trust::ask_consent;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -32,6 +33,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut plan = source.resolve_for(KeyScope::Eval, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
     let context = RunContext::open(plan, Intent::Eval, &console)?;
     let sets = prompts(&context);
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {

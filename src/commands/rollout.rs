@@ -14,6 +14,7 @@ use crate::run::header;
 use crate::run::memory::Intent;
 use crate::run::signals::Stop;
 use crate::run::source::pin_model;
+use crate::run::trust::ask_consent;
 use crate::settings::Choice;
 use crate::trajectory::Group;
 use anyhow::{Context, Result};
@@ -47,6 +48,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let mut plan = source.resolve_for(KeyScope::Rollout, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
     let context = RunContext::open(plan, Intent::Rollout, &console)?;
     let collection = Collection::open(&context, &source, args.out.as_deref(), ("rollout", step))?;
     let out = &collection.path;

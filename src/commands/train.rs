@@ -13,6 +13,7 @@ use crate::run::memory::{Intent, told_of_memory};
 use crate::run::processes;
 use crate::run::run_folder::{RunFolder, holds_run, prepare_resume};
 use crate::run::signals::Stop;
+use crate::run::trust::ask_consent;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -131,6 +132,9 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),
     };
+    if mesh.is_rank_zero() {
+        ask_consent(&source, &plan.recipe, &args.run.sets, args.run.trust, &console)?;
+    }
     let resumes = match args.resume {
         None => false,
         Some(Resume::Always) => true,

@@ -11,6 +11,7 @@ use super::context::RunContext;
 use super::links::refuse_link;
 use super::memory::told_of_memory;
 use super::run_folder::{RunFolder, holds_run, lock};
+use super::trust::approve;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
@@ -117,6 +118,7 @@ impl<'a> Collection<'a> {
             write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
         if !path.join("recipe.toml").is_file() {
+            approve(path, &context.plan.recipe)?;
             write_file(&path.join("recipe.toml"), &add_checksum(&context.plan.to_toml()))?;
         }
         if let Some(confinement) = context.confinement() {

@@ -18,3 +18,4 @@ pub mod run_folder;
 pub mod signals;
 pub mod sizing;
 pub mod source;
+pub mod trust;

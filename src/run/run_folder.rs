@@ -2,6 +2,7 @@
 
 use super::collect::MARKER_FILE;
 use super::links::refuse_links;
+use super::trust::{PROGRAMS_FILE, approve};
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::holds_adapter;
@@ -18,13 +19,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Files that a run or a sampling writes before its first result.
-const STARTED: [&str; 9] = [
+const STARTED: [&str; 10] = [
     "recipe.toml",
     "metrics.jsonl",
     "model.json",
     "sandbox.txt",
     "reference.safetensors",
     MARKER_FILE,
+    PROGRAMS_FILE,
     ".under_way",
     ".under_way.partial",
     ".lock",
@@ -376,6 +378,7 @@ fn keep_course(
 }
 
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
+    approve(path, &plan.recipe)?;
     write_file(&path.join("recipe.toml"), &add_checksum(&plan.to_toml()))
 }
 

@@ -5,6 +5,7 @@ mod bad_step;
 mod bf16_dot;
 mod check;
 mod console;
+mod consent;
 mod critic;
 mod ended;
 mod first_hour;
@@ -54,6 +55,8 @@ fn quickstart() -> PathBuf {
 fn rloss() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
     command.stdin(Stdio::null());
+    // The key of this user's runs: the tests leave the user's own alone.
+    command.env("XDG_CONFIG_HOME", env!("CARGO_TARGET_TMPDIR"));
     command
 }
 
