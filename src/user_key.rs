@@ -53,7 +53,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("config/rloss");
         let keys: Vec<[u8; 32]> = std::thread::scope(|scope| {
-            let all: Vec<_> = (0..8).map(|_| scope.spawn(|| user_key(&place, "ranks.key").unwrap())).collect();
+            let all: Vec<_> =
+                (0..8).map(|_| scope.spawn(|| user_key(&place, "ranks.key").unwrap())).collect();
             all.into_iter().map(|one| one.join().unwrap()).collect()
         });
         assert!(keys.iter().all(|key| *key == keys[0]));

@@ -90,7 +90,8 @@ fn is_command(line: &str) -> bool {
     line.strip_prefix('/').is_some_and(|word| !word.is_empty() && word.chars().all(char::is_alphanumeric))
 }
 
-/// Resolves the recipe or the run, whose programs may need consent. A folder with a model alone just talks, without a tool.
+/// Resolves the recipe or the run, whose programs may need consent. A folder with a model alone just talks,
+/// without a tool.
 fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
     match locate(&args.recipe) {
         Err(_) if args.recipe.join("config.json").is_file() => {

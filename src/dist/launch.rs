@@ -145,9 +145,9 @@ pub(super) fn rank_address() -> Result<RankAddress> {
     // The launcher's variables are public, so the token needs a secret.
     let secret = || match (variable("RLOSS_JOB_TOKEN"), key_folder()) {
         (Some(token), _) => Ok(token.into_bytes()),
-        (None, Some(folder)) => user_key(&folder, "ranks.key")
-            .map(Vec::from)
-            .map_err(|e| format!("{e}; or {SECRET_REMEDY}")),
+        (None, Some(folder)) => {
+            user_key(&folder, "ranks.key").map(Vec::from).map_err(|e| format!("{e}; or {SECRET_REMEDY}"))
+        }
         (None, None) => Err(format!("HOME is not set; {SECRET_REMEDY}")),
     };
     rank_address_by(variable, secret).map_err(report_once)

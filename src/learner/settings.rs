@@ -33,8 +33,8 @@ table! {
         /// log-probabilities stay as stored: set `rollout.temperature` to the value they were sampled at.
         pub trajectories: Option<PathBuf> = None,
         /// Reaction to an update whose gradient norm is not finite. `"stop"` ends the run. `"skip"` leaves
-        /// the weights unchanged and warns; it also skips a norm above 10 times the median of the last 32
-        /// steps. The sixth skipped step in a row ends the run.
+        /// the weights unchanged and warns; it also skips a norm above 10 times the median of the last
+        /// 32 steps. The sixth skipped step in a row ends the run.
         pub on_bad_step: OnBadStep = OnBadStep::Stop,
         /// Optimizer of this stage.
         pub optimizer: OptimizerSettings = OptimizerSettings::default(),

@@ -279,8 +279,8 @@ impl Recipe {
 }
 
 /// Returns the keys that differ between a run and its continuation, except those that may differ:
-/// `train.steps`, `train.on_bad_step`, the ends of schedules, evaluation, logging, parallelism, checkpoints
-/// and device.
+/// `train.steps`, `train.on_bad_step`, the ends of schedules, evaluation, logging, parallelism,
+/// checkpoints and device.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
         const KEYS: [&str; 5] = [

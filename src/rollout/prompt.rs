@@ -28,7 +28,7 @@ pub fn preamble(chat: &Chat, harmony: &PreambleSettings, uses_python: bool, tool
         Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
         Chat::ChatMl(_) => {
             let identity = harmony.model_identity.as_deref().unwrap_or(chatml::QWEN_IDENTITY);
-let identity = Some(identity).filter(|_| harmony.system_message.unwrap_or(true));
+            let identity = Some(identity).filter(|_| harmony.system_message.unwrap_or(true));
             let text = [identity, harmony.developer_instructions.as_deref()];
             let text: Vec<&str> = text.into_iter().flatten().collect();
             let text = Some(text.join("\n\n")).filter(|text| !text.is_empty());

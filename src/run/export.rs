@@ -130,8 +130,8 @@ pub fn merged_model(
 /// Writes the model of `context` to the GGUF file `out`. An adapter is merged only if `merges`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is an adapter and `merges` is false, or none and it is true; those of
-/// [`gguf::write`].
+/// [`crate::error::BadInput`] when there is an adapter and `merges` is false, or none and it is true; those
+/// of [`gguf::write`].
 pub fn gguf_file(context: &RunContext, form: GgufForm, merges: bool, out: &Path) -> Result<()> {
     let parameters = &context.parameters;
     match (parameters.adapter().is_some(), merges) {

@@ -46,7 +46,10 @@ impl Stop {
             for kind in signals.forever() {
                 let (first_kind, begun) = *first.get_or_insert_with(|| (kind, Instant::now()));
                 let repeated = kind == first_kind && begun.elapsed() < REPETITION_MAX;
-                if request.asked.swap(true, Ordering::Relaxed) && !repeated && [SIGINT, SIGTERM].contains(&kind) {
+                if request.asked.swap(true, Ordering::Relaxed)
+                    && !repeated
+                    && [SIGINT, SIGTERM].contains(&kind)
+                {
                     signal_hook::low_level::exit(EXIT_STOPPED.into());
                 }
             }
@@ -76,7 +79,8 @@ impl Stop {
     pub fn asked(&self) -> bool {
         let asked = self.0.asked.load(Ordering::Relaxed);
         if asked {
-            // A short step ends before the waiting thread wakes. The lock is held until the notice is written.
+            // A short step ends before the waiting thread wakes. The lock is held until the notice is
+            // written.
             let mut notice = self.0.notice.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(notice) = notice.take() {
                 notice();

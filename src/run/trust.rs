@@ -38,8 +38,8 @@ impl Program {
 /// and the model's code if it runs without a sandbox.
 fn programs(recipe: &Recipe) -> Vec<Program> {
     let interpreter = &recipe.interpreter;
-    let other_python = interpreter.kind == InterpreterKind::CPython
-        && interpreter.python != Settings::default().python;
+    let other_python =
+        interpreter.kind == InterpreterKind::CPython && interpreter.python != Settings::default().python;
     let keys = [
         ("task.command", recipe.task.name.keys.contains(&"command")),
         ("interpreter.python", other_python),
@@ -58,7 +58,10 @@ fn programs(recipe: &Recipe) -> Vec<Program> {
 
 /// Returns the lines that say which programs `recipe` starts.
 pub fn program_lines(recipe: &Recipe) -> Vec<String> {
-    programs(recipe).iter().map(|program| sanitize_line(&format!("starts   {}", program.text)).into()).collect()
+    programs(recipe)
+        .iter()
+        .map(|program| sanitize_line(&format!("starts   {}", program.text)).into())
+        .collect()
 }
 
 /// Prints the programs of `recipe` before they start. Programs that a run folder of somebody else names need
@@ -78,7 +81,8 @@ pub fn ask_consent(
     let approved = bounded_file::read_text(&run.join(PROGRAMS_FILE), JSON_BYTES_MAX).unwrap_or_default();
     let is_foreign = |program: &Program| {
         let is_set = sets.iter().any(|set| set_key(set) == Some(program.key));
-        let is_approved = || program.digest().is_some_and(|digest| approved.lines().any(|line| line == digest));
+        let is_approved =
+            || program.digest().is_some_and(|digest| approved.lines().any(|line| line == digest));
         !is_set && !is_approved()
     };
     if trust || !programs(recipe).iter().any(is_foreign) {

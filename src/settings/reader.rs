@@ -123,12 +123,7 @@ impl Reader<'_> {
         let (foreign, suggested) = ((self.foreign)(name, None), self.suggest(table, name));
         let foreign_keys = written.value.get_ref().as_table().filter(|keys| self.holds_foreign(keys));
         if let (None, None, Some(keys)) = (foreign, &suggested, foreign_keys) {
-            for (name, value) in keys {
-                let inner =
-                    Written { path: join(&written.path, &shown(name.get_ref())), name: name.span(), value };
-                self.refuse_unknown(&written.path, name.get_ref(), &inner);
-            }
-            return;
+            return self.refuse_foreign(&written.path, keys);
         }
         let what = match (foreign, suggested) {
             (Some(foreign), _) => {
@@ -150,6 +145,17 @@ impl Reader<'_> {
             }
         };
         self.refuse(written, what);
+    }
+
+    /// Refuses each of the `keys` of another trainer's `table`, and those of its tables.
+    fn refuse_foreign(&mut self, table: &str, keys: &DeTable) {
+        for (name, value) in keys {
+            let inner = Written { path: join(table, &shown(name.get_ref())), name: name.span(), value };
+            match value.get_ref().as_table().filter(|keys| self.holds_foreign(keys)) {
+                Some(keys) => self.refuse_foreign(&inner.path, keys),
+                None => self.refuse_unknown(table, name.get_ref(), &inner),
+            }
+        }
     }
 
     /// Returns whether a key of another trainer is in `keys` or in a table below.

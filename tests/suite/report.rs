@@ -335,7 +335,7 @@ fn a_program_that_is_the_task_is_named() {
     let path = run(folder.path(), "mine", &rising(0.1));
     let recipe = "[task]\nname = \"command\"\ncommand = [\"python3\", \"-c\", \"/somewhere/shop.py\", \"one\\ntwo\"]\n";
     std::fs::write(path.join("recipe.toml"), recipe).unwrap();
-    assert!(page(&[path]).contains("<td class=\"path\">python3 -c shop.py one …<td"));
+    assert!(page(&[path]).contains(">python3 -c shop.py one …<"));
 }
 
 #[test]

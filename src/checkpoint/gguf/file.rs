@@ -26,7 +26,7 @@ const ENTRY_BYTES_MIN: u64 = 8 + 4 + 1;
 
 /// A value of the metadata.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Value {
+pub enum MetadataValue {
     Integer(i128),
     Float(f64),
     Bool(bool),
@@ -52,7 +52,7 @@ pub struct GgufTensor {
 pub struct GgufFile {
     path: PathBuf,
     file: File,
-    pub metadata: HashMap<String, Value>,
+    pub metadata: HashMap<String, MetadataValue>,
     pub tensors: BTreeMap<String, GgufTensor>,
 }
 
@@ -87,7 +87,7 @@ impl GgufFile {
 }
 
 struct Header {
-    metadata: HashMap<String, Value>,
+    metadata: HashMap<String, MetadataValue>,
     tensors: BTreeMap<String, GgufTensor>,
 }
 
@@ -135,7 +135,7 @@ impl Header {
         }
         let alignment = match metadata.get("general.alignment") {
             None => 32,
-            Some(Value::Integer(n)) if (1..=i128::from(ALIGNMENT_MAX)).contains(n) => *n as u64,
+            Some(MetadataValue::Integer(n)) if (1..=i128::from(ALIGNMENT_MAX)).contains(n) => *n as u64,
             Some(other) => return Err(format!("general.alignment is {other:?}; fetch the file again")),
         };
         let data = (limit - from.left).next_multiple_of(alignment);
@@ -194,27 +194,29 @@ impl Bytes<'_> {
         String::from_utf8(bytes).map_err(|_| "a text of its header is not UTF-8; fetch the file again".into())
     }
 
-    fn value(&mut self, key: &str) -> Result<Value, String> {
+    fn value(&mut self, key: &str) -> Result<MetadataValue, String> {
         Ok(match self.u32()? {
-            0 => Value::Integer(i128::from(u8::from_le_bytes(self.array()?))),
-            1 => Value::Integer(i128::from(i8::from_le_bytes(self.array()?))),
-            2 => Value::Integer(i128::from(u16::from_le_bytes(self.array()?))),
-            3 => Value::Integer(i128::from(i16::from_le_bytes(self.array()?))),
-            4 => Value::Integer(i128::from(self.u32()?)),
-            5 => Value::Integer(i128::from(i32::from_le_bytes(self.array()?))),
+            0 => MetadataValue::Integer(i128::from(u8::from_le_bytes(self.array()?))),
+            1 => MetadataValue::Integer(i128::from(i8::from_le_bytes(self.array()?))),
+            2 => MetadataValue::Integer(i128::from(u16::from_le_bytes(self.array()?))),
+            3 => MetadataValue::Integer(i128::from(i16::from_le_bytes(self.array()?))),
+            4 => MetadataValue::Integer(i128::from(self.u32()?)),
+            5 => MetadataValue::Integer(i128::from(i32::from_le_bytes(self.array()?))),
             // The shortest decimal of an f32 is the value that its writer meant: 1e-6, not 9.99999997e-7.
-            6 => Value::Float(f32::from_le_bytes(self.array()?).to_string().parse().unwrap_or(f64::NAN)),
-            7 => Value::Bool(self.array::<1>()? != [0]),
-            8 => Value::Text(self.text()?),
+            6 => MetadataValue::Float(
+                f32::from_le_bytes(self.array()?).to_string().parse().unwrap_or(f64::NAN),
+            ),
+            7 => MetadataValue::Bool(self.array::<1>()? != [0]),
+            8 => MetadataValue::Text(self.text()?),
             9 => self.list(key)?,
-            10 => Value::Integer(i128::from(self.u64()?)),
-            11 => Value::Integer(i128::from(i64::from_le_bytes(self.array()?))),
-            12 => Value::Float(f64::from_le_bytes(self.array()?)),
+            10 => MetadataValue::Integer(i128::from(self.u64()?)),
+            11 => MetadataValue::Integer(i128::from(i64::from_le_bytes(self.array()?))),
+            12 => MetadataValue::Float(f64::from_le_bytes(self.array()?)),
             other => return Err(format!("{key:?} has the unknown type {other}; fetch the file again")),
         })
     }
 
-    fn list(&mut self, key: &str) -> Result<Value, String> {
+    fn list(&mut self, key: &str) -> Result<MetadataValue, String> {
         let (kind, count) = (self.u32()?, self.u64()?);
         let bytes = match kind {
             0 | 1 | 7 => 1,
@@ -230,16 +232,16 @@ impl Bytes<'_> {
             ));
         }
         Ok(match kind {
-            8 => Value::Texts((0..count).map(|_| self.text()).collect::<Result<_, _>>()?),
+            8 => MetadataValue::Texts((0..count).map(|_| self.text()).collect::<Result<_, _>>()?),
             4 | 5 => {
                 let one = |_| self.array().map(i32::from_le_bytes);
-                Value::Integers((0..count).map(one).collect::<Result<_, _>>()?)
+                MetadataValue::Integers((0..count).map(one).collect::<Result<_, _>>()?)
             }
             _ => {
                 self.take(count * bytes)?;
                 let skipped = self.file.seek_relative((count * bytes) as i64);
                 skipped.map_err(|e| format!("cannot be read: {e}"))?;
-                Value::OtherList
+                MetadataValue::OtherList
             }
         })
     }

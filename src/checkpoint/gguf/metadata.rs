@@ -1,6 +1,6 @@
 //! Config and tokenizer of a GGUF file, in the formats of a Hugging Face folder.
 
-use super::file::Value;
+use super::file::MetadataValue;
 use super::weights::GgufWeights;
 use crate::bad_input;
 use crate::model::config::Config;
@@ -16,8 +16,8 @@ pub(super) const CONTROL: i32 = 3;
 pub(super) const USER_DEFINED: i32 = 4;
 pub(super) const UNUSED: i32 = 5;
 
-/// What a tokenizer does before it merges, by its name in GGUF: the pattern that splits a text, whether
-/// it normalizes to NFC, and whether a whole word of the vocabulary needs no merges.
+/// The steps of a tokenizer before its merges, by their name in GGUF: the pattern that splits a text, whether
+/// the text is normalized to NFC, and whether a whole word of the vocabulary needs no merges.
 pub(super) struct Splitter {
     pub(super) name: &'static str,
     pub(super) pattern: &'static str,
@@ -69,13 +69,13 @@ impl GgufModel {
 
 struct Metadata<'a> {
     place: &'a Path,
-    values: &'a HashMap<String, Value>,
+    values: &'a HashMap<String, MetadataValue>,
 }
 
 impl Metadata<'_> {
     fn text(&self, key: &str) -> Option<&str> {
         match self.values.get(key) {
-            Some(Value::Text(text)) => Some(text),
+            Some(MetadataValue::Text(text)) => Some(text),
             _ => None,
         }
     }
@@ -83,10 +83,12 @@ impl Metadata<'_> {
     /// Returns a number, a flag or a text as JSON; null if it is absent.
     fn json(&self, key: &str) -> Json {
         match self.values.get(key) {
-            Some(Value::Integer(n)) => u64::try_from(*n).map_or_else(|_| json!(*n as i64), |n| json!(n)),
-            Some(Value::Float(x)) => json!(x),
-            Some(Value::Bool(flag)) => json!(flag),
-            Some(Value::Text(text)) => json!(text),
+            Some(MetadataValue::Integer(n)) => {
+                u64::try_from(*n).map_or_else(|_| json!(*n as i64), |n| json!(n))
+            }
+            Some(MetadataValue::Float(x)) => json!(x),
+            Some(MetadataValue::Bool(flag)) => json!(flag),
+            Some(MetadataValue::Text(text)) => json!(text),
             _ => Json::Null,
         }
     }
@@ -165,7 +167,11 @@ impl Metadata<'_> {
         };
         let lists =
             ["tokens", "token_type", "merges"].map(|key| self.values.get(&format!("tokenizer.ggml.{key}")));
-        let [Some(Value::Texts(tokens)), Some(Value::Integers(kinds)), Some(Value::Texts(merges))] = lists
+        let [
+            Some(MetadataValue::Texts(tokens)),
+            Some(MetadataValue::Integers(kinds)),
+            Some(MetadataValue::Texts(merges)),
+        ] = lists
         else {
             return Err(refused(
                 "tokenizer.ggml.tokens, token_type or merges is absent or no list of its type; fetch the file again".into(),

@@ -1,7 +1,7 @@
 //! The weights of a GGUF file, decoded on demand. MXFP4 experts stay packed. All other tensors are rounded to
 //! bf16, also the F32 vectors of a quantized file; a file of F32 and F16 alone is held as f32.
 
-use super::file::{GgufFile, GgufTensor, Value};
+use super::file::{GgufFile, GgufTensor, MetadataValue};
 use super::names::{Part, geometry, parts};
 use super::tensor_type::{MXFP4_BYTES, TensorType, from_gguf_block};
 use crate::bad_input;
@@ -40,7 +40,7 @@ impl GgufWeights {
     ///
     /// # Errors
     /// Those of [`GgufFile::open`], and [`crate::error::BadInput`] when a file of a split model is absent.
-    pub fn open(path: &Path) -> Result<(Self, HashMap<String, Value>)> {
+    pub fn open(path: &Path) -> Result<(Self, HashMap<String, MetadataValue>)> {
         let mut first = GgufFile::open(path)?;
         let metadata = std::mem::take(&mut first.metadata);
         let mut files = vec![first];
@@ -269,9 +269,9 @@ pub fn files(path: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Returns the other files of a split model. `path` must be the first one.
-fn other_files(path: &Path, metadata: &HashMap<String, Value>) -> Result<Vec<PathBuf>> {
+fn other_files(path: &Path, metadata: &HashMap<String, MetadataValue>) -> Result<Vec<PathBuf>> {
     let number = |key: &str| match metadata.get(key) {
-        Some(Value::Integer(n)) => *n,
+        Some(MetadataValue::Integer(n)) => *n,
         _ => 0,
     };
     let count = number("split.count");

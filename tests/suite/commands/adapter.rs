@@ -178,8 +178,14 @@ fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
     done(&mut small(&out, &half));
     let moved = folder.path().join("moved");
     fs::rename(&first, &moved).unwrap();
-    refused(&mut resumed(&out, &sets), &["model.path: no folder at", "--set model.path=FOLDER"]);
-    refused(rloss().arg("eval").arg(&out), &["model.path: no folder at", "--set model.path=FOLDER"]);
+    refused(
+        &mut resumed(&out, &sets),
+        &["model.path: no folder and no GGUF file at", "--set model.path=FOLDER"],
+    );
+    refused(
+        rloss().arg("eval").arg(&out),
+        &["model.path: no folder and no GGUF file at", "--set model.path=FOLDER"],
+    );
     // Another one of the same shape.
     let other = folder.path().join("other");
     copy_folder(&moved, &other);

@@ -39,7 +39,8 @@ impl Made {
         let (run, mark) = (place("run"), place("mark"));
         let mut train = rloss();
         train.arg("train").arg(place("recipe.toml")).arg("--out").arg(&run);
-        for set in ["cold_start.steps=0", "train.steps=1", "eval.every_steps=0", "rollout.prompts_per_step=1"] {
+        for set in ["cold_start.steps=0", "train.steps=1", "eval.every_steps=0", "rollout.prompts_per_step=1"]
+        {
             train.args(["--set", set]);
         }
         let said = stderr(&done(&mut train));
@@ -94,7 +95,10 @@ fn a_run_folder_of_somebody_else_starts_nothing_without_consent() {
     }
     let shown = done(&mut made.command(&["check", "--no-run", "run"], true));
     let text = String::from_utf8_lossy(&shown.stdout).into_owned();
-    assert!(text.contains("starts   task.command = ") && text.contains("[model.architecture]"), "{text}");
+    assert!(
+        text.contains("starts   task.command = ") && text.contains("What differs from the defaults"),
+        "{text}"
+    );
     assert!(!made.has_started());
     // The user's own run, and a run that the user trusts.
     done(&mut made.command(&["chat", "run"], false));
