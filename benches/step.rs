@@ -18,10 +18,10 @@ use rloss::dist::Mesh;
 use rloss::harmony::Message;
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
-use rloss::learner::gradients::clip;
+use rloss::learner::gradients::{clip, global_norm};
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
-use rloss::metrics::Timings;
+use rloss::metrics::{Console, Timings};
 use rloss::model::cache::CacheRoom;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
@@ -35,7 +35,7 @@ use rloss::rollout::{
 };
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
-use rloss::trainer::step::PolicyStep;
+use rloss::trainer::step::{PolicyStep, SkipAbove};
 use rloss::trajectory::Group;
 use serde_json::json;
 use std::sync::{Mutex, PoisonError};
@@ -305,14 +305,16 @@ fn main() -> Result<()> {
                 },
                 second_forward: None,
                 response_tokens_max: shapes.response_tokens,
+                skip_above: SkipAbove::default(),
                 timings: &timings,
+                console: &Console::silent(),
             };
             let (batch, ..) = step.prepare(&groups.iter().collect::<Vec<_>>(), None)?;
             let (update, gradients) = time(|| step.gradients(&batch)?.context("no token counts"))?;
             let gap = batch.mismatch(&update.forward)?.get("mismatch/log_ppl_abs_diff_max");
             ensure!(shapes.separate_prompts || gap == Some(0.0), "rollout and training differ: {gap:?}");
             threads.wide(|| {
-                clip(&parameters, optimizer_settings.grad_norm_max)?;
+                clip(&parameters, global_norm(&parameters)?, optimizer_settings.grad_norm_max)?;
                 optimizer.update(&parameters, optimizer_settings.lr)
             })?;
             Ok((gradients, shapes.useful(&batch.micro_batches)))

@@ -1,39 +1,51 @@
 #!/usr/bin/env bash
-# Fetches data sets from their official places into data/, the layout that recipes and tests expect.
+# Fetches data sets and small models from their official places into data/ and models/, where recipes look.
 #
-#   scripts/fetch_data.sh                 GSM8K
-#   scripts/fetch_data.sh all             all kinds
-#   scripts/fetch_data.sh KIND...         some of: gsm8k aime math dapo-math ifeval o200k
+#   rloss fetch NAME...                   below the working directory
+#   scripts/fetch_data.sh                 GSM8K, below the source tree
+#   scripts/fetch_data.sh all             all data sets
+#   scripts/fetch_data.sh NAME...         some of the names at the end of this file
 #
-# DATA names another folder than data/. A file that is already there is left alone; delete it to fetch it again.
+# DATA and MODELS name other folders. A file that is already there is left alone; delete it to fetch it again.
 # Every file is checked against its SHA-256 where one is known, and is only then moved into place.
 # Problem texts belong to their owners; each kind's licence is printed as it is fetched.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-data=${DATA:-data}
+case $0 in *fetch_data.sh) cd "$(dirname "$0")/.." ;; esac
+data=${DATA:-data} models=${MODELS:-models}
+command -v curl >/dev/null || {
+    echo "error: fetching needs curl; install it" >&2
+    exit 1
+}
 
 sha256() {
     if command -v sha256sum >/dev/null; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d' ' -f1
 }
 
 # get PATH URL [SHA256]: PATH is below $data.
-get() {
-    local path=$data/$1 url=$2 expected=${3:-} actual
+get() { get_file "$data/$1" "${@:2}"; }
+
+get_file() {
+    local path=$1 url=$2 expected=${3:-} actual code=0
     if [ -s "$path" ]; then
         echo "there already: $path"
         return
     fi
     mkdir -p "$(dirname "$path")"
-    curl --fail --location --silent --show-error --retry 3 --output "$path.part" "$url" || {
+    echo "fetching: $path"
+    curl --fail --location --silent --retry 3 --output "$path.part" "$url" || code=$?
+    if [ $code -ne 0 ]; then
         rm -f "$path.part"
-        echo "could not fetch $url" >&2
+        case $code in
+            5 | 6 | 7 | 28 | 35) echo "error: no network reaches $url; try again with one" >&2 ;;
+            *) echo "error: could not fetch $url: curl ends with code $code" >&2 ;;
+        esac
         exit 1
-    }
+    fi
     if [ -n "$expected" ]; then
         actual=$(sha256 "$path.part")
         if [ "$actual" != "$expected" ]; then
             rm -f "$path.part"
-            echo "$url: SHA-256 is $actual, not $expected" >&2
+            echo "error: $url: SHA-256 is $actual, not $expected" >&2
             exit 1
         fi
     fi
@@ -124,15 +136,31 @@ fetch_o200k() {
     fi
 }
 
+# fetch_qwen NAME: an Instruct model whose weights are one file.
+fetch_qwen() {
+    echo "$1, Apache-2.0, huggingface.co/Qwen/$1"
+    local file
+    for file in config.json generation_config.json tokenizer_config.json tokenizer.json model.safetensors; do
+        get_file "$models/$1/$file" "https://huggingface.co/Qwen/$1/resolve/main/$file"
+    done
+}
+
 if [ $# -eq 0 ]; then set -- gsm8k; fi
 if [ "$*" = all ]; then set -- gsm8k aime math ifeval o200k dapo-math; fi
 for kind in "$@"; do
     case $kind in
-        gsm8k | aime | math | ifeval | o200k) "fetch_$kind" ;;
-        dapo-math) fetch_dapo_math ;;
-        *)
-            echo "unknown kind '$kind': choose from gsm8k aime math dapo-math ifeval o200k, or all" >&2
-            exit 2
-            ;;
+    gsm8k) fetch_gsm8k ;;
+    aime) fetch_aime ;;
+    math) fetch_math ;;
+    ifeval) fetch_ifeval ;;
+    o200k) fetch_o200k ;;
+    dapo-math) fetch_dapo_math ;;
+    qwen2.5-0.5b-instruct) fetch_qwen Qwen2.5-0.5B-Instruct ;;
+    qwen2.5-1.5b-instruct) fetch_qwen Qwen2.5-1.5B-Instruct ;;
+    qwen2.5-coder-0.5b-instruct) fetch_qwen Qwen2.5-Coder-0.5B-Instruct ;;
+    *)
+        echo "error: unknown name '$kind': this script lists the names" >&2
+        exit 2
+        ;;
     esac
 done

@@ -2,7 +2,8 @@
 # Trains on several nodes under Slurm: sbatch --nodes=4 --ntasks-per-node=8 scripts/run_slurm.sh train RECIPE [--set …] …
 # Slurm must be built with PMIx, as Open MPI is. RLOSS names the program, built with --features mpi; every node sees it and
 # the run folder. Two minutes before the time ends Slurm sends SIGUSR1: the step under way is finished and saved, and the
-# same command with --resume goes on.
+# same command with --resume goes on. With --resume=auto one command line starts and goes on: after `sbatch --requeue`, a
+# preemption or a failed node needs nobody.
 #SBATCH --job-name=rloss
 #SBATCH --signal=USR1@120
 #SBATCH --output=rloss-%j.log

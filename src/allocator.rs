@@ -94,5 +94,11 @@ extern "C" fn reserve_within_limit() {
         let bytes = (limit.rlim_cur / ARENAS_MIN).min(ARENA_RESERVE_MAX);
         // SAFETY: as in `keep_memory`.
         unsafe { mi_option_set(ARENA_RESERVE, (bytes >> 10) as c_long) };
+        // glibc reserves 128 MiB for each thread that calls its `malloc`.
+        #[cfg(target_env = "gnu")]
+        // SAFETY: the library allows it at any time; it writes one number.
+        unsafe {
+            libc::mallopt(libc::M_ARENA_MAX, 1)
+        };
     }
 }

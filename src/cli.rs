@@ -24,13 +24,13 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Write a commented recipe and a task program to begin with; they run as they are
+    /// Write a commented recipe to begin with: with a task program, or for a model of yours
     Init(commands::init::InitArgs),
     /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
-    /// Show what a recipe comes to: every key, the first prompt, the plan of memory; trains nothing
+    /// Show what a recipe comes to: its own values, the first prompt, the plan of memory; trains nothing
     Check(commands::check::CheckArgs),
-    /// Talk in the terminal with a trained model and its tool
+    /// Talk in the terminal with a model, and its tool if a recipe gives one
     Chat(commands::chat::ChatArgs),
     /// Sample one step's prompts and write the trajectories with their log-probabilities
     Rollout(commands::rollout::RolloutArgs),
@@ -40,6 +40,10 @@ enum Command {
     CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
     /// Write a run's adapter in PEFT's form, or the model with the adapter merged in
     Export(commands::export::ExportArgs),
+    /// Fetch a data set or a small model from its official place to where recipes look
+    Fetch(commands::fetch::FetchArgs),
+    /// Print the JSON schema of recipes, for editors
+    Schema,
     /// Write one self-contained HTML page with the curves of runs
     Report(commands::report::ReportArgs),
     /// Check that a run or a model still holds what was written; exit code 2 when it does not
@@ -100,6 +104,8 @@ pub fn run() -> u8 {
         Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
         Command::Export(args) => commands::export::run(&args),
+        Command::Fetch(args) => commands::fetch::run(&args),
+        Command::Schema => commands::schema::run(),
         Command::Report(args) => commands::report::run(&args),
         Command::Verify(args) => commands::verify::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),

@@ -44,4 +44,5 @@ pub mod settings;
 pub mod tasks;
 pub mod trainer;
 pub mod trajectory;
+pub mod user_key;
 pub mod vocabulary;

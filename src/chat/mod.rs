@@ -6,6 +6,7 @@
 //! calls follow.
 
 pub mod chatml;
+pub mod functions;
 
 use crate::harmony::{
     self, HarmonyTokenizer, MaskedTokens, Message, ParseMode, ParsedCompletion, RenderOptions, Role,
@@ -43,6 +44,17 @@ impl Format {
         Ok(match self {
             Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_file(file)?),
             Format::ChatMl => Chat::ChatMl(ChatMl::from_file(file)?),
+        })
+    }
+
+    /// Reads a vocabulary from the bytes of a `tokenizer.json`; error messages name it `place`.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn of_bytes(self, json: Vec<u8>, place: &str) -> Result<Chat> {
+        Ok(match self {
+            Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_bytes(json, place)?),
+            Format::ChatMl => Chat::ChatMl(ChatMl::from_bytes(json, place)?),
         })
     }
 
@@ -90,6 +102,16 @@ impl Chat {
             Chat::Harmony(_) => include_str!("harmony.jinja"),
             Chat::ChatMl(_) => include_str!("chatml/chatml.jinja"),
         }
+    }
+
+    /// Whether `template` is the family's published one, or [`Self::jinja`]. It is compared, never executed.
+    pub fn renders_as(&self, template: &str) -> bool {
+        let published = match self {
+            Chat::Harmony(_) => "ac91ce5e1082099a9a7589c349ab3dda7035be834d487478218c44658d10b956",
+            Chat::ChatMl(_) => "fec583fa8a02141eae850c0ffcb69ca6607f075d9eaf3a92e3203572e6393a54",
+        };
+        let digest = |text: &str| blake3::hash(text.trim().as_bytes());
+        digest(template).to_hex().as_str() == published || digest(template) == digest(self.jinja())
     }
 
     /// Renders a conversation and the start of the assistant's turn.

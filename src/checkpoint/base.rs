@@ -1,5 +1,6 @@
 //! The base model of an adapter. It is identified by the digest of its files, not by its name.
 
+use super::gguf::{self, is_gguf};
 use super::load::weight_files;
 use super::peft;
 use crate::bad_input;
@@ -15,7 +16,7 @@ pub const BASE_FOLDER: &str = "base";
 /// The base model of an adapter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
-    /// The folder of the model.
+    /// The folder or the GGUF file of the model.
     pub path: PathBuf,
     /// Digest of config and weights, hexadecimal.
     pub digest: String,
@@ -41,7 +42,8 @@ impl Base {
         let in_run = adapter.parent().and_then(Path::parent).map(|run| run.join(BASE_FOLDER));
         let places = [Some(self.path.clone()), in_run, named.map(Path::to_owned)];
         let mut changed = None;
-        for place in places.into_iter().flatten().filter(|place| place.join("config.json").is_file()) {
+        let holds_model = |place: &PathBuf| place.join("config.json").is_file() || is_gguf(place);
+        for place in places.into_iter().flatten().filter(holds_model) {
             if peft::holds_adapter(&place) {
                 continue;
             }
@@ -65,8 +67,17 @@ impl Base {
     }
 }
 
-/// Returns the digest of the config and the weights in `folder`, hexadecimal.
+/// Returns the digest of the config and the weights in `folder`, or of a GGUF file, hexadecimal.
 fn digest(folder: &Path) -> Result<String> {
+    if is_gguf(folder) {
+        let mut all = blake3::Hasher::new();
+        for file in gguf::files(folder)? {
+            let digest = file_digest(&file, None);
+            let digest = digest.map_err(|e| bad_input!("{}: cannot be read: {e}", file.display()))?;
+            all.update(digest.as_bytes());
+        }
+        return Ok(all.finalize().to_hex().to_string());
+    }
     let known = Manifest::read(folder)?.unwrap_or_default();
     let mut lines = String::new();
     for name in std::iter::once("config.json".to_owned()).chain(weight_files(folder)?) {

@@ -3,6 +3,7 @@
 //! Opening a folder reads only the headers and checks them against the config; one error lists all
 //! mistakes. Tensors are read later, one at a time ([`TensorFile`]).
 
+use super::gguf::GgufWeights;
 use super::tensor_file::TensorFile;
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
@@ -39,9 +40,11 @@ pub fn weights_present(folder: &Path) -> bool {
         .is_ok_and(|entries| entries.flatten().any(|e| is_weights(&e.file_name().to_string_lossy())))
 }
 
-/// An open model folder whose headers agree with the config. Tensors are read on demand.
+/// An open model folder or GGUF file whose headers agree with the config. Tensors are read on demand.
 pub struct ModelFolder {
     folder: PathBuf,
+    /// The weights, if they are a GGUF file's.
+    gguf: Option<GgufWeights>,
     files: Vec<TensorFile>,
     /// Index in `files` by stored name.
     places: BTreeMap<String, usize>,
@@ -59,7 +62,7 @@ impl ModelFolder {
         for name in listed.iter().map(|(file, _)| file) {
             files.push(TensorFile::open(&folder.join(name))?);
         }
-        let mut opened = Self { folder: folder.into(), files, places: BTreeMap::new() };
+        let mut opened = Self { folder: folder.into(), gguf: None, files, places: BTreeMap::new() };
         let mut mistakes = opened.place_tensors(&listed);
         mistakes.extend(opened.mistakes(&parameter_specs(config)));
         if mistakes.is_empty() {
@@ -74,6 +77,11 @@ impl ModelFolder {
             folder.display(),
             mistakes.join("; ")
         ))
+    }
+
+    /// Returns the open weights of the GGUF file in `path`.
+    pub fn of_gguf(path: &Path, weights: GgufWeights) -> Self {
+        Self { folder: path.into(), gguf: Some(weights), files: vec![], places: BTreeMap::new() }
     }
 
     /// Records the file of each tensor. Returns a mistake for each tensor that the index assigns to another
@@ -123,6 +131,9 @@ impl ModelFolder {
     /// Returns the stored format: MXFP4 when blocks or scales are present, else f32 or bf16. f16 is read as
     /// f32.
     pub fn form_of(&self, spec: &ParameterSpec) -> Form {
+        if let Some(gguf) = &self.gguf {
+            return gguf.form_of(spec);
+        }
         let is_packed = spec.is_expert_matrix()
             && spec.stored_tensors(Form::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
         match self.info(&spec.name).map(|info| info.dtype) {
@@ -137,6 +148,9 @@ impl ModelFolder {
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
     pub fn packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
+        if let Some(gguf) = &self.gguf {
+            return gguf.packed(spec);
+        }
         let (Some(form), Some(shape)) = (spec.packed_form(self.form_of(spec)), spec.matrix_shape()) else {
             return Ok(None);
         };
@@ -205,6 +219,9 @@ impl ModelFolder {
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite.
     pub fn values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
+        if let Some(gguf) = &self.gguf {
+            return gguf.values(spec);
+        }
         let values = match (self.form_of(spec), spec.stored_shape.as_slice()) {
             (Form::Mxfp4, &[experts, input, output]) => {
                 let [blocks, scales] =
@@ -323,7 +340,7 @@ fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>
     let path = folder.join(INDEX_FILE);
     let text = bounded_file::read_text(&path, TOKENIZER_BYTES_MAX).map_err(|e| {
         bad_input!(
-            "{}: no {WEIGHTS_FILE} and no readable {INDEX_FILE} ({e}); only safetensors is read",
+            "{}: no {WEIGHTS_FILE} and no readable {INDEX_FILE} ({e}); weights are read from safetensors, or from a GGUF file that model.path names",
             folder.display()
         )
     })?;

@@ -1,7 +1,8 @@
-//! Files of models and runs: Hugging Face folders, adapters in PEFT format, and checkpoints. A checkpoint
-//! is written to a temporary folder, synced and renamed, so that a kill never leaves a partial one.
+//! Files of models and runs: Hugging Face folders, GGUF files, adapters in PEFT format, and checkpoints. A
+//! checkpoint is written to a temporary folder, synced and renamed, so that a kill never leaves a partial
+//! one.
 //!
-//! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with these files more:
+//! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with these additional files:
 //! - `trainer.json`: the progress of the run.
 //! - `trainer.safetensors`: the optimizer's state, as f32 or 8-bit codes.
 //! - `critic.safetensors`, with a critic: its weights and its optimizer's state.
@@ -12,6 +13,7 @@
 //! critic. Random numbers need no state: they are functions of the seed and the step.
 
 mod base;
+pub mod gguf;
 pub mod load;
 pub mod merge;
 pub mod peft;

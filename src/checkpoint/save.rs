@@ -65,6 +65,24 @@ impl Companions {
         ]))
     }
 
+    /// Returns the tokenizer of `chat` and its template, or `template` if there is one.
+    pub fn of_gguf(chat: &Chat, template: Option<String>) -> Self {
+        let mut found = Self::of(chat);
+        if let Some(template) = template {
+            found.0.insert(CHAT_TEMPLATE.into(), template.into_bytes());
+        }
+        found
+    }
+
+    /// Returns the chat template of the model's files; `None` if they have none.
+    pub fn template(&self) -> Option<String> {
+        if let Some(bytes) = self.0.get(CHAT_TEMPLATE) {
+            return String::from_utf8(bytes.clone()).ok();
+        }
+        let settings: Value = serde_json::from_slice(self.0.get("tokenizer_config.json")?).ok()?;
+        settings["chat_template"].as_str().map(str::to_owned)
+    }
+
     /// Whether transformers finds a chat template: in its own file or, as in older versions, in the
     /// tokenizer's settings.
     fn has_chat_template(&self) -> bool {

@@ -21,6 +21,9 @@ pub struct RecipeArgs {
     /// Replace a recipe's value, such as --set train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
+    /// Start the programs that a run folder of somebody else names
+    #[arg(long)]
+    pub trust: bool,
 }
 
 /// The recipe argument and the folder for results.
@@ -34,4 +37,7 @@ pub struct RunArgs {
     /// Folder for the results [default: runs/<recipe's name>; for a run folder, its eval/ or rollout/]
     #[arg(long)]
     pub out: Option<PathBuf>,
+    /// Start the programs that a run folder of somebody else names
+    #[arg(long)]
+    pub trust: bool,
 }

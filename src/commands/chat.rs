@@ -1,4 +1,4 @@
-//! `rloss chat RUN`: a chat in the terminal with a trained model and its tool.
+//! `rloss chat FOLDER|RECIPE|RUN`: a chat in the terminal with a model, and its tool if a recipe gives one.
 
 use crate::bounded_file;
 use crate::commands::arguments::recipe_help;
@@ -6,30 +6,40 @@ use crate::error::EXIT_DONE;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, sanitize_line, sanitize_terminal};
 use crate::model::policy_view::PolicyView;
-use crate::recipe::locate;
+use crate::recipe::{KeyScope, Plan, locate, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan};
 use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::memory::Intent;
 use crate::run::source::pin_model;
+use crate::run::trust::ask_consent;
 use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use crate::trajectory::{Outcome, Trajectory};
 use anyhow::{Context, Result};
 use clap::Args;
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `rloss chat`.
 #[derive(Args, Debug, Clone)]
 pub struct ChatArgs {
-    #[arg(help = recipe_help())]
+    #[arg(help = format!("A model's folder; or as for other commands: {}", recipe_help()))]
     recipe: PathBuf,
     /// Replace a recipe's value, such as --set eval.temperature=0
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
+    /// Start the programs that a run folder of somebody else names
+    #[arg(long)]
+    trust: bool,
 }
 
 const HELP: &str = "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends.\n";
+
+/// The recipe of a chat with a model's folder: no task's tool, and answers of a usual length.
+const TALK: &str = "task.name = \"arithmetic_single\"
+rollout = { turns_max = 1, prompt_tokens_max = 8192, response_tokens_max = 1024 }
+eval.temperature = 0.7
+";
 
 /// Reads lines and answers each, until the input ends. The tool runs in the recipe's sandbox. The recipe's
 /// `turns_max` and `response_tokens_max` limit an answer.
@@ -37,11 +47,9 @@ const HELP: &str = "A line is a message; /new forgets the conversation, /quit or
 /// # Errors
 /// [`crate::error::BadInput`] before the first line; those of the rollout.
 pub fn run(args: &ChatArgs) -> Result<u8> {
-    let source = locate(&args.recipe)?;
-    let mut plan = source.resolve(&args.sets)?;
-    pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::plain();
-    let context = RunContext::open(plan, Intent::Rollout, &console)?;
+    let plan = open(args, &console)?;
+    let context = RunContext::open(plan, Intent::Chat, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
         console.print("warning: this recipe's model is random and untrained; name a run's folder");
@@ -80,6 +88,25 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
 /// Returns whether a line looks like a command, such as /help.
 fn is_command(line: &str) -> bool {
     line.strip_prefix('/').is_some_and(|word| !word.is_empty() && word.chars().all(char::is_alphanumeric))
+}
+
+/// Resolves the recipe or the run, whose programs may need consent. A folder with a model alone just talks,
+/// without a tool.
+fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
+    match locate(&args.recipe) {
+        Err(_) if args.recipe.join("config.json").is_file() => {
+            let folder = format!("model.path={}", args.recipe.display());
+            let sets = [&[folder], &args.sets[..]].concat();
+            Ok(resolve_for(KeyScope::Chat, Path::new("rloss chat"), TALK, &sets)?)
+        }
+        source => {
+            let source = source?;
+            let mut plan = source.resolve_for(KeyScope::Chat, &args.sets)?;
+            pin_model(&mut plan, &source, &args.sets)?;
+            ask_consent(&source, &plan.recipe, &args.sets, args.trust, console)?;
+            Ok(plan)
+        }
+    }
 }
 
 /// The conversation so far.

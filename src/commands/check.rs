@@ -7,57 +7,109 @@ use crate::error::EXIT_DONE;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Plan, locate};
+use crate::recipe::{Plan, locate, resolve};
 use crate::run::collect::show;
 use crate::run::memory::{
     Available, Intent, MemoryPlan, OtherWeights, Subject, Traffic, available, gigabytes,
 };
 use crate::run::preflight::Preflight;
 use crate::run::source::pin_model;
+use crate::run::trust::{ask_consent, program_lines};
+use crate::settings::Entry;
 use crate::tasks::{Problem, Reward, Task, Transcript};
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use clap::Args;
+use std::io::Write;
+use std::path::Path;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 /// Arguments of `rloss check`.
 #[derive(Args, Debug, Clone)]
 pub struct CheckArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
+    /// Show every key with its value, not only those that differ from the defaults
+    #[arg(long)]
+    all: bool,
     /// Plan the memory of one of N processes that train together
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
     processes: u32,
+    /// Show the recipe and the programs that it names; start nothing, and plan no memory
+    #[arg(long, conflicts_with = "processes")]
+    no_run: bool,
 }
 
 /// Stands in for a model's answer, because no model is loaded.
 const ANSWER: &str = "I do not know.";
 
-/// Prints the resolved recipe, its warnings, the first rendered prompt, a dialogue with the task, and each
-/// command's memory plan. Nothing is trained, sampled or written, and no weights are read.
+/// Prints what differs from the defaults or the whole resolved recipe, its warnings, the first rendered
+/// prompt, a dialogue with the task, and each command's memory plan. Nothing is trained, sampled or
+/// written, and no weights are read.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task. Also when training
 /// does not fit into memory, or sampling if nothing is trained.
 pub fn run(args: &CheckArgs) -> Result<u8> {
-    let CheckArgs { recipe: args, processes } = args;
+    let CheckArgs { recipe: args, all, processes, no_run } = args;
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
+    if *no_run {
+        show(&sanitize_terminal(&resolved(&plan, *all)?))?;
+        let lines: String = program_lines(&plan.recipe).iter().map(|line| format!("\n{line}")).collect();
+        show(&format!("{lines}\n"))?;
+        return Ok(EXIT_DONE);
+    }
+    ask_consent(&source, &plan.recipe, &args.sets, args.trust, &Console::plain())?;
     // The task's first failure becomes the error of this command.
-    let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent())?;
+    let program = plan.recipe.task.command.join(" ");
+    let mut preflight =
+        told_while_slow(&program, || Preflight::open(plan, Intent::Train, &Console::silent()))?;
     let available = preflight.available(available());
     preflight.plan_for(*processes as usize, available.as_ref());
-    show(&sanitize_terminal(&resolved(&preflight.plan)))?;
-    let problem = preflight.first_problem();
+    show(&sanitize_terminal(&resolved(&preflight.plan, *all)?))?;
+    let problem = told_while_slow(&program, || preflight.first_problem());
     show(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
-    show(&sanitize_terminal(&dialogue(preflight.task.as_ref(), &problem)?))?;
+    show(&sanitize_terminal(&told_while_slow(&program, || dialogue(preflight.task.as_ref(), &problem))?))?;
     memory(&preflight, *processes, available.as_ref())
 }
 
-/// Formats the recipe and its warnings.
-fn resolved(plan: &Plan) -> String {
+/// Time until the user is told about a slow program.
+const SLOW: Duration = Duration::from_secs(2);
+
+/// Does the `work`. If it is slow and a `program` of the user is part of it, a line says so meanwhile.
+fn told_while_slow<T>(program: &str, work: impl FnOnce() -> T) -> T {
+    let (done, ended) = channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            if ended.recv_timeout(SLOW) == Err(RecvTimeoutError::Timeout) && !program.is_empty() {
+                let line = format!("waiting for an answer of the task's program: {program}");
+                let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(&line));
+            }
+        });
+        let result = work();
+        drop(done);
+        result
+    })
+}
+
+/// Formats the recipe, `all` of it or what differs from the defaults, and its warnings.
+fn resolved(plan: &Plan, all: bool) -> Result<String> {
     let warnings: String = plan.warnings.iter().map(|warning| format!("\nwarning: {warning}\n")).collect();
-    format!("{}{warnings}", plan.to_toml())
+    if all {
+        return Ok(format!("{}{warnings}", plan.to_toml()));
+    }
+    let defaults = resolve(Path::new("defaults"), "", &[])?.recipe.entries();
+    let differing = plan.recipe.entries().into_iter().zip(defaults).filter(|(own, default)| own != default);
+    let lines: String = differing
+        .filter_map(|(own, _)| match own {
+            Entry::Key { path, value: Some(value), .. } => Some(format!("{path} = {value}\n")),
+            _ => None,
+        })
+        .collect();
+    Ok(format!("What differs from the defaults; --all shows every key:\n\n{lines}{warnings}"))
 }
 
 fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {

@@ -14,13 +14,14 @@ use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
 use crate::model::arms::Arms;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{Plan, RecipeSource, locate};
+use crate::recipe::{KeyScope, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress};
 use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::memory::{Intent, OtherWeights, told_of_memory};
 use crate::run::processes;
 use crate::run::source::pin_model;
+use crate::run::trust::ask_consent;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -55,13 +56,21 @@ pub struct CheckMismatchArgs {
     /// Folder with the weights of an earlier update; tests whether the file comes from these
     #[arg(long, value_name = "FOLDER", requires = "against")]
     earlier: Option<PathBuf>,
+    /// Start the programs that a run folder of somebody else names
+    #[arg(long)]
+    trust: bool,
 }
 
 impl CheckMismatchArgs {
+    fn source(&self) -> Result<RecipeSource> {
+        locate(self.recipe.as_deref().unwrap_or(Path::new("quickstart")))
+    }
+
     fn plan(&self, more: &[String]) -> Result<Plan> {
         let sets: Vec<String> = self.sets.iter().chain(more).cloned().collect();
-        let source = locate(self.recipe.as_deref().unwrap_or(Path::new("quickstart")))?;
-        let mut plan = source.resolve(&sets)?;
+        let source = self.source()?;
+        let scope = if self.against.is_empty() { KeyScope::CheckMismatch } else { KeyScope::Against };
+        let mut plan = source.resolve_for(scope, &sets)?;
         // The check runs on the model that a --set names, if any.
         pin_model(&mut plan, &source, &sets)?;
         Ok(plan)
@@ -127,6 +136,9 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
     let arms: Vec<(String, Plan)> =
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
     let console = console(&plan, mesh);
+    if mesh.is_rank_zero() {
+        ask_consent(&args.source()?, &plan.recipe, &args.sets, args.trust, &console)?;
+    }
     let other_weights = match args.against.as_slice() {
         [] => {
             let all = [&plan].into_iter().chain(arms.iter().map(|(_, plan)| plan));

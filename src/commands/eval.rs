@@ -5,8 +5,9 @@ use crate::bad_input;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
-use crate::recipe::locate;
+use crate::recipe::{KeyScope, locate};
 use crate::rollout::accuracy;
+use crate::run::causes::warn_of_causes;
 use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
 use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
@@ -14,6 +15,7 @@ use crate::run::header;
 use crate::run::memory::Intent;
 use crate::run::signals::Stop;
 use crate::run::source::pin_model;
+use crate::run::trust::ask_consent;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -28,9 +30,10 @@ use std::collections::BTreeMap;
 /// [`crate::error::BadInput`] before any work; errors of the rollout or the disk keep the samples so far.
 pub fn run(args: &RunArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
-    let mut plan = source.resolve(&args.sets)?;
+    let mut plan = source.resolve_for(KeyScope::Eval, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
     let context = RunContext::open(plan, Intent::Eval, &console)?;
     let sets = prompts(&context);
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
@@ -71,6 +74,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("eval.json"), &(text + "\n"))?;
     show(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
+    let rows = evaluation.sets.iter().flat_map(SetResult::rows);
+    warn_of_causes(&context, rows, "", &console);
     heed_failures(evaluation.sets.iter().flat_map(SetResult::rows), &console).map(|()| EXIT_DONE)
 }
 

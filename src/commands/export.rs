@@ -1,14 +1,17 @@
-//! `rloss export RUN --out FOLDER`: exports a run's adapter for other programs, alone or merged into its
-//! base.
+//! `rloss export RUN`: exports a run for other programs. `--out FOLDER` writes its adapter, alone or merged
+//! into its base. `--gguf FILE` writes the model for llama.cpp.
 
+use crate::bad_input;
+use crate::checkpoint::gguf::GgufForm;
 use crate::error::EXIT_DONE;
 use crate::metrics::{Console, sanitize_terminal};
-use crate::recipe::{RecipeSource, locate};
+use crate::recipe::{KeyScope, RecipeSource, locate};
 use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::export;
 use crate::run::memory::Intent;
 use crate::run::source::pin_model;
+use crate::settings::Choice;
 use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;
@@ -16,7 +19,7 @@ use std::path::PathBuf;
 /// Arguments of `rloss export`.
 #[derive(Args, Debug, Clone)]
 pub struct ExportArgs {
-    /// A run folder (its last checkpoint) or a checkpoint, of a run with an adapter
+    /// A run folder (its last checkpoint) or a checkpoint; with --out, of a run with an adapter
     run: PathBuf,
     /// Write a whole model with the adapter merged into its weights, in checkpoint.dtype
     #[arg(long)]
@@ -25,23 +28,48 @@ pub struct ExportArgs {
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
     /// The folder to write
-    #[arg(long)]
-    out: PathBuf,
+    #[arg(long, required_unless_present = "gguf", conflicts_with = "gguf")]
+    out: Option<PathBuf>,
+    /// Write a GGUF file, as llama.cpp, Ollama and LM Studio read it
+    #[arg(long, value_name = "FILE")]
+    gguf: Option<PathBuf>,
+    /// The type of the matrices in the GGUF file: f32, bf16, f16, q8_0, or mxfp4 for the experts of GPT-OSS
+    #[arg(long = "type", value_name = "TYPE", requires = "gguf", default_value = "bf16", value_parser = gguf_form)]
+    form: GgufForm,
 }
 
-/// Writes the folder and lists its files. For a merged model, also prints the rounding error.
+/// Parses `--type`.
+fn gguf_form(word: &str) -> Result<GgufForm, String> {
+    GgufForm::named(word).ok_or_else(|| {
+        let known: Vec<&str> = GgufForm::all().into_iter().map(Choice::name).collect();
+        format!("known: {}", known.join(", "))
+    })
+}
+
+/// Writes the folder or the file and says what it holds. For a merged model, also prints the rounding error.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before anything is written.
 pub fn run(args: &ExportArgs) -> Result<u8> {
-    export::refuse_existing(&args.out)?;
+    let Some(out) = args.out.as_ref().or(args.gguf.as_ref()) else {
+        return Err(bad_input!("name a folder with --out, or a file with --gguf"));
+    };
+    export::refuse_existing(out)?;
     let source = locate(&args.run)?;
-    let mut plan = source.resolve(&args.sets)?;
+    let mut plan = source.resolve_for(KeyScope::Export, &args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
-    let shown = args.out.display().to_string();
+    let shown = out.display().to_string();
     let shown = sanitize_terminal(&shown);
+    if args.gguf.is_some() {
+        let console = Console::stderr(plan.recipe.logging.console_every_steps);
+        let context = RunContext::open(plan, Intent::Rollout, &console)?;
+        export::gguf_file(&context, args.form, args.merged, out)?;
+        let adapter = if args.merged { " with its adapter merged in" } else { "" };
+        show(&format!("{shown}: the model{adapter}, {}\n", args.form))?;
+        return Ok(EXIT_DONE);
+    }
     if !args.merged {
-        export::adapter(&plan.recipe, &args.out)?;
+        export::adapter(&plan.recipe, out)?;
         show(&format!("{shown}: the adapter, in PEFT's form\n"))?;
         return Ok(EXIT_DONE);
     }
@@ -51,7 +79,7 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => export::last_trajectories(run)?,
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let cost = export::merged_model(&context, trajectories.as_deref(), &args.out, &console)?;
+    let cost = export::merged_model(&context, trajectories.as_deref(), out, &console)?;
     let dtype = context.recipe().checkpoint.dtype;
     show(&match cost {
         Some(cost) => format!(

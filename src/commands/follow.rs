@@ -8,7 +8,7 @@ use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::metrics::Console;
 use crate::report::server::{Answer, RequestHead, serve};
-use crate::report::{page, state};
+use crate::report::{page, stages_under_way, state};
 use crate::run::signals::Stop;
 use anyhow::{Context, Result};
 use std::io::Read;
@@ -71,7 +71,7 @@ impl Follower<'_> {
                 Err(error) => Answer::text("503 Service Unavailable", &format!("{error:#}\n")),
             }
         } else if request.path == format!("/{}/state", self.token) {
-            Answer::text("200 OK", &state(self.runs))
+            Answer::text("200 OK", &[vec![state(self.runs)], stages_under_way(self.runs)].concat().join("\n"))
         } else {
             Answer::text("404 Not Found", "not found\n")
         }

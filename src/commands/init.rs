@@ -1,15 +1,18 @@
-//! `rloss init NAME`: writes a commented recipe and a task program that run without changes.
+//! `rloss init NAME`: writes a commented recipe, with a task program that runs without changes, or for a
+//! model.
 
 use crate::bad_input;
 use crate::error::EXIT_DONE;
+use crate::recipe::{RecipeSource, locate};
 use crate::run::collect::show;
 use crate::run::header::command_line;
+use crate::run::sizing::propose;
 use anyhow::Result;
 use clap::Args;
 use serde_json::json;
 use std::fs::OpenOptions;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 const RECIPE: &str = include_str!("init/recipe.toml");
 const PROGRAM: &str = include_str!("init/task.py");
@@ -22,8 +25,16 @@ const ANSWERS: [i64; 3] = [0, 1, -2];
 /// Arguments of `rloss init`.
 #[derive(Args, Debug, Clone)]
 pub struct InitArgs {
-    /// Name of the task to learn: NAME.toml, NAME.py and NAME.jsonl are written here
+    /// Name of the task to learn: NAME.toml, NAME.py and NAME.jsonl are written here; with --from NAME.toml
+    /// alone
     name: String,
+    /// Write a recipe that is based on this one, a file or a recipe of the program, with sizes for this
+    /// machine
+    #[arg(long, value_name = "RECIPE", requires = "model")]
+    from: Option<PathBuf>,
+    /// The folder of the model to train, with config.json, tokenizer.json and *.safetensors
+    #[arg(long, value_name = "FOLDER", requires = "from")]
+    model: Option<PathBuf>,
 }
 
 /// Writes the files and prints the next steps. If one of the files exists, none is written.
@@ -36,14 +47,17 @@ pub fn run(args: &InitArgs) -> Result<u8> {
     if name.is_empty() || name.starts_with('-') || !name.chars().all(allowed) {
         return Err(bad_input!("init: {name:?} is not a valid name; use only letters, digits, _ and -"));
     }
+    if let (Some(from), Some(model)) = (&args.from, &args.model) {
+        return based(name, from, model);
+    }
     let [recipe, program, demonstrations] = ["toml", "py", "jsonl"].map(|kind| format!("{name}.{kind}"));
     let fill = |text: &str| {
         let text = text.replace("{recipe}", &recipe).replace("{program}", &program);
         text.replace("{demonstrations}", &demonstrations)
     };
     let files = [(&recipe, fill(RECIPE)), (&program, fill(PROGRAM)), (&demonstrations, rows())];
-    if let Some((file, _)) = files.iter().find(|(file, _)| Path::new(file).exists()) {
-        return Err(bad_input!("init: {file} already exists and stays unchanged; choose another name"));
+    for (file, _) in &files {
+        refuse_existing(file)?;
     }
     let mut said = String::new();
     for ((file, text), what) in
@@ -55,6 +69,60 @@ pub fn run(args: &InitArgs) -> Result<u8> {
     said += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
     show(&said)?;
     Ok(EXIT_DONE)
+}
+
+fn refuse_existing(file: &str) -> Result<()> {
+    match Path::new(file).exists() {
+        true => Err(bad_input!("init: {file} already exists and stays unchanged; choose another name")),
+        false => Ok(()),
+    }
+}
+
+/// Writes a recipe that is based on `from` and trains `model` in sizes for this machine.
+fn based(name: &str, from: &Path, model: &Path) -> Result<u8> {
+    let file = format!("{name}.toml");
+    refuse_existing(&file)?;
+    let source = locate(from)?;
+    let base = match &source {
+        RecipeSource::BuiltIn { name, .. } => (*name).to_owned(),
+        source => utf8(&source.recipe_file())?,
+    };
+    let model = toml::Value::String(utf8(model)?).to_string();
+    let sizing = propose(&source, &[format!("model.path={model}")])?;
+    let mut text = format!(
+        "# {base} with sizes for {}: training takes {} at its peak.\n\
+         #   rloss check {file}         prompt, memory and what differs; --all shows every key\n\
+         #   rloss train {file}\n\
+         # A step should take minutes. More prompts and samples a step make it steadier, and longer.\n\
+         base = {}\n\n\
+         [model]\npath = {model}\n",
+        sizing.machine,
+        sizing.memory,
+        toml::Value::String(base.clone())
+    );
+    let mut table = "model";
+    let mut changes = sizing.changes;
+    changes.sort_by_key(|(key, ..)| key.rsplit_once('.').map(|(table, _)| table));
+    for (key, value, remark) in &changes {
+        let (around, key) = key.rsplit_once('.').unwrap_or(("", key));
+        if around != table {
+            text += &format!("\n[{around}]\n");
+            table = around;
+        }
+        let line = format!("{key} = {value}");
+        text += &if remark.is_empty() { format!("{line}\n") } else { format!("{line:<31} # {remark}\n") };
+    }
+    write(Path::new(&file), &text)?;
+    show(&format!("{file:<24} the recipe\n\nnext: {}\n", command_line(&["check", &file])))?;
+    Ok(EXIT_DONE)
+}
+
+/// Returns the absolute path as text.
+fn utf8(path: &Path) -> Result<String> {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    path.to_str().map(str::to_owned).ok_or_else(|| {
+        bad_input!("{}: a recipe can name only paths in UTF-8; rename the folder", path.display())
+    })
 }
 
 /// Returns conversations in which one answer of three is right.

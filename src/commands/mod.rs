@@ -7,11 +7,13 @@ pub mod check_mismatch;
 pub mod completions;
 pub mod eval;
 pub mod export;
+pub mod fetch;
 pub mod follow;
 #[cfg(feature = "cuda")]
 pub mod gpu_check;
 pub mod init;
 pub mod report;
 pub mod rollout;
+pub mod schema;
 pub mod train;
 pub mod verify;

@@ -6,13 +6,15 @@ use crate::error::{EXIT_DONE, EXIT_STOPPED};
 use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
-use crate::recipe::locate;
+use crate::recipe::{KeyScope, locate};
+use crate::run::causes::warn_of_causes;
 use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
 use crate::run::header;
 use crate::run::memory::Intent;
 use crate::run::signals::Stop;
 use crate::run::source::pin_model;
+use crate::run::trust::ask_consent;
 use crate::settings::Choice;
 use crate::trajectory::Group;
 use anyhow::{Context, Result};
@@ -43,9 +45,10 @@ enum Format {
 pub fn run(args: &RolloutArgs) -> Result<u8> {
     let RolloutArgs { run: args, format } = args;
     let source = locate(&args.recipe)?;
-    let mut plan = source.resolve(&args.sets)?;
+    let mut plan = source.resolve_for(KeyScope::Rollout, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
+    ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
     let context = RunContext::open(plan, Intent::Rollout, &console)?;
     let collection = Collection::open(&context, &source, args.out.as_deref(), ("rollout", step))?;
     let out = &collection.path;
@@ -65,6 +68,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
         console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);
     };
+    warn_of_causes(&context, rows.iter().flatten(), "", &console);
     let failures = heed_failures(rows.iter().flatten(), &console);
     let group = |rows: Vec<_>| Group {
         trajectories: rows.into_iter().map(|row: crate::trajectory::TrajectoryRow| row.trajectory).collect(),

@@ -11,12 +11,12 @@ use crate::run::context::RunContext;
 use crate::run::header::{self, command_line};
 use crate::run::memory::{Intent, told_of_memory};
 use crate::run::processes;
-use crate::run::run_folder::{RunFolder, prepare_resume};
+use crate::run::run_folder::{RunFolder, holds_run, prepare_resume};
 use crate::run::signals::Stop;
-use crate::run::source::unverified;
+use crate::run::trust::ask_consent;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
 /// Arguments of `rloss train`.
@@ -24,9 +24,18 @@ use std::path::PathBuf;
 pub struct TrainArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Resume the run in the folder from its last checkpoint
-    #[arg(long)]
-    resume: bool,
+    /// Resume the run in the folder from its last checkpoint; with =auto, start it if there is none
+    #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "always")]
+    resume: Option<Resume>,
+}
+
+/// When a run is resumed.
+#[derive(ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
+enum Resume {
+    /// A folder without a run is refused
+    Always,
+    /// A folder without a run gets one
+    Auto,
 }
 
 /// Trains; exit code 130 when a signal stopped it after a checkpoint.
@@ -35,7 +44,8 @@ pub struct TrainArgs {
 /// [`crate::error::BadInput`] before any work; other errors leave the last checkpoint intact.
 pub fn run(args: &TrainArgs) -> Result<u8> {
     let mesh = Mesh::connect()?;
-    let Prepared { out, plan, console, resumed, point } = mesh.agree("the recipe", prepare(args, &mesh))?;
+    let Prepared { out, plan, console, resumes, afresh, resumed, point } =
+        mesh.agree("the recipe", prepare(args, &mesh))?;
     let checkpoint = point.as_ref().map(|point| point.folder.as_path());
     let context = RunContext::open_at(plan, Intent::Train, &mesh, checkpoint, &console);
     let context = mesh.agree("the model", context)?;
@@ -45,7 +55,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     processes::check_alike(&mesh, &context.plan, weights, &state)?;
     // From here on a signal saves the run.
     let stop = Stop::listen()?;
-    let folder = match args.resume {
+    let folder = match resumes {
         _ if !mesh.is_rank_zero() => Ok(RunFolder::follow(&out)),
         true => RunFolder::resume(&out, &context.plan, point.as_ref()),
         false => RunFolder::create(&out, &context.plan),
@@ -53,11 +63,8 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let folder = mesh.agree("the run's folder", folder)?;
     header::lines(&context, Intent::Train, &out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    if let Some(point) = point.as_ref().filter(|point| !point.verified) {
-        console.print(&format!("warning: {}", unverified(&point.folder)));
-    }
-    resumed.iter().for_each(|line| console.print(line));
-    let before = RunFolder::place_before(&out).filter(|before| args.resume && *before != context.place);
+    afresh.iter().chain(&resumed).for_each(|line| console.print(line));
+    let before = RunFolder::place_before(&out).filter(|before| resumes && *before != context.place);
     if let Some(before) = before {
         console.print(&format!(
             "warning: this run computed on {before}, and continues on {}: its bits will differ from those of a run on one device",
@@ -74,7 +81,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         trainer.run(point)
     };
     let stopped = run().map_err(|error| told_of_memory(error, &memory)).inspect_err(|_| {
-        if !args.resume && mesh.is_rank_zero() {
+        if !resumes && mesh.is_rank_zero() {
             RunFolder::clear_unused(&out);
         }
     })?;
@@ -95,6 +102,10 @@ struct Prepared {
     out: PathBuf,
     plan: Plan,
     console: Console,
+    /// Whether a run is resumed.
+    resumes: bool,
+    /// A line when a run's recipe is trained again from its beginning.
+    afresh: Option<String>,
     /// Description of the resumed run, one line each.
     resumed: Vec<String>,
     point: Option<ResumePoint>,
@@ -105,7 +116,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     let source = locate(&args.run.recipe)?;
     let out = match (&args.run.out, &source) {
         (Some(out), _) => out.clone(),
-        (None, RecipeSource::Run(run)) if args.resume => run.clone(),
+        (None, RecipeSource::Run(run)) if args.resume.is_some() => run.clone(),
         (None, RecipeSource::Checkpoint { folder, .. }) => {
             return Err(bad_input!(
                 "{}: is a checkpoint; continue its run with --resume, or name a recipe and start from it with --set model.path={}",
@@ -121,9 +132,24 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),
     };
-    let (resumed, point) = match args.resume {
+    if mesh.is_rank_zero() {
+        ask_consent(&source, &plan.recipe, &args.run.sets, args.run.trust, &console)?;
+    }
+    let resumes = match args.resume {
+        None => false,
+        Some(Resume::Always) => true,
+        Some(Resume::Auto) => holds_run(&out),
+    };
+    let (resumed, point) = match resumes {
         true => prepare_resume(&out, &mut plan)?,
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
-    Ok(Prepared { out, plan, console, resumed, point })
+    let afresh = match &source {
+        RecipeSource::Run(run) if !resumes => Some(format!(
+            "the recipe of {} from its beginning, in another folder; --resume continues that run",
+            run.display()
+        )),
+        _ => None,
+    };
+    Ok(Prepared { out, plan, console, resumes, afresh, resumed, point })
 }

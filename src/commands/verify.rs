@@ -7,7 +7,7 @@ use crate::checkpoint;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
 use crate::integrity::{Checksum, MANIFEST_FILE, Manifest, add_checksum, remove_checksum};
 use crate::metrics::{read_rows, sanitize_terminal};
-use crate::recipe::resolve_stored;
+use crate::recipe::{KeyScope, resolve_stored};
 use crate::run::collect::show;
 use crate::run::run_folder::lock;
 use anyhow::Result;
@@ -108,7 +108,7 @@ fn accept_recipe(run: &Path) -> Result<Finding> {
     let text = bounded_file::read_text(&file, TOML_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read: {e}; restore it", file.display()))?;
     let text = remove_checksum(&text);
-    resolve_stored(&file, &text, &[])?;
+    resolve_stored(KeyScope::Export, &file, &text, &[])?;
     write_file(&file, &add_checksum(&text))?;
     Ok(Ok(format!("{}: new checksum written", file.display())))
 }

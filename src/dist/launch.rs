@@ -2,11 +2,9 @@
 //! processes.
 
 use crate::error::{BadInput, ReportedElsewhere};
+#[cfg(feature = "nccl")]
+use crate::user_key::{key_folder, user_key};
 use anyhow::Result;
-#[cfg(any(test, feature = "nccl"))]
-use std::io::{ErrorKind, Read, Write};
-#[cfg(any(test, feature = "nccl"))]
-use std::path::Path;
 
 /// A launcher of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -144,49 +142,20 @@ pub(super) struct RankAddress {
 /// [`BadInput`] when a variable is missing or not a number.
 #[cfg(feature = "nccl")]
 pub(super) fn rank_address() -> Result<RankAddress> {
-    let secret = || match (variable("RLOSS_JOB_TOKEN"), variable("XDG_CONFIG_HOME"), variable("HOME")) {
-        (Some(token), _, _) => Ok(token.into_bytes()),
-        (None, Some(config), _) => user_key(&Path::new(&config).join("rloss")),
-        (None, None, Some(home)) => user_key(&Path::new(&home).join(".config/rloss")),
-        (None, None, None) => Err(format!("HOME is not set; {SECRET_REMEDY}")),
+    // The launcher's variables are public, so the token needs a secret.
+    let secret = || match (variable("RLOSS_JOB_TOKEN"), key_folder()) {
+        (Some(token), _) => Ok(token.into_bytes()),
+        (None, Some(folder)) => {
+            user_key(&folder, "ranks.key").map(Vec::from).map_err(|e| format!("{e}; or {SECRET_REMEDY}"))
+        }
+        (None, None) => Err(format!("HOME is not set; {SECRET_REMEDY}")),
     };
     rank_address_by(variable, secret).map_err(report_once)
 }
 
 /// The remedy for a missing or unreadable user key.
-#[cfg(any(test, feature = "nccl"))]
+#[cfg(feature = "nccl")]
 const SECRET_REMEDY: &str = "set RLOSS_JOB_TOKEN to a secret of this job, the same on all ranks";
-
-/// Returns a key that only this user's processes can read. The first process that needs it makes it. The
-/// launcher's variables are public, so the token needs this secret.
-#[cfg(any(test, feature = "nccl"))]
-fn user_key(folder: &Path) -> Result<Vec<u8>, String> {
-    use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
-    let file = folder.join("ranks.key");
-    let make = || -> std::io::Result<()> {
-        let mut key = [0; 32];
-        std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-        let aside = folder.join(format!(".ranks.key.{}", blake3::hash(&key)));
-        std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside)?.write_all(&key)?;
-        // The first key stays, and is complete.
-        let linked = std::fs::hard_link(&aside, &file);
-        std::fs::remove_file(&aside)?;
-        linked.or_else(|e| if e.kind() == ErrorKind::AlreadyExists { Ok(()) } else { Err(e) })
-    };
-    let read = || {
-        if !file.exists() {
-            make()?;
-        }
-        let about = std::fs::metadata(&file)?;
-        if about.mode() & 0o077 != 0 || about.uid() != rustix::process::getuid().as_raw() || about.len() != 32
-        {
-            return Err(std::io::Error::other("it must be 32 bytes that only its owner can read; remove it"));
-        }
-        std::fs::read(&file)
-    };
-    read().map_err(|e| format!("{}: {e}; or {SECRET_REMEDY}", file.display()))
-}
 
 #[cfg(any(test, feature = "nccl"))]
 fn rank_address_by(
@@ -338,22 +307,5 @@ mod tests {
         for (nodes, first) in [("a1,a2", "a1"), ("a1", "a1"), ("a[3,5]", "a3"), ("a[1-2]-ib,b", "a1-ib")] {
             assert_eq!(first_node(nodes), first);
         }
-    }
-    /// The job's number and the user's name are public, so the token needs a secret.
-    #[test]
-    fn the_ranks_of_a_user_share_a_key_that_nobody_else_can_read() {
-        let folder = tempfile::tempdir().unwrap();
-        let place = folder.path().join("config/rloss");
-        let keys: Vec<Vec<u8>> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..8).map(|_| scope.spawn(|| user_key(&place).unwrap())).collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        });
-        assert!(keys[0].len() == 32 && keys.iter().all(|key| *key == keys[0]));
-        assert_eq!(std::fs::read_dir(&place).unwrap().count(), 1, "nothing is left aside");
-        let file = place.join("ranks.key");
-        std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
-        let refused = user_key(&place).unwrap_err();
-        assert!(refused.contains("ranks.key") && refused.contains("RLOSS_JOB_TOKEN"), "{refused}");
-        assert!(user_key(&folder.path().join("nowhere\0")).is_err());
     }
 }

@@ -1,9 +1,10 @@
 //! Runs the micro-batches of a batch, in parallel or one at a time, and sums gradients in batch order.
 
 use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
-use super::gradients::{GradientSum, clip};
+use super::gradients::{GradientSum, clip, global_norm};
 use super::micro_batch::{Cut, MicroBatch, Packing};
 use super::optimizer::Optimizer;
+use crate::metrics::Progress;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::model::weights::Weights;
@@ -14,6 +15,9 @@ use std::sync::{Mutex, PoisonError};
 /// Maximum bytes of a model that runs micro-batches in parallel, one a thread. Larger models run one
 /// micro-batch at a time and parallelise each op.
 const SIDE_BY_SIDE_BYTES_MAX: u64 = 256 << 20;
+
+/// Share of a pass's time that its forward takes, for its progress.
+const FORWARD_SHARE: f64 = 1.0 / 3.0;
 
 /// Returns whether micro-batches of a model of `weight_bytes` run in parallel.
 pub fn side_by_side(weight_bytes: u64) -> bool {
@@ -49,6 +53,20 @@ impl BatchRunner<'_> {
         settings: PassSettings,
         objective: BatchObjective<'_, N>,
     ) -> Result<Vec<PassOutput<N>>> {
+        self.accumulate_shown(batches, settings, objective, &Progress::unseen())
+    }
+
+    /// Does [`Self::accumulate`], and advances `progress` by the tokens of this process, layer by layer.
+    ///
+    /// # Errors
+    /// As [`Self::accumulate`].
+    pub fn accumulate_shown<const N: usize>(
+        &self,
+        batches: &[MicroBatch],
+        settings: PassSettings,
+        objective: BatchObjective<'_, N>,
+        progress: &Progress,
+    ) -> Result<Vec<PassOutput<N>>> {
         let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         let mesh = self.parameters.mesh();
         let pass = |turn: Turn, weights: &Weights| {
@@ -58,14 +76,19 @@ impl BatchRunner<'_> {
             let share = if turn.masked { 0.0 } else { share };
             let settings = PassSettings { load_balance: settings.load_balance * share, ..settings };
             let pass = Pass { model: self.model, weights, batch, settings };
-            pass.forward_backward(&|columns| match turn.masked {
+            let shown = tokens_shown(&batches[turn.index], &turn);
+            let objective = |columns: [&[f32]; N]| match turn.masked {
                 true => Ok(columns.map(|column| vec![0.0; column.len()])),
                 false => objective(turn.index, columns),
-            })
+            };
+            let passed = || progress.advance_tokens(shown * FORWARD_SHARE / self.layers());
+            pass.forward_backward_observed(&objective, &passed)
         };
         let sum = self.threads.wide(|| GradientSum::begin(self.parameters))?;
         let outputs = self.each(batches, |turn| {
-            let weights = self.parameters.for_passes(Some(&sum.of_pass(turn.round)));
+            let shown = tokens_shown(&batches[turn.index], &turn) * (1.0 - FORWARD_SHARE);
+            let sink = sum.of_pass_shown(turn.round, progress, shown);
+            let weights = self.parameters.for_passes(Some(&sink));
             // Otherwise later passes would wait for a failed one.
             weights.and_then(|weights| pass(turn, &weights)).inspect_err(|_| sum.fail(turn.round))
         })?;
@@ -86,42 +109,63 @@ impl BatchRunner<'_> {
         batches: &[MicroBatch],
         settings: PassSettings,
     ) -> Result<Vec<PassOutput<N>>> {
-        self.forward_observed(batches, settings, &|_| ())
+        self.forward_shown(batches, settings, &Progress::unseen())
     }
 
-    /// Like [`Self::forward`], but calls `passed` after each micro-batch of this process, in any order and
-    /// from any thread.
+    /// Does [`Self::forward`], and advances `progress` by the tokens of this process, layer by layer.
     ///
     /// # Errors
     /// When a pass fails.
-    pub fn forward_observed<const N: usize>(
+    pub fn forward_shown<const N: usize>(
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
-        passed: &(dyn Fn(&MicroBatch) + Sync),
+        progress: &Progress,
     ) -> Result<Vec<PassOutput<N>>> {
         let weights = self.parameters.for_passes(None)?;
         self.each(batches, |turn| {
             let batch = &*batches[turn.index].part(self.parameters.mesh())?;
-            let output = Pass { model: self.model, weights: &weights, batch, settings }.forward()?;
-            passed(batch);
-            Ok(output)
+            let shown = tokens_shown(&batches[turn.index], &turn);
+            let passed = || progress.advance_tokens(shown / self.layers());
+            Pass { model: self.model, weights: &weights, batch, settings }.forward_observed(&passed)
         })
     }
 
-    /// Clips the gradients, updates the weights with them, and returns the gradient norm before clipping.
+    /// Returns the tokens of `batches` that this process takes through the model.
+    pub fn own_tokens(&self, batches: &[MicroBatch]) -> u64 {
+        let mesh = self.parameters.mesh();
+        let own = batches.iter().skip(mesh.data_rank()).step_by(mesh.data_ranks());
+        own.map(|batch| batch.sequence_rows.positions_count() as u64).sum()
+    }
+
+    fn layers(&self) -> f64 {
+        self.model.config.num_hidden_layers as f64
+    }
+
+    /// Clips the gradients and updates the weights with them. A norm that is not finite or is above
+    /// `skip_above` skips the update. Without `skip_above` a norm that is not finite is an error.
     ///
     /// # Errors
-    /// When the norm is not a number; the weights are then unchanged.
-    pub fn clip_and_update(&self, optimizer: &mut Optimizer, lr: f64) -> Result<f64> {
+    /// When the norm is not finite and may not be skipped; the weights are then unchanged.
+    pub fn clip_and_update(
+        &self,
+        optimizer: &mut Optimizer,
+        lr: f64,
+        skip_above: Option<f64>,
+    ) -> Result<GradientNorm> {
         self.threads.wide(|| {
-            let norm = clip(self.parameters, optimizer.settings.grad_norm_max)?;
+            let norm = global_norm(self.parameters)?;
+            if skip_above.is_some_and(|limit| !norm.is_finite() || norm > limit) {
+                return Ok(GradientNorm::Skipped(norm));
+            }
             ensure!(
                 norm.is_finite(),
-                "the gradient norm is {norm}: the run stops before the weights are damaged; lower the learning rate or clip"
+                "the gradient norm is {norm}: the run stops before the weights are damaged; lower the learning \
+                 rate or clip, or skip such steps with train.on_bad_step = \"skip\""
             );
+            clip(self.parameters, norm, optimizer.settings.grad_norm_max)?;
             optimizer.update(self.parameters, lr)?;
-            Ok(norm)
+            Ok(GradientNorm::Used(norm))
         })
     }
 
@@ -189,6 +233,19 @@ impl BatchRunner<'_> {
         };
         batches.iter().enumerate().map(of).collect()
     }
+}
+
+/// The norm of an update's gradient before clipping.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GradientNorm {
+    Used(f64),
+    /// The update was skipped; the weights are unchanged.
+    Skipped(f64),
+}
+
+/// Returns the tokens that a pass shows as progress.
+fn tokens_shown(batch: &MicroBatch, turn: &Turn) -> f64 {
+    if turn.masked { 0.0 } else { batch.sequence_rows.positions_count() as f64 }
 }
 
 /// One value a micro-batch; objectives set the values from any thread.

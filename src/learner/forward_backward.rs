@@ -72,9 +72,18 @@ impl Pass<'_> {
     /// # Errors
     /// When the batch does not fit the model, or the head gives a number of columns other than `N`.
     pub fn forward<const N: usize>(&self) -> Result<PassOutput<N>> {
+        self.forward_observed(&|| ())
+    }
+
+    /// Does [`Self::forward`], and calls `passed` after each layer.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn forward_observed<const N: usize>(&self, passed: &dyn Fn()) -> Result<PassOutput<N>> {
         let mut routes = vec![];
         let hidden = self.walk(&self.stack(), &mut |_, _, output| {
             routes.extend(output.routes());
+            passed();
             Ok(())
         })?;
         Ok(PassOutput { head: columns(&self.head(&hidden)?)?, routes, load_balance: 0.0 })
@@ -86,7 +95,22 @@ impl Pass<'_> {
     /// When the batch does not fit the model, the head gives a number of columns other than `N`, or the
     /// objective fails.
     pub fn forward_backward<const N: usize>(&self, objective: HeadObjective<'_, N>) -> Result<PassOutput<N>> {
-        if self.settings.recompute_layers { self.recomputed(objective) } else { self.whole_graph(objective) }
+        self.forward_backward_observed(objective, &|| ())
+    }
+
+    /// Does [`Self::forward_backward`], and calls `passed` after each layer of the forward pass.
+    ///
+    /// # Errors
+    /// As [`Self::forward_backward`].
+    pub fn forward_backward_observed<const N: usize>(
+        &self,
+        objective: HeadObjective<'_, N>,
+        passed: &dyn Fn(),
+    ) -> Result<PassOutput<N>> {
+        match self.settings.recompute_layers {
+            true => self.recomputed(objective, passed),
+            false => self.whole_graph(objective, passed),
+        }
     }
 
     fn stack(&self) -> DecoderStack<'_> {
@@ -121,13 +145,18 @@ impl Pass<'_> {
         self.stack().head(&normed, &self.batch.targets, self.settings.temperature)
     }
 
-    fn whole_graph<const N: usize>(&self, objective: HeadObjective<'_, N>) -> Result<PassOutput<N>> {
+    fn whole_graph<const N: usize>(
+        &self,
+        objective: HeadObjective<'_, N>,
+        passed: &dyn Fn(),
+    ) -> Result<PassOutput<N>> {
         let (mut routes, mut balances, mut values) = (vec![], vec![], None);
         differentiate(&[], || {
             let mut roots = vec![];
             let hidden = self.walk(&self.stack(), &mut |_, _, output| {
                 roots.extend(self.load_balance(output, &mut balances)?);
                 routes.extend(output.routes());
+                passed();
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
@@ -139,7 +168,11 @@ impl Pass<'_> {
         Ok(PassOutput { head: columns(&head)?, routes, load_balance: self.mean_of_layers(&balances)? })
     }
 
-    fn recomputed<const N: usize>(&self, objective: HeadObjective<'_, N>) -> Result<PassOutput<N>> {
+    fn recomputed<const N: usize>(
+        &self,
+        objective: HeadObjective<'_, N>,
+        passed: &dyn Fn(),
+    ) -> Result<PassOutput<N>> {
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, mut routes) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
         let frozen = self.weights.without_gradient();
@@ -147,6 +180,7 @@ impl Pass<'_> {
             self.walk(&DecoderStack { weights: &frozen, ..self.stack() }, &mut |_, input, output| {
                 inputs.push(input.clone());
                 routes.extend(output.routes());
+                passed();
                 Ok(())
             })?;
         let mut values = None;

@@ -12,6 +12,7 @@
 use crate::dist::wire::f32_bytes;
 use crate::dist::wire::f32_values;
 use crate::dist::{Mesh, PendingExchange, shard_range};
+use crate::metrics::Progress;
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::model::sharded_layers::within_op;
@@ -80,6 +81,8 @@ struct Turns {
 struct PassTurn {
     sum: Arc<GradientSum>,
     pass: usize,
+    /// Where the pass is shown, and the tokens for which one gradient stands.
+    shown: Option<(Progress, f64)>,
 }
 
 impl GradientSum {
@@ -115,7 +118,20 @@ impl GradientSum {
     /// Returns the gradient sink of pass `pass` of the batch, from 0. The sink takes one gradient for each
     /// use of a parameter.
     pub fn of_pass(self: &Arc<Self>, pass: usize) -> Arc<dyn GradientSink> {
-        Arc::new(PassTurn { sum: self.clone(), pass })
+        Arc::new(PassTurn { sum: self.clone(), pass, shown: None })
+    }
+
+    /// Does [`Self::of_pass`]. The gradients of the pass together advance `progress` by `tokens`.
+    pub fn of_pass_shown(
+        self: &Arc<Self>,
+        pass: usize,
+        progress: &Progress,
+        tokens: f64,
+    ) -> Arc<dyn GradientSink> {
+        let uses = self.buffers.iter().zip(&self.uses).filter(|(buffer, _)| buffer.is_some());
+        let adds: usize = uses.map(|(_, uses)| uses).sum();
+        let shown = Some((progress.clone(), tokens / adds.max(1) as f64));
+        Arc::new(PassTurn { sum: self.clone(), pass, shown })
     }
 
     /// Marks pass `pass` as failed, so that later passes do not wait for it.
@@ -134,6 +150,9 @@ impl GradientSink for PassTurn {
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
     ) -> candle_core::Result<()> {
         let GradientSum { buffers, uses, turns, changed, reduction } = &*self.sum;
+        if let Some((progress, tokens)) = &self.shown {
+            progress.advance_tokens(*tokens);
+        }
         let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
         let lock = turns.lock().unwrap_or_else(PoisonError::into_inner);
         let in_vain = |turns: &Turns| turns.failed.is_some_and(|failed| failed < self.pass);
@@ -260,16 +279,14 @@ pub fn global_norm(parameters: &Parameters) -> Result<f64> {
     Ok((0..squares.len()).map(of_tensor).sum::<f64>().sqrt())
 }
 
-/// Scales all gradients down if their norm exceeds `norm_max`; 0 means no limit. Returns the norm before
-/// scaling.
+/// Scales all gradients down if their `norm` exceeds `norm_max`; 0 means no limit.
 ///
 /// # Errors
-/// When a gradient cannot be read or written.
-pub fn clip(parameters: &Parameters, norm_max: f64) -> Result<f64> {
-    let norm = global_norm(parameters)?;
+/// When a gradient cannot be written.
+pub fn clip(parameters: &Parameters, norm: f64, norm_max: f64) -> Result<()> {
     if norm_max > 0.0 && norm > norm_max {
         let factor = (norm_max / (norm + 1e-6)) as f32;
         parameters.gradients().flatten().try_for_each(|gradient| scale(gradient, factor))?;
     }
-    Ok(norm)
+    Ok(())
 }

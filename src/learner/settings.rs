@@ -32,6 +32,10 @@ table! {
         /// `rollout.prompts_per_step` groups, and starts again at the first after the last. Rewards and
         /// log-probabilities stay as stored: set `rollout.temperature` to the value they were sampled at.
         pub trajectories: Option<PathBuf> = None,
+        /// Reaction to an update whose gradient norm is not finite. `"stop"` ends the run. `"skip"` leaves
+        /// the weights unchanged and warns; it also skips a norm above 10 times the median of the last
+        /// 32 steps. The sixth skipped step in a row ends the run.
+        pub on_bad_step: OnBadStep = OnBadStep::Stop,
         /// Optimizer of this stage.
         pub optimizer: OptimizerSettings = OptimizerSettings::default(),
     }
@@ -117,6 +121,16 @@ table! {
         pub weight_decay: f64 = 0.0 => from(0.0).to(100.0),
         /// Gradient clipping: the maximum global norm; 0 means no clipping.
         pub grad_norm_max: f64 = 1.0 => from(0.0).to(1e9),
+    }
+}
+
+choice! {
+    /// Reactions to an update with a bad gradient.
+    pub enum OnBadStep {
+        /// End the run before the weights are damaged.
+        Stop = "stop",
+        /// Skip the update.
+        Skip = "skip",
     }
 }
 

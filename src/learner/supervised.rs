@@ -1,8 +1,9 @@
 //! The loss of supervised steps: the mean negative log-likelihood of trained tokens.
 
-use super::batch_runner::BatchRunner;
+use super::batch_runner::{BatchObjective, BatchRunner};
 use super::forward_backward::PassSettings;
 use super::micro_batch::{MicroBatch, Sequence, mean_of_rows};
+use crate::metrics::Console;
 use anyhow::Result;
 
 /// The loss and counts of one supervised step.
@@ -24,13 +25,16 @@ pub fn gradients(
     sequences: &[Sequence],
     micro_batch_tokens: usize,
     pass: PassSettings,
+    console: &Console,
 ) -> Result<SupervisedOutput> {
     let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
     let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
     let share = -1.0 / targets.max(1) as f32;
-    let outputs = runner.accumulate(&batches, pass, &|_, [log_probs, entropies]| {
-        Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]])
-    })?;
+    let stage = console.pass("update", runner.own_tokens(&batches));
+    let objective: BatchObjective<'_, 2> =
+        &|_, [log_probs, entropies]| Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]]);
+    let outputs = runner.accumulate_shown(&batches, pass, objective, &stage)?;
+    stage.finish();
     let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
     let sum: f64 = outputs.iter().flat_map(|o| o.log_probs()).map(|&l| f64::from(l)).sum();
     let load_balance = mean_of_rows(&batches, outputs.iter().map(|output| output.load_balance));
@@ -46,9 +50,12 @@ pub fn loss(
     sequences: &[Sequence],
     micro_batch_tokens: usize,
     pass: PassSettings,
+    console: &Console,
 ) -> Result<f64> {
     let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
-    let outputs = runner.forward(&batches, pass)?;
+    let stage = console.pass("held-out loss", runner.own_tokens(&batches));
+    let outputs = runner.forward_shown(&batches, pass, &stage)?;
+    stage.finish();
     let log_probs = outputs.iter().flat_map(|o| o.log_probs());
     let (sum, count) = log_probs.fold((0.0, 0usize), |(sum, n), &l| (sum + f64::from(l), n + 1));
     Ok(-sum / count.max(1) as f64)

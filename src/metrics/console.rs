@@ -1,15 +1,22 @@
-//! Progress on stderr: bars on a terminal, plain lines elsewhere.
+//! Progress on stderr: bars on a terminal, plain lines elsewhere. A stage under way gives a sign of life by
+//! itself: a bar every second, a log one line every 30 seconds.
 
 use super::eta::Eta;
+use super::status::StatusFile;
 use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::io::{IsTerminal, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// Minimum time between two plain lines of one stage.
+/// Minimum time between two plain lines of steps.
 const LINES_APART: Duration = Duration::from_secs(2);
+/// Maximum time without a plain line while a stage is under way.
+const SILENCE_MAX: Duration = Duration::from_secs(30);
+/// How often bars and the status file are renewed without any progress.
+const TICK: Duration = Duration::from_secs(1);
 
 /// The progress display. Clones share it.
 #[derive(Clone)]
@@ -19,13 +26,24 @@ struct Shown {
     place: Place,
     /// The time left over all stages of a plan, if there is one.
     eta: Mutex<Option<Eta>>,
+    /// Stages under way, the outermost first.
+    stages: Mutex<Stages>,
+}
+
+#[derive(Default)]
+struct Stages {
+    open: Vec<Weak<Stage>>,
+    ticks: bool,
+    /// The time of the last line of progress.
+    printed: Option<Instant>,
+    status: Option<StatusFile>,
 }
 
 enum Place {
     Bars(MultiProgress),
     Lines {
         out: Mutex<Box<dyn Write + Send>>,
-        /// Minimum time between two plain lines of one stage.
+        /// Minimum time between two plain lines of steps.
         interval: Duration,
         /// Steps between two plain lines of one stage; 0 for none.
         every_steps: u64,
@@ -34,7 +52,8 @@ enum Place {
 
 impl Console {
     /// Makes bars if stderr is a terminal. Otherwise prints a plain line every `every_steps` steps and after
-    /// the last, at most one per [`LINES_APART`] and stage. No progress is shown when `every_steps` is 0.
+    /// the last, at most one per [`LINES_APART`] and stage, and one every [`SILENCE_MAX`] between them. No
+    /// progress is shown when `every_steps` is 0.
     pub fn stderr(every_steps: u64) -> Self {
         if every_steps > 0 && std::io::stderr().is_terminal() {
             return Self::at(Place::Bars(MultiProgress::new()));
@@ -58,7 +77,7 @@ impl Console {
     }
 
     fn at(place: Place) -> Self {
-        Self(Arc::new(Shown { place, eta: Mutex::new(None) }))
+        Self(Arc::new(Shown { place, eta: Mutex::new(None), stages: Mutex::default() }))
     }
 
     /// Shows one time left over alternating `stages`: name, steps left, and the work of a step in a unit
@@ -67,20 +86,47 @@ impl Console {
         *lock(&self.0.eta) = Some(Eta::new(stages));
     }
 
+    /// Counts a step of stage `name` of the plan that no [`Self::stage`] counts.
+    pub fn count_step(&self, name: &str) {
+        if let Some(eta) = &mut *lock(&self.0.eta) {
+            eta.advance(name, 1);
+        }
+    }
+
+    /// Keeps the stage under way in a file of `folder`, until [`Self::forget_status`].
+    pub fn keep_status(&self, folder: &Path) {
+        lock(&self.0.stages).status = Some(StatusFile::new(folder));
+        self.start_ticks();
+    }
+
+    /// Removes the file of [`Self::keep_status`].
+    pub fn forget_status(&self) {
+        lock(&self.0.stages).status = None;
+    }
+
     /// Starts a stage of `total` steps, of which a resumed run has done `done`.
     pub fn stage(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, Kind::Steps)
+        self.progress(name, total, done, Kind { unit: Unit::Steps, inner: false })
     }
 
-    /// Starts a stage of `total` units of work other than steps, such as tokens or trajectories. Without a
-    /// terminal only time decides when it prints a plain line.
+    /// Starts a stage of `total` units of work other than steps, such as trajectories.
     pub fn work(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, Kind::Work)
+        self.progress(name, total, done, Kind { unit: Unit::Pieces, inner: false })
     }
 
-    /// Starts a stage within a step, such as rollout or update: a bar on a terminal, silent otherwise.
+    /// Starts a stage of work within a step, such as rollout; a `total` of 0 counts nothing.
     pub fn inner_stage(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, Kind::Within)
+        self.progress(name, total, 0, Kind { unit: Unit::Pieces, inner: true })
+    }
+
+    /// Starts a stage within a step that takes `total` tokens through the model.
+    pub fn pass(&self, name: &str, total: u64) -> Progress {
+        self.progress(name, total, 0, Kind { unit: Unit::Tokens, inner: true })
+    }
+
+    /// Starts a stage that takes `total` tokens through the model.
+    pub fn work_tokens(&self, name: &str, total: u64) -> Progress {
+        self.progress(name, total, 0, Kind { unit: Unit::Tokens, inner: false })
     }
 
     /// Prints text above the bars; control characters in it are made visible.
@@ -102,7 +148,7 @@ impl Console {
     fn progress(&self, name: &str, total: u64, done: u64, kind: Kind) -> Progress {
         let bar = match &self.0.place {
             Place::Bars(bars) => {
-                bars.add(ProgressBar::new(total).with_style(style(kind)).with_position(done))
+                bars.add(ProgressBar::new(total).with_style(style(kind, total)).with_position(done))
             }
             Place::Lines { .. } => ProgressBar::hidden(),
         };
@@ -110,9 +156,63 @@ impl Console {
         bar.set_prefix(name.clone());
         // Show the bar at once, before the first unit of work.
         bar.tick();
-        let pace = Pace { start: Instant::now(), first: done, done, tokens: 0, printed: None };
-        let inner = Stage { console: self.clone(), bar, name, total, kind, pace: Mutex::new(pace) };
-        Progress(Arc::new(inner))
+        let pace = Pace { start: Instant::now(), first: done, done, ..Pace::default() };
+        let stage = Arc::new(Stage { console: self.clone(), bar, name, total, kind, pace: Mutex::new(pace) });
+        lock(&self.0.stages).open.push(Arc::downgrade(&stage));
+        let is_shown = !matches!(self.0.place, Place::Lines { every_steps: 0, .. });
+        if is_shown {
+            self.start_ticks();
+        }
+        Progress(stage)
+    }
+
+    /// Starts the thread that renews what is shown, once.
+    fn start_ticks(&self) {
+        let mut stages = lock(&self.0.stages);
+        if std::mem::replace(&mut stages.ticks, true) {
+            return;
+        }
+        stages.printed.get_or_insert(Instant::now());
+        let shown = Arc::downgrade(&self.0);
+        let ticks = move || {
+            loop {
+                std::thread::sleep(TICK);
+                let Some(shown) = shown.upgrade() else { break };
+                Self(shown).tick(Instant::now());
+            }
+        };
+        // Without the thread, progress is shown as it is made.
+        let _ = std::thread::Builder::new().name("progress".to_owned()).spawn(ticks);
+    }
+
+    /// Renews the bars, the line of a log and the status file, as due at `now`.
+    fn tick(&self, now: Instant) {
+        let open: Vec<Arc<Stage>> = lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
+        if let Place::Bars(_) = self.0.place {
+            open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.pace), now)));
+        }
+        let Some(line) = self.under_way(&open, now) else { return };
+        let mut stages = lock(&self.0.stages);
+        if let Some(status) = &mut stages.status {
+            status.renew(&line, now);
+        }
+        let Place::Lines { every_steps: 1.., .. } = self.0.place else { return };
+        if stages.printed.is_none_or(|at| now.saturating_duration_since(at) >= SILENCE_MAX) {
+            stages.printed = Some(now);
+            drop(stages);
+            self.print(&line);
+        }
+    }
+
+    /// Formats the stages under way on one line: the innermost with its figures, the outermost with its step
+    /// and its time left.
+    fn under_way(&self, open: &[Arc<Stage>], now: Instant) -> Option<String> {
+        let inner = open.last()?;
+        let line = inner.line(&lock(&inner.pace), now);
+        let Some(outer) = open.first().filter(|outer| !Arc::ptr_eq(outer, inner)) else { return Some(line) };
+        let pace = lock(&outer.pace);
+        let left = outer.left(&pace, now).map(|seconds| format!("  ({} left in all)", clock(seconds)));
+        Some(format!("{}: {}{}", outer.label(&pace), line.trim_end(), left.unwrap_or_default()))
     }
 }
 
@@ -138,10 +238,11 @@ fn colour_first_word(text: &str) -> String {
 }
 
 /// Returns the style of a bar, which fills the rest of the terminal's width.
-fn style(kind: Kind) -> ProgressStyle {
-    let template = match kind {
-        Kind::Steps | Kind::Work => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
-        Kind::Within => "{prefix:>10} {wide_bar:.dim} {pos}/{len}  {msg}",
+fn style(kind: Kind, total: u64) -> ProgressStyle {
+    let template = match (kind.inner, total) {
+        (_, 0) => "{prefix:>10} {msg}",
+        (false, _) => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
+        (true, _) => "{prefix:>10} {wide_bar:.dim} {pos}/{len}  {msg}",
     };
     let template = ProgressStyle::with_template(template);
     template.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸─")
@@ -151,15 +252,23 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The unit of a stage, which decides where it is shown.
+/// Decides where and when a stage is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+struct Kind {
+    unit: Unit,
+    /// Whether it is part of a step: no line of it stays.
+    inner: bool,
+}
+
+/// The unit in which a stage counts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unit {
     /// Steps of a run.
     Steps,
-    /// Other work.
-    Work,
-    /// Work within a step.
-    Within,
+    /// Other work, such as trajectories.
+    Pieces,
+    /// Tokens through the model.
+    Tokens,
 }
 
 /// The progress of one stage; clones advance it from any thread.
@@ -180,89 +289,155 @@ struct Pace {
     /// Steps done before this process.
     first: u64,
     done: u64,
-    tokens: u64,
+    /// Tokens; of a pass under way also the share of its layers that is done.
+    tokens: f64,
+    tokens_left: Option<f64>,
+    values: Vec<(String, f64)>,
     printed: Option<Instant>,
 }
 
+impl Default for Pace {
+    fn default() -> Self {
+        let (start, values) = (Instant::now(), vec![]);
+        Self { start, first: 0, done: 0, tokens: 0.0, tokens_left: None, values, printed: None }
+    }
+}
+
 impl Progress {
+    /// Returns the progress of work that nobody watches.
+    pub fn unseen() -> Self {
+        Console::silent().pass("", 0)
+    }
+
     /// Records `steps` more steps and `tokens` more tokens, and shows `values` beside them, such as
     /// `("reward", 0.5)`. A call without steps shows that a step is in progress.
     pub fn advance(&self, steps: u64, tokens: u64, values: &[(&str, f64)]) {
-        let stage = &*self.0;
+        self.advance_to(steps, tokens, None, values);
+    }
+
+    /// Does [`Self::advance`], and bases the time left on the `tokens_left` of the stage.
+    pub fn advance_to(&self, steps: u64, tokens: u64, tokens_left: Option<f64>, values: &[(&str, f64)]) {
+        let (stage, now) = (&*self.0, Instant::now());
         let mut pace = lock(&stage.pace);
         pace.done += steps;
-        pace.tokens += tokens;
-        let left = stage.left(&pace, steps);
+        pace.tokens += tokens as f64;
+        pace.tokens_left = tokens_left;
+        pace.values = values.iter().map(|(name, value)| (sanitize_line(name).into_owned(), *value)).collect();
+        if let (Unit::Steps, Some(eta)) = (stage.kind.unit, &mut *lock(&stage.console.0.eta)) {
+            eta.advance(&stage.name, steps);
+        }
         match &stage.console.0.place {
             Place::Bars(_) => {
-                stage.bar.set_message(stage.message(&pace, left, values));
+                stage.bar.set_message(stage.message(&pace, now));
                 stage.bar.set_position(pace.done);
             }
             Place::Lines { interval, every_steps, .. } => {
                 if stage.due(&pace, steps, *interval, *every_steps) {
-                    pace.printed = Some(Instant::now());
-                    let message = stage.message(&pace, left, values);
-                    stage.console.print(&format!("{} {}/{}  {message}", stage.name, pace.done, stage.total));
+                    pace.printed = Some(now);
+                    lock(&stage.console.0.stages).printed = Some(now);
+                    stage.console.print(&stage.line(&pace, now));
                 }
             }
         }
+    }
+
+    /// Records `tokens` more tokens of a pass: those of a batch, or the share of them that a layer makes.
+    pub fn advance_tokens(&self, tokens: f64) {
+        let stage = &*self.0;
+        let mut pace = lock(&stage.pace);
+        pace.tokens += tokens;
+        pace.done = (pace.tokens.round() as u64).min(stage.total);
+        stage.bar.set_position(pace.done);
     }
 
     /// Ends the stage and removes its bar. A plain line stays on the terminal, except for a stage within a
     /// step.
     pub fn finish(&self) {
         let stage = &*self.0;
+        let this = Arc::downgrade(&self.0);
+        lock(&stage.console.0.stages).open.retain(|open| !open.ptr_eq(&this));
         stage.bar.finish_and_clear();
-        if stage.kind != Kind::Within && matches!(stage.console.0.place, Place::Bars(_)) {
+        if !stage.kind.inner && matches!(stage.console.0.place, Place::Bars(_)) {
             let done = stage.bar.position();
             stage.console.print(&format!("{} {done}/{}  {}", stage.name, stage.total, stage.bar.message()));
         }
     }
 }
 
+/// Ends a stage whose work failed.
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
 impl Stage {
-    /// Whether to print a plain line after `steps` more steps.
+    /// Whether to print a plain line after `steps` more steps. Work other than steps prints its last line
+    /// here; before, [`Console::tick`] prints.
     fn due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
-        if every_steps == 0 || self.kind == Kind::Within {
+        if every_steps == 0 || self.kind.inner {
             return false;
         }
         if pace.done >= self.total {
             return steps > 0;
         }
         let rested = pace.printed.is_none_or(|at| at.elapsed() >= interval);
-        rested && (self.kind == Kind::Work || pace.done.is_multiple_of(every_steps))
+        rested && self.kind.unit == Unit::Steps && pace.done.is_multiple_of(every_steps)
     }
 
-    /// Returns the seconds left after `steps` more steps, over all stages of the plan if there is one.
-    fn left(&self, pace: &Pace, steps: u64) -> Option<f64> {
-        let made = pace.done.saturating_sub(pace.first);
-        match &mut *lock(&self.console.0.eta) {
-            Some(eta) => {
-                eta.advance(&self.name, steps);
-                eta.seconds().filter(|_| self.kind != Kind::Within)
-            }
-            None => {
-                let step = pace.start.elapsed().as_secs_f64() / made.max(1) as f64;
-                (made > 0 && pace.done < self.total).then(|| step * (self.total - pace.done) as f64)
-            }
+    /// Returns the seconds left at `now`: of a plan's stage, over all stages of the plan.
+    fn left(&self, pace: &Pace, now: Instant) -> Option<f64> {
+        let elapsed = now.saturating_duration_since(pace.start).as_secs_f64();
+        if self.kind.unit == Unit::Steps
+            && let Some(eta) = &*lock(&self.console.0.eta)
+        {
+            return eta.seconds(&self.name, now);
         }
+        let tokens_left = match self.kind.unit {
+            Unit::Tokens => Some(self.total as f64 - pace.tokens),
+            _ => pace.tokens_left,
+        };
+        if let Some(tokens_left) = tokens_left.filter(|left| *left > 0.0 && pace.tokens > 0.0) {
+            return Some(elapsed * tokens_left / pace.tokens);
+        }
+        let made = pace.done.saturating_sub(pace.first);
+        // Trajectories that have ended say nothing of the length of the others.
+        let counts = self.kind.unit == Unit::Steps || pace.tokens == 0.0;
+        let is_known = counts && made > 0 && pace.done < self.total;
+        is_known.then(|| elapsed / made as f64 * (self.total - pace.done) as f64)
+    }
+
+    /// Formats `rl 3/100`.
+    fn label(&self, pace: &Pace) -> String {
+        let done = if self.total == 0 { String::new() } else { format!(" {}/{}", pace.done, self.total) };
+        format!("{}{done}", self.name)
+    }
+
+    /// Formats label and message.
+    fn line(&self, pace: &Pace, now: Instant) -> String {
+        format!("{}  {}", self.label(pace), self.message(pace, now))
     }
 
     /// Formats `reward 0.5  1,204 tokens/s  1:20 left`, with the number of tokens if the stage counts other
-    /// work.
-    fn message(&self, pace: &Pace, left: Option<f64>, values: &[(&str, f64)]) -> String {
-        let mut parts: Vec<String> = values
-            .iter()
-            .map(|(name, value)| format!("{} {}", sanitize_line(name), format_number(*value)))
-            .collect();
-        let elapsed = pace.start.elapsed().as_secs_f64();
-        if pace.tokens > 0 && elapsed > 0.0 {
-            if self.kind != Kind::Steps && pace.tokens != pace.done - pace.first {
-                parts.push(format!("{} tokens", format_number(pace.tokens as f64)));
+    /// work. Of a stage without any figure it formats the time so far.
+    fn message(&self, pace: &Pace, now: Instant) -> String {
+        let value = |(name, value): &(String, f64)| format!("{name} {}", format_number(*value));
+        let mut parts: Vec<String> = pace.values.iter().map(value).collect();
+        let elapsed = now.saturating_duration_since(pace.start).as_secs_f64();
+        let tokens = pace.tokens.round();
+        if tokens > 0.0 && elapsed > 0.0 {
+            if self.kind.unit == Unit::Pieces && tokens != (pace.done - pace.first) as f64 {
+                parts.push(format!("{} tokens", format_number(tokens)));
             }
-            parts.push(format!("{} tokens/s", format_number((pace.tokens as f64 / elapsed).round())));
+            let rate = tokens / elapsed;
+            let rate = if rate < 10.0 { (10.0 * rate).round() / 10.0 } else { rate.round() };
+            parts.push(format!("{} tokens/s", format_number(rate)));
         }
-        parts.extend(left.map(|seconds| format!("{} left", clock(seconds))));
+        let left = self.left(pace, now).map(|seconds| format!("{} left", clock(seconds)));
+        if left.is_none() && tokens == 0.0 && self.kind.unit != Unit::Steps && pace.done < self.total.max(1) {
+            parts.push(format!("{} so far", clock(elapsed)));
+        }
+        parts.extend(left);
         parts.join("  ")
     }
 }
@@ -333,20 +508,50 @@ mod tests {
     #[test]
     fn work_shows_its_tokens_before_its_first_piece_is_done_and_ends_once() {
         let out = Shared::default();
-        let work = Console::lines(out.clone(), Duration::from_secs(3600), 10).work("sampling", 4, 0);
+        let console = Console::lines(out.clone(), Duration::ZERO, 10);
+        let work = console.work("sampling", 4, 0);
         work.advance(0, 1200, &[]);
+        console.tick(Instant::now() + SILENCE_MAX);
         work.advance(3, 34, &[("reward", 0.5)]);
         work.advance(1, 4, &[("reward", 0.5)]);
         work.advance(0, 2, &[]);
         let lines = out.lines();
         assert_eq!(lines.len(), 2, "{lines:?}");
-        assert!(lines[0].starts_with("sampling 0/4  1,200 tokens  "), "{}", lines[0]);
+        assert!(lines[0].starts_with("sampling 0/4  1,200 tokens  40 tokens/s"), "{}", lines[0]);
         assert!(lines[1].starts_with("sampling 4/4  reward 0.5  1,238 tokens  "), "{}", lines[1]);
-        let scoring = Console::lines(out.clone(), Duration::ZERO, 10).work("scoring", 8, 0);
-        scoring.advance(3, 3, &[]);
-        assert!(!out.lines()[2].contains("3 tokens  "), "they are what is counted: {}", out.lines()[2]);
         Console::lines(out.clone(), Duration::ZERO, 0).work("silent", 1, 0).advance(1, 1, &[]);
-        assert_eq!(out.lines().len(), 3);
+        assert_eq!(out.lines().len(), 2);
+    }
+
+    /// A step of minutes showed nothing of its phases.
+    #[test]
+    fn a_log_gets_one_line_in_30_seconds_of_a_phase_within_a_step() {
+        let out = Shared::default();
+        let console = Console::lines(out.clone(), Duration::ZERO, 1);
+        console.plan(&[("rl", 3, 1.0)]);
+        let (steps, update) = (console.stage("rl", 3, 0), console.pass("update", 1000));
+        let start = Instant::now();
+        let seconds = |s| start + Duration::from_secs(s);
+        (1..=10).for_each(|s| console.tick(seconds(s)));
+        assert!(out.lines().is_empty(), "{:?}", out.lines());
+        update.advance_tokens(254.6);
+        (11..=95).for_each(|s| console.tick(seconds(s)));
+        let lines = out.lines();
+        assert_eq!(lines.len(), 3, "{lines:?}");
+        assert_eq!(lines[0], "rl 0/3: update 255/1000  8.5 tokens/s  1:28 left");
+        update.finish();
+        steps.advance(1, 10, &[]);
+        let optimizer = console.inner_stage("optimizer", 0);
+        console.tick(Instant::now() + SILENCE_MAX);
+        let line = out.lines().pop().unwrap();
+        assert!(
+            line.starts_with("rl 1/3: optimizer  0:30 so far") && line.ends_with(" left in all)"),
+            "{line}"
+        );
+        optimizer.finish();
+        steps.finish();
+        console.tick(seconds(500));
+        assert_eq!(out.lines().len(), 5, "nothing is under way");
     }
 
     #[test]

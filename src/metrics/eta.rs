@@ -1,6 +1,10 @@
 //! Estimate of the time left over all stages of a run.
 
+use std::collections::VecDeque;
 use std::time::Instant;
+
+/// Number of a stage's last steps whose mean is its speed: the tokens of a step change during a run.
+const RECENT_STEPS: usize = 10;
 
 /// Alternating stages of a run: their steps left, and the work of a step until its speed is known.
 pub(super) struct Eta {
@@ -14,8 +18,8 @@ struct Stage {
     left: u64,
     /// The work of a step, in a unit common to all stages.
     work: f64,
-    made: u64,
-    seconds: f64,
+    /// Seconds of the last steps.
+    recent: VecDeque<f64>,
 }
 
 impl Eta {
@@ -25,8 +29,7 @@ impl Eta {
             name: name.to_owned(),
             left,
             work,
-            made: 0,
-            seconds: 0.0,
+            recent: VecDeque::new(),
         };
         Self { stages: stages.iter().map(stage).collect(), mark: Instant::now() }
     }
@@ -34,53 +37,70 @@ impl Eta {
     /// Records that `steps` of stage `name` took the time since the last step of any stage.
     pub fn advance(&mut self, name: &str, steps: u64) {
         let seconds = self.mark.elapsed().as_secs_f64();
-        if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name) {
+        if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name && steps > 0) {
             self.mark = Instant::now();
             stage.advance(steps, seconds);
         }
     }
 
-    /// Returns the seconds left. A stage with steps done continues at its own speed; another at the speed of
-    /// the others, by its work. `None` before the first step and after the last.
-    pub fn seconds(&self) -> Option<f64> {
-        let made = || self.stages.iter().filter(|stage| stage.made > 0);
-        let (seconds, work) =
-            made().fold((0.0, 0.0), |(s, w), stage| (s + stage.seconds, w + stage.made as f64 * stage.work));
+    /// Returns the seconds left at `now`, in a step of stage `name`. A stage with steps done continues at the
+    /// speed of its last ones; another at the speed of the others, by its work. `None` before the first step
+    /// and after the last.
+    pub fn seconds(&self, name: &str, now: Instant) -> Option<f64> {
+        let made = || self.stages.iter().filter_map(|stage| Some((stage.step()?, stage.work)));
+        let (seconds, work) = made().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
         let left: u64 = self.stages.iter().map(|stage| stage.left).sum();
         if left == 0 || work == 0.0 {
             return None;
         }
-        let of_stage = |stage: &Stage| {
-            let step =
-                if stage.made > 0 { stage.seconds / stage.made as f64 } else { stage.work * seconds / work };
-            stage.left as f64 * step
-        };
-        Some(self.stages.iter().map(of_stage).sum())
+        let step = |stage: &Stage| stage.step().unwrap_or(stage.work * seconds / work);
+        let all: f64 = self.stages.iter().map(|stage| stage.left as f64 * step(stage)).sum();
+        let current = self.stages.iter().find(|stage| stage.name == name && stage.left > 0).map_or(0.0, step);
+        let elapsed = now.saturating_duration_since(self.mark).as_secs_f64();
+        Some(all - elapsed.min(current))
     }
 }
 
 impl Stage {
     fn advance(&mut self, steps: u64, seconds: f64) {
-        self.made += steps;
         self.left = self.left.saturating_sub(steps);
-        self.seconds += seconds;
+        self.recent.extend((0..steps).map(|_| seconds / steps as f64));
+        self.recent.drain(..self.recent.len().saturating_sub(RECENT_STEPS));
+    }
+
+    /// Returns the mean seconds of its last steps.
+    fn step(&self) -> Option<f64> {
+        (!self.recent.is_empty()).then(|| self.recent.iter().sum::<f64>() / self.recent.len() as f64)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn a_stage_that_has_run_counts_at_its_speed_and_another_by_its_work() {
         let mut eta = Eta::new(&[("cold start", 10, 1.0), ("rl", 4, 8.0), ("evaluation", 0, 1.0)]);
-        assert_eq!(eta.seconds(), None, "nothing is known yet");
+        let seconds = |eta: &Eta, name| eta.seconds(name, eta.mark);
+        assert_eq!(seconds(&eta, "cold start"), None, "nothing is known yet");
         eta.stages[0].advance(5, 10.0);
-        assert_eq!(eta.seconds(), Some(5.0 * 2.0 + 4.0 * 16.0));
+        assert_eq!(seconds(&eta, "cold start"), Some(5.0 * 2.0 + 4.0 * 16.0));
         eta.stages[0].advance(5, 10.0);
         eta.stages[1].advance(1, 3.0);
-        assert_eq!(eta.seconds(), Some(3.0 * 3.0), "its own speed is known now");
+        assert_eq!(seconds(&eta, "rl"), Some(3.0 * 3.0), "its own speed is known now");
+        let within = |s| eta.seconds("rl", eta.mark + Duration::from_secs(s));
+        assert_eq!([within(2), within(50)], [Some(7.0), Some(6.0)], "a step takes its share, however long");
         eta.stages[1].advance(3, 9.0);
-        assert_eq!(eta.seconds(), None, "nothing is left");
+        assert_eq!(seconds(&eta, "rl"), None, "nothing is left");
+    }
+
+    #[test]
+    fn the_time_of_ten_steps_is_right_within_a_fifth_after_a_slow_start() {
+        let mut eta = Eta::new(&[("rl", 40, 1.0)]);
+        eta.stages[0].advance(1, 60.0);
+        (0..19).for_each(|step| eta.stages[0].advance(1, if step % 2 == 0 { 19.0 } else { 21.0 }));
+        let left = eta.seconds("rl", eta.mark).unwrap();
+        assert!((left - 20.0 * 20.0).abs() < 0.2 * 400.0, "{left}");
     }
 }

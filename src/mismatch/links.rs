@@ -110,13 +110,13 @@ impl Proof<'_> {
         let mut prefill = Vec::with_capacity(tokens.len());
         for tokens in &tokens {
             prefill.extend(threads.wide(|| self.rollout.prefill(&[tokens], self.temperature))?);
-            advance(&stage, inputs(tokens));
+            stage.advance_tokens(inputs(tokens) as f64);
         }
         stage.finish();
         prefill.iter().zip(&training).for_each(|(a, b)| prefill_link.add(a, b));
         let stage = self.stage("token by token", &sequences);
         for (chunk, prefill) in tokens.chunks(DECODE_SEQUENCES).zip(prefill.chunks(DECODE_SEQUENCES)) {
-            let fed = |count| advance(&stage, count);
+            let fed = |count: usize| stage.advance_tokens(count as f64);
             let decode = threads.wide(|| self.rollout.decode(chunk, self.temperature, &fed))?;
             decode.iter().zip(prefill).for_each(|(a, b)| decode_link.add(a, b));
         }
@@ -136,8 +136,7 @@ impl Proof<'_> {
     fn spread(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
         let stage = self.stage("training", sequences);
-        let passed = |batch: &MicroBatch| advance(&stage, batch.sequence_rows.positions_count());
-        let outputs = self.runner.forward_observed(&batches, self.settings(), &passed)?;
+        let outputs = self.runner.forward_shown(&batches, self.settings(), &stage)?;
         stage.finish();
         let of = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
             batch.cu_targets.windows(2).map(|w| output.log_probs()[w[0]..w[1]].to_vec()).collect()
@@ -170,9 +169,10 @@ impl Proof<'_> {
         let mut log_probs = Vec::with_capacity(sequences.len());
         for batch in &MicroBatch::split(sequences, tokens_max) {
             let pass = Pass { model, weights, batch, settings };
-            let [found, _] = threads.wide(|| pass.forward())?.head;
+            let share = batch.sequence_rows.positions_count() as f64 / model.config.num_hidden_layers as f64;
+            let passed = || stage.advance_tokens(share);
+            let [found, _] = threads.wide(|| pass.forward_observed(&passed))?.head;
             log_probs.extend(batch.cu_targets.windows(2).map(|w| found[w[0]..w[1]].to_vec()));
-            advance(&stage, batch.sequence_rows.positions_count());
         }
         stage.finish();
         Ok(log_probs)
@@ -181,16 +181,11 @@ impl Proof<'_> {
     /// Starts a progress stage over all input tokens of `sequences`.
     fn stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
         let all: usize = sequences.iter().map(|sequence| inputs(&sequence.tokens)).sum();
-        self.console.work(name, all as u64, 0)
+        self.console.work_tokens(name, all as u64)
     }
 }
 
 /// Returns the number of input tokens: all but the last.
 fn inputs(tokens: &[u32]) -> usize {
     tokens.len().saturating_sub(1)
-}
-
-/// Counts `tokens` more input tokens.
-fn advance(stage: &Progress, tokens: usize) {
-    stage.advance(tokens as u64, tokens as u64, &[]);
 }

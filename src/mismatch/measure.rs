@@ -210,13 +210,12 @@ fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerT
 /// Starts a progress stage of `passes` passes over `batches`, counted in tokens.
 fn stage(reference: &Reference, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
-    reference.console.work(name, (tokens * passes) as u64, 0)
+    reference.console.work_tokens(name, (tokens * passes) as u64)
 }
 
 /// Counts one pass over `batch` as done.
 fn advance(stage: &Progress, batch: &MicroBatch) {
-    let tokens = batch.tokens.len() as u64;
-    stage.advance(tokens, tokens, &[]);
+    stage.advance_tokens(batch.tokens.len() as f64);
 }
 
 fn same_bits(a: &[f32], b: &[f32]) -> bool {

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 table! {
     /// The model and its tokenizer: a folder, or an architecture with random weights.
     pub struct ModelSettings {
-        /// Folder of a Hugging Face model, a checkpoint folder or a run folder (its last checkpoint). A
-        /// folder with `config.json` but no weights gives random weights.
+        /// Folder of a Hugging Face model, a GGUF file, a checkpoint folder or a run folder (its last
+        /// checkpoint). A folder with `config.json` but no weights gives random weights.
         pub path: Option<PathBuf> = None,
         /// Folder of an adapter in PEFT format (LoRA) to start from, or a checkpoint or run folder with an
         /// adapter. Its base is `path`. Not needed if `path` is itself such a checkpoint or run.
@@ -206,6 +206,10 @@ impl Scalar for Tokenizer {
             "embedded" => Ok(Tokenizer::Embedded),
             _ => PathBuf::parse(found, limits).map(Tokenizer::Path),
         }
+    }
+
+    fn schema(limits: Option<Limits>) -> serde_json::Value {
+        PathBuf::schema(limits)
     }
 
     fn to_toml(&self) -> String {

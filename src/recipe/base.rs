@@ -1,4 +1,4 @@
-//! `base = "FILE"`: a recipe that contains only its differences from another.
+//! `base = "FILE"`: a recipe that contains only its differences from another, which may have a base itself.
 
 use super::source::{BUILT_IN, INSIDE};
 use crate::bounded_file::{self, TOML_BYTES_MAX};
@@ -8,34 +8,63 @@ use toml::de::{DeTable, DeValue};
 /// The key, at the top level of the file.
 pub(crate) const KEY: &str = "base";
 
-/// The recipe that another one is based on.
+/// Maximum number of bases of a recipe. A longer chain is a circle.
+const BASES_MAX: usize = 16;
+
+const REMEDY: &str = "give the path of a recipe, counted from this one's folder, or a recipe of the program";
+
+/// A recipe in a chain of bases.
 pub(crate) struct Base {
     pub file: PathBuf,
     pub text: String,
 }
 
+/// The bases of a recipe, the recipe's own first.
+#[derive(Default)]
+pub(crate) struct Bases {
+    pub found: Vec<Base>,
+    /// The mistake of the last key `base`, and its remedy.
+    pub fault: Option<String>,
+}
+
+/// Reads the bases of the recipe `text` in the file `path`.
+pub(crate) fn read_all(path: &Path, text: &str) -> Bases {
+    let mut bases = Bases::default();
+    loop {
+        let (path, text) = bases.found.last().map_or((path, text), |base| (&*base.file, &*base.text));
+        match read(path, text) {
+            Ok(None) => return bases,
+            Ok(Some(_)) if bases.found.len() == BASES_MAX => {
+                bases.fault = Some("each of these recipes is the base of another; remove one".to_owned());
+                return bases;
+            }
+            Ok(Some(base)) => bases.found.push(base),
+            Err(fault) => {
+                bases.fault = Some(fault);
+                return bases;
+            }
+        }
+    }
+}
+
 /// Reads the base of the recipe `text` in the file `path`, if it has one.
-///
-/// # Errors
-/// The mistake of the key, and its remedy.
-pub(crate) fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
+fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     let (document, _) = DeTable::parse_recoverable(text);
     let Some(value) = document.get_ref().get(KEY) else { return Ok(None) };
-    let DeValue::String(name) = value.get_ref() else {
-        return Err("found no string; give the path of a recipe, counted from this one's folder".to_owned());
+    let DeValue::String(name) = value.get_ref() else { return Err(format!("found no string; {REMEDY}")) };
+    let built_in = |wanted: &str| {
+        let (name, text) = BUILT_IN.iter().find(|(name, _)| *name == wanted)?;
+        Some(Base { file: PathBuf::from(format!("{name}{INSIDE}")), text: (*text).to_owned() })
     };
-    // A built-in recipe has a built-in base.
-    let stem = Path::new(name.as_ref()).file_stem();
-    let built_in = BUILT_IN.iter().find(|(name, _)| stem.is_some_and(|stem| stem == *name));
-    if let (true, Some((name, text))) = (path.to_string_lossy().ends_with(INSIDE), built_in) {
-        return Ok(Some(Base { file: PathBuf::from(format!("{name}{INSIDE}")), text: (*text).to_owned() }));
+    // A built-in recipe has a built-in base, with or without its suffix.
+    let stem = Path::new(name.as_ref()).file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+    if let (true, Some(base)) = (path.to_string_lossy().ends_with(INSIDE), built_in(stem)) {
+        return Ok(Some(base));
     }
     let file = path.parent().unwrap_or(Path::new("")).join(name.as_ref());
     match bounded_file::read_text(&file, TOML_BYTES_MAX) {
         Ok(text) => Ok(Some(Base { file, text })),
-        Err(e) => Err(format!(
-            "cannot read {}: {e}; give the path of a recipe, counted from this one's folder",
-            file.display()
-        )),
+        Err(_) if !file.exists() && built_in(name).is_some() => Ok(built_in(name)),
+        Err(e) => Err(format!("cannot read {}: {e}; {REMEDY}", file.display())),
     }
 }

@@ -2,12 +2,15 @@
 //! reports mistakes; each table is declared in the module that uses it.
 
 mod base;
+mod foreign;
+mod key_scope;
 mod plan;
 mod removed;
 mod rules;
 mod source;
 
-pub use plan::{Plan, resolve, resolve_stored, resume_differences, set_key};
+pub use key_scope::KeyScope;
+pub use plan::{Plan, resolve, resolve_for, resolve_stored, resume_differences, set_key};
 pub use source::{BUILT_IN, RecipeSource, locate};
 
 use crate::checkpoint::CheckpointSettings;

@@ -2,6 +2,8 @@
 
 use super::Recipe;
 use super::base;
+use super::foreign::foreign_name;
+use super::key_scope::KeyScope;
 use super::removed::{refusal, without_removed};
 use super::rules::{self, Findings};
 use crate::error::BadInput;
@@ -17,16 +19,27 @@ pub struct Plan {
     pub recipe: Recipe,
     /// Settings that are allowed but probably mistakes, one line each, with their places.
     pub warnings: Vec<String>,
+    /// The keys that the command reads.
+    pub scope: KeyScope,
     places: Places,
+}
+
+/// Resolves the recipe `text` for a command that reads every key, as [`resolve_for`] does.
+///
+/// # Errors
+/// As [`resolve_for`].
+pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
+    resolve_for(KeyScope::Train, path, text, sets)
 }
 
 /// Reads the recipe `text` of the file `path` over its base, applies each `--set key=value`, and checks the
 /// result.
 ///
 /// # Errors
-/// All mistakes at once: syntax, unknown key, wrong type, out of range, contradiction, missing file. If the
-/// base cannot be read, contradictions are not checked.
-pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
+/// All mistakes at once: syntax, unknown key, wrong type, out of range, contradiction, missing file. If a
+/// base cannot be read, contradictions are not checked. Contradictions and missing files of keys outside
+/// `scope` are no mistakes.
+pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
     let mut recipe = Recipe::default();
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
     let (mut places, mut mistakes, mut unsure) = (Places::new(path), Mistakes::default(), Vec::new());
@@ -40,18 +53,19 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
             origin,
             text,
             removed: refusal,
+            foreign: foreign_name,
             line_ends: &line_ends,
         };
         read_text(&mut recipe, &mut reader, base_fault);
     };
     let mut not_sets = Vec::new();
-    let base = base::read(path, text);
-    if let Ok(Some(base)) = &base {
-        let fault =
-            "a base has no base of its own; name that recipe's base in its place, and write out what differs";
-        read(Origin::File(&base.file), &base.text, Some(fault));
+    let bases = base::read_all(path, text);
+    // The fault belongs to the file that was read last.
+    let mut fault = bases.fault.as_deref();
+    for base in bases.found.iter().rev() {
+        read(Origin::File(&base.file), &base.text, fault.take());
     }
-    read(Origin::File(path), text, base.as_ref().err().map(String::as_str));
+    read(Origin::File(path), text, fault);
     for (index, set) in sets.iter().enumerate() {
         match set_document(set) {
             Some(text) => read(
@@ -85,15 +99,20 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     if recipe.policy.advantage == Advantage::Gae {
         recipe.critic.get_or_insert_default();
     }
-    let found = match base {
-        Ok(_) => rules::check(&recipe, &places, &unsure),
-        Err(_) => Findings::default(),
+    // The keys of a base that is lost, whole or in part, may be those that a rule misses.
+    let in_a_base = |place: &Place| matches!(place, Place::File { path: file, .. } if file != path);
+    let base_is_lost = bases.fault.is_some()
+        || mistakes.0.iter().any(|mistake| mistake.key.is_empty() && in_a_base(&mistake.place));
+    let found = match base_is_lost {
+        false => rules::check(&recipe, &places, &unsure, scope),
+        true => Findings::default(),
     };
     mistakes.0.extend(found.mistakes);
     if mistakes.0.is_empty() {
         return Ok(Plan {
             recipe,
             warnings: found.warnings.iter().map(Mistake::to_string).collect(),
+            scope,
             places,
         });
     }
@@ -104,9 +123,9 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
 /// Resolves the recipe of a run folder, which an older version may have written.
 ///
 /// # Errors
-/// As [`resolve`].
-pub fn resolve_stored(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
-    resolve(path, &without_removed(text), sets)
+/// As [`resolve_for`].
+pub fn resolve_stored(scope: KeyScope, path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
+    resolve_for(scope, path, &without_removed(text), sets)
 }
 
 /// Maximum number of syntax mistakes that are reported individually.
@@ -216,6 +235,11 @@ impl Plan {
         self.recipe.to_toml()
     }
 
+    /// Returns whether the command reads `key`.
+    pub fn reads(&self, key: &str) -> bool {
+        self.scope.reads(key)
+    }
+
     /// Returns a mistake at `key`, found later in the model, the data or the machine, with the place of
     /// `key`.
     pub fn mistake(&self, key: &str, what: String) -> Mistake {
@@ -255,11 +279,18 @@ impl Recipe {
 }
 
 /// Returns the keys that differ between a run and its continuation, except those that may differ:
-/// `train.steps` and the ends of schedules, evaluation, logging, parallelism, checkpoints and device.
+/// `train.steps`, `train.on_bad_step`, the ends of schedules, evaluation, logging, parallelism,
+/// checkpoints and device.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        ["device", "train.steps", "train.optimizer.schedule_steps", "critic.optimizer.schedule_steps"]
-            .contains(&key)
+        const KEYS: [&str; 5] = [
+            "device",
+            "train.steps",
+            "train.on_bad_step",
+            "train.optimizer.schedule_steps",
+            "critic.optimizer.schedule_steps",
+        ];
+        KEYS.contains(&key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

@@ -67,6 +67,7 @@ pub(super) fn without_removed(recipe: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use crate::recipe::KeyScope;
     use crate::recipe::plan::{resolve, resolve_stored};
     use std::path::Path;
 
@@ -87,10 +88,13 @@ mod tests {
             let message = refused(written);
             assert!(message.starts_with(said), "{message}");
             assert_eq!(message.lines().count(), 1, "{message}");
-            let stored = resolve_stored(file, written, &[]).unwrap();
+            let stored = resolve_stored(KeyScope::Train, file, written, &[]).unwrap();
             assert_eq!(stored.recipe, resolve(file, "", &[]).unwrap().recipe);
         }
         let other = "[model]\ndense_products = \"record.toml\"\n";
-        assert_eq!(resolve_stored(file, other, &[]).unwrap_err().to_string(), refused(other));
+        assert_eq!(
+            resolve_stored(KeyScope::Train, file, other, &[]).unwrap_err().to_string(),
+            refused(other)
+        );
     }
 }

@@ -5,7 +5,9 @@ mod critic;
 mod policy;
 
 use super::Recipe;
+use super::key_scope::KeyScope;
 use super::plan::inside;
+use crate::checkpoint::gguf::is_gguf;
 use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
@@ -22,9 +24,9 @@ pub(crate) struct Findings {
 }
 
 /// Checks the whole recipe. Rules that depend on an `unsure` key are skipped, so one slip gives one
-/// mistake.
-pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String]) -> Findings {
-    let mut rules = Rules { recipe, places, unsure, findings: Findings::default() };
+/// mistake. Rules that depend on a key outside `scope` are skipped, too.
+pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String], scope: KeyScope) -> Findings {
+    let mut rules = Rules { recipe, places, unsure, scope, findings: Findings::default() };
     rules.model();
     rules.adapter();
     rules.harmony();
@@ -44,6 +46,7 @@ struct Rules<'a> {
     recipe: &'a Recipe,
     places: &'a Places,
     unsure: &'a [String],
+    scope: KeyScope,
     findings: Findings,
 }
 
@@ -72,7 +75,8 @@ impl Rules<'_> {
     }
 
     fn finding(&self, keys: &[&str], what: String) -> Option<Mistake> {
-        let sure = |key: &&str| !self.unsure.iter().any(|unsure| inside(key, unsure));
+        let sure =
+            |key: &&str| self.scope.reads(key) && !self.unsure.iter().any(|unsure| inside(key, unsure));
         let key = keys.first()?;
         keys.iter().all(sure).then(|| Mistake { place: self.places.of(key), key: (*key).to_owned(), what })
     }
@@ -108,10 +112,10 @@ impl Rules<'_> {
                 "the folder of model.path has its own tokenizer; remove one of the two",
             );
         }
-        if !path.is_dir() {
+        if !(path.is_dir() || is_gguf(path) && path.exists()) {
             let what = format!(
-                "no folder at {}; pass --set model.path=FOLDER, a folder with config.json, tokenizer.json and, unless the \
-                 weights are to be random, *.safetensors",
+                "no folder and no GGUF file at {}; pass --set model.path=FOLDER, a folder with config.json, tokenizer.json \
+                 and, unless the weights are to be random, *.safetensors; or a file *.gguf",
                 path.display()
             );
             self.refuse(&["model.path"], what);
@@ -168,7 +172,7 @@ impl Rules<'_> {
             match (task.name.reads_files, file) {
                 (true, None) if elsewhere => {}
                 (true, None) => self.refuse(
-                    &[key, "task.name", "task.validation_files"],
+                    &[key, "task.name"],
                     format!("missing, and the task {} reads its problems from it; name the file", task.name),
                 ),
                 (true, Some(file)) => self.file(key, file),
@@ -223,7 +227,7 @@ impl Rules<'_> {
             let data = self.recipe.task.name.data;
             let remedy = match key {
                 "task.train_file" | "task.validation_file" | "task.validation_files" if !data.is_empty() => {
-                    format!("fetch the data with scripts/fetch_data.sh {data}, or name another file")
+                    format!("fetch the data with rloss fetch {data}, or name another file")
                 }
                 _ => "name a file that is there".to_owned(),
             };
@@ -284,10 +288,15 @@ impl Rules<'_> {
             }
             _ => None,
         };
-        if let (1, Some(alone)) = (rollout.samples_per_prompt, alone) {
-            self.warn(
+        let train = &self.recipe.train;
+        let samples = train.steps > 0 && train.trajectories.is_none() && self.scope != KeyScope::Stored;
+        if let (1, Some(alone), true) = (rollout.samples_per_prompt, alone, samples) {
+            self.refuse(
                 &["rollout.samples_per_prompt", "policy.advantage"],
-                format!("a group of one {alone} under {advantage}; give 2 or more for a baseline"),
+                format!(
+                    "a group of one {alone} under {advantage}; give 2 or more, or an advantage without groups such as \
+                     \"reinforce_plus_plus\""
+                ),
             );
         }
     }

@@ -1,6 +1,7 @@
 //! Resolution of a RECIPE argument: a recipe file, a built-in recipe, a run folder or a checkpoint.
 
-use super::plan::{Plan, resolve, resolve_stored};
+use super::key_scope::KeyScope;
+use super::plan::{Plan, resolve_for, resolve_stored};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::integrity::Checksum;
@@ -9,7 +10,7 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 /// The built-in recipes by name.
-pub const BUILT_IN: [(&str, &str); 14] = [
+pub const BUILT_IN: [(&str, &str); 15] = [
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
     ("quickstart_cuda", include_str!("../../recipes/quickstart_cuda.toml")),
     ("quickstart_dense", include_str!("../../recipes/quickstart_dense.toml")),
@@ -19,6 +20,7 @@ pub const BUILT_IN: [(&str, &str); 14] = [
     ("gpt_oss_20b_lora", include_str!("../../recipes/gpt_oss_20b_lora.toml")),
     ("gsm8k", include_str!("../../recipes/gsm8k.toml")),
     ("gsm8k_qwen", include_str!("../../recipes/gsm8k_qwen.toml")),
+    ("gsm8k_qwen_lora", include_str!("../../recipes/gsm8k_qwen_lora.toml")),
     ("released", include_str!("../../recipes/released.toml")),
     ("retool", include_str!("../../recipes/retool.toml")),
     ("retool_ppo", include_str!("../../recipes/retool_ppo.toml")),
@@ -112,11 +114,19 @@ impl RecipeSource {
         stem.map_or("run".to_owned(), |stem| stem.to_string_lossy().into_owned())
     }
 
-    /// Reads and resolves the recipe.
+    /// Reads and resolves the recipe for a command that reads every key.
     ///
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) when the file cannot be read or the recipe has mistakes.
     pub fn resolve(&self, sets: &[String]) -> Result<Plan> {
+        self.resolve_for(KeyScope::Train, sets)
+    }
+
+    /// Reads and resolves the recipe for a command that reads the keys of `scope`.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) when the file cannot be read or the recipe has mistakes.
+    pub fn resolve_for(&self, scope: KeyScope, sets: &[String]) -> Result<Plan> {
         let file = self.recipe_file();
         let pinned = |plan: Result<Plan, Mistakes>| -> Result<Plan> {
             let mut plan = plan?;
@@ -124,7 +134,7 @@ impl RecipeSource {
             Ok(plan)
         };
         if let RecipeSource::BuiltIn { text, .. } = self {
-            return pinned(resolve(&file, text, sets));
+            return pinned(resolve_for(scope, &file, text, sets));
         }
         let text = bounded_file::read_text(&file, TOML_BYTES_MAX).map_err(|e| {
             bad_input!(
@@ -135,19 +145,14 @@ impl RecipeSource {
         let folder = match self {
             RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => run,
             RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => {
-                return pinned(resolve(&file, &text, sets));
+                return pinned(resolve_for(scope, &file, &text, sets));
             }
         };
-        let plan = resolve_stored(&file, &text, sets);
+        let scope = if scope == KeyScope::Train { KeyScope::Stored } else { scope };
+        let plan = resolve_stored(scope, &file, &text, sets);
         // An edited text may have mistakes; the edit is reported first.
         match Checksum::check(&text, folder) {
-            Checksum::Valid => Ok(plan?),
-            Checksum::Missing => {
-                let mut plan = plan?;
-                plan.warnings
-                    .push(format!("{} has no checksum; its integrity cannot be verified", file.display()));
-                Ok(plan)
-            }
+            Checksum::Valid | Checksum::Missing => Ok(plan?),
             Checksum::Invalid => Err(bad_input!(
                 "{}: is not what the run wrote: it was cut or changed. Restore it (each checkpoint has a copy, trainer.toml); \
                  after a deliberate edit: rloss verify --accept {}",

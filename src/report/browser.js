@@ -6,6 +6,7 @@ const startBrowser = () => {
   const form = place.querySelector("form"), list = document.getElementById("list"), more = document.getElementById("more");
   const reader = document.getElementById("reader"), found = document.getElementById("found");
   const PAGE = 100;
+  const columns = [...place.querySelectorAll("thead th")].map(cell => cell.textContent);
   let data = null, hits = [], shown = 0, open = null;
 
   const node = (name, text, className) => {
@@ -59,6 +60,7 @@ const startBrowser = () => {
       line.append(node("td", row.success ? "✓ right" : "✗ wrong", row.success ? "good" : "bad"), node("td", data.phases[row.h]),
         ...[row.t, row.p, row.s, show(row.reward)].map(text => node("td", text, "n")), node("td", data.outcomes[row.o]),
         node("td", row.n, "n"), node("td", problem, "path"), node("td", answer ?? "–", "path"));
+      [...line.children].forEach((cell, i) => { cell.dataset.name = columns[i]; });
       line.addEventListener("click", () => read(row, line));
       line.addEventListener("keydown", event => { if (event.key === "Enter") read(row, line); });
       return line;

@@ -103,6 +103,11 @@ fn is_alarm_at_zero(metric: &str) -> bool {
     is_held_out(metric) || metric.ends_with("rewards/mean") || metric.ends_with("grad_norm")
 }
 
+/// Returns whether 0 at every step is a result to see.
+fn is_result_at_zero(metric: &str) -> bool {
+    metric == "mismatch/log_ppl_abs_diff_max"
+}
+
 /// Returns the page's sections, and the values that its script shows under the pointer.
 pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     let mut shown: BTreeSet<(Phase, String)> = BTreeSet::new();
@@ -145,7 +150,7 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     for section in &mut sections {
         let (zeros, charts) = std::mem::take(&mut section.charts)
             .into_iter()
-            .partition(|c| c.plot.is_zero() && !is_alarm_at_zero(&c.metric));
+            .partition(|c| c.plot.is_zero() && !is_alarm_at_zero(&c.metric) && !is_result_at_zero(&c.metric));
         (section.zeros, section.charts) = (zeros, charts);
     }
     let data = number(&mut sections);

@@ -3,7 +3,7 @@
 if ("served" in document.documentElement.dataset) {
   let state = null;
   const news = async () => {
-    const now = await (await fetch("state", { cache: "no-store" })).text();
+    const [now, ...stages] = (await (await fetch("state", { cache: "no-store" })).text()).split("\n");
     if (state !== null && now !== state) {
       const answer = await fetch("./", { cache: "no-store" });
       if (!answer.ok) return;
@@ -26,6 +26,9 @@ if ("served" in document.documentElement.dataset) {
       hideRuns();
     }
     state = now;
+    const place = document.getElementById("under-way");
+    place.textContent = stages.join("\n");
+    place.hidden = place.textContent === "";
   };
   setInterval(() => news().catch(() => {}), 2000);
 }

@@ -30,7 +30,7 @@ mod tables;
 mod trajectories;
 
 use crate::atomic_file::write_file;
-use crate::metrics::sanitize_terminal;
+use crate::metrics::{sanitize_line, sanitize_terminal, stage_under_way};
 use anyhow::Result;
 use content_policy::content_policy;
 use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
@@ -114,6 +114,16 @@ pub fn state(runs: &[PathBuf]) -> String {
     format!("{:08x}", hash.finalize())
 }
 
+/// Returns the stage under way of each of `runs` that a process works on, after the run's name if there are
+/// several.
+pub fn stages_under_way(runs: &[PathBuf]) -> Vec<String> {
+    let stage = |run: &PathBuf| {
+        let stage = sanitize_line(&stage_under_way(run)?).into_owned();
+        Some(if runs.len() > 1 { format!("{}: {stage}", run.display()) } else { stage })
+    };
+    runs.iter().filter_map(stage).collect()
+}
+
 /// Returns a template environment that escapes every value.
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
@@ -148,6 +158,7 @@ fn render(mut runs: Vec<Run>, served: bool) -> Result<String> {
         empty => runs.iter().filter(|run| run.rows.is_empty()).map(|run| &run.label).collect::<Vec<_>>(),
         failed => runs.iter().filter_map(tables::failures).collect::<Vec<_>>(),
         summary => tables::summary(curves),
+        given => if runs.len() > 1 { tables::summary(runs) } else { vec![] },
         sections,
         alarms => alarms::table(curves),
         outcomes => tables::outcomes(curves),

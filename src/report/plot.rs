@@ -62,6 +62,9 @@ pub(super) struct Plot {
     bottom: f64,
     log: bool,
     thinned: bool,
+    /// Whether a curve is smoothed, or has a band.
+    smoothed: bool,
+    shaded: bool,
     x_ticks: Vec<Tick>,
     y_ticks: Vec<Tick>,
     lines: Vec<Line>,
@@ -152,6 +155,8 @@ impl Plot {
             bottom: BOTTOM,
             log: y.log,
             thinned: lines.iter().any(|line| line.points.len() > POINTS_MAX),
+            smoothed: lines.iter().any(|line| !line.smooth.is_empty()),
+            shaded: lines.iter().any(|line| !line.band.is_empty()),
             x_ticks: linear_ticks(&x, f64::min(6.0, last - first)),
             y_ticks,
             notes: notes(&lines),

@@ -27,6 +27,8 @@ pub(super) struct Run {
     pub picked: Vec<Picked>,
     /// `mismatch.json`, if present.
     pub mismatch: Option<serde_json::Value>,
+    /// `eval` or `rollout` of a folder that holds samples of a model, not a run.
+    pub sampling: Option<String>,
 }
 
 impl Run {
@@ -52,6 +54,7 @@ impl Run {
             recipe: read_recipe(&folder.join("recipe.toml"))?,
             picked: Vec::new(),
             mismatch: None,
+            sampling: sampling_kind(&folder.join("sampling.json")),
         })
     }
 
@@ -94,6 +97,13 @@ impl Run {
             other => Some(other.to_string()),
         }
     }
+}
+
+/// Returns the kind of samples that the marker file `path` names, if there is one.
+fn sampling_kind(path: &Path) -> Option<String> {
+    let text = bounded_file::read(path, JSON_BYTES_MAX).ok()?;
+    let marker: serde_json::Value = serde_json::from_slice(&text).ok()?;
+    Some(marker.get("kind")?.as_str()?.to_owned())
 }
 
 /// Returns the folders' names; full paths where two names are equal.

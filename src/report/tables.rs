@@ -24,6 +24,12 @@ pub(super) fn summary(runs: &[Run]) -> Vec<Value> {
 fn summarise(i: usize, run: &Run) -> Value {
     let setting = |key| run.setting(key).filter(|text| !text.is_empty()).unwrap_or_else(|| ABSENT.into());
     let done = run.rows.iter().filter(|row| row.phase == Phase::Rl).map(|row| row.step).max().unwrap_or(0);
+    let last = run.rows.iter().map(|row| row.step).max().unwrap_or(0);
+    let steps = match run.sampling.as_deref() {
+        Some("eval") => format!("evaluated after step {last}"),
+        Some(_) => format!("samples of step {last}"),
+        None => run.setting("train.steps").map_or_else(|| done.to_string(), |all| format!("{done} of {all}")),
+    };
     let held_out = names(run, is_held_out);
     let success = held_out.iter().filter_map(|name| change(run, Phase::Eval, name, &held_out_name(name)));
     let reward = "critic/rewards/mean";
@@ -33,11 +39,25 @@ fn summarise(i: usize, run: &Run) -> Value {
         task => task(run).unwrap_or_else(|| setting("task.name")),
         model => model(run).unwrap_or_else(|| setting("model.path")),
         seed => if run.seeds.is_empty() { setting("train.seed") } else { run.seeds.clone() },
-        steps => run.setting("train.steps").map_or_else(|| done.to_string(), |all| format!("{done} of {all}")),
+        steps,
+        mismatch => mismatch_of_steps(run),
+        folder => run.folder.display().to_string(),
         success => success.collect::<Vec<_>>(),
         reward => change(run, Phase::Rl, reward, reward),
         time => wall_time(&run.rows),
     }
+}
+
+/// Returns the largest log-prob mismatch of all steps, as text.
+fn mismatch_of_steps(run: &Run) -> Option<String> {
+    let series = run.series(Phase::Rl, "mismatch/log_ppl_abs_diff_max");
+    let largest =
+        series.iter().map(|point| point.1).reduce(|a, b| if b > a || b.is_nan() { b } else { a })?;
+    let steps = if series.len() == 1 { "step".to_owned() } else { format!("{} steps", series.len()) };
+    Some(match largest == 0.0 {
+        true => format!("exactly 0 ({steps})"),
+        false => format!("up to {} ({steps})", format_number(largest)),
+    })
 }
 
 /// Returns the task; a program as a task is shown by its file names.

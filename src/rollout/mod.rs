@@ -75,6 +75,10 @@ pub struct RolloutProgress {
     pub trajectories: usize,
     /// Tokens sampled, including those of unfinished trajectories.
     pub sampled_tokens: u64,
+    /// Trajectories that have begun to sample or read their prompt, finished ones included.
+    pub started: usize,
+    /// Tokens sampled of finished trajectories.
+    pub finished_tokens: u64,
     /// Sum of the rewards of finished trajectories.
     pub reward_sum: f64,
 }
@@ -87,9 +91,20 @@ impl RolloutProgress {
             let mut before = before.lock().unwrap_or_else(PoisonError::into_inner);
             let reward = (now.finished > 0).then(|| ("reward", now.reward_sum / now.finished as f64));
             let finished = (now.finished - before.finished) as u64;
-            stage.advance(finished, now.sampled_tokens - before.sampled_tokens, reward.as_slice());
+            let tokens = now.sampled_tokens - before.sampled_tokens;
+            stage.advance_to(finished, tokens, now.tokens_left(), reward.as_slice());
             *before = now;
         }
+    }
+
+    /// Estimates the tokens still to sample; `None` before a trajectory has ended. A trajectory under way
+    /// counts as half a length: the short ones end first, so finished ones alone would give too small a mean.
+    fn tokens_left(&self) -> Option<f64> {
+        let under_way = self.started.saturating_sub(self.finished) as f64;
+        let length = self.sampled_tokens as f64 / (self.finished as f64 + under_way / 2.0);
+        let unfinished = (self.trajectories - self.finished) as f64;
+        let sampled = self.sampled_tokens.saturating_sub(self.finished_tokens) as f64;
+        (self.finished > 0).then(|| (unfinished * length - sampled).max(unfinished * length / 4.0))
     }
 }
 

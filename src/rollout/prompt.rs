@@ -2,10 +2,11 @@
 
 use super::{PreambleSettings, Rollout};
 use crate::bad_input;
-use crate::chat::{Chat, chatml};
-use crate::harmony::{DeveloperContent, Message, PYTHON_DESCRIPTION, Role, SystemSettings};
+use crate::chat::{Chat, chatml, functions};
+use crate::harmony::{Message, PYTHON_DESCRIPTION, Role, SystemSettings};
 use crate::tasks::Problem;
 use anyhow::{Context, Result};
+use serde_json::Value;
 
 /// A problem and its index within the step. The index selects its random streams, so a prompt keeps them in
 /// any order and on any process.
@@ -19,21 +20,27 @@ pub struct Prompt {
 const OPENAI_IDENTITY: &str = "You are ChatGPT, a large language model trained by OpenAI.";
 const KNOWLEDGE_CUTOFF: &str = "2024-06";
 
-/// Returns the recipe's system and developer messages; they describe the Python tool if the task has it.
-pub fn preamble(chat: &Chat, harmony: &PreambleSettings, uses_python: bool) -> Vec<Message> {
+/// Returns the recipe's system and developer messages; they describe the Python tool if the task has it, and
+/// the task's own `tools`, as the model's published template does.
+pub fn preamble(chat: &Chat, harmony: &PreambleSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
     match chat {
-        Chat::Harmony(_) => harmony_preamble(harmony, uses_python),
-        Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) => vec![],
+        Chat::Harmony(_) => harmony_preamble(harmony, uses_python, tools),
+        Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
         Chat::ChatMl(_) => {
             let identity = harmony.model_identity.as_deref().unwrap_or(chatml::QWEN_IDENTITY);
-            let functions = if uses_python { vec![chatml::python_function()] } else { vec![] };
-            let text = chatml::system_text(Some(identity), &functions);
+            let identity = Some(identity).filter(|_| harmony.system_message.unwrap_or(true));
+            let text = [identity, harmony.developer_instructions.as_deref()];
+            let text: Vec<&str> = text.into_iter().flatten().collect();
+            let text = Some(text.join("\n\n")).filter(|text| !text.is_empty());
+            let python = uses_python.then(chatml::python_function);
+            let functions: Vec<Value> = python.into_iter().chain(tools.iter().cloned()).collect();
+            let text = chatml::system_text(text.as_deref(), &functions);
             text.map(|text| Message::new(Role::System, text)).into_iter().collect()
         }
     }
 }
 
-fn harmony_preamble(harmony: &PreambleSettings, uses_python: bool) -> Vec<Message> {
+fn harmony_preamble(harmony: &PreambleSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
     let mut messages = Vec::new();
     if harmony.system_message.unwrap_or(true) {
         let or = |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
@@ -43,13 +50,15 @@ fn harmony_preamble(harmony: &PreambleSettings, uses_python: bool) -> Vec<Messag
             current_date: harmony.current_date.clone(),
             reasoning_effort: Some(harmony.reasoning_effort.unwrap_or_default()),
             python_tool: uses_python.then(|| PYTHON_DESCRIPTION.to_string()),
-            function_tools: false,
+            function_tools: !tools.is_empty(),
         };
         messages.push(settings.message());
     }
-    if let Some(instructions) = &harmony.developer_instructions {
-        let content = DeveloperContent { instructions: Some(instructions.clone()), tools: None };
-        messages.push(content.message());
+    let instructions = harmony.developer_instructions.iter().map(|text| format!("# Instructions\n\n{text}"));
+    let tools = (!tools.is_empty()).then(|| functions::namespace(tools));
+    let sections: Vec<String> = instructions.chain(tools).collect();
+    if !sections.is_empty() {
+        messages.push(Message::new(Role::Developer, sections.join("\n\n")));
     }
     messages
 }
@@ -141,7 +150,7 @@ mod tests {
     #[test]
     fn the_preamble_is_what_the_recipe_asks_for() {
         let chat = Chat::Harmony(HarmonyTokenizer::embedded().unwrap());
-        let preamble = |harmony: &PreambleSettings, python| preamble(&chat, harmony, python);
+        let preamble = |harmony: &PreambleSettings, python| preamble(&chat, harmony, python, &[]);
         let mut harmony = PreambleSettings::default();
         let messages = preamble(&harmony, true);
         assert_eq!(messages.len(), 1);
@@ -163,12 +172,15 @@ mod tests {
     fn chatml_has_a_system_message_or_none() {
         let chat = Chat::ChatMl(ChatMl::embedded().unwrap());
         let mut harmony = PreambleSettings::default();
-        let [message] = &preamble(&chat, &harmony, false)[..] else { panic!("one message") };
+        let [message] = &preamble(&chat, &harmony, false, &[])[..] else { panic!("one message") };
         assert_eq!(*message, Message::new(Role::System, chatml::QWEN_IDENTITY));
         harmony.model_identity = Some("Compute.".into());
-        let [message] = &preamble(&chat, &harmony, true)[..] else { panic!("one message") };
+        let [message] = &preamble(&chat, &harmony, true, &[])[..] else { panic!("one message") };
         assert!(message.content.starts_with("Compute.\n\n# Tools") && message.content.contains("\"code\""));
+        harmony.developer_instructions = Some("Call python.".into());
+        let [message] = &preamble(&chat, &harmony, true, &[])[..] else { panic!("one message") };
+        assert!(message.content.starts_with("Compute.\n\nCall python.\n\n# Tools"), "{}", message.content);
         harmony.system_message = Some(false);
-        assert!(preamble(&chat, &harmony, true).is_empty());
+        assert!(preamble(&chat, &harmony, true, &[]).is_empty());
     }
 }

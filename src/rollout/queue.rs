@@ -174,6 +174,7 @@ impl<'a> Queue<'a> {
             state.room.begin_group(index);
             batch.push(Work::Prompt(Box::new(PromptWork::new(index, self.caches.sequence()))));
             state.next_prompt += 1;
+            state.progress.started += self.samples;
             load += self.samples;
         }
         if batch.is_empty() { Refilled::Nothing } else { Refilled::Work }
@@ -275,6 +276,7 @@ impl<'a> Queue<'a> {
         state.unfinished -= 1;
         state.room.end_sample(group, has_room);
         state.progress.finished += 1;
+        state.progress.finished_tokens += trajectory.sampled_tokens() as u64;
         state.progress.reward_sum += f64::from(trajectory.reward);
         if let Some(result) = state.finished.get_mut(place) {
             *result = Some((trajectory, messages));

@@ -81,7 +81,8 @@ table! {
         pub current_date: Option<String> = None,
         /// Reasoning effort in the system message; absent means `medium`. GPT-OSS only.
         pub reasoning_effort: Option<ReasoningEffort> = None,
-        /// Instructions in a developer message; absent means none. GPT-OSS only: ChatML has no such message.
+        /// Instructions in GPT-OSS's developer message, or at the end of ChatML's system message; absent
+        /// means none.
         pub developer_instructions: Option<String> = None,
     }
 }

@@ -36,7 +36,8 @@ impl RunAdapter {
         learns: bool,
     ) -> Result<Option<Self>> {
         let base = parameter_specs(config);
-        let asked = plan.recipe.adapter.as_ref().map(|asked| lora(plan, asked, config, &base)).transpose()?;
+        let asked = plan.recipe.adapter.as_ref().filter(|_| learns);
+        let asked = asked.map(|asked| lora(plan, asked, config, &base)).transpose()?;
         if let (Some(found), Some(asked)) = (found, &asked)
             && found != asked
         {
@@ -47,7 +48,7 @@ impl RunAdapter {
             );
             return Err(plan.mistake("adapter", what).into());
         }
-        let Some(lora) = found.cloned().or(asked.filter(|_| learns)) else { return Ok(None) };
+        let Some(lora) = found.cloned().or(asked) else { return Ok(None) };
         let specs = lora.specs(&base)?;
         let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|asked| !asked.cold_start);
         let after_cold_start = found.is_none() && trains_base_first && plan.recipe.cold_start.steps > 0;

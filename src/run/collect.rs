@@ -11,9 +11,11 @@ use super::context::RunContext;
 use super::links::refuse_link;
 use super::memory::told_of_memory;
 use super::run_folder::{RunFolder, holds_run, lock};
+use super::trust::approve;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::checkpoint::gguf::{self, is_gguf};
 use crate::integrity::add_checksum;
 use crate::metrics::{Console, Phase};
 use crate::model::policy_view::PolicyView;
@@ -116,6 +118,7 @@ impl<'a> Collection<'a> {
             write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
         if !path.join("recipe.toml").is_file() {
+            approve(path, &context.plan.recipe)?;
             write_file(&path.join("recipe.toml"), &add_checksum(&context.plan.to_toml()))?;
         }
         if let Some(confinement) = context.confinement() {
@@ -327,16 +330,19 @@ fn arranged(
 }
 
 /// Lists the model's files with length and modification time, a cheap test for changes.
-fn model_files(folder: &Path) -> Vec<(String, u64, u128)> {
-    let Ok(entries) = fs::read_dir(folder) else { return vec![] };
-    let file = |entry: fs::DirEntry| {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let about = fs::metadata(entry.path()).ok().filter(|about| about.is_file())?;
-        let read = name.ends_with(".safetensors") || name.ends_with(".json");
+fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
+    let paths: Vec<PathBuf> = match fs::read_dir(model) {
+        Ok(entries) => entries.filter_map(|entry| Some(entry.ok()?.path())).collect(),
+        Err(_) => gguf::files(model).unwrap_or_default(),
+    };
+    let file = |path: PathBuf| {
+        let name = path.file_name()?.to_string_lossy().into_owned();
+        let about = fs::metadata(&path).ok().filter(|about| about.is_file())?;
+        let read = name.ends_with(".safetensors") || name.ends_with(".json") || is_gguf(model);
         let changed = about.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
         read.then_some((name, about.len(), changed.as_nanos()))
     };
-    let mut files: Vec<_> = entries.filter_map(|entry| file(entry.ok()?)).collect();
+    let mut files: Vec<_> = paths.into_iter().filter_map(file).collect();
     files.sort();
     files
 }
@@ -376,7 +382,7 @@ fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
         ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))
             || ["eval.pass_at", "eval.every_steps", "eval.before_training", "train.steps"].contains(&key)
     };
-    let stored = RecipeSource::Run(folder.to_owned()).resolve(&[])?;
+    let stored = RecipeSource::Run(folder.to_owned()).resolve_for(plan.scope, &[])?;
     let pairs = stored.recipe.entries().into_iter().zip(plan.recipe.entries());
     let differ: Vec<String> = pairs
         .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new && !free(old.path()))

@@ -1,10 +1,10 @@
-//! Export of a run with an adapter, as folders for other programs: the adapter alone, or merged into the
-//! model.
+//! Export of a run for other programs: its adapter alone, the adapter merged into the model, or a GGUF file.
 
 use super::context::RunContext;
 use super::source::ModelSource;
 use crate::atomic_file::replace_folder;
 use crate::bad_input;
+use crate::checkpoint::gguf::{self, GgufForm, GgufTokenizer};
 use crate::checkpoint::merge::merged;
 use crate::checkpoint::peft;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
@@ -125,6 +125,29 @@ pub fn merged_model(
     let (sum, largest) =
         changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)));
     Ok(Some(RoundingCost { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
+}
+
+/// Writes the model of `context` to the GGUF file `out`. An adapter is merged only if `merges`.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when there is an adapter and `merges` is false, or none and it is true; those
+/// of [`gguf::write`].
+pub fn gguf_file(context: &RunContext, form: GgufForm, merges: bool, out: &Path) -> Result<()> {
+    let parameters = &context.parameters;
+    match (parameters.adapter().is_some(), merges) {
+        (false, true) => return Err(without_adapter(context.recipe())),
+        (true, false) => {
+            return Err(bad_input!(
+                "the run has an adapter, and a GGUF file holds whole weights: add --merged to merge it, or export it \
+                 alone with --out"
+            ));
+        }
+        _ => {}
+    }
+    let json = context.chat.vocabulary().json_bytes();
+    let template = context.companions.template().unwrap_or_else(|| context.chat.jinja().to_owned());
+    let tokenizer = GgufTokenizer { json, template: &template };
+    gguf::write(out, &context.model.config, form, tokenizer, |spec| merged(parameters, spec))
 }
 
 /// Returns the newest file of trajectories, of training if any, else of evaluations.

@@ -38,7 +38,7 @@ pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
         let what = format!("means nothing to the family {:?}: {why}; remove the key", family.name());
         plan.mistake(key, what).to_string()
     };
-    found.into_iter().map(told).collect()
+    found.into_iter().filter(|(key, _)| plan.reads(key)).map(told).collect()
 }
 
 /// A key, and the reason why the family does not have it.
@@ -54,7 +54,11 @@ fn sinks(plan: &Plan) -> Vec<Foreign> {
         [
             ("arms.no_train_sinks", arms.no_train_sinks),
             ("arms.no_sink_gradient", arms.no_sink_gradient),
-            ("model.init.sink", init.sink != InitSettings::default().sink),
+            // A folder's weights are not drawn.
+            (
+                "model.init.sink",
+                init.sink != InitSettings::default().sink && plan.recipe.model.path.is_none(),
+            ),
         ],
         "its attention has no sinks",
     )
@@ -96,7 +100,9 @@ fn harmony(harmony: &PreambleSettings) -> Vec<Foreign> {
         ],
         "its system message has no such line",
     );
-    let developer = ("harmony.developer_instructions", harmony.developer_instructions.is_some());
-    found.extend(set([developer], "ChatML has no developer message; use harmony.model_identity"));
+    let silent = harmony.system_message == Some(false) && harmony.developer_instructions.is_some();
+    let why =
+        "without a system message there is no place for them (harmony.system_message = true brings one)";
+    found.extend(set([("harmony.developer_instructions", silent)], why));
     found
 }

@@ -57,8 +57,9 @@ fn frozen_by(
     specs: &[ParameterSpec],
     others: &[ParameterSpec],
 ) -> Result<Vec<bool>> {
+    let read = plan.reads(key);
     for pattern in patterns {
-        if !specs.iter().chain(others).any(|spec| matches(pattern, &spec.name)) {
+        if read && !specs.iter().chain(others).any(|spec| matches(pattern, &spec.name)) {
             let what = format!(
                 "the pattern {pattern:?} matches no parameter; names look like {}",
                 specs.get(1).map_or("", |spec| &spec.name)
@@ -69,7 +70,7 @@ fn frozen_by(
     let patterns: Vec<&str> = patterns.iter().map(String::as_str).chain(arm).collect();
     let trainable: Vec<bool> =
         specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
-    if !trainable.contains(&true) {
+    if read && !trainable.contains(&true) {
         let what = "every parameter is frozen; leave one trainable".to_owned();
         return Err(plan.mistake(key, what).into());
     }

@@ -50,7 +50,7 @@ fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
             let problems: usize = prompts(context).iter().map(|(_, problems)| problems.len()).sum();
             ("sampled", format!("{problems} held-out problems × {}", recipe.eval.samples))
         }
-        Intent::Rollout | Intent::CheckMismatch(_) => {
+        Intent::Rollout | Intent::Chat | Intent::CheckMismatch(_) => {
             ("sampled", format!("{sampled}, as in one step of training"))
         }
     }

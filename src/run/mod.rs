@@ -1,6 +1,7 @@
 //! Shared code of all commands that run a model: preflight, run folder, evaluation, sampling, signals.
 
 pub mod adapter;
+pub mod causes;
 pub mod collect;
 pub mod context;
 mod device;
@@ -15,4 +16,6 @@ pub mod preflight;
 pub mod processes;
 pub mod run_folder;
 pub mod signals;
+pub mod sizing;
 pub mod source;
+pub mod trust;

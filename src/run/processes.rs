@@ -4,6 +4,7 @@ use crate::dist::Mesh;
 use crate::integrity::{MANIFEST_FILE, file_digest};
 use crate::recipe::Plan;
 use anyhow::{Context, Result};
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
@@ -49,8 +50,10 @@ pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str
 fn manifest_digest(folder: &Path) -> Result<String> {
     match file_digest(&folder.join(MANIFEST_FILE), None) {
         Ok(digest) => Ok(digest.to_hex().to_string()),
-        // A folder from another program or an old version has no manifest.
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        // A GGUF file, or a folder from another program or an old version, has no manifest.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Ok(String::new())
+        }
         Err(error) => Err(error).with_context(|| format!("reading {}", folder.display())),
     }
 }

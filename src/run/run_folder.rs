@@ -2,6 +2,7 @@
 
 use super::collect::MARKER_FILE;
 use super::links::refuse_links;
+use super::trust::{PROGRAMS_FILE, approve};
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::holds_adapter;
@@ -18,13 +19,16 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Files that a run or a sampling writes before its first result.
-const STARTED: [&str; 7] = [
+const STARTED: [&str; 10] = [
     "recipe.toml",
     "metrics.jsonl",
     "model.json",
     "sandbox.txt",
     "reference.safetensors",
     MARKER_FILE,
+    PROGRAMS_FILE,
+    ".under_way",
+    ".under_way.partial",
     ".lock",
 ];
 
@@ -287,7 +291,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
         return Ok(Some(stored));
     }
     Err(bad_input!(
-        "{}: the run was started with other values of {}; --resume may change only device, train.steps, schedule_steps, eval, checkpoint, logging and parallel keys",
+        "{}: the run was started with other values of {}; --resume may change only device, train.steps, train.on_bad_step, schedule_steps, eval, checkpoint, logging and parallel keys",
         file.display(),
         differences.join(", ")
     ))
@@ -301,7 +305,10 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
 /// change, or more steps are done than `plan` has.
 pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
     if !holds_run(path) {
-        return Err(bad_input!("{}: holds no run to resume; start it without --resume", path.display()));
+        return Err(bad_input!(
+            "{}: holds no run to resume; start it without --resume, or with --resume=auto",
+            path.display()
+        ));
     }
     let stored = stored_plan(path, plan)?;
     let steps = plan.recipe.train.steps;
@@ -371,6 +378,7 @@ fn keep_course(
 }
 
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
+    approve(path, &plan.recipe)?;
     write_file(&path.join("recipe.toml"), &add_checksum(&plan.to_toml()))
 }
 

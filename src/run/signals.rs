@@ -5,8 +5,8 @@ use crate::error::EXIT_STOPPED;
 use anyhow::{Context, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Polling interval of the thread that announces a stop.
@@ -17,7 +17,14 @@ const REPETITION_MAX: Duration = Duration::from_secs(1);
 
 /// A flag that a signal sets to request a stop.
 #[derive(Clone)]
-pub struct Stop(Arc<AtomicBool>);
+pub struct Stop(Arc<Request>);
+
+#[derive(Default)]
+struct Request {
+    asked: AtomicBool,
+    /// Announces the stop, once.
+    notice: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
 
 impl Stop {
     /// Starts to listen for signals.
@@ -32,14 +39,17 @@ impl Stop {
             kinds.push(SIGHUP);
         }
         let mut signals = Signals::new(kinds).context("listening for signals")?;
-        let stop = Self(Arc::new(AtomicBool::new(false)));
-        let asked = stop.0.clone();
+        let stop = Self(Arc::default());
+        let request = stop.0.clone();
         let wait = move || {
             let mut first = None;
             for kind in signals.forever() {
                 let (first_kind, begun) = *first.get_or_insert_with(|| (kind, Instant::now()));
                 let repeated = kind == first_kind && begun.elapsed() < REPETITION_MAX;
-                if asked.swap(true, Ordering::Relaxed) && !repeated && [SIGINT, SIGTERM].contains(&kind) {
+                if request.asked.swap(true, Ordering::Relaxed)
+                    && !repeated
+                    && [SIGINT, SIGTERM].contains(&kind)
+                {
                     signal_hook::low_level::exit(EXIT_STOPPED.into());
                 }
             }
@@ -49,25 +59,34 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Calls `say` once, as soon as a stop is requested. The current step may still take long.
+    /// Calls `notice` once, as soon as a stop is requested: the current step may still take long.
     ///
     /// # Errors
     /// When the system refuses a thread.
-    pub fn tell(&self, say: impl FnOnce() + Send + 'static) -> Result<()> {
-        let asked = self.0.clone();
+    pub fn tell(&self, notice: impl FnOnce() + Send + 'static) -> Result<()> {
+        *self.0.notice.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(notice));
+        let stop = self.clone();
         let wait = move || {
-            while !asked.load(Ordering::Relaxed) {
+            while !stop.asked() {
                 std::thread::sleep(POLL);
             }
-            say();
         };
         // The thread ends with the process.
         std::thread::Builder::new().name("stop".into()).spawn(wait).map(drop).context("starting a thread")
     }
 
-    /// Returns true after the first signal.
+    /// Returns true after the first signal, and after the notice.
     pub fn asked(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        let asked = self.0.asked.load(Ordering::Relaxed);
+        if asked {
+            // A short step ends before the waiting thread wakes. The lock is held until the notice is
+            // written.
+            let mut notice = self.0.notice.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(notice) = notice.take() {
+                notice();
+            }
+        }
+        asked
     }
 }
 

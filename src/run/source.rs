@@ -6,6 +6,7 @@ use crate::bad_input;
 use crate::chat::Chat;
 use crate::checkpoint;
 use crate::checkpoint::Base;
+use crate::checkpoint::gguf::{GgufModel, is_gguf};
 use crate::checkpoint::load::{ModelFolder, weights_present};
 use crate::checkpoint::peft::{AdapterFolder, base_of, holds_adapter};
 use crate::checkpoint::save::Companions;
@@ -41,8 +42,8 @@ pub(super) struct ModelSource {
     pub(super) weights: Option<Arc<ModelFolder>>,
     /// The folder if it lacks weights, for a warning.
     pub(super) lacks_weights: Option<PathBuf>,
-    /// The folder if it lacks a manifest, for a warning.
-    pub(super) unverified: Option<PathBuf>,
+    /// The GGUF file if its chat template is not the family's, for a warning.
+    pub(super) foreign_template: Option<PathBuf>,
     /// The storage format of each tensor; f32 for random weights.
     pub(super) forms: Vec<Form>,
     /// The folder of the weights.
@@ -102,7 +103,7 @@ impl ModelSource {
                     companions,
                     weights: None,
                     lacks_weights: None,
-                    unverified: None,
+                    foreign_template: None,
                     forms,
                     folder: None,
                     adapter: None,
@@ -130,18 +131,14 @@ impl ModelSource {
             ));
         };
         let mut source = Self::from_base(&base.find(folder, named)?)?;
-        if !checkpoint::sound(folder)? {
-            source.unverified = Some(folder.to_owned());
-        }
+        checkpoint::sound(folder)?;
         source.adapter = Some(AdapterFolder::open(folder, &source.specs())?);
         Ok(source)
     }
 
     /// Adds the adapter in `folder`. It must match by shapes and, if it names one, by its base's digest.
     fn with_adapter(mut self, folder: &Path) -> Result<Self> {
-        if !checkpoint::sound(folder)? {
-            self.unverified.get_or_insert_with(|| folder.to_owned());
-        }
+        checkpoint::sound(folder)?;
         let adapter = AdapterFolder::open(folder, &self.specs())?;
         if let (Some(wanted), Some(own)) = (&adapter.base, &self.folder)
             && Base::of(own)?.digest != wanted.digest
@@ -176,7 +173,10 @@ impl ModelSource {
                 folder.display()
             ));
         }
-        let unverified = (!checkpoint::sound(folder)?).then(|| folder.to_owned());
+        if is_gguf(folder) {
+            return Self::from_gguf(folder);
+        }
+        checkpoint::sound(folder)?;
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
         let chat = config.family.chat.read(&file)?;
@@ -204,9 +204,37 @@ impl ModelSource {
             companions,
             weights,
             lacks_weights,
-            unverified,
+            foreign_template: None,
             forms,
             folder,
+            adapter: None,
+        })
+    }
+
+    /// Opens a GGUF file. Its template is kept for checkpoints and compared with the family's.
+    fn from_gguf(path: &Path) -> Result<Self> {
+        let GgufModel { weights, config, tokenizer, template } = GgufModel::open(path)?;
+        let chat = config.family.chat.of_bytes(tokenizer, &path.display().to_string())?;
+        let tokens = chat.vocabulary().vocab_size();
+        if tokens > config.vocab_size {
+            return Err(bad_input!(
+                "{}: the tokenizer has {tokens} tokens but the embedding has {} rows; fetch or convert the file again",
+                path.display(),
+                config.vocab_size
+            ));
+        }
+        let foreign_template = template.as_deref().is_some_and(|template| !chat.renders_as(template));
+        let weights = ModelFolder::of_gguf(path, weights);
+        let forms = parameter_specs(&config).iter().map(|spec| weights.form_of(spec)).collect();
+        Ok(Self {
+            companions: Companions::of_gguf(&chat, template),
+            config,
+            chat,
+            weights: Some(Arc::new(weights)),
+            lacks_weights: None,
+            foreign_template: foreign_template.then(|| path.to_owned()),
+            forms,
+            folder: Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned())),
             adapter: None,
         })
     }
@@ -368,7 +396,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
         model.adapter = None;
     }
     let Some(path) = &mut model.path else { return Ok(0) };
-    if !path.join("config.json").is_file()
+    if !holds_model(path)
         && let Some(folder) = checkpoint::newest_folder(path)?
     {
         *path = folder;
@@ -389,28 +417,26 @@ fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<Pat
         RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let is_base = |path: &Path| path.join("config.json").is_file() && !holds_adapter(path);
+    let is_base = |path: &Path| holds_model(path) && !holds_adapter(path);
     let adapted = folder.filter(|folder| holds_adapter(folder) && model.path.as_deref().is_some_and(is_base));
     Ok(adapted.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
 }
 
-/// Returns the warning about a folder without a manifest.
-pub fn unverified(folder: &Path) -> String {
-    let shown = folder.display();
-    format!(
-        "{shown} has no manifest; its integrity cannot be verified; rloss verify --accept {shown} writes one"
-    )
+/// Whether `path` is a Hugging Face folder or a GGUF file.
+fn holds_model(path: &Path) -> bool {
+    path.join("config.json").is_file() || is_gguf(path)
 }
 
-/// Returns the folder of the model: `path` itself, or the last checkpoint if `path` is a run folder.
+/// Returns the folder or GGUF file of the model: `path` itself, or the last checkpoint if `path` is a run
+/// folder.
 pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
-    if path.join("config.json").is_file() {
+    if holds_model(path) {
         return Ok(path.to_owned());
     }
     match checkpoint::newest_folder(path)? {
         Some(folder) => Ok(folder),
         None => Err(bad_input!(
-            "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a checkpoint or a run folder",
+            "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a GGUF file, a checkpoint or a run folder",
             path.display()
         )),
     }

@@ -31,6 +31,17 @@ impl Limits {
         Limits { high: Bound::Excluded(high), ..self }
     }
 
+    /// Returns the limits as keywords of JSON Schema.
+    pub fn to_schema(self) -> serde_json::Map<String, serde_json::Value> {
+        let bound = |inclusive: &str, exclusive: &str, bound: Bound<f64>| match bound {
+            Bound::Included(number) => Some((inclusive.to_owned(), number.into())),
+            Bound::Excluded(number) => Some((exclusive.to_owned(), number.into())),
+            Bound::Unbounded => None,
+        };
+        let low = bound("minimum", "exclusiveMinimum", self.low);
+        low.into_iter().chain(bound("maximum", "exclusiveMaximum", self.high)).collect()
+    }
+
     /// Returns true when `number` is allowed; NaN never is.
     pub fn allow(&self, number: f64) -> bool {
         use std::ops::RangeBounds;

@@ -17,7 +17,7 @@ pub(crate) use choice::{choice, registered};
 pub(crate) use limits::{Limits, above, from};
 pub(crate) use mistake::Places;
 pub use mistake::{Mistake, Mistakes, Place};
-pub(crate) use reader::{Origin, Reader, Written};
+pub(crate) use reader::{ForeignName, Origin, Reader, Written};
 pub(crate) use scalar::{Found, Scalar};
 pub use table::Entry;
 pub(crate) use table::{Field, Note, Table, changed, default, entries, join, limits, list_table, table};

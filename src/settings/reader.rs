@@ -20,6 +20,25 @@ pub(crate) enum Origin<'a> {
     Set(usize),
 }
 
+/// A name of another trainer, and the keys that have its meaning here.
+#[derive(Debug)]
+pub(crate) struct ForeignName {
+    pub name: &'static str,
+    pub keys: &'static [&'static str],
+    /// Text after the keys in a message: their value or a difference.
+    pub note: &'static str,
+}
+
+impl std::fmt::Display for ForeignName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let keys = match self.keys {
+            [rest @ .., last] if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
+            keys => keys.concat(),
+        };
+        write!(f, "here it is {keys}{}", self.note)
+    }
+}
+
 /// Maximum number of mistakes that are examined. A text that is not a recipe would have very many.
 const MISTAKES_MAX: usize = 100;
 
@@ -35,6 +54,8 @@ pub(crate) struct Reader<'a> {
     pub text: &'a str,
     /// Returns the mistake and the remedy for a removed key or value.
     pub removed: fn(&str, &DeValue) -> Option<String>,
+    /// Returns what a key of another trainer is here, or a word of its values.
+    pub foreign: fn(&str, Option<&str>) -> Option<&'static ForeignName>,
     /// The end of each line of the text, in bytes.
     pub line_ends: &'a [usize],
 }
@@ -99,12 +120,21 @@ impl Reader<'_> {
         if self.mistakes.0.len() >= MISTAKES_MAX {
             return self.refuse(written, String::new());
         }
-        let what = match self.suggest(table, name) {
-            Some(known) => {
+        let (foreign, suggested) = ((self.foreign)(name, None), self.suggest(table, name));
+        let foreign_keys = written.value.get_ref().as_table().filter(|keys| self.holds_foreign(keys));
+        if let (None, None, Some(keys)) = (foreign, &suggested, foreign_keys) {
+            return self.refuse_foreign(&written.path, keys);
+        }
+        let what = match (foreign, suggested) {
+            (Some(foreign), _) => {
+                self.unsure.extend(foreign.keys.iter().map(|key| (*key).to_owned()));
+                format!("unknown key; {foreign}")
+            }
+            (None, Some(known)) => {
                 self.unsure.push(known.clone());
                 format!("unknown key; did you mean {known}?")
             }
-            None => {
+            (None, None) => {
                 let inside = self.known.iter().filter_map(|key| match table {
                     "" => Some(key.as_str()),
                     table => key.strip_prefix(table)?.strip_prefix('.'),
@@ -115,6 +145,25 @@ impl Reader<'_> {
             }
         };
         self.refuse(written, what);
+    }
+
+    /// Refuses each of the `keys` of another trainer's `table`, and those of its tables.
+    fn refuse_foreign(&mut self, table: &str, keys: &DeTable) {
+        for (name, value) in keys {
+            let inner = Written { path: join(table, &shown(name.get_ref())), name: name.span(), value };
+            match value.get_ref().as_table().filter(|keys| self.holds_foreign(keys)) {
+                Some(keys) => self.refuse_foreign(&inner.path, keys),
+                None => self.refuse_unknown(table, name.get_ref(), &inner),
+            }
+        }
+    }
+
+    /// Returns whether a key of another trainer is in `keys` or in a table below.
+    fn holds_foreign(&self, keys: &DeTable) -> bool {
+        keys.iter().any(|(name, value)| match value.get_ref() {
+            DeValue::Table(keys) => self.holds_foreign(keys),
+            _ => (self.foreign)(name.get_ref(), None).is_some(),
+        })
     }
 
     /// Returns the known path that an unknown one most likely means. Candidates in order: a misspelling in

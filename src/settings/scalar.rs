@@ -1,6 +1,7 @@
 //! Scalar values of a key: reading, validation, writing and description of each type.
 
 use super::{Choice, Entry, Field, Limits, Note, Reader, Written, closest, from};
+use serde_json::{Value as Json, json};
 use std::path::PathBuf;
 use toml::Value;
 use toml::de::DeValue;
@@ -25,6 +26,9 @@ pub(crate) trait Scalar: Sized {
     /// Returns the value as TOML; reading it gives the same value.
     fn to_toml(&self) -> String;
 
+    /// Returns the type and range as JSON Schema.
+    fn schema(limits: Option<Limits>) -> Json;
+
     /// Returns the allowed words, each with its meaning.
     fn meanings() -> Vec<(&'static str, &'static str)> {
         Vec::new()
@@ -39,7 +43,13 @@ impl<T: Scalar> Field for T {
                 *self = value;
                 reader.accept(written);
             }
-            Err(what) => reader.refuse(written, what),
+            Err(what) => {
+                let word = found.value.as_str();
+                let name = written.path.rsplit('.').next().unwrap_or_default();
+                let ours = word.and_then(|word| (reader.foreign)(name, Some(word)));
+                let ours = ours.map(|ours| format!("; {ours}")).unwrap_or_default();
+                reader.refuse(written, what + &ours);
+            }
         }
     }
 
@@ -48,6 +58,7 @@ impl<T: Scalar> Field for T {
             path,
             doc: note.doc.trim(),
             kind: T::kind(note.limits),
+            schema: T::schema(note.limits),
             value: note.present.then(|| self.to_toml()),
             meanings: T::meanings(),
         });
@@ -64,6 +75,10 @@ impl<T: Choice> Scalar for T {
         Ok(T::all()[index])
     }
 
+    fn schema(_limits: Option<Limits>) -> Json {
+        json!({ "enum": words::<T>() })
+    }
+
     fn to_toml(&self) -> String {
         format!("\"{}\"", self.name())
     }
@@ -71,6 +86,13 @@ impl<T: Choice> Scalar for T {
     fn meanings() -> Vec<(&'static str, &'static str)> {
         T::all().into_iter().map(|value| (value.name(), value.meaning())).collect()
     }
+}
+
+/// Returns a number's type with its limits as JSON Schema.
+fn with_limits(kind: &str, limits: Limits) -> Json {
+    let mut schema = json!({ "type": kind });
+    schema.as_object_mut().into_iter().for_each(|schema| schema.extend(limits.to_schema()));
+    schema
 }
 
 fn words<T: Choice>() -> Vec<&'static str> {
@@ -84,6 +106,10 @@ impl Scalar for bool {
 
     fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
         found.value.as_bool().ok_or_else(|| wrong_type::<Self>(found, limits))
+    }
+
+    fn schema(_limits: Option<Limits>) -> Json {
+        json!({ "type": "boolean" })
     }
 
     fn to_toml(&self) -> String {
@@ -108,6 +134,10 @@ impl Scalar for u64 {
             .ok_or_else(|| out_of_range::<Self>(integer, limits))
     }
 
+    fn schema(limits: Option<Limits>) -> Json {
+        with_limits("integer", limits.unwrap_or(from(0.0)))
+    }
+
     fn to_toml(&self) -> String {
         self.to_string()
     }
@@ -121,6 +151,10 @@ impl Scalar for usize {
     fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
         let integer = u64::parse(found, limits)?;
         usize::try_from(integer).map_err(|_| out_of_range::<Self>(&integer, limits))
+    }
+
+    fn schema(limits: Option<Limits>) -> Json {
+        u64::schema(limits)
     }
 
     fn to_toml(&self) -> String {
@@ -149,6 +183,10 @@ impl Scalar for f64 {
         if allowed { Ok(number) } else { Err(out_of_range::<Self>(&number, limits)) }
     }
 
+    fn schema(limits: Option<Limits>) -> Json {
+        limits.map_or(json!({ "type": "number" }), |limits| with_limits("number", limits))
+    }
+
     fn to_toml(&self) -> String {
         // `Debug` always has a point or an exponent, as TOML requires; limits exclude values that are not
         // finite.
@@ -172,6 +210,10 @@ impl Scalar for String {
         }
     }
 
+    fn schema(_limits: Option<Limits>) -> Json {
+        json!({ "type": "string" })
+    }
+
     fn to_toml(&self) -> String {
         Value::String(self.clone()).to_string()
     }
@@ -188,6 +230,10 @@ impl Scalar for PathBuf {
             return Err("the path is empty; name a file or folder, or leave the key out".to_owned());
         }
         absolute(&text)
+    }
+
+    fn schema(limits: Option<Limits>) -> Json {
+        String::schema(limits)
     }
 
     fn to_toml(&self) -> String {
@@ -221,6 +267,10 @@ impl<T: Scalar> Scalar for Vec<T> {
             .enumerate()
             .map(|(i, element)| read(element.get_ref()).map_err(|what| format!("element {}: {what}", i + 1)))
             .collect()
+    }
+
+    fn schema(limits: Option<Limits>) -> Json {
+        json!({ "type": "array", "items": T::schema(limits) })
     }
 
     fn to_toml(&self) -> String {

@@ -140,12 +140,13 @@ pub(crate) struct Note {
 pub enum Entry {
     /// A table; its keys follow.
     Table { path: String, doc: &'static str, present: bool },
-    /// A key: its type and range in words, its value as TOML if it has one, its allowed words with their
-    /// meanings.
+    /// A key: its type and range in words and as JSON Schema, its value as TOML if it has one, its allowed
+    /// words with their meanings.
     Key {
         path: String,
         doc: &'static str,
         kind: String,
+        schema: serde_json::Value,
         value: Option<String>,
         meanings: Vec<(&'static str, &'static str)>,
     },

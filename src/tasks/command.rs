@@ -9,9 +9,10 @@ mod reply;
 use super::process::ProcessPool;
 use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
+use crate::chat::functions::check_functions;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use reply::{REQUEST_ID, Reply, with_request};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -41,16 +42,52 @@ const FAILED: &str = "task_failed";
 
 /// The task `command`.
 pub struct CommandTask {
-    name: String,
-    python: bool,
-    functions: bool,
-    turns: bool,
-    /// Whether the program repeats each request's id: since version 2.
-    identified: bool,
+    described: Described,
     validation: Vec<ValidationSet>,
     program: Program,
     warnings: AtomicUsize,
     console: Console,
+}
+
+/// A program's answer to `describe`.
+struct Described {
+    name: String,
+    validation_problems: u64,
+    python: bool,
+    tools: Vec<Value>,
+    functions: bool,
+    turns: bool,
+    /// Whether the program repeats each request's id: since version 2.
+    identified: bool,
+}
+
+impl Described {
+    fn read(mut reply: Reply) -> Result<Self> {
+        let version = reply.count("version")?.unwrap_or(1);
+        if !(1..=VERSION).contains(&version) {
+            bail!("`version` of the answer is {version}; give 1 or {VERSION}");
+        }
+        let name = reply.text("name")?.unwrap_or_else(|| "command".to_owned());
+        if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
+            bail!("`name` of the answer is {name:?}; write letters, digits and _ only");
+        }
+        let tools = match reply.take("tools") {
+            None => vec![],
+            Some(Value::Array(tools)) => tools,
+            Some(other) => bail!("`tools` of the answer is {other}, not a list"),
+        };
+        check_functions(&tools).map_err(|reason| anyhow!("`tools` of the answer: {reason}"))?;
+        let flag = |key| Ok::<_, anyhow::Error>(reply.flag(key)?.unwrap_or(false));
+        Ok(Self {
+            name,
+            validation_problems: reply.count("validation_problems")?.unwrap_or(0),
+            python: flag("python")?,
+            functions: flag("functions")? || !tools.is_empty(),
+            tools,
+            turns: flag("turns")?,
+            identified: version > 1,
+        })
+    }
 }
 
 impl CommandTask {
@@ -72,39 +109,11 @@ impl CommandTask {
         let pool = ProcessPool::new(command.clone(), processes, timeout);
         let program = Program { pool, ids: AtomicU64::new(0) };
         let request = json!({ "request": "describe", "version": VERSION });
-        let (mut task, count) = program
-            .ask(request, true, |described| {
-                let version = described.count("version")?.unwrap_or(1);
-                if !(1..=VERSION).contains(&version) {
-                    bail!("`version` of the answer is {version}; give 1 or {VERSION}");
-                }
-                let name = described.text("name")?.unwrap_or_else(|| "command".to_owned());
-                if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
-                    bail!("`name` of the answer is {name:?}; write letters, digits and _ only");
-                }
-                let flag = |key| Ok::<_, anyhow::Error>(described.flag(key)?.unwrap_or(false));
-                Ok((
-                    (name, flag("python")?, flag("functions")?, flag("turns")?, version > 1),
-                    described.count("validation_problems")?,
-                ))
-            })
-            .map(|((name, python, functions, turns, identified), count)| {
-                let (validation, warnings) = (vec![], AtomicUsize::new(0));
-                let task = Self {
-                    name,
-                    python,
-                    functions,
-                    turns,
-                    identified,
-                    validation,
-                    program,
-                    warnings,
-                    console,
-                };
-                (task, count.unwrap_or(0))
-            })
-            .map_err(wrong)?;
-        if !task.identified {
+        let described = program.ask(request, true, Described::read).map_err(wrong)?;
+        let count = described.validation_problems;
+        let mut task =
+            Self { described, validation: vec![], program, warnings: AtomicUsize::new(0), console };
+        if !task.described.identified {
             task.console.print(
                 "warning: task.command: version 1 of the protocol has no ids, so the order of the program's answers cannot \
                  be verified; docs/TASKS.md shows version 2",
@@ -114,7 +123,7 @@ impl CommandTask {
         let problems = (0..count).map(|index| task.problem(("validation", 0, index), 1));
         let problems = problems.collect::<Result<Vec<_>>>().map_err(wrong)?;
         if !problems.is_empty() {
-            task.validation = vec![ValidationSet { name: task.name.clone(), problems }];
+            task.validation = vec![ValidationSet { name: task.described.name.clone(), problems }];
         }
         task.problem(("train", 0, 0), 1).map_err(wrong)?;
         Ok(task)
@@ -131,7 +140,7 @@ impl CommandTask {
                     serde_json::from_value(messages).context("`messages` of the answer")?
                 }
             };
-            let id = reply.text("id")?.unwrap_or_else(|| format!("{}/{split}/{index}", self.name));
+            let id = reply.text("id")?.unwrap_or_else(|| format!("{}/{split}/{index}", self.described.name));
             Ok(Problem { id, messages, answer: reply.take("answer").unwrap_or(Value::Null) })
         };
         let mut problem = self.ask(request.clone(), read);
@@ -156,7 +165,7 @@ impl CommandTask {
         if let Some(why) = problem.answer.get(FAILED) {
             bail!("the problem could not be had: {why}");
         }
-        let request = json!({
+        let mut request = json!({
             "request": request,
             "id": problem.id,
             "prompt": problem.messages,
@@ -165,11 +174,17 @@ impl CommandTask {
             "outcome": transcript.outcome.name(),
             "calls_answered": transcript.calls_answered,
         });
+        if request["request"] == "call"
+            && let Some(Message { recipient: Some(name), content, .. }) = transcript.messages.last()
+        {
+            let name = name.strip_prefix("functions.").unwrap_or(name);
+            request["call"] = json!({ "name": name, "arguments": content });
+        }
         self.ask(request, read).inspect_err(|error| self.warn(&problem.id, error))
     }
 
     fn ask<T>(&self, request: Value, read: impl Fn(Reply) -> Result<T>) -> Result<T> {
-        self.program.ask(request, self.identified, read)
+        self.program.ask(request, self.described.identified, read)
     }
 
     fn warn(&self, id: &str, error: &anyhow::Error) {
@@ -217,13 +232,13 @@ impl Program {
 
 impl Task for CommandTask {
     fn name(&self) -> &str {
-        &self.name
+        &self.described.name
     }
 
     /// Returns a problem. If the program fails to provide it, its trajectories count as failed.
     fn training_problem(&self, seed: u64, index: u64) -> Problem {
         self.problem(("train", seed, index), PROBLEM_ATTEMPTS).unwrap_or_else(|error| {
-            let id = format!("{}/train/{index}", self.name);
+            let id = format!("{}/train/{index}", self.described.name);
             self.warn(&id, &error);
             Problem { id, messages: vec![Message::user("")], answer: json!({ FAILED: format!("{error:#}") }) }
         })
@@ -234,15 +249,19 @@ impl Task for CommandTask {
     }
 
     fn uses_python(&self) -> bool {
-        self.python
+        self.described.python
     }
 
     fn may_take_long(&self) -> bool {
         true
     }
 
+    fn tools(&self) -> &[Value] {
+        &self.described.tools
+    }
+
     fn answers_calls(&self) -> bool {
-        self.functions
+        self.described.functions
     }
 
     fn tool_reply(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
@@ -250,7 +269,7 @@ impl Task for CommandTask {
     }
 
     fn next_user_message(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<Message>> {
-        if !self.turns {
+        if !self.described.turns {
             return Ok(None);
         }
         Ok(self.content("turn", problem, transcript)?.map(Message::user))

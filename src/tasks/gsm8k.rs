@@ -3,7 +3,9 @@
 use super::boxed::last_boxed_at;
 use super::number::Number;
 use super::rows::{self, Order};
-use super::{Demonstration, Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};
+use super::{
+    Demonstration, Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet,
+};
 use crate::harmony::Message;
 use crate::random::Purpose;
 use crate::settings::choice;
@@ -23,7 +25,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "gsm8k",
     keys: &["extraction"],
-    make: |settings, _| Ok(Box::new(Gsm8k::load(settings)?)),
+    make: |settings, host| Ok(Box::new(Gsm8k::load(settings, host)?)),
 };
 
 choice! {
@@ -124,10 +126,9 @@ impl Gsm8k {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row.
-    pub fn load(settings: &TaskSettings) -> Result<Self> {
-        let (train, validation) = (settings.train()?, settings.validation()?);
-        let train = rows::read(train.0, train.1, FORM, Row::read)?;
-        let held_out = rows::read(validation.0, validation.1, FORM, Row::read)?;
+    pub fn load(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+        let (_, train) = settings.training_rows(host, FORM, Row::read)?;
+        let (_, held_out) = settings.held_out_rows(host, FORM, Row::read)?;
         let numbered = held_out.iter().enumerate();
         let problems = numbered.map(|(i, row)| row.problem(format!("gsm8k/test/{i}"))).collect();
         Ok(Self {

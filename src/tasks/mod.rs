@@ -110,7 +110,13 @@ pub trait Task: Send + Sync {
         Ok(None)
     }
 
-    /// Returns true when the task has tools besides the Python tool.
+    /// Returns the tools of every problem besides the Python tool, as functions in OpenAI's form. The prompt
+    /// declares them.
+    fn tools(&self) -> &[serde_json::Value] {
+        &[]
+    }
+
+    /// Returns true when the task has tools besides the Python tool, declared or not.
     fn answers_calls(&self) -> bool {
         false
     }
@@ -156,7 +162,7 @@ pub struct TaskEntry {
     pub meaning: &'static str,
     /// Whether its problems are read from `task.train_file` and `task.validation_file`.
     pub reads_files: bool,
-    /// Argument of `scripts/fetch_data.sh` for its recipe's files; empty if there are none.
+    /// Argument of `rloss fetch` for its recipe's files; empty if there are none.
     pub data: &'static str,
     /// The other keys of `[task]` that it reads; all other keys are refused.
     pub keys: &'static [&'static str],

@@ -5,7 +5,7 @@
 use super::answer::AnswerEquality;
 use super::boxed::last_boxed_at;
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
 use crate::random::Purpose;
@@ -27,7 +27,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "dapo-math aime",
     keys: &["validation_files", "answer", "prompt"],
-    make: |settings, _| Ok(Box::new(Retool::load(settings)?)),
+    make: |settings, host| Ok(Box::new(Retool::load(settings, host)?)),
 };
 
 choice! {
@@ -139,11 +139,12 @@ impl Retool {
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row; also for two validation files
     /// of one name, and for a problem in both the training file and a validation file.
-    pub fn load(settings: &TaskSettings) -> Result<Self> {
-        let (train, form) = (settings.train()?, settings.prompt.unwrap_or_default());
-        let training = rows::read(train.0, train.1, FORM, Row::read)?;
+    pub fn load(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+        let form = settings.prompt.unwrap_or_default();
+        let (train, training) = settings.training_rows(host, FORM, Row::read)?;
         let mut sets: Vec<ValidationSet> = Vec::new();
-        for path in settings.validation_file.iter().chain(&settings.validation_files) {
+        let files = settings.validation_file.iter().chain(&settings.validation_files);
+        for path in files.filter(|_| host.reads_held_out) {
             let name = set_name(path);
             if sets.iter().any(|set| set.name == name) {
                 let place = path.display();
@@ -153,14 +154,14 @@ impl Retool {
             }
             let rows = rows::read(path, settings.validation_rows_max, FORM, Row::read)?;
             let held_out = rows.iter().zip(1..).map(|(row, number)| (number, &*row.problem));
-            rows::refuse_shared((train.0, training.iter().map(|row| &*row.problem)), (path, held_out))?;
+            rows::refuse_shared((train, training.iter().map(|row| &*row.problem)), (path, held_out))?;
             let problems = rows.iter().enumerate().map(|(i, row)| row.problem(&name, i, form)).collect();
             sets.push(ValidationSet { name, problems });
         }
         Ok(Self {
             order: Order::new(training.len(), Purpose::Shuffle),
             train: training,
-            train_name: set_name(train.0),
+            train_name: set_name(train),
             validation: sets,
             equality: settings.answer.unwrap_or_default(),
             form,

@@ -1,10 +1,11 @@
 //! `[task]`: problems and their grader.
 
-use super::{TaskName, VALIDATION_PROBLEMS, answer, command, gsm8k, retool, verify_if};
+use super::{TaskName, VALIDATION_PROBLEMS, answer, command, gsm8k, retool, rows, verify_if};
 use crate::bad_input;
 use crate::metrics::Console;
 use crate::settings::{above, from, table};
 use anyhow::Result;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 table! {
@@ -78,20 +79,38 @@ impl TaskSettings {
         }
     }
 
-    /// Returns the training file and the maximum number of its rows.
+    /// Returns the training file and its rows, parsed by `parse`; no rows if the command reads none.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when it is missing in the recipe.
-    pub(super) fn train(&self) -> Result<(&Path, Option<usize>)> {
-        Ok((self.needed(&self.train_file, "task.train_file")?, self.train_rows_max))
+    /// [`crate::error::BadInput`] when the file is missing in the recipe, and those of [`rows::read`].
+    pub(super) fn training_rows<T>(
+        &self,
+        host: &TaskHost,
+        form: &str,
+        parse: impl Fn(&Value) -> Result<T, String>,
+    ) -> Result<(&Path, Vec<T>)> {
+        if !host.reads_training {
+            return Ok((self.train_file.as_deref().unwrap_or(Path::new("train")), vec![]));
+        }
+        let file = self.needed(&self.train_file, "task.train_file")?;
+        Ok((file, rows::read(file, self.train_rows_max, form, parse)?))
     }
 
-    /// Returns the validation file and the maximum number of its rows.
+    /// Returns the validation file and its rows, as [`Self::training_rows`] does.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when it is missing in the recipe.
-    pub(super) fn validation(&self) -> Result<(&Path, Option<usize>)> {
-        Ok((self.needed(&self.validation_file, "task.validation_file")?, self.validation_rows_max))
+    /// As [`Self::training_rows`].
+    pub(super) fn held_out_rows<T>(
+        &self,
+        host: &TaskHost,
+        form: &str,
+        parse: impl Fn(&Value) -> Result<T, String>,
+    ) -> Result<(&Path, Vec<T>)> {
+        if !host.reads_held_out {
+            return Ok((Path::new("validation"), vec![]));
+        }
+        let file = self.needed(&self.validation_file, "task.validation_file")?;
+        Ok((file, rows::read(file, self.validation_rows_max, form, parse)?))
     }
 
     /// Returns the number of held-out problems of a task that generates its own.
@@ -107,17 +126,26 @@ impl TaskSettings {
     }
 }
 
-/// The run's parameters for the task `command`.
+/// The parts of a task that a command needs.
 #[derive(Debug, Clone)]
 pub struct TaskHost {
-    /// Maximum number of held-out problems to request.
+    /// Whether training problems are needed.
+    pub reads_training: bool,
+    /// Whether held-out problems are needed.
+    pub reads_held_out: bool,
+    /// Maximum number of held-out problems to request from the task `command`.
     pub validation_problems_max: usize,
-    /// Where it reports failures.
+    /// Where the task `command` reports failures.
     pub console: Console,
 }
 
 impl Default for TaskHost {
     fn default() -> Self {
-        Self { validation_problems_max: VALIDATION_PROBLEMS, console: Console::plain() }
+        Self {
+            reads_training: true,
+            reads_held_out: true,
+            validation_problems_max: VALIDATION_PROBLEMS,
+            console: Console::plain(),
+        }
     }
 }

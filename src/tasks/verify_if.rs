@@ -4,7 +4,7 @@
 use super::instructions::compose::compose;
 use super::instructions::{Instruction, strict};
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::{Message, Role};
 use crate::random::{Purpose, stream};
@@ -23,7 +23,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "gsm8k ifeval",
     keys: &["grading"],
-    make: |settings, _| Ok(Box::new(VerifyIf::load(settings)?)),
+    make: |settings, host| Ok(Box::new(VerifyIf::load(settings, host)?)),
 };
 
 choice! {
@@ -148,15 +148,14 @@ impl VerifyIf {
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row, or the first prompt that is in
     /// both files.
-    pub fn load(settings: &TaskSettings) -> Result<Self> {
-        let (train, validation) = (settings.train()?, settings.validation()?);
-        let sources = rows::read(train.0, train.1, TRAIN_FORM, Source::read)?;
-        let held_out = rows::read(validation.0, validation.1, VALIDATION_FORM, |row| {
+    pub fn load(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+        let (train, sources) = settings.training_rows(host, TRAIN_FORM, Source::read)?;
+        let (validation, held_out) = settings.held_out_rows(host, VALIDATION_FORM, |row| {
             Ok((row.get("turns").is_some(), Turn::read_all(row)?))
         })?;
         let texts = held_out.iter().zip(1..);
         let texts = texts.flat_map(|((_, turns), row)| turns.iter().map(move |turn| (row, &*turn.prompt)));
-        rows::refuse_shared((train.0, sources.iter().map(Source::text)), (validation.0, texts))?;
+        rows::refuse_shared((train, sources.iter().map(Source::text)), (validation, texts))?;
         let set = |name: &str, several: bool| {
             let rows = held_out.iter().enumerate().filter(|(_, (turns, _))| *turns == several);
             let problems: Vec<_> =

@@ -4,6 +4,7 @@
 //! [`Trainer::reinforcement_learning`] is the loop over steps; `step.rs` is the algorithm of one step.
 
 mod data;
+mod gradient_norms;
 mod monitor;
 mod sample;
 mod save;
@@ -24,9 +25,10 @@ use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, forget_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
+use crate::run::causes::{SampleCauses, warn_of_causes};
 use crate::run::collect::tell_failures;
 use crate::run::context::RunContext;
-use crate::run::evaluation::{evaluate, prompts};
+use crate::run::evaluation::{SetResult, evaluate, prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
 use crate::run::run_folder::RunFolder;
 use crate::run::signals::Stop;
@@ -83,9 +85,11 @@ impl Trainer {
         let mut monitor = Monitor::new(context.recipe());
         if point.is_some() {
             let before = read_rows(&folder.path.join("metrics.jsonl"))?;
-            before.iter().filter(|row| row.phase == Phase::Rl).for_each(|row| {
-                // Warnings of earlier steps are not repeated.
-                let _ = monitor.note(row.step, &row.metrics);
+            // Warnings of earlier steps are not repeated.
+            before.iter().for_each(|row| match row.phase {
+                Phase::Rl => drop(monitor.note(row.step, &row.metrics)),
+                Phase::ColdStart => drop(monitor.warm_up_norms.note(&row.metrics)),
+                Phase::Eval => {}
             });
         }
         let timings = Timings::new();
@@ -113,6 +117,9 @@ impl Trainer {
         let recipe = self.context.plan.recipe.clone();
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
         self.plan_time(done);
+        if self.context.mesh().is_rank_zero() {
+            self.console.keep_status(&self.folder.path);
+        }
         let (console, at) = (self.console.clone(), self.at.clone());
         self.stop.tell(move || {
             let at = at.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -131,9 +138,11 @@ impl Trainer {
             _ => {}
         }
         self.begin_adapter()?;
+        let stage = self.console.inner_stage("optimizer, critic, reference", 0);
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
         let critic = self.critic(resumed.as_ref())?;
         self.set_reference(resumed.as_ref())?;
+        stage.finish();
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
@@ -216,6 +225,8 @@ impl Trainer {
                 .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
                 .collect();
             self.write_row(step, Phase::Rl, metrics)?;
+            self.monitor.actor_norms.refuse_many()?;
+            self.monitor.critic_norms.refuse_many()?;
             let kept = sampled.rows(recipe.logging.trajectories_per_step, &learned);
             self.folder.write_trajectories(&format!("step-{step:06}"), kept.into_iter())?;
             progress.advance(1, counts.sampled_tokens as u64, &shown);
@@ -244,10 +255,18 @@ impl Trainer {
         let begun = std::time::Instant::now();
         let evaluation = evaluate(&self.context, step, &self.console, &|| false)?
             .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
+        self.console.count_step("evaluation");
         self.timings.add("testing", begun.elapsed().as_secs_f64());
         self.timings.add("step", begun.elapsed().as_secs_f64());
         self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
+        let label = format!("evaluation after step {step}: ");
+        warn_of_causes(
+            &self.context,
+            evaluation.sets.iter().flat_map(SetResult::rows),
+            &label,
+            &self.console,
+        );
         let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();
         let all = evaluation.rows().count();
         // Stop before training: steps would fail too, each only after its time limits.
@@ -302,7 +321,15 @@ impl Trainer {
                 "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"
             ));
         }
-        for warning in self.monitor.note(step, metrics) {
+        let samples = rollouts.groups.iter().zip(&rollouts.messages).flat_map(|(group, messages)| {
+            group.trajectories.iter().zip(messages).map(|(trajectory, of)| (trajectory, of.as_slice()))
+        });
+        let causes = SampleCauses::count(self.context.task.as_ref(), samples);
+        let tokens_max = self.context.recipe().rollout.response_tokens_max;
+        let causes = causes.words(self.context.interpreter.is_some(), tokens_max);
+        let mut warnings = self.monitor.note_causes(causes);
+        warnings.extend(self.monitor.note(step, metrics));
+        for warning in warnings {
             self.console.print(&format!("warning: step {step}: {warning}"));
         }
     }
@@ -311,6 +338,13 @@ impl Trainer {
         metrics.extend(self.timings.take());
         metrics.extend(memory_peaks(self.context.parameters.device())?);
         self.folder.write_metrics(&Row { step, phase, metrics })
+    }
+}
+
+/// A run that ended, however it did, is under way no more.
+impl Drop for Trainer {
+    fn drop(&mut self) {
+        self.console.forget_status();
     }
 }
 

@@ -1,9 +1,11 @@
 //! Warnings about a step: failures, rewards without signal, a collapse of the success rate, alarm limits.
 
+use super::gradient_norms::GradientNorms;
 use crate::metrics::{Metrics, format_number};
 use crate::policy::advantage::Advantage;
 use crate::policy::alarm::alarm;
 use crate::recipe::Recipe;
+use crate::run::causes::CAUSES;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
@@ -23,10 +25,15 @@ pub(super) struct Monitor {
     /// signal.
     failing: u64,
     flat: u64,
+    /// Consecutive steps with each cause.
+    causes: [u64; CAUSES],
     /// Successes and trajectories of the last steps.
     window: VecDeque<(f64, f64)>,
     /// The best window: its success rate, its trajectories, its last step.
     best: Option<(f64, f64, u64)>,
+    pub actor_norms: GradientNorms,
+    pub critic_norms: GradientNorms,
+    pub warm_up_norms: GradientNorms,
 }
 
 impl Monitor {
@@ -43,8 +50,12 @@ impl Monitor {
             failed: 0.0,
             failing: 0,
             flat: 0,
+            causes: [0; CAUSES],
             window: VecDeque::new(),
             best: None,
+            actor_norms: GradientNorms::new("actor"),
+            critic_norms: GradientNorms::new("critic"),
+            warm_up_norms: GradientNorms::new("cold_start"),
         }
     }
 
@@ -63,6 +74,8 @@ impl Monitor {
                     .to_owned(),
             );
         }
+        warnings.extend(self.actor_norms.note(metrics));
+        warnings.extend(self.critic_norms.note(metrics));
         for (name, value) in metrics.iter() {
             if let Some(alarm) = alarm(name, value) {
                 warnings.push(format!("{name} = {value:.4}: {}", alarm.meaning));
@@ -74,6 +87,16 @@ impl Monitor {
     /// Returns the number of failed trajectories, and of all.
     pub fn failed(&self) -> (usize, usize) {
         (self.failed as usize, self.trajectories as usize)
+    }
+
+    /// Adds the causes of a step whose samples teach little. Returns those to tell now.
+    pub fn note_causes(&mut self, causes: [Option<String>; CAUSES]) -> Vec<String> {
+        let mut due = vec![];
+        for (streak, cause) in self.causes.iter_mut().zip(causes) {
+            *streak = if cause.is_some() { *streak + 1 } else { 0 };
+            due.extend(cause.filter(|_| told(*streak)));
+        }
+        due
     }
 
     fn failures(&mut self, step: u64, metrics: &Metrics) -> Option<String> {

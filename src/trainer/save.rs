@@ -24,7 +24,9 @@ impl Trainer {
         let every = self.context.plan.recipe.checkpoint.every_steps;
         if asked || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
+            let stage = self.console.inner_stage("checkpoint", 0);
             self.save(phase, step, optimizer, critic)?;
+            stage.finish();
             self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());
         }
         Ok(asked)

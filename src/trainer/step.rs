@@ -2,18 +2,20 @@
 //! each minibatch: loss, backward, clip, optimizer.
 
 use super::Trainer;
+use super::gradient_norms::GradientNorms;
 use super::sample::Sampled;
 use crate::learner::advantages::AdvantageEstimator;
 use crate::learner::batch::{Batch, Forward};
-use crate::learner::batch_runner::{BatchRunner, Shares};
+use crate::learner::batch_runner::{BatchObjective, BatchRunner, GradientNorm, Shares};
 use crate::learner::critic::{Critic, CriticStep};
-use crate::learner::forward_backward::PassSettings;
+use crate::learner::forward_backward::{PassOutput, PassSettings};
+use crate::learner::micro_batch::MicroBatch;
 use crate::learner::optimizer::Optimizer;
 use crate::learner::policy_loss::UpdateLoss;
 use crate::learner::rollout_correction::correct_rollout;
 use crate::learner::routed_experts;
-use crate::learner::{CriticSettings, TrainSettings};
-use crate::metrics::{Accumulator, Metrics, Timings};
+use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
+use crate::metrics::{Accumulator, Console, Metrics, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::ratio::OldLogprob;
@@ -52,9 +54,28 @@ impl Trainer {
             pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
             second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
+            skip_above: SkipAbove {
+                actor: self.skip_above(&self.monitor.actor_norms),
+                critic: self.skip_above(&self.monitor.critic_norms),
+            },
             timings: &self.timings,
+            console: &self.console,
         }
     }
+
+    /// Returns the gradient norm above which an update is skipped; `None` if none may be skipped.
+    pub(super) fn skip_above(&self, norms: &GradientNorms) -> Option<f64> {
+        let may_skip = self.context.recipe().train.on_bad_step == OnBadStep::Skip;
+        may_skip.then(|| norms.limit())
+    }
+}
+
+/// Gradient norms above which an update of either model is skipped. `None` skips none, and a norm that is
+/// not finite ends the run.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SkipAbove {
+    pub actor: Option<f64>,
+    pub critic: Option<f64>,
 }
 
 /// Updates policy and critic from a step's trajectories.
@@ -75,7 +96,18 @@ pub struct PolicyStep<'a> {
     pub second_forward: Option<ForwardOptions>,
     /// The constant of [`crate::policy::Aggregation::Constant`], and the limit of overlong shaping.
     pub response_tokens_max: usize,
+    pub skip_above: SkipAbove,
     pub timings: &'a Timings,
+    /// Shows the phase under way.
+    pub console: &'a Console,
+}
+
+/// The model that updates change.
+struct Updated<'a> {
+    /// First part of its metrics' names.
+    name: &'a str,
+    runner: BatchRunner<'a>,
+    skip_above: Option<f64>,
 }
 
 /// One update before the optimizer runs; the policy's parameters hold its gradients.
@@ -99,8 +131,7 @@ impl PolicyStep<'_> {
         critic: Option<&mut Critic>,
     ) -> Result<(Metrics, Vec<TokenFigures>)> {
         let warming_up = self.warms_up(critic.as_deref());
-        let (batch, mut forward, mut metrics) =
-            self.timings.time("old_log_prob", || self.prepare(groups, critic.as_deref()))?;
+        let (batch, mut forward, mut metrics) = self.prepare(groups, critic.as_deref())?;
         if let Some(critic) = critic {
             metrics.extend(self.update_critic(&batch, critic)?);
         }
@@ -136,7 +167,7 @@ impl PolicyStep<'_> {
             response_tokens_max: self.response_tokens_max,
             critic: critic.map(|critic| self.critic_step(&critic.settings, &critic.parameters)),
         };
-        let mut metrics = estimator.fill(&mut batch, groups)?;
+        let mut metrics = self.timings.time("adv", || estimator.fill(&mut batch, groups))?;
         metrics.extend(correct_rollout(&mut batch, &self.policy.correction)?);
         Ok((batch, forward, metrics))
     }
@@ -152,8 +183,8 @@ impl PolicyStep<'_> {
         let replay = self.policy.router_replay;
         if self.policy.kl.place != KlPlace::None {
             let parameters = self.reference.context("policy.kl without a reference")?;
-            let outputs =
-                BatchRunner { parameters, ..self.runner }.forward(&batch.micro_batches, self.pass)?;
+            let runner = BatchRunner { parameters, ..self.runner };
+            let outputs = self.forward(("ref", "reference"), runner, &batch.micro_batches, self.pass)?;
             batch.reference_log_probs = Some(batch.forward(&outputs)?.log_probs);
         }
         let config = &self.runner.model.config;
@@ -166,7 +197,8 @@ impl PolicyStep<'_> {
         if self.needs_forward(critic) {
             let options = self.second_forward.unwrap_or(self.pass.forward);
             let pass = PassSettings { forward: options, ..self.pass };
-            let outputs = self.runner.forward(&batch.micro_batches, pass)?;
+            let names = ("old_log_prob", "old log-probs");
+            let outputs = self.forward(names, self.runner, &batch.micro_batches, pass)?;
             let found = batch.forward(&outputs)?;
             batch.training_log_probs = Some(found.log_probs.clone());
             if replay == RouterReplay::Recompute {
@@ -175,9 +207,32 @@ impl PolicyStep<'_> {
             forward = Some(found);
         }
         if let Some(critic) = critic {
-            batch.values = Some(self.critic_step(&critic.settings, &critic.parameters).values(batch)?);
+            let step = self.critic_step(&critic.settings, &critic.parameters);
+            batch.values = Some(self.phase(("values", "values"), || step.values(batch))?);
         }
         Ok(forward)
+    }
+
+    /// Runs `work` as a phase that counts nothing, timed and shown under these `names`.
+    fn phase<T>(&self, (timing, shown): (&str, &str), work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let stage = self.console.inner_stage(shown, 0);
+        let result = self.timings.time(timing, work)?;
+        stage.finish();
+        Ok(result)
+    }
+
+    /// Runs a forward of `runner` as a phase, timed and shown under these `names`.
+    fn forward(
+        &self,
+        (timing, shown): (&str, &str),
+        runner: BatchRunner,
+        batches: &[MicroBatch],
+        pass: PassSettings,
+    ) -> Result<Vec<PassOutput>> {
+        let stage = self.console.pass(shown, runner.own_tokens(batches));
+        let outputs = self.timings.time(timing, || runner.forward_shown(batches, pass, &stage))?;
+        stage.finish();
+        Ok(outputs)
     }
 
     /// Returns whether the policy runs a forward before its first update. Otherwise the rollout is compared
@@ -202,8 +257,12 @@ impl PolicyStep<'_> {
         let Critic { settings, parameters, optimizer } = critic;
         let view = self.critic_step(settings, parameters);
         let schedule = (settings.minibatches, settings.epochs);
-        let gradients = |minibatch: &Batch| view.gradients(minibatch);
-        let (means, ..) = self.update("critic", batch, view.runner, optimizer, schedule, gradients)?;
+        let gradients = |minibatch: &Batch| {
+            let stage = self.console.inner_stage("critic's update", 0);
+            view.gradients(minibatch).inspect(|_| stage.finish())
+        };
+        let model = Updated { name: "critic", runner: view.runner, skip_above: self.skip_above.critic };
+        let (means, ..) = self.update(model, batch, optimizer, schedule, gradients)?;
         means.finish()
     }
 
@@ -217,8 +276,9 @@ impl PolicyStep<'_> {
             first.get_or_insert(update.forward);
             Ok(Some(update.metrics))
         };
+        let model = Updated { name: "actor", runner: self.runner, skip_above: self.skip_above.actor };
         let (means, made, skipped) =
-            self.update("actor", batch, self.runner, optimizer, (minibatches, epochs), gradients)?;
+            self.update(model, batch, optimizer, (minibatches, epochs), gradients)?;
         let mut metrics = means.finish()?;
         metrics.set("actor/lr", lr);
         if minibatches * epochs > 1 || skipped > 0 {
@@ -228,14 +288,13 @@ impl PolicyStep<'_> {
         Ok((metrics, first))
     }
 
-    /// Updates the model of `runner`. For each minibatch of each epoch: loss and backward (`gradients`),
-    /// clip, optimizer. Returns means over updates, and the numbers of updates and of skipped minibatches
-    /// (all tokens rejected).
+    /// Updates a model. For each minibatch of each epoch: loss and backward (`gradients`), clip, optimizer.
+    /// Returns means over updates, and the numbers of updates and of skipped minibatches (all tokens
+    /// rejected). A bad gradient is counted in the means.
     fn update(
         &self,
-        name: &str,
+        Updated { name, runner, skip_above }: Updated,
         batch: &Batch,
-        runner: BatchRunner,
         optimizer: &mut Optimizer,
         (minibatches, epochs): (usize, usize),
         mut gradients: impl FnMut(&Batch) -> Result<Option<Metrics>>,
@@ -250,8 +309,18 @@ impl PolicyStep<'_> {
                     skipped += 1;
                     continue;
                 };
-                let grad_norm = self.timings.time("optimizer", || runner.clip_and_update(optimizer, lr))?;
-                means.mean(&format!("{name}/grad_norm"), grad_norm, 1.0);
+                let update = || runner.clip_and_update(optimizer, lr, skip_above);
+                let norm = match self.phase(("optimizer", "optimizer"), update)? {
+                    GradientNorm::Used(norm) => norm,
+                    GradientNorm::Skipped(norm) => {
+                        means.sum(&format!("{name}/updates_bad"), 1.0);
+                        if norm.is_finite() {
+                            means.max(&format!("{name}/grad_norm_bad"), norm);
+                        }
+                        continue;
+                    }
+                };
+                means.mean(&format!("{name}/grad_norm"), norm, 1.0);
                 means.mean(&format!("{name}/lr"), lr, 1.0);
                 found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
                 made += 1;
@@ -272,11 +341,14 @@ impl PolicyStep<'_> {
         let updates = self.train.minibatches * self.train.epochs;
         let loss = UpdateLoss::new(batch, self.policy, self.anchor(), updates, self.response_tokens_max)?;
         let shares = Shares::of(&batch.micro_batches);
-        let outputs = self.runner.accumulate(&batch.micro_batches, self.pass, &|index, columns| {
+        let objective: BatchObjective<'_, 2> = &|index, columns| {
             let (share, gradient) = loss.share(index, columns)?;
             shares.put(index, share);
             Ok(gradient)
-        })?;
+        };
+        let stage = self.console.pass("update", self.runner.own_tokens(&batch.micro_batches));
+        let outputs = self.runner.accumulate_shown(&batch.micro_batches, self.pass, objective, &stage)?;
+        stage.finish();
         let metrics = loss.metrics(&shares.all()?, &outputs, self.pass.load_balance > 0.0);
         Ok(Some(Update { metrics, forward: batch.forward(&outputs)? }))
     }

@@ -2,6 +2,7 @@
 //! and backward pass.
 
 use super::Trainer;
+use crate::learner::batch_runner::GradientNorm;
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::micro_batch::Sequence;
 use crate::learner::optimizer::Optimizer;
@@ -36,7 +37,8 @@ impl Trainer {
             })?;
             let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
             let output = self.timings.time("update", || {
-                supervised::gradients(&self.runner(), &batch, recipe.train.micro_batch_tokens, pass)
+                let tokens_max = recipe.train.micro_batch_tokens;
+                supervised::gradients(&self.runner(), &batch, tokens_max, pass, &self.console)
             })?;
             let mut metrics = Metrics::new();
             metrics.set("cold_start/loss", output.loss);
@@ -44,9 +46,23 @@ impl Trainer {
                 metrics.set("cold_start/load_balance", output.load_balance);
             }
             let lr = optimizer.learning_rate(step, cold_start.steps);
-            let norm =
-                self.timings.time("optimizer", || self.runner().clip_and_update(&mut optimizer, lr))?;
-            metrics.set("cold_start/grad_norm", norm);
+            let skip_above = self.skip_above(&self.monitor.warm_up_norms);
+            let stage = self.console.inner_stage("optimizer", 0);
+            let update = || self.runner().clip_and_update(&mut optimizer, lr, skip_above);
+            let norm = self.timings.time("optimizer", update)?;
+            stage.finish();
+            match norm {
+                GradientNorm::Used(norm) => metrics.set("cold_start/grad_norm", norm),
+                GradientNorm::Skipped(norm) => {
+                    metrics.set("cold_start/updates_bad", 1.0);
+                    if norm.is_finite() {
+                        metrics.set("cold_start/grad_norm_bad", norm);
+                    }
+                }
+            }
+            if let Some(warning) = self.monitor.warm_up_norms.note(&metrics) {
+                self.console.print(&format!("warning: step {step} of the cold start: {warning}"));
+            }
             metrics.set("cold_start/lr", lr);
             let last = step == cold_start.steps;
             let due = cold_start.eval_every_steps > 0 && (last || step % cold_start.eval_every_steps == 0);
@@ -58,6 +74,7 @@ impl Trainer {
             self.timings.add("step", seconds);
             metrics.set("perf/throughput", output.tokens as f64 / seconds);
             self.write_row(step, Phase::ColdStart, metrics)?;
+            self.monitor.warm_up_norms.refuse_many()?;
             progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
             if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer, None)? {
                 return Ok(true);
@@ -69,6 +86,6 @@ impl Trainer {
 
     fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
         let tokens = self.context.plan.recipe.train.micro_batch_tokens;
-        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0))
+        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0), &self.console)
     }
 }

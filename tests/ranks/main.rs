@@ -260,6 +260,26 @@ fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
 }
 
 #[test]
+fn a_restart_by_torchrun_and_a_requeue_by_slurm_go_on_by_resume_auto() {
+    let sets = [&SHORT[..], &["train.steps=30", "eval.every_steps=0"]].concat();
+    let whole = Launch::new("quickstart", &sets).alone();
+    for by_slurm in [false, true] {
+        let launch = Launch::new("quickstart", &sets).ranks(2).survivors(by_slurm).auto();
+        let mut going = launch.clone().start();
+        going.wait_for_rows(12);
+        going.signal_rank(1, "KILL");
+        let mut ended = going.wait(Duration::from_secs(120));
+        if by_slurm || !run::by_nccl() {
+            // The scheduler starts the same command again; torchrun has done so by itself.
+            assert!(rows_with(&ended, "critic/rewards/mean").len() < 30, "killed after its end");
+            ended = launch.run();
+        }
+        assert!(ended.stderr.contains("resuming"), "{}", ended.stderr);
+        assert_same_figures(&whole, &ended, &format!("by_slurm: {by_slurm}"));
+    }
+}
+
+#[test]
 fn a_process_that_hangs_is_named_when_the_time_limit_is_over() {
     let sets = [&SHORT[..], &["train.steps=100000", "parallel.exchange_timeout_s=3"]].concat();
     let mut going = Launch::new("quickstart", &sets).ranks(3).start();

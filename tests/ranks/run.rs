@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// What to start.
+#[derive(Clone)]
 pub struct Launch {
     command: String,
     recipe: String,
@@ -20,7 +21,7 @@ pub struct Launch {
     /// The command line of the last process, where it is another one.
     last: Option<Vec<String>>,
     place: Arc<TempDir>,
-    resume: bool,
+    resume: Option<&'static str>,
 }
 
 /// A run under way.
@@ -75,14 +76,14 @@ impl Launch {
             survivors: false,
             last: None,
             place: Arc::new(tempfile::tempdir().expect("a folder")),
-            resume: false,
+            resume: None,
         }
     }
 
     /// Goes on with `done`.
     pub fn resume(done: &Done, sets: &[&str]) -> Self {
         let recipe = done.folder.to_str().expect("UTF-8");
-        Self { place: done.place.clone(), resume: true, ..Self::new(recipe, sets) }
+        Self { place: done.place.clone(), resume: Some("--resume"), ..Self::new(recipe, sets) }
     }
 
     pub fn ranks(self, ranks: usize) -> Self {
@@ -91,6 +92,11 @@ impl Launch {
 
     pub fn survivors(self, survivors: bool) -> Self {
         Self { survivors, ..self }
+    }
+
+    /// The run starts or goes on, whichever its folder asks for.
+    pub fn auto(self) -> Self {
+        Self { resume: Some("--resume=auto"), ..self }
     }
 
     /// The last rank is started with another command line; to be said when all else is.
@@ -108,9 +114,7 @@ impl Launch {
         let mut arguments = vec![program().to_owned(), self.command.clone(), self.recipe.clone()];
         arguments.extend(["--out".to_owned(), self.place.path().join("run").display().to_string()]);
         self.sets.iter().for_each(|set| arguments.extend(["--set".to_owned(), set.clone()]));
-        if self.resume {
-            arguments.push("--resume".to_owned());
-        }
+        arguments.extend(self.resume.map(str::to_owned));
         arguments
     }
 
@@ -149,6 +153,9 @@ impl Launch {
             let stand_in = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ranks/torchrun");
             let mut command = Command::new(stand_in);
             command.arg(self.ranks.to_string()).args(&arguments);
+            if self.resume == Some("--resume=auto") {
+                command.env("MAX_RESTARTS", "1");
+            }
             if let Some(last) = &self.last {
                 command.arg(":").args(last);
             }

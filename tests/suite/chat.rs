@@ -8,9 +8,12 @@ use rloss::chat::Format;
 use rloss::chat::chatml::{
     ChatMl, QWEN_IDENTITY, json_text, messages_from_json, python_function, system_text,
 };
+use rloss::chat::functions::check_functions;
 use rloss::chat::{Call, Chat};
 use rloss::harmony::{HarmonyTokenizer, Message, Role, TurnEnd, TurnStep};
+use rloss::rollout::{PreambleSettings, preamble};
 use serde_json::{Value, json};
+use std::io::Read;
 use std::path::Path;
 
 fn chatml() -> ChatMl {
@@ -208,6 +211,47 @@ fn what_follows_a_turn_continues_the_conversation() {
     let sampled = chat.render_training(&messages(3)).tokens;
     let inserted = chat.render_continuation(&messages(5)[3..]);
     assert_eq!([sampled, inserted].concat(), whole);
+}
+
+/// Two hundred prompts with drawn tools, as transformers rendered them by the published templates:
+/// `scripts/make_tool_fixtures.py`.
+#[test]
+fn prompts_with_tools_are_those_of_the_published_templates() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tools.jsonl.gz");
+    let mut text = String::new();
+    flate2::read::GzDecoder::new(std::fs::File::open(file).unwrap()).read_to_string(&mut text).unwrap();
+    let (chatml, harmony) = (Chat::ChatMl(chatml()), Chat::Harmony(HarmonyTokenizer::embedded().unwrap()));
+    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(rows.len(), 200);
+    for (i, row) in rows.iter().enumerate() {
+        let tools = row["tools"].as_array().unwrap();
+        check_functions(tools).unwrap();
+        let instructions = row["instructions"].as_str().map(str::to_owned);
+        let user = Message::user(row["user"].as_str().unwrap());
+        let prompt = |chat: &Chat, settings: &PreambleSettings| {
+            let messages =
+                [&preamble(chat, settings, false, tools)[..], std::slice::from_ref(&user)].concat();
+            chat.render_prompt(&messages).unwrap()
+        };
+        let of_gpt_oss = PreambleSettings {
+            current_date: Some("2026-01-02".into()),
+            developer_instructions: instructions.clone(),
+            ..Default::default()
+        };
+        let tokens = prompt(&harmony, &of_gpt_oss);
+        assert_eq!(harmony.vocabulary().decode(&tokens), row["gpt-oss"].as_str().unwrap(), "row {i}");
+        let mut of_qwen = PreambleSettings { model_identity: instructions.clone(), ..Default::default() };
+        let tokens = prompt(&chatml, &of_qwen);
+        let text = chatml.vocabulary().decode(&tokens);
+        assert_eq!(text, row["qwen2.5"].as_str().unwrap(), "row {i}");
+        // The tags that the template spells are single tokens.
+        let tags = tokens.iter().filter(|&&token| token == 3 || token == 4).count();
+        assert_eq!(tags, 4, "row {i}");
+        // Qwen3's template makes up no identity.
+        of_qwen.system_message = Some(instructions.is_some());
+        let text = chatml.vocabulary().decode(&prompt(&chatml, &of_qwen));
+        assert_eq!(text, row["qwen3"].as_str().unwrap(), "row {i}");
+    }
 }
 
 #[test]

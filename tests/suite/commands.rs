@@ -1,8 +1,10 @@
 //! The binary as a user runs it: whole small runs, ended and resumed in every way, and refused ones.
 
 mod adapter;
+mod bad_step;
 mod bf16_dot;
 mod check;
+mod consent;
 mod console;
 mod critic;
 mod ended;
@@ -53,6 +55,8 @@ fn quickstart() -> PathBuf {
 fn rloss() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
     command.stdin(Stdio::null());
+    // The key of this user's runs: the tests leave the user's own alone.
+    command.env("XDG_CONFIG_HOME", env!("CARGO_TARGET_TMPDIR"));
     command
 }
 

@@ -7,7 +7,7 @@ use rloss::learner::critic::{Critic, CriticStep};
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::{CriticSettings, OptimizerSettings, TrainSettings};
-use rloss::metrics::{Metrics, Timings};
+use rloss::metrics::{Console, Metrics, Timings};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
@@ -18,7 +18,7 @@ use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
 use rloss::policy::{Aggregation, KlPlace, KlSettings, PolicySettings};
-use rloss::trainer::step::PolicyStep;
+use rloss::trainer::step::{PolicyStep, SkipAbove};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
@@ -302,7 +302,9 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
             pass: pass(false),
             second_forward: None,
             response_tokens_max: 72,
+            skip_above: SkipAbove::default(),
             timings: &Timings::new(),
+            console: &Console::silent(),
         };
         let (found, _, metrics) = step.prepare(&groups, Some(&fixture.critic)).unwrap();
         let values = fixture.values();

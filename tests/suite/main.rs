@@ -10,6 +10,7 @@ mod critic;
 mod data;
 mod dense;
 mod figures;
+mod gguf;
 mod harmony;
 mod instructions;
 mod interpreter;

@@ -285,7 +285,7 @@ fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
     }
     std::fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
     assert!(weights_present(folder.path()));
-    refused(load(folder.path(), &config()), &["only safetensors"]);
+    refused(load(folder.path(), &config()), &["weights are read from safetensors, or from a GGUF file"]);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use rloss::learner::batch::Batch;
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
-use rloss::metrics::Timings;
+use rloss::metrics::{Console, Timings};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
@@ -23,7 +23,7 @@ use rloss::policy::{
     Aggregation, CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
 };
 use rloss::settings::Choice;
-use rloss::trainer::step::{PolicyStep, Update};
+use rloss::trainer::step::{PolicyStep, SkipAbove, Update};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 fn loss(name: &str) -> Loss {
@@ -40,6 +40,7 @@ struct Fixture {
     groups: Vec<Group>,
     train: TrainSettings,
     timings: Timings,
+    console: Console,
 }
 
 fn pass() -> PassSettings {
@@ -66,7 +67,15 @@ impl Fixture {
         let groups =
             trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec(), greedy: None }).collect();
         let train = TrainSettings { micro_batch_tokens: 64, ..TrainSettings::default() };
-        Self { threads, model, parameters, groups, train, timings: Timings::new() }
+        Self {
+            threads,
+            model,
+            parameters,
+            groups,
+            train,
+            timings: Timings::new(),
+            console: Console::silent(),
+        }
     }
 
     fn step<'a>(&'a self, policy: &'a PolicySettings, reference: Option<&'a Parameters>) -> PolicyStep<'a> {
@@ -81,7 +90,9 @@ impl Fixture {
             pass: pass(),
             second_forward: None,
             response_tokens_max: 72,
+            skip_above: SkipAbove::default(),
             timings: &self.timings,
+            console: &self.console,
         }
     }
 

@@ -349,7 +349,7 @@ fn keys_that_mean_nothing_to_the_family_are_refused_by_name() {
         ("harmony.current_date=2025-06-28", &["harmony.current_date"]),
         (
             "harmony.developer_instructions=Be brief.",
-            &["harmony.developer_instructions", "harmony.model_identity"],
+            &["harmony.developer_instructions", "harmony.system_message"],
         ),
     ] {
         let output = train(&out, &[set]);

@@ -219,19 +219,6 @@ fn a_later_mistake_is_placed_where_the_key_was_written() {
 fn what_is_likely_not_meant_is_a_warning() {
     let warnings = |text: &str| read(text, &[]).warnings;
     assert_eq!(warnings(""), Vec::<String>::new());
-    assert_eq!(
-        warnings("rollout.samples_per_prompt = 1"),
-        [
-            "r.toml:1: rollout.samples_per_prompt: a group of one keeps its raw reward as advantage under grpo; give 2 or more \
-          for a baseline"
-        ]
-    );
-    for (advantage, count) in
-        [("dr_grpo", 1), ("grpo_batch_std", 1), ("reinforce_plus_plus", 0), ("remax", 0)]
-    {
-        let text = format!("rollout.samples_per_prompt = 1\npolicy.advantage = \"{advantage}\"");
-        assert_eq!(warnings(&text).len(), count, "{advantage}");
-    }
     assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("does not end within the 80"));
     let gae = "policy.advantage = \"gae\"\n";
     assert_eq!(warnings(&format!("{gae}rollout.samples_per_prompt = 1")).len(), 0);
@@ -399,17 +386,29 @@ fn a_recipe_with_a_base_holds_only_what_differs() {
             "…/one.toml:3: train.seeds: unknown key; did you mean train.seed?"
         ]
     );
-    write("tower.toml", "base = \"ground.toml\"\n");
-    assert_eq!(
-        refused("base = \"../tower.toml\"", &[]),
-        [
-            "…/../tower.toml:1: base: a base has no base of its own; name that recipe's base in its place, and write out \
-          what differs"
-        ]
-    );
+    // A base has a base; a name without a file is a recipe of the program.
+    write("tower.toml", "base = \"ground.toml\"\ntrain.seed = 6\n");
+    let plan = of("base = \"../tower.toml\"\n[rollout]\nprompts_per_step = 3", &[]).expect("resolves");
+    assert_eq!((plan.recipe.train.steps, plan.recipe.train.seed), (7, 6));
+    let plan = of("base = \"quickstart_lora\"", &[]).expect("resolves");
+    assert_eq!(plan.recipe.adapter.map(|adapter| adapter.rank), Some(8));
+    write("circle.toml", "base = \"arms/one.toml\"\n");
+    write("arms/one.toml", "base = \"../circle.toml\"\n");
+    let circle = refused("base = \"../circle.toml\"", &[]);
+    assert!(circle.len() == 1 && circle[0].contains("is the base of another"), "{circle:?}");
+    // What a lost base may cure is no mistake: here the files of the task.
+    for lost in ["none.toml", "../broken_syntax.toml", "../lost.toml"] {
+        write("broken_syntax.toml", "[task\ntrain_file = \"x\"\n");
+        write("lost.toml", "base = \"nowhere.toml\"\n");
+        let found = refused(&format!("base = {lost:?}\n[task]\nname = \"gsm8k\""), &[]);
+        assert_eq!(found.len(), 1, "{found:?}");
+    }
     assert_eq!(
         refused("base = 3\npolicy.dual_clip = 0.5", &[]),
-        ["…/one.toml:1: base: found no string; give the path of a recipe, counted from this one's folder"]
+        [
+            "…/one.toml:1: base: found no string; give the path of a recipe, counted from this one's folder, or a recipe of \
+          the program"
+        ]
     );
     let missing = refused("\nbase = \"none.toml\"", &[]).concat();
     assert!(missing.starts_with("…/one.toml:2: base: cannot read …/none.toml: "), "{missing}");

@@ -1,5 +1,6 @@
 //! Rendering of messages as tokens.
 
+use super::system::CALLS_GUIDE;
 use super::{CALL_END, ChatMl, PYTHON_CALL, TOOL_CALL, TOOL_RESPONSE, json};
 use crate::chat::PYTHON;
 use crate::harmony::{MaskedTokens, Message, Role};
@@ -128,12 +129,29 @@ impl<'a> Writer<'a> {
             role => {
                 // ChatML has no developer role: its messages become system messages.
                 self.start_turn(if role == Role::Developer { Role::System } else { role });
-                self.text(&first.content);
+                match first.content.strip_suffix(CALLS_GUIDE) {
+                    Some(before) if role == Role::System => {
+                        self.text(before);
+                        self.calls_guide();
+                    }
+                    _ => self.text(&first.content),
+                }
             }
         }
         self.token(self.chat.im_end);
         self.sampled = false;
         self.text("\n");
+    }
+
+    /// Writes [`CALLS_GUIDE`] with its tags as template words.
+    fn calls_guide(&mut self) {
+        let mut rest = CALLS_GUIDE;
+        while let Some((at, tag)) = TOOL_CALL.iter().filter_map(|&tag| Some((rest.find(tag)?, tag))).min() {
+            self.text(&rest[..at]);
+            self.template_word(tag);
+            rest = &rest[at + tag.len()..];
+        }
+        self.text(rest);
     }
 
     /// Writes a call: the code of a call to the Python tool, otherwise a function's arguments as JSON.

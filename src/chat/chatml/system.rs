@@ -11,6 +11,12 @@ pub const QWEN_IDENTITY: &str = "You are Qwen, created by Alibaba Cloud. You are
 const PYTHON_DESCRIPTION: &str = "Runs Python code and answers with its output. Use it to compute and to check \
     your reasoning. The user sees neither code nor output.";
 
+/// The end of a system message with functions. Its `<tool_call>` are single tokens, as in the published
+/// rendering.
+pub(super) const CALLS_GUIDE: &str = "\n\nFor each function call, return a json object with function name and \
+    arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": \
+    <args-json-object>}\n</tool_call>";
+
 /// Returns the Python tool as a function with one string argument.
 pub fn python_function() -> Value {
     json!({
@@ -35,9 +41,7 @@ pub fn system_text(text: Option<&str>, functions: &[Value]) -> Option<String> {
     let listed: String = functions.iter().map(|function| format!("{}\n", json::to_text(function))).collect();
     let tools = format!(
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function \
-         signatures within <tools></tools> XML tags:\n<tools>\n{listed}</tools>\n\nFor each function call, return a json \
-         object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{\"name\": \
-         <function-name>, \"arguments\": <args-json-object>}}\n</tool_call>"
+         signatures within <tools></tools> XML tags:\n<tools>\n{listed}</tools>{CALLS_GUIDE}"
     );
     Some(match text {
         Some(text) => format!("{text}\n\n{tools}"),

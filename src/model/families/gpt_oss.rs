@@ -17,6 +17,8 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     name: "gpt_oss",
     meaning: "Experts, attention sinks, windows in every other layer; conversations in Harmony.",
     architecture: "GptOssForCausalLM",
+    gguf: "gpt-oss",
+    gguf_splitter: "gpt-4o",
     chat: Format::Harmony,
     has_experts: true,
     has_sinks: true,

@@ -5,6 +5,7 @@ use super::config_json::Keys;
 use super::layer::Layer;
 use super::matrix::LayerTensors;
 use super::names::ParameterSpec;
+use crate::bad_input;
 use crate::chat::Format;
 use crate::settings::{Choice, registered};
 use anyhow::Result;
@@ -26,6 +27,10 @@ pub struct FamilyEntry {
     pub meaning: &'static str,
     /// The name of the causal language model in transformers.
     pub architecture: &'static str,
+    /// `general.architecture` of a GGUF file.
+    pub gguf: &'static str,
+    /// The splitter of the family's published tokenizer, by its name in GGUF.
+    pub gguf_splitter: &'static str,
     /// The format of conversations.
     pub chat: Format,
     /// Whether layers have experts.
@@ -54,5 +59,19 @@ impl Family {
         let words: Vec<String> =
             Self::all().into_iter().map(|family| format!("{:?}", family.name())).collect();
         format!("known: {}", words.join(", "))
+    }
+
+    /// Finds the family of a GGUF file's `general.architecture`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] that lists the supported ones.
+    pub fn of_gguf(architecture: &str) -> Result<Self> {
+        Self::all().into_iter().find(|family| family.gguf == architecture).ok_or_else(|| {
+            let known: Vec<&str> = Self::all().into_iter().map(|family| family.gguf).collect();
+            bad_input!(
+                "general.architecture = {architecture:?} is not supported; known: {}",
+                known.join(", ")
+            )
+        })
     }
 }

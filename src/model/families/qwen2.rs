@@ -17,6 +17,8 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     name: "qwen2",
     meaning: "Dense Qwen2 and Qwen2.5; conversations in ChatML.",
     architecture: "Qwen2ForCausalLM",
+    gguf: "qwen2",
+    gguf_splitter: "qwen2",
     chat: Format::ChatMl,
     has_experts: false,
     has_sinks: false,

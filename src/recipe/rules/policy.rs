@@ -234,12 +234,6 @@ impl Rules<'_> {
                 "nothing is sampled where train.trajectories gives the data; remove one of the two",
             );
         }
-        if rollout.samples_per_prompt == 1 {
-            self.refuse(
-                &["rollout.resample_rounds_max", "rollout.samples_per_prompt"],
-                "the rewards of a group of one are always equal; give 2 or more samples, or 0 rounds",
-            );
-        }
     }
 
     fn greedy_baseline(&mut self) {

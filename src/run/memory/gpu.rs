@@ -185,7 +185,7 @@ impl Subject<'_> {
         let tokens = recipe.train.micro_batch_tokens.max(self.longest());
         let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest()));
         match self.intent {
-            Intent::Eval | Intent::Rollout => {}
+            Intent::Eval | Intent::Rollout | Intent::Chat => {}
             Intent::CheckMismatch(_) => {
                 let decoded = DECODED_SEQUENCES.min(prompts * samples);
                 let room = CacheRoom { sequences: decoded, tokens: self.longest(), fed_tokens_max: decoded };

@@ -88,6 +88,8 @@ pub enum Intent {
     Train,
     Rollout,
     Eval,
+    /// A chat, or the export of a model: at most one sequence.
+    Chat,
     CheckMismatch(OtherWeights),
 }
 
@@ -107,6 +109,7 @@ impl Intent {
             Intent::Train => "train",
             Intent::Rollout => "rollout",
             Intent::Eval => "eval",
+            Intent::Chat => "chat",
             Intent::CheckMismatch(_) => "check-mismatch",
         }
     }
@@ -246,7 +249,7 @@ impl MemoryPlan {
         let compared = format!("{} of memory are needed, {} are {bound}", gigabytes(peak), gigabytes(*bytes));
         if peak > *bytes {
             let help = what_helps(remedies);
-            return Err(bad_input!("{compared}; what would help: {help}. `rloss check` prints the plan"));
+            return Err(bad_input!("{compared}; what would help: {help}"));
         }
         Ok((peak as f64 > WARNED_SHARE * *bytes as f64).then(|| format!("{compared}; it may not suffice")))
     }
@@ -400,7 +403,7 @@ impl Subject<'_> {
             }
             Intent::CheckMismatch(OtherWeights::Changed) => part("weights, changed", self.changed_weights()),
             // While training samples, the weights rounded by ablations exist only in the sampling phase.
-            Intent::Train | Intent::Rollout | Intent::Eval => {}
+            Intent::Train | Intent::Rollout | Intent::Eval | Intent::Chat => {}
         }
         parts
     }
@@ -428,7 +431,7 @@ impl Subject<'_> {
             phases.push(("sampling", self.sampling()));
         }
         let trajectories = match self.intent {
-            Intent::Eval | Intent::Rollout => return phases,
+            Intent::Eval | Intent::Rollout | Intent::Chat => return phases,
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
         let tokens = recipe.train.micro_batch_tokens.max(self.longest()).min(trajectories * self.longest());
@@ -469,6 +472,7 @@ impl Subject<'_> {
         let recipe = self.recipe;
         match self.intent {
             Intent::Eval => (recipe.eval.problems_max, recipe.eval.samples),
+            Intent::Chat => (1, 1),
             _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
         }
     }
@@ -485,7 +489,7 @@ impl Subject<'_> {
             // Weights gathered per expert are rounded on arrival, without a second set.
             Intent::Train if together => 0,
             Intent::Train | Intent::Rollout => self.rounded_weights(WeightRounding::of(&recipe.arms)),
-            Intent::Eval | Intent::CheckMismatch(_) => 0,
+            Intent::Eval | Intent::Chat | Intent::CheckMismatch(_) => 0,
         };
         let engines = if together { 1 } else { engines(self.weight_bytes(), self.threads) };
         let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));

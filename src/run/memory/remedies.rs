@@ -61,7 +61,7 @@ impl Subject<'_> {
         });
         let prompt = half(recipe.rollout.prompt_tokens_max);
         with(format!("rollout.prompt_tokens_max = {prompt}"), &|r| r.rollout.prompt_tokens_max = prompt);
-        if self.intent != Intent::Eval {
+        if !matches!(self.intent, Intent::Eval | Intent::Chat) {
             let tokens = half(recipe.train.micro_batch_tokens);
             with(format!("train.micro_batch_tokens = {tokens}"), &|r| r.train.micro_batch_tokens = tokens);
         }

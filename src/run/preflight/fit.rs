@@ -13,6 +13,9 @@ use anyhow::Result;
 use std::sync::Arc;
 use std::time::Instant;
 
+/// Where to see the plan.
+const TO_SEE: &str = "`rloss check` prints the plan";
+
 impl Preflight {
     /// Returns the memory to plan for: the GPU's if a GPU computes, else the `host`'s.
     pub fn available(&self, host: Option<Available>) -> Option<Available> {
@@ -106,8 +109,8 @@ impl Preflight {
         let subject = self.subject();
         let admitted = MemoryPlan::new(&subject).admit(available, &subject.remedies());
         let warning = admitted.map_err(|error| match self.gpu_sequences {
-            Some(_) => bad_input!("{error}; {}", subject.one_sequence()),
-            None => error,
+            Some(_) => bad_input!("{error}; {}. {TO_SEE}", subject.one_sequence()),
+            None => bad_input!("{error}. {TO_SEE}"),
         })?;
         self.plan.warnings.extend(warning);
         Ok(())

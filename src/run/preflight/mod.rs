@@ -13,14 +13,14 @@ use crate::model::config::{Config, Form};
 use crate::model::split_rows::heads_split;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
-use crate::recipe::{Plan, Recipe};
+use crate::recipe::{KeyScope, Plan, Recipe};
 use crate::rollout::{PromptLimits, preamble};
 use crate::run::adapter::RunAdapter;
 use crate::run::device::{ComputePlace, choose};
 use crate::run::family::foreign_keys;
 use crate::run::freeze::{critic_trainable, trainable};
 use crate::run::memory::{Intent, OtherWeights, Subject};
-use crate::run::source::{ModelSource, unverified};
+use crate::run::source::ModelSource;
 use crate::tasks::{self, Problem, Task, TaskHost};
 use anyhow::Result;
 use std::path::Path;
@@ -77,8 +77,13 @@ impl Preflight {
     ) -> Result<Self> {
         let threads = Threads::shared(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
         let mut mistakes = Mistakes(vec![]);
-        let host =
-            TaskHost { validation_problems_max: plan.recipe.eval.problems_max, console: console.clone() };
+        let reads_held_out = plan.reads("task.validation_file");
+        let host = TaskHost {
+            reads_training: plan.reads("task.train_file"),
+            reads_held_out,
+            validation_problems_max: if reads_held_out { plan.recipe.eval.problems_max } else { 0 },
+            console: console.clone(),
+        };
         let source = mistakes.note(match checkpoint.filter(|folder| holds_adapter(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
                 .map(|source| source.held_for(&plan.recipe)),
@@ -133,8 +138,12 @@ impl Preflight {
             plan.warnings
                 .push(format!("{} holds no weights; they are initialized at random", folder.display()));
         }
-        if let Some(folder) = &source.unverified {
-            plan.warnings.push(unverified(folder));
+        if let Some(file) = &source.foreign_template {
+            plan.warnings.push(format!(
+                "{}: its chat template is not the published one of this family; conversations are rendered in {}",
+                file.display(),
+                source.chat.name()
+            ));
         }
         if let Some(confinement) = interpreter.as_ref().map(|i| i.confinement())
             && confinement.contains("NOT SANDBOXED")
@@ -142,7 +151,7 @@ impl Preflight {
             plan.warnings
                 .push(format!("THE PYTHON TOOL IS {confinement}: code from the model runs with your rights"));
         }
-        let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python());
+        let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
         Ok(Self {
             plan,
             intent,
@@ -231,13 +240,14 @@ impl Mistakes {
 fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     let context = config.max_position_embeddings;
     let response = plan.recipe.rollout.response_tokens_max;
-    if response >= context {
+    // An answer in a chat ends where the context does.
+    if response >= context && plan.scope != KeyScope::Chat && plan.reads("rollout.response_tokens_max") {
         let what = format!("{response} sampled tokens do not fit the model's context of {context}; lower it");
         return Err(plan.mistake("rollout.response_tokens_max", what).into());
     }
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
     let blocks = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
-    if plan.recipe.checkpoint.dtype == Form::Mxfp4 && !blocks {
+    if plan.reads("checkpoint.dtype") && plan.recipe.checkpoint.dtype == Form::Mxfp4 && !blocks {
         let what = format!(
             "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
             mxfp4::BLOCK

@@ -10,7 +10,7 @@ const REQUEST_CHARS_MAX: usize = 400;
 
 /// The keys of the answer to each request; `error` is allowed in all.
 const KEYS: [(&str, &[&str]); 5] = [
-    ("describe", &["version", "name", "validation_problems", "python", "functions", "turns"]),
+    ("describe", &["version", "name", "validation_problems", "python", "tools", "functions", "turns"]),
     ("problem", &["prompt", "messages", "answer", "id"]),
     ("call", &["content"]),
     ("turn", &["content"]),

@@ -1,11 +1,13 @@
 //! The parsers, each with sound examples of what it reads.
 
 use rloss::chat::{Chat, Format};
+use rloss::checkpoint::gguf::GgufModel;
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::integrity::{Checksum, Manifest, add_checksum};
 use rloss::metrics::Row;
 use rloss::model::config::Config;
+use rloss::model::names::parameter_specs;
 use rloss::tasks::answer::AnswerEquality;
 use rloss::tasks::instructions::Instruction;
 use rloss::tasks::{boxed, gsm8k, number, retool, rows};
@@ -103,6 +105,7 @@ fn model_files(scratch: &Path) -> Vec<Target> {
         .map(|format| format.embedded().expect("embedded").vocabulary().json_bytes().to_vec());
     let configs = ["gpt_oss_yarn", "gpt_oss_plain", "qwen2", "qwen2_tied"]
         .map(|name| example(&format!("tests/fixtures/{name}/config.json")));
+    let gguf = example("tests/fixtures/gguf/gpt_oss.gguf");
     let digest = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262";
     vec![
         target(
@@ -131,6 +134,19 @@ fn model_files(scratch: &Path) -> Vec<Target> {
                 let Ok(file) = TensorFile::open(path) else { return };
                 for name in file.metadata.offset_keys() {
                     let _ = file.metadata.info(&name).map(|info| file.read(info));
+                }
+            }),
+        ),
+        target(
+            "gguf",
+            6,
+            // The header alone too: most damage to the whole file falls on values.
+            [gguf.clone(), gguf[..16_000].to_vec()],
+            file(scratch, "a.gguf", |path| {
+                let Ok(GgufModel { weights, config, .. }) = GgufModel::open(path) else { return };
+                for spec in parameter_specs(&config) {
+                    let _ = weights.packed(&spec);
+                    let _ = weights.values(&spec);
                 }
             }),
         ),

@@ -11,9 +11,15 @@ fn it_shows_recipe_prompt_and_memory_and_does_nothing() {
         rloss().current_dir(folder.path()).arg("check").arg(quickstart()).args(["--set", "train.seed=3"]),
     );
     let text = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        !text.contains("[model.architecture]") && !text.contains("clip_low"),
+        "only what differs: {text}"
+    );
+    let all = done(rloss().current_dir(folder.path()).args(["check", "--all"]).arg(quickstart()));
+    let all = String::from_utf8(all.stdout).unwrap();
+    assert!(all.contains("[model.architecture]") && all.contains("clip_low = 0.2"), "{all}");
     for part in [
-        "[model.architecture]",
-        "seed = 3",
+        "train.seed = 3\n",
         "First prompt of arithmetic",
         "<|start|>user<|message|>",
         "<|start|>assistant",
@@ -59,6 +65,7 @@ fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
     let output = output(&mut training);
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("train.freeze = [\"*.mlp.experts.*\"]"), "{}", stderr(&output));
+    assert!(!stderr(&output).contains("rloss check"), "it is this command: {}", stderr(&output));
     assert!(String::from_utf8_lossy(&output.stdout).contains("optimizer"), "the plan is shown");
 }
 

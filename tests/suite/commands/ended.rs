@@ -62,6 +62,33 @@ fn killed_and_resumed(out: &Path, sets: &[&str], (count, delay): (usize, Duratio
     done(&mut resumed(out, sets));
 }
 
+/// As torchrun and Slurm do: the same command again, until it ends.
+#[test]
+fn the_same_command_goes_on_by_resume_auto() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let file = out.join("metrics.jsonl");
+    let auto = || {
+        let mut command = small(&out, &[]);
+        command.arg("--resume=auto");
+        command
+    };
+    for rows in [1, 4, 8] {
+        let mut child = quiet(&mut auto()).spawn().unwrap();
+        wait_until(&mut child, || file.exists() && line_count(&file) >= rows);
+        let _ = child.kill();
+        child.wait().unwrap();
+    }
+    let text = stderr(&done(&mut auto()));
+    assert!(text.contains("resuming"), "{text}");
+    assert_same_results(&out, baseline());
+    let text = stderr(&done(&mut auto()));
+    assert!(text.contains("all 4 steps are done"), "{text}");
+    let refused = output(small(&folder.path().join("other"), &[]).arg("--resume"));
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("--resume=auto"), "{}", stderr(&refused));
+}
+
 /// The baseline is the one with AdamW.
 #[test]
 fn killed_with_the_other_optimizers() {

@@ -118,7 +118,7 @@ fn recipes_are_inside_the_binary_and_a_name_that_is_none_lists_them() {
     }
     // The data set is named that the recipe needs.
     let refused = stderr(&output(rloss().current_dir(&folder).args(["train", "retool"])));
-    assert!(refused.contains("scripts/fetch_data.sh dapo-math aime"), "{refused}");
+    assert!(refused.contains("rloss fetch dapo-math aime"), "{refused}");
 }
 
 #[test]
@@ -212,6 +212,74 @@ fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
     assert!(shown.contains("no room is left in the model's context of 160"), "{shown}");
     assert!(shown.contains("it starts again"), "{shown}");
     assert!(shown.chars().all(|c| c == '\n' || !c.is_control()), "{shown:?}");
+}
+
+#[test]
+fn chat_needs_a_model_alone() {
+    let folder = TempDir::new().unwrap();
+    let model = folder.path().join("model");
+    super::copy_model(&super::first_checkpoint(super::warm_model()), &model);
+    let model = model.display().to_string();
+    // A folder just talks, without a tool. The tiny model's context has no room for a system message.
+    let short = ["--set", "rollout.response_tokens_max=4", "--set", "harmony.system_message=false"];
+    let said = chat(&[&[&*model], &short[..]].concat(), "1+1?\n");
+    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
+    assert!(text(&said.stdout).contains("cut off after 4 tokens"), "{}", text(&said.stdout));
+    assert!(!stderr(&said).contains("Python tool"), "{}", stderr(&said));
+    // A recipe's data is not read, nor are keys of training.
+    let path = format!("model.path={model}");
+    let sets = [path.as_str(), "task.train_file=none", "train.minibatches=100000", "eval.samples=4"];
+    let sets: Vec<&str> =
+        sets.into_iter().chain(["eval.temperature=0"]).flat_map(|set| ["--set", set]).collect();
+    let said = chat(&[&["gsm8k"], &sets[..]].concat(), "/quit\n");
+    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
+}
+
+#[test]
+fn init_writes_a_recipe_with_sizes_for_a_model_and_this_machine() {
+    let folder = TempDir::new().unwrap();
+    let model = folder.path().join("a model");
+    super::copy_model(&super::first_checkpoint(super::warm_model()), &model);
+    let init = |name: &str| {
+        let mut command = rloss();
+        command.current_dir(&folder).args(["init", name, "--from", "quickstart_lora", "--model"]);
+        output(command.arg(&model))
+    };
+    let said = init("mine");
+    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
+    let recipe = std::fs::read_to_string(folder.path().join("mine.toml")).unwrap();
+    assert!(recipe.contains("base = \"quickstart_lora\"") && recipe.contains("training takes "), "{recipe}");
+    assert!(recipe.contains("prompts_per_step = 8") && !recipe.contains("[adapter]"), "{recipe}");
+    let shown = text(&done(rloss().current_dir(&folder).args(["check", "mine.toml"])).stdout);
+    assert!(shown.contains("a model") && shown.contains("adapter.rank = 8"), "{shown}");
+    assert!(stderr(&init("mine")).contains("mine.toml already exists"));
+    assert_eq!(output(rloss().args(["init", "x", "--from", "quickstart"])).status.code(), Some(2));
+}
+
+#[test]
+fn a_run_folder_trained_without_resume_says_that_it_starts_afresh() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("again");
+    let mut train = rloss();
+    train.arg("train").arg(baseline()).arg("--out").arg(&out);
+    let sets = ["cold_start.steps=0", "train.steps=0", "eval.problems_max=4"];
+    let said = stderr(&done(train.args(sets.map(|set| ["--set", set]).concat())));
+    assert!(said.contains("from its beginning") && said.contains("--resume continues that run"), "{said}");
+}
+
+#[test]
+fn fetch_names_what_it_knows_and_says_in_one_line_that_there_is_no_network() {
+    let refused = output(rloss().args(["fetch", "nothing"]));
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("gsm8k") && stderr(&refused).contains("qwen2.5-0.5b-instruct"));
+    // A proxy where nobody listens stands for a machine without a network.
+    let folder = TempDir::new().unwrap();
+    let mut fetch = rloss();
+    fetch.current_dir(&folder).args(["fetch", "gsm8k"]).env("https_proxy", "http://127.0.0.1:9");
+    let said = output(fetch.env_remove("DATA").env_remove("NO_PROXY").env_remove("no_proxy"));
+    assert_eq!((said.status.code(), stderr(&said).lines().count()), (Some(1), 1), "{}", stderr(&said));
+    assert!(stderr(&said).contains("error: no network reaches https://raw.githubusercontent.com/"));
+    assert_eq!(std::fs::read_dir(folder.path().join("data/gsm8k")).unwrap().count(), 0);
 }
 
 #[test]
@@ -343,5 +411,18 @@ fn a_followed_page_tells_when_the_run_went_on() {
     let before = rloss::report::state(std::slice::from_ref(&run));
     assert_eq!(before, rloss::report::state(std::slice::from_ref(&run)));
     std::fs::write(run.join("metrics.jsonl"), row(1) + &row(2)).unwrap();
-    assert_ne!(before, rloss::report::state(&[run]));
+    assert_ne!(before, rloss::report::state(std::slice::from_ref(&run)));
+    // The stage under way is told while a process works on the run.
+    let stages = || rloss::report::stages_under_way(std::slice::from_ref(&run));
+    assert!(stages().is_empty());
+    let console = rloss::metrics::Console::silent();
+    console.keep_status(&run);
+    let _stage = console.stage("cold start", 8, 2);
+    let seen = (0..600).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        stages().first().is_some_and(|stage| stage.starts_with("cold start 2/8"))
+    });
+    assert!(seen, "{:?}", stages());
+    console.forget_status();
+    assert!(stages().is_empty());
 }

@@ -141,14 +141,14 @@ fn a_short_environment_is_told_in_one_line() {
     assert!(said.contains("parallel.threads") || said.contains("memory"), "{said}");
 }
 
-/// Of these the allocator took 1 GiB at once, and the rest was too small for threads; 1,000 and 1,600 MiB
-/// were enough.
+/// A bug: the allocator reserved 1 GiB at once and glibc 128 MiB for each thread, so limits between 1,000 and
+/// 1,600 MiB left nothing for the rest.
 #[test]
 fn an_address_space_of_a_little_more_than_1_gib_is_enough() {
     let folder = TempDir::new().unwrap();
     let (recipe, out) = (quickstart(), folder.path().join("run"));
     let (recipe, out) = (recipe.to_str().unwrap(), out.to_str().unwrap());
-    for mib in [700, 1000, 1100, 1200, 1300, 1400, 1500, 1600] {
+    for mib in [700, 850, 1000, 1005, 1100, 1200, 1300, 1400, 1500, 1600] {
         let _ = fs::remove_dir_all(out);
         let mut command = limited(&format!("ulimit -v {}", mib << 10), &["train", recipe, "--out", out]);
         for set in ["cold_start.steps=1", "train.steps=0", "eval.before_training=false", "parallel.threads=2"]

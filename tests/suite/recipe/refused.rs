@@ -3,7 +3,7 @@
 use rand::Rng;
 use rloss::error::BadInput;
 use rloss::random::{Purpose, stream};
-use rloss::recipe::resolve;
+use rloss::recipe::{KeyScope, resolve};
 use std::path::Path;
 
 fn mistakes(text: &str, sets: &[&str]) -> Vec<String> {
@@ -254,6 +254,50 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
 }
 
 #[test]
+fn a_group_of_one_is_refused_where_the_advantage_compares_within_groups() {
+    let text =
+        |advantage: &str| format!("rollout.samples_per_prompt = 1\npolicy.advantage = \"{advantage}\"");
+    assert_eq!(
+        mistake(&text("grpo"), &[]),
+        "r.toml:1: rollout.samples_per_prompt: a group of one keeps its raw reward as advantage under grpo; give 2 or more, or \
+         an advantage without groups such as \"reinforce_plus_plus\""
+    );
+    for advantage in ["dr_grpo", "grpo_batch_std", "rloo"] {
+        assert_eq!(mistakes(&text(advantage), &[]).len(), 1, "{advantage}");
+    }
+    for advantage in ["reinforce_plus_plus", "remax", "gae"] {
+        assert!(resolve(Path::new("r.toml"), &text(advantage), &[]).is_ok(), "{advantage}");
+    }
+    // A run that was written before the rule goes on.
+    let stored = rloss::recipe::resolve_stored(KeyScope::Stored, Path::new("r.toml"), &text("grpo"), &[]);
+    assert!(stored.is_ok());
+}
+
+#[test]
+fn a_command_is_not_refused_for_keys_that_it_does_not_read() {
+    let accepts = |scope: KeyScope, set: &str| {
+        let data =
+            "[task]\nname = \"gsm8k\"\ntrain_file = \"Cargo.toml\"\nvalidation_file = \"Cargo.toml\"\n";
+        rloss::recipe::resolve_for(scope, Path::new("r.toml"), data, &[set.to_owned()]).is_ok()
+    };
+    let all = [KeyScope::Train, KeyScope::Rollout, KeyScope::Eval, KeyScope::Chat, KeyScope::CheckMismatch];
+    for (set, refusing) in [
+        ("train.minibatches=1000", &[KeyScope::Train][..]),
+        ("train.freeze=[\"\"]", &[KeyScope::Train]),
+        ("eval={samples=4,temperature=0}", &[KeyScope::Train, KeyScope::Eval]),
+        ("rollout.top_p=0.5", &[KeyScope::Train, KeyScope::Rollout, KeyScope::CheckMismatch]),
+        ("task.train_file=none", &[KeyScope::Train, KeyScope::Rollout, KeyScope::CheckMismatch]),
+        ("task.validation_file=none", &[KeyScope::Train, KeyScope::Eval]),
+        ("interpreter.time_limit_s=9", &all),
+        ("train.minibatches=no number", &all),
+    ] {
+        for scope in all {
+            assert_eq!(accepts(scope, set), !refusing.contains(&scope), "{scope:?} {set}");
+        }
+    }
+}
+
+#[test]
 fn missing_files_are_named_with_their_absolute_path() {
     let here = std::env::current_dir().expect("a working directory");
     for (text, key, remedy) in [
@@ -268,7 +312,7 @@ fn missing_files_are_named_with_their_absolute_path() {
         (
             "task = { name = \"gsm8k\", train_file = \"no/folder\", validation_file = \"Cargo.toml\" }",
             "task.train_file",
-            "scripts/fetch_data.sh",
+            "rloss fetch gsm8k",
         ),
     ] {
         let message = mistake(text, &[]);
@@ -513,7 +557,7 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         ("policy.advantage = \"gae\"\ncritic.freeze = [\"\"]".to_owned(), "critic.freeze", "empty pattern"),
         (
             "rollout.samples_per_prompt = 1\nrollout.resample_rounds_max = 1".to_owned(),
-            "rollout.resample_rounds_max",
+            "rollout.samples_per_prompt",
             "group of one",
         ),
     ];

@@ -1,0 +1,158 @@
+//! Functions of a task as GPT-OSS's published template writes them: a namespace of TypeScript types.
+//!
+//! The template is the reference, white space included. It differs from openai-harmony's rendering, which is
+//! [`crate::harmony::DeveloperContent`]'s.
+
+use super::chatml::json_text;
+use serde_json::Value;
+
+/// Longest type of an array's items that is written out.
+const ITEM_CHARS_MAX: usize = 50;
+
+/// Checks functions in OpenAI's form: `{"type": "function", "function": {"name": …, "parameters": …}}`.
+///
+/// # Errors
+/// The number of the first wrong function, from 0, and the reason.
+pub fn check_functions(functions: &[Value]) -> Result<(), String> {
+    let named = |name: &str| {
+        !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'))
+    };
+    for (i, tool) in functions.iter().enumerate() {
+        let function = &tool["function"];
+        let wrong = |key: &Value, right: bool| !key.is_null() && !right;
+        let reason = if tool["type"] != "function" || !function.is_object() {
+            "write {\"type\": \"function\", \"function\": {...}}"
+        } else if !function["name"].as_str().is_some_and(named) {
+            "`function.name` must be of letters, digits, _ and -"
+        } else if wrong(&function["description"], function["description"].is_string()) {
+            "`function.description` must be a text"
+        } else if wrong(&function["parameters"], function["parameters"].is_object()) {
+            "`function.parameters` must be a JSON schema, an object"
+        } else {
+            continue;
+        };
+        return Err(format!("tool {i}: {reason}"));
+    }
+    Ok(())
+}
+
+/// Returns the part of a developer message that declares `functions`.
+pub fn namespace(functions: &[Value]) -> String {
+    let mut out = "# Tools\n\n## functions\n\nnamespace functions {\n\n".to_owned();
+    for tool in functions {
+        let function = &tool["function"];
+        if let Some(description) = function["description"].as_str() {
+            out += &format!("// {description}\n");
+        }
+        out += &format!("type {} = ", function["name"].as_str().unwrap_or_default());
+        let schema = &function["parameters"];
+        match schema["properties"].as_object().filter(|properties| !properties.is_empty()) {
+            Some(properties) => {
+                out += "(_: {\n";
+                properties
+                    .iter()
+                    .for_each(|(name, property)| push_parameter(&mut out, schema, name, property));
+                out += "}) => any;\n\n";
+            }
+            None => out += "() => any;\n\n",
+        }
+    }
+    out + "} // namespace functions"
+}
+
+fn push_parameter(out: &mut String, function: &Value, name: &str, schema: &Value) {
+    if let Some(description) = text(schema, "description") {
+        *out += &format!("// {description}\n");
+    }
+    *out += &format!("{name}{}: {}", mark(function, name), type_of(schema));
+    if let Some(default) = schema.get("default") {
+        *out += &if !list(schema, "enum").is_empty() {
+            format!(", // default: {}", plain(default))
+        } else if !list(schema, "oneOf").is_empty() {
+            format!("// default: {}", plain(default))
+        } else {
+            format!(", // default: {}", json_text(default))
+        };
+    }
+    *out += ",\n";
+}
+
+fn type_of(schema: &Value) -> String {
+    let nullable = if schema["nullable"] == true { " | null" } else { "" };
+    let kind = schema["type"].as_str().unwrap_or_default();
+    let (types, variants) = (list(schema, "type"), list(schema, "oneOf"));
+    if kind == "array" {
+        return format!("{}[]{nullable}", item_of(&schema["items"]));
+    }
+    if !types.is_empty() {
+        return types.iter().map(plain).collect::<Vec<_>>().join(" | ");
+    }
+    if !variants.is_empty() {
+        return variants.iter().map(variant_of).collect::<Vec<_>>().join(" | \n");
+    }
+    match kind {
+        "string" => match list(schema, "enum") {
+            [] => format!("string{nullable}"),
+            words => format!("\"{}\"", words.iter().map(plain).collect::<Vec<_>>().join("\" | \"")),
+        },
+        "number" | "integer" => "number".into(),
+        "boolean" => "boolean".into(),
+        "object" => object_of(schema),
+        _ => "any".into(),
+    }
+}
+
+/// Returns the type of an array's items. An object without properties is an item like any other.
+fn item_of(items: &Value) -> String {
+    match items["type"].as_str() {
+        Some("string") => return "string".into(),
+        Some("number" | "integer") => return "number".into(),
+        Some("boolean") => return "boolean".into(),
+        _ if items.as_object().is_none_or(serde_json::Map::is_empty) => return "any".into(),
+        _ => {}
+    }
+    let inner = type_of(items);
+    if inner == "object | object" || inner.chars().count() > ITEM_CHARS_MAX { "any".into() } else { inner }
+}
+
+/// Returns one alternative of `oneOf`. The blanks before its default are the template's own.
+fn variant_of(schema: &Value) -> String {
+    let description = text(schema, "description").map(|text| format!("// {text}")).unwrap_or_default();
+    let default = schema.get("default").map(|default| format!("{:20}// default: {}", "", json_text(default)));
+    format!("{}{description}{}", type_of(schema), default.unwrap_or_default())
+}
+
+fn object_of(schema: &Value) -> String {
+    let Some(properties) = schema["properties"].as_object().filter(|properties| !properties.is_empty())
+    else {
+        return "object".into();
+    };
+    let property = |(name, property): (&String, &Value)| {
+        format!("{name}{}: \n{:16}{}", mark(schema, name), "", type_of(property))
+    };
+    format!("{{\n{}}}", properties.iter().map(property).collect::<Vec<_>>().join(", "))
+}
+
+/// Returns `?` for a parameter that `schema` does not require.
+fn mark(schema: &Value, name: &str) -> &'static str {
+    if list(schema, "required").iter().any(|required| required == name) { "" } else { "?" }
+}
+
+fn list<'a>(schema: &'a Value, key: &str) -> &'a [Value] {
+    schema[key].as_array().map(Vec::as_slice).unwrap_or_default()
+}
+
+fn text<'a>(schema: &'a Value, key: &str) -> Option<&'a str> {
+    schema[key].as_str().filter(|text| !text.is_empty())
+}
+
+/// Returns a value as Python's `str` writes it: texts without quotes.
+fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Bool(true) => "True".into(),
+        Value::Bool(false) => "False".into(),
+        Value::Null => "None".into(),
+        value => json_text(value),
+    }
+}

@@ -1,0 +1,217 @@
+//! Config and tokenizer of a GGUF file, in the formats of a Hugging Face folder.
+
+use super::file::MetadataValue;
+use super::weights::GgufWeights;
+use crate::bad_input;
+use crate::model::config::Config;
+use crate::model::families::Family;
+use anyhow::Result;
+use serde_json::{Map, Value as Json, json};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// The kinds of tokens, as `tokenizer.ggml.token_type` numbers them.
+pub(super) const NORMAL: i32 = 1;
+pub(super) const CONTROL: i32 = 3;
+pub(super) const USER_DEFINED: i32 = 4;
+pub(super) const UNUSED: i32 = 5;
+
+/// The steps of a tokenizer before its merges, by their name in GGUF: the pattern that splits a text, whether
+/// the text is normalized to NFC, and whether a whole word of the vocabulary needs no merges.
+pub(super) struct Splitter {
+    pub(super) name: &'static str,
+    pub(super) pattern: &'static str,
+    normalizes: bool,
+    ignores_merges: bool,
+}
+
+pub(super) const SPLITTERS: [Splitter; 2] = [
+    Splitter {
+        name: "qwen2",
+        pattern: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        normalizes: true,
+        ignores_merges: false,
+    },
+    Splitter {
+        name: "gpt-4o",
+        pattern: r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        normalizes: false,
+        ignores_merges: true,
+    },
+];
+
+/// A GGUF file, opened and checked.
+pub struct GgufModel {
+    pub weights: GgufWeights,
+    pub config: Config,
+    /// The tokenizer as `tokenizer.json`.
+    pub tokenizer: Vec<u8>,
+    /// The chat template. It is never executed.
+    pub template: Option<String>,
+}
+
+impl GgufModel {
+    /// Opens the model in `path`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the file is damaged, or holds what is not supported.
+    pub fn open(path: &Path) -> Result<Self> {
+        let (mut weights, metadata) = GgufWeights::open(path)?;
+        let metadata = Metadata { place: path, values: &metadata };
+        let config = metadata.config(&weights)?;
+        weights.set_family(config.family);
+        weights.check(&config)?;
+        let tokenizer = metadata.tokenizer()?;
+        let template = metadata.text("tokenizer.chat_template").map(str::to_owned);
+        Ok(Self { weights, config, tokenizer, template })
+    }
+}
+
+struct Metadata<'a> {
+    place: &'a Path,
+    values: &'a HashMap<String, MetadataValue>,
+}
+
+impl Metadata<'_> {
+    fn text(&self, key: &str) -> Option<&str> {
+        match self.values.get(key) {
+            Some(MetadataValue::Text(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// Returns a number, a flag or a text as JSON; null if it is absent.
+    fn json(&self, key: &str) -> Json {
+        match self.values.get(key) {
+            Some(MetadataValue::Integer(n)) => {
+                u64::try_from(*n).map_or_else(|_| json!(*n as i64), |n| json!(n))
+            }
+            Some(MetadataValue::Float(x)) => json!(x),
+            Some(MetadataValue::Bool(flag)) => json!(flag),
+            Some(MetadataValue::Text(text)) => json!(text),
+            _ => Json::Null,
+        }
+    }
+
+    /// Returns the config that the metadata and the shape of the embedding imply.
+    fn config(&self, weights: &GgufWeights) -> Result<Config> {
+        let shown = self.place.display();
+        let architecture = self.text("general.architecture").unwrap_or_default();
+        let family = Family::of_gguf(architecture).map_err(|e| bad_input!("{shown}: {e}"))?;
+        let of = |key: &str| self.json(&format!("{architecture}.{key}"));
+        let embedding = weights.find("token_embd.weight").and_then(|(_, tensor)| tensor.shape.first());
+        let mut json = json!({
+            "model_type": family.name,
+            "vocab_size": embedding,
+            "hidden_size": of("embedding_length"),
+            "num_hidden_layers": of("block_count"),
+            "num_attention_heads": of("attention.head_count"),
+            "num_key_value_heads": of("attention.head_count_kv"),
+            "head_dim": of("attention.key_length"),
+            "intermediate_size": of("feed_forward_length"),
+            "rms_norm_eps": of("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": of("context_length"),
+            "rope_theta": of("rope.freq_base"),
+            "rope_scaling": {"rope_type": "default"},
+            "tie_word_embeddings": weights.find("output.weight").is_none(),
+            "bos_token_id": self.json("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.json("tokenizer.ggml.eos_token_id"),
+            "pad_token_id": self.json("tokenizer.ggml.padding_token_id"),
+        });
+        let scaling = of("rope.scaling.type");
+        if !matches!(scaling.as_str(), None | Some("none")) {
+            let mut rope = json!({
+                "rope_type": scaling,
+                "factor": of("rope.scaling.factor"),
+                "original_max_position_embeddings": of("rope.scaling.original_context_length"),
+                // The released GPT-OSS has no rounded ramp, and llama.cpp has no key for it.
+                "truncate": of("rope.scaling.truncate").as_bool().unwrap_or(!family.has_experts),
+            });
+            for (key, value) in [
+                ("beta_fast", of("rope.scaling.yarn_beta_fast")),
+                ("beta_slow", of("rope.scaling.yarn_beta_slow")),
+            ] {
+                if !value.is_null() {
+                    rope[key] = value;
+                }
+            }
+            json["rope_scaling"] = rope;
+        }
+        if family.has_experts {
+            json["intermediate_size"] = match of("expert_feed_forward_length") {
+                Json::Null => of("feed_forward_length"),
+                found => found,
+            };
+            json["num_local_experts"] = of("expert_count");
+            json["num_experts_per_tok"] = of("expert_used_count");
+            json["sliding_window"] = of("attention.sliding_window");
+            // llama.cpp has the clamp built in.
+            json["swiglu_limit"] = json!(7.0);
+        }
+        Config::from_json(&json).map_err(|e| bad_input!("{shown}: its metadata gives no model: {e}"))
+    }
+
+    /// Returns the tokenizer as `tokenizer.json`.
+    fn tokenizer(&self) -> Result<Vec<u8>> {
+        let refused = |what: String| bad_input!("{}: {what}", self.place.display());
+        let (model, pre) = (self.text("tokenizer.ggml.model"), self.text("tokenizer.ggml.pre"));
+        let splitter = SPLITTERS.iter().find(|known| pre == Some(known.name));
+        let (Some("gpt2"), Some(splitter)) = (model, splitter) else {
+            let known: Vec<&str> = SPLITTERS.iter().map(|known| known.name).collect();
+            return Err(refused(format!(
+                "its tokenizer is {:?} with the splitter {:?}; \"gpt2\" with {} is read; use the model's Hugging Face folder",
+                model.unwrap_or("absent"),
+                pre.unwrap_or("absent"),
+                known.join(" or ")
+            )));
+        };
+        let lists =
+            ["tokens", "token_type", "merges"].map(|key| self.values.get(&format!("tokenizer.ggml.{key}")));
+        let [
+            Some(MetadataValue::Texts(tokens)),
+            Some(MetadataValue::Integers(kinds)),
+            Some(MetadataValue::Texts(merges)),
+        ] = lists
+        else {
+            return Err(refused(
+                "tokenizer.ggml.tokens, token_type or merges is absent or no list of its type; fetch the file again".into(),
+            ));
+        };
+        if tokens.len() != kinds.len() {
+            return Err(refused(format!(
+                "{} tokens have {} types; fetch the file again",
+                tokens.len(),
+                kinds.len()
+            )));
+        }
+        let (mut vocabulary, mut added) = (Map::new(), vec![]);
+        for (id, (token, kind)) in tokens.iter().zip(kinds).enumerate() {
+            match *kind {
+                CONTROL | USER_DEFINED => added.push(json!({
+                    "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+                    "normalized": false, "special": *kind == CONTROL,
+                })),
+                _ => {}
+            }
+            // An added token needs its entry too: readers would number the others on their own.
+            if *kind != UNUSED {
+                vocabulary.insert(token.clone(), json!(id));
+            }
+        }
+        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+        let split = json!({"type": "Split", "pattern": {"Regex": splitter.pattern}, "behavior": "Isolated", "invert": false});
+        let pairs: Vec<Vec<&str>> = merges.iter().map(|merge| merge.splitn(2, ' ').collect()).collect();
+        let normalizer = if splitter.normalizes { json!({"type": "NFC"}) } else { Json::Null };
+        let tokenizer = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": normalizer,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+            "post_processor": byte_level, "decoder": byte_level,
+            "model": {
+                "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "",
+                "end_of_word_suffix": "", "fuse_unk": false, "byte_fallback": false,
+                "ignore_merges": splitter.ignores_merges, "vocab": vocabulary, "merges": pairs,
+            },
+        });
+        Ok(tokenizer.to_string().into_bytes())
+    }
+}

@@ -1,0 +1,22 @@
+//! GGUF: one file with a model's config, tokenizer and tensors, as llama.cpp reads it.
+//! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+
+mod file;
+mod metadata;
+mod names;
+mod tensor_type;
+mod weights;
+mod write;
+
+pub use file::GgufFile;
+pub use metadata::GgufModel;
+pub use tensor_type::TensorType;
+pub use weights::{GgufWeights, files};
+pub use write::{GgufForm, GgufTokenizer, write};
+
+use std::path::Path;
+
+/// Whether `path` names a GGUF file.
+pub fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf")) && !path.is_dir()
+}

@@ -1,0 +1,77 @@
+//! The tensors of a GGUF file that hold a parameter.
+
+use crate::model::names::ParameterSpec;
+
+/// One tensor of a parameter.
+pub(super) struct Part {
+    pub(super) name: String,
+    /// The outermost dimension comes first.
+    pub(super) shape: Vec<usize>,
+}
+
+/// Names of a layer's tensors in a Hugging Face folder and in GGUF.
+const LAYER_NAMES: [(&str, &str); 11] = [
+    ("input_layernorm", "attn_norm"),
+    ("self_attn.q_proj", "attn_q"),
+    ("self_attn.k_proj", "attn_k"),
+    ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"),
+    ("self_attn.sinks", "attn_sinks"),
+    ("mlp.router", "ffn_gate_inp"),
+    ("mlp.gate_proj", "ffn_gate"),
+    ("mlp.up_proj", "ffn_up"),
+    ("mlp.down_proj", "ffn_down"),
+    ("mlp.experts.down_proj", "ffn_down_exps"),
+];
+
+/// Returns the tensors of `spec`. The experts' gate and up are two tensors, whose rows alternate in the
+/// parameter. GGUF stores every matrix as [.., out, in].
+pub(super) fn parts(spec: &ParameterSpec, has_experts: bool) -> Vec<Part> {
+    let [experts, output, input] = geometry(spec);
+    let names = part_names(&spec.name, has_experts);
+    let output = output / names.len();
+    let shape = match (spec.is_of_experts(), spec.is_matrix()) {
+        (true, true) => vec![experts, output, input],
+        (true, false) => vec![experts, output],
+        (false, true) => vec![output, input],
+        (false, false) => vec![output],
+    };
+    names.into_iter().map(|name| Part { name, shape: shape.clone() }).collect()
+}
+
+/// Returns `[experts, out, in]` of a parameter; a vector has `in` = 1.
+pub(super) fn geometry(spec: &ParameterSpec) -> [usize; 3] {
+    match (spec.is_matrix(), spec.stored_shape.as_slice()) {
+        (true, &[experts, input, output]) => [experts, output, input],
+        (true, &[output, input]) => [1, output, input],
+        (_, &[experts, output]) => [experts, output, 1],
+        (_, shape) => [1, shape.iter().product(), 1],
+    }
+}
+
+fn part_names(name: &str, has_experts: bool) -> Vec<String> {
+    let Some((layer, rest)) = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')) else {
+        let name = match name {
+            "model.embed_tokens.weight" => "token_embd.weight",
+            "model.norm.weight" => "output_norm.weight",
+            _ => "output.weight",
+        };
+        return vec![name.into()];
+    };
+    // The experts' matrices have no suffix, and their biases one of their own.
+    let (stem, kind) = match (rest.rsplit_once('.'), rest.strip_suffix("_bias")) {
+        (_, Some(stem)) => (stem, "bias"),
+        (Some((stem, kind @ ("weight" | "bias"))), _) => (stem, kind),
+        _ => (rest, "weight"),
+    };
+    let named = |stem: &str| format!("blk.{layer}.{stem}.{kind}");
+    match stem {
+        "mlp.experts.gate_up_proj" => vec![named("ffn_gate_exps"), named("ffn_up_exps")],
+        "post_attention_layernorm" if has_experts => vec![named("post_attention_norm")],
+        "post_attention_layernorm" => vec![named("ffn_norm")],
+        _ => {
+            let found = LAYER_NAMES.iter().find(|(theirs, _)| *theirs == stem);
+            vec![named(found.map_or(stem, |(_, gguf)| gguf))]
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Types of a GGUF tensor's values. All but MXFP4 are decoded by candle.
+
+use crate::bad_input;
+use crate::ops::mxfp4;
+use anyhow::{Result, bail};
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use candle_core::{Device, Tensor};
+use half::f16;
+use std::borrow::Cow;
+
+/// A type of values. Two types are equal if their ids are.
+#[derive(Debug)]
+pub struct TensorType {
+    /// The number in the file.
+    pub id: u32,
+    pub name: &'static str,
+    /// Values of a block.
+    pub block: usize,
+    /// Bytes of a block.
+    pub bytes: usize,
+    dtype: Option<GgmlDType>,
+}
+
+impl PartialEq for TensorType {
+    fn eq(&self, other: &Self) -> bool {
+        self.id == other.id
+    }
+}
+
+macro_rules! types {
+    ($($name:ident = $id:literal $shown:literal $block:literal values in $bytes:literal $dtype:expr;)*) => {
+        impl TensorType {
+            $(pub const $name: Self =
+                Self { id: $id, name: $shown, block: $block, bytes: $bytes, dtype: $dtype };)*
+            /// Every type that is read.
+            pub const ALL: &'static [Self] = &[$(Self::$name),*];
+        }
+    };
+}
+
+types! {
+    F32 = 0 "F32" 1 values in 4 Some(GgmlDType::F32);
+    F16 = 1 "F16" 1 values in 2 Some(GgmlDType::F16);
+    Q4_0 = 2 "Q4_0" 32 values in 18 Some(GgmlDType::Q4_0);
+    Q4_1 = 3 "Q4_1" 32 values in 20 Some(GgmlDType::Q4_1);
+    Q5_0 = 6 "Q5_0" 32 values in 22 Some(GgmlDType::Q5_0);
+    Q5_1 = 7 "Q5_1" 32 values in 24 Some(GgmlDType::Q5_1);
+    Q8_0 = 8 "Q8_0" 32 values in 34 Some(GgmlDType::Q8_0);
+    Q4_K = 12 "Q4_K" 256 values in 144 Some(GgmlDType::Q4K);
+    Q5_K = 13 "Q5_K" 256 values in 176 Some(GgmlDType::Q5K);
+    Q6_K = 14 "Q6_K" 256 values in 210 Some(GgmlDType::Q6K);
+    BF16 = 30 "BF16" 1 values in 2 Some(GgmlDType::BF16);
+    MXFP4 = 39 "MXFP4" 32 values in 17 None;
+}
+
+impl TensorType {
+    /// Finds a type by its number in the file.
+    pub fn by_id(id: u32) -> Option<&'static Self> {
+        Self::ALL.iter().find(|found| found.id == id)
+    }
+
+    /// Returns the bytes of `count` values, which fill whole blocks.
+    pub fn bytes_of(&self, count: usize) -> usize {
+        count / self.block * self.bytes
+    }
+
+    /// Decodes whole blocks.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn decode(&self, bytes: &[u8]) -> Result<Vec<f32>> {
+        let Some(dtype) = self.dtype else {
+            let blocks = bytes.as_chunks::<MXFP4_BYTES>().0.iter();
+            return Ok(blocks
+                .flat_map(|block| {
+                    let (nibbles, scale) = from_gguf_block(block);
+                    mxfp4::decode_block(&nibbles, scale)
+                })
+                .collect());
+        };
+        let count = bytes.len() / self.bytes * self.block;
+        let stored = QStorage::from_data(Cow::Borrowed(bytes), &Device::Cpu, dtype)?;
+        Ok(QTensor::new(stored, count)?.dequantize(&Device::Cpu)?.to_vec1()?)
+    }
+}
+
+impl TensorType {
+    /// Encodes whole blocks of finite values, rounded to nearest.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for a value that is too large for the type; NaN and infinite values.
+    pub(super) fn encode(&self, values: Vec<f32>) -> Result<Vec<u8>> {
+        if let Some(value) = values.iter().find(|value| !value.is_finite()) {
+            bail!("it holds {value}: the model diverged, nothing is written");
+        }
+        let Some(dtype) = self.dtype else {
+            let blocks = values.as_chunks().0.iter();
+            return Ok(blocks.flat_map(to_gguf_block).collect());
+        };
+        if dtype == GgmlDType::F16
+            && let Some(value) = values.iter().find(|value| f16::from_f32(**value).is_infinite())
+        {
+            return Err(bad_input!("{value} is too large for F16; write bf16"));
+        }
+        let count = values.len();
+        let quantized = QTensor::quantize(&Tensor::from_vec(values, count, &Device::Cpu)?, dtype)?;
+        Ok(quantized.data()?.into_owned())
+    }
+}
+
+/// Bytes of a block of MXFP4 in GGUF: the scale, then 16 bytes.
+pub(super) const MXFP4_BYTES: usize = 1 + mxfp4::BLOCK / 2;
+
+/// Converts a block of MXFP4 to the released order of values. GGUF has the first 16 values in the low
+/// nibbles, and the other 16 in the high ones.
+pub(super) fn from_gguf_block(block: &[u8; MXFP4_BYTES]) -> ([u8; 16], u8) {
+    let [scale, bytes @ ..] = block;
+    let nibble = |value: usize| if value < 16 { bytes[value] & 15 } else { bytes[value - 16] >> 4 };
+    (std::array::from_fn(|pair| nibble(2 * pair) | nibble(2 * pair + 1) << 4), *scale)
+}
+
+/// Encodes a block of MXFP4 in GGUF's order of values.
+fn to_gguf_block(values: &[f32; mxfp4::BLOCK]) -> [u8; MXFP4_BYTES] {
+    let (bytes, scale) = mxfp4::encode_block(values);
+    let nibble = |value: usize| bytes[value / 2] >> (value % 2 * 4) & 15;
+    std::array::from_fn(|at| if at == 0 { scale } else { nibble(at - 1) | nibble(at + 15) << 4 })
+}

@@ -1,0 +1,292 @@
+//! The weights of a GGUF file, decoded on demand. MXFP4 experts stay packed. All other tensors are rounded to
+//! bf16, also the F32 vectors of a quantized file; a file of F32 and F16 alone is held as f32.
+
+use super::file::{GgufFile, GgufTensor, MetadataValue};
+use super::names::{Part, geometry, parts};
+use super::tensor_type::{MXFP4_BYTES, TensorType, from_gguf_block};
+use crate::bad_input;
+use crate::model::config::{Config, Form};
+use crate::model::families::Family;
+use crate::model::names::{Layout, ParameterSpec, parameter_specs};
+use crate::ops::mxfp4::BLOCK;
+use crate::ops::packed::{PackedForm, PackedMatrix, StoredRows, block_is_finite};
+use crate::ops::weight::Weight;
+use anyhow::Result;
+use half::bf16;
+use rayon::prelude::*;
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Most mistakes that one error lists.
+const MISTAKES_SHOWN_MAX: usize = 16;
+/// Most files of a split model.
+const FILES_MAX: i128 = 1000;
+/// Rows that are decoded at a time.
+const ROWS: usize = 64;
+
+/// The open files of a GGUF model, one or several.
+pub struct GgufWeights {
+    path: PathBuf,
+    files: Vec<GgufFile>,
+    has_experts: bool,
+    /// Whether all tensors are F32 or F16, which are held as f32.
+    is_full: bool,
+}
+
+impl GgufWeights {
+    /// Opens the model in `path`, and the other files of a split one. Returns its metadata beside it.
+    ///
+    /// # Errors
+    /// Those of [`GgufFile::open`], and [`crate::error::BadInput`] when a file of a split model is absent.
+    pub fn open(path: &Path) -> Result<(Self, HashMap<String, MetadataValue>)> {
+        let mut first = GgufFile::open(path)?;
+        let metadata = std::mem::take(&mut first.metadata);
+        let mut files = vec![first];
+        for other in other_files(path, &metadata)? {
+            let file = GgufFile::open(&other)?;
+            let seen = |name: &&String| files.iter().any(|file: &GgufFile| file.tensors.contains_key(*name));
+            if let Some(name) = file.tensors.keys().find(seen) {
+                return Err(bad_input!(
+                    "{}: `{name}` is in an earlier file too; fetch the files again",
+                    other.display()
+                ));
+            }
+            files.push(file);
+        }
+        let mut types = files.iter().flat_map(|file| file.tensors.values()).map(|tensor| tensor.dtype);
+        let is_full = types.all(|dtype| [TensorType::F32, TensorType::F16].contains(dtype));
+        Ok((Self { path: path.to_owned(), files, has_experts: false, is_full }, metadata))
+    }
+
+    /// Sets the family, which decides the names of tensors.
+    pub(super) fn set_family(&mut self, family: Family) {
+        self.has_experts = family.has_experts;
+    }
+
+    /// Returns a tensor and its file.
+    pub(super) fn find(&self, name: &str) -> Option<(&GgufFile, &GgufTensor)> {
+        self.files.iter().find_map(|file| Some((file, file.tensors.get(name)?)))
+    }
+
+    /// Checks names, shapes and types against `config`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] lists all mistakes.
+    pub(super) fn check(&self, config: &Config) -> Result<()> {
+        let mut extra: BTreeSet<&str> =
+            self.files.iter().flat_map(|file| file.tensors.keys()).map(String::as_str).collect();
+        let mut mistakes = vec![];
+        for spec in parameter_specs(config) {
+            for Part { name, shape } in parts(&spec, self.has_experts) {
+                extra.remove(name.as_str());
+                match self.find(&name) {
+                    None => mistakes.push(format!("`{name}` is missing")),
+                    Some((_, found)) if found.shape != shape => mistakes.push(format!(
+                        "`{name}` has shape {:?}, the metadata implies {shape:?}",
+                        found.shape
+                    )),
+                    Some((_, found)) if !spec.is_matrix() && found.dtype.block > 1 => mistakes
+                        .push(format!("`{name}` is {}; a vector must be F32, F16 or BF16", found.dtype.name)),
+                    Some(_) => {}
+                }
+            }
+        }
+        mistakes.extend(extra.into_iter().map(|name| format!("{name:?} is not a tensor of this model")));
+        if mistakes.is_empty() {
+            return Ok(());
+        }
+        let more = mistakes.len().saturating_sub(MISTAKES_SHOWN_MAX);
+        mistakes.truncate(MISTAKES_SHOWN_MAX);
+        let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+        Err(bad_input!(
+            "{}: the weights do not fit the metadata: {}{more}; fetch or convert the file again",
+            self.path.display(),
+            mistakes.join("; ")
+        ))
+    }
+
+    /// Returns the format in memory.
+    pub fn form_of(&self, spec: &ParameterSpec) -> Form {
+        let is_mxfp4 =
+            |part: &Part| self.find(&part.name).is_some_and(|(_, tensor)| *tensor.dtype == TensorType::MXFP4);
+        match spec.is_expert_matrix() && parts(spec, self.has_experts).iter().all(is_mxfp4) {
+            true => Form::Mxfp4,
+            false if self.is_full => Form::F32,
+            false => Form::Bf16,
+        }
+    }
+
+    /// Reads one parameter in packed format; `None` when it is held as f32.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
+    pub fn packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
+        let (Some(form), Some(shape)) = (spec.packed_form(self.form_of(spec)), spec.matrix_shape()) else {
+            return Ok(None);
+        };
+        let [_, output, input] = geometry(spec);
+        let matrix = match form {
+            PackedForm::Bf16Rows => {
+                let mut bytes = vec![0; form.bytes(shape)];
+                bytes.par_chunks_mut(2 * ROWS * input).enumerate().try_for_each(|(index, to)| {
+                    let first = index * ROWS;
+                    write_bf16(to, &self.rows(spec, 0, first..(first + ROWS).min(output))?);
+                    anyhow::Ok(())
+                })?;
+                PackedMatrix::of_bytes(form, shape, bytes)
+            }
+            PackedForm::Bf16 => PackedMatrix::read(form, shape, |rows: StoredRows| {
+                write_bf16(rows.values, &self.rows(spec, rows.expert, rows.columns)?);
+                anyhow::Ok(())
+            })?,
+            PackedForm::Mxfp4 => PackedMatrix::read(form, shape, |rows: StoredRows| {
+                self.read_blocks(spec, rows.expert, rows.columns, |place, block| {
+                    let (bytes, scale) = from_gguf_block(block);
+                    if !block_is_finite(&bytes, scale) {
+                        return Err(self.not_finite(spec));
+                    }
+                    rows.values[place * (BLOCK / 2)..][..BLOCK / 2].copy_from_slice(&bytes);
+                    rows.scales[place] = scale;
+                    Ok(())
+                })
+            })?,
+        };
+        Ok(Some(Weight::Packed(Arc::new(matrix))))
+    }
+
+    /// Reads one parameter as f32 in its working layout.
+    ///
+    /// # Errors
+    /// As [`Self::packed`].
+    pub fn values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
+        let [experts, output, input] = geometry(spec);
+        let is_transposed = spec.layout == Layout::Transposed || spec.is_expert_matrix();
+        let mut values = vec![0.0; spec.element_count()];
+        for (expert, values) in values.chunks_exact_mut((output * input).max(1)).enumerate().take(experts) {
+            for first in (0..output).step_by(ROWS) {
+                let rows = first..(first + ROWS).min(output);
+                let decoded = self.rows(spec, expert, rows.clone())?;
+                if !is_transposed {
+                    values[rows.start * input..rows.end * input].copy_from_slice(&decoded);
+                    continue;
+                }
+                for (i, to) in values.chunks_exact_mut(output).enumerate() {
+                    for (row, to) in to[rows.clone()].iter_mut().enumerate() {
+                        *to = decoded[row * input + i];
+                    }
+                }
+            }
+        }
+        Ok(values)
+    }
+
+    /// Decodes rows of one expert of the parameter `[experts, out, in]`.
+    fn rows(&self, spec: &ParameterSpec, expert: usize, rows: Range<usize>) -> Result<Vec<f32>> {
+        let [_, _, input] = geometry(spec);
+        let rounds = self.form_of(spec) != Form::F32;
+        let mut values = vec![0.0; rows.len() * input];
+        self.read(spec, expert, rows, |dtype, bytes, step, first| {
+            let decoded = dtype.decode(bytes)?;
+            for (row, from) in decoded.chunks_exact(input).enumerate() {
+                let start = (first + row * step) * input;
+                for (to, value) in values[start..start + input].iter_mut().zip(from) {
+                    *to = if rounds { bf16::from_f32(*value).to_f32() } else { *value };
+                }
+            }
+            Ok(())
+        })?;
+        if values.iter().all(|value| value.is_finite()) { Ok(values) } else { Err(self.not_finite(spec)) }
+    }
+
+    /// Passes each MXFP4 block of the rows to `put`, with its place among them.
+    fn read_blocks(
+        &self,
+        spec: &ParameterSpec,
+        expert: usize,
+        rows: Range<usize>,
+        mut put: impl FnMut(usize, &[u8; MXFP4_BYTES]) -> Result<()>,
+    ) -> Result<()> {
+        let blocks = geometry(spec)[2] / BLOCK;
+        self.read(spec, expert, rows, |_, bytes, step, first| {
+            let found = bytes.as_chunks().0.iter().enumerate();
+            found.into_iter().try_for_each(|(index, block)| {
+                put((first + index / blocks * step) * blocks + index % blocks, block)
+            })
+        })
+    }
+
+    /// Reads rows of one expert, part by part. `take` gets the type, the bytes, the distance of the part's
+    /// rows in the parameter, and the index of the first one among `rows`.
+    fn read(
+        &self,
+        spec: &ParameterSpec,
+        expert: usize,
+        rows: Range<usize>,
+        mut take: impl FnMut(&TensorType, &[u8], usize, usize) -> Result<()>,
+    ) -> Result<()> {
+        let [_, output, input] = geometry(spec);
+        let parts = parts(spec, self.has_experts);
+        let step = parts.len();
+        for (offset, part) in parts.iter().enumerate() {
+            let (file, tensor) = self
+                .find(&part.name)
+                .ok_or_else(|| bad_input!("{}: `{}` is missing", self.path.display(), part.name))?;
+            // Row r of the part is row r · step + offset of the parameter.
+            let own = |row: usize| (row + step - 1 - offset) / step;
+            let (start, end) = (own(rows.start), own(rows.end));
+            let place = tensor.dtype.bytes_of((expert * (output / step) + start) * input);
+            let mut bytes = vec![0; tensor.dtype.bytes_of((end - start) * input)];
+            file.read_at(tensor, place, &mut bytes)?;
+            take(tensor.dtype, &bytes, step, start * step + offset - rows.start)?;
+        }
+        Ok(())
+    }
+
+    fn not_finite(&self, spec: &ParameterSpec) -> anyhow::Error {
+        bad_input!(
+            "{}: `{}` holds NaN or an infinite value: the file is damaged; fetch or convert it again",
+            self.path.display(),
+            parts(spec, self.has_experts).iter().map(|part| &*part.name).collect::<Vec<_>>().join("` or `"),
+        )
+    }
+}
+
+fn write_bf16(to: &mut [u8], values: &[f32]) {
+    for (to, value) in to.as_chunks_mut().0.iter_mut().zip(values) {
+        *to = bf16::from_f32(*value).to_le_bytes();
+    }
+}
+
+/// Returns all files of the model in `path`.
+///
+/// # Errors
+/// As [`GgufWeights::open`].
+pub fn files(path: &Path) -> Result<Vec<PathBuf>> {
+    let others = other_files(path, &GgufFile::open(path)?.metadata)?;
+    Ok(std::iter::once(path.to_owned()).chain(others).collect())
+}
+
+/// Returns the other files of a split model. `path` must be the first one.
+fn other_files(path: &Path, metadata: &HashMap<String, MetadataValue>) -> Result<Vec<PathBuf>> {
+    let number = |key: &str| match metadata.get(key) {
+        Some(MetadataValue::Integer(n)) => *n,
+        _ => 0,
+    };
+    let count = number("split.count");
+    if count <= 1 {
+        return Ok(vec![]);
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let stem = name.strip_suffix(&format!("-00001-of-{count:05}.gguf")).filter(|_| count <= FILES_MAX);
+    let (Some(stem), 0) = (stem, number("split.no")) else {
+        return Err(bad_input!(
+            "{}: is one of {count} files; name the first, …-00001-of-{count:05}.gguf, with the others beside it",
+            path.display()
+        ));
+    };
+    Ok((2..=count)
+        .map(|index| path.with_file_name(format!("{stem}-{index:05}-of-{count:05}.gguf")))
+        .collect())
+}

@@ -1,0 +1,348 @@
+//! Writes a model as a GGUF file that llama.cpp serves.
+
+use super::metadata::{CONTROL, NORMAL, SPLITTERS, UNUSED, USER_DEFINED};
+use super::names::{Part, geometry, parts};
+use super::tensor_type::TensorType;
+use crate::atomic_file::replace_file;
+use crate::bad_input;
+use crate::model::config::{Config, LayerType};
+use crate::model::names::{Layout, ParameterSpec, parameter_specs};
+use crate::ops::cpu::host_values;
+use crate::settings::choice;
+use anyhow::{Context, Result, ensure};
+use candle_core::Tensor;
+use serde_json::Value as Json;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+/// Alignment of tensors in bytes, GGUF's default.
+const ALIGNMENT: usize = 32;
+/// Rows that are encoded at a time.
+const ROWS: usize = 64;
+/// The clamp that llama.cpp has built in.
+const SWIGLU_LIMIT: f64 = 7.0;
+
+choice! {
+    /// The type of the matrices in a written GGUF file. Vectors and the router stay F32.
+    pub enum GgufForm {
+        /// 32-bit floating point.
+        F32 = "f32",
+        /// bfloat16.
+        Bf16 = "bf16",
+        /// 16-bit floating point.
+        F16 = "f16",
+        /// Blocks of 32 values of 8 bits.
+        Q8 = "q8_0",
+        /// The experts' matrices in MXFP4, the others in bfloat16. GPT-OSS only.
+        Mxfp4 = "mxfp4",
+    }
+}
+
+impl GgufForm {
+    /// Returns the type of one tensor.
+    fn of(self, spec: &ParameterSpec) -> &'static TensorType {
+        let is_router = spec.name.ends_with(".mlp.router.weight");
+        match self {
+            _ if !spec.is_matrix() || is_router => &TensorType::F32,
+            GgufForm::F32 => &TensorType::F32,
+            GgufForm::F16 => &TensorType::F16,
+            GgufForm::Q8 if geometry(spec)[2].is_multiple_of(TensorType::Q8_0.block) => &TensorType::Q8_0,
+            GgufForm::Mxfp4 if spec.is_expert_matrix() => &TensorType::MXFP4,
+            GgufForm::Bf16 | GgufForm::Q8 | GgufForm::Mxfp4 => &TensorType::BF16,
+        }
+    }
+
+    /// Returns `general.file_type`, llama.cpp's number of the whole.
+    fn file_type(self) -> u32 {
+        match self {
+            GgufForm::F32 => 0,
+            GgufForm::F16 => 1,
+            GgufForm::Q8 => 7,
+            GgufForm::Bf16 => 32,
+            GgufForm::Mxfp4 => 38,
+        }
+    }
+}
+
+/// The files of a model beside its weights, for the metadata.
+pub struct GgufTokenizer<'a> {
+    /// `tokenizer.json`.
+    pub json: &'a [u8],
+    /// The chat template.
+    pub template: &'a str,
+}
+
+/// Writes the model to `path`. `tensor` returns each parameter once, as its f32 tensor in working layout.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for a model that llama.cpp would compute otherwise, or a value that the type
+/// cannot hold; when the disk refuses.
+pub fn write(
+    path: &Path,
+    config: &Config,
+    form: GgufForm,
+    tokenizer: GgufTokenizer,
+    mut tensor: impl FnMut(&ParameterSpec) -> Result<Tensor>,
+) -> Result<()> {
+    check(config, form)?;
+    let specs = parameter_specs(config);
+    let entries = entries(config, form, tokenizer, path)?;
+    replace_file(path, |aside| {
+        let mut out = BufWriter::new(File::create_new(aside)?);
+        let mut header = vec![];
+        let all: Vec<(Part, &TensorType)> = specs
+            .iter()
+            .flat_map(|spec| {
+                parts(spec, config.family.has_experts).into_iter().map(|part| (part, form.of(spec)))
+            })
+            .collect();
+        header.extend_from_slice(b"GGUF\x03\0\0\0");
+        header.extend_from_slice(&(all.len() as u64).to_le_bytes());
+        header.extend_from_slice(&(entries.0.to_le_bytes()));
+        header.extend_from_slice(&entries.1);
+        let mut offset = 0;
+        for (part, dtype) in &all {
+            put_text(&mut header, &part.name);
+            header.extend_from_slice(&(part.shape.len() as u32).to_le_bytes());
+            part.shape.iter().rev().for_each(|&n| header.extend_from_slice(&(n as u64).to_le_bytes()));
+            header.extend_from_slice(&dtype.id.to_le_bytes());
+            header.extend_from_slice(&(offset as u64).to_le_bytes());
+            offset += dtype.bytes_of(part.shape.iter().product()).next_multiple_of(ALIGNMENT);
+        }
+        header.resize(header.len().next_multiple_of(ALIGNMENT), 0);
+        out.write_all(&header)?;
+        for spec in &specs {
+            let found = tensor(spec)?;
+            let wanted = spec.working_shape();
+            ensure!(
+                found.dims() == wanted,
+                "`{}` has shape {:?} in memory, not {wanted:?}",
+                spec.name,
+                found.dims()
+            );
+            let values = host_values(&found)?;
+            let part_count = parts(spec, config.family.has_experts).len();
+            for part in 0..part_count {
+                let written = write_part(&mut out, spec, form.of(spec), &values, (part, part_count))?;
+                out.write_all(&vec![0; written.next_multiple_of(ALIGNMENT) - written])?;
+            }
+        }
+        out.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
+        Ok(())
+    })
+}
+
+/// Refuses a model that llama.cpp has no keys for.
+fn check(config: &Config, form: GgufForm) -> Result<()> {
+    let family = config.family;
+    if form == GgufForm::Mxfp4 && !family.has_experts {
+        return Err(bad_input!("MXFP4 is a format of experts, and this family has none; write bf16 or q8_0"));
+    }
+    let odd = |spec: &&ParameterSpec| {
+        spec.is_expert_matrix() && !geometry(spec)[2].is_multiple_of(TensorType::MXFP4.block)
+    };
+    if form == GgufForm::Mxfp4
+        && let Some(spec) = parameter_specs(config).iter().find(odd)
+    {
+        return Err(bad_input!(
+            "`{}` has {} inputs; MXFP4 needs a multiple of 32; write bf16",
+            spec.name,
+            geometry(spec)[2]
+        ));
+    }
+    if !family.has_experts {
+        return Ok(());
+    }
+    if config.swiglu_limit != SWIGLU_LIMIT {
+        return Err(bad_input!(
+            "swiglu_limit = {}: GGUF has no key for it, and llama.cpp computes with {SWIGLU_LIMIT}",
+            config.swiglu_limit
+        ));
+    }
+    if config.layer_types != LayerType::alternating(config.num_hidden_layers) {
+        return Err(bad_input!(
+            "layer_types do not alternate: GGUF has no key for them, and llama.cpp takes windows in even layers"
+        ));
+    }
+    Ok(())
+}
+
+/// Writes one part of a parameter, row by row, and returns its bytes. The rows of the parts alternate.
+fn write_part(
+    out: &mut impl Write,
+    spec: &ParameterSpec,
+    dtype: &TensorType,
+    values: &[f32],
+    (part, parts): (usize, usize),
+) -> Result<usize> {
+    let [_, output, input] = geometry(spec);
+    let is_transposed = spec.layout == Layout::Transposed || spec.is_expert_matrix();
+    let rows: Vec<usize> = (part..output).step_by(parts).collect();
+    let mut written = 0;
+    for matrix in values.chunks_exact(output * input) {
+        for rows in rows.chunks(ROWS) {
+            let mut stored = Vec::with_capacity(rows.len() * input);
+            for &row in rows {
+                match is_transposed {
+                    true => stored.extend((0..input).map(|i| matrix[i * output + row])),
+                    false => stored.extend_from_slice(&matrix[row * input..(row + 1) * input]),
+                }
+            }
+            let bytes = dtype.encode(stored).with_context(|| format!("`{}`", spec.name))?;
+            out.write_all(&bytes)?;
+            written += bytes.len();
+        }
+    }
+    Ok(written)
+}
+
+fn put_text(to: &mut Vec<u8>, text: &str) {
+    to.extend_from_slice(&(text.len() as u64).to_le_bytes());
+    to.extend_from_slice(text.as_bytes());
+}
+
+/// The entries of the metadata, in file order.
+#[derive(Default)]
+struct Entries(u64, Vec<u8>);
+
+impl Entries {
+    fn key(&mut self, key: &str, kind: u32) {
+        self.0 += 1;
+        put_text(&mut self.1, key);
+        self.1.extend_from_slice(&kind.to_le_bytes());
+    }
+
+    fn number(&mut self, key: &str, value: usize) {
+        self.key(key, 4);
+        self.1.extend_from_slice(&(value as u32).to_le_bytes());
+    }
+
+    fn float(&mut self, key: &str, value: f64) {
+        self.key(key, 6);
+        self.1.extend_from_slice(&(value as f32).to_le_bytes());
+    }
+
+    fn flag(&mut self, key: &str, value: bool) {
+        self.key(key, 7);
+        self.1.push(u8::from(value));
+    }
+
+    fn text(&mut self, key: &str, value: &str) {
+        self.key(key, 8);
+        put_text(&mut self.1, value);
+    }
+
+    fn texts<'a>(&mut self, key: &str, values: impl ExactSizeIterator<Item = &'a str>) {
+        self.key(key, 9);
+        self.1.extend_from_slice(&8u32.to_le_bytes());
+        self.1.extend_from_slice(&(values.len() as u64).to_le_bytes());
+        values.for_each(|value| put_text(&mut self.1, value));
+    }
+
+    fn integers(&mut self, key: &str, values: &[i32]) {
+        self.key(key, 9);
+        self.1.extend_from_slice(&5u32.to_le_bytes());
+        self.1.extend_from_slice(&(values.len() as u64).to_le_bytes());
+        values.iter().for_each(|value| self.1.extend_from_slice(&value.to_le_bytes()));
+    }
+}
+
+/// Returns the metadata: config, tokenizer, template.
+fn entries(config: &Config, form: GgufForm, tokenizer: GgufTokenizer, path: &Path) -> Result<Entries> {
+    let mut to = Entries::default();
+    let arch = config.family.gguf;
+    let of = |key: &str| format!("{arch}.{key}");
+    to.text("general.architecture", arch);
+    to.text("general.name", &path.file_stem().unwrap_or_default().to_string_lossy());
+    to.number("general.file_type", form.file_type() as usize);
+    to.number("general.quantization_version", 2);
+    for (key, value) in [
+        ("context_length", config.max_position_embeddings),
+        ("embedding_length", config.hidden_size),
+        ("block_count", config.num_hidden_layers),
+        ("feed_forward_length", config.intermediate_size),
+        ("attention.head_count", config.num_attention_heads),
+        ("attention.head_count_kv", config.num_key_value_heads),
+        ("attention.key_length", config.head_dim),
+        ("attention.value_length", config.head_dim),
+        ("rope.dimension_count", config.head_dim),
+        ("vocab_size", config.vocab_size),
+    ] {
+        to.number(&of(key), value);
+    }
+    to.float(&of("attention.layer_norm_rms_epsilon"), config.rms_norm_eps);
+    to.float(&of("rope.freq_base"), config.rope.theta);
+    if config.family.has_experts {
+        to.number(&of("expert_feed_forward_length"), config.intermediate_size);
+        to.number(&of("expert_count"), config.num_local_experts);
+        to.number(&of("expert_used_count"), config.num_experts_per_tok);
+        to.number(&of("attention.sliding_window"), config.sliding_window);
+    }
+    if let Some(yarn) = &config.rope.yarn {
+        to.text(&of("rope.scaling.type"), "yarn");
+        to.float(&of("rope.scaling.factor"), yarn.factor);
+        to.number(&of("rope.scaling.original_context_length"), yarn.original_max_position_embeddings);
+        to.float(&of("rope.scaling.yarn_beta_fast"), yarn.beta_fast);
+        to.float(&of("rope.scaling.yarn_beta_slow"), yarn.beta_slow);
+        to.flag(&of("rope.scaling.truncate"), yarn.truncate);
+    }
+    add_tokenizer(&mut to, config, &tokenizer)?;
+    to.text("tokenizer.chat_template", tokenizer.template);
+    Ok(to)
+}
+
+fn add_tokenizer(to: &mut Entries, config: &Config, tokenizer: &GgufTokenizer) -> Result<()> {
+    let json: Json = serde_json::from_slice(tokenizer.json).context("the tokenizer")?;
+    let mut tokens: Vec<String> = (0..config.vocab_size).map(|id| format!("[PAD{id}]")).collect();
+    let mut kinds = vec![UNUSED; tokens.len()];
+    let mut put = |id: &Json, token: &str, kind: i32| {
+        let id = id.as_u64().unwrap_or(u64::MAX) as usize;
+        if let (Some(place), Some(own)) = (tokens.get_mut(id), kinds.get_mut(id)) {
+            (*place, *own) = (token.to_owned(), kind);
+        }
+    };
+    for (token, id) in json["model"]["vocab"].as_object().into_iter().flatten() {
+        put(id, token, NORMAL);
+    }
+    for token in json["added_tokens"].as_array().into_iter().flatten() {
+        let kind = if token["special"] == true { CONTROL } else { USER_DEFINED };
+        put(&token["id"], token["content"].as_str().unwrap_or_default(), kind);
+    }
+    let pair = |merge: &Json| match merge.as_array().map(Vec::as_slice) {
+        Some([left, right]) => {
+            format!("{} {}", left.as_str().unwrap_or_default(), right.as_str().unwrap_or_default())
+        }
+        _ => merge.as_str().unwrap_or_default().to_owned(),
+    };
+    let merges: Vec<String> = json["model"]["merges"].as_array().into_iter().flatten().map(pair).collect();
+    let steps = json["pre_tokenizer"].to_string();
+    let own = config.family.gguf_splitter;
+    let pattern = |known: &&super::metadata::Splitter| steps.contains(&Json::from(known.pattern).to_string());
+    let splitter = match SPLITTERS.iter().find(pattern) {
+        Some(known) => known.name,
+        // Without merges each byte is a token, wherever a text is split.
+        None if merges.is_empty() => own,
+        None => {
+            return Err(bad_input!(
+                "the tokenizer splits a text by a pattern that has no name in GGUF; export a Hugging Face folder instead"
+            ));
+        }
+    };
+    to.text("tokenizer.ggml.model", "gpt2");
+    to.text("tokenizer.ggml.pre", splitter);
+    to.texts("tokenizer.ggml.tokens", tokens.iter().map(String::as_str));
+    to.integers("tokenizer.ggml.token_type", &kinds);
+    to.texts("tokenizer.ggml.merges", merges.iter().map(String::as_str));
+    for (key, id) in [
+        ("bos_token_id", config.bos_token_id),
+        ("eos_token_id", config.eos_token_ids.first().copied()),
+        ("padding_token_id", config.pad_token_id),
+    ] {
+        if let Some(id) = id {
+            to.number(&format!("tokenizer.ggml.{key}"), id as usize);
+        }
+    }
+    to.flag("tokenizer.ggml.add_bos_token", false);
+    Ok(())
+}

@@ -1,0 +1,58 @@
+//! The keys that a command reads. Contradictions and missing files of all other keys do not concern it.
+
+/// A command by the keys that it reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyScope {
+    /// Reads every key.
+    Train,
+    /// Trains a run that is stored: reads every key, without rules that are newer than such runs.
+    Stored,
+    Rollout,
+    Eval,
+    /// Talks to the model: no problems, no reward.
+    Chat,
+    CheckMismatch,
+    /// `check-mismatch --against`: compares given tokens and samples none.
+    Against,
+    /// Reads the model alone, and the format in which to write it.
+    Export,
+}
+
+/// The keys of `[rollout]` that any sampling reads.
+const SAMPLING: [&str; 6] = [
+    "turns_max",
+    "prompt_tokens_max",
+    "response_tokens_max",
+    "sequences_max",
+    "tool_calls_concurrent_max",
+    "cuda_graphs",
+];
+
+impl KeyScope {
+    /// Returns whether the command reads `key`, a dotted path.
+    pub fn reads(self, key: &str) -> bool {
+        let (table, name) = key.split_once('.').unwrap_or((key, ""));
+        let samples_training = matches!(self, KeyScope::Rollout | KeyScope::CheckMismatch);
+        match table {
+            _ if matches!(self, KeyScope::Train | KeyScope::Stored) => true,
+            "adapter" | "cold_start" | "critic" => false,
+            "checkpoint" => self == KeyScope::Export && name == "dtype",
+            "train" => ["seed", "micro_batch_tokens"].contains(&name),
+            "policy" => self.compares() && name.starts_with("clip_"),
+            "arms" => samples_training || self.compares(),
+            "rollout" => samples_training || (self != KeyScope::Export && SAMPLING.contains(&name)),
+            "eval" => match self {
+                KeyScope::Eval => !["every_steps", "before_training"].contains(&name),
+                KeyScope::Chat => ["temperature", "top_p", "top_k", "min_p"].contains(&name),
+                _ => false,
+            },
+            "task" if name.starts_with("train_") => samples_training,
+            "task" if name.starts_with("validation_") => self == KeyScope::Eval,
+            _ => true,
+        }
+    }
+
+    fn compares(self) -> bool {
+        matches!(self, KeyScope::CheckMismatch | KeyScope::Against)
+    }
+}

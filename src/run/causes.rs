@@ -1,0 +1,182 @@
+//! Causes of samples that teach little, in words.
+
+use super::context::RunContext;
+use crate::harmony::{Message, Role};
+use crate::metrics::Console;
+use crate::tasks::{Task, Transcript};
+use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
+
+/// Number of causes that [`SampleCauses::words`] tells apart.
+pub const CAUSES: usize = 3;
+
+/// Counts over trajectories.
+#[derive(Default)]
+pub struct SampleCauses {
+    all: usize,
+    right: usize,
+    cut: usize,
+    /// Trajectories without a call, and those of them with code blocks.
+    uncalled: usize,
+    code_blocks: usize,
+    /// Trajectories that ended by themselves, and those of them without an answer that the task can read.
+    ended: usize,
+    unread: usize,
+}
+
+impl SampleCauses {
+    /// Counts `samples`: trajectories and their conversations.
+    pub fn count<'s>(
+        task: &dyn Task,
+        samples: impl Iterator<Item = (&'s Trajectory, &'s [Message])>,
+    ) -> Self {
+        let mut counts = Self::default();
+        for (trajectory, messages) in samples {
+            let after = messages.iter().rposition(|message| message.role == Role::User);
+            counts.add(task, trajectory, &messages[after.map_or(0, |user| user + 1)..]);
+        }
+        counts
+    }
+
+    /// Adds a trajectory with the messages after its prompt.
+    fn add(&mut self, task: &dyn Task, trajectory: &Trajectory, messages: &[Message]) {
+        let outcome = trajectory.outcome;
+        self.all += 1;
+        self.right += usize::from(trajectory.success);
+        self.cut += usize::from(outcome == Outcome::TruncatedLength);
+        let is_call = trajectory.turns.iter().any(|turn| !turn.calls.is_empty());
+        if !is_call && outcome != Outcome::TurnsExhausted {
+            self.uncalled += 1;
+            self.code_blocks += usize::from(messages.iter().any(|message| message.content.contains("```py")));
+        }
+        if matches!(outcome, Outcome::Finished | Outcome::Malformed) {
+            let transcript = Transcript { messages, outcome, calls_answered: 0 };
+            let is_read = outcome == Outcome::Finished && task.answer_text(&transcript).is_some();
+            self.ended += 1;
+            self.unread += usize::from(!is_read);
+        }
+    }
+
+    /// Returns a sentence for each cause that at least nine tenths of the trajectories have.
+    pub fn words(&self, has_tool: bool, response_tokens_max: usize) -> [Option<String>; CAUSES] {
+        let Self { all, right, cut, uncalled, code_blocks, ended, unread } = *self;
+        let most = |part: usize, of: usize| of > 0 && part * 10 >= of * 9;
+        let blocks = match code_blocks {
+            0 => String::new(),
+            some => format!(", and {some} of them have code blocks in place of calls"),
+        };
+        [
+            most(cut, all).then(|| {
+                format!(
+                    "{cut} of {all} trajectories were cut at response_tokens_max = {response_tokens_max}; raise \
+                     rollout.response_tokens_max, or ask for shorter answers"
+                )
+            }),
+            // A policy that is right without the tool needs none.
+            (has_tool && most(uncalled, all) && right * 2 < all).then(|| {
+                format!(
+                    "{} of {all} trajectories called the tool{blocks}; ask for the tool in \
+                     harmony.developer_instructions, or show calls to the model in a cold start",
+                    all - uncalled
+                )
+            }),
+            most(unread, ended).then(|| {
+                format!(
+                    "no answer could be read in {unread} of the {ended} trajectories that ended; look at them in \
+                     trajectories/, and say in harmony.developer_instructions how to write the answer"
+                )
+            }),
+        ]
+    }
+}
+
+/// Prints a warning for each cause in `rows`.
+pub fn warn_of_causes<'r>(
+    context: &RunContext,
+    rows: impl Iterator<Item = &'r TrajectoryRow>,
+    label: &str,
+    console: &Console,
+) {
+    let samples = rows.map(|row| (&row.trajectory, row.messages.as_slice()));
+    let counts = SampleCauses::count(context.task.as_ref(), samples);
+    let words = counts.words(context.interpreter.is_some(), context.recipe().rollout.response_tokens_max);
+    words.iter().flatten().for_each(|words| console.print(&format!("warning: {label}{words}")));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tasks::{Problem, Reward, ValidationSet};
+    use crate::trajectory::{CallOutcome, Turn};
+
+    /// A task whose answers are whole numbers.
+    struct Numbers;
+
+    impl Task for Numbers {
+        fn name(&self) -> &str {
+            "numbers"
+        }
+        fn training_problem(&self, _: u64, _: u64) -> Problem {
+            unreachable!("no prompt is asked for")
+        }
+        fn validation_sets(&self) -> &[ValidationSet] {
+            &[]
+        }
+        fn uses_python(&self) -> bool {
+            true
+        }
+        fn answer_text(&self, transcript: &Transcript) -> Option<String> {
+            transcript.final_text().filter(|text| text.parse::<u64>().is_ok()).map(str::to_owned)
+        }
+        fn reward(&self, _: &Problem, _: &Transcript) -> anyhow::Result<Reward> {
+            unreachable!("no reward is asked for")
+        }
+    }
+
+    fn words(samples: &[(Outcome, bool, &str)]) -> Vec<String> {
+        let sample = |&(outcome, calls, text): &(Outcome, bool, &str)| {
+            let calls = if calls { vec![CallOutcome::Answered] } else { vec![] };
+            let trajectory = Trajectory {
+                step: 1,
+                prompt: 0,
+                sample: 0,
+                problem_id: String::new(),
+                tokens: vec![0; 2],
+                prompt_tokens: 1,
+                mask: vec![false, true],
+                logprobs: vec![0.0; 2],
+                routes: vec![],
+                turns: vec![Turn { start: 1, end: 2, calls }],
+                outcome,
+                reward: 0.0,
+                success: false,
+                tool_s: 0.0,
+            };
+            (
+                trajectory,
+                vec![Message::user("```python blocks are not mine"), Message::assistant("final", text)],
+            )
+        };
+        let samples: Vec<(Trajectory, Vec<Message>)> = samples.iter().map(sample).collect();
+        let counts = SampleCauses::count(&Numbers, samples.iter().map(|(t, m)| (t, m.as_slice())));
+        counts.words(true, 64).into_iter().flatten().collect()
+    }
+
+    #[test]
+    fn samples_that_are_cut_call_no_tool_or_cannot_be_read_are_said() {
+        use Outcome::{Finished, TruncatedLength};
+        assert!(words(&[(Finished, true, "12"), (TruncatedLength, true, "")]).is_empty(), "half is not most");
+        let cut = words(&[(TruncatedLength, true, "and so on"); 16]);
+        assert_eq!(cut.len(), 1, "{cut:?}");
+        assert!(cut[0].starts_with("16 of 16 trajectories were cut at response_tokens_max = 64"), "{cut:?}");
+        let block = (Finished, false, "```python\nprint(12)\n```");
+        let uncalled = words(&[(Finished, false, "12"), block, block, block]);
+        assert_eq!(uncalled.len(), 1, "{uncalled:?}");
+        assert!(
+            uncalled[0].starts_with("0 of 4 trajectories called the tool, and 3 of them"),
+            "{uncalled:?}"
+        );
+        let unread = words(&[(Finished, true, "\\boxed{The answer}"); 4]);
+        assert_eq!(unread.len(), 1, "{unread:?}");
+        assert!(unread[0].starts_with("no answer could be read in 4 of the 4 trajectories"), "{unread:?}");
+    }
+}

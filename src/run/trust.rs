@@ -1,0 +1,124 @@
+//! Consent to the programs of a run folder, which may come from somebody else.
+//!
+//! A run folder of this user holds `programs.b3`: one digest for each program, keyed with the user's key.
+
+use crate::atomic_file::write_file;
+use crate::bad_input;
+use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::error::shell_quote;
+use crate::interpreter::{InterpreterKind, Settings};
+use crate::metrics::{Console, sanitize_line, sanitize_terminal};
+use crate::recipe::{Recipe, RecipeSource, set_key};
+use crate::settings::Entry;
+use crate::user_key::{key_folder, user_key};
+use anyhow::Result;
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+
+pub(super) const PROGRAMS_FILE: &str = "programs.b3";
+
+/// Name of the key under which digests are made.
+const KEY_FILE: &str = "runs.key";
+
+/// A recipe's key that starts a program or lifts a confinement, and its value.
+struct Program {
+    key: &'static str,
+    text: String,
+}
+
+impl Program {
+    /// Returns the keyed digest of the program; `None` if this user has no key.
+    fn digest(&self) -> Option<String> {
+        let key = user_key(&key_folder()?, KEY_FILE).ok()?;
+        Some(blake3::keyed_hash(&key, self.text.as_bytes()).to_hex().to_string())
+    }
+}
+
+/// Lists the programs that run with the user's rights: the task's program, a Python other than the default,
+/// and the model's code if it runs without a sandbox.
+fn programs(recipe: &Recipe) -> Vec<Program> {
+    let interpreter = &recipe.interpreter;
+    let other_python =
+        interpreter.kind == InterpreterKind::CPython && interpreter.python != Settings::default().python;
+    let keys = [
+        ("task.command", recipe.task.name.keys.contains(&"command")),
+        ("interpreter.python", other_python),
+        ("interpreter.dangerously_allow_unsandboxed", interpreter.dangerously_allow_unsandboxed),
+    ];
+    let entries = recipe.entries();
+    let value = |key: &str| {
+        entries.iter().find_map(|entry| match entry {
+            Entry::Key { path, value: Some(value), .. } if path == key => Some(value.clone()),
+            _ => None,
+        })
+    };
+    let used = keys.into_iter().filter(|(_, is_used)| *is_used);
+    used.filter_map(|(key, _)| Some(Program { key, text: format!("{key} = {}", value(key)?) })).collect()
+}
+
+/// Returns the lines that say which programs `recipe` starts.
+pub fn program_lines(recipe: &Recipe) -> Vec<String> {
+    programs(recipe)
+        .iter()
+        .map(|program| sanitize_line(&format!("starts   {}", program.text)).into())
+        .collect()
+}
+
+/// Prints the programs of `recipe` before they start. Programs that a run folder of somebody else names need
+/// the user's consent: `trust`, or an answer at the terminal. A key of `sets` is the user's own.
+///
+/// # Errors
+/// [`crate::error::BadInput`] without consent.
+pub fn ask_consent(
+    source: &RecipeSource,
+    recipe: &Recipe,
+    sets: &[String],
+    trust: bool,
+    console: &Console,
+) -> Result<()> {
+    program_lines(recipe).iter().for_each(|line| console.print(line));
+    let (RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) = source else { return Ok(()) };
+    let approved = bounded_file::read_text(&run.join(PROGRAMS_FILE), JSON_BYTES_MAX).unwrap_or_default();
+    let is_foreign = |program: &Program| {
+        let is_set = sets.iter().any(|set| set_key(set) == Some(program.key));
+        let is_approved =
+            || program.digest().is_some_and(|digest| approved.lines().any(|line| line == digest));
+        !is_set && !is_approved()
+    };
+    if trust || !programs(recipe).iter().any(is_foreign) {
+        return Ok(());
+    }
+    if std::io::stdin().is_terminal() && std::io::stderr().is_terminal() && answers_yes(run)? {
+        // A folder that cannot be written is asked for again.
+        let _ = approve(run, recipe);
+        return Ok(());
+    }
+    let shown = run.display();
+    Err(bad_input!(
+        "{shown}: this user did not make this run, and it starts {}; rloss check --no-run {} shows the recipe and starts \
+         nothing; to start it, add --trust",
+        programs(recipe).iter().map(|program| program.text.as_str()).collect::<Vec<_>>().join(" and "),
+        shell_quote(&shown.to_string())
+    ))
+}
+
+fn answers_yes(run: &Path) -> Result<bool> {
+    let question = format!("{}: this user did not make this run. Start its programs? [y/N] ", run.display());
+    let mut stderr = std::io::stderr();
+    write!(stderr, "{}", sanitize_terminal(&question))?;
+    stderr.flush()?;
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer)?;
+    Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
+}
+
+/// Marks the programs of `recipe` as approved in the run folder `folder`. Without a key of this user the
+/// folder stays unmarked.
+///
+/// # Errors
+/// When the disk cannot be written.
+pub(super) fn approve(folder: &Path, recipe: &Recipe) -> Result<()> {
+    let digests: String =
+        programs(recipe).iter().filter_map(|program| Some(program.digest()? + "\n")).collect();
+    if digests.is_empty() { Ok(()) } else { write_file(&folder.join(PROGRAMS_FILE), &digests) }
+}

@@ -1,0 +1,67 @@
+//! Keys that only this user's processes can read.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Returns the folder of this user's keys; `None` if neither `XDG_CONFIG_HOME` nor `HOME` is set.
+pub fn key_folder() -> Option<PathBuf> {
+    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let config = variable("XDG_CONFIG_HOME").or_else(|| variable("HOME").map(|home| home.join(".config")));
+    config.map(|config| config.join("rloss"))
+}
+
+/// Returns the key `name` of `folder`: 32 random bytes that only this user's processes can read. The first
+/// process that needs it makes it.
+///
+/// # Errors
+/// When the key cannot be made or read, or others can read it.
+pub fn user_key(folder: &Path, name: &str) -> Result<[u8; 32], String> {
+    let file = folder.join(name);
+    let make = || -> std::io::Result<()> {
+        let mut key = [0; 32];
+        std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        let aside = folder.join(format!(".{name}.{}", blake3::hash(&key)));
+        std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&aside)?.write_all(&key)?;
+        // The first key stays, and is complete.
+        let linked = std::fs::hard_link(&aside, &file);
+        std::fs::remove_file(&aside)?;
+        linked.or_else(|e| if e.kind() == ErrorKind::AlreadyExists { Ok(()) } else { Err(e) })
+    };
+    let read = || {
+        if !file.exists() {
+            make()?;
+        }
+        let about = std::fs::metadata(&file)?;
+        let is_private = about.mode() & 0o077 == 0 && about.uid() == rustix::process::getuid().as_raw();
+        let wrong = || std::io::Error::other("it must be 32 bytes that only its owner can read; remove it");
+        if !is_private || about.len() != 32 {
+            return Err(wrong());
+        }
+        <[u8; 32]>::try_from(std::fs::read(&file)?).map_err(|_| wrong())
+    };
+    read().map_err(|e| format!("{}: {e}", file.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::user_key;
+
+    #[test]
+    fn processes_of_a_user_share_a_key_that_nobody_else_can_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("config/rloss");
+        let keys: Vec<[u8; 32]> = std::thread::scope(|scope| {
+            let all: Vec<_> =
+                (0..8).map(|_| scope.spawn(|| user_key(&place, "ranks.key").unwrap())).collect();
+            all.into_iter().map(|one| one.join().unwrap()).collect()
+        });
+        assert!(keys.iter().all(|key| *key == keys[0]));
+        assert_eq!(std::fs::read_dir(&place).unwrap().count(), 1, "nothing is left aside");
+        let file = place.join("ranks.key");
+        std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
+        assert!(user_key(&place, "ranks.key").unwrap_err().contains("ranks.key"));
+        assert!(user_key(&folder.path().join("nowhere\0"), "ranks.key").is_err());
+    }
+}

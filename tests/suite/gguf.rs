@@ -1,0 +1,171 @@
+//! GGUF files: read as the `gguf` package reads them, written so that they read back, and refused by name.
+//! `scripts/make_gguf_fixtures.py` wrote the fixtures.
+
+use rloss::checkpoint::gguf::{GgufFile, GgufModel, TensorType};
+use rloss::checkpoint::load::ModelFolder;
+use rloss::checkpoint::tensor_file::TensorFile;
+use rloss::error::BadInput;
+use rloss::model::config::Form;
+use rloss::model::names::{Layout, ParameterSpec, parameter_specs};
+use rloss::ops::cpu::host_values;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn fixtures() -> PathBuf {
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf");
+    std::env::var_os("RLOSS_GGUF").map_or(own, PathBuf::from)
+}
+
+fn read(file: &GgufFile, name: &str) -> Vec<f32> {
+    let tensor = &file.tensors[name];
+    let mut bytes = vec![0; tensor.dtype.bytes_of(tensor.shape.iter().product())];
+    file.read_at(tensor, 0, &mut bytes).unwrap();
+    tensor.dtype.decode(&bytes).unwrap()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+#[test]
+fn every_type_is_decoded_to_the_bit_of_the_gguf_package() {
+    let file = GgufFile::open(&fixtures().join("types.gguf")).unwrap();
+    let kinds: Vec<&String> = file.tensors.keys().filter(|name| !name.ends_with(".expected")).collect();
+    assert!(kinds.len() == TensorType::ALL.len() || std::env::var_os("RLOSS_GGUF").is_some());
+    for kind in kinds {
+        assert_eq!(file.tensors[kind].dtype.name, kind);
+        let (found, expected) = (read(&file, kind), read(&file, &format!("{kind}.expected")));
+        assert!(found.len() >= 4, "{kind}");
+        // The package decodes MXFP4's negative zero as 0.
+        let unsigned = |values: Vec<f32>| bits(&values.iter().map(|value| value + 0.0).collect::<Vec<_>>());
+        let equal = match kind.as_str() {
+            "MXFP4" => unsigned(found) == unsigned(expected),
+            _ => bits(&found) == bits(&expected),
+        };
+        assert!(equal, "{kind}");
+    }
+}
+
+/// The values of `spec` in the layout of a Hugging Face folder.
+fn stored(spec: &ParameterSpec, working: &[f32]) -> Vec<f32> {
+    match (spec.layout, spec.stored_shape.as_slice()) {
+        (Layout::Transposed, &[out, input]) => {
+            (0..out * input).map(|at| working[at % input * out + at / input]).collect()
+        }
+        _ => working.to_vec(),
+    }
+}
+
+#[test]
+fn a_gpt_oss_of_the_gguf_package_has_its_config_tokenizer_and_tensors() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf");
+    let path = folder.join("gpt_oss.gguf");
+    let GgufModel { weights, config, tokenizer, template } = GgufModel::open(&path).unwrap();
+    assert_eq!((config.family.name, config.vocab_size, config.num_local_experts), ("gpt_oss", 265, 4));
+    let yarn = config.rope.yarn.as_ref().unwrap();
+    assert_eq!((yarn.factor, yarn.original_max_position_embeddings, yarn.truncate), (8.0, 64, false));
+    assert_eq!((config.rms_norm_eps, config.eos_token_ids.as_slice()), (1e-5, &[264][..]));
+    let chat = config.family.chat.of_bytes(tokenizer, "gpt_oss.gguf").unwrap();
+    assert!(!chat.renders_as(&template.unwrap()));
+    assert_eq!(chat.stop_tokens(), [264, 263]);
+    // The bytes h, e, l, o are at their place among the printable ones; two merges apply.
+    assert_eq!(chat.vocabulary().encode_text("hello"), [256, 257, u32::from(b'o' - 33)]);
+    assert!(chat.vocabulary().token_bytes(261).is_none(), "an unused token");
+    let expected = TensorFile::open(&folder.join("gpt_oss.safetensors")).unwrap();
+    let files = ModelFolder::of_gguf(&path, weights);
+    let mut packed = 0;
+    for spec in parameter_specs(&config) {
+        let info = expected.metadata.info(&spec.name).unwrap();
+        assert_eq!(info.shape, spec.stored_shape, "{}", spec.name);
+        let rounds = files.form_of(&spec) == Form::Bf16;
+        let wanted: Vec<f32> = expected
+            .read(info)
+            .unwrap()
+            .as_chunks()
+            .0
+            .iter()
+            .map(|bytes| {
+                let value = f32::from_le_bytes(*bytes);
+                if rounds { half::bf16::from_f32(value).to_f32() } else { value }
+            })
+            .collect();
+        let values = files.values(&spec).unwrap();
+        assert_eq!(bits(&stored(&spec, &values)), bits(&wanted), "{}", spec.name);
+        if let Some(weight) = files.packed(&spec).unwrap() {
+            let decoded = weight.decoded(&spec.working_shape()).unwrap();
+            assert!(host_values(&decoded).unwrap()[..] == values[..], "{}", spec.name);
+            packed += 1;
+        }
+    }
+    // Embedding and head; attention, router and experts of two layers.
+    assert_eq!(packed, 2 + 2 * (4 + 1 + 2));
+}
+
+/// A header of `tensors` and `entries` in number, followed by `rest`.
+fn header(tensors: u64, entries: u64, rest: &[u8]) -> Vec<u8> {
+    [&b"GGUF\x03\0\0\0"[..], &tensors.to_le_bytes(), &entries.to_le_bytes(), rest].concat()
+}
+
+fn text(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
+}
+
+/// The entry of a tensor of `shape`.
+fn tensor(name: &str, shape: &[u64], kind: u32, offset: u64) -> Vec<u8> {
+    let sizes: Vec<u8> = shape.iter().flat_map(|n| n.to_le_bytes()).collect();
+    let dimensions = (shape.len() as u32).to_le_bytes();
+    [&text(name)[..], &dimensions, &sizes, &kind.to_le_bytes(), &offset.to_le_bytes()].concat()
+}
+
+#[test]
+fn bad_files_are_refused_in_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.gguf");
+    let entry = |kind: u32, value: &[u8]| [&text("k")[..], &kind.to_le_bytes(), value].concat();
+    let list = |kind: u32, count: u64| [&kind.to_le_bytes()[..], &count.to_le_bytes()].concat();
+    let whole =
+        fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf/gpt_oss.gguf")).unwrap();
+    let changed = |from: &str, to: &str| {
+        let at = whole.windows(from.len()).position(|bytes| bytes == from.as_bytes()).unwrap();
+        let mut bytes = whole.clone();
+        bytes[at..at + from.len()].copy_from_slice(to.as_bytes());
+        bytes
+    };
+    for (bytes, words) in [
+        (b"GG".to_vec(), "truncated"),
+        (b"PK\x03\x04 and more of it".to_vec(), "not a GGUF file"),
+        (b"GGUF\x01\0\0\0".to_vec(), "version 1"),
+        (b"GGUF\0\0\0\x03".to_vec(), "big-endian"),
+        (header(0, 1_000_000_000, &[0; 64]), "1000000000 entries of metadata are announced, 4 are possible"),
+        (header(u64::MAX, 0, &[0; 64]), "tensors are announced, 2 are possible"),
+        (header(0, 1, &[&u64::MAX.to_le_bytes()[..], &[0; 64]].concat()), "truncated within its header"),
+        (header(0, 1, &entry(9, &[list(9, 1), list(9, 1)].concat())), "\"k\" is a list of lists"),
+        (header(0, 1, &entry(9, &list(8, 1 << 61))), "\"k\" has 2305843009213693952 values"),
+        (header(0, 1, &entry(9, &list(4, 1 << 40))), "the header ends before"),
+        (header(0, 1, &entry(77, &[0; 9])), "unknown type 77"),
+        (header(0, 2, &[entry(7, &[1]), entry(7, &[1])].concat()), "\"k\" occurs twice"),
+        (header(1, 0, &tensor("t", &[1; 9], 0, 0)), "9 dimensions"),
+        (header(1, 0, &tensor("t", &[256], 10, 0)), "the type 10, which is not read"),
+        (header(1, 0, &tensor("t", &[33, 2], 8, 0)), "whole blocks of 32"),
+        (header(1, 0, &tensor("t", &[1 << 40, 1 << 40], 0, 0)), "shape"),
+        (header(1, 0, &tensor("t", &[4], 0, u64::MAX)), "`t` has 16 bytes at offset"),
+        (header(1, 0, &tensor("t", &[4], 0, 1 << 40)), "the file ends before"),
+        (header(0, 1, &[&text("general.alignment")[..], &4u32.to_le_bytes(), &[0; 4]].concat()), "alignment"),
+        (header(0, 0, &[]), "general.architecture = \"\" is not supported; known: gpt-oss, qwen2"),
+        (whole[..whole.len() - 1].to_vec(), "truncated"),
+        (changed("gpt-oss", "llama-4"), "\"llama-4\" is not supported"),
+        (changed("gpt-oss.block_count", "gpt-oss.block_wound"), "`num_hidden_layers` is missing"),
+        (changed("gpt-4o", "llama3"), "llama3"),
+        (changed("blk.1.attn_q.weight", "blk.7.attn_q.weight"), "`blk.1.attn_q.weight` is missing; "),
+        (changed("tokenizer.ggml.merges", "tokenizer.ggml.verges"), "merges is absent"),
+    ] {
+        fs::write(&path, &bytes).unwrap();
+        let error = GgufModel::open(&path).map(drop).expect_err(words);
+        assert!(error.is::<BadInput>(), "{error:?}");
+        let said = error.to_string();
+        assert!(
+            said.contains(words) && said.contains("a.gguf") && said.lines().count() == 1,
+            "{words}: {said}"
+        );
+    }
+}
