@@ -6,10 +6,10 @@ use crate::checkpoint::gguf::GgufForm;
 use crate::error::EXIT_DONE;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{KeyScope, RecipeSource, locate};
-use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::export;
-use crate::run::memory::Intent;
+use crate::run::memory::ModelCommand;
+use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::settings::Choice;
 use anyhow::Result;
@@ -69,19 +69,19 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         return Ok(EXIT_DONE);
     }
     if !args.merged {
-        export::adapter(&plan.recipe, out)?;
-        show(&format!("{shown}: the adapter, in PEFT's form\n"))?;
+        export::export_adapter(&plan.recipe, out)?;
+        print_text(&format!("{shown}: the adapter, in PEFT's form\n"))?;
         return Ok(EXIT_DONE);
     }
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let context = RunContext::open(plan, Intent::Rollout, &console)?;
+    let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
     let trajectories = match &source {
         RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => export::last_trajectories(run)?,
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let cost = export::merged_model(&context, trajectories.as_deref(), out, &console)?;
+    let cost = export::export_merged_model(&context, trajectories.as_deref(), out, &console)?;
     let dtype = context.recipe().checkpoint.dtype;
-    show(&match cost {
+    print_text(&match cost {
         Some(cost) => format!(
             "{shown}: the model with its adapter merged in, {dtype}; against the two side by side the log-probabilities of {} \
              sampled tokens change by {:.2e} at most, {:.2e} in the mean\n",

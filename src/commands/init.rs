@@ -4,7 +4,6 @@
 use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::recipe::{RecipeSource, locate};
-use crate::run::collect::show;
 use crate::run::header::command_line;
 use crate::run::sizing::propose;
 use anyhow::Result;

@@ -4,11 +4,11 @@
 //! time. Without it, one graph holds all activations. Both give the same bits.
 
 use super::micro_batch::MicroBatch;
-use crate::model::attend::PackedAttention;
-use crate::model::decoder_stack::{DecoderStack, Keep};
+use crate::model::attention::PackedAttention;
+use crate::model::decoder_stack::{DecoderStack, LayerCallback};
 use crate::model::forward::{ForwardOptions, Model, Rows};
 use crate::model::layer::LayerOutput;
-use crate::model::split_rows::SplitAttention;
+use crate::model::sequence_parallel::SequenceParallelAttention;
 use crate::model::weights::Weights;
 use crate::ops::graph::differentiate;
 use crate::ops::{self, Dispatch};
@@ -82,7 +82,7 @@ impl Pass<'_> {
     pub fn forward_observed<const N: usize>(&self, passed: &dyn Fn()) -> Result<PassOutput<N>> {
         let mut routes = vec![];
         let hidden = self.walk(&self.stack(), &mut |_, _, output| {
-            routes.extend(output.routes());
+            routes.extend(output.routed_experts());
             passed();
             Ok(())
         })?;
@@ -124,13 +124,13 @@ impl Pass<'_> {
         match &self.batch.split {
             None => f(&mut Rows { rotation, attend: &mut PackedAttention { sequence_rows }, replay }),
             Some(split) => {
-                let attend = &mut SplitAttention { split: split.rows.clone(), sequence_rows };
+                let attend = &mut SequenceParallelAttention { split: split.rows.clone(), sequence_rows };
                 f(&mut Rows { rotation, attend, replay })
             }
         }
     }
 
-    fn walk(&self, stack: &DecoderStack, keep: Keep) -> Result<Tensor> {
+    fn walk(&self, stack: &DecoderStack, keep: LayerCallback) -> Result<Tensor> {
         let on_device = |layers: &Vec<Tensor>| {
             let device = self.weights.device();
             layers.iter().map(|routes| Ok(routes.to_device(device)?)).collect::<Result<Vec<_>>>()
@@ -141,7 +141,7 @@ impl Pass<'_> {
 
     /// Returns the head's output, `[N, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
-        let normed = self.stack().normed(hidden, &self.batch.rows)?;
+        let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
         self.stack().head(&normed, &self.batch.targets, self.settings.temperature)
     }
 
@@ -155,7 +155,7 @@ impl Pass<'_> {
             let mut roots = vec![];
             let hidden = self.walk(&self.stack(), &mut |_, _, output| {
                 roots.extend(self.load_balance(output, &mut balances)?);
-                routes.extend(output.routes());
+                routes.extend(output.routed_experts());
                 passed();
                 Ok(())
             })?;
@@ -179,7 +179,7 @@ impl Pass<'_> {
         let hidden =
             self.walk(&DecoderStack { weights: &frozen, ..self.stack() }, &mut |_, input, output| {
                 inputs.push(input.clone());
-                routes.extend(output.routes());
+                routes.extend(output.routed_experts());
                 passed();
                 Ok(())
             })?;
@@ -200,7 +200,7 @@ impl Pass<'_> {
             upstream = self.through(&x, || {
                 // The recomputation uses the experts of the first forward.
                 let output =
-                    self.with_rows(Some(&routes), |rows| self.stack().layer(index, next, &x, rows))?;
+                    self.with_rows(Some(&routes), |rows| self.stack().run_layer(index, next, &x, rows))?;
                 let balance = self.load_balance(&output, &mut balances)?;
                 Ok([(output.hidden, upstream)].into_iter().chain(balance).collect())
             })?;
@@ -240,9 +240,9 @@ impl Pass<'_> {
         let loss = match &self.batch.split {
             None => ops::load_balance(&routing.router_logits, &routing.plan, holders)?,
             Some(split) => {
-                let routes = split.rows.all_routes(&routing.routes)?;
+                let routes = split.rows.gather_routed_experts(&routing.routes)?;
                 let plan = Dispatch::new(&routes, self.model.config.num_local_experts)?;
-                ops::load_balance(&split.rows.all_rows(&routing.router_logits)?, &plan, holders)?
+                ops::load_balance(&split.rows.gather_rows(&routing.router_logits)?, &plan, holders)?
             }
         };
         balances.push(loss.clone());
@@ -266,14 +266,14 @@ impl Pass<'_> {
     fn of_all(&self, own: Vec<f32>) -> Result<Vec<f32>> {
         let Some(split) = &self.batch.split else { return Ok(own) };
         let lengths: Vec<usize> = split.targets.iter().map(Vec::len).collect();
-        Ok(split.column(&split.rows.all("what the head gives", &own, &lengths)?))
+        Ok(split.join_columns(&split.rows.gather("what the head gives", &own, &lengths)?))
     }
 
     /// Returns this rank's shard of a column of all targets.
     fn of_own(&self, all: Vec<f32>) -> Vec<f32> {
         match &self.batch.split {
             None => all,
-            Some(split) => split.own_targets().iter().map(|&place| all[place]).collect(),
+            Some(split) => split.local_targets().iter().map(|&place| all[place]).collect(),
         }
     }
 }

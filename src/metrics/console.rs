@@ -20,10 +20,10 @@ const TICK: Duration = Duration::from_secs(1);
 
 /// The progress display. Clones share it.
 #[derive(Clone)]
-pub struct Console(Arc<Shown>);
+pub struct Console(Arc<ConsoleState>);
 
-struct Shown {
-    place: Place,
+struct ConsoleState {
+    place: ConsoleOutput,
     /// The time left over all stages of a plan, if there is one.
     eta: Mutex<Option<Eta>>,
     /// Stages under way, the outermost first.
@@ -39,7 +39,7 @@ struct Stages {
     status: Option<StatusFile>,
 }
 
-enum Place {
+enum ConsoleOutput {
     Bars(MultiProgress),
     Lines {
         out: Mutex<Box<dyn Write + Send>>,
@@ -56,7 +56,7 @@ impl Console {
     /// progress is shown when `every_steps` is 0.
     pub fn stderr(every_steps: u64) -> Self {
         if every_steps > 0 && std::io::stderr().is_terminal() {
-            return Self::at(Place::Bars(MultiProgress::new()));
+            return Self::with_output(ConsoleOutput::Bars(MultiProgress::new()));
         }
         Self::lines(std::io::stderr(), LINES_APART, every_steps)
     }
@@ -73,11 +73,11 @@ impl Console {
 
     /// Prints plain lines to `out`.
     pub fn lines(out: impl Write + Send + 'static, interval: Duration, every_steps: u64) -> Self {
-        Self::at(Place::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })
+        Self::with_output(ConsoleOutput::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })
     }
 
-    fn at(place: Place) -> Self {
-        Self(Arc::new(Shown { place, eta: Mutex::new(None), stages: Mutex::default() }))
+    fn with_output(place: ConsoleOutput) -> Self {
+        Self(Arc::new(ConsoleState { place, eta: Mutex::new(None), stages: Mutex::default() }))
     }
 
     /// Shows one time left over alternating `stages`: name, steps left, and the work of a step in a unit
@@ -110,7 +110,7 @@ impl Console {
     }
 
     /// Starts a stage of `total` units of work other than steps, such as trajectories.
-    pub fn work(&self, name: &str, total: u64, done: u64) -> Progress {
+    pub fn work_stage(&self, name: &str, total: u64, done: u64) -> Progress {
         self.progress(name, total, done, Kind { unit: Unit::Pieces, inner: false })
     }
 
@@ -134,23 +134,23 @@ impl Console {
         let text = sanitize_terminal(text);
         match &self.0.place {
             // A terminal that is gone must not end the run.
-            Place::Bars(bars) => {
+            ConsoleOutput::Bars(bars) => {
                 let columns = console::Term::stderr().size().1;
                 drop(bars.println(colour_first_word(&wrap_lines(&text, columns.into()))));
             }
-            Place::Lines { out, .. } => {
+            ConsoleOutput::Lines { out, .. } => {
                 let mut out = lock(out);
                 let _ = writeln!(out, "{}", text.trim_end_matches('\n')).and_then(|()| out.flush());
             }
         }
     }
 
-    fn progress(&self, name: &str, total: u64, done: u64, kind: Kind) -> Progress {
+    fn progress(&self, name: &str, total: u64, done: u64, kind: StageUnit) -> Progress {
         let bar = match &self.0.place {
-            Place::Bars(bars) => {
+            ConsoleOutput::Bars(bars) => {
                 bars.add(ProgressBar::new(total).with_style(style(kind, total)).with_position(done))
             }
-            Place::Lines { .. } => ProgressBar::hidden(),
+            ConsoleOutput::Lines { .. } => ProgressBar::hidden(),
         };
         let name = sanitize_line(name).into_owned();
         bar.set_prefix(name.clone());
@@ -254,7 +254,7 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Decides where and when a stage is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Kind {
+struct StageUnit {
     unit: Unit,
     /// Whether it is part of a step: no line of it stays.
     inner: bool,
@@ -280,7 +280,7 @@ struct Stage {
     bar: ProgressBar,
     name: String,
     total: u64,
-    kind: Kind,
+    kind: StageUnit,
     pace: Mutex<Pace>,
 }
 
@@ -327,12 +327,12 @@ impl Progress {
             eta.advance(&stage.name, steps);
         }
         match &stage.console.0.place {
-            Place::Bars(_) => {
+            ConsoleOutput::Bars(_) => {
                 stage.bar.set_message(stage.message(&pace, now));
                 stage.bar.set_position(pace.done);
             }
-            Place::Lines { interval, every_steps, .. } => {
-                if stage.due(&pace, steps, *interval, *every_steps) {
+            ConsoleOutput::Lines { interval, every_steps, .. } => {
+                if stage.is_due(&pace, steps, *interval, *every_steps) {
                     pace.printed = Some(now);
                     lock(&stage.console.0.stages).printed = Some(now);
                     stage.console.print(&stage.line(&pace, now));
@@ -357,7 +357,7 @@ impl Progress {
         let this = Arc::downgrade(&self.0);
         lock(&stage.console.0.stages).open.retain(|open| !open.ptr_eq(&this));
         stage.bar.finish_and_clear();
-        if !stage.kind.inner && matches!(stage.console.0.place, Place::Bars(_)) {
+        if !stage.kind.inner && matches!(stage.console.0.place, ConsoleOutput::Bars(_)) {
             let done = stage.bar.position();
             stage.console.print(&format!("{} {done}/{}  {}", stage.name, stage.total, stage.bar.message()));
         }
@@ -374,7 +374,7 @@ impl Drop for Stage {
 impl Stage {
     /// Whether to print a plain line after `steps` more steps. Work other than steps prints its last line
     /// here; before, [`Console::tick`] prints.
-    fn due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
+    fn is_due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
         if every_steps == 0 || self.kind.inner {
             return false;
         }
@@ -386,7 +386,7 @@ impl Stage {
     }
 
     /// Returns the seconds left at `now`: of a plan's stage, over all stages of the plan.
-    fn left(&self, pace: &Pace, now: Instant) -> Option<f64> {
+    fn seconds_left(&self, pace: &Pace, now: Instant) -> Option<f64> {
         let elapsed = now.saturating_duration_since(pace.start).as_secs_f64();
         if self.kind.unit == Unit::Steps
             && let Some(eta) = &*lock(&self.console.0.eta)
@@ -509,7 +509,7 @@ mod tests {
     fn work_shows_its_tokens_before_its_first_piece_is_done_and_ends_once() {
         let out = Shared::default();
         let console = Console::lines(out.clone(), Duration::ZERO, 10);
-        let work = console.work("sampling", 4, 0);
+        let work = console.work_stage("sampling", 4, 0);
         work.advance(0, 1200, &[]);
         console.tick(Instant::now() + SILENCE_MAX);
         work.advance(3, 34, &[("reward", 0.5)]);
@@ -519,7 +519,7 @@ mod tests {
         assert_eq!(lines.len(), 2, "{lines:?}");
         assert!(lines[0].starts_with("sampling 0/4  1,200 tokens  40 tokens/s"), "{}", lines[0]);
         assert!(lines[1].starts_with("sampling 4/4  reward 0.5  1,238 tokens  "), "{}", lines[1]);
-        Console::lines(out.clone(), Duration::ZERO, 0).work("silent", 1, 0).advance(1, 1, &[]);
+        Console::lines(out.clone(), Duration::ZERO, 0).work_stage("silent", 1, 0).advance(1, 1, &[]);
         assert_eq!(out.lines().len(), 2);
     }
 

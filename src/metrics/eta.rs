@@ -46,7 +46,7 @@ impl Eta {
     /// Returns the seconds left at `now`, in a step of stage `name`. A stage with steps done continues at the
     /// speed of its last ones; another at the speed of the others, by its work. `None` before the first step
     /// and after the last.
-    pub fn seconds(&self, name: &str, now: Instant) -> Option<f64> {
+    pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
         let made = || self.stages.iter().filter_map(|stage| Some((stage.step()?, stage.work)));
         let (seconds, work) = made().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
         let left: u64 = self.stages.iter().map(|stage| stage.left).sum();

@@ -1,6 +1,6 @@
 //! GSM8K (Cobbe et al. 2021): word problems whose gold answer ends in `#### n`.
 
-use super::boxed::last_boxed_at;
+use super::boxed_answer::find_last_boxed;
 use super::number::Number;
 use super::rows::{self, Order};
 use super::{
@@ -101,7 +101,7 @@ fn without_annotations(text: &str) -> String {
 /// Returns the number that `text` gives as its answer.
 pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
     let marker = text.rfind("####");
-    let boxed = if extraction == Extraction::Strict { None } else { last_boxed_at(text) };
+    let boxed = if extraction == Extraction::Strict { None } else { find_last_boxed(text) };
     match (marker, boxed) {
         (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => Number::last_in(content),
         // Only the rest of the line: text after the answer is not part of it.

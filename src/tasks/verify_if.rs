@@ -2,7 +2,7 @@
 //! that format, or prompts composed from maths questions.
 
 use super::instructions::compose::compose;
-use super::instructions::{Instruction, strict};
+use super::instructions::{Instruction, check_strictly};
 use super::rows::{self, Order};
 use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
@@ -155,7 +155,7 @@ impl VerifyIf {
         })?;
         let texts = held_out.iter().zip(1..);
         let texts = texts.flat_map(|((_, turns), row)| turns.iter().map(move |turn| (row, &*turn.prompt)));
-        rows::refuse_shared((train, sources.iter().map(Source::text)), (validation, texts))?;
+        rows::refuse_overlap((train, sources.iter().map(Source::text)), (validation, texts))?;
         let set = |name: &str, several: bool| {
             let rows = held_out.iter().enumerate().filter(|(_, (turns, _))| *turns == several);
             let problems: Vec<_> =
@@ -188,7 +188,7 @@ impl VerifyIf {
                         .rfind(|m| m.channel.as_deref() == Some("final"))
                         .map(|m| m.content.as_str())
                 });
-                Ok(strict(&instructions, answer.unwrap_or_default()))
+                Ok(check_strictly(&instructions, answer.unwrap_or_default()))
             })
             .collect()
     }

@@ -4,9 +4,9 @@
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
 use crate::policy::RouterReplay;
-use crate::rollout::stored::{RouteShape, StoredRollouts};
+use crate::rollout::trajectory_file::{RoutedExpertsShape, StoredRollouts};
 use crate::run::context::RunContext;
-use crate::run::evaluation::prompts;
+use crate::run::evaluation::validation_prompts;
 use anyhow::Result;
 use std::path::PathBuf;
 
@@ -41,14 +41,14 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
     if recipe.train.steps == 0 {
         return Ok(());
     }
-    let policy = context.plain_policy()?;
+    let policy = context.policy_without_ablations()?;
     let plan = context.training_rollout(1);
     let rollout = context.rollout(&policy, &plan);
     if sample {
         rollout.check(&context.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
     }
     if recipe.eval.every_steps > 0 || recipe.eval.before_training {
-        prompts(context).iter().try_for_each(|(_, held_out)| rollout.check(held_out))?;
+        validation_prompts(context).iter().try_for_each(|(_, held_out)| rollout.check(held_out))?;
     }
     Ok(())
 }
@@ -56,10 +56,11 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
 /// Opens the trajectories that replace sampling, if the recipe names any.
 fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     let config = &context.model.config;
-    let replayed = (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RouteShape {
-        per_token: config.num_hidden_layers * config.num_experts_per_tok,
-        experts: config.num_local_experts,
-    });
+    let replayed =
+        (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RoutedExpertsShape {
+            per_token: config.num_hidden_layers * config.num_experts_per_tok,
+            experts: config.num_local_experts,
+        });
     let tokens_max = context.model.context_tokens_max();
     let open = |file: &PathBuf| StoredRollouts::open(file, config.vocab_size, tokens_max, replayed);
     context.recipe().train.trajectories.as_ref().map(open).transpose()
@@ -82,6 +83,6 @@ fn held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> 
     }
     (0..cold_start.validation_rows_max as u64)
         .map_while(|index| context.task.held_out_demonstration(index))
-        .map(|demonstration| rendering.demonstration(&demonstration))
+        .map(|demonstration| rendering.render_demonstration(&demonstration))
         .collect()
 }

@@ -17,7 +17,7 @@ use std::io::Read;
 use std::path::Path;
 
 fn chatml() -> ChatMl {
-    ChatMl::embedded().unwrap()
+    ChatMl::from_embedded().unwrap()
 }
 
 /// The conversations that `scripts/make_chat_fixtures.py` made, with the texts that Qwen2.5-Instruct's template gave.
@@ -88,7 +88,7 @@ fn our_chatml_template_gives_our_rendering() {
 
 #[test]
 fn our_harmony_template_gives_our_rendering() {
-    let tokenizer = HarmonyTokenizer::embedded().unwrap();
+    let tokenizer = HarmonyTokenizer::from_embedded().unwrap();
     let chat = Chat::Harmony(tokenizer.clone());
     let messages = [
         Message::new(Role::System, "You are a test.\n\nReasoning: low"),
@@ -111,14 +111,14 @@ fn the_embedded_chatml_vocabulary_is_fixed_and_harmonys_ids_stay() {
     let ids: Vec<u32> = chat.render_prompt(&[Message::user("7?")]);
     assert_eq!(ids, [1, 6, 26, 71, 79, 2, 26, 1, 7, 26]);
     assert_eq!(chat.stop_tokens(), [2, 0]);
-    assert_eq!((chat.vocabulary().vocab_size(), chat.vocabulary().pad()), (272, Some(0)));
+    assert_eq!((chat.vocabulary().vocab_size(), chat.vocabulary().pad_id()), (272, Some(0)));
     let call = chat.render_training(&[Message::call("python", "commentary", "\"")]);
     assert_eq!(call.tokens, [1, 7, 26, 3, 26, 8, 108, 50, 9, 26, 4, 2]);
     assert_eq!(call.mask.iter().filter(|&&sampled| sampled).count(), 9);
     // What is read back from a checkpoint is the same vocabulary.
     let again = ChatMl::from_bytes(chat.vocabulary().json_bytes().to_vec(), "again").unwrap();
     assert_eq!(again.render_training(&[Message::call("python", "commentary", "\"")]), call);
-    let harmony = HarmonyTokenizer::embedded().unwrap();
+    let harmony = HarmonyTokenizer::from_embedded().unwrap();
     assert_eq!(harmony.turn_start(Role::Assistant), [1, 8]);
     assert_eq!(harmony.encode_text("7"), [71]);
 }
@@ -296,7 +296,7 @@ fn broken_rows_and_tokenizers_are_refused() {
     ] {
         refused(read(row), words);
     }
-    let harmony = HarmonyTokenizer::embedded().unwrap().json_bytes().to_vec();
+    let harmony = HarmonyTokenizer::from_embedded().unwrap().json_bytes().to_vec();
     refused(
         ChatMl::from_bytes(harmony, "model/tokenizer.json"),
         &["model/tokenizer.json", "<|im_start|>, <|im_end|>", "Qwen2.5"],
@@ -315,5 +315,5 @@ fn functions_are_listed_after_the_system_text() {
         text.contains("\n<tools>\n{\"type\": \"function\", \"function\": {\"name\": \"python\", "),
         "{text}"
     );
-    assert_eq!(Format::ChatMl.embedded().unwrap().stop_tokens(), [2, 0]);
+    assert_eq!(Format::ChatMl.read_embedded().unwrap().stop_tokens(), [2, 0]);
 }

@@ -31,7 +31,7 @@ fn load(train: &[String], validation: &[String], grading: Grading) -> anyhow::Re
 
 fn open(train: &Path, validation: &Path, grading: Grading) -> anyhow::Result<VerifyIf> {
     let settings = TaskSettings {
-        name: TaskName::named("verify_if").unwrap(),
+        name: TaskName::from_name("verify_if").unwrap(),
         train_file: Some(train.to_owned()),
         validation_file: Some(validation.to_owned()),
         grading: Some(grading),
