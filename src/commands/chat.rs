@@ -77,7 +77,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
                         "{text} is sent as a message: other commands than /new and /quit are for terminals"
                     ));
                 }
-                show(&talk.answer(text)?)?;
+                print_text(&talk.answer(text)?)?;
             }
         }
         ask()?;

@@ -57,9 +57,9 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
     if *no_run {
-        show(&sanitize_terminal(&resolved(&plan, *all)?))?;
+        print_text(&sanitize_terminal(&resolved(&plan, *all)?))?;
         let lines: String = program_lines(&plan.recipe).iter().map(|line| format!("\n{line}")).collect();
-        show(&format!("{lines}\n"))?;
+        print_text(&format!("{lines}\n"))?;
         return Ok(EXIT_DONE);
     }
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &Console::plain())?;
@@ -72,7 +72,9 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     print_text(&sanitize_terminal(&resolved(&preflight.plan, *all)?))?;
     let problem = told_while_slow(&program, || preflight.first_problem());
     print_text(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
-    print_text(&sanitize_terminal(&told_while_slow(&program, || dialogue(preflight.task.as_ref(), &problem))?))?;
+    print_text(&sanitize_terminal(&told_while_slow(&program, || {
+        dialogue(preflight.task.as_ref(), &problem)
+    })?))?;
     memory(&preflight, *processes, available.as_ref())
 }
 

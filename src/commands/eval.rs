@@ -8,7 +8,6 @@ use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::{KeyScope, locate};
 use crate::rollout::accuracy;
 use crate::run::causes::warn_of_causes;
-use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
 use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult, validation_prompts};
 use crate::run::header;
@@ -77,9 +76,9 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("eval.json"), &(text + "\n"))?;
     print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
-    let rows = evaluation.sets.iter().flat_map(SetResult::rows);
+    let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
     warn_of_causes(&context, rows, "", &console);
-    heed_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_DONE)
+    check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_DONE)
 }
 
 /// Counts trajectories and successes by a property.

@@ -40,7 +40,7 @@ pub struct ExportArgs {
 
 /// Parses `--type`.
 fn gguf_form(word: &str) -> Result<GgufForm, String> {
-    GgufForm::named(word).ok_or_else(|| {
+    GgufForm::from_name(word).ok_or_else(|| {
         let known: Vec<&str> = GgufForm::all().into_iter().map(Choice::name).collect();
         format!("known: {}", known.join(", "))
     })
@@ -62,10 +62,10 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let shown = sanitize_terminal(&shown);
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);
-        let context = RunContext::open(plan, Intent::Rollout, &console)?;
+        let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
         export::gguf_file(&context, args.form, args.merged, out)?;
         let adapter = if args.merged { " with its adapter merged in" } else { "" };
-        show(&format!("{shown}: the model{adapter}, {}\n", args.form))?;
+        print_text(&format!("{shown}: the model{adapter}, {}\n", args.form))?;
         return Ok(EXIT_DONE);
     }
     if !args.merged {

@@ -8,7 +8,7 @@ use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::metrics::Console;
 use crate::report::server::{RequestHead, Response, serve};
-use crate::report::{page, stages_under_way, state};
+use crate::report::{page, stages_under_way, state_digest};
 use crate::run::signals::StopFlag;
 use anyhow::{Context, Result};
 use std::io::Read;
@@ -71,7 +71,10 @@ impl Follower<'_> {
                 Err(error) => Response::text("503 Service Unavailable", &format!("{error:#}\n")),
             }
         } else if request.path == format!("/{}/state", self.token) {
-            Response::text("200 OK", &[vec![state(self.runs)], stages_under_way(self.runs)].concat().join("\n"))
+            Response::text(
+                "200 OK",
+                &[vec![state_digest(self.runs)], stages_under_way(self.runs)].concat().join("\n"),
+            )
         } else {
             Response::text("404 Not Found", "not found\n")
         }

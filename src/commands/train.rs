@@ -11,7 +11,7 @@ use crate::run::context::RunContext;
 use crate::run::header::{self, command_line};
 use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::processes;
-use crate::run::run_folder::{RunFolder, holds_run, prepare_resume};
+use crate::run::run_folder::{RunFolder, contains_run, prepare_resume};
 use crate::run::signals::StopFlag;
 use crate::run::trust::ask_consent;
 use crate::trainer::{Trainer, TrainingData};
@@ -138,7 +138,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     let resumes = match args.resume {
         None => false,
         Some(Resume::Always) => true,
-        Some(Resume::Auto) => holds_run(&out),
+        Some(Resume::Auto) => contains_run(&out),
     };
     let (resumed, point) = match resumes {
         true => prepare_resume(&out, &mut plan)?,

@@ -4,7 +4,7 @@
 //! The communicator is non-blocking. An exchange is one NCCL group with an event at its end; `ncclCommAbort`
 //! ends it at the time limit.
 
-use super::connection::{TransportBackend, DISCONNECT_TIMEOUT, TIMEOUT};
+use super::connection::{DISCONNECT_TIMEOUT, TIMEOUT, TransportBackend};
 use super::launch::RankAddress;
 use super::{Exchange, rendezvous, tag};
 use crate::error::BadInput;

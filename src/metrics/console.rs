@@ -106,27 +106,27 @@ impl Console {
 
     /// Starts a stage of `total` steps, of which a resumed run has done `done`.
     pub fn stage(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, Kind { unit: Unit::Steps, inner: false })
+        self.progress(name, total, done, StageUnit { unit: Unit::Steps, inner: false })
     }
 
     /// Starts a stage of `total` units of work other than steps, such as trajectories.
     pub fn work_stage(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, Kind { unit: Unit::Pieces, inner: false })
+        self.progress(name, total, done, StageUnit { unit: Unit::Pieces, inner: false })
     }
 
     /// Starts a stage of work within a step, such as rollout; a `total` of 0 counts nothing.
     pub fn inner_stage(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, Kind { unit: Unit::Pieces, inner: true })
+        self.progress(name, total, 0, StageUnit { unit: Unit::Pieces, inner: true })
     }
 
     /// Starts a stage within a step that takes `total` tokens through the model.
     pub fn pass(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, Kind { unit: Unit::Tokens, inner: true })
+        self.progress(name, total, 0, StageUnit { unit: Unit::Tokens, inner: true })
     }
 
     /// Starts a stage that takes `total` tokens through the model.
     pub fn work_tokens(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, Kind { unit: Unit::Tokens, inner: false })
+        self.progress(name, total, 0, StageUnit { unit: Unit::Tokens, inner: false })
     }
 
     /// Prints text above the bars; control characters in it are made visible.
@@ -159,7 +159,7 @@ impl Console {
         let pace = Pace { start: Instant::now(), first: done, done, ..Pace::default() };
         let stage = Arc::new(Stage { console: self.clone(), bar, name, total, kind, pace: Mutex::new(pace) });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
-        let is_shown = !matches!(self.0.place, Place::Lines { every_steps: 0, .. });
+        let is_shown = !matches!(self.0.place, ConsoleOutput::Lines { every_steps: 0, .. });
         if is_shown {
             self.start_ticks();
         }
@@ -188,7 +188,7 @@ impl Console {
     /// Renews the bars, the line of a log and the status file, as due at `now`.
     fn tick(&self, now: Instant) {
         let open: Vec<Arc<Stage>> = lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
-        if let Place::Bars(_) = self.0.place {
+        if let ConsoleOutput::Bars(_) = self.0.place {
             open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.pace), now)));
         }
         let Some(line) = self.under_way(&open, now) else { return };
@@ -196,7 +196,7 @@ impl Console {
         if let Some(status) = &mut stages.status {
             status.renew(&line, now);
         }
-        let Place::Lines { every_steps: 1.., .. } = self.0.place else { return };
+        let ConsoleOutput::Lines { every_steps: 1.., .. } = self.0.place else { return };
         if stages.printed.is_none_or(|at| now.saturating_duration_since(at) >= SILENCE_MAX) {
             stages.printed = Some(now);
             drop(stages);
@@ -211,7 +211,8 @@ impl Console {
         let line = inner.line(&lock(&inner.pace), now);
         let Some(outer) = open.first().filter(|outer| !Arc::ptr_eq(outer, inner)) else { return Some(line) };
         let pace = lock(&outer.pace);
-        let left = outer.left(&pace, now).map(|seconds| format!("  ({} left in all)", clock(seconds)));
+        let left =
+            outer.seconds_left(&pace, now).map(|seconds| format!("  ({} left in all)", clock(seconds)));
         Some(format!("{}: {}{}", outer.label(&pace), line.trim_end(), left.unwrap_or_default()))
     }
 }
@@ -238,7 +239,7 @@ fn colour_first_word(text: &str) -> String {
 }
 
 /// Returns the style of a bar, which fills the rest of the terminal's width.
-fn style(kind: Kind, total: u64) -> ProgressStyle {
+fn style(kind: StageUnit, total: u64) -> ProgressStyle {
     let template = match (kind.inner, total) {
         (_, 0) => "{prefix:>10} {msg}",
         (false, _) => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
@@ -391,7 +392,7 @@ impl Stage {
         if self.kind.unit == Unit::Steps
             && let Some(eta) = &*lock(&self.console.0.eta)
         {
-            return eta.seconds(&self.name, now);
+            return eta.seconds_left(&self.name, now);
         }
         let tokens_left = match self.kind.unit {
             Unit::Tokens => Some(self.total as f64 - pace.tokens),
@@ -433,7 +434,7 @@ impl Stage {
             let rate = if rate < 10.0 { (10.0 * rate).round() / 10.0 } else { rate.round() };
             parts.push(format!("{} tokens/s", format_number(rate)));
         }
-        let left = self.left(pace, now).map(|seconds| format!("{} left", clock(seconds)));
+        let left = self.seconds_left(pace, now).map(|seconds| format!("{} left", clock(seconds)));
         if left.is_none() && tokens == 0.0 && self.kind.unit != Unit::Steps && pace.done < self.total.max(1) {
             parts.push(format!("{} so far", clock(elapsed)));
         }

@@ -149,9 +149,9 @@ refused! { pub(super),
     rms_norm_backward([&Tensor; 3], f32, bool) -> (Tensor, Option<Tensor>);
     sink_attention_forward(&Attention, &[usize], [DeviceArgument; 3]) -> (CudaStorage, Shape, DeviceLse);
     sink_attention_backward(&Attention, &[usize], &DeviceLse, [&Tensor; 5]) -> [Tensor; 3];
-    sink_attention_cached(&Tensor, &Tensor, &Tensor, &mut [&mut KvPages], &[usize], &Attention) -> Tensor;
+    cached_sink_attention(&Tensor, &Tensor, &Tensor, &mut [&mut KvPages], &[usize], &Attention) -> Tensor;
     add_tensor(&Tensor, &Tensor) -> ();
-    copied(DeviceArgument) -> OpOutput;
+    copy_argument(DeviceArgument) -> OpOutput;
     add_columns(&Tensor, &Tensor, &TokensById) -> ();
     add_rows(&Tensor, &Tensor, &TokensById) -> ();
     sum_rows(&Tensor, &TokensById, usize) -> Tensor;
@@ -173,7 +173,7 @@ refused! { pub(super),
     adamw(&Tensor, [&Tensor; 2], &Tensor, &AdamW) -> ();
     adamw_8bit(&Tensor, [Moment; 2], &Tensor, &AdamW, &[[f32; 256]; 4]) -> ();
     sgd(&Tensor, &Tensor, f32, f32) -> ();
-    accumulate(&Tensor, &Tensor, f32) -> ();
+    update_momentum(&Tensor, &Tensor, f32) -> ();
     scale(&Tensor, f32) -> ();
     round_into(&Tensor, &Tensor) -> ();
     sum_of_squares(&Tensor) -> f64;

@@ -54,7 +54,7 @@ fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     let DeValue::String(name) = value.get_ref() else { return Err(format!("found no string; {REMEDY}")) };
     let built_in = |wanted: &str| {
         let (name, text) = BUILT_IN.iter().find(|(name, _)| *name == wanted)?;
-        Some(Base { file: PathBuf::from(format!("{name}{INSIDE}")), text: (*text).to_owned() })
+        Some(Base { file: PathBuf::from(format!("{name}{BUILT_IN_SUFFIX}")), text: (*text).to_owned() })
     };
     // A built-in recipe has a built-in base, with or without its suffix.
     let stem = Path::new(name.as_ref()).file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();

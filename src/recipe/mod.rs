@@ -10,7 +10,7 @@ mod rules;
 mod source;
 
 pub use key_scope::KeyScope;
-pub use plan::{Plan, override_key, resolve, resolve_for, resolve_stored, resume_differences};
+pub use plan::{Plan, override_key, resolve, resolve_for, resolve_run_recipe, resume_differences};
 pub use source::{BUILT_IN, RecipeSource, locate};
 
 use crate::checkpoint::CheckpointSettings;

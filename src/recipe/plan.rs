@@ -4,7 +4,7 @@ use super::Recipe;
 use super::base;
 use super::foreign::foreign_name;
 use super::key_scope::KeyScope;
-use super::removed::{blank_removed_keys, refusal};
+use super::removed_keys::{blank_removed_keys, refusal};
 use super::rules::{self, Findings};
 use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
@@ -103,7 +103,8 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
         recipe.critic.get_or_insert_default();
     }
     // The keys of a base that is lost, whole or in part, may be those that a rule misses.
-    let in_a_base = |place: &Place| matches!(place, Place::File { path: file, .. } if file != path);
+    let in_a_base =
+        |place: &SourceLocation| matches!(place, SourceLocation::File { path: file, .. } if file != path);
     let base_is_lost = bases.fault.is_some()
         || mistakes.0.iter().any(|mistake| mistake.key.is_empty() && in_a_base(&mistake.place));
     let found = match base_is_lost {
@@ -127,7 +128,12 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
 ///
 /// # Errors
 /// As [`resolve_for`].
-pub fn resolve_run_recipe(scope: KeyScope, path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
+pub fn resolve_run_recipe(
+    scope: KeyScope,
+    path: &Path,
+    text: &str,
+    sets: &[String],
+) -> Result<Plan, Mistakes> {
     resolve_for(scope, path, &blank_removed_keys(text), sets)
 }
 

@@ -93,7 +93,7 @@ mod tests {
         }
         let other = "[model]\ndense_products = \"record.toml\"\n";
         assert_eq!(
-            resolve_stored(KeyScope::Train, file, other, &[]).unwrap_err().to_string(),
+            resolve_run_recipe(KeyScope::Train, file, other, &[]).unwrap_err().to_string(),
             refused(other)
         );
     }

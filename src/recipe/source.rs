@@ -152,7 +152,7 @@ impl RecipeSource {
         let plan = resolve_run_recipe(scope, &file, &text, sets);
         // An edited text may have mistakes; the edit is reported first.
         match ChecksumStatus::check(&text, folder) {
-            ChecksumStatus::Valid | Checksum::Missing => Ok(plan?),
+            ChecksumStatus::Valid | ChecksumStatus::Missing => Ok(plan?),
             ChecksumStatus::Invalid => Err(bad_input!(
                 "{}: is not what the run wrote: it was cut or changed. Restore it (each checkpoint has a copy, trainer.toml); \
                  after a deliberate edit: rloss verify --accept {}",

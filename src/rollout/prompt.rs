@@ -22,7 +22,12 @@ const KNOWLEDGE_CUTOFF: &str = "2024-06";
 
 /// Returns the recipe's system and developer messages; they describe the Python tool if the task has it, and
 /// the task's own `tools`, as the model's published template does.
-pub fn system_prompt(chat: &Chat, harmony: &SystemPromptSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
+pub fn system_prompt(
+    chat: &Chat,
+    harmony: &SystemPromptSettings,
+    uses_python: bool,
+    tools: &[Value],
+) -> Vec<Message> {
     match chat {
         Chat::Harmony(_) => harmony_preamble(harmony, uses_python, tools),
         Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
@@ -178,7 +183,7 @@ mod tests {
         let [message] = &system_prompt(&chat, &harmony, true, &[])[..] else { panic!("one message") };
         assert!(message.content.starts_with("Compute.\n\n# Tools") && message.content.contains("\"code\""));
         harmony.developer_instructions = Some("Call python.".into());
-        let [message] = &preamble(&chat, &harmony, true, &[])[..] else { panic!("one message") };
+        let [message] = &system_prompt(&chat, &harmony, true, &[])[..] else { panic!("one message") };
         assert!(message.content.starts_with("Compute.\n\nCall python.\n\n# Tools"), "{}", message.content);
         harmony.system_message = Some(false);
         assert!(system_prompt(&chat, &harmony, true, &[]).is_empty());

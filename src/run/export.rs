@@ -147,7 +147,7 @@ pub fn gguf_file(context: &RunContext, form: GgufForm, merges: bool, out: &Path)
     let json = context.chat.vocabulary().json_bytes();
     let template = context.companions.template().unwrap_or_else(|| context.chat.jinja().to_owned());
     let tokenizer = GgufTokenizer { json, template: &template };
-    gguf::write(out, &context.model.config, form, tokenizer, |spec| merged(parameters, spec))
+    gguf::write(out, &context.model.config, form, tokenizer, |spec| merge(parameters, spec))
 }
 
 /// Returns the newest file of trajectories, of training if any, else of evaluations.

@@ -51,7 +51,7 @@ fn work(context: &RunContext, intent: ModelCommand) -> (&'static str, String) {
                 validation_prompts(context).iter().map(|(_, problems)| problems.len()).sum();
             ("sampled", format!("{problems} held-out problems × {}", recipe.eval.samples))
         }
-        ModelCommand::Rollout | ModelCommand::Chat | Intent::CheckMismatch(_) => {
+        ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => {
             ("sampled", format!("{sampled}, as in one step of training"))
         }
     }

@@ -2,7 +2,6 @@
 
 pub mod adapter;
 pub mod causes;
-pub mod collect;
 pub mod context;
 mod device;
 pub mod evaluation;
@@ -17,4 +16,6 @@ pub mod sampling_folder;
 pub mod signals;
 pub mod sizing;
 pub mod source;
+mod symlinks;
+mod trainable_flags;
 pub mod trust;

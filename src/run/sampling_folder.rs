@@ -10,6 +10,7 @@
 use super::context::RunContext;
 use super::memory::explain_out_of_memory;
 use super::run_folder::{RunFolder, contains_run, lock};
+use super::symlinks::refuse_symlink;
 use super::trust::approve;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;

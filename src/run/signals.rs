@@ -67,7 +67,7 @@ impl StopFlag {
         *self.0.notice.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(notice));
         let stop = self.clone();
         let wait = move || {
-            while !stop.asked() {
+            while !stop.is_requested() {
                 std::thread::sleep(POLL);
             }
         };

@@ -225,9 +225,9 @@ impl ModelSource {
         }
         let foreign_template = template.as_deref().is_some_and(|template| !chat.renders_as(template));
         let weights = ModelFolder::of_gguf(path, weights);
-        let forms = parameter_specs(&config).iter().map(|spec| weights.form_of(spec)).collect();
+        let forms = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
         Ok(Self {
-            companions: Companions::of_gguf(&chat, template),
+            companions: CompanionFiles::of_gguf(&chat, template),
             config,
             chat,
             weights: Some(Arc::new(weights)),

@@ -150,7 +150,7 @@ impl Reader<'_> {
     /// Refuses each of the `keys` of another trainer's `table`, and those of its tables.
     fn refuse_foreign(&mut self, table: &str, keys: &DeTable) {
         for (name, value) in keys {
-            let inner = Written { path: join(table, &shown(name.get_ref())), name: name.span(), value };
+            let inner = ParsedKey { path: join(table, &shown(name.get_ref())), name: name.span(), value };
             match value.get_ref().as_table().filter(|keys| self.holds_foreign(keys)) {
                 Some(keys) => self.refuse_foreign(&inner.path, keys),
                 None => self.refuse_unknown(table, name.get_ref(), &inner),

@@ -13,7 +13,7 @@ use crate::chat::functions::check_functions;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
 use anyhow::{Context, Result, anyhow, bail};
-use reply::{REQUEST_ID, Reply, with_request};
+use reply::{REQUEST_ID, ProgramReply, with_request};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -62,7 +62,7 @@ struct Described {
 }
 
 impl Described {
-    fn read(mut reply: Reply) -> Result<Self> {
+    fn read(mut reply: ProgramReply) -> Result<Self> {
         let version = reply.count("version")?.unwrap_or(1);
         if !(1..=VERSION).contains(&version) {
             bail!("`version` of the answer is {version}; give 1 or {VERSION}");
@@ -183,7 +183,7 @@ impl CommandTask {
         self.ask(request, read).inspect_err(|error| self.warn(&problem.id, error))
     }
 
-    fn ask<T>(&self, request: Value, read: impl Fn(Reply) -> Result<T>) -> Result<T> {
+    fn ask<T>(&self, request: Value, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
         self.program.ask(request, self.described.identified, read)
     }
 
@@ -222,7 +222,7 @@ impl Program {
             let id = self.ids.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             request[REQUEST_ID] = format!("{id:016x}").into();
         }
-        let answer = self.pool.ask(&request, |answer| match Reply::new(&request, answer)? {
+        let answer = self.pool.ask(&request, |answer| match ProgramReply::new(&request, answer)? {
             Ok(reply) => read(reply).map(Ok),
             Err(failure) => Ok(Err(failure)),
         });

@@ -4,7 +4,7 @@ use super::boxed_answer::find_last_boxed;
 use super::number::Number;
 use super::rows::{self, Order};
 use super::{
-    Demonstration, Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet,
+    Demonstration, Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet,
 };
 use crate::harmony::Message;
 use crate::random::Purpose;
@@ -126,7 +126,7 @@ impl Gsm8k {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row.
-    pub fn load(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+    pub fn load(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
         let (_, train) = settings.training_rows(host, FORM, Row::read)?;
         let (_, held_out) = settings.held_out_rows(host, FORM, Row::read)?;
         let numbered = held_out.iter().enumerate();

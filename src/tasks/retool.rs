@@ -5,7 +5,7 @@
 use super::answer::AnswerEquality;
 use super::boxed_answer::find_last_boxed;
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
 use crate::random::Purpose;
@@ -139,7 +139,7 @@ impl Retool {
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row; also for two validation files
     /// of one name, and for a problem in both the training file and a validation file.
-    pub fn load(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+    pub fn load(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
         let form = settings.prompt.unwrap_or_default();
         let (train, training) = settings.training_rows(host, FORM, Row::read)?;
         let mut sets: Vec<ValidationSet> = Vec::new();

@@ -85,7 +85,7 @@ impl TaskSettings {
     /// [`crate::error::BadInput`] when the file is missing in the recipe, and those of [`rows::read`].
     pub(super) fn training_rows<T>(
         &self,
-        host: &TaskHost,
+        host: &TaskContext,
         form: &str,
         parse: impl Fn(&Value) -> Result<T, String>,
     ) -> Result<(&Path, Vec<T>)> {
@@ -102,7 +102,7 @@ impl TaskSettings {
     /// As [`Self::training_rows`].
     pub(super) fn held_out_rows<T>(
         &self,
-        host: &TaskHost,
+        host: &TaskContext,
         form: &str,
         parse: impl Fn(&Value) -> Result<T, String>,
     ) -> Result<(&Path, Vec<T>)> {

@@ -4,7 +4,7 @@
 use super::instructions::compose::compose;
 use super::instructions::{Instruction, check_strictly};
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::{Message, Role};
 use crate::random::{Purpose, stream};
@@ -148,7 +148,7 @@ impl VerifyIf {
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row, or the first prompt that is in
     /// both files.
-    pub fn load(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+    pub fn load(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
         let (train, sources) = settings.training_rows(host, TRAIN_FORM, Source::read)?;
         let (validation, held_out) = settings.held_out_rows(host, VALIDATION_FORM, |row| {
             Ok((row.get("turns").is_some(), Turn::read_all(row)?))

@@ -26,11 +26,11 @@ use crate::ops::cuda::{device_memory, reset_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
 use crate::run::causes::{SampleCauses, warn_of_causes};
-use crate::run::collect::tell_failures;
 use crate::run::context::RunContext;
-use crate::run::evaluation::{SetResult, evaluate, validation_prompts};
+use crate::run::evaluation::{ValidationResult, evaluate, validation_prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
 use crate::run::run_folder::RunFolder;
+use crate::run::sampling_folder::tell_failures;
 use crate::run::signals::StopFlag;
 use anyhow::{Result, ensure};
 use candle_core::Device;
@@ -264,7 +264,7 @@ impl Trainer {
         let label = format!("evaluation after step {step}: ");
         warn_of_causes(
             &self.context,
-            evaluation.sets.iter().flat_map(SetResult::rows),
+            evaluation.sets.iter().flat_map(ValidationResult::rows),
             &label,
             &self.console,
         );

@@ -6,7 +6,7 @@ use super::gradient_norms::GradientNorms;
 use super::sample::SampleOutput;
 use crate::learner::advantages::AdvantageEstimator;
 use crate::learner::batch::{Batch, ForwardResult};
-use crate::learner::batch_runner::{BatchObjective, BatchRunner, GradientNorm, Shares};
+use crate::learner::batch_runner::{BatchObjective, BatchRunner, GradientNorm, MicroBatchValues};
 use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::forward_backward::{PassOutput, PassSettings};
 use crate::learner::micro_batch::MicroBatch;

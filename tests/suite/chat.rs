@@ -11,7 +11,7 @@ use rloss::chat::chatml::{
 use rloss::chat::functions::check_functions;
 use rloss::chat::{Call, Chat};
 use rloss::harmony::{HarmonyTokenizer, Message, Role, TurnEnd, TurnStep};
-use rloss::rollout::{PreambleSettings, preamble};
+use rloss::rollout::{SystemPromptSettings, system_prompt};
 use serde_json::{Value, json};
 use std::io::Read;
 use std::path::Path;
@@ -220,7 +220,8 @@ fn prompts_with_tools_are_those_of_the_published_templates() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tools.jsonl.gz");
     let mut text = String::new();
     flate2::read::GzDecoder::new(std::fs::File::open(file).unwrap()).read_to_string(&mut text).unwrap();
-    let (chatml, harmony) = (Chat::ChatMl(chatml()), Chat::Harmony(HarmonyTokenizer::embedded().unwrap()));
+    let (chatml, harmony) =
+        (Chat::ChatMl(chatml()), Chat::Harmony(HarmonyTokenizer::from_embedded().unwrap()));
     let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(rows.len(), 200);
     for (i, row) in rows.iter().enumerate() {
@@ -228,19 +229,19 @@ fn prompts_with_tools_are_those_of_the_published_templates() {
         check_functions(tools).unwrap();
         let instructions = row["instructions"].as_str().map(str::to_owned);
         let user = Message::user(row["user"].as_str().unwrap());
-        let prompt = |chat: &Chat, settings: &PreambleSettings| {
+        let prompt = |chat: &Chat, settings: &SystemPromptSettings| {
             let messages =
-                [&preamble(chat, settings, false, tools)[..], std::slice::from_ref(&user)].concat();
+                [&system_prompt(chat, settings, false, tools)[..], std::slice::from_ref(&user)].concat();
             chat.render_prompt(&messages).unwrap()
         };
-        let of_gpt_oss = PreambleSettings {
+        let of_gpt_oss = SystemPromptSettings {
             current_date: Some("2026-01-02".into()),
             developer_instructions: instructions.clone(),
             ..Default::default()
         };
         let tokens = prompt(&harmony, &of_gpt_oss);
         assert_eq!(harmony.vocabulary().decode(&tokens), row["gpt-oss"].as_str().unwrap(), "row {i}");
-        let mut of_qwen = PreambleSettings { model_identity: instructions.clone(), ..Default::default() };
+        let mut of_qwen = SystemPromptSettings { model_identity: instructions.clone(), ..Default::default() };
         let tokens = prompt(&chatml, &of_qwen);
         let text = chatml.vocabulary().decode(&tokens);
         assert_eq!(text, row["qwen2.5"].as_str().unwrap(), "row {i}");

@@ -5,7 +5,7 @@ use rloss::error::BadInput;
 use rloss::harmony::Message;
 use rloss::settings::Choice;
 use rloss::tasks::verify_if::Grading;
-use rloss::tasks::{Problem, Reward, Task, TaskHost, TaskName, TaskSettings, Transcript, VerifyIf};
+use rloss::tasks::{Problem, Reward, Task, TaskContext, TaskName, TaskSettings, Transcript, VerifyIf};
 use rloss::trajectory::Outcome;
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,7 @@ fn open(train: &Path, validation: &Path, grading: Grading) -> anyhow::Result<Ver
         grading: Some(grading),
         ..TaskSettings::default()
     };
-    VerifyIf::load(&settings, &TaskHost::default())
+    VerifyIf::load(&settings, &TaskContext::default())
 }
 
 fn reward(task: &VerifyIf, problem: &Problem, messages: &[Message], outcome: Outcome) -> (f32, bool) {

@@ -4,7 +4,7 @@
 use super::Verdicts;
 use super::oracle::bits;
 use super::problem::{AttentionProblem, Shape};
-use crate::ops::cuda::{Inputs, KvPages, KvPool, DeviceLaunchPlan, paged_sink_attention};
+use crate::ops::cuda::{DeviceLaunchPlan, Inputs, KvPages, KvPool, paged_sink_attention};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::random::{Purpose, stream};
@@ -99,7 +99,11 @@ fn words(values: Vec<f32>) -> Vec<u32> {
 }
 
 /// Runs training's forward and backward.
-pub(super) fn training_bits(problem: &AttentionProblem, device: &Device, kernels: &'static KernelSet) -> Result<Bits> {
+pub(super) fn training_bits(
+    problem: &AttentionProblem,
+    device: &Device,
+    kernels: &'static KernelSet,
+) -> Result<Bits> {
     let gpu = device.as_cuda_device()?;
     let sequences = LaunchSequences::for_packed_sequences(&problem.shape.cu_seqlens())?;
     let prepared = DeviceLaunchPlan::new(gpu, kernels, &problem.shape.attention(), &sequences, None)?;
@@ -121,7 +125,11 @@ pub(super) fn training_bits(problem: &AttentionProblem, device: &Device, kernels
 }
 
 /// Creates a cache whose free pages hold NaN from an earlier sequence.
-fn stale_cache(problem: &AttentionProblem, device: &Device, kernels: &'static KernelSet) -> Result<Arc<KvPool>> {
+fn stale_cache(
+    problem: &AttentionProblem,
+    device: &Device,
+    kernels: &'static KernelSet,
+) -> Result<Arc<KvPool>> {
     let Shape { heads, kv_heads, .. } = problem.shape;
     let pages: usize = problem.shape.lengths.iter().map(|length| length.div_ceil(64)).sum();
     let cache = KvPool::new(device.as_cuda_device()?, kv_heads, pages)?;

@@ -5,7 +5,7 @@ use super::Verdicts;
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::graph::differentiate;
 use crate::ops::logits::SamplingParameters;
-use crate::ops::optimizer::{AdamW, update_momentum, adamw, round_to_bf16, scale, sgd, sum_of_squares};
+use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, scale, sgd, sum_of_squares, update_momentum};
 use crate::ops::parameter::GradientSink;
 use crate::ops::rope::{RopeTable, Rotation};
 use crate::ops::weight::Weight;

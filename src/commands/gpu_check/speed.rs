@@ -7,7 +7,7 @@
 use super::oracle::bits;
 use super::peers::{Peers, TimingCase};
 use super::problem::{AttentionProblem, Shape};
-use crate::ops::cuda::{Inputs, DeviceLaunchPlan, Timer};
+use crate::ops::cuda::{DeviceLaunchPlan, Inputs, Timer};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::LaunchSequences;
 use anyhow::Result;
@@ -141,7 +141,8 @@ mod tests {
 
     #[test]
     fn operations_are_counted_as_publishers_do() {
-        let timed = |window, length, backward| TimingCase { heads: 32, kv_heads: 32, window, length, backward };
+        let timed =
+            |window, length, backward| TimingCase { heads: 32, kv_heads: 32, window, length, backward };
         // 4 · 64 · 32 · 16384² / 2, apart from half of the diagonal.
         let whole = operations(timed(None, 16_384, false));
         assert!((whole / (4.0 * 64.0 * 32.0 * 16_384f64.powi(2) / 2.0) - 1.0).abs() < 1e-4);

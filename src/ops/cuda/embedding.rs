@@ -121,7 +121,8 @@ fn add(
 pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &TokensById, rows: usize) -> Result<Tensor> {
     let width = dy.dims2()?.1;
     let opened = dy.storage_and_layout();
-    let (dy, device) = OP.open_tensor::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
+    let (dy, device) =
+        OP.open_tensor::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
     let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);

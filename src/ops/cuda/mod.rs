@@ -44,7 +44,7 @@ pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
 pub use paged_attention::{KvPages, KvPool, kv_pages, paged_sink_attention};
 pub use primitive_checks::run_primitive_check;
-pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, DeviceLaunchPlan};
+pub use sink_attention::{DeviceLaunchPlan, DeviceLse, Gradients, Inputs, Outputs};
 
 pub(super) use accumulate::{add_tensor, copy_argument};
 pub(super) use dispatch::{
@@ -54,7 +54,7 @@ pub(super) use embedding::{add_columns, add_rows, sum_rows, take_columns, take_r
 pub(super) use head::{head_backward, head_forward, head_logits};
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use low_rank::{low_rank_backward, low_rank_forward};
-pub(super) use optimizer::{update_momentum, adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares};
+pub(super) use optimizer::{adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum};
 pub(super) use paged_attention::cached_sink_attention;
 pub(super) use product::{
     add_bias_gradient, add_weight_gradient, packed_forward, packed_input_gradient, product_forward,

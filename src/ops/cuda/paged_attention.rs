@@ -2,7 +2,7 @@
 
 use super::arguments::tensor;
 use super::launch::{Addresses, kernel_params, kernel_set, launch};
-use super::sink_attention::{Inputs, OP, Outputs, DeviceLaunchPlan};
+use super::sink_attention::{DeviceLaunchPlan, Inputs, OP, Outputs};
 use crate::ops::page_allocator::{CopiedRows, PageAllocator, PagedSequence, page_table};
 use crate::ops::sink_attention::Attention;
 use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
@@ -234,7 +234,8 @@ pub fn paged_sink_attention(
     }
     pool.append(&kv, sequences, counts)?;
     let (table, pages_max) = page_table(&paged_sequences(sequences), 0);
-    let prepared = DeviceLaunchPlan::new(&pool.device, kernels, attention, &batch, Some((&table, pages_max)))?;
+    let prepared =
+        DeviceLaunchPlan::new(&pool.device, kernels, attention, &batch, Some((&table, pages_max)))?;
     let mut outputs = prepared.outputs()?;
     let memory = pool.memory();
     prepared.forward(&Inputs { q: &q, kv: &memory.as_view(), sinks: &sinks }, &mut outputs)?;

@@ -218,7 +218,8 @@ pub(in crate::ops) fn packed_forward(
 fn with_packed<R>(op: Op, weight: &PackedMatrix, f: impl FnOnce(&Weight) -> Result<R>) -> Result<R> {
     let bytes = weight.device_tensor()?;
     let opened = bytes.storage_and_layout();
-    let (storage, layout) = op.gpu_storage("the packed weight", &opened, DType::U8, &[weight.size_bytes()])?;
+    let (storage, layout) =
+        op.gpu_storage("the packed weight", &opened, DType::U8, &[weight.size_bytes()])?;
     f(&Weight::Mxfp4(op.view(storage, layout)?))
 }
 

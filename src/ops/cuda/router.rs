@@ -99,7 +99,8 @@ pub(in crate::ops) fn top_k_softmax_backward(
     let opened = [weights, routes, dweights].map(Tensor::storage_and_layout);
     let (weights, device) = SOFTMAX_OP.open_tensor::<f32>("the weights", &opened[0], &[tokens, top_k])?;
     let (routes, _) = SOFTMAX_OP.open_tensor::<u32>("the routes", &opened[1], &[tokens, top_k])?;
-    let (dweights, _) = SOFTMAX_OP.open_tensor::<f32>("the weights' gradient", &opened[2], &[tokens, top_k])?;
+    let (dweights, _) =
+        SOFTMAX_OP.open_tensor::<f32>("the weights' gradient", &opened[2], &[tokens, top_k])?;
     let mut dlogits = device.alloc_zeros::<f32>(tokens * experts)?;
     if tokens > 0 {
         let stream = device.cuda_stream();

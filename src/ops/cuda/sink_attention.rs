@@ -475,7 +475,8 @@ pub(in crate::ops) fn sink_attention_backward(
     let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
     let sinks = OP.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
     let out = OP.gpu_storage("the output", &opened[3], DType::BF16, &[tokens, heads * HEAD_DIM])?;
-    let dout = OP.gpu_storage("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
+    let dout =
+        OP.gpu_storage("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
     let device = q.0.device();
     if tokens == 0 {
         return Ok([

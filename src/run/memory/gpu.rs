@@ -185,7 +185,7 @@ impl PlanInput<'_> {
         let tokens = recipe.train.micro_batch_tokens.max(self.longest_sequence());
         let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest_sequence()));
         match self.intent {
-            ModelCommand::Eval | ModelCommand::Rollout | Intent::Chat => {}
+            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => {}
             ModelCommand::CheckMismatch(_) => {
                 let decoded = DECODED_SEQUENCES.min(prompts * samples);
                 let room = CacheCapacity {

@@ -110,7 +110,7 @@ impl ModelCommand {
             ModelCommand::Rollout => "rollout",
             ModelCommand::Eval => "eval",
             ModelCommand::Chat => "chat",
-            Intent::CheckMismatch(_) => "check-mismatch",
+            ModelCommand::CheckMismatch(_) => "check-mismatch",
         }
     }
 
@@ -422,7 +422,7 @@ impl PlanInput<'_> {
                 part("weights, changed", self.changed_weights())
             }
             // While training samples, the weights rounded by ablations exist only in the sampling phase.
-            ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval | Intent::Chat => {}
+            ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval | ModelCommand::Chat => {}
         }
         parts
     }
@@ -450,7 +450,7 @@ impl PlanInput<'_> {
             phases.push(("sampling", self.sampling()));
         }
         let trajectories = match self.intent {
-            ModelCommand::Eval | ModelCommand::Rollout | Intent::Chat => return phases,
+            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => return phases,
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
         let tokens = recipe
@@ -496,7 +496,7 @@ impl PlanInput<'_> {
         let recipe = self.recipe;
         match self.intent {
             ModelCommand::Eval => (recipe.eval.problems_max, recipe.eval.samples),
-            Intent::Chat => (1, 1),
+            ModelCommand::Chat => (1, 1),
             _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
         }
     }
@@ -515,7 +515,7 @@ impl PlanInput<'_> {
             ModelCommand::Train | ModelCommand::Rollout => {
                 self.rounded_weights(WeightRounding::from_ablations(&recipe.arms))
             }
-            ModelCommand::Eval | ModelCommand::Chat | Intent::CheckMismatch(_) => 0,
+            ModelCommand::Eval | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => 0,
         };
         let engines = if together { 1 } else { engine_count(self.weight_bytes(), self.threads) };
         let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));

@@ -62,7 +62,7 @@ impl PlanInput<'_> {
         });
         let prompt = half(recipe.rollout.prompt_tokens_max);
         with(format!("rollout.prompt_tokens_max = {prompt}"), &|r| r.rollout.prompt_tokens_max = prompt);
-        if !matches!(self.intent, ModelCommand::Eval | Intent::Chat) {
+        if !matches!(self.intent, ModelCommand::Eval | ModelCommand::Chat) {
             let tokens = half(recipe.train.micro_batch_tokens);
             with(format!("train.micro_batch_tokens = {tokens}"), &|r| r.train.micro_batch_tokens = tokens);
         }

@@ -20,6 +20,7 @@ use crate::run::device::{ComputeDevice, choose};
 use crate::run::family::unsupported_keys;
 use crate::run::memory::{ModelCommand, PlanInput, SecondWeights};
 use crate::run::source::ModelSource;
+use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
 use crate::tasks::{self, Problem, Task, TaskContext};
 use anyhow::Result;
 use std::path::Path;
@@ -77,7 +78,7 @@ impl Preflight {
         let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
         let mut mistakes = ErrorList(vec![]);
         let reads_held_out = plan.reads("task.validation_file");
-        let host = TaskHost {
+        let host = TaskContext {
             reads_training: plan.reads("task.train_file"),
             reads_held_out,
             validation_problems_max: if reads_held_out { plan.recipe.eval.problems_max } else { 0 },

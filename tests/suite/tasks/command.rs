@@ -281,7 +281,8 @@ fn the_first_ten_failures_are_told_as_they_are_and_the_rest_counted() {
     let settings = settings(&script.command());
     let console = Console::lines(written.clone(), Duration::ZERO, 0);
     let task =
-        build(&settings, &TaskContext { validation_problems_max: 2, console, ..TaskHost::default() }).unwrap();
+        build(&settings, &TaskContext { validation_problems_max: 2, console, ..TaskContext::default() })
+            .unwrap();
     let problem = task.training_problem(0, 4);
     for _ in 0..12 {
         task.reward(&problem, &transcript(&[Message::assistant("final", "a \"quote\"\u{1b}[2J")]))

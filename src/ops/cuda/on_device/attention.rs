@@ -4,7 +4,8 @@ use crate::ops;
 use crate::ops::cuda::launch::Addresses;
 use crate::ops::cuda::modules::function;
 use crate::ops::cuda::{
-    Inputs, KvPages, KvPool, DeviceLaunchPlan, Timer, kernel_set, open, paged_sink_attention, sink_attention_backward,
+    DeviceLaunchPlan, Inputs, KvPages, KvPool, Timer, kernel_set, open, paged_sink_attention,
+    sink_attention_backward,
 };
 use crate::ops::kv_cache::{KvBlocks, KvSequence};
 use crate::ops::page_allocator::{PageAllocator, PagedSequence};
@@ -75,8 +76,9 @@ fn attention_of_no_tokens_is_empty_as_on_the_cpu() {
         let q = Tensor::zeros((0, 4, 64), dtype, device).unwrap();
         let kv = Tensor::zeros((0, 2, 2, 64), dtype, device).unwrap();
         let sinks = Tensor::ones(4, DType::F32, device).unwrap();
-        let out = sink_attention(&q, &kv, &sinks, &Arc::new(SequenceRows::from_cu_seqlens(&[0, 0, 0])), ATTENTION)
-            .unwrap();
+        let out =
+            sink_attention(&q, &kv, &sinks, &Arc::new(SequenceRows::from_cu_seqlens(&[0, 0, 0])), ATTENTION)
+                .unwrap();
         assert_eq!(out.dims(), [0, 256]);
         if device.is_cuda() {
             let lse = device.as_cuda_device().unwrap().alloc_zeros::<f32>(0).unwrap();

@@ -149,7 +149,10 @@ fn work_that_fails_leaves_no_recording_begun() {
     let x = Tensor::zeros((2, 8), DType::BF16, &gpu).unwrap();
     let context = gpu.as_cuda_device().unwrap().cuda_stream().context().clone();
     let stops = || candle_core::bail!("of the work");
-    assert_eq!(RecordedGraph::record(&gpu, stops).err().unwrap().to_string().lines().next(), Some("of the work"));
+    assert_eq!(
+        RecordedGraph::record(&gpu, stops).err().unwrap().to_string().lines().next(),
+        Some("of the work")
+    );
     assert!(context.is_event_tracking());
     // Later work runs, it is not recorded.
     let from = to_gpu(&numbers(1, 2, 8, 1.0), &gpu);

@@ -1,8 +1,8 @@
 //! Tests of row and column selection by id, on a GPU or the emulated driver, compared with the CPU.
 
 use super::{
-    assert_close, assert_refused, assert_rounded, output_and_gradients, floats, forward_and_backward, trainable_parameter,
-    numbers, to_gpu,
+    assert_close, assert_refused, assert_rounded, floats, forward_and_backward, numbers,
+    output_and_gradients, to_gpu, trainable_parameter,
 };
 use crate::ops::cuda::{add_rows, open};
 use crate::ops::embedding::TokensById;
@@ -83,7 +83,10 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
         "rows of 12 on a GPU; take a hidden size that is a multiple of 8",
     );
     assert_refused(select_rows(&table, &Arc::new(vec![3])), "row 3 of 3");
-    assert_refused(embedding(&Parameter::constant(&table), &Arc::new(vec![3])), "token 3 in a vocabulary of 3");
+    assert_refused(
+        embedding(&Parameter::constant(&table), &Arc::new(vec![3])),
+        "token 3 in a vocabulary of 3",
+    );
     let dy = Tensor::zeros((1, 8), DType::BF16, &gpu).unwrap();
     let by_id = TokensById::new(&[3]);
     assert_refused(add_rows(&held, &dy, &by_id), "id 3 for a gradient of 3; give the buffer of the table");

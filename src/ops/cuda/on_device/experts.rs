@@ -1,7 +1,8 @@
 //! Tests of linear layers, experts, dispatch and combine, compared with the CPU's ops on the same numbers.
 
 use super::{
-    assert_close, assert_refused, assert_rounded, output_and_gradients, floats, forward_and_backward, numbers, to_gpu,
+    assert_close, assert_refused, assert_rounded, floats, forward_and_backward, numbers,
+    output_and_gradients, to_gpu,
 };
 use crate::ops::cuda::open;
 use crate::ops::parameter::GradientSink;
@@ -45,8 +46,9 @@ fn linear_gives_the_cpus_values_and_gradients() {
         let (x, dy) = (numbers(1, rows, k, 1.0), numbers(2, rows, n, 1.0));
         let (w, b) = (numbers(3, k, n, 0.3), numbers(4, 1, n, 1.0).flatten_all().unwrap());
         let cpu = learning(&[&w, &b], &Device::Cpu);
-        let (y, dx) =
-            output_and_gradients(&[&x], &dy, |x| ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1])));
+        let (y, dx) = output_and_gradients(&[&x], &dy, |x| {
+            ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1]))
+        });
         let own = learning(&[&w, &b], &gpu);
         let x = to_gpu(&x, &gpu);
         let (z, gradients) = forward_and_backward(&[&x], &to_gpu(&dy, &gpu), || {

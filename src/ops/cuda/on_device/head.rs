@@ -1,8 +1,8 @@
 //! Tests of the head compared with the CPU, and of the sampler's bits compared with training.
 
 use super::{
-    assert_close, assert_refused, assert_rounded, output_and_gradients, floats, forward_and_backward, trainable_parameter,
-    numbers, to_gpu,
+    assert_close, assert_refused, assert_rounded, floats, forward_and_backward, numbers,
+    output_and_gradients, to_gpu, trainable_parameter,
 };
 use crate::ops::cuda::open;
 use crate::ops::logits::SamplingParameters;
@@ -76,7 +76,8 @@ fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
 fn what_is_sampled_has_the_bits_that_training_computes() {
     let gpu = open(0).unwrap();
     let (rows, width, vocabulary) = (150, 32, 203);
-    let (h, w) = (to_gpu(&numbers(1, rows, width, 0.5), &gpu), to_gpu(&numbers(2, width, vocabulary, 0.3), &gpu));
+    let (h, w) =
+        (to_gpu(&numbers(1, rows, width, 0.5), &gpu), to_gpu(&numbers(2, width, vocabulary, 0.3), &gpu));
     let head = Weight::Dense(Parameter::constant(&w));
     let targets = targets(rows, vocabulary);
     let trained = floats(&ops::log_prob_and_entropy(&h, &head, &targets, TEMPERATURE).unwrap());

@@ -1,6 +1,9 @@
 //! Tests of low-rank corrections, compared with the CPU on the same numbers.
 
-use super::{assert_close, assert_refused, assert_rounded, output_and_gradients, floats, trainable_parameter, numbers, to_gpu};
+use super::{
+    assert_close, assert_refused, assert_rounded, floats, numbers, output_and_gradients, to_gpu,
+    trainable_parameter,
+};
 use crate::ops::cuda::open;
 use crate::ops::{self, Dispatch, Parameter};
 use candle_core::{DType, Device, Result, Tensor};
@@ -22,17 +25,15 @@ struct Results {
     factors: [Tensor; 2],
 }
 
-fn computed(
-    device: &Device,
-    inputs: [&Tensor; 3],
-    factors: [&Tensor; 2],
-    experts: Option<usize>,
-) -> Results {
+fn computed(device: &Device, inputs: [&Tensor; 3], factors: [&Tensor; 2], experts: Option<usize>) -> Results {
     let held = |x: &Tensor| if device.is_cuda() { to_gpu(x, device) } else { x.clone() };
     let [y, x, dz] = inputs.map(held);
     let plan = experts.map(|experts| plan(x.dims()[0], experts, device));
     let [(a, da), (b, db)] = factors.map(|factor| {
-        trainable_parameter(&held(factor), &(factor.ones_like().unwrap() * 0.5).unwrap().to_device(device).unwrap())
+        trainable_parameter(
+            &held(factor),
+            &(factor.ones_like().unwrap() * 0.5).unwrap().to_device(device).unwrap(),
+        )
     });
     let (z, inputs) =
         output_and_gradients(&[&y, &x], &dz, |x| ops::add_low_rank(x[0], x[1], [&a, &b], 0.7, plan.as_ref()));
@@ -77,8 +78,8 @@ fn a_row_alone_has_its_bits_and_sums_may_stay_f32() {
     let (rows, input, rank, output) = (200, 72, 16, 40);
     let (y, x) =
         (numbers(1, rows, output, 1.0).to_device(&gpu).unwrap(), to_gpu(&numbers(2, rows, input, 1.0), &gpu));
-    let [a, b] =
-        [(input, rank), (rank, output)].map(|(k, n)| Parameter::constant(&to_gpu(&numbers(3, k, n, 0.3), &gpu)));
+    let [a, b] = [(input, rank), (rank, output)]
+        .map(|(k, n)| Parameter::constant(&to_gpu(&numbers(3, k, n, 0.3), &gpu)));
     let of = |y: &Tensor, first: usize, count: usize| {
         let rows = |x: &Tensor| x.narrow(0, first, count).unwrap().copy().unwrap();
         ops::add_low_rank(&rows(y), &rows(&x), [&a, &b], 2.0, None).unwrap()
@@ -105,8 +106,8 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let (y, x) = of_rows(0);
     assert_eq!(of(&y, &x, &right, None).unwrap().dims(), [0, 16]);
     // An empty call in a graph: empty gradients are added.
-    let [a, b] =
-        [(8, 4), (4, 16)].map(|(k, n)| trainable_parameter(&zeros(k, n, DType::BF16), &zeros(k, n, DType::F32)));
+    let [a, b] = [(8, 4), (4, 16)]
+        .map(|(k, n)| trainable_parameter(&zeros(k, n, DType::BF16), &zeros(k, n, DType::F32)));
     let (_, gradients) =
         output_and_gradients(&[&y, &x], &y, |x| ops::add_low_rank(x[0], x[1], [&a.0, &b.0], 1.0, None));
     assert_eq!(gradients[1].dims(), [0, 8]);

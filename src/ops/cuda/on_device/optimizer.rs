@@ -3,7 +3,7 @@
 use super::{floats, numbers};
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::cuda::open;
-use crate::ops::optimizer::{AdamW, update_momentum, adamw, round_to_bf16, scale, sgd, sum_of_squares};
+use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, scale, sgd, sum_of_squares, update_momentum};
 use candle_core::{DType, Device, Result, Tensor};
 
 const STEP: AdamW = AdamW {

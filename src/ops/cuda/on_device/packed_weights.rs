@@ -1,6 +1,8 @@
 //! Tests of products by packed matrices: they have the bits of products by decoded ones.
 
-use super::{assert_refused, assert_rounded, output_and_gradients, floats, trainable_parameter, numbers, to_gpu};
+use super::{
+    assert_refused, assert_rounded, floats, numbers, output_and_gradients, to_gpu, trainable_parameter,
+};
 use crate::ops::cuda::open;
 use crate::ops::mxfp4::BLOCK;
 use crate::ops::packed_weights::{PackedFormat, PackedMatrix, packed_grouped_linear, packed_linear};
@@ -59,8 +61,9 @@ fn a_packed_matrix_multiplies_as_the_decoded_one() {
         if !extreme {
             let on_cpu = |x: &Tensor| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
             let (b, packed) = (Parameter::constant(&on_cpu(&b)), Arc::new(packed));
-            let (exact, exact_dx) =
-                output_and_gradients(&[&on_cpu(&x)], &on_cpu(&dy), |x| packed_linear(x[0], &packed, Some(&b)));
+            let (exact, exact_dx) = output_and_gradients(&[&on_cpu(&x)], &on_cpu(&dy), |x| {
+                packed_linear(x[0], &packed, Some(&b))
+            });
             assert_rounded(&y, &exact, 1e-3);
             assert_rounded(&dx[0], &exact_dx[0], 1e-3);
         }
@@ -82,7 +85,8 @@ fn packed_experts_multiply_as_decoded_ones() {
         let (x, dy) = (to_gpu(&numbers(1, rows, k, 1.0), &gpu), to_gpu(&numbers(2, rows, n, 1.0), &gpu));
         let b = numbers(3, experts, n, 1.0).to_device(&gpu).unwrap();
         let [(bias, sums), (same_bias, same_sums)] = [(); 2].map(|()| trainable_parameter(&b, &b));
-        let (y, dx) = output_and_gradients(&[&x], &dy, |x| packed_grouped_linear(x[0], &packed, &bias, &plan));
+        let (y, dx) =
+            output_and_gradients(&[&x], &dy, |x| packed_grouped_linear(x[0], &packed, &bias, &plan));
         let (exact, exact_dx) =
             output_and_gradients(&[&x], &dy, |x| ops::grouped_linear(x[0], &w, &same_bias, &plan));
         assert_eq!((bits(&y), bits(&dx[0])), (bits(&exact), bits(&exact_dx[0])));

@@ -1,6 +1,6 @@
 //! Tests of rotary position embedding on a GPU or the emulated driver, compared with the CPU.
 
-use super::{assert_refused, assert_rounded, output_and_gradients, floats, numbers, to_gpu};
+use super::{assert_refused, assert_rounded, floats, numbers, output_and_gradients, to_gpu};
 use crate::ops::cuda::open;
 use crate::ops::rope::{RopeTable, Rotation};
 use crate::ops::{rope, rope_keys_with_values};
@@ -32,7 +32,8 @@ fn rope_gives_the_cpus_values_and_gradients() {
         assert_rounded(&got, &y, 1e-6);
         assert_rounded(&got_gradients[0], &gradients[0], 1e-6);
         let (y, gradients) = output_and_gradients(&[&k, &v], &dkv, keys);
-        let (got, got_gradients) = output_and_gradients(&[&to_gpu(&k, &gpu), &to_gpu(&v, &gpu)], &to_gpu(&dkv, &gpu), keys);
+        let (got, got_gradients) =
+            output_and_gradients(&[&to_gpu(&k, &gpu), &to_gpu(&v, &gpu)], &to_gpu(&dkv, &gpu), keys);
         assert_rounded(&got, &y, 1e-6);
         assert_rounded(&got_gradients[0], &gradients[0], 1e-6);
         // Values and their gradient are copies.
@@ -44,7 +45,8 @@ fn rope_gives_the_cpus_values_and_gradients() {
 fn table_and_positions_are_copied_once_to_each_device() {
     let (first, second) = (open(0).unwrap(), open(0).unwrap());
     let rotation = rotation(8, positions(5));
-    let copies = || [rotation.table.to_device(&first).unwrap(), rotation.clone().device_positions(&first).unwrap()];
+    let copies =
+        || [rotation.table.to_device(&first).unwrap(), rotation.clone().device_positions(&first).unwrap()];
     assert_eq!(copies().map(|copy| copy.id()), copies().map(|copy| copy.id()));
     for device in [&first, &second] {
         assert!(rotation.device_positions(device).unwrap().device().same_device(device));

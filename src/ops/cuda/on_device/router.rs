@@ -1,6 +1,6 @@
 //! Tests of top-k routing on a GPU or the emulated driver, compared with the CPU on the same numbers.
 
-use super::{assert_close, assert_refused, output_and_gradients, floats, numbers};
+use super::{assert_close, assert_refused, floats, numbers, output_and_gradients};
 use crate::ops::cuda::{open, top_k_softmax_backward};
 use crate::ops::{route, top_k_softmax};
 use candle_core::{DType, Tensor};

@@ -1,6 +1,6 @@
 //! Tests of row-wise ops on a GPU or the emulated driver, compared with the CPU on the same numbers.
 
-use super::{assert_rounded, output_and_gradients, floats, numbers, to_gpu};
+use super::{assert_rounded, floats, numbers, output_and_gradients, to_gpu};
 use crate::ops;
 use crate::ops::cuda::{open, rms_norm_backward, swiglu_backward};
 use candle_core::{DType, Tensor, Var};

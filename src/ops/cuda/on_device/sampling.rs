@@ -61,9 +61,10 @@ fn logits_on_a_gpu_that_are_no_numbers_or_not_there_are_errors() {
         }
     }
     let [_, logits] = both(&Tensor::new(&[[0f32, 1.0]], &Device::Cpu).unwrap(), &gpu);
-    for sampling in
-        [SamplingParameters::with_temperature(1.0), SamplingParameters { top_k: 1, ..SamplingParameters::with_temperature(1.0) }]
-    {
+    for sampling in [
+        SamplingParameters::with_temperature(1.0),
+        SamplingParameters { top_k: 1, ..SamplingParameters::with_temperature(1.0) },
+    ] {
         assert!(logits.log_probs(&sampling, &[]).unwrap().is_empty());
         let error = |e: candle_core::Error| e.to_string();
         assert!(logits.draw(&sampling, &[(1, 0.5)]).map_err(error).unwrap_err().contains("row 1 of 1"));

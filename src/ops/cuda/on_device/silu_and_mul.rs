@@ -1,6 +1,6 @@
 //! Tests of SwiGLU without clamping on a GPU or the emulated driver, compared with the CPU.
 
-use super::{assert_refused, assert_rounded, output_and_gradients, floats, numbers, to_gpu};
+use super::{assert_refused, assert_rounded, floats, numbers, output_and_gradients, to_gpu};
 use crate::ops::cuda::open;
 use crate::ops::silu_and_mul;
 use candle_core::{DType, Tensor};
@@ -12,7 +12,8 @@ fn silu_gated_gives_the_cpus_values_and_gradients() {
         let [gate, up_, dy] = [1, 2, 3].map(|seed| numbers(seed, rows, width, 2.0));
         let op = |x: &[&Tensor]| silu_and_mul(x[0], x[1]);
         let (y, gradients) = output_and_gradients(&[&gate, &up_], &dy, op);
-        let (got, got_gradients) = output_and_gradients(&[&to_gpu(&gate, &gpu), &to_gpu(&up_, &gpu)], &to_gpu(&dy, &gpu), op);
+        let (got, got_gradients) =
+            output_and_gradients(&[&to_gpu(&gate, &gpu), &to_gpu(&up_, &gpu)], &to_gpu(&dy, &gpu), op);
         assert_rounded(&got, &y, 1e-6);
         assert_rounded(&got_gradients[0], &gradients[0], 1e-5);
         assert_rounded(&got_gradients[1], &gradients[1], 1e-5);
