@@ -1,6 +1,6 @@
 //! MPI backend: non-blocking requests, polled.
 
-use super::connection::Backend;
+use super::connection::TransportBackend;
 use super::{Exchange, tag};
 use anyhow::{Result, bail};
 use mpi::ffi;
@@ -53,7 +53,7 @@ impl World {
     }
 }
 
-impl Backend for World {
+impl TransportBackend for World {
     type Active = PendingRequests;
 
     const NAMES_MISSING_RANKS: bool = true;
@@ -102,7 +102,7 @@ impl Backend for World {
         Ok(PendingRequests { requests, receive, _send: exchange })
     }
 
-    fn missing(&mut self, posted: &mut PendingRequests) -> Result<Vec<usize>> {
+    fn missing_ranks(&mut self, posted: &mut PendingRequests) -> Result<Vec<usize>> {
         let mut failed = Ok(());
         posted.requests.retain_mut(|(_, request)| {
             let mut done = 0;
@@ -117,7 +117,7 @@ impl Backend for World {
         Ok(posted.requests.iter().map(|(rank, _)| *rank).collect())
     }
 
-    fn take_parts(&mut self, posted: PendingRequests) -> Result<Vec<Vec<u8>>> {
+    fn take_messages(&mut self, posted: PendingRequests) -> Result<Vec<Vec<u8>>> {
         Ok(posted.receive)
     }
 
