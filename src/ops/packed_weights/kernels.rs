@@ -61,7 +61,7 @@ impl OutputColumns {
     }
 
     /// Returns the rows from `row` on.
-    pub fn from_row(&self, row: usize) -> Self {
+    pub fn starting_at(&self, row: usize) -> Self {
         let start = row * self.stride;
         assert!(start <= self.len, "packed product: output");
         // SAFETY: just checked.
