@@ -95,7 +95,7 @@ fn draw(seed: u64, tokens: usize, window: usize, width: f32) -> candle_core::Res
         &q_var,
         &kv_var,
         &sinks_var,
-        &Arc::new(SequenceRows::separate(&[0, tokens])),
+        &Arc::new(SequenceRows::from_cu_seqlens(&[0, tokens])),
         attention,
     )?;
     let gradients = (&o * Tensor::from_vec(g.clone(), (tokens, HEADS * DIM), cpu)?)?.sum_all()?.backward()?;

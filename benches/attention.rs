@@ -6,7 +6,7 @@ mod timing;
 use candle_core::{Device, Tensor};
 use rand::Rng;
 use rloss::ops::kv_cache::{KvBlocks, KvSequence};
-use rloss::ops::sink_attention::{Attention, sink_attention_cached};
+use rloss::ops::sink_attention::{Attention, cached_sink_attention};
 use rloss::random::{Purpose, stream};
 use std::hint::black_box;
 use timing::medians;
@@ -31,7 +31,7 @@ fn measure(name: &str, attention: Attention, sequences: usize, held: usize, new:
     let cache = || {
         let mut cache = KvBlocks::new(kv_heads, head_dim);
         cache.append(&held_kv);
-        KvSequence::Host(cache)
+        KvSequence::HostPython(cache)
     };
     let caches: Vec<KvSequence> = (0..sequences).map(|_| cache()).collect();
     let pools = [1, 2].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("pool"));
@@ -42,7 +42,7 @@ fn measure(name: &str, attention: Attention, sequences: usize, held: usize, new:
         |second, caches| {
             let mut caches: Vec<&mut KvSequence> = caches.iter_mut().collect();
             let counts = vec![new; sequences];
-            let attend = || sink_attention_cached(&q, &kv, &sinks, &mut caches, &counts, attention);
+            let attend = || cached_sink_attention(&q, &kv, &sinks, &mut caches, &counts, attention);
             black_box(pools[usize::from(second)].install(attend).expect("attention"));
         },
     );

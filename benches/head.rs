@@ -37,14 +37,14 @@ fn noise(shape: (usize, usize), width: f32) -> Result<Tensor> {
 }
 
 fn main() -> Result<()> {
-    allocator::keep_memory();
+    allocator::retain_freed_memory();
     let threads = std::env::args().filter_map(|argument| argument.parse().ok()).next().unwrap_or(2);
     let pool =
         rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(candle_core::Error::wrap)?;
     let h = noise((ROWS, HIDDEN), 1.0)?;
     let w = Var::from_tensor(&noise((HIDDEN, VOCABULARY), 0.25)?)?;
     let sum = Arc::new(Sum(Tensor::zeros((HIDDEN, VOCABULARY), candle_core::DType::F32, &Device::Cpu)?));
-    let head = Weight::Dense(Parameter::trained(w.as_tensor(), sum, 0));
+    let head = Weight::Dense(Parameter::with_gradient_sink(w.as_tensor(), sum, 0));
     let targets = Arc::new((0..ROWS).map(|i| (i * 193 % VOCABULARY) as u32).collect());
     let gradient = Tensor::from_vec([vec![-1f32; ROWS], vec![0.0; ROWS]].concat(), (2, ROWS), &Device::Cpu)?;
     let mut seconds = vec![];

@@ -10,7 +10,7 @@ use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::gradients::GradientSum;
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::model::forward::ForwardOptions;
-use rloss::ops::product::{Spread, forward_product, stock};
+use rloss::ops::product::{GemmThreads, forward_product, stock};
 use std::hint::black_box;
 use std::sync::atomic::Ordering;
 use timing::medians;
@@ -38,9 +38,9 @@ fn products() {
             |is_stock, ()| {
                 for _ in 0..repeats {
                     if is_stock {
-                        stock::product(black_box(&mut out), &x, &w, (m, k, n), false);
+                        library_default::product(black_box(&mut out), &x, &w, (m, k, n), false);
                     } else {
-                        forward_product(Spread::Pool, black_box(&mut out), &x, &w, (m, k, n), false);
+                        forward_product(GemmThreads::Pool, black_box(&mut out), &x, &w, (m, k, n), false);
                     }
                 }
             },
@@ -66,9 +66,9 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
         rounds,
         || (),
         |is_stock, ()| {
-            stock::CHOSEN.store(is_stock, Ordering::Relaxed);
+            library_default::USE_LIBRARY_PRODUCT.store(is_stock, Ordering::Relaxed);
             let sum = GradientSum::begin(&parameters).expect("gradients");
-            let weights = &parameters.for_passes(Some(&sum.of_pass(0))).expect("weights");
+            let weights = &parameters.pass_weights(Some(&sum.pass_sink(0))).expect("weights");
             let pass = Pass { model: &model, weights, batch, settings };
             black_box(pass.forward_backward(&objective).expect("pass"));
         },

@@ -9,21 +9,21 @@ mod models;
 use models::{Shape, TINY, model, sequences};
 use rand::Rng;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
-use rloss::dist::{PackedWeights, RolloutWeights};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
+use rloss::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use rloss::learner::OptimizerSettings;
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::gradients::GradientSum;
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
-use rloss::model::config::Form;
+use rloss::model::config::WeightFormat;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::run::memory::{self, MemoryPlan, Subject};
+use rloss::run::memory::{self, MemoryPlan, PlanInput};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -64,7 +64,7 @@ fn run_pass(
         forward: ForwardOptions::default(),
     };
     let sum = GradientSum::begin(parameters).expect("gradients");
-    let weights = &parameters.for_passes(Some(&sum.of_pass(0))).expect("weights");
+    let weights = &parameters.pass_weights(Some(&sum.pass_sink(0))).expect("weights");
     let pass = Pass { model, weights, batch, settings };
     begin();
     pass.forward_backward(&|[log_probs, _]| Ok([vec![-1.0; log_probs.len()], vec![0.0; log_probs.len()]]))
@@ -122,9 +122,9 @@ fn planned(seed: u64, recompute_layers: bool) {
     // One sequence, so that sampling uses less memory than the update.
     (recipe.rollout.prompt_tokens_max, recipe.rollout.response_tokens_max) = (8, tokens - 8);
     (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) = (1, 1);
-    let forms = vec![Form::F32; parameters.len()];
-    let subject = Subject {
-        intent: memory::Intent::Train,
+    let forms = vec![WeightFormat::F32; parameters.len()];
+    let subject = PlanInput {
+        intent: memory::ModelCommand::Train,
         recipe: &recipe,
         config: &model.config,
         forms: &forms,
@@ -135,8 +135,8 @@ fn planned(seed: u64, recompute_layers: bool) {
         threads: 1,
         streamed: false,
         processes: 1,
-        rollout_weights: RolloutWeights::Whole,
-        packed_weights: PackedWeights::Whole,
+        rollout_weights: RolloutWeightPlacement::Whole,
+        packed_weights: PackedWeightPlacement::Whole,
         gpu_sequences: None,
     };
     let plan = MemoryPlan::new(&subject);
@@ -163,16 +163,16 @@ fn peak_of<T>(kept: usize, f: impl FnOnce() -> T) -> (T, usize) {
     (result, (PEAK.load(Ordering::Relaxed) - before).saturating_sub(kept))
 }
 
-fn files(name: &str, shape: Shape, form: Form) {
+fn files(name: &str, shape: Shape, form: WeightFormat) {
     let (model, parameters) = model(shape);
     let config = &model.config;
     let folder = std::env::temp_dir().join(format!("rloss-memory-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
     let tensor = |spec: &ParameterSpec| {
-        Ok(parameters.values(parameters.position(&spec.name).unwrap_or_default())?.clone())
+        Ok(parameters.values(parameters.index_of(&spec.name).unwrap_or_default())?.clone())
     };
     let write =
-        || save(&folder, config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).expect("saved");
+        || save(&folder, config, form, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).expect("saved");
     let (_, saving) = peak_of(0, write);
     let bytes = parameters.bytes() as usize;
     let largest = 4 * parameters.specs.iter().map(ParameterSpec::element_count).max().unwrap_or(0);
@@ -180,10 +180,10 @@ fn files(name: &str, shape: Shape, form: Form) {
     let read = || {
         let files = ModelFolder::open(&folder, config).expect("opened");
         let values = parameter_specs(config).into_iter().map(|spec| {
-            let stored = Stored::variable(&spec, files.values(&spec)?)?;
+            let stored = TensorStorage::variable(&spec, files.read_values(&spec)?)?;
             Ok((spec, stored))
         });
-        Parameters::loaded(config, &Backend::default(), values).expect("loaded")
+        Parameters::load(config, &Backend::default(), values).expect("loaded")
     };
     let (_again, loading) = peak_of(bytes, read);
     std::fs::remove_dir_all(&folder).expect("removed");
@@ -228,8 +228,8 @@ fn main() {
             "files", "model (MiB)", "largest tensor (MiB)", "loading above (MiB)", "saving above (MiB)"
         );
         let shape = Shape { hidden: 512, layers: 4, heads: 8, experts: 16, vocabulary: 50_000 };
-        files("f32", shape, Form::F32);
-        files("bf16", shape, Form::Bf16);
-        files("mxfp4", shape, Form::Mxfp4);
+        files("f32", shape, WeightFormat::F32);
+        files("bf16", shape, WeightFormat::Bf16);
+        files("mxfp4", shape, WeightFormat::Mxfp4);
     });
 }

@@ -7,7 +7,7 @@ use rloss::model::families::Family;
 use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::parameters::{Backend, Parameters};
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use rloss::random::{Purpose, stream};
 use rloss::settings::Choice;
 
@@ -32,7 +32,7 @@ pub const SMALL: Shape = Shape { hidden: 512, layers: 8, heads: 8, experts: 16, 
 pub fn config(shape: Shape) -> Config {
     let dense = shape.experts == 0;
     Config {
-        family: Family::named(if dense { "qwen2" } else { "gpt_oss" }).expect("a family"),
+        family: Family::from_name(if dense { "qwen2" } else { "gpt_oss" }).expect("a family"),
         vocab_size: shape.vocabulary,
         hidden_size: shape.hidden,
         num_hidden_layers: shape.layers,
@@ -46,7 +46,7 @@ pub fn config(shape: Shape) -> Config {
         layer_types: if dense {
             vec![LayerType::Full; shape.layers]
         } else {
-            LayerType::alternating(shape.layers)
+            LayerType::alternate(shape.layers)
         },
         rope: Rope { theta: 10_000.0, yarn: None },
         rms_norm_eps: 1e-5,
@@ -70,11 +70,11 @@ pub fn random(config: Config, backend: &Backend) -> (Model, Parameters) {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 4.0 };
     let tensors = init(&config, &settings, 0).expect("initialisation");
     let tensors = tensors.into_iter().map(|(spec, values)| {
-        let stored = Stored::variable(&spec, values)?;
+        let stored = TensorStorage::variable(&spec, values)?;
         Ok((spec, stored))
     });
-    let mut parameters = Parameters::loaded(&config, backend, tensors).expect("parameters");
-    parameters.train_only(&vec![true; parameters.len()]).expect("gradients");
+    let mut parameters = Parameters::load(&config, backend, tensors).expect("parameters");
+    parameters.set_trainable(&vec![true; parameters.len()]).expect("gradients");
     (Model::new(config, 4096), parameters)
 }
 

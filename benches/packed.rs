@@ -6,7 +6,7 @@ mod machine;
 
 use machine::{least, product_rate, read_rate};
 use rayon::prelude::*;
-use rloss::ops::packed::{PackedForm, PackedMatrix, StoredRows};
+use rloss::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows};
 use std::convert::Infallible;
 use std::hint::black_box;
 use std::ops::Range;
@@ -15,10 +15,10 @@ use std::time::Instant;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-fn matrix(form: PackedForm, shape: [usize; 3]) -> PackedMatrix {
+fn matrix(form: PackedFormat, shape: [usize; 3]) -> PackedMatrix {
     let fill = |rows: StoredRows| {
         // bf16 of small magnitude, or nibbles at a scale near 2^-7.
-        let pattern = if form == PackedForm::Bf16 { [0x12, 0x3c] } else { [0x5a, 0xc3] };
+        let pattern = if form == PackedFormat::Bf16 { [0x12, 0x3c] } else { [0x5a, 0xc3] };
         rows.values.iter_mut().enumerate().for_each(|(i, byte)| *byte = pattern[i % 2]);
         rows.scales.fill(120);
         Ok::<_, Infallible>(())
@@ -62,10 +62,10 @@ fn prefill(name: &str, matrix: &PackedMatrix, m: usize, library: f64) {
 
 fn main() {
     let (h, v) = (2880, 201_088);
-    let gate_up = matrix(PackedForm::Mxfp4, [8, h, 2 * h]);
-    let down = matrix(PackedForm::Mxfp4, [8, h, h]);
-    let (q, o) = (matrix(PackedForm::Bf16, [1, h, 4096]), matrix(PackedForm::Bf16, [1, 4096, h]));
-    let head = matrix(PackedForm::Bf16, [1, h, v]);
+    let gate_up = matrix(PackedFormat::Mxfp4, [8, h, 2 * h]);
+    let down = matrix(PackedFormat::Mxfp4, [8, h, h]);
+    let (q, o) = (matrix(PackedFormat::Bf16, [1, h, 4096]), matrix(PackedFormat::Bf16, [1, 4096, h]));
+    let head = matrix(PackedFormat::Bf16, [1, h, v]);
     let read = read_rate();
     println!("memory is read at {:.2} GB/s by {} threads", read / 1e9, rayon::current_num_threads());
     println!("{:<34} {:>5} {:>10} {:>9} {:>12}", "decode", "rows", "MB", "GB/s", "of the read");

@@ -22,7 +22,7 @@ use rloss::learner::gradients::{clip, global_norm};
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
 use rloss::metrics::{Console, Timings};
-use rloss::model::cache::CacheRoom;
+use rloss::model::cache::CacheCapacity;
 use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::parameters::Backend;
@@ -31,7 +31,8 @@ use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::recipe::Recipe;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SampledPlace, Sampling, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SamplingParameters, TokenPosition,
+    TokenSource,
 };
 use rloss::run::memory::{PassWeights, recomputes_layers};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
@@ -113,7 +114,7 @@ impl Shapes {
             num_local_experts: self.experts,
             num_experts_per_tok: self.topk,
             sliding_window: 16,
-            layer_types: LayerType::alternating(self.layers),
+            layer_types: LayerType::alternate(self.layers),
             ..config(TINY)
         }
     }
@@ -130,11 +131,11 @@ const SEQUENCES_MAX: usize = 64;
 struct TextOnly;
 
 impl TokenSource for TextOnly {
-    fn sampling(&self) -> Sampling {
-        Sampling::whole(1.0)
+    fn sampling(&self) -> SamplingParameters {
+        SamplingParameters::with_temperature(1.0)
     }
 
-    fn choose(&self, _: SampledPlace, drawn: u32) -> Result<u32> {
+    fn choose(&self, _: TokenPosition, drawn: u32) -> Result<u32> {
         let text = TEXT..TEXT_END;
         Ok(if text.contains(&drawn) { drawn } else { TEXT + drawn % (TEXT_END - TEXT) })
     }
@@ -215,7 +216,7 @@ fn decode_step(stamps: &[(Instant, u64)], batch: usize) -> Result<f64> {
 }
 
 fn main() -> Result<()> {
-    allocator::keep_memory();
+    allocator::retain_freed_memory();
     // As in src/main.rs.
     // SAFETY: no other thread has been started yet.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
@@ -223,14 +224,14 @@ fn main() -> Result<()> {
     let start_bytes = usage().ru_maxrss * 1024;
     let config = shapes.config();
     let threads = Threads::new(shapes.threads)?;
-    let chat = config.family.chat.embedded()?;
+    let chat = config.family.chat.read_embedded()?;
     // Under mpirun several processes share the update; each of them samples everything.
     let mesh = Mesh::connect()?;
     let precision = if shapes.bf16_dot { Precision::Bf16Dot } else { Precision::F32 };
-    ensure!(precision.is_here(), "this processor has no dot products of bf16");
+    ensure!(precision.is_supported(), "this processor has no dot products of bf16");
     let backend = Backend { mesh: mesh.clone(), precision, ..Backend::default() };
     let (model, mut parameters) = random(config, &backend);
-    parameters.train_only(&vec![true; parameters.len()])?;
+    parameters.set_trainable(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
     let weights = PassWeights { bytes: parameters.bytes(), adapted: false, packed_pieces: false };
@@ -254,14 +255,14 @@ fn main() -> Result<()> {
             cuda_graphs: false,
             ..RolloutSettings::default()
         };
-        let plan = RolloutPlan::training(&settings, 0, step);
+        let plan = RolloutPlan::for_training(&settings, 0, step);
         let prompts: Vec<Prompt> = (0..shapes.prompts)
             .map(|i| step * shapes.prompts + i)
             .map(|index| Prompt { index, problem: task.training_problem(0, index) })
             .collect();
         let stamps = Mutex::new(vec![]);
         let (mut groups, rollout): (Vec<Group>, _) = time(|| {
-            let policy = &PolicyView::plain(&model, &parameters)?;
+            let policy = &PolicyView::without_ablations(&model, &parameters)?;
             let plan = &plan;
             let rollout = Rollout {
                 threads: &threads,
@@ -271,13 +272,13 @@ fn main() -> Result<()> {
                 interpreter: None,
                 preamble: &[],
                 plan,
-                room: CacheRoom::default(),
+                room: CacheCapacity::default(),
             };
             let note = |progress: RolloutProgress| {
                 let mut stamps = stamps.lock().unwrap_or_else(PoisonError::into_inner);
                 stamps.push((Instant::now(), progress.sampled_tokens));
             };
-            let drawn = rollout.groups_from(&TextOnly, &prompts, shapes.samples, &note, &|| false)?;
+            let drawn = rollout.sample_from_source(&TextOnly, &prompts, shapes.samples, &note, &|| false)?;
             Ok(drawn.context("nobody stopped it")?.groups)
         })?;
         for (sample, trajectory) in groups.iter_mut().flat_map(|g| g.trajectories.iter_mut().enumerate()) {
@@ -311,9 +312,9 @@ fn main() -> Result<()> {
             };
             let (batch, ..) = step.prepare(&groups.iter().collect::<Vec<_>>(), None)?;
             let (update, gradients) = time(|| step.gradients(&batch)?.context("no token counts"))?;
-            let gap = batch.mismatch(&update.forward)?.get("mismatch/log_ppl_abs_diff_max");
+            let gap = batch.mismatch_metrics(&update.forward)?.get("mismatch/log_ppl_abs_diff_max");
             ensure!(shapes.separate_prompts || gap == Some(0.0), "rollout and training differ: {gap:?}");
-            threads.wide(|| {
+            threads.run_on_all(|| {
                 clip(&parameters, global_norm(&parameters)?, optimizer_settings.grad_norm_max)?;
                 optimizer.update(&parameters, optimizer_settings.lr)
             })?;
@@ -332,7 +333,7 @@ fn main() -> Result<()> {
     if !mesh.is_rank_zero() {
         return Ok(());
     }
-    let (read_rate, product_rate) = threads.wide(|| (machine::read_rate(), machine::product_rate()));
+    let (read_rate, product_rate) = threads.run_on_all(|| (machine::read_rate(), machine::product_rate()));
     let (of_row, of_head) = shapes.multiply_adds();
     let of_step = (batch * (of_row + of_head)) as f64 / product_rate;
     // A step reads only a few rows of the embedding.

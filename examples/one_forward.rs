@@ -26,9 +26,9 @@ fn main() -> Result<()> {
         let links = case.links(&threads, case.tokens(tokens))?;
         sampled += links.last().map_or(0, |link| link.tokens);
         for (i, link) in links.iter().enumerate() {
-            broken += usize::from(!link.holds());
+            broken += usize::from(!link.is_bit_equal());
             let seconds = format!("{:.1}", begun.elapsed().as_secs_f64());
-            table.row([
+            table.add_row([
                 if i == 0 { case.name } else { "" }.to_owned(),
                 link.name.to_owned(),
                 link.tokens.to_string(),

@@ -1,4 +1,4 @@
-// Parameters of the append to a key-value cache, src/ops/cuda/paged.rs.
+// Parameters of the append to a key-value cache, src/ops/cuda/paged_attention.rs.
 #pragma once
 
 #include "primitives.cuh"

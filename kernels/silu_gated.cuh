@@ -1,4 +1,4 @@
-// Parameters of SwiGLU without clamping, src/ops/silu_gated.rs.
+// Parameters of SwiGLU without clamping, src/ops/silu_and_mul.rs.
 #pragma once
 
 #include "elements.cuh"

@@ -72,7 +72,7 @@ unsafe extern "C" {
 
 /// Keeps freed memory instead of returning it to the system after a delay. A pass allocates what the pass
 /// before it freed, and the system clears every page that it hands out again.
-pub fn keep_memory() {
+pub fn retain_freed_memory() {
     // SAFETY: the library allows it at any time; it writes one number.
     unsafe { mi_option_set(PURGE_DELAY, -1) };
 }
@@ -92,7 +92,7 @@ extern "C" fn reserve_within_limit() {
     let known = unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) } == 0;
     if known && limit.rlim_cur != libc::RLIM_INFINITY {
         let bytes = (limit.rlim_cur / ARENAS_MIN).min(ARENA_RESERVE_MAX);
-        // SAFETY: as in `keep_memory`.
+        // SAFETY: as in `retain_freed_memory`.
         unsafe { mi_option_set(ARENA_RESERVE, (bytes >> 10) as c_long) };
         // glibc reserves 128 MiB for each thread that calls its `malloc`.
         #[cfg(target_env = "gnu")]

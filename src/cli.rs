@@ -2,8 +2,8 @@
 
 use crate::commands;
 use crate::commands::arguments::RunArgs;
-use crate::dist::launch::refuse_several;
-use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ReportedElsewhere};
+use crate::dist::launch::require_single_process;
+use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ErrorOnOtherRank};
 use crate::metrics::sanitize_terminal;
 use crate::ops::cuda::unload_kernels;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -93,7 +93,7 @@ pub fn run() -> u8 {
         Command::Train(_) | Command::CheckMismatch(_) => Ok(()),
         #[cfg(feature = "cuda")]
         Command::GpuCheck(_) => Ok(()),
-        _ => refuse_several(&std::env::args().nth(1).unwrap_or_default()),
+        _ => require_single_process(&std::env::args().nth(1).unwrap_or_default()),
     };
     let result = one_process.and_then(|()| match cli.command {
         Command::Init(args) => commands::init::run(&args),
@@ -115,7 +115,7 @@ pub fn run() -> u8 {
     // They are in a static, which is never dropped.
     unload_kernels();
     result.unwrap_or_else(|error| {
-        if let Some(elsewhere) = error.downcast_ref::<ReportedElsewhere>() {
+        if let Some(elsewhere) = error.downcast_ref::<ErrorOnOtherRank>() {
             // A launcher ends all processes once one has failed: the process that prints the error goes
             // first.
             std::thread::sleep(REPORT_DELAY);

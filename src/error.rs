@@ -29,17 +29,17 @@ impl std::error::Error for BadInput {}
 
 /// The error of a process whose error another rank reports: it exits with the same code and prints nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ReportedElsewhere {
+pub struct ErrorOnOtherRank {
     pub is_bad_input: bool,
 }
 
-impl std::fmt::Display for ReportedElsewhere {
+impl std::fmt::Display for ErrorOnOtherRank {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("another rank reports the error")
     }
 }
 
-impl std::error::Error for ReportedElsewhere {}
+impl std::error::Error for ErrorOnOtherRank {}
 
 /// Quotes `word` for a shell.
 pub fn shell_quote(word: &str) -> String {

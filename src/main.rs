@@ -22,7 +22,7 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|a| a == rloss::interpreter::WORKER_ARGUMENT) {
         std::process::exit(rloss::interpreter::worker_main());
     }
-    allocator::keep_memory();
+    allocator::retain_freed_memory();
     // candle's elementwise ops would use a pool of threads that spin while they wait, beside the run's own
     // threads. One thread disables the pool; results do not depend on the number.
     // SAFETY: no other thread has been started yet.

@@ -24,7 +24,7 @@ impl<T> Pool<T> {
     }
 
     /// Takes a worker: an idle one, a new one below the maximum, or the next one released. The caller returns
-    /// it by [`Self::release`], or reports its loss by [`Self::forget`].
+    /// it by [`Self::release`], or reports its loss by [`Self::discard`].
     ///
     /// # Errors
     /// Those of `start`.
@@ -37,7 +37,7 @@ impl<T> Pool<T> {
             if state.started < self.workers_max {
                 state.started += 1;
                 drop(state);
-                return start().inspect_err(|_| self.forget());
+                return start().inspect_err(|_| self.discard());
             }
             state = self.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -50,7 +50,7 @@ impl<T> Pool<T> {
     }
 
     /// Reports that an acquired worker has died.
-    pub fn forget(&self) {
+    pub fn discard(&self) {
         self.lock().started -= 1;
         self.freed.notify_one();
     }

@@ -170,7 +170,7 @@ impl Trajectory {
     }
 
     /// Whether something other than the policy failed: the task's program, or a worker of the tool.
-    pub fn failed(&self) -> bool {
+    pub fn has_failure(&self) -> bool {
         let died = |turn: &Turn| turn.calls.contains(&CallOutcome::WorkerDied);
         self.outcome == Outcome::TaskFailed || self.turns.iter().any(died)
     }
@@ -199,13 +199,13 @@ pub struct TrajectoryRow {
     pub answer: Value,
     /// The training step's figures of its tokens, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub learned: Option<TokenFigures>,
+    pub learned: Option<TokenStats>,
 }
 
 /// The training step's figures of a trajectory's tokens: one value a token in each list, 0 where the mask is
 /// false.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct TokenFigures {
+pub struct TokenStats {
     pub advantages: Vec<f32>,
     /// Log-prob mismatch: log-probability in training, before the first update, minus that of sampling.
     /// Absent if it was not computed.

@@ -10,7 +10,7 @@ pub mod functions;
 
 use crate::harmony::{
     self, HarmonyTokenizer, MaskedTokens, Message, ParseMode, ParsedCompletion, RenderOptions, Role,
-    StreamParser, TurnProblem, TurnStep,
+    StreamParser, TurnError, TurnStep,
 };
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
@@ -62,10 +62,10 @@ impl Format {
     ///
     /// # Errors
     /// None in practice: tests read both.
-    pub fn embedded(self) -> Result<Chat> {
+    pub fn read_embedded(self) -> Result<Chat> {
         Ok(match self {
-            Format::Harmony => Chat::Harmony(HarmonyTokenizer::embedded()?),
-            Format::ChatMl => Chat::ChatMl(ChatMl::embedded()?),
+            Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_embedded()?),
+            Format::ChatMl => Chat::ChatMl(ChatMl::from_embedded()?),
         })
     }
 }
@@ -91,7 +91,7 @@ impl Chat {
     /// Returns the tokens that end a turn, the usual one first.
     pub fn stop_tokens(&self) -> Vec<u32> {
         match self {
-            Chat::Harmony(tokenizer) => vec![tokenizer.control().ret, tokenizer.control().call],
+            Chat::Harmony(tokenizer) => vec![tokenizer.control_tokens().ret, tokenizer.control_tokens().call],
             Chat::ChatMl(chatml) => chatml.stop_tokens(),
         }
     }
@@ -166,10 +166,10 @@ impl Chat {
     }
 
     /// Makes a parser of the tokens sampled after a prompt.
-    pub fn turn_parser(&self) -> TurnReader {
+    pub fn turn_parser(&self) -> ChatTurnParser {
         match self {
-            Chat::Harmony(tokenizer) => TurnReader::Harmony(harmony::TurnParser::new(tokenizer)),
-            Chat::ChatMl(chatml) => TurnReader::ChatMl(chatml.turn_parser()),
+            Chat::Harmony(tokenizer) => ChatTurnParser::Harmony(harmony::TurnParser::new(tokenizer)),
+            Chat::ChatMl(chatml) => ChatTurnParser::ChatMl(chatml.turn_parser()),
         }
     }
 
@@ -199,17 +199,17 @@ impl Chat {
 }
 
 /// Parses the tokens sampled after a prompt, one by one. It never fails.
-pub enum TurnReader {
+pub enum ChatTurnParser {
     Harmony(harmony::TurnParser),
     ChatMl(chatml::ChatMlTurnParser),
 }
 
-impl TurnReader {
+impl ChatTurnParser {
     /// Reads the next token.
     pub fn push(&mut self, token: u32) -> TurnStep {
         match self {
-            TurnReader::Harmony(parser) => parser.push(token),
-            TurnReader::ChatMl(parser) => parser.push(token),
+            ChatTurnParser::Harmony(parser) => parser.push(token),
+            ChatTurnParser::ChatMl(parser) => parser.push(token),
         }
     }
 
@@ -218,13 +218,13 @@ impl TurnReader {
     /// [`Call::Ready`]; after `Malformed` none is.
     pub fn calls(&self) -> Vec<Call> {
         match self {
-            TurnReader::Harmony(parser) => match (parser.call(), parser.problem()) {
+            ChatTurnParser::Harmony(parser) => match (parser.call(), parser.error()) {
                 (Some(call), _) => vec![Call::Ready(call.clone())],
                 (None, problem) => {
-                    let problem = problem.cloned().unwrap_or(TurnProblem::Truncated);
+                    let problem = problem.cloned().unwrap_or(TurnError::Truncated);
                     let reply = problem.reply();
                     let recipient = match problem {
-                        TurnProblem::CallNotClosed { recipient } | TurnProblem::EmptyCall { recipient } => {
+                        TurnError::CallNotClosed { recipient } | TurnError::EmptyCall { recipient } => {
                             Some(recipient)
                         }
                         _ => None,
@@ -232,18 +232,18 @@ impl TurnReader {
                     vec![Call::Malformed { recipient, reply }]
                 }
             },
-            TurnReader::ChatMl(parser) => parser.calls().to_vec(),
+            ChatTurnParser::ChatMl(parser) => parser.calls().to_vec(),
         }
     }
 
     /// Returns the turn's messages so far, all of role assistant.
     pub fn finish(self) -> Vec<Message> {
         match self {
-            TurnReader::Harmony(parser) => {
+            ChatTurnParser::Harmony(parser) => {
                 let ParsedCompletion { messages, .. } = parser.finish();
                 messages
             }
-            TurnReader::ChatMl(parser) => parser.finish(),
+            ChatTurnParser::ChatMl(parser) => parser.finish(),
         }
     }
 }

@@ -15,14 +15,14 @@ pub const BASE_FOLDER: &str = "base";
 
 /// The base model of an adapter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Base {
+pub struct BaseModel {
     /// The folder or the GGUF file of the model.
     pub path: PathBuf,
     /// Digest of config and weights, hexadecimal.
     pub digest: String,
 }
 
-impl Base {
+impl BaseModel {
     /// Returns the model in `folder`. Digests come from its manifest if it has one, else its files are
     /// read.
     ///
@@ -44,7 +44,7 @@ impl Base {
         let mut changed = None;
         let holds_model = |place: &PathBuf| place.join("config.json").is_file() || is_gguf(place);
         for place in places.into_iter().flatten().filter(holds_model) {
-            if peft::holds_adapter(&place) {
+            if peft::is_adapter_folder(&place) {
                 continue;
             }
             if digest(&place)? == self.digest {

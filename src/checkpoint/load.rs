@@ -7,12 +7,12 @@ use super::gguf::GgufWeights;
 use super::tensor_file::TensorFile;
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
-use crate::dist::wire::f32_values;
-use crate::model::config::{Config, Form};
+use crate::dist::serialization::f32_values;
+use crate::model::config::{Config, WeightFormat};
 use crate::model::layers_on_demand::TensorSource;
 use crate::model::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use crate::ops::mxfp4::{self, BLOCK};
-use crate::ops::packed::{PackedForm, PackedMatrix, StoredRows, bf16_is_finite, block_is_finite};
+use crate::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows, bf16_is_finite, block_is_finite};
 use crate::ops::weight::Weight;
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -31,7 +31,7 @@ const MISTAKES_SHOWN_MAX: usize = 16;
 ///
 /// Weights in another format, and shards without their index, count too: random initialisation in their
 /// place would go unnoticed. [`ModelFolder::open`] then reports the mistake.
-pub fn weights_present(folder: &Path) -> bool {
+pub fn has_weights(folder: &Path) -> bool {
     let is_weights = |name: &str| {
         let ends = [".safetensors", ".safetensors.index.json", ".gguf"].iter().any(|end| name.ends_with(end));
         ends || name.starts_with("pytorch_model")
@@ -106,7 +106,7 @@ impl ModelFolder {
         let mut mistakes = Vec::new();
         let mut extra: BTreeSet<&str> = self.places.keys().map(String::as_str).collect();
         for spec in specs {
-            let stored = spec.stored_tensors(self.form_of(spec));
+            let stored = spec.stored_tensors(self.format_of(spec));
             let is_packed = stored.len() == 2;
             for wanted in stored {
                 extra.remove(wanted.name.as_str());
@@ -130,16 +130,16 @@ impl ModelFolder {
 
     /// Returns the stored format: MXFP4 when blocks or scales are present, else f32 or bf16. f16 is read as
     /// f32.
-    pub fn form_of(&self, spec: &ParameterSpec) -> Form {
+    pub fn format_of(&self, spec: &ParameterSpec) -> WeightFormat {
         if let Some(gguf) = &self.gguf {
             return gguf.form_of(spec);
         }
         let is_packed = spec.is_expert_matrix()
-            && spec.stored_tensors(Form::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
+            && spec.stored_tensors(WeightFormat::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
         match self.info(&spec.name).map(|info| info.dtype) {
-            _ if is_packed => Form::Mxfp4,
-            Some(Dtype::BF16) => Form::Bf16,
-            _ => Form::F32,
+            _ if is_packed => WeightFormat::Mxfp4,
+            Some(Dtype::BF16) => WeightFormat::Bf16,
+            _ => WeightFormat::F32,
         }
     }
 
@@ -147,11 +147,12 @@ impl ModelFolder {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
-    pub fn packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
+    pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
         if let Some(gguf) = &self.gguf {
-            return gguf.packed(spec);
+            return gguf.read_packed(spec);
         }
-        let (Some(form), Some(shape)) = (spec.packed_form(self.form_of(spec)), spec.matrix_shape()) else {
+        let (Some(form), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
+        else {
             return Ok(None);
         };
         let [_, input, output] = shape;
@@ -160,12 +161,12 @@ impl ModelFolder {
             bad.map_or(Ok(()), |at| Err(self.not_finite(spec, first + at)))
         };
         let matrix = match (form, spec.layout) {
-            (PackedForm::Bf16Rows, _) => {
+            (PackedFormat::Bf16Rows, _) => {
                 let bytes = self.bytes(&spec.name)?.0;
                 finite_bf16(0, &bytes)?;
-                PackedMatrix::of_bytes(form, shape, bytes)
+                PackedMatrix::from_bytes(form, shape, bytes)
             }
-            (PackedForm::Bf16, Layout::Transposed) => {
+            (PackedFormat::Bf16, Layout::Transposed) => {
                 let stored = self.stored(&spec.name)?;
                 PackedMatrix::read(form, shape, |rows: StoredRows| {
                     let first = rows.columns.start * input;
@@ -173,7 +174,7 @@ impl ModelFolder {
                     finite_bf16(first, rows.values)
                 })?
             }
-            (PackedForm::Bf16, Layout::AsStored) => {
+            (PackedFormat::Bf16, Layout::AsStored) => {
                 let stored = self.stored(&spec.name)?;
                 PackedMatrix::read_columns(shape, |expert: usize, values: &mut [u8]| {
                     let first = expert * input * output;
@@ -181,7 +182,7 @@ impl ModelFolder {
                     finite_bf16(first, values)
                 })?
             }
-            (PackedForm::Mxfp4, _) => {
+            (PackedFormat::Mxfp4, _) => {
                 let [blocks, scales] =
                     ["_blocks", "_scales"].map(|half| self.stored(&format!("{}{half}", spec.name)));
                 let (blocks, scales) = (blocks?, scales?);
@@ -218,12 +219,12 @@ impl ModelFolder {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite.
-    pub fn values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
+    pub fn read_values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         if let Some(gguf) = &self.gguf {
-            return gguf.values(spec);
+            return gguf.read_values(spec);
         }
-        let values = match (self.form_of(spec), spec.stored_shape.as_slice()) {
-            (Form::Mxfp4, &[experts, input, output]) => {
+        let values = match (self.format_of(spec), spec.stored_shape.as_slice()) {
+            (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let [blocks, scales] =
                     ["_blocks", "_scales"].map(|half| self.bytes(&format!("{}{half}", spec.name)));
                 mxfp4::decode(&blocks?.0, &scales?.0, [experts, input, output])
@@ -259,14 +260,14 @@ impl ModelFolder {
 
 impl TensorSource for ModelFolder {
     fn tensor(&self, spec: &ParameterSpec) -> Result<Weight> {
-        if let Some(packed) = self.packed(spec)? {
+        if let Some(packed) = self.read_packed(spec)? {
             return Ok(packed);
         }
-        Ok(Weight::dense(&Tensor::from_vec(self.values(spec)?, spec.working_shape(), &Device::Cpu)?))
+        Ok(Weight::dense(&Tensor::from_vec(self.read_values(spec)?, spec.working_shape(), &Device::Cpu)?))
     }
 
     fn resident_bytes(&self, spec: &ParameterSpec) -> u64 {
-        spec.resident_bytes(self.form_of(spec))
+        spec.resident_bytes(self.format_of(spec))
     }
 }
 

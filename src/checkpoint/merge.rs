@@ -5,7 +5,7 @@ use crate::model::adapter::Lora;
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::ops::cpu::host_values;
-use crate::ops::product::{Spread, forward_product};
+use crate::ops::product::{GemmThreads, forward_product};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 
@@ -13,15 +13,15 @@ use candle_core::{Device, Tensor};
 ///
 /// # Errors
 /// When there is no such tensor.
-pub fn merged(parameters: &Parameters, spec: &ParameterSpec) -> Result<Tensor> {
-    let base = parameters.read(spec)?.decoded(&spec.working_shape())?;
+pub fn merge(parameters: &Parameters, spec: &ParameterSpec) -> Result<Tensor> {
+    let base = parameters.read_weight(spec)?.decode(&spec.working_shape())?;
     let Some(lora) = parameters.adapter().filter(|lora| lora.targets.contains(&spec.name)) else {
         return Ok(base.detach());
     };
     let factor = |name: &str| -> Result<&Tensor> {
-        parameters.values(parameters.position(name).with_context(|| format!("no tensor {name}"))?)
+        parameters.values(parameters.index_of(name).with_context(|| format!("no tensor {name}"))?)
     };
-    let [a, b] = Lora::factors(&spec.name);
+    let [a, b] = Lora::factor_names(&spec.name);
     let (a, b) = (factor(&a)?, factor(&b)?);
     let (rank, output) = (lora.rank, *spec.working_shape().last().context("no columns")?);
     let scaled: Vec<f32> = host_values(a)?.iter().map(|value| value * lora.scale()).collect();
@@ -33,7 +33,7 @@ pub fn merged(parameters: &Parameters, spec: &ParameterSpec) -> Result<Tensor> {
     for (index, values) in values.chunks_exact_mut(size).enumerate() {
         let a = &scaled[index * rows * rank..(index + 1) * rows * rank];
         let b = &b[index * rank * output..(index + 1) * rank * output];
-        forward_product(Spread::Pool, values, a, b, (rows, rank, output), true);
+        forward_product(GemmThreads::Pool, values, a, b, (rows, rank, output), true);
     }
     Ok(Tensor::from_vec(values, spec.working_shape(), &Device::Cpu)?)
 }

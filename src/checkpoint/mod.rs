@@ -23,23 +23,24 @@ pub mod save;
 mod state_files;
 pub mod tensor_file;
 
-pub use base::{BASE_FOLDER, Base};
+pub use base::{BASE_FOLDER, BaseModel};
 pub use resume::{
-    ResumePoint, clear_partial, each, folder_name, holds_state, newest, newest_folder, read_state, sound,
+    ResumePoint, check_all, folder_name, has_state, newest_folder, newest_intact_checkpoint, read_state,
+    remove_partial_checkpoints, verify_folder,
 };
 
 use crate::atomic_file::{remove_folder, replace_folder};
 use crate::integrity::{Manifest, add_checksum};
 use crate::metrics::Phase;
 use crate::model::adapter::Lora;
-use crate::model::config::{Config, Form};
+use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, StoredTensor, TensorRole, parameter_specs};
-use crate::model::parameters::{Asked, MASTER, Parameters};
+use crate::model::parameters::{MASTER, Parameters, ShardRequest};
 use crate::ops::mxfp4;
 use crate::settings::{from, table};
 use anyhow::{Context, Result};
 use blake3::Hash;
-use save::{Companions, SHARD_BYTES_MAX, save, save_without_weights};
+use save::{CompanionFiles, SHARD_BYTES_MAX, save, save_without_weights};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -52,7 +53,7 @@ table! {
         /// Number of checkpoints to keep; older ones are removed.
         pub keep: usize = 2 => from(1.0),
         /// Format of the saved weights. The f32 masters are saved with the optimizer in any case.
-        pub dtype: Form = Form::Bf16,
+        pub dtype: WeightFormat = WeightFormat::Bf16,
     }
 }
 
@@ -92,7 +93,7 @@ pub struct TrainerState {
 /// # Errors
 /// When the disk refuses.
 pub fn prune(run: &Path, keep: usize) -> Result<()> {
-    let mut old = resume::all(run)?;
+    let mut old = resume::checkpoint_folders(run)?;
     old.truncate(old.len().saturating_sub(keep.max(1)));
     old.iter().try_for_each(|folder| remove_folder(folder))
 }
@@ -100,11 +101,11 @@ pub fn prune(run: &Path, keep: usize) -> Result<()> {
 /// The content of a checkpoint.
 pub struct Snapshot<'a> {
     pub config: &'a Config,
-    pub form: Form,
-    pub companions: &'a Companions,
+    pub form: WeightFormat,
+    pub companions: &'a CompanionFiles,
     pub parameters: &'a Parameters,
     /// The base of the adapter, if `parameters` have one.
-    pub base: Option<&'a Base>,
+    pub base: Option<&'a BaseModel>,
     pub critic: Option<&'a Parameters>,
     /// The recipe as resolved.
     pub recipe: &'a str,
@@ -132,9 +133,9 @@ impl Snapshot<'_> {
             None => save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
                 let index = self
                     .parameters
-                    .position(&spec.name)
+                    .index_of(&spec.name)
                     .with_context(|| format!("no tensor {}", spec.name))?;
-                self.parameters.whole(index, MASTER)
+                self.parameters.gather(index, MASTER)
             })?,
         };
         // The model's files hold frozen tensors. State files hold those that the model's files round. An
@@ -157,8 +158,8 @@ impl Snapshot<'_> {
         let base = self.base.context("an adapter without a base")?;
         let mut manifest = Manifest::default();
         peft::write(aside, &mut manifest, (lora, &parameter_specs(self.config)), base, |name| {
-            let index = self.parameters.position(name).with_context(|| format!("no tensor {name}"))?;
-            Ok(self.parameters.whole(index, MASTER)?.flatten_all()?.to_vec1()?)
+            let index = self.parameters.index_of(name).with_context(|| format!("no tensor {name}"))?;
+            Ok(self.parameters.gather(index, MASTER)?.flatten_all()?.to_vec1()?)
         })?;
         save_without_weights(aside, self.config, self.form, self.companions, &mut manifest)?;
         Ok(manifest)
@@ -167,8 +168,8 @@ impl Snapshot<'_> {
     /// Whether the saved weights represent `values` of a tensor exactly.
     fn form_keeps(&self, spec: &ParameterSpec, values: &[f32]) -> bool {
         match (self.form, spec.stored_shape.as_slice()) {
-            (Form::F32, _) => true,
-            (Form::Mxfp4, &[experts, input, output]) => {
+            (WeightFormat::F32, _) => true,
+            (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let shape = [experts, input, output];
                 let (blocks, scales) = mxfp4::encode(values, shape);
                 mxfp4::decode(&blocks, &scales, shape) == values
@@ -179,7 +180,7 @@ impl Snapshot<'_> {
 }
 
 /// Estimates the bytes of a checkpoint of `parameters` with their optimizer state, without the small files.
-pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
+pub fn estimate_bytes(form: WeightFormat, parameters: &Parameters) -> u64 {
     let of = |(index, spec): (usize, &ParameterSpec)| {
         let stored: u64 = match (parameters.adapter(), spec.role) {
             // The base stays in its own folder.
@@ -192,7 +193,7 @@ pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
         let is_kept_too = parameters.is_trained(index) && !state.contains_key(MASTER);
         let master = if is_kept_too { spec.element_count() * size_of::<f32>() } else { 0 };
         let kept = |kind: &&str| {
-            parameters.kept(index, kind).map_or(0, |(dtype, length)| length * dtype.size_in_bytes())
+            parameters.state_shape(index, kind).map_or(0, |(dtype, length)| length * dtype.size_in_bytes())
         };
         stored + (master + state.keys().map(kept).sum::<usize>()) as u64
     };
@@ -203,15 +204,15 @@ pub fn bytes(form: Form, parameters: &Parameters) -> u64 {
 ///
 /// # Errors
 /// When a rank does not respond in time.
-pub fn answer(parameters: &Parameters, critic: Option<&Parameters>, asked: &Asked) -> Result<()> {
+pub fn serve(parameters: &Parameters, critic: Option<&Parameters>, asked: &ShardRequest) -> Result<()> {
     match asked {
-        Asked::File { folder, stem, of_critic } => state_files::answer(
+        ShardRequest::File { folder, stem, of_critic } => state_files::serve(
             folder,
             stem,
             if *of_critic { critic.unwrap_or(parameters) } else { parameters },
             *of_critic,
         ),
-        asked => parameters.answer(critic, asked),
+        asked => parameters.serve(critic, asked),
     }
 }
 

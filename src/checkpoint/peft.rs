@@ -11,11 +11,11 @@
 //! wraps one expert parameter in the other. If only one of the two has an adapter, its name has no
 //! `base_layer`.
 
-use super::Base;
+use super::BaseModel;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_values;
 use crate::integrity::Manifest;
 use crate::model::adapter::{Lora, is_adaptable};
 use crate::model::names::{ParameterSpec, StoredTensor};
@@ -39,14 +39,14 @@ pub struct AdapterFolder {
     pub path: PathBuf,
     pub lora: Lora,
     /// The model that the adapter was trained on, if this program wrote the folder.
-    pub base: Option<Base>,
+    pub base: Option<BaseModel>,
     file: TensorFile,
     /// The stored tensor's name by the factor's name.
     stored: BTreeMap<String, String>,
 }
 
 /// Whether `folder` holds an adapter.
-pub fn holds_adapter(folder: &Path) -> bool {
+pub fn is_adapter_folder(folder: &Path) -> bool {
     folder.join(CONFIG_FILE).is_file()
 }
 
@@ -54,14 +54,14 @@ pub fn holds_adapter(folder: &Path) -> bool {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the file is damaged.
-pub fn base_of(folder: &Path) -> Result<Option<Base>> {
+pub fn read_base(folder: &Path) -> Result<Option<BaseModel>> {
     let path = folder.join(BASE_FILE);
     if !path.is_file() {
         return Ok(None);
     }
     let text = bounded_file::read_text(&path, JSON_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
-    let base: Base = serde_json::from_str(&text).map_err(|e| {
+    let base: BaseModel = serde_json::from_str(&text).map_err(|e| {
         bad_input!("{}: damaged: {e}; restore it, or remove it to skip the check of the base", path.display())
     })?;
     Ok(Some(base))
@@ -102,7 +102,7 @@ impl AdapterFolder {
             targets: vec![],
         };
         let mut opened =
-            Self { path: path.to_owned(), lora, base: base_of(path)?, file, stored: BTreeMap::new() };
+            Self { path: path.to_owned(), lora, base: read_base(path)?, file, stored: BTreeMap::new() };
         let mistakes = opened.place_tensors(specs);
         if mistakes.is_empty() { Ok(opened) } else { Err(refused(&path.join(TENSORS_FILE), mistakes)) }
     }
@@ -125,7 +125,7 @@ impl AdapterFolder {
                     mistakes.push(format!("{module} is a second adapter of {}", spec.name));
                 }
                 Ok(spec) => {
-                    let factors = Lora::factors(&spec.name);
+                    let factors = Lora::factor_names(&spec.name);
                     self.stored.extend(factors.into_iter().zip(names.iter().flatten().cloned()));
                 }
                 Err(mistake) => mistakes.push(mistake),
@@ -186,8 +186,8 @@ impl AdapterFolder {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a value is NaN or infinite, or the file cannot be read.
-    pub fn values(&self, base: &[ParameterSpec]) -> Result<Vec<Vec<f32>>> {
-        self.lora.specs(base)?.iter().map(|spec| self.factor(spec)).collect()
+    pub fn read_values(&self, base: &[ParameterSpec]) -> Result<Vec<Vec<f32>>> {
+        self.lora.factor_specs(base)?.iter().map(|spec| self.factor(spec)).collect()
     }
 
     fn factor(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
@@ -228,10 +228,10 @@ pub fn write(
     folder: &Path,
     manifest: &mut Manifest,
     (lora, specs): (&Lora, &[ParameterSpec]),
-    base: &Base,
+    base: &BaseModel,
     mut factor: impl FnMut(&str) -> Result<Vec<f32>>,
 ) -> Result<()> {
-    let factors = lora.specs(specs)?;
+    let factors = lora.factor_specs(specs)?;
     let of_target = |index: usize| specs.iter().find(|spec| spec.name == lora.targets[index / 2]);
     let mut stored = vec![];
     for (index, spec) in factors.iter().enumerate() {
@@ -259,14 +259,14 @@ pub fn write(
         let values: Vec<f32> = (0..working.len()).map(|at| working[place.working(at)]).collect();
         write_f32(out, &values)
     })?;
-    manifest.note(TENSORS_FILE, digest);
+    manifest.record(TENSORS_FILE, digest);
     let pretty = |json: &Value| format!("{json:#}\n").into_bytes();
     manifest.write_file(folder, CONFIG_FILE, &pretty(&config_json(lora, specs, base)))?;
     manifest.write_file(folder, BASE_FILE, &pretty(&serde_json::to_value(base)?))
 }
 
 /// Returns the content of `adapter_config.json`.
-fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &Base) -> Value {
+fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &BaseModel) -> Value {
     let adapted: BTreeSet<&str> = lora.targets.iter().map(String::as_str).collect();
     let (mut modules, mut parameters) = (BTreeSet::new(), BTreeSet::new());
     for spec in specs.iter().filter(|spec| adapted.contains(spec.name.as_str())) {

@@ -5,12 +5,12 @@
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::atomic_file::replace_file;
 use crate::bad_input;
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_values;
 use crate::integrity::file_digest;
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{Parameters, VALUES};
-use crate::model::storage::Stored;
+use crate::model::storage::TensorStorage;
 use crate::ops::cpu::host_values;
 use anyhow::{Context, Result};
 use blake3::Hash;
@@ -25,16 +25,16 @@ const FILE: &str = "reference.safetensors";
 /// When memory runs out.
 pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
     let tensors = parameters.specs.iter().enumerate().map(|(index, spec)| {
-        let stored = match parameters.shared(index) {
+        let stored = match parameters.share(index) {
             Some(frozen) => frozen,
             None if parameters.is_sharded(index) => {
-                Stored::shard(host_values(parameters.values(index)?)?.to_vec())?
+                TensorStorage::from_shard(host_values(parameters.values(index)?)?.to_vec())?
             }
-            None => Stored::variable_of(spec, &parameters.weight(index)?)?,
+            None => TensorStorage::to_variable(spec, &parameters.weight(index)?)?,
         };
         Ok((spec.clone(), stored))
     });
-    Parameters::loaded(config, parameters.backend(), tensors)
+    Parameters::load(config, parameters.backend(), tensors)
 }
 
 /// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time.
@@ -55,7 +55,7 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     let mut digest = None;
     replace_file(&run.join(FILE), |aside| {
         digest = Some(write_tensors(aside, kept.iter().map(stored).collect(), |index, out| {
-            write_f32(out, &host_values(&reference.whole(kept[index].0, VALUES)?)?)
+            write_f32(out, &host_values(&reference.gather(kept[index].0, VALUES)?)?)
         })?);
         Ok(())
     })?;
@@ -90,17 +90,17 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
     };
     let file = TensorFile::open(&path).map_err(|e| damaged(format!("cannot be used: {e:#}")))?;
     let found = parameters.specs.iter().enumerate().map(|(index, spec)| {
-        if let Some(frozen) = parameters.shared(index) {
+        if let Some(frozen) = parameters.share(index) {
             return Ok((spec.clone(), frozen));
         }
         let info = file.metadata.info(&spec.name).ok_or_else(|| damaged(format!("lacks {}", spec.name)))?;
         if info.dtype != Dtype::F32 || info.shape != spec.working_shape() {
             return Err(damaged(format!("does not fit the model: {} has another shape", spec.name)));
         }
-        let stored = Stored::variable(spec, f32_values(&file.read(info)?).collect())?;
+        let stored = TensorStorage::variable(spec, f32_values(&file.read(info)?).collect())?;
         let is_sharded = parameters.is_sharded(index);
-        let stored = if is_sharded { stored.sharded(index, parameters.mesh())? } else { stored };
+        let stored = if is_sharded { stored.into_shard(index, parameters.mesh())? } else { stored };
         Ok((spec.clone(), stored))
     });
-    Parameters::loaded(config, parameters.backend(), found)
+    Parameters::load(config, parameters.backend(), found)
 }

@@ -13,7 +13,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The remedy for a damaged checkpoint.
-pub(super) const REMEDY: &str = "remove this checkpoint to continue from the one before";
+pub(super) const DAMAGE_REMEDY: &str = "remove this checkpoint to continue from the one before";
 /// The file of a run's metrics.
 const METRICS_FILE: &str = "metrics.jsonl";
 
@@ -44,18 +44,18 @@ pub fn read_state(folder: &Path) -> Result<TrainerState> {
     let path = folder.join(STATE_FILE);
     let text = bounded_file::read_text(&path, JSON_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
-    serde_json::from_str(&text).map_err(|e| bad_input!("{}: damaged: {e}; {REMEDY}", path.display()))
+    serde_json::from_str(&text).map_err(|e| bad_input!("{}: damaged: {e}; {DAMAGE_REMEDY}", path.display()))
 }
 
 /// Returns every checkpoint of `run`, oldest first. It goes by folder names, so damaged files do not
 /// matter.
-pub(super) fn all(run: &Path) -> Result<Vec<PathBuf>> {
+pub(super) fn checkpoint_folders(run: &Path) -> Result<Vec<PathBuf>> {
     let mut found = vec![];
     let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(vec![]) };
     for entry in entries {
         let folder = entry.with_context(|| format!("{}", run.display()))?.path();
         let place = folder.file_name().and_then(|name| place_of(name.to_str()?));
-        if let (Some(place), true) = (place, holds_state(&folder)) {
+        if let (Some(place), true) = (place, has_state(&folder)) {
             found.push((place, folder));
         }
     }
@@ -64,7 +64,7 @@ pub(super) fn all(run: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Whether `folder` is a checkpoint of a run, and not only a model.
-pub fn holds_state(folder: &Path) -> bool {
+pub fn has_state(folder: &Path) -> bool {
     [STATE_FILE, super::RECIPE_FILE].iter().any(|name| folder.join(name).is_file())
 }
 
@@ -73,7 +73,7 @@ pub fn holds_state(folder: &Path) -> bool {
 /// # Errors
 /// When the folder cannot be read.
 pub fn newest_folder(run: &Path) -> Result<Option<PathBuf>> {
-    Ok(all(run)?.pop())
+    Ok(checkpoint_folders(run)?.pop())
 }
 
 /// An intact checkpoint.
@@ -91,8 +91,8 @@ pub struct ResumePoint {
 /// # Errors
 /// [`BadInput`] when they are not. The message names the newest intact checkpoint and how to continue from
 /// it.
-pub fn newest(run: &Path) -> Result<Option<ResumePoint>> {
-    let folders = all(run)?;
+pub fn newest_intact_checkpoint(run: &Path) -> Result<Option<ResumePoint>> {
+    let folders = checkpoint_folders(run)?;
     let Some((newest, older)) = folders.split_last() else { return Ok(None) };
     let flaw = match sound_in(run, newest) {
         Ok(checkpoint) => return Ok(Some(checkpoint)),
@@ -114,8 +114,8 @@ pub fn newest(run: &Path) -> Result<Option<ResumePoint>> {
 ///
 /// # Errors
 /// When the folder cannot be read.
-pub fn each(run: &Path) -> Result<Vec<(PathBuf, Result<ResumePoint>)>> {
-    Ok(all(run)?.into_iter().map(|folder| (folder.clone(), sound_in(run, &folder))).collect())
+pub fn check_all(run: &Path) -> Result<Vec<(PathBuf, Result<ResumePoint>)>> {
+    Ok(checkpoint_folders(run)?.into_iter().map(|folder| (folder.clone(), sound_in(run, &folder))).collect())
 }
 
 /// Checks the checkpoint or model `folder`. Returns whether it has a manifest.
@@ -123,14 +123,14 @@ pub fn each(run: &Path) -> Result<Vec<(PathBuf, Result<ResumePoint>)>> {
 /// # Errors
 /// [`BadInput`] when a file was changed. For a run's checkpoint, the message names the newest intact one
 /// and how to continue from it.
-pub fn sound(folder: &Path) -> Result<bool> {
+pub fn verify_folder(folder: &Path) -> Result<bool> {
     let flaw = match alone(folder) {
         Ok(verified) => return Ok(verified),
         Err(flaw) => flaw,
     };
     let full = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
     let Some(run) = full.parent().and_then(Path::parent) else { return Err(flaw) };
-    let folders = all(run)?;
+    let folders = checkpoint_folders(run)?;
     let older: Vec<&PathBuf> = folders.iter().take_while(|other| **other != full).collect();
     if older.len() == folders.len() {
         return Err(flaw);
@@ -169,7 +169,7 @@ fn sound_in(run: &Path, folder: &Path) -> Result<ResumePoint> {
     let state = read_state(folder)?;
     check_metrics(&run.join(METRICS_FILE), folder, &state)?;
     let base = run.join(BASE_FOLDER);
-    if peft::holds_adapter(folder) && base.is_dir() {
+    if peft::is_adapter_folder(folder) && base.is_dir() {
         Manifest::check(&base)?;
     }
     if let Some(digest) = state.reference_digest {
@@ -228,7 +228,7 @@ fn way_back(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path)
 ///
 /// # Errors
 /// When a folder cannot be removed.
-pub fn clear_partial(run: &Path) -> Result<()> {
+pub fn remove_partial_checkpoints(run: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(()) };
     for entry in entries {
         let folder = entry.with_context(|| format!("{}", run.display()))?.path();

@@ -9,7 +9,7 @@ use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::chat::Chat;
 use crate::integrity::Manifest;
-use crate::model::config::{Config, Form};
+use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
 use crate::ops::cpu::host_values;
 use crate::ops::mxfp4;
@@ -35,9 +35,9 @@ const COMPANION_FILES: [&str; 5] = [
 
 /// The small files beside the weights, by name. [`save`] writes them unchanged.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Companions(BTreeMap<String, Vec<u8>>);
+pub struct CompanionFiles(BTreeMap<String, Vec<u8>>);
 
-impl Companions {
+impl CompanionFiles {
     /// Reads those of the known files that `folder` has. Without a chat template it adds that of `chat`.
     pub fn read(folder: &Path, chat: &Chat) -> Result<Self> {
         let mut files = BTreeMap::new();
@@ -58,7 +58,7 @@ impl Companions {
 
     /// Returns the tokenizer and the template of `chat`. [`save`] derives the other files from these and
     /// the config.
-    pub fn of(chat: &Chat) -> Self {
+    pub fn from_chat(chat: &Chat) -> Self {
         Self(BTreeMap::from([
             ("tokenizer.json".into(), chat.vocabulary().json_bytes().to_vec()),
             (CHAT_TEMPLATE.into(), chat.jinja().into()),
@@ -67,7 +67,7 @@ impl Companions {
 
     /// Returns the tokenizer of `chat` and its template, or `template` if there is one.
     pub fn of_gguf(chat: &Chat, template: Option<String>) -> Self {
-        let mut found = Self::of(chat);
+        let mut found = Self::from_chat(chat);
         if let Some(template) = template {
             found.0.insert(CHAT_TEMPLATE.into(), template.into_bytes());
         }
@@ -119,17 +119,17 @@ impl Companions {
 pub fn save(
     folder: &Path,
     config: &Config,
-    form: Form,
-    companions: &Companions,
+    form: WeightFormat,
+    companions: &CompanionFiles,
     shard_bytes_max: u64,
     mut tensor: impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<Manifest> {
     config.check()?;
     let mut specs = parameter_specs(config);
-    if form == Form::Mxfp4 && !config.family.has_experts {
+    if form == WeightFormat::Mxfp4 && !config.family.has_experts {
         return Err(bad_input!("MXFP4 is a format of experts, and this family has none: save in bf16"));
     }
-    if form == Form::Mxfp4 {
+    if form == WeightFormat::Mxfp4 {
         check_blocks(&specs)?;
         // Bytes follow floats, so that every tensor starts at a multiple of its element size.
         specs.sort_by_key(ParameterSpec::is_expert_matrix);
@@ -138,7 +138,7 @@ pub fn save(
     let mut manifest = Manifest::default();
     for (index, shard) in shards.iter().enumerate() {
         let name = shard_name(index, shards.len());
-        manifest.note(&name, write_shard(&folder.join(&name), shard, form, &mut tensor)?);
+        manifest.record(&name, write_shard(&folder.join(&name), shard, form, &mut tensor)?);
     }
     if shards.len() > 1 {
         manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, form)))?;
@@ -154,8 +154,8 @@ pub fn save(
 pub fn save_without_weights(
     folder: &Path,
     config: &Config,
-    form: Form,
-    companions: &Companions,
+    form: WeightFormat,
+    companions: &CompanionFiles,
     manifest: &mut Manifest,
 ) -> Result<()> {
     for (name, content) in companions.complete(config) {
@@ -181,12 +181,12 @@ fn check_blocks(specs: &[ParameterSpec]) -> Result<()> {
     }
 }
 
-fn bytes_on_disk(spec: &ParameterSpec, form: Form) -> u64 {
+fn bytes_on_disk(spec: &ParameterSpec, form: WeightFormat) -> u64 {
     spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum()
 }
 
 /// Splits the parameters, in order, into ranges of at most `shard_bytes_max` bytes.
-fn shards(specs: &[ParameterSpec], form: Form, shard_bytes_max: u64) -> Vec<&[ParameterSpec]> {
+fn shards(specs: &[ParameterSpec], form: WeightFormat, shard_bytes_max: u64) -> Vec<&[ParameterSpec]> {
     let (mut shards, mut start, mut filled) = (Vec::new(), 0, 0);
     for (i, spec) in specs.iter().enumerate() {
         let bytes = bytes_on_disk(spec, form);
@@ -204,7 +204,7 @@ fn shard_name(index: usize, count: usize) -> String {
     if count == 1 { WEIGHTS_FILE.into() } else { format!("model-{:05}-of-{count:05}.safetensors", index + 1) }
 }
 
-fn index_json(shards: &[&[ParameterSpec]], form: Form) -> Value {
+fn index_json(shards: &[&[ParameterSpec]], form: WeightFormat) -> Value {
     let mut map = BTreeMap::new();
     let mut total_size = 0;
     for (i, shard) in shards.iter().enumerate() {
@@ -219,7 +219,7 @@ fn index_json(shards: &[&[ParameterSpec]], form: Form) -> Value {
 fn write_shard(
     path: &Path,
     specs: &[ParameterSpec],
-    form: Form,
+    form: WeightFormat,
     tensor: &mut impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<Hash> {
     // A packed matrix has two stored tensors: blocks and scales.
@@ -236,12 +236,12 @@ fn write_shard(
         let working = checked(spec, &tensor(spec)?)?;
         let values = host_values(&working)?;
         match (form, spec.stored_shape.as_slice()) {
-            (Form::Mxfp4, &[experts, input, output]) => {
+            (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let (blocks, scales) = mxfp4::encode(&values, [experts, input, output]);
                 scales_due = Some(scales);
                 Ok(out.write_all(&blocks)?)
             }
-            (Form::F32, _) => in_stored_order(spec, &values, |piece| write_f32(out, piece)),
+            (WeightFormat::F32, _) => in_stored_order(spec, &values, |piece| write_f32(out, piece)),
             _ => in_stored_order(spec, &values, |piece| write_bf16(out, piece)),
         }
     })

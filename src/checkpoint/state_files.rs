@@ -4,14 +4,14 @@
 //! such as `trainer-00002-of-00004.safetensors`. Rank 0 also writes the tensors that are not sharded. Any
 //! number of processes can read what any other number wrote, and each reads its own shards only.
 
-use super::resume::REMEDY;
+use super::resume::DAMAGE_REMEDY;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_values;
 use crate::integrity::Manifest;
 use crate::model::names::{ParameterSpec, StoredTensor};
-use crate::model::parameters::{Asked, MASTER, Parameters};
-use crate::ops::cpu::{host_codes, host_values, on_host};
+use crate::model::parameters::{MASTER, Parameters, ShardRequest};
+use crate::ops::cpu::{host_codes, host_values, to_host};
 use anyhow::{Result, bail};
 use blake3::Hash;
 use candle_core::DType;
@@ -55,16 +55,16 @@ pub fn write(
     manifest: &mut Manifest,
 ) -> Result<()> {
     let mesh = parameters.mesh();
-    mesh.request(Asked::File { folder: folder.to_owned(), stem: stem.to_owned(), of_critic })?;
+    mesh.request(ShardRequest::File { folder: folder.to_owned(), stem: stem.to_owned(), of_critic })?;
     let written = write_own((folder, stem), parameters, of_critic, keep);
     if mesh.ranks() == 1 {
-        manifest.note(&file_name(stem, 0, 1), written?);
+        manifest.record(&file_name(stem, 0, 1), written?);
         return Ok(());
     }
     for (rank, written) in told(parameters, written)?.into_iter().enumerate() {
         match written {
             Written::Digest(digest) => {
-                manifest.note(&file_name(stem, rank, mesh.ranks()), Hash::from_bytes(digest))
+                manifest.record(&file_name(stem, rank, mesh.ranks()), Hash::from_bytes(digest))
             }
             Written::Failed(why) => bail!("rank {rank}: {why}"),
         }
@@ -76,7 +76,7 @@ pub fn write(
 ///
 /// # Errors
 /// When a rank does not respond in time. Rank 0 reports a failed write.
-pub fn answer(folder: &Path, stem: &str, parameters: &Parameters, of_critic: bool) -> Result<()> {
+pub fn serve(folder: &Path, stem: &str, parameters: &Parameters, of_critic: bool) -> Result<()> {
     told(parameters, write_own((folder, stem), parameters, of_critic, &|_, _| false)).map(drop)
 }
 
@@ -107,7 +107,7 @@ fn write_own(
         // SFT warm-up trained an adapter's base, which has a folder of its own since then.
         let frozen = || match is_sharded {
             true => Ok(of_critic || parameters.adapter().is_none()),
-            false => anyhow::Ok(keep(spec, &host_values(&on_host(values)?)?)),
+            false => anyhow::Ok(keep(spec, &host_values(&to_host(values)?)?)),
         };
         if parameters.is_trained(index) || frozen()? {
             kept.insert(format!("{MASTER}.{}", spec.name), (index, MASTER));
@@ -117,15 +117,15 @@ fn write_own(
         }
     }
     let stored = kept.iter().map(|(name, &(index, kind))| {
-        let (dtype, length) = parameters.kept(index, kind)?;
-        let own = parameters.own_part(index, kind, length).len();
+        let (dtype, length) = parameters.state_shape(index, kind)?;
+        let own = parameters.local_range(index, kind, length).len();
         Ok(StoredTensor { name: name.clone(), dtype: stored_dtype(dtype), shape: vec![own] })
     });
     let stored = stored.collect::<Result<_>>()?;
     let places: Vec<(usize, &str)> = kept.into_values().collect();
     write_tensors(&folder.join(file_name(stem, mesh.rank(), mesh.ranks())), stored, |place, out| {
         let (index, kind) = places[place];
-        let tensor = on_host(parameters.own(index, kind)?)?;
+        let tensor = to_host(parameters.local_state(index, kind)?)?;
         match tensor.dtype() {
             DType::U8 => Ok(out.write_all(&host_codes(&tensor)?)?),
             _ => write_f32(out, &host_values(&tensor)?),
@@ -148,7 +148,8 @@ impl StateFiles {
         };
         let paths: Vec<PathBuf> = (0..ranks).map(|rank| folder.join(file_name(stem, rank, ranks))).collect();
         let open = |path: &PathBuf| {
-            TensorFile::open(path).map_err(|e| bad_input!("{}: damaged: {e:#}; {REMEDY}", path.display()))
+            TensorFile::open(path)
+                .map_err(|e| bad_input!("{}: damaged: {e:#}; {DAMAGE_REMEDY}", path.display()))
         };
         let files = paths.iter().map(open).collect::<Result<_>>()?;
         Ok(Self { path: paths.into_iter().next().unwrap_or_default(), files })
@@ -222,7 +223,7 @@ fn ranks_of(folder: &Path, stem: &str) -> Option<usize> {
 /// [`crate::error::BadInput`] when the files do not fit the model.
 pub fn restore((folder, stem): (&Path, &str), parameters: &mut Parameters, whole: bool) -> Result<()> {
     let files = StateFiles::open(folder, stem)?;
-    let damaged = |what: String| bad_input!("{}: {what}; {REMEDY}", files.path.display());
+    let damaged = |what: String| bad_input!("{}: {what}; {DAMAGE_REMEDY}", files.path.display());
     let mut unread = files.names();
     for (index, spec) in parameters.specs.clone().iter().enumerate() {
         if parameters.values(index).is_err() {
@@ -231,9 +232,9 @@ pub fn restore((folder, stem): (&Path, &str), parameters: &mut Parameters, whole
         let kinds = parameters.state(index).keys().copied().chain([MASTER]).collect::<BTreeSet<_>>();
         for kind in kinds {
             let name = format!("{kind}.{}", spec.name);
-            let (dtype, length) = parameters.kept(index, kind)?;
-            let own = parameters.own_part(index, kind, length);
-            let piece = |rank: usize, ranks: usize| parameters.part_of(index, kind, rank, ranks);
+            let (dtype, length) = parameters.state_shape(index, kind)?;
+            let own = parameters.local_range(index, kind, length);
+            let piece = |rank: usize, ranks: usize| parameters.range_of_rank(index, kind, rank, ranks);
             let bytes = files.read(&name, (dtype, length), own, piece).map_err(|misfit| match misfit {
                 Misfit::Size => damaged(format!("{} has another size or optimizer", spec.name)),
                 Misfit::Unread(error) => error,

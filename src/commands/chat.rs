@@ -8,9 +8,9 @@ use crate::metrics::{Console, sanitize_line, sanitize_terminal};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, Plan, locate, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan};
-use crate::run::collect::show;
 use crate::run::context::RunContext;
-use crate::run::memory::Intent;
+use crate::run::memory::ModelCommand;
+use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::run::trust::ask_consent;
 use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
@@ -49,21 +49,21 @@ eval.temperature = 0.7
 pub fn run(args: &ChatArgs) -> Result<u8> {
     let console = Console::plain();
     let plan = open(args, &console)?;
-    let context = RunContext::open(plan, Intent::Chat, &console)?;
+    let context = RunContext::open(plan, ModelCommand::Chat, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
         console.print("warning: this recipe's model is random and untrained; name a run's folder");
     }
-    if let Some(confinement) = context.confinement() {
+    if let Some(confinement) = context.sandbox_description() {
         console.print(&format!("the Python tool: {confinement}"));
     }
     let at_terminal = std::io::stdin().is_terminal();
     if at_terminal {
         console.print(HELP.trim_end());
     }
-    let policy = context.plain_policy()?;
+    let policy = context.policy_without_ablations()?;
     let mut talk = Talk { context: &context, policy, messages: vec![], answers: 0 };
-    let ask = || if at_terminal { show("\n> ") } else { Ok(()) };
+    let ask = || if at_terminal { print_text("\n> ") } else { Ok(()) };
     ask()?;
     for line in bounded_file::lines(std::io::stdin().lock()) {
         match String::from_utf8_lossy(&line.context("reading what was typed")?).trim() {
@@ -77,7 +77,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
                         "{text} is sent as a message: other commands than /new and /quit are for terminals"
                     ));
                 }
-                show(&talk.answer(text)?)?;
+                print_text(&talk.answer(text)?)?;
             }
         }
         ask()?;
@@ -137,7 +137,8 @@ impl Talk<'_> {
             self.messages.clear();
             return Ok(format!("{shown}({})\n", sanitize_line(&format!("{error:#}"))));
         }
-        let rollouts = self.sampler(&plan).groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
+        let rollouts =
+            self.sampler(&plan).sample_groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
         let given = self.context.preamble.len() + self.messages.len();
         let trajectory = rollouts.trajectories().next().context("no answer")?;
         let all = rollouts.messages.iter().flatten().next().context("no answer")?;

@@ -2,17 +2,17 @@
 
 use crate::bad_input;
 use crate::commands::arguments::RecipeArgs;
-use crate::dist::RolloutWeights;
+use crate::dist::RolloutWeightPlacement;
 use crate::error::EXIT_DONE;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, locate, resolve};
-use crate::run::collect::show;
 use crate::run::memory::{
-    Available, Intent, MemoryPlan, OtherWeights, Subject, Traffic, available, gigabytes,
+    AvailableMemory, MemoryPlan, ModelCommand, PlanInput, SecondWeights, Traffic, available_memory, gigabytes,
 };
 use crate::run::preflight::Preflight;
+use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::run::trust::{ask_consent, program_lines};
 use crate::settings::Entry;
@@ -57,22 +57,24 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
     if *no_run {
-        show(&sanitize_terminal(&resolved(&plan, *all)?))?;
+        print_text(&sanitize_terminal(&resolved(&plan, *all)?))?;
         let lines: String = program_lines(&plan.recipe).iter().map(|line| format!("\n{line}")).collect();
-        show(&format!("{lines}\n"))?;
+        print_text(&format!("{lines}\n"))?;
         return Ok(EXIT_DONE);
     }
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &Console::plain())?;
     // The task's first failure becomes the error of this command.
     let program = plan.recipe.task.command.join(" ");
     let mut preflight =
-        told_while_slow(&program, || Preflight::open(plan, Intent::Train, &Console::silent()))?;
-    let available = preflight.available(available());
-    preflight.plan_for(*processes as usize, available.as_ref());
-    show(&sanitize_terminal(&resolved(&preflight.plan, *all)?))?;
+        told_while_slow(&program, || Preflight::open(plan, ModelCommand::Train, &Console::silent()))?;
+    let available = preflight.available_memory(available_memory());
+    preflight.choose_sharding(*processes as usize, available.as_ref());
+    print_text(&sanitize_terminal(&resolved(&preflight.plan, *all)?))?;
     let problem = told_while_slow(&program, || preflight.first_problem());
-    show(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
-    show(&sanitize_terminal(&told_while_slow(&program, || dialogue(preflight.task.as_ref(), &problem))?))?;
+    print_text(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
+    print_text(&sanitize_terminal(&told_while_slow(&program, || {
+        dialogue(preflight.task.as_ref(), &problem)
+    })?))?;
     memory(&preflight, *processes, available.as_ref())
 }
 
@@ -140,38 +142,38 @@ fn dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
 
 /// Prints the memory plan of training, or of sampling if nothing is trained, and the peaks of the other
 /// commands.
-fn memory(preflight: &Preflight, processes: u32, available: Option<&Available>) -> Result<u8> {
-    let first = if preflight.plan.recipe.trains() { Intent::Train } else { Intent::Rollout };
-    let subject = preflight.subject_of(first);
+fn memory(preflight: &Preflight, processes: u32, available: Option<&AvailableMemory>) -> Result<u8> {
+    let first = if preflight.plan.recipe.trains() { ModelCommand::Train } else { ModelCommand::Rollout };
+    let subject = preflight.plan_input_for(first);
     let plan = MemoryPlan::new(&subject);
     let each = match processes {
         1 => String::new(),
         several => format!(" in each of {several} processes"),
     };
-    show(&format!("\nPeak memory of `rloss {}`{each}:\n\n{plan}\n", first.name()))?;
-    if processes > 1 && first == Intent::Train {
+    print_text(&format!("\nPeak memory of `rloss {}`{each}:\n\n{plan}\n", first.name()))?;
+    if processes > 1 && first == ModelCommand::Train {
         let traffic = Traffic::new(&subject);
-        show(&format!(
+        print_text(&format!(
             "{} passes per step in each process, with all sequences at full length:\n\n{traffic}\n",
             traffic.passes
         ))?;
     }
-    let arms = OtherWeights::Rounded(WeightRounding::of(&preflight.plan.recipe.arms));
-    for intent in [Intent::Eval, Intent::Rollout, Intent::CheckMismatch(arms)] {
+    let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&preflight.plan.recipe.arms));
+    for intent in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
         // These commands run in one process.
-        let peak = MemoryPlan::new(&Subject {
+        let peak = MemoryPlan::new(&PlanInput {
             processes: 1,
-            rollout_weights: RolloutWeights::Whole,
-            ..preflight.subject_of(intent)
+            rollout_weights: RolloutWeightPlacement::Whole,
+            ..preflight.plan_input_for(intent)
         })
         .peak_bytes();
-        show(&format!("`rloss {}`: {}\n", intent.name(), gigabytes(peak)))?;
+        print_text(&format!("`rloss {}`: {}\n", intent.name(), gigabytes(peak)))?;
     }
     if let Some(found) = available {
-        show(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound))?;
+        print_text(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound))?;
     }
-    if let Some(warning) = plan.admit(available, &subject.remedies())? {
-        show(&format!("warning: {warning}\n"))?;
+    if let Some(warning) = plan.check_available(available, &subject.remedies())? {
+        print_text(&format!("warning: {warning}\n"))?;
     }
     Ok(EXIT_DONE)
 }

@@ -3,23 +3,23 @@
 
 use crate::atomic_file::write_file;
 use crate::dist::Mesh;
-use crate::dist::launch::refuse_several;
+use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
 use crate::learner::batch_runner::BatchRunner;
 use crate::metrics::{Console, sanitize_terminal};
-use crate::mismatch::links::Proof;
-use crate::mismatch::measure::Measure;
-use crate::mismatch::output::{Line, gaps_table, links_table, to_json};
-use crate::mismatch::{against, arms, diagnose::Reference, page, rows::Reader};
-use crate::model::arms::Arms;
+use crate::mismatch::bitwise_equality::EqualityProof;
+use crate::mismatch::measure::AblationMeasurement;
+use crate::mismatch::output::{ResultLine, equality_table, mismatch_table, to_json};
+use crate::mismatch::{ablations, diagnose::UnmodifiedModel, external_engine, page, rows::RowReader};
+use crate::model::ablations::Ablations;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{KeyScope, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress};
-use crate::run::collect::show;
 use crate::run::context::RunContext;
-use crate::run::memory::{Intent, OtherWeights, told_of_memory};
+use crate::run::memory::{ModelCommand, SecondWeights, explain_out_of_memory};
 use crate::run::processes;
+use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::run::trust::ask_consent;
 use crate::trajectory::Trajectory;
@@ -31,7 +31,7 @@ use std::sync::Arc;
 
 /// Arguments of `rloss check-mismatch`.
 #[derive(Args, Debug, Clone)]
-#[command(after_help = arms::help())]
+#[command(after_help = ablations::help())]
 pub struct CheckMismatchArgs {
     /// A recipe file, or a run folder (its resolved recipe and last checkpoint) [default: the quickstart's
     /// recipe]
@@ -97,18 +97,17 @@ impl CheckMismatchArgs {
 /// [`crate::error::BadInput`] before any work.
 pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     if !args.against.is_empty() {
-        refuse_several("check-mismatch --against")?;
+        require_single_process("check-mismatch --against")?;
     }
     let mesh = Mesh::connect()?;
     let (context, arms) = mesh.agree("the recipe", open(args, &mesh))?;
     let named: Vec<&str> = arms.iter().map(|(name, _)| name.as_str()).collect();
     let weights = context.recipe().model.path.as_deref();
-    processes::check_alike(&mesh, &context.plan, weights, &named.join(" "))?;
+    processes::check_agreement(&mesh, &context.plan, weights, &named.join(" "))?;
     let console = console(&context.plan, &mesh);
     let found = match args.against.as_slice() {
-        [] => {
-            check_arms(&context, &arms, &console).map_err(|error| told_of_memory(error, &context.memory))?
-        }
+        [] => check_arms(&context, &arms, &console)
+            .map_err(|error| explain_out_of_memory(error, &context.memory))?,
         _ => check_against(&context, args, &console)?,
     };
     mesh.disconnect();
@@ -122,16 +121,16 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     }
     let file = out.join("mismatch.json");
     write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad))?;
-    show(&sanitize_terminal(&format!("{}\n", file.display())))?;
+    print_text(&sanitize_terminal(&format!("{}\n", file.display())))?;
     Ok(found.code)
 }
 
 /// Opens the model, and resolves the named ablations to measure.
-fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(String, Arms)>)> {
+fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(String, Ablations)>)> {
     args.out()?;
     let plan = args.plan(&[])?;
-    processes::follow(mesh, &plan)?;
-    let rows = arms::rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
+    processes::configure_mesh(mesh, &plan)?;
+    let rows = ablations::parse_rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
     let arms: Vec<(String, Plan)> =
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
@@ -142,15 +141,17 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
     let other_weights = match args.against.as_slice() {
         [] => {
             let all = [&plan].into_iter().chain(arms.iter().map(|(_, plan)| plan));
-            let rounding = all.map(|plan| WeightRounding::of(&plan.recipe.arms));
-            OtherWeights::Rounded(rounding.fold(WeightRounding::default(), WeightRounding::coarser))
+            let rounding = all.map(|plan| WeightRounding::from_ablations(&plan.recipe.arms));
+            SecondWeights::Rounded(rounding.fold(WeightRounding::default(), WeightRounding::union))
         }
-        _ => OtherWeights::Changed,
+        _ => SecondWeights::Changed,
     };
-    let context = RunContext::open_at(plan, Intent::CheckMismatch(other_weights), mesh, None, &console)?;
+    let context =
+        RunContext::open_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     arms.iter().try_for_each(|(_, plan)| context.check_family(plan))?;
-    let arms: Vec<(String, Arms)> = arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
+    let arms: Vec<(String, Ablations)> =
+        arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     Ok((context, arms))
 }
 
@@ -164,7 +165,7 @@ fn console(plan: &Plan, mesh: &Mesh) -> Console {
 
 /// The results to print and write, and the exit code.
 struct Checked {
-    lines: Vec<Line>,
+    lines: Vec<ResultLine>,
     verdict: String,
     diagnosis: Option<serde_json::Value>,
     /// Rows that could not be compared.
@@ -176,36 +177,36 @@ struct Checked {
 
 fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Console) -> Result<Checked> {
     let (config, tokens_max) = (&context.model.config, context.model.context_tokens_max());
-    let found =
-        Reader::new(config, tokens_max, context.chat.vocabulary(), args.temperature).read(&args.against)?;
+    let found = RowReader::new(config, tokens_max, context.chat.vocabulary(), args.temperature)
+        .read(&args.against)?;
     found.seen.iter().for_each(|seen| note(seen));
-    for bad in found.bad_told() {
+    for bad in found.bad_row_messages() {
         note(&format!("error: {bad}"));
     }
     let tokens = context.recipe().train.micro_batch_tokens;
-    let earlier = args.earlier.as_deref().map(|folder| context.weights_of(folder, console)).transpose()?;
-    let reference = Reference { earlier: earlier.as_ref(), ..reference(context, console) };
-    let between = against::between_sides(&found.rows, clip(context))?;
+    let earlier = args.earlier.as_deref().map(|folder| context.load_weights(folder, console)).transpose()?;
+    let reference = UnmodifiedModel { earlier: earlier.as_ref(), ..reference(context, console) };
+    let between = external_engine::compare_sides(&found.rows, clip(context))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
     let (mut differs, mut pictures) = (false, vec![]);
-    let sides = against::sides(found.rows);
+    let sides = external_engine::split_sides(found.rows);
     let several = sides.len() > 1;
     for (side, rows) in &sides {
-        let compared = against::compare(reference, &context.chat, rows, tokens, clip(context))?;
-        differs |= compared.diagnosis.verdict.differs();
+        let compared = external_engine::compare(reference, &context.chat, rows, tokens, clip(context))?;
+        differs |= compared.diagnosis.verdict.has_mistake();
         answers.push(if several { format!("{side}: {}", compared.answer) } else { compared.answer.clone() });
         diagnoses.insert((*side).to_owned(), compared.to_json());
         let name = if several { format!("mismatch-{side}.svg") } else { "mismatch.svg".to_owned() };
-        pictures.push((name, page::picture(&compared)));
+        pictures.push((name, page::chart(&compared)));
         lines.extend(compared.lines.into_iter().map(|line| match several {
-            true => Line { name: format!("{side}: {}", line.name), ..line },
+            true => ResultLine { name: format!("{side}: {}", line.name), ..line },
             false => line,
         }));
     }
     lines.extend(between);
     let answer = answers.join("\n\n");
-    let table = |columns| gaps_table("link", &lines, columns);
-    show(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
+    let table = |columns| mismatch_table("link", &lines, columns);
+    print_text(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
     let mut files = pictures;
     if args.out.is_some() {
         files.push(("mismatch.md".to_owned(), page::page(&answer, &table(usize::MAX), &found.seen)));
@@ -232,26 +233,26 @@ fn note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
 }
 
-fn check_arms(context: &RunContext, rows: &[(String, Arms)], console: &Console) -> Result<Checked> {
-    let tell = |text: &str| if context.mesh().is_rank_zero() { show(text) } else { Ok(()) };
+fn check_arms(context: &RunContext, rows: &[(String, Ablations)], console: &Console) -> Result<Checked> {
+    let tell = |text: &str| if context.mesh().is_rank_zero() { print_text(text) } else { Ok(()) };
     let trajectories = sample(context, console)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = context.recipe();
     let RunContext { threads, model, parameters, .. } = context;
-    let proof = Proof {
+    let proof = EqualityProof {
         runner: BatchRunner { threads, model, parameters },
         // Each process makes these forward passes on its own.
-        rollout: &PolicyView::rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
+        rollout: &PolicyView::for_rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
         training: context.training_forward(),
         temperature: recipe.rollout.temperature,
         micro_batch_tokens: recipe.train.micro_batch_tokens,
         console,
     };
-    let links = proof.links(&trajectories)?;
-    let mut lines: Vec<Line> = links.iter().map(Line::of_link).collect();
-    tell(&format!("{}\n", links_table(&lines)))?;
+    let links = proof.run_checks(&trajectories)?;
+    let mut lines: Vec<ResultLine> = links.iter().map(ResultLine::from_check).collect();
+    tell(&format!("{}\n", equality_table(&lines)))?;
 
-    let measure = Measure::new(
+    let measure = AblationMeasurement::new(
         reference(context, console),
         &trajectories,
         &recipe.arms,
@@ -260,12 +261,12 @@ fn check_arms(context: &RunContext, rows: &[(String, Arms)], console: &Console) 
         clip(context),
         recipe.train.micro_batch_tokens,
     )?;
-    let mut gaps = vec![measure.line("the recipe as it is", &recipe.arms)?];
+    let mut gaps = vec![measure.measure("the recipe as it is", &recipe.arms)?];
     for (name, arms) in rows {
-        gaps.push(measure.line(name, arms)?);
+        gaps.push(measure.measure(name, arms)?);
     }
-    tell(&format!("{}\n", gaps_table("arm", &gaps, stdout_columns())))?;
-    let broken: Vec<&str> = links.iter().filter(|link| !link.holds()).map(|link| link.name).collect();
+    tell(&format!("{}\n", mismatch_table("arm", &gaps, stdout_columns())))?;
+    let broken: Vec<&str> = links.iter().filter(|link| !link.is_bit_equal()).map(|link| link.name).collect();
     let tokens = links.last().map_or(0, |link| link.tokens);
     let verdict = if broken.is_empty() {
         format!("rollout and training agree to the last bit on {tokens} sampled tokens")
@@ -286,17 +287,17 @@ fn sample(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
     let plan = context.training_rollout(0);
     let policy = context.rollout_policy()?;
     let samples = recipe.rollout.samples_per_prompt;
-    let stage = console.work("sampling", (prompts.len() * samples) as u64, 0);
-    let progress = RolloutProgress::shown_by(&stage);
-    let rollouts = context.groups(&policy, &plan, &prompts, samples, &progress, &|| false)?;
+    let stage = console.work_stage("sampling", (prompts.len() * samples) as u64, 0);
+    let progress = RolloutProgress::show_on(&stage);
+    let rollouts = context.sample_groups(&policy, &plan, &prompts, samples, &progress, &|| false)?;
     stage.finish();
     let rollouts = rollouts.context("the rollout ended early")?;
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
 }
 
-fn reference<'a>(context: &'a RunContext, console: &'a Console) -> Reference<'a> {
+fn reference<'a>(context: &'a RunContext, console: &'a Console) -> UnmodifiedModel<'a> {
     let RunContext { threads, model, parameters, .. } = context;
-    Reference { threads, model, parameters, earlier: None, console }
+    UnmodifiedModel { threads, model, parameters, earlier: None, console }
 }
 
 fn clip(context: &RunContext) -> (f64, f64) {

@@ -1,7 +1,7 @@
 //! `rloss completions SHELL`: prints the shell completions of this program.
 
 use crate::error::EXIT_DONE;
-use crate::run::collect::show;
+use crate::run::sampling_folder::print_text;
 use anyhow::Result;
 use clap::Args;
 use clap_complete::Shell;
@@ -21,6 +21,6 @@ pub struct CompletionsArgs {
 pub fn run(args: &CompletionsArgs, mut command: clap::Command) -> Result<u8> {
     let mut text = Vec::new();
     clap_complete::generate(args.shell, &mut command, "rloss", &mut text);
-    show(&String::from_utf8_lossy(&text))?;
+    print_text(&String::from_utf8_lossy(&text))?;
     Ok(EXIT_DONE)
 }

@@ -8,12 +8,12 @@ use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::recipe::{KeyScope, locate};
 use crate::rollout::accuracy;
 use crate::run::causes::warn_of_causes;
-use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
-use crate::run::evaluation::{Evaluation, ProblemResult, SetResult, prompts};
+use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult, validation_prompts};
 use crate::run::header;
-use crate::run::memory::Intent;
-use crate::run::signals::Stop;
+use crate::run::memory::ModelCommand;
+use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
+use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
 use crate::run::trust::ask_consent;
 use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
@@ -34,24 +34,26 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
-    let context = RunContext::open(plan, Intent::Eval, &console)?;
-    let sets = prompts(&context);
+    let context = RunContext::open(plan, ModelCommand::Eval, &console)?;
+    let sets = validation_prompts(&context);
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
         return Err(bad_input!(
             "the task {} has no held-out problems; name some with task.validation_file",
             context.task.name()
         ));
     }
-    let collection = Collection::open(&context, &source, args.out.as_deref(), ("eval", step))?;
+    let collection = SamplingFolder::open(&context, &source, args.out.as_deref(), ("eval", step))?;
     let out = &collection.path;
-    header::lines(&context, Intent::Eval, out).iter().for_each(|line| console.print(line));
+    header::lines(&context, ModelCommand::Eval, out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    let stop = Stop::listen()?;
+    let stop = StopFlag::listen()?;
     let teller = console.clone();
-    stop.tell(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
+    stop.on_request(move || {
+        teller.print("stopping: finished samples are kept; a second signal stops at once")
+    })?;
     let plan = context.evaluation_rollout(step);
     let samples = context.recipe().eval.samples;
-    let policy = context.plain_policy()?;
+    let policy = context.policy_without_ablations()?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
         // The name ends with the step's number, by which a report finds the newest evaluation.
@@ -59,28 +61,28 @@ pub fn run(args: &RunArgs) -> Result<u8> {
             1 => format!("eval-{step:06}"),
             _ => format!("eval-{}-{step:06}", set.name),
         };
-        let asked = || stop.asked();
+        let asked = || stop.is_requested();
         let found =
             collection.sample(&name, Phase::Eval, &policy, (&plan, samples), prompts, &console, &asked)?;
         let Some(groups) = found else {
             console.print(&format!("stopped: {}; the same command resumes", out.display()));
             return Ok(EXIT_STOPPED);
         };
-        evaluation.sets.push(SetResult::new(&context, set, prompts, groups));
+        evaluation.sets.push(ValidationResult::new(&context, set, prompts, groups));
     }
     let row = Row { step, phase: Phase::Eval, metrics: evaluation.metrics() };
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
     let text = serde_json::to_string_pretty(&document(&context, step, &evaluation))?;
     write_file(&out.join("eval.json"), &(text + "\n"))?;
-    show(&evaluation.sets.iter().map(tables).collect::<String>())?;
+    print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
-    let rows = evaluation.sets.iter().flat_map(SetResult::rows);
+    let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
     warn_of_causes(&context, rows, "", &console);
-    heed_failures(evaluation.sets.iter().flat_map(SetResult::rows), &console).map(|()| EXIT_DONE)
+    check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_DONE)
 }
 
 /// Counts trajectories and successes by a property.
-fn counted<K: Ord>(set: &SetResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeMap<K, (usize, usize)> {
+fn counted<K: Ord>(set: &ValidationResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeMap<K, (usize, usize)> {
     let mut counts = BTreeMap::new();
     for row in set.rows() {
         let (all, right): &mut (usize, usize) = counts.entry(key(row)).or_default();
@@ -91,7 +93,7 @@ fn counted<K: Ord>(set: &SetResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeM
 }
 
 /// Counts calls by outcome.
-fn calls(set: &SetResult) -> BTreeMap<CallOutcome, usize> {
+fn calls(set: &ValidationResult) -> BTreeMap<CallOutcome, usize> {
     let mut counts = BTreeMap::new();
     for call in set.rows().flat_map(|row| &row.trajectory.turns).flat_map(|turn| &turn.calls) {
         *counts.entry(*call).or_default() += 1;
@@ -100,22 +102,22 @@ fn calls(set: &SetResult) -> BTreeMap<CallOutcome, usize> {
 }
 
 /// Returns the tables for the terminal.
-fn tables(set: &SetResult) -> String {
+fn tables(set: &ValidationResult) -> String {
     let (problems, trajectories) = (set.problems.len(), set.rows().count());
     let mut table = Table::new(["measure", "value", "95% from", "to"]);
     for (measure, e) in set.estimates() {
         let cells = [e.mean, e.low, e.high].map(|value| format!("{value:.3}"));
-        table.row(std::iter::once(set.key(&measure)).chain(cells));
+        table.add_row(std::iter::once(set.key(&measure)).chain(cells));
     }
     let mut outcomes = Table::new(["outcome", "trajectories", "right"]);
     let by_outcome: BTreeMap<Outcome, _> = counted(set, |row| row.trajectory.outcome);
     for outcome in Outcome::ALL {
         let (all, right) = by_outcome.get(&outcome).copied().unwrap_or_default();
-        outcomes.row([outcome.name().to_owned(), whole(all), whole(right)]);
+        outcomes.add_row([outcome.name().to_owned(), whole(all), whole(right)]);
     }
     let mut turns = Table::new(["turns", "trajectories", "right"]);
     for (n, (all, right)) in counted(set, |row| row.trajectory.turns.len()) {
-        turns.row([whole(n), whole(all), whole(right)]);
+        turns.add_row([whole(n), whole(all), whole(right)]);
     }
     let mut text = format!(
         "{}: {} problems, {} trajectories; intervals over problems\n\n{table}\n{outcomes}\n{turns}\n",
@@ -126,7 +128,7 @@ fn tables(set: &SetResult) -> String {
     let calls = calls(set);
     if !calls.is_empty() {
         let mut table = Table::new(["tool call", "calls"]);
-        calls.iter().for_each(|(call, n)| table.row([call.name().to_owned(), whole(*n)]));
+        calls.iter().for_each(|(call, n)| table.add_row([call.name().to_owned(), whole(*n)]));
         text.push_str(&format!("{table}\n"));
     }
     text
@@ -155,7 +157,7 @@ fn document(context: &RunContext, step: u64, evaluation: &Evaluation) -> Value {
     })
 }
 
-fn set_document(set: &SetResult) -> Value {
+fn set_document(set: &ValidationResult) -> Value {
     let share = |(all, right): (usize, usize)| json!({ "trajectories": all, "right": right });
     let estimates: Map<String, Value> =
         set.estimates().into_iter().map(|(measure, e)| (measure, json!(e))).collect();
@@ -179,7 +181,7 @@ fn set_document(set: &SetResult) -> Value {
     })
 }
 
-fn problem_document(set: &SetResult, problem: &ProblemResult) -> Value {
+fn problem_document(set: &ValidationResult, problem: &ProblemResult) -> Value {
     let mut document = Map::new();
     document.insert("id".into(), json!(problem.id));
     document.insert(format!("mean@{}", set.samples), json!(accuracy::mean(&problem.samples)));

@@ -6,10 +6,10 @@ use crate::checkpoint::gguf::GgufForm;
 use crate::error::EXIT_DONE;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{KeyScope, RecipeSource, locate};
-use crate::run::collect::show;
 use crate::run::context::RunContext;
 use crate::run::export;
-use crate::run::memory::Intent;
+use crate::run::memory::ModelCommand;
+use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::settings::Choice;
 use anyhow::Result;
@@ -40,7 +40,7 @@ pub struct ExportArgs {
 
 /// Parses `--type`.
 fn gguf_form(word: &str) -> Result<GgufForm, String> {
-    GgufForm::named(word).ok_or_else(|| {
+    GgufForm::from_name(word).ok_or_else(|| {
         let known: Vec<&str> = GgufForm::all().into_iter().map(Choice::name).collect();
         format!("known: {}", known.join(", "))
     })
@@ -62,26 +62,26 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let shown = sanitize_terminal(&shown);
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);
-        let context = RunContext::open(plan, Intent::Rollout, &console)?;
+        let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
         export::gguf_file(&context, args.form, args.merged, out)?;
         let adapter = if args.merged { " with its adapter merged in" } else { "" };
-        show(&format!("{shown}: the model{adapter}, {}\n", args.form))?;
+        print_text(&format!("{shown}: the model{adapter}, {}\n", args.form))?;
         return Ok(EXIT_DONE);
     }
     if !args.merged {
-        export::adapter(&plan.recipe, out)?;
-        show(&format!("{shown}: the adapter, in PEFT's form\n"))?;
+        export::export_adapter(&plan.recipe, out)?;
+        print_text(&format!("{shown}: the adapter, in PEFT's form\n"))?;
         return Ok(EXIT_DONE);
     }
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let context = RunContext::open(plan, Intent::Rollout, &console)?;
+    let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
     let trajectories = match &source {
         RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => export::last_trajectories(run)?,
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let cost = export::merged_model(&context, trajectories.as_deref(), out, &console)?;
+    let cost = export::export_merged_model(&context, trajectories.as_deref(), out, &console)?;
     let dtype = context.recipe().checkpoint.dtype;
-    show(&match cost {
+    print_text(&match cost {
         Some(cost) => format!(
             "{shown}: the model with its adapter merged in, {dtype}; against the two side by side the log-probabilities of {} \
              sampled tokens change by {:.2e} at most, {:.2e} in the mean\n",

@@ -7,9 +7,9 @@
 use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::metrics::Console;
-use crate::report::server::{Answer, RequestHead, serve};
-use crate::report::{page, stages_under_way, state};
-use crate::run::signals::Stop;
+use crate::report::server::{RequestHead, Response, serve};
+use crate::report::{page, stages_under_way, state_digest};
+use crate::run::signals::StopFlag;
 use anyhow::{Context, Result};
 use std::io::Read;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -25,11 +25,11 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| taken(port, &e))?;
     let address = listener.local_addr().context("the server's address")?;
     let follower = Follower { runs, token: token()?, address, made: Mutex::new(None) };
-    let stop = Stop::listen()?;
+    let stop = StopFlag::listen()?;
     let console = Console::plain();
     console.print(&format!("http://{address}/{}/", follower.token));
     console.print("open it in a browser on this machine; Ctrl-C ends");
-    serve(&listener, &|request| follower.answer(request), &|| stop.asked())?;
+    serve(&listener, &|request| follower.answer(request), &|| stop.is_requested())?;
     Ok(EXIT_DONE)
 }
 
@@ -58,29 +58,32 @@ struct Follower<'a> {
 }
 
 impl Follower<'_> {
-    fn answer(&self, request: &RequestHead) -> Answer {
+    fn answer(&self, request: &RequestHead) -> Response {
         let hosts = [self.address.to_string(), format!("localhost:{}", self.address.port())];
         if !request.host.as_ref().is_some_and(|host| hosts.contains(host)) {
-            Answer::text("403 Forbidden", "this server answers only requests to its own address\n")
+            Response::text("403 Forbidden", "this server answers only requests to its own address\n")
         } else if request.method != "GET" {
-            Answer::text("405 Method Not Allowed", "only GET is answered\n")
+            Response::text("405 Method Not Allowed", "only GET is answered\n")
         } else if request.path == format!("/{}/", self.token) {
             match self.page() {
-                Ok(body) => Answer { status: "200 OK", content_type: "text/html; charset=utf-8", body },
+                Ok(body) => Response { status: "200 OK", content_type: "text/html; charset=utf-8", body },
                 // A file may be half written now. The browser asks again.
-                Err(error) => Answer::text("503 Service Unavailable", &format!("{error:#}\n")),
+                Err(error) => Response::text("503 Service Unavailable", &format!("{error:#}\n")),
             }
         } else if request.path == format!("/{}/state", self.token) {
-            Answer::text("200 OK", &[vec![state(self.runs)], stages_under_way(self.runs)].concat().join("\n"))
+            Response::text(
+                "200 OK",
+                &[vec![state_digest(self.runs)], stages_under_way(self.runs)].concat().join("\n"),
+            )
         } else {
-            Answer::text("404 Not Found", "not found\n")
+            Response::text("404 Not Found", "not found\n")
         }
     }
 
     /// Returns the page of the runs' current state, from the cache if the state has not changed.
     fn page(&self) -> Result<Arc<str>> {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = state(self.runs);
+        let now = state_digest(self.runs);
         if let Some((of, page)) = &*made
             && *of == now
         {

@@ -4,9 +4,9 @@
 //! Every part prints rows of one Markdown table. A failed check does not end the part, because the other
 //! results are still useful.
 
+mod bitwise_equality;
 mod facts;
 mod instruction;
-mod links;
 mod model_ops;
 mod model_speed;
 #[cfg(test)]
@@ -15,7 +15,7 @@ mod oracle;
 mod peers;
 mod primitives;
 mod problem;
-mod seeded;
+mod seeded_outputs;
 mod speed;
 mod speed_ops;
 
@@ -108,9 +108,9 @@ impl Verdicts {
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let Gpu { device, .. } =
-        ops::cuda::usable(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
+        ops::cuda::open_gpu(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
     if let Some(path) = &args.write_seeded {
-        return seeded::write(&device, path).map(|()| EXIT_DONE);
+        return seeded_outputs::write(&device, path).map(|()| EXIT_DONE);
     }
     let gpu = device.as_cuda_device()?;
     let parts = if args.parts.is_empty() { Part::value_variants().to_vec() } else { args.parts.clone() };
@@ -119,13 +119,13 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
         match part {
             Part::Device => describe(gpu)?,
             Part::Primitives => primitives::run(gpu, &mut verdicts)?,
-            Part::Seeded => seeded::run(&device, &mut verdicts)?,
+            Part::Seeded => seeded_outputs::run(&device, &mut verdicts)?,
             Part::Facts => facts::run(gpu, &mut verdicts)?,
             Part::Oracle => {
                 oracle::run(&device, args.small, &mut verdicts);
                 model_ops::run(&device, args.small, &mut verdicts);
             }
-            Part::Links => links::run(&device, args.small, &mut verdicts),
+            Part::Links => bitwise_equality::run(&device, args.small, &mut verdicts),
             #[cfg(feature = "nccl")]
             Part::Nccl => verdicts.check("NCCL: one rank sends to itself", || {
                 let bytes_max = if args.small { 1 << 16 } else { 1 << 28 };

@@ -4,8 +4,8 @@
 use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::recipe::{RecipeSource, locate};
-use crate::run::collect::show;
 use crate::run::header::command_line;
+use crate::run::sampling_folder::print_text;
 use crate::run::sizing::propose;
 use anyhow::Result;
 use clap::Args;
@@ -67,7 +67,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
         said += &format!("{file:<24} {what}\n");
     }
     said += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
-    show(&said)?;
+    print_text(&said)?;
     Ok(EXIT_DONE)
 }
 
@@ -113,7 +113,7 @@ fn based(name: &str, from: &Path, model: &Path) -> Result<u8> {
         text += &if remark.is_empty() { format!("{line}\n") } else { format!("{line:<31} # {remark}\n") };
     }
     write(Path::new(&file), &text)?;
-    show(&format!("{file:<24} the recipe\n\nnext: {}\n", command_line(&["check", &file])))?;
+    print_text(&format!("{file:<24} the recipe\n\nnext: {}\n", command_line(&["check", &file])))?;
     Ok(EXIT_DONE)
 }
 

@@ -4,7 +4,7 @@ use crate::commands::follow;
 use crate::error::EXIT_DONE;
 use crate::metrics::sanitize_terminal;
 use crate::report::write_report;
-use crate::run::collect::show;
+use crate::run::sampling_folder::print_text;
 use anyhow::Result;
 use clap::Args;
 use std::path::PathBuf;
@@ -36,6 +36,6 @@ pub fn run(args: &ReportArgs) -> Result<u8> {
         return follow::run(&args.runs, args.port);
     }
     let page = write_report(&args.runs, args.out.as_deref())?;
-    show(&sanitize_terminal(&format!("{}\n", page.display())))?;
+    print_text(&sanitize_terminal(&format!("{}\n", page.display())))?;
     Ok(EXIT_DONE)
 }

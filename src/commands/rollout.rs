@@ -8,11 +8,11 @@ use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, locate};
 use crate::run::causes::warn_of_causes;
-use crate::run::collect::{Collection, heed_failures, show};
 use crate::run::context::RunContext;
 use crate::run::header;
-use crate::run::memory::Intent;
-use crate::run::signals::Stop;
+use crate::run::memory::ModelCommand;
+use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
+use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
 use crate::run::trust::ask_consent;
 use crate::settings::Choice;
@@ -49,27 +49,30 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
-    let context = RunContext::open(plan, Intent::Rollout, &console)?;
-    let collection = Collection::open(&context, &source, args.out.as_deref(), ("rollout", step))?;
+    let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
+    let collection = SamplingFolder::open(&context, &source, args.out.as_deref(), ("rollout", step))?;
     let out = &collection.path;
-    header::lines(&context, Intent::Rollout, out).iter().for_each(|line| console.print(line));
+    header::lines(&context, ModelCommand::Rollout, out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    let stop = Stop::listen()?;
+    let stop = StopFlag::listen()?;
     let teller = console.clone();
-    stop.tell(move || teller.print("stopping: finished samples are kept; a second signal stops at once"))?;
+    stop.on_request(move || {
+        teller.print("stopping: finished samples are kept; a second signal stops at once")
+    })?;
     let recipe = context.recipe();
     let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let plan = context.training_rollout(step);
     let asked = (&plan, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
     let policy = context.rollout_policy()?;
-    let found = collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.asked())?;
+    let found =
+        collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.is_requested())?;
     let Some(rows) = found else {
         console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);
     };
     warn_of_causes(&context, rows.iter().flatten(), "", &console);
-    let failures = heed_failures(rows.iter().flatten(), &console);
+    let failures = check_failures(rows.iter().flatten(), &console);
     let group = |rows: Vec<_>| Group {
         trajectories: rows.into_iter().map(|row: crate::trajectory::TrajectoryRow| row.trajectory).collect(),
         greedy: None,
@@ -77,7 +80,8 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let groups: Vec<Group> = rows.into_iter().map(group).collect();
     if *format == Some(Format::PrimeRl) {
         let arms = &recipe.arms;
-        let training = PolicyView::training(&context.model, &context.parameters, arms, recipe.train.seed)?;
+        let training =
+            PolicyView::for_training(&context.model, &context.parameters, arms, recipe.train.seed)?;
         let trajectories: Vec<_> = groups.iter().flat_map(|group| &group.trajectories).collect();
         let settings = (recipe.rollout.temperature, recipe.train.micro_batch_tokens);
         let named = (step, Choice::name(recipe.task.name));
@@ -89,9 +93,9 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     }
     let metrics = crate::rollout::metrics(&groups).finish()?;
     let mut table = Table::new(["metric", "value"]);
-    metrics.iter().for_each(|(name, value)| table.row([name.to_owned(), format_number(value)]));
+    metrics.iter().for_each(|(name, value)| table.add_row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
-    show(&table.to_string())?;
+    print_text(&table.to_string())?;
     console.print(&format!("done: {}", collection.file(&name).display()));
     failures.map(|()| EXIT_DONE)
 }

@@ -2,7 +2,7 @@
 
 use crate::error::EXIT_DONE;
 use crate::recipe::Recipe;
-use crate::run::collect::show;
+use crate::run::sampling_folder::print_text;
 use crate::settings::Entry;
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 /// # Errors
 /// When standard output cannot be written.
 pub fn run() -> Result<u8> {
-    show(&format!("{}\n", serde_json::to_string_pretty(&schema(&Recipe::default().entries()))?))?;
+    print_text(&format!("{}\n", serde_json::to_string_pretty(&schema(&Recipe::default().entries()))?))?;
     Ok(EXIT_DONE)
 }
 

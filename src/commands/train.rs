@@ -9,10 +9,10 @@ use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
 use crate::run::context::RunContext;
 use crate::run::header::{self, command_line};
-use crate::run::memory::{Intent, told_of_memory};
+use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::processes;
-use crate::run::run_folder::{RunFolder, holds_run, prepare_resume};
-use crate::run::signals::Stop;
+use crate::run::run_folder::{RunFolder, contains_run, prepare_resume};
+use crate::run::signals::StopFlag;
 use crate::run::trust::ask_consent;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
@@ -47,24 +47,24 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let Prepared { out, plan, console, resumes, afresh, resumed, point } =
         mesh.agree("the recipe", prepare(args, &mesh))?;
     let checkpoint = point.as_ref().map(|point| point.folder.as_path());
-    let context = RunContext::open_at(plan, Intent::Train, &mesh, checkpoint, &console);
+    let context = RunContext::open_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
     let context = mesh.agree("the model", context)?;
     let data = mesh.agree("the data", TrainingData::open(&context))?;
     let state = point.as_ref().map_or(String::new(), |point| format!("{:?}", point.state));
     let weights = checkpoint.or(context.recipe().model.path.as_deref());
-    processes::check_alike(&mesh, &context.plan, weights, &state)?;
+    processes::check_agreement(&mesh, &context.plan, weights, &state)?;
     // From here on a signal saves the run.
-    let stop = Stop::listen()?;
+    let stop = StopFlag::listen()?;
     let folder = match resumes {
-        _ if !mesh.is_rank_zero() => Ok(RunFolder::follow(&out)),
+        _ if !mesh.is_rank_zero() => Ok(RunFolder::for_other_rank(&out)),
         true => RunFolder::resume(&out, &context.plan, point.as_ref()),
         false => RunFolder::create(&out, &context.plan),
     };
     let folder = mesh.agree("the run's folder", folder)?;
-    header::lines(&context, Intent::Train, &out).iter().for_each(|line| console.print(line));
+    header::lines(&context, ModelCommand::Train, &out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     afresh.iter().chain(&resumed).for_each(|line| console.print(line));
-    let before = RunFolder::place_before(&out).filter(|before| resumes && *before != context.place);
+    let before = RunFolder::previous_device(&out).filter(|before| resumes && *before != context.place);
     if let Some(before) = before {
         console.print(&format!(
             "warning: this run computed on {before}, and continues on {}: its bits will differ from those of a run on one device",
@@ -74,13 +74,13 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let memory = context.memory.clone();
     let run = || {
         folder.write_model(&header::model(&context))?;
-        if let Some(confinement) = context.confinement() {
-            folder.write_confinement(&confinement)?;
+        if let Some(confinement) = context.sandbox_description() {
+            folder.write_sandbox_description(&confinement)?;
         }
         let mut trainer = Trainer::new(context, data, folder, console.clone(), stop, point.as_ref())?;
         trainer.run(point)
     };
-    let stopped = run().map_err(|error| told_of_memory(error, &memory)).inspect_err(|_| {
+    let stopped = run().map_err(|error| explain_out_of_memory(error, &memory)).inspect_err(|_| {
         if !resumes && mesh.is_rank_zero() {
             RunFolder::clear_unused(&out);
         }
@@ -127,7 +127,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         _ => PathBuf::from("runs").join(source.stem()),
     };
     let mut plan = source.resolve(&args.run.sets)?;
-    processes::follow(mesh, &plan)?;
+    processes::configure_mesh(mesh, &plan)?;
     let console = match mesh.is_rank_zero() {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),
@@ -138,7 +138,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     let resumes = match args.resume {
         None => false,
         Some(Resume::Always) => true,
-        Some(Resume::Auto) => holds_run(&out),
+        Some(Resume::Auto) => contains_run(&out),
     };
     let (resumed, point) = match resumes {
         true => prepare_resume(&out, &mut plan)?,

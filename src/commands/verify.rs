@@ -5,11 +5,11 @@ use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::checkpoint;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
-use crate::integrity::{Checksum, MANIFEST_FILE, Manifest, add_checksum, remove_checksum};
+use crate::integrity::{ChecksumStatus, MANIFEST_FILE, Manifest, add_checksum, remove_checksum};
 use crate::metrics::{read_rows, sanitize_terminal};
-use crate::recipe::{KeyScope, resolve_stored};
-use crate::run::collect::show;
+use crate::recipe::{KeyScope, resolve_run_recipe};
 use crate::run::run_folder::lock;
+use crate::run::sampling_folder::print_text;
 use anyhow::Result;
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ pub fn run(args: &VerifyArgs) -> Result<u8> {
         Ok(text) => format!("{text}\n"),
         Err(text) => format!("DAMAGED: {text}\n"),
     });
-    show(&sanitize_terminal(&lines.collect::<String>()))?;
+    print_text(&sanitize_terminal(&lines.collect::<String>()))?;
     Ok(if findings.iter().any(Result::is_err) { EXIT_BAD_INPUT } else { EXIT_DONE })
 }
 
@@ -59,17 +59,17 @@ fn check_run(run: &Path) -> Result<Vec<Finding>> {
     let recipe = run.join("recipe.toml");
     let text = bounded_file::read_text(&recipe, TOML_BYTES_MAX);
     let shown = recipe.display();
-    let mut findings = vec![match text.map(|text| Checksum::check(&text, run)) {
-        Ok(Checksum::Valid) => Ok(format!("{shown}: sound")),
-        Ok(Checksum::Missing) => Ok(format!("{shown}: unverified: it has no checksum")),
-        Ok(Checksum::Invalid) => Err(format!(
+    let mut findings = vec![match text.map(|text| ChecksumStatus::check(&text, run)) {
+        Ok(ChecksumStatus::Valid) => Ok(format!("{shown}: sound")),
+        Ok(ChecksumStatus::Missing) => Ok(format!("{shown}: unverified: it has no checksum")),
+        Ok(ChecksumStatus::Invalid) => Err(format!(
             "{shown}: it was cut or changed; restore it (each checkpoint has a copy, trainer.toml), or after a deliberate edit: \
              rloss verify --accept {}",
             run.display()
         )),
         Err(e) => Err(format!("{shown}: cannot be read: {e}")),
     }];
-    let checkpoints = checkpoint::each(run)?;
+    let checkpoints = checkpoint::check_all(run)?;
     for (folder, found) in &checkpoints {
         let shown = folder.display();
         findings.push(match found {
@@ -95,7 +95,7 @@ fn check_run(run: &Path) -> Result<Vec<Finding>> {
 
 fn model_finding(folder: &Path) -> Finding {
     let shown = folder.display();
-    match checkpoint::sound(folder) {
+    match checkpoint::verify_folder(folder) {
         Ok(true) => Ok(format!("{shown}: sound")),
         Ok(false) => Ok(format!("{shown}: unverified: it has no {MANIFEST_FILE}; --accept writes one")),
         Err(flaw) => Err(format!("{flaw:#}")),
@@ -108,13 +108,13 @@ fn accept_recipe(run: &Path) -> Result<Finding> {
     let text = bounded_file::read_text(&file, TOML_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read: {e}; restore it", file.display()))?;
     let text = remove_checksum(&text);
-    resolve_stored(KeyScope::Export, &file, &text, &[])?;
+    resolve_run_recipe(KeyScope::Export, &file, &text, &[])?;
     write_file(&file, &add_checksum(&text))?;
     Ok(Ok(format!("{}: new checksum written", file.display())))
 }
 
 fn accept_files(folder: &Path) -> Result<Finding> {
-    let manifest = Manifest::of_folder(folder)?;
+    let manifest = Manifest::from_folder(folder)?;
     manifest.write(folder)?;
     let file = folder.join(MANIFEST_FILE);
     Ok(Ok(format!("{}: written for the current files", file.display())))

@@ -3,7 +3,7 @@
 //! No call blocks. The thread polls pending exchanges, so an exchange that a rank never joins ends with an
 //! error message.
 
-use super::{Communicator, Exchange, PendingParts};
+use super::{Communicator, Exchange, PendingMessages};
 use anyhow::{Context, Result, anyhow};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Mutex, PoisonError};
@@ -14,12 +14,12 @@ const SPIN_POLLS: u32 = 200;
 /// Sleep between polls.
 const POLL_SLEEP: Duration = Duration::from_micros(50);
 /// Time limit of an exchange until the recipe is read.
-pub(super) const LIMIT: Duration = Duration::from_secs(600);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(600);
 /// Time limit of the disconnect.
-pub(super) const DISCONNECT_LIMIT: Duration = Duration::from_secs(10);
+pub(super) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A library that carries bytes between ranks. One thread calls it, and no call blocks on another rank.
-pub(super) trait Backend {
+pub(super) trait TransportBackend {
     /// A pending exchange, with its buffers.
     type Active;
 
@@ -33,9 +33,9 @@ pub(super) trait Backend {
     /// Posts `exchange`. A library that must wait for other ranks waits at most `limit`.
     fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Self::Active>;
     /// Returns the ranks whose parts were not sent or received yet, one entry a part.
-    fn missing(&mut self, active: &mut Self::Active) -> Result<Vec<usize>>;
+    fn missing_ranks(&mut self, active: &mut Self::Active) -> Result<Vec<usize>>;
     /// Returns the received parts, once nothing is missing.
-    fn take_parts(&mut self, active: Self::Active) -> Result<Vec<Vec<u8>>>;
+    fn take_messages(&mut self, active: Self::Active) -> Result<Vec<Vec<u8>>>;
     /// Drops an exchange that did not end. The library may still write its buffers.
     fn abandon(&mut self, active: Self::Active);
     /// Disconnects; the last call.
@@ -61,7 +61,7 @@ impl Connection {
     ///
     /// # Errors
     /// Those of `open`.
-    pub fn open<C: Backend>(open: impl FnOnce() -> Result<C> + Send + 'static) -> Result<Self> {
+    pub fn open<C: TransportBackend>(open: impl FnOnce() -> Result<C> + Send + 'static) -> Result<Self> {
         let (requests, inbox) = channel();
         let (reply, receiver) = channel();
         let work = move || match open() {
@@ -94,13 +94,13 @@ impl Communicator for Connection {
         self.ranks
     }
 
-    fn start(&self, exchange: Exchange) -> Result<PendingParts> {
+    fn start(&self, exchange: Exchange) -> Result<PendingMessages> {
         let (reply, receiver) = channel();
         self.send(Request::Exchange(exchange, reply))?;
-        Ok(PendingParts(receiver))
+        Ok(PendingMessages(receiver))
     }
 
-    fn set_limit(&self, limit: Duration) {
+    fn set_timeout(&self, limit: Duration) {
         // If the thread has ended, the next exchange returns the error.
         let _ = self.send(Request::Limit(limit));
     }
@@ -109,7 +109,7 @@ impl Communicator for Connection {
         let (reply, receiver) = channel();
         if self.send(Request::Disconnect(reply)).is_ok() {
             // Do not wait for a launcher that does not return.
-            let _ = receiver.recv_timeout(DISCONNECT_LIMIT);
+            let _ = receiver.recv_timeout(DISCONNECT_TIMEOUT);
         }
     }
 }
@@ -124,8 +124,8 @@ struct ActiveExchange<U> {
 }
 
 /// Serves requests until the connection ends.
-fn serve<C: Backend>(mut backend: C, inbox: &Receiver<Request>) {
-    let mut limit = LIMIT;
+fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
+    let mut limit = TIMEOUT;
     let mut exchanges: Vec<ActiveExchange<C::Active>> = vec![];
     let mut idle_polls = 0;
     loop {
@@ -172,14 +172,14 @@ fn serve<C: Backend>(mut backend: C, inbox: &Receiver<Request>) {
 }
 
 /// Polls one exchange. Returns it if it is still pending; otherwise sends its result to the caller.
-fn poll<C: Backend>(
+fn poll<C: TransportBackend>(
     backend: &mut C,
     mut one: ActiveExchange<C::Active>,
     limit: Duration,
 ) -> Option<ActiveExchange<C::Active>> {
-    let error = match backend.missing(&mut one.active) {
+    let error = match backend.missing_ranks(&mut one.active) {
         Ok(missing) if missing.is_empty() => {
-            let _ = one.reply.send(backend.take_parts(one.active).context(one.what));
+            let _ = one.reply.send(backend.take_messages(one.active).context(one.what));
             return None;
         }
         Ok(missing) if one.begun.elapsed() < limit => {

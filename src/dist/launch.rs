@@ -1,7 +1,7 @@
 //! The launcher that started this process, alone or as one of several, and the transport between the
 //! processes.
 
-use crate::error::{BadInput, ReportedElsewhere};
+use crate::error::{BadInput, ErrorOnOtherRank};
 #[cfg(feature = "nccl")]
 use crate::user_key::{key_folder, user_key};
 use anyhow::Result;
@@ -48,7 +48,7 @@ fn variable(name: &str) -> Option<String> {
 }
 
 /// Returns the number of processes by the launcher's variables; 1 without a launcher.
-pub fn processes() -> usize {
+pub fn process_count() -> usize {
     launch_info(variable).map_or(1, |info| info.processes)
 }
 
@@ -57,7 +57,7 @@ pub fn processes() -> usize {
 fn report_once(message: String) -> anyhow::Error {
     match launch_info(variable) {
         None | Some(LaunchInfo { rank: 0, .. }) => BadInput(message).into(),
-        Some(_) => ReportedElsewhere { is_bad_input: true }.into(),
+        Some(_) => ErrorOnOtherRank { is_bad_input: true }.into(),
     }
 }
 
@@ -65,8 +65,8 @@ fn report_once(message: String) -> anyhow::Error {
 ///
 /// # Errors
 /// [`BadInput`] when a launcher started several.
-pub fn refuse_several(command: &str) -> Result<()> {
-    match processes() {
+pub fn require_single_process(command: &str) -> Result<()> {
+    match process_count() {
         0 | 1 => Ok(()),
         several => Err(report_once(format!(
             "`{command}` runs in one process, but this is one of {several}; start it without mpirun, srun or torchrun"
@@ -104,7 +104,7 @@ pub(super) fn transport() -> Result<Transport> {
         let by = asked.map_or(String::new(), |asked| format!(" by RLOSS_RANKS_BY={asked}"));
         report_once(format!(
             "this is one of {} processes, but this build cannot connect them{by}: it has {has}; {remedy}",
-            processes()
+            process_count()
         ))
     })
 }

@@ -35,10 +35,10 @@ struct Address {
 }
 
 /// This process's monitor: a connection to rank 0, or on rank 0 one to every other rank.
-pub(super) struct LivenessMonitor(Arc<Shared>);
+pub(super) struct LivenessMonitor(Arc<MonitorState>);
 
 /// The part of the monitor that its threads share.
-struct Shared {
+struct MonitorState {
     rank: usize,
     hosts: Vec<String>,
     streams: Vec<TcpStream>,
@@ -69,7 +69,7 @@ impl LivenessMonitor {
             }
         };
         let kept = streams.iter().map(|(_, stream)| stream.try_clone());
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(MonitorState {
             rank: mesh.rank(),
             hosts: hosts.to_vec(),
             streams: kept
@@ -100,7 +100,7 @@ impl LivenessMonitor {
     }
 }
 
-impl Shared {
+impl MonitorState {
     fn send_all(&self, message: &[u8]) {
         for mut stream in &self.streams {
             // A rank that is gone needs no message.
@@ -112,13 +112,15 @@ impl Shared {
     /// continue.
     fn wait_for_end(&self, other: usize, stream: TcpStream) {
         let end = connection_end(stream, SILENCE);
-        if end == End::Orderly || self.stopped.load(Ordering::Relaxed) {
+        if end == ConnectionEnd::Orderly || self.stopped.load(Ordering::Relaxed) {
             return;
         }
         let (gone, what) = match end {
-            End::OtherRank(gone) => (gone, "is gone"),
-            End::Silent => (other, "has sent nothing for two minutes, so it is stopped or unreachable"),
-            End::Orderly | End::Closed => (other, "is gone"),
+            ConnectionEnd::OtherRank(gone) => (gone, "is gone"),
+            ConnectionEnd::Silent => {
+                (other, "has sent nothing for two minutes, so it is stopped or unreachable")
+            }
+            ConnectionEnd::Orderly | ConnectionEnd::Closed => (other, "is gone"),
         };
         let mut message = vec![GONE];
         message.extend((gone as u64).to_le_bytes());
@@ -136,7 +138,7 @@ impl Shared {
 
 /// How a connection ended.
 #[derive(Debug, PartialEq, Eq)]
-enum End {
+enum ConnectionEnd {
     /// In order.
     Orderly,
     /// Because of the death of another rank.
@@ -146,25 +148,25 @@ enum End {
     Silent,
 }
 
-fn connection_end(mut stream: TcpStream, silence: Duration) -> End {
+fn connection_end(mut stream: TcpStream, silence: Duration) -> ConnectionEnd {
     // If the time limit cannot be set, the time limit of exchanges still detects a stopped rank.
     let _ = stream.set_read_timeout(Some(silence));
     let (mut kind, mut number, mut silences) = ([0], [0; 8], 0);
     loop {
         match stream.read(&mut kind) {
             Ok(1) if kind[0] == ALIVE => silences = 0,
-            Ok(1) if kind[0] == END => return End::Orderly,
+            Ok(1) if kind[0] == END => return ConnectionEnd::Orderly,
             Ok(1) if kind[0] == GONE && stream.read_exact(&mut number).is_ok() => {
-                return End::OtherRank(u64::from_le_bytes(number) as usize);
+                return ConnectionEnd::OtherRank(u64::from_le_bytes(number) as usize);
             }
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 silences += 1;
                 if silences == 2 {
-                    return End::Silent;
+                    return ConnectionEnd::Silent;
                 }
             }
-            _ => return End::Closed,
+            _ => return ConnectionEnd::Closed,
         }
     }
 }
@@ -202,9 +204,12 @@ mod tests {
             drop(rank.join());
             end
         };
-        assert_eq!(of(|stream| send_beats(stream, &[END])), End::Orderly);
-        assert_eq!(of(|stream| send_beats(stream, &[GONE, 5, 0, 0, 0, 0, 0, 0, 0])), End::OtherRank(5));
-        assert_eq!(of(|stream| send_beats(stream, &[]).and(None)), End::Closed);
-        assert_eq!(of(Some), End::Silent);
+        assert_eq!(of(|stream| send_beats(stream, &[END])), ConnectionEnd::Orderly);
+        assert_eq!(
+            of(|stream| send_beats(stream, &[GONE, 5, 0, 0, 0, 0, 0, 0, 0])),
+            ConnectionEnd::OtherRank(5)
+        );
+        assert_eq!(of(|stream| send_beats(stream, &[]).and(None)), ConnectionEnd::Closed);
+        assert_eq!(of(Some), ConnectionEnd::Silent);
     }
 }

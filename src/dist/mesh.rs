@@ -5,9 +5,9 @@ use super::connection::Connection;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::launch::Transport;
 use super::liveness::LivenessMonitor;
-use super::wire::{pack, unpack};
-use super::{Communicator, Exchange, PendingParts, replicate};
-use crate::error::{BadInput, ReportedElsewhere};
+use super::serialization::{deserialize, serialize};
+use super::{Communicator, Exchange, PendingMessages, replicate};
+use crate::error::{BadInput, ErrorOnOtherRank};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -68,7 +68,7 @@ impl Mesh {
     /// [`BadInput`] when there are several and this build cannot connect them; other errors when the
     /// connection fails.
     pub fn connect() -> Result<Arc<Self>> {
-        let processes = super::launch::processes();
+        let processes = super::launch::process_count();
         if processes == 1 {
             return Ok(Self::single());
         }
@@ -144,9 +144,9 @@ impl Mesh {
     }
 
     /// Sets the time limit of later exchanges.
-    pub fn set_limit(&self, limit: Duration) {
+    pub fn set_timeout(&self, limit: Duration) {
         if let Some(communicator) = &self.communicator {
-            communicator.set_limit(limit);
+            communicator.set_timeout(limit);
         }
     }
 
@@ -219,7 +219,7 @@ impl Mesh {
         what: &str,
         own: &T,
     ) -> Result<Vec<T>> {
-        self.all_gather(what, pack(own)?)?.iter().map(|bytes| unpack(bytes)).collect()
+        self.all_gather(what, serialize(own)?)?.iter().map(|bytes| deserialize(bytes)).collect()
     }
 
     /// Gathers one byte of every rank, in rank order, in one exchange.
@@ -246,16 +246,16 @@ impl Mesh {
     /// # Errors
     /// As [`Self::all_gather`].
     pub fn broadcast<T: Serialize + for<'a> Deserialize<'a>>(&self, what: &str, own: &T) -> Result<T> {
-        let part = if self.is_rank_zero() { pack(own)? } else { vec![] };
+        let part = if self.is_rank_zero() { serialize(own)? } else { vec![] };
         let parts = self.all_gather(what, part)?;
-        unpack(parts.first().context("no part of rank 0")?)
+        deserialize(parts.first().context("no part of rank 0")?)
     }
 
     /// Returns `result` if all ranks succeeded. Otherwise every rank fails, and the first failed rank reports
     /// its error.
     ///
     /// # Errors
-    /// This rank's own, or [`ReportedElsewhere`].
+    /// This rank's own, or [`ErrorOnOtherRank`].
     pub fn agree<T>(&self, what: &str, result: Result<T>) -> Result<T> {
         if self.communicator.is_none() {
             return result;
@@ -273,7 +273,7 @@ impl Mesh {
         self.disconnect();
         let Verdict { error, is_bad_input } = &verdicts[first];
         if first != self.rank() {
-            return Err(ReportedElsewhere { is_bad_input: *is_bad_input }.into());
+            return Err(ErrorOnOtherRank { is_bad_input: *is_bad_input }.into());
         }
         match (result, error) {
             (Err(own), Some(error)) if verdicts.iter().any(|other| other.error.as_ref() != Some(error)) => {
@@ -300,7 +300,7 @@ impl Mesh {
         if self.is_rank_zero() {
             Err(BadInput(message).into())
         } else {
-            Err(ReportedElsewhere { is_bad_input: true }.into())
+            Err(ErrorOnOtherRank { is_bad_input: true }.into())
         }
     }
 
@@ -308,7 +308,7 @@ impl Mesh {
     /// [`Self::request`].
     ///
     /// # Errors
-    /// Rank 0's error, which is [`ReportedElsewhere`] on the others; also those of `answer`.
+    /// Rank 0's error, which is [`ErrorOnOtherRank`] on the others; also those of `answer`.
     pub fn run_on_rank_zero<R: Serialize + for<'a> Deserialize<'a>>(
         &self,
         work: impl FnOnce() -> Result<()>,
@@ -356,7 +356,7 @@ impl Mesh {
 /// A pending exchange, and this rank's own part of it.
 pub struct PendingExchange {
     own: (Arc<Vec<u8>>, usize),
-    others: Option<PendingParts>,
+    others: Option<PendingMessages>,
 }
 
 impl PendingExchange {
@@ -366,7 +366,7 @@ impl PendingExchange {
     /// When a rank does not answer in time.
     pub fn wait(self) -> Result<Vec<Vec<u8>>> {
         let (own, rank) = self.own;
-        let mut parts = self.others.map_or(Ok(vec![]), PendingParts::wait)?;
+        let mut parts = self.others.map_or(Ok(vec![]), PendingMessages::wait)?;
         let own = Arc::try_unwrap(own).unwrap_or_else(|shared| shared.to_vec());
         parts.insert(rank, own);
         Ok(parts)
@@ -401,21 +401,21 @@ fn connect_transport(processes: usize) -> Result<Box<dyn Communicator>> {
 #[cfg(test)]
 impl Mesh {
     /// Makes rank `rank` of `ranks` without a connection, for tests of each rank's shards.
-    pub fn disconnected(rank: usize, ranks: usize) -> Arc<Self> {
-        struct Disconnected(usize, usize);
-        impl Communicator for Disconnected {
+    pub fn without_connection(rank: usize, ranks: usize) -> Arc<Self> {
+        struct StubCommunicator(usize, usize);
+        impl Communicator for StubCommunicator {
             fn rank(&self) -> usize {
                 self.0
             }
             fn ranks(&self) -> usize {
                 self.1
             }
-            fn start(&self, exchange: Exchange) -> Result<PendingParts> {
+            fn start(&self, exchange: Exchange) -> Result<PendingMessages> {
                 anyhow::bail!("{}: these ranks have no connection", exchange.what)
             }
-            fn set_limit(&self, _: Duration) {}
+            fn set_timeout(&self, _: Duration) {}
             fn disconnect(&self) {}
         }
-        Arc::new(Self { communicator: Some(Box::new(Disconnected(rank, ranks))), ..Self::alone() })
+        Arc::new(Self { communicator: Some(Box::new(StubCommunicator(rank, ranks))), ..Self::alone() })
     }
 }

@@ -16,15 +16,15 @@ mod mpi;
 mod nccl;
 #[cfg(any(test, feature = "nccl"))]
 mod rendezvous;
+pub mod serialization;
 mod settings;
 mod shard;
 mod tcp;
-pub mod wire;
 
 pub use mesh::{Mesh, PendingExchange};
 #[cfg(feature = "nccl")]
-pub use nccl::check_alone as check_nccl_alone;
-pub use settings::{PackedWeights, ParallelSettings, RolloutWeights};
+pub use nccl::self_test as check_nccl_alone;
+pub use settings::{PackedWeightPlacement, ParallelSettings, RolloutWeightPlacement};
 pub use shard::{SHARD_ALIGNMENT, ranks_in_shard_order, shard_range};
 
 use anyhow::{Context, Result};
@@ -64,17 +64,17 @@ pub trait Communicator: Send + Sync {
     ///
     /// # Errors
     /// When the communication thread has ended.
-    fn start(&self, exchange: Exchange) -> Result<PendingParts>;
+    fn start(&self, exchange: Exchange) -> Result<PendingMessages>;
     /// Sets the time limit of later exchanges.
-    fn set_limit(&self, limit: Duration);
+    fn set_timeout(&self, limit: Duration);
     /// Disconnects, once every rank is done.
     fn disconnect(&self);
 }
 
 /// The parts of a pending exchange.
-pub struct PendingParts(Receiver<Result<Vec<Vec<u8>>>>);
+pub struct PendingMessages(Receiver<Result<Vec<Vec<u8>>>>);
 
-impl PendingParts {
+impl PendingMessages {
     /// Waits for the parts; returns them in the order of [`Exchange::receive`].
     ///
     /// # Errors

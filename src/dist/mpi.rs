@@ -1,6 +1,6 @@
 //! MPI backend: non-blocking requests, polled.
 
-use super::connection::Backend;
+use super::connection::TransportBackend;
 use super::{Exchange, tag};
 use anyhow::{Result, bail};
 use mpi::ffi;
@@ -17,7 +17,7 @@ pub(super) struct World {
 }
 
 /// A pending exchange, with the buffers of its requests.
-pub(super) struct Posted {
+pub(super) struct PendingRequests {
     /// The other rank of each pending request, and the request.
     requests: Vec<(usize, ffi::MPI_Request)>,
     receive: Vec<Vec<u8>>,
@@ -53,8 +53,8 @@ impl World {
     }
 }
 
-impl Backend for World {
-    type Active = Posted;
+impl TransportBackend for World {
+    type Active = PendingRequests;
 
     const NAMES_MISSING_RANKS: bool = true;
 
@@ -66,7 +66,7 @@ impl Backend for World {
         self.ranks
     }
 
-    fn post(&mut self, exchange: Exchange, _: Duration) -> Result<Posted> {
+    fn post(&mut self, exchange: Exchange, _: Duration) -> Result<PendingRequests> {
         let tag = (tag(&exchange.what) & 0x7fff) as c_int;
         let mut requests = vec![];
         let mut receive: Vec<Vec<u8>> = exchange.receive.iter().map(|&(_, bytes)| vec![0; bytes]).collect();
@@ -75,8 +75,8 @@ impl Backend for World {
                 // SAFETY: a request may have any bits before MPI writes it.
                 let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
                 let (start, count) = (part.as_mut_ptr().cast::<c_void>(), part.len() as c_int);
-                // SAFETY: the buffer has `count` bytes and no other user. `Posted` keeps it until its request
-                // has ended; `abandon` leaks it.
+                // SAFETY: the buffer has `count` bytes and no other user. `PendingRequests` keeps it until
+                // its request has ended; `abandon` leaks it.
                 let code = unsafe {
                     let world = ffi::RSMPI_COMM_WORLD;
                     ffi::MPI_Irecv(start, count, ffi::RSMPI_UINT8_T, from as c_int, tag, world, &mut request)
@@ -99,10 +99,10 @@ impl Backend for World {
                 requests.push((*to, request));
             }
         }
-        Ok(Posted { requests, receive, _send: exchange })
+        Ok(PendingRequests { requests, receive, _send: exchange })
     }
 
-    fn missing(&mut self, posted: &mut Posted) -> Result<Vec<usize>> {
+    fn missing_ranks(&mut self, posted: &mut PendingRequests) -> Result<Vec<usize>> {
         let mut failed = Ok(());
         posted.requests.retain_mut(|(_, request)| {
             let mut done = 0;
@@ -117,11 +117,11 @@ impl Backend for World {
         Ok(posted.requests.iter().map(|(rank, _)| *rank).collect())
     }
 
-    fn take_parts(&mut self, posted: Posted) -> Result<Vec<Vec<u8>>> {
+    fn take_messages(&mut self, posted: PendingRequests) -> Result<Vec<Vec<u8>>> {
         Ok(posted.receive)
     }
 
-    fn abandon(&mut self, posted: Posted) {
+    fn abandon(&mut self, posted: PendingRequests) {
         // PendingParts requests may still write.
         std::mem::forget(posted);
     }

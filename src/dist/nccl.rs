@@ -4,7 +4,7 @@
 //! The communicator is non-blocking. An exchange is one NCCL group with an event at its end; `ncclCommAbort`
 //! ends it at the time limit.
 
-use super::connection::{Backend, DISCONNECT_LIMIT, LIMIT};
+use super::connection::{DISCONNECT_TIMEOUT, TIMEOUT, TransportBackend};
 use super::launch::RankAddress;
 use super::{Exchange, rendezvous, tag};
 use crate::error::BadInput;
@@ -39,7 +39,7 @@ pub(super) struct Comm {
 }
 
 /// A pending exchange.
-pub(super) struct Group {
+pub(super) struct PendingGroup {
     /// The event at its end.
     end: CudaEvent,
     /// Sending rank, expected header, device memory.
@@ -112,7 +112,7 @@ impl Comm {
             result::comm_init_rank_config(&mut comm, ranks as c_int, id, rank as c_int, &mut config)
         };
         let mut connection = Self { rank, ranks, comm: Some(comm), exchanges, copies };
-        connection.settle("ncclCommInitRankConfig", begun, LIMIT)?;
+        connection.wait_for_call("ncclCommInitRankConfig", begun, TIMEOUT)?;
         Ok(connection)
     }
 
@@ -124,7 +124,12 @@ impl Comm {
     ///
     /// NCCL returns at once and continues in the background; ranks that meet for the first time wait for each
     /// other. After an error the communicator is aborted, so nothing of it is pending.
-    fn settle(&mut self, call: &str, answer: Result<NcclStatus, NcclError>, limit: Duration) -> Result<()> {
+    fn wait_for_call(
+        &mut self,
+        call: &str,
+        answer: Result<NcclStatus, NcclError>,
+        limit: Duration,
+    ) -> Result<()> {
         let comm = self.comm()?;
         let settled = self.poll_state((comm, call), answer, limit);
         if settled.is_err() {
@@ -226,8 +231,8 @@ fn nccl_error(comm: Option<sys::ncclComm_t>, call: &str, error: &NcclError) -> a
     anyhow::anyhow!("{call} failed with {:?}: {text}", error.0)
 }
 
-impl Backend for Comm {
-    type Active = Group;
+impl TransportBackend for Comm {
+    type Active = PendingGroup;
 
     const NAMES_MISSING_RANKS: bool = false;
 
@@ -239,7 +244,7 @@ impl Backend for Comm {
         self.ranks
     }
 
-    fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Group> {
+    fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<PendingGroup> {
         let comm = self.comm()?;
         let Exchange { what, send, receive } = exchange;
         // A part for several ranks is copied to the device once.
@@ -264,15 +269,15 @@ impl Backend for Comm {
         let stream = self.exchanges.clone();
         let (guards, launched) = enqueue_group((comm, &stream), (&to, &send), &mut receive);
         // NCCL's work is on the stream only after this.
-        self.settle("ncclGroupEnd", launched, limit)?;
+        self.wait_for_call("ncclGroupEnd", launched, limit)?;
         drop(guards);
         let end = driver(stream.record_event(None), "an event of the GPU").inspect_err(|_| self.abort())?;
-        Ok(Group { end, receive, to: to.into_iter().map(|(rank, _)| rank).collect(), _send: send })
+        Ok(PendingGroup { end, receive, to: to.into_iter().map(|(rank, _)| rank).collect(), _send: send })
     }
 
-    fn missing(&mut self, group: &mut Group) -> Result<Vec<usize>> {
+    fn missing_ranks(&mut self, group: &mut PendingGroup) -> Result<Vec<usize>> {
         // NCCL's own errors first: after them the event may never come.
-        self.settle("an exchange", Ok(NcclStatus::Success), LIMIT)?;
+        self.wait_for_call("an exchange", Ok(NcclStatus::Success), TIMEOUT)?;
         match driver(group.end.try_is_complete(), "an exchange")? {
             true => Ok(vec![]),
             false => {
@@ -281,7 +286,7 @@ impl Backend for Comm {
         }
     }
 
-    fn take_parts(&mut self, group: Group) -> Result<Vec<Vec<u8>>> {
+    fn take_messages(&mut self, group: PendingGroup) -> Result<Vec<Vec<u8>>> {
         let download = |memory: &CudaSlice<u8>| -> Result<([u8; HEADER_BYTES], Vec<u8>), DriverError> {
             let (mut header, mut bytes) = ([0; HEADER_BYTES], vec![0; memory.len() - HEADER_BYTES]);
             self.copies.memcpy_dtoh(&memory.slice(..HEADER_BYTES), &mut header)?;
@@ -301,7 +306,7 @@ impl Backend for Comm {
         group.receive.iter().map(check).collect()
     }
 
-    fn abandon(&mut self, group: Group) {
+    fn abandon(&mut self, group: PendingGroup) {
         self.abort();
         drop(group);
     }
@@ -310,7 +315,7 @@ impl Backend for Comm {
         let Some(comm) = self.comm else { return };
         // SAFETY: the communicator is open.
         let answer = unsafe { result::comm_finalize(comm) };
-        if self.settle("ncclCommFinalize", answer, DISCONNECT_LIMIT).is_err() {
+        if self.wait_for_call("ncclCommFinalize", answer, DISCONNECT_TIMEOUT).is_err() {
             return;
         }
         self.comm = None;
@@ -330,7 +335,7 @@ impl Drop for Comm {
 ///
 /// # Errors
 /// NCCL's and the driver's; when a byte differs.
-pub fn check_alone(ordinal: usize, bytes_max: usize) -> Result<String> {
+pub fn self_test(ordinal: usize, bytes_max: usize) -> Result<String> {
     let device = driver(CudaContext::new(ordinal), "opening the GPU")?;
     let id = result::get_uniqueid().map_err(|error| nccl_error(None, "ncclGetUniqueId", &error))?;
     let mut comm = Comm::open_with_id(&device, 0, 1, id.internal.map(|byte| byte as u8))?;
@@ -339,15 +344,16 @@ pub fn check_alone(ordinal: usize, bytes_max: usize) -> Result<String> {
         let part: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
         let what = format!("{bytes} bytes to itself");
         let send = vec![(0, Arc::new(part.clone()))];
-        let mut group = comm.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] }, LIMIT)?;
+        let mut group =
+            comm.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] }, TIMEOUT)?;
         let begun = Instant::now();
-        while !comm.missing(&mut group)?.is_empty() {
-            if begun.elapsed() > super::tcp::CONNECT_LIMIT {
+        while !comm.missing_ranks(&mut group)?.is_empty() {
+            if begun.elapsed() > super::tcp::CONNECT_TIMEOUT {
                 bail!("{what} did not arrive");
             }
             std::thread::yield_now();
         }
-        if comm.take_parts(group)? != [part] {
+        if comm.take_messages(group)? != [part] {
             bail!("{what} arrived changed");
         }
         bytes *= 16;

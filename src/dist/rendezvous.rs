@@ -1,7 +1,7 @@
 //! NCCL's rendezvous: rank 0 sends NCCL's id to the other ranks over TCP, protected by a token of the job.
 
 use super::launch::RankAddress;
-use super::tcp::{CONNECT_LIMIT, accept, join};
+use super::tcp::{CONNECT_TIMEOUT, accept, join};
 use crate::error::BadInput;
 use anyhow::{Context, Result};
 use std::io::{Read, Write};
@@ -30,8 +30,8 @@ pub(super) fn share<const BYTES: usize>(
         }
         return Ok(made);
     }
-    let mut stream = join(&address.host, address.port, &address.token, address.rank, CONNECT_LIMIT)?;
-    stream.set_read_timeout(Some(CONNECT_LIMIT)).context("waiting for rank 0")?;
+    let mut stream = join(&address.host, address.port, &address.token, address.rank, CONNECT_TIMEOUT)?;
+    stream.set_read_timeout(Some(CONNECT_TIMEOUT)).context("waiting for rank 0")?;
     let mut made = [0; BYTES];
     stream.read_exact(&mut made).with_context(|| {
         format!(

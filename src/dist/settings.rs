@@ -14,10 +14,10 @@ table! {
         /// (sequence parallelism). It must divide the number of processes and the model's heads.
         pub sequence: usize = 1 => from(1.0),
         /// How the trainable weights are held during sampling, with several processes.
-        pub rollout_weights: RolloutWeights = RolloutWeights::Auto,
+        pub rollout_weights: RolloutWeightPlacement = RolloutWeightPlacement::Auto,
         /// How frozen packed weights, such as an adapter's base, are held in training, with several
         /// processes.
-        pub packed_weights: PackedWeights = PackedWeights::Auto,
+        pub packed_weights: PackedWeightPlacement = PackedWeightPlacement::Auto,
         /// Time limit in seconds of one exchange between processes, rollouts included. At the limit the
         /// process ends with an error that names the missing ones. A dead process is noticed at once, a
         /// stopped or unreachable one after two minutes.
@@ -27,7 +27,7 @@ table! {
 
 choice! {
     /// How a process holds the packed weights. The choice changes no bit.
-    pub enum PackedWeights {
+    pub enum PackedWeightPlacement {
         /// Unsharded if memory allows.
         Auto = "auto",
         /// Unsharded.
@@ -39,7 +39,7 @@ choice! {
 
 choice! {
     /// How a process holds the trainable weights during sampling. The choice changes no bit.
-    pub enum RolloutWeights {
+    pub enum RolloutWeightPlacement {
         /// The first of these that fits in memory.
         Auto = "auto",
         /// All weights, gathered once a rollout.

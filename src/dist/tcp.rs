@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 pub(super) const TOKEN_BYTES: usize = 16;
 /// Time limit for the ranks to connect to each other.
-pub(super) const CONNECT_LIMIT: Duration = Duration::from_secs(60);
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(10);
 /// A greeting: a token and a rank.
 const GREETING_BYTES: usize = TOKEN_BYTES + 8;
@@ -25,7 +25,7 @@ pub(super) type Token = [u8; TOKEN_BYTES];
 /// greetings concurrently, so a silent connection delays no rank.
 ///
 /// # Errors
-/// When a rank does not connect within [`CONNECT_LIMIT`].
+/// When a rank does not connect within [`CONNECT_TIMEOUT`].
 pub(super) fn accept(listener: &TcpListener, token: &Token, ranks: usize) -> Result<Vec<(usize, TcpStream)>> {
     let begun = Instant::now();
     let mut streams: Vec<(usize, TcpStream)> = vec![];
@@ -33,12 +33,12 @@ pub(super) fn accept(listener: &TcpListener, token: &Token, ranks: usize) -> Res
     let port = listener.local_addr().context("the port for the other ranks")?.port();
     listener.set_nonblocking(true).context("listening for the other ranks")?;
     while streams.len() + 1 < ranks {
-        if begun.elapsed() > CONNECT_LIMIT {
+        if begun.elapsed() > CONNECT_TIMEOUT {
             bail!(
                 "{} of {} ranks did not connect to rank 0 on port {port} within {} s",
                 ranks - 1 - streams.len(),
                 ranks - 1,
-                CONNECT_LIMIT.as_secs()
+                CONNECT_TIMEOUT.as_secs()
             );
         }
         while let Ok((stream, _)) = listener.accept() {

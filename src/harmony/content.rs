@@ -23,7 +23,7 @@ choice! {
 impl<'de> Deserialize<'de> for ReasoningEffort {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let word = String::deserialize(deserializer)?;
-        ReasoningEffort::named(&word.to_ascii_lowercase())
+        ReasoningEffort::from_name(&word.to_ascii_lowercase())
             .ok_or_else(|| D::Error::custom(format!("{word:?} is not \"low\", \"medium\" or \"high\"")))
     }
 }

@@ -89,7 +89,7 @@ pub(super) fn read(text: &str, role: Option<Role>) -> Result<Header> {
 }
 
 /// Reads author and channel of a message that ends before `<|message|>`; the other words become its text.
-pub(super) fn read_unfinished(text: &str, role: Role) -> Result<Message> {
+pub(super) fn read_partial(text: &str, role: Role) -> Result<Message> {
     let (header, words) = read_author(text, Some(role))?;
     Ok(header.message(words.join(" ")))
 }

@@ -6,7 +6,7 @@
 //! tool or a model can never become a control token.
 
 mod content;
-mod embedded;
+mod embedded_vocabulary;
 mod header;
 mod message;
 mod parser;
@@ -22,5 +22,5 @@ pub use content::{
 pub use message::{Message, Role};
 pub use parser::{ParseMode, StreamParser};
 pub use render::{MaskedTokens, RenderOptions};
-pub use tokenizer::{Control, HarmonyTokenizer};
-pub use turn::{ParsedCompletion, TurnEnd, TurnParser, TurnProblem, TurnStep};
+pub use tokenizer::{ControlTokens, HarmonyTokenizer};
+pub use turn::{ParsedCompletion, TurnEnd, TurnError, TurnParser, TurnStep};

@@ -46,7 +46,7 @@ impl StreamParser {
     /// When no message can begin with the token, or it ends a header that cannot be read. The parser then
     /// waits for the next `<|start|>`.
     pub fn push(&mut self, token: u32) -> Result<()> {
-        let control = self.tokenizer.control();
+        let control = self.tokenizer.control_tokens();
         match &mut self.state {
             State::ExpectStart if token == control.start => self.state = State::Header { bytes: Vec::new() },
             State::ExpectStart => {
@@ -59,15 +59,15 @@ impl StreamParser {
                 let header = header::read(&text, self.role.take())?;
                 self.state = State::Content { header, bytes: Vec::new() };
             }
-            State::Header { bytes } if self.mode == ParseMode::Lenient && control.closes(token) => {
+            State::Header { bytes } if self.mode == ParseMode::Lenient && control.is_message_end(token) => {
                 let bytes = std::mem::take(bytes);
                 self.state = State::ExpectStart;
                 if let Some(role) = self.role.take().filter(|_| !bytes.is_empty()) {
                     let text = String::from_utf8(bytes).context("the message header is not UTF-8")?;
-                    self.messages.push(header::read_unfinished(&text, role)?);
+                    self.messages.push(header::read_partial(&text, role)?);
                 }
             }
-            State::Content { .. } if control.closes(token) => self.end_message(),
+            State::Content { .. } if control.is_message_end(token) => self.end_message(),
             State::Header { bytes } | State::Content { bytes, .. } => {
                 bytes.extend_from_slice(self.tokenizer.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
             }

@@ -32,7 +32,7 @@ impl HarmonyTokenizer {
     /// tool without a name or with a role's name, or a field with white space or a control token's spelling.
     pub fn render_message(&self, message: &Message) -> Result<Vec<u32>> {
         check_header(message)?;
-        let control = self.control();
+        let control = self.control_tokens();
         let mut tokens = vec![control.start];
         match (message.role, &message.name) {
             (Role::Tool, Some(name)) => tokens.extend(self.encode_header(name)),
@@ -61,7 +61,7 @@ impl HarmonyTokenizer {
     /// Adds the content type. A vocabulary without `<|constrain|>` writes the type alone, which means the
     /// same.
     fn push_content_type(&self, content_type: &str, tokens: &mut Vec<u32>) {
-        match (content_type.strip_prefix(CONSTRAIN), self.control().constrain) {
+        match (content_type.strip_prefix(CONSTRAIN), self.control_tokens().constrain) {
             (Some(rest), Some(constrain)) => {
                 tokens.extend(self.encode_header(" "));
                 tokens.push(constrain);
@@ -102,7 +102,7 @@ impl HarmonyTokenizer {
 
     /// Returns `<|start|>` and the role: the tokens before a sampled turn.
     pub fn turn_start(&self, role: Role) -> Vec<u32> {
-        let mut tokens = vec![self.control().start];
+        let mut tokens = vec![self.control_tokens().start];
         tokens.extend(self.encode_header(role.name()));
         tokens
     }
@@ -132,7 +132,7 @@ impl HarmonyTokenizer {
         if let (Some(message), Some(token)) = (messages.last(), tokens.last_mut())
             && is_final_answer(message)
         {
-            *token = self.control().ret;
+            *token = self.control_tokens().ret;
         }
         Ok(MaskedTokens { tokens, mask })
     }

@@ -1,6 +1,6 @@
 //! A vocabulary with the Harmony control tokens.
 
-use super::embedded;
+use super::embedded_vocabulary;
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use std::ops::Deref;
@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Ids of the control tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Control {
+pub struct ControlTokens {
     pub start: u32,
     pub message: u32,
     pub channel: u32,
@@ -20,9 +20,9 @@ pub struct Control {
     pub constrain: Option<u32>,
 }
 
-impl Control {
+impl ControlTokens {
     /// Whether `id` closes a message: `<|end|>`, `<|call|>` or `<|return|>`.
-    pub fn closes(&self, id: u32) -> bool {
+    pub fn is_message_end(&self, id: u32) -> bool {
         id == self.end || id == self.call || id == self.ret
     }
 }
@@ -31,7 +31,7 @@ impl Control {
 #[derive(Debug, Clone)]
 pub struct HarmonyTokenizer {
     vocabulary: Vocabulary,
-    control: Control,
+    control: ControlTokens,
 }
 
 impl HarmonyTokenizer {
@@ -56,8 +56,8 @@ impl HarmonyTokenizer {
     ///
     /// # Errors
     /// None in practice: a test reads it.
-    pub fn embedded() -> Result<Self> {
-        Self::from_bytes(embedded::tokenizer_json(), "the embedded tokenizer")
+    pub fn from_embedded() -> Result<Self> {
+        Self::from_bytes(embedded_vocabulary::tokenizer_json(), "the embedded tokenizer")
     }
 
     fn new(vocabulary: Vocabulary, place: &str) -> Result<Self> {
@@ -65,12 +65,12 @@ impl HarmonyTokenizer {
         let remedy = "Harmony dialogues need them: take the tokenizer.json of a GPT-OSS checkpoint";
         let [start, message, channel, end, call, ret] = vocabulary.added_ids(names, place, remedy)?;
         let constrain = vocabulary.added_id("<|constrain|>");
-        let control = Control { start, message, channel, end, call, ret, constrain };
+        let control = ControlTokens { start, message, channel, end, call, ret, constrain };
         Ok(Self { vocabulary, control })
     }
 
     /// Ids of the control tokens.
-    pub fn control(&self) -> Control {
+    pub fn control_tokens(&self) -> ControlTokens {
         self.control
     }
 
@@ -79,7 +79,7 @@ impl HarmonyTokenizer {
     /// A part that is one vocabulary entry becomes that token. With merges BPE gives the same token anyway;
     /// the embedded vocabulary has its header words in this way.
     pub(super) fn encode_header(&self, part: &str) -> Vec<u32> {
-        match self.entry(part) {
+        match self.entry_id(part) {
             Some(id) => vec![id],
             None => self.encode_text(part),
         }

@@ -1,6 +1,6 @@
 //! A tolerant parser of one sampled turn of the assistant. It never fails.
 //!
-//! Malformed input ends the turn as a [`TurnProblem`] with a reply for the model. Its message stays as text,
+//! Malformed input ends the turn as a [`TurnError`] with a reply for the model. Its message stays as text,
 //! with the assistant as author.
 
 use super::header::{self, Header};
@@ -9,7 +9,7 @@ use super::tokenizer::HarmonyTokenizer;
 
 /// An error in a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum TurnProblem {
+pub enum TurnError {
     /// The header has words that are neither recipient nor content type, or a field that is repeated, empty
     /// or invalid.
     MalformedHeader { leftover: String },
@@ -33,26 +33,24 @@ pub enum TurnProblem {
     Truncated,
 }
 
-impl TurnProblem {
+impl TurnError {
     /// Returns the reply to the model; short, as it counts against the context.
     pub fn reply(&self) -> String {
         match self {
-            TurnProblem::MalformedHeader { leftover } => {
+            TurnError::MalformedHeader { leftover } => {
                 format!("Error: malformed message header near {:?}.", excerpt(leftover))
             }
-            TurnProblem::UnfinishedHeader => "Error: the message had a header but no content.".into(),
-            TurnProblem::WrongAuthor { author } => {
+            TurnError::UnfinishedHeader => "Error: the message had a header but no content.".into(),
+            TurnError::WrongAuthor { author } => {
                 format!("Error: you cannot write messages as {:?}.", excerpt(author))
             }
-            TurnProblem::TextAfterEnd => "Error: text outside of a message.".into(),
-            TurnProblem::CallWithoutRecipient => "Error: the call names no recipient.".into(),
-            TurnProblem::CallNotClosed { .. } => {
-                "Error: the message to a tool was not ended as a call.".into()
-            }
-            TurnProblem::EmptyCall { .. } => "Error: the call is empty.".into(),
-            TurnProblem::SpecialTokenInContent => "Error: the call contains special tokens.".into(),
-            TurnProblem::InvalidUtf8 => "Error: the call is not valid UTF-8.".into(),
-            TurnProblem::Truncated => "Error: the message was cut off.".into(),
+            TurnError::TextAfterEnd => "Error: text outside of a message.".into(),
+            TurnError::CallWithoutRecipient => "Error: the call names no recipient.".into(),
+            TurnError::CallNotClosed { .. } => "Error: the message to a tool was not ended as a call.".into(),
+            TurnError::EmptyCall { .. } => "Error: the call is empty.".into(),
+            TurnError::SpecialTokenInContent => "Error: the call contains special tokens.".into(),
+            TurnError::InvalidUtf8 => "Error: the call is not valid UTF-8.".into(),
+            TurnError::Truncated => "Error: the message was cut off.".into(),
         }
     }
 }
@@ -93,7 +91,7 @@ pub struct ParsedCompletion {
     pub messages: Vec<Message>,
     pub end: TurnEnd,
     /// The problem that ended the turn; otherwise the first error in a text that is no call, if any.
-    pub problem: Option<TurnProblem>,
+    pub problem: Option<TurnError>,
 }
 
 enum State {
@@ -107,12 +105,12 @@ enum State {
     Content {
         header: Header,
         bytes: Vec<u8>,
-        problem: Option<TurnProblem>,
+        problem: Option<TurnError>,
     },
     /// Content under a malformed header.
     Unreadable {
         bytes: Vec<u8>,
-        problem: TurnProblem,
+        problem: TurnError,
     },
     Between,
     Over(TurnEnd),
@@ -127,7 +125,7 @@ pub struct TurnParser {
     tokenizer: HarmonyTokenizer,
     state: State,
     messages: Vec<Message>,
-    problem: Option<TurnProblem>,
+    problem: Option<TurnError>,
 }
 
 impl TurnParser {
@@ -137,7 +135,7 @@ impl TurnParser {
     }
 
     /// Returns the problem so far, as in [`ParsedCompletion::problem`].
-    pub fn problem(&self) -> Option<&TurnProblem> {
+    pub fn error(&self) -> Option<&TurnError> {
         self.problem.as_ref()
     }
 
@@ -149,18 +147,18 @@ impl TurnParser {
         }
     }
 
-    /// Reads the next token. Every token after the end of the turn is [`TurnProblem::TextAfterEnd`].
+    /// Reads the next token. Every token after the end of the turn is [`TurnError::TextAfterEnd`].
     pub fn push(&mut self, token: u32) -> TurnStep {
-        let control = self.tokenizer.control();
+        let control = self.tokenizer.control_tokens();
         match std::mem::replace(&mut self.state, State::Between) {
             State::Over(TurnEnd::Malformed) => self.over(TurnEnd::Malformed),
-            State::Over(_) => self.malformed(TurnProblem::TextAfterEnd),
+            State::Over(_) => self.malformed(TurnError::TextAfterEnd),
             State::Between if token == control.start => {
                 self.within(State::Header { opened: true, bytes: Vec::new(), foreign: false })
             }
             State::Between => {
                 self.keep_text(self.tokenizer.decode(&[token]).as_bytes());
-                self.malformed(TurnProblem::TextAfterEnd)
+                self.malformed(TurnError::TextAfterEnd)
             }
             State::Header { opened: false, bytes, foreign: false }
                 if token == control.start && bytes.is_empty() =>
@@ -173,15 +171,15 @@ impl TurnParser {
                     Err(problem) => State::Unreadable { bytes, problem },
                 })
             }
-            State::Header { bytes, .. } if control.closes(token) => {
+            State::Header { bytes, .. } if control.is_message_end(token) => {
                 self.keep_text(&bytes);
-                self.malformed(TurnProblem::UnfinishedHeader)
+                self.malformed(TurnError::UnfinishedHeader)
             }
-            State::Unreadable { bytes, problem } if control.closes(token) => {
+            State::Unreadable { bytes, problem } if control.is_message_end(token) => {
                 self.keep_text(&bytes);
                 self.malformed(problem)
             }
-            State::Content { header, bytes, problem } if control.closes(token) => {
+            State::Content { header, bytes, problem } if control.is_message_end(token) => {
                 self.close(token, header, &bytes, problem)
             }
             mut state => {
@@ -193,7 +191,7 @@ impl TurnParser {
 
     /// Adds a token's bytes to a header or a content, and notes tokens that are invalid there.
     fn append(&self, token: u32, state: &mut State) {
-        let control = self.tokenizer.control();
+        let control = self.tokenizer.control_tokens();
         let special = self.tokenizer.is_special(token);
         let text = self.tokenizer.token_bytes(token);
         let bytes = match state {
@@ -204,9 +202,9 @@ impl TurnParser {
             }
             State::Content { bytes, problem, .. } => {
                 if special {
-                    *problem = Some(TurnProblem::SpecialTokenInContent);
+                    *problem = Some(TurnError::SpecialTokenInContent);
                 } else if text.is_none() {
-                    problem.get_or_insert(TurnProblem::InvalidUtf8);
+                    problem.get_or_insert(TurnError::InvalidUtf8);
                 }
                 bytes
             }
@@ -230,7 +228,7 @@ impl TurnParser {
                 };
                 let message = |(header, bytes): (Header, Vec<u8>)| header.message(lossy(&bytes));
                 self.messages.extend(unfinished.map(message));
-                self.problem = Some(TurnProblem::Truncated);
+                self.problem = Some(TurnError::Truncated);
                 TurnEnd::Truncated
             }
         };
@@ -238,9 +236,9 @@ impl TurnParser {
     }
 
     /// Closes a message with a valid header.
-    fn close(&mut self, token: u32, header: Header, bytes: &[u8], problem: Option<TurnProblem>) -> TurnStep {
-        let control = self.tokenizer.control();
-        let invalid = std::str::from_utf8(bytes).is_err().then_some(TurnProblem::InvalidUtf8);
+    fn close(&mut self, token: u32, header: Header, bytes: &[u8], problem: Option<TurnError>) -> TurnStep {
+        let control = self.tokenizer.control_tokens();
+        let invalid = std::str::from_utf8(bytes).is_err().then_some(TurnError::InvalidUtf8);
         let error = problem.or(invalid);
         let content = lossy(bytes);
         let blank = content.trim().is_empty();
@@ -248,14 +246,14 @@ impl TurnParser {
         self.messages.push(header.message(content));
         match recipient {
             Some(recipient) if token != control.call => {
-                self.malformed(TurnProblem::CallNotClosed { recipient })
+                self.malformed(TurnError::CallNotClosed { recipient })
             }
-            Some(recipient) if blank => self.malformed(TurnProblem::EmptyCall { recipient }),
+            Some(recipient) if blank => self.malformed(TurnError::EmptyCall { recipient }),
             Some(_) => match error {
                 Some(problem) => self.malformed(problem),
                 None => self.over(TurnEnd::Called),
             },
-            None if token == control.call => self.malformed(TurnProblem::CallWithoutRecipient),
+            None if token == control.call => self.malformed(TurnError::CallWithoutRecipient),
             None => {
                 self.problem = self.problem.take().or(error);
                 if token == control.ret { self.over(TurnEnd::Returned) } else { TurnStep::MessageEnded }
@@ -272,7 +270,7 @@ impl TurnParser {
         TurnStep::Within
     }
 
-    fn malformed(&mut self, problem: TurnProblem) -> TurnStep {
+    fn malformed(&mut self, problem: TurnError) -> TurnStep {
         self.problem = Some(problem);
         self.over(TurnEnd::Malformed)
     }
@@ -288,9 +286,9 @@ fn lossy(bytes: &[u8]) -> String {
 }
 
 /// Reads a header: one optional `to=NAME` and one optional content type, in any order around the channel.
-fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, TurnProblem> {
+fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, TurnError> {
     let text = lossy(bytes);
-    let malformed = |leftover: &str| TurnProblem::MalformedHeader { leftover: leftover.trim().to_string() };
+    let malformed = |leftover: &str| TurnError::MalformedHeader { leftover: leftover.trim().to_string() };
     if foreign || std::str::from_utf8(bytes).is_err() {
         return Err(malformed(&text));
     }
@@ -300,7 +298,7 @@ fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, Turn
     if opened {
         let author = rest.next().unwrap_or_default();
         if author != Role::Assistant.name() {
-            return Err(TurnProblem::WrongAuthor { author });
+            return Err(TurnError::WrongAuthor { author });
         }
     }
     for word in rest {

@@ -20,7 +20,7 @@ pub fn add_checksum(text: &str) -> String {
 
 /// The state of a recipe's checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Checksum {
+pub enum ChecksumStatus {
     /// The text is unchanged.
     Valid,
     /// The text was truncated or changed.
@@ -29,7 +29,7 @@ pub enum Checksum {
     Missing,
 }
 
-impl Checksum {
+impl ChecksumStatus {
     /// Checks the checksum of `text`, the recipe of the run folder `run`. If its checkpoints have manifests,
     /// its recipe must have a checksum.
     pub fn check(text: &str, run: &Path) -> Self {
@@ -38,7 +38,7 @@ impl Checksum {
         let (lines, last) = text.split_at(start);
         let digest = blake3::hash(lines.as_bytes());
         if lines.starts_with(HEAD) && last == format!("{TAIL}{digest}\n") {
-            return Checksum::Valid;
+            return ChecksumStatus::Valid;
         }
         let has_part = text.contains(HEAD.trim_end()) || text.contains(TAIL);
         let must_have = || {
@@ -46,7 +46,11 @@ impl Checksum {
             entries.into_iter().any(|entry| entry.path().join(MANIFEST_FILE).exists())
         };
         // A resolved recipe has keys.
-        if has_part || !text.contains('=') || must_have() { Checksum::Invalid } else { Checksum::Missing }
+        if has_part || !text.contains('=') || must_have() {
+            ChecksumStatus::Invalid
+        } else {
+            ChecksumStatus::Missing
+        }
     }
 }
 
@@ -65,20 +69,24 @@ mod tests {
         let nowhere = Path::new("/nonexistent");
         let plain = "[train]\nsteps = 3\n";
         let text = add_checksum(plain);
-        assert_eq!(Checksum::check(&text, nowhere), Checksum::Valid);
+        assert_eq!(ChecksumStatus::check(&text, nowhere), ChecksumStatus::Valid);
         assert_eq!(remove_checksum(&text), plain);
-        assert_eq!(Checksum::check(plain, nowhere), Checksum::Missing);
+        assert_eq!(ChecksumStatus::check(plain, nowhere), ChecksumStatus::Missing);
         for cut in 0..text.len() {
-            assert_eq!(Checksum::check(&text[..cut], nowhere), Checksum::Invalid, "cut at {cut}");
+            assert_eq!(ChecksumStatus::check(&text[..cut], nowhere), ChecksumStatus::Invalid, "cut at {cut}");
             if cut > 0 {
-                assert_eq!(Checksum::check(&text[cut..], nowhere), Checksum::Invalid, "begun at {cut}");
+                assert_eq!(
+                    ChecksumStatus::check(&text[cut..], nowhere),
+                    ChecksumStatus::Invalid,
+                    "begun at {cut}"
+                );
             }
         }
         for bit in 0..text.len() * 8 {
             let mut bytes = text.clone().into_bytes();
             bytes[bit / 8] ^= 1 << (bit % 8);
             let changed = String::from_utf8_lossy(&bytes);
-            assert_eq!(Checksum::check(&changed, nowhere), Checksum::Invalid, "bit {bit}");
+            assert_eq!(ChecksumStatus::check(&changed, nowhere), ChecksumStatus::Invalid, "bit {bit}");
         }
     }
 
@@ -86,8 +94,8 @@ mod tests {
     fn a_run_whose_checkpoints_have_manifests_has_a_checksum_in_its_recipe() {
         let run = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(run.path().join("checkpoints/step-000001")).unwrap();
-        assert_eq!(Checksum::check("[train]\nsteps = 3\n", run.path()), Checksum::Missing);
+        assert_eq!(ChecksumStatus::check("[train]\nsteps = 3\n", run.path()), ChecksumStatus::Missing);
         std::fs::write(run.path().join("checkpoints/step-000001").join(MANIFEST_FILE), "").unwrap();
-        assert_eq!(Checksum::check("[train]\nsteps = 3\n", run.path()), Checksum::Invalid);
+        assert_eq!(ChecksumStatus::check("[train]\nsteps = 3\n", run.path()), ChecksumStatus::Invalid);
     }
 }

@@ -24,7 +24,7 @@ pub struct Manifest(BTreeMap<String, Hash>);
 
 impl Manifest {
     /// Records a written file.
-    pub fn note(&mut self, name: &str, digest: Hash) {
+    pub fn record(&mut self, name: &str, digest: Hash) {
         self.0.insert(name.to_owned(), digest);
     }
 
@@ -45,7 +45,7 @@ impl Manifest {
                 file.sync_all()
             })
             .with_context(|| format!("{}: cannot be written", path.display()))?;
-        self.note(name, blake3::hash(content));
+        self.record(name, blake3::hash(content));
         Ok(())
     }
 
@@ -67,7 +67,7 @@ impl Manifest {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file cannot be read or its name does not fit in a line.
-    pub fn of_folder(folder: &Path) -> Result<Self> {
+    pub fn from_folder(folder: &Path) -> Result<Self> {
         let mut manifest = Self::default();
         for name in file_names(folder)? {
             let path = folder.join(&name);
@@ -79,7 +79,7 @@ impl Manifest {
             }
             let digest = file_digest(&path, None);
             let digest = digest.map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
-            manifest.note(&name, digest);
+            manifest.record(&name, digest);
         }
         Ok(manifest)
     }
@@ -110,7 +110,7 @@ impl Manifest {
             let entry = line.split_once("  ").and_then(|(hex, name)| Some((Hash::from_hex(hex).ok()?, name)));
             match entry {
                 Some((digest, name)) if Path::new(name).file_name().is_some_and(|plain| plain == name) => {
-                    manifest.note(name, digest);
+                    manifest.record(name, digest);
                 }
                 _ => {
                     return Err(format!(
@@ -218,7 +218,7 @@ mod tests {
         let (folder, manifest) = folder();
         assert!(Manifest::check(folder.path()).unwrap());
         assert_eq!(Manifest::read(folder.path()).unwrap(), Some(manifest.clone()));
-        assert_eq!(Manifest::of_folder(folder.path()).unwrap(), manifest);
+        assert_eq!(Manifest::from_folder(folder.path()).unwrap(), manifest);
         let error = |what: &str| {
             let text = format!("{:#}", Manifest::check(folder.path()).unwrap_err());
             assert!(text.contains(what), "{text}");

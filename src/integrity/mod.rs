@@ -6,7 +6,7 @@
 mod checksum;
 mod manifest;
 
-pub use checksum::{Checksum, add_checksum, remove_checksum};
+pub use checksum::{ChecksumStatus, add_checksum, remove_checksum};
 pub use manifest::{DigestWriter, MANIFEST_FILE, Manifest};
 
 use crate::bounded_file;

@@ -4,8 +4,8 @@
 //! therefore serve any trajectory, and a failure of one trajectory does not affect others.
 
 use super::FRAME_BYTES_MAX;
-use super::output::Clip;
-use super::{confine, frames, refusal};
+use super::output::OutputClipper;
+use super::{frames, refusal, sandbox};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result, ensure};
 use monty::{Dump, MontyRepl, Session, SessionRef};
@@ -32,7 +32,7 @@ pub struct WorkerHello {
 
 /// The first message that a worker writes.
 #[derive(Debug, Serialize, Deserialize)]
-pub enum Welcome {
+pub enum StartupReply {
     /// The active confinement.
     Ready(String),
     /// Why the worker cannot be confined.
@@ -41,7 +41,7 @@ pub enum Welcome {
 
 /// State of the variables after a call, the second byte of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kept {
+pub enum StateChange {
     /// Not requested, or the call's effects are undone.
     Unchanged = 0,
     /// Stored in the state frame.
@@ -87,14 +87,16 @@ fn take_pipes() -> Result<(File, File)> {
 fn serve(mut input: File, mut output: File) -> Result<()> {
     let hello: WorkerHello = serde_json::from_slice(&frames::read(&mut input, HELLO_BYTES_MAX)?)?;
     let first_unused = 1 + output.as_raw_fd().max(input.as_raw_fd());
-    let confined = confine::computing_process(hello.parent_id, hello.memory_bytes, first_unused);
+    let confined = sandbox::confine_worker(hello.parent_id, hello.memory_bytes, first_unused);
     let welcome = match confined {
-        Ok(active) => Welcome::Ready(active),
-        Err(e) if hello.dangerously_allow_unsandboxed => Welcome::Ready(format!("NOT SANDBOXED ({e:#})")),
-        Err(e) => Welcome::Refused(refusal(&e)),
+        Ok(active) => StartupReply::Ready(active),
+        Err(e) if hello.dangerously_allow_unsandboxed => {
+            StartupReply::Ready(format!("NOT SANDBOXED ({e:#})"))
+        }
+        Err(e) => StartupReply::Refused(refusal(&e)),
     };
     frames::write(&mut output, &serde_json::to_vec(&welcome)?)?;
-    if matches!(welcome, Welcome::Refused(_)) {
+    if matches!(welcome, StartupReply::Refused(_)) {
         return Ok(());
     }
     // The parent ends the worker by closing the pipe: then the read fails.
@@ -110,25 +112,25 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
 }
 
 /// Returns the note of a reply when a call's effects on variables are not kept.
-pub fn undone(keep_state: bool) -> &'static str {
+pub fn lost_state_note(keep_state: bool) -> &'static str {
     if keep_state { " Variables are as they were before this call." } else { "" }
 }
 
 struct Answer {
     outcome: CallOutcome,
     text: String,
-    kept: Kept,
+    kept: StateChange,
     state: Vec<u8>,
 }
 
 /// Runs one snippet on top of `state`, a stored session or nothing.
 fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
-    let mut clip = Clip::new(hello.output_chars_max);
+    let mut clip = OutputClipper::new(hello.output_chars_max);
     let Ok(mut session) = load(state) else {
         return Answer {
             outcome: CallOutcome::WorkerDied,
             text: "InterpreterError: the stored variables cannot be read.".into(),
-            kept: Kept::Lost,
+            kept: StateChange::Lost,
             state: Vec::new(),
         };
     };
@@ -140,9 +142,14 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
         let text = format!(
             "TimeoutError: the code ran longer than {} s and was stopped.{}",
             hello.time_limit_s,
-            undone(hello.keep_state)
+            lost_state_note(hello.keep_state)
         );
-        return Answer { outcome: CallOutcome::TimeLimit, text, kept: Kept::Unchanged, state: Vec::new() };
+        return Answer {
+            outcome: CallOutcome::TimeLimit,
+            text,
+            kept: StateChange::Unchanged,
+            state: Vec::new(),
+        };
     }
     let outcome = match result {
         Ok(MontyObject::None) => CallOutcome::Answered,
@@ -160,9 +167,9 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
     }
     let (kept, state) =
         match hello.keep_state.then(|| monty::dump("session", None, SessionRef::Idle(&session))) {
-            None => (Kept::Unchanged, Vec::new()),
-            Some(Ok(state)) if state.len() <= hello.state_bytes_max => (Kept::Replaced, state),
-            Some(_) => (Kept::Lost, Vec::new()),
+            None => (StateChange::Unchanged, Vec::new()),
+            Some(Ok(state)) if state.len() <= hello.state_bytes_max => (StateChange::Replaced, state),
+            Some(_) => (StateChange::Lost, Vec::new()),
         };
     Answer { outcome, text: clip.finish(), kept, state }
 }
@@ -183,15 +190,15 @@ fn is_time_limit(result: &Result<MontyObject, MontyException>, over: bool) -> bo
     over && result.as_ref().is_err_and(|e| e.exc_type() == ExcType::TimeoutError)
 }
 
-fn push_line(clip: &mut Clip, text: &str) {
-    if clip.in_line() {
+fn push_line(clip: &mut OutputClipper, text: &str) {
+    if clip.is_mid_line() {
         clip.push("\n");
     }
     clip.push(text);
 }
 
-/// Sends printed text to a [`Clip`].
-struct Printed<'a>(&'a mut Clip);
+/// Sends printed text to a [`OutputClipper`].
+struct Printed<'a>(&'a mut OutputClipper);
 
 impl PrintWriterCallback for Printed<'_> {
     fn stdout_write(&mut self, output: Cow<'_, str>) -> Result<(), MontyException> {

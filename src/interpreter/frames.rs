@@ -31,12 +31,12 @@ pub fn read(from: &mut impl Read, bytes_max: usize) -> io::Result<Vec<u8>> {
 }
 
 /// One end of a pipe whose reads and writes fail with `TimedOut` at `deadline`.
-pub struct Timed<'a> {
+pub struct DeadlinePipe<'a> {
     pub pipe: &'a File,
     pub deadline: Instant,
 }
 
-impl Timed<'_> {
+impl DeadlinePipe<'_> {
     /// Waits until the pipe is ready for `events` or closed, or the deadline has passed.
     fn wait(&self, events: libc::c_short) -> io::Result<()> {
         loop {
@@ -59,14 +59,14 @@ impl Timed<'_> {
     }
 }
 
-impl Read for Timed<'_> {
+impl Read for DeadlinePipe<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.wait(libc::POLLIN)?;
         (&*self.pipe).read(buffer)
     }
 }
 
-impl Write for Timed<'_> {
+impl Write for DeadlinePipe<'_> {
     /// The pipe must be non-blocking: a long write to a blocking pipe would exceed the deadline.
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         loop {

@@ -1,8 +1,8 @@
 //! The Python tool: model-written code runs in confined worker processes; the reply is text.
 //!
-//! [`Interpreter`] is the interface for rollout. [`Embedded`] runs a small Python written in Rust, without
-//! any installation. [`CPython`] runs the machine's own Python with all its packages. `docs/SANDBOX.md`
-//! documents the confinement and its limits.
+//! [`Interpreter`] is the interface for rollout. [`EmbeddedInterpreter`] runs a small Python written in Rust,
+//! without any installation. [`CPython`] runs the machine's own Python with all its packages.
+//! `docs/SANDBOX.md` documents the confinement and its limits.
 
 use crate::bad_input;
 use crate::settings::{above, choice, from, table};
@@ -11,28 +11,28 @@ use anyhow::{Context, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-#[cfg_attr(not(target_os = "linux"), path = "confine_unsupported.rs")]
-pub mod confine;
 #[cfg_attr(not(target_os = "linux"), path = "cpython_unsupported.rs")]
 mod cpython;
-mod deaths;
-mod embedded;
+mod embedded_interpreter;
 mod embedded_worker;
 mod frames;
 mod output;
 mod process;
+#[cfg_attr(not(target_os = "linux"), path = "sandbox_unsupported.rs")]
+pub mod sandbox;
+mod worker_deaths;
 
 pub use cpython::CPython;
-pub use embedded::Embedded;
+pub use embedded_interpreter::EmbeddedInterpreter;
 
 /// Starts the interpreter that `settings` select, for up to `sessions_max` live trajectories.
 ///
 /// # Errors
-/// Those of [`Embedded::new`] and [`CPython::new`].
+/// Those of [`EmbeddedInterpreter::new`] and [`CPython::new`].
 pub fn open(settings: Settings, sessions_max: usize) -> Result<Box<dyn Interpreter>> {
     let program = std::env::current_exe().context("finding the running binary, to start it as a worker")?;
     Ok(match settings.kind {
-        InterpreterKind::Embedded => Box::new(Embedded::new(settings, program)?),
+        InterpreterKind::EmbeddedInterpreter => Box::new(EmbeddedInterpreter::new(settings, program)?),
         InterpreterKind::CPython => Box::new(CPython::new(settings, program, sessions_max)?),
     })
 }
@@ -64,10 +64,10 @@ pub trait Interpreter: Send + Sync {
     fn close(&self, session: SessionId);
 
     /// Describes the active confinement, for the run folder and the console.
-    fn confinement(&self) -> String;
+    fn sandbox_description(&self) -> String;
 
     /// Returns a warning about workers that died since the last call of this function, if there is one.
-    fn dead_workers(&self) -> Option<String> {
+    fn dead_worker_warning(&self) -> Option<String> {
         None
     }
 }
@@ -76,7 +76,7 @@ choice! {
     /// The interpreters.
     pub enum InterpreterKind {
         /// The Python subset inside the binary: no files, no network, no processes.
-        Embedded = "embedded",
+        EmbeddedInterpreter = "embedded",
         /// The machine's own Python with all its packages, in an operating-system sandbox. Linux only.
         CPython = "cpython",
     }
@@ -96,7 +96,7 @@ table! {
     /// The Python tool, run in confined worker processes.
     pub struct Settings {
         /// Which interpreter runs the code.
-        pub kind: InterpreterKind = InterpreterKind::Embedded,
+        pub kind: InterpreterKind = InterpreterKind::EmbeddedInterpreter,
         /// State that a call shares with earlier calls.
         pub state: InterpreterState = InterpreterState::Call,
         /// Running time that the interpreter allows a call, in seconds; for `"cpython"`, time on a

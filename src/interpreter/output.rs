@@ -16,7 +16,7 @@ pub fn extract_code(text: &str) -> String {
 }
 
 /// Collects text and keeps only its start and its end, so memory stays bounded.
-pub struct Clip {
+pub struct OutputClipper {
     head: String,
     head_room: usize,
     tail: String,
@@ -25,7 +25,7 @@ pub struct Clip {
     cut: usize,
 }
 
-impl Clip {
+impl OutputClipper {
     /// Keeps at most `chars_max` characters.
     pub fn new(chars_max: usize) -> Self {
         let head_room = chars_max / 2;
@@ -73,7 +73,7 @@ impl Clip {
     }
 
     /// Returns true when the last character pushed is not a line end.
-    pub fn in_line(&self) -> bool {
+    pub fn is_mid_line(&self) -> bool {
         let last = self.tail.chars().next_back().or(self.head.chars().next_back());
         last.is_some_and(|c| c != '\n')
     }
@@ -95,12 +95,12 @@ impl Clip {
 
 /// Decodes UTF-8 bytes that arrive in parts. Invalid bytes become U+FFFD.
 #[derive(Default)]
-pub struct Utf8Pieces {
+pub struct Utf8Decoder {
     /// The first bytes of an incomplete character.
     open: Vec<u8>,
 }
 
-impl Utf8Pieces {
+impl Utf8Decoder {
     pub fn push(&mut self, piece: &[u8]) -> String {
         self.open.extend_from_slice(piece);
         let whole = self.open.len() - incomplete_bytes(&self.open);
@@ -125,7 +125,7 @@ fn incomplete_bytes(bytes: &[u8]) -> usize {
 }
 
 /// Replaces the addresses that Python prints for objects without a better name: `<f at 0x…>`.
-pub fn without_addresses(text: &str) -> String {
+pub fn remove_addresses(text: &str) -> String {
     const MARK: &str = " at 0x";
     let mut parts = text.split(MARK);
     let mut shown = parts.next().unwrap_or_default().to_string();
@@ -150,20 +150,20 @@ mod tests {
     fn a_character_may_come_in_pieces() {
         let text = "aä€😀\n";
         for size in 1..6 {
-            let mut pieces = Utf8Pieces::default();
+            let mut pieces = Utf8Decoder::default();
             let parts: String = text.as_bytes().chunks(size).map(|c| pieces.push(c)).collect();
             assert_eq!(parts + &pieces.finish(), text, "pieces of {size}");
         }
-        let mut pieces = Utf8Pieces::default();
+        let mut pieces = Utf8Decoder::default();
         let parts: String = [&b"a\xe2"[..], b"b\xff", b"\xe2\x82"].map(|c| pieces.push(c)).concat();
         assert_eq!(parts + &pieces.finish(), "a\u{fffd}b\u{fffd}\u{fffd}");
     }
 
     #[test]
     fn addresses_of_objects_are_not_shown() {
-        assert_eq!(without_addresses("<f at 0x7f12ab3456> <g at 0x7ffff7a1b2c0>"), "<f at 0x…> <g at 0x…>");
+        assert_eq!(remove_addresses("<f at 0x7f12ab3456> <g at 0x7ffff7a1b2c0>"), "<f at 0x…> <g at 0x…>");
         for text in ["look at 0x7fffffff00 there", "at 0x10>", "", "<f at 0x"] {
-            assert_eq!(without_addresses(text), text);
+            assert_eq!(remove_addresses(text), text);
         }
     }
 
@@ -182,7 +182,7 @@ mod tests {
         let text: String = ('a'..='z').chain("äöü€".chars()).collect();
         for max in [0, 1, 2, 7, 29, 30, 31] {
             for piece in [1, 3, 30] {
-                let mut clip = Clip::new(max);
+                let mut clip = OutputClipper::new(max);
                 let chars: Vec<char> = text.chars().collect();
                 for part in chars.chunks(piece) {
                     clip.push(&part.iter().collect::<String>());

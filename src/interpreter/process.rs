@@ -1,7 +1,7 @@
 //! The parent's handle of a worker process: a long-lived thread starts it, messages have deadlines, and a
 //! kill ends its whole group.
 
-use super::frames::{self, Timed};
+use super::frames::{self, DeadlinePipe};
 use crate::process_group::ProcessGroup;
 use std::fs::File;
 use std::io::{self, Read};
@@ -93,12 +93,12 @@ impl Process {
 
     /// Sends one frame before `deadline`.
     pub fn send(&mut self, payload: &[u8], deadline: Instant) -> io::Result<()> {
-        frames::write(&mut Timed { pipe: &self.to, deadline }, payload)
+        frames::write(&mut DeadlinePipe { pipe: &self.to, deadline }, payload)
     }
 
     /// Receives one frame of at most `bytes_max` before `deadline`.
     pub fn receive(&mut self, bytes_max: usize, deadline: Instant) -> io::Result<Vec<u8>> {
-        frames::read(&mut Timed { pipe: &self.from, deadline }, bytes_max)
+        frames::read(&mut DeadlinePipe { pipe: &self.from, deadline }, bytes_max)
     }
 
     /// Kills the worker and its group. Returns its standard error, and its exit status if it had ended by

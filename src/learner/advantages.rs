@@ -11,8 +11,8 @@ use crate::policy::advantage::{
 };
 use crate::policy::kl_in_reward::kl_in_reward;
 use crate::policy::ratio::OldLogprob;
-use crate::policy::shaping::Overlong;
-use crate::policy::{KlPlace, PolicySettings};
+use crate::policy::shaping::OverlongPenalty;
+use crate::policy::{KlPlacement, PolicySettings};
 use crate::trajectory::Group;
 use anyhow::{Context, Result};
 
@@ -35,7 +35,7 @@ impl AdvantageEstimator<'_> {
     ///
     /// # Errors
     /// When a column is missing or a value is not a number, or `remax` has no greedy samples.
-    pub fn fill(&self, batch: &mut Batch, groups: &[&Group]) -> Result<Metrics> {
+    pub fn estimate(&self, batch: &mut Batch, groups: &[&Group]) -> Result<Metrics> {
         let mut metrics = Metrics::new();
         let shaping = self.shaping()?;
         let rewards = rewards(groups, shaping.as_ref(), &mut metrics);
@@ -44,7 +44,7 @@ impl AdvantageEstimator<'_> {
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
         let whole = || -> Result<Vec<f32>> {
-            let penalties = sequences.scores(&penalties)?;
+            let penalties = sequences.sequence_sums(&penalties)?;
             Ok(rewards.iter().zip(&penalties).map(|(reward, penalty)| reward + penalty).collect())
         };
         type OfGroups = fn(&[f32], &[usize]) -> Result<Vec<f32>>;
@@ -78,19 +78,20 @@ impl AdvantageEstimator<'_> {
         Ok(metrics)
     }
 
-    fn shaping(&self) -> Result<Option<Overlong>> {
+    fn shaping(&self) -> Result<Option<OverlongPenalty>> {
         let settings = &self.policy.overlong;
         if settings.buffer_tokens == 0 {
             return Ok(None);
         }
-        Overlong::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty).map(Some)
+        OverlongPenalty::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty).map(Some)
     }
 
     /// Returns the KL penalty of each token, between the old and the reference log-probabilities; 0 if the
     /// reward has no penalty.
     fn penalties(&self, batch: &Batch, sequences: &Sequences, metrics: &mut Metrics) -> Result<Vec<f32>> {
         let nothing = vec![0.0; sequences.tokens()];
-        let (KlPlace::Reward, Some(reference)) = (self.policy.kl.place, &batch.reference_log_probs) else {
+        let (KlPlacement::Reward, Some(reference)) = (self.policy.kl.place, &batch.reference_log_probs)
+        else {
             return Ok(nothing);
         };
         let rollout = &batch.rollout_log_probs;
@@ -106,7 +107,7 @@ impl AdvantageEstimator<'_> {
 }
 
 /// Returns the shaped reward of each trajectory.
-fn rewards(groups: &[&Group], shaping: Option<&Overlong>, metrics: &mut Metrics) -> Vec<f32> {
+fn rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>, metrics: &mut Metrics) -> Vec<f32> {
     let trajectories = || groups.iter().flat_map(|g| &g.trajectories);
     let mut rewards: Vec<f32> = trajectories().map(|t| t.reward).collect();
     if let Some(overlong) = shaping {
@@ -121,7 +122,7 @@ fn rewards(groups: &[&Group], shaping: Option<&Overlong>, metrics: &mut Metrics)
 /// Returns the reward of each token: `penalties` on every token, and the response's reward on its last one.
 fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) -> Vec<f32> {
     let mut of_tokens = penalties;
-    for (reward, row) in rewards.iter().zip(sequences.rows()) {
+    for (reward, row) in rewards.iter().zip(sequences.token_ranges()) {
         if let Some(last) = row.last() {
             of_tokens[last] += *reward;
         }
@@ -130,7 +131,7 @@ fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) ->
 }
 
 /// Returns the shaped reward of the prompt's greedy sample, once for every trajectory of its group.
-fn greedy_rewards(groups: &[&Group], shaping: Option<&Overlong>) -> Result<Vec<f32>> {
+fn greedy_rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>) -> Result<Vec<f32>> {
     let of_group = |group: &&Group| -> Result<Vec<f32>> {
         let Some(greedy) = &group.greedy else {
             return Err(bad_input!(

@@ -2,13 +2,13 @@
 //! step fills in the columns from top to bottom. They do not change between its first and its last update.
 
 use super::forward_backward::PassOutput;
-use super::micro_batch::{MicroBatch, Packing, Sequence};
-use super::routed_experts::{self as experts, Routes};
+use super::micro_batch::{MicroBatch, PackingParameters, Sequence};
+use super::routed_experts::{self as experts, RoutedExperts};
 use crate::metrics::Metrics;
 use crate::policy::Sequences;
-use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics, probs_diff_metrics};
+use crate::policy::off_policy::{agreement_metrics, off_policy_metrics, probs_diff_metrics};
 use crate::random::{Purpose, stream};
-use crate::trajectory::{Group, TokenFigures, Trajectory};
+use crate::trajectory::{Group, TokenStats, Trajectory};
 use anyhow::Result;
 use rand::seq::SliceRandom;
 use std::borrow::Cow;
@@ -38,25 +38,25 @@ pub struct Batch {
     pub weights: Option<Vec<f32>>,
     /// Experts chosen at sampling, one entry a sequence; present when they are compared with training's
     /// experts.
-    pub rollout_routes: Option<Vec<Routes>>,
+    pub rollout_routes: Option<Vec<RoutedExperts>>,
     /// Experts to replay, one entry a sequence.
-    replay: Option<Vec<Routes>>,
-    packing: Packing,
+    replay: Option<Vec<RoutedExperts>>,
+    packing: PackingParameters,
     /// The packed sequences for the policy's forward, with the experts to replay.
     pub micro_batches: Vec<MicroBatch>,
 }
 
 /// The result of the policy's forward over a whole batch.
-pub struct Forward {
+pub struct ForwardResult {
     /// One value a trained token.
     pub log_probs: Vec<f32>,
     /// The chosen experts, one entry a sequence.
-    pub routes: Vec<Routes>,
+    pub routes: Vec<RoutedExperts>,
 }
 
 impl Batch {
     /// Packs the trained tokens of `groups`; the other columns are empty.
-    pub fn new(groups: &[&Group], packing: Packing) -> Self {
+    pub fn new(groups: &[&Group], packing: PackingParameters) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
         for Trajectory { tokens, mask, logprobs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
             let of_tokens = mask.iter().zip(logprobs).skip(1).filter(|(m, _)| **m);
@@ -86,14 +86,14 @@ impl Batch {
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn replay(&mut self, routes: Vec<Routes>) -> Result<()> {
+    pub fn set_replay(&mut self, routes: Vec<RoutedExperts>) -> Result<()> {
         self.micro_batches = pack_replayed(&self.sequences, self.packing, &routes)?;
         self.replay = Some(routes);
         Ok(())
     }
 
     /// Returns the micro-batches for a model that replays no experts and packs by `packing`.
-    pub fn micro_batches_of(&self, packing: Packing) -> Cow<'_, [MicroBatch]> {
+    pub fn micro_batches_for(&self, packing: PackingParameters) -> Cow<'_, [MicroBatch]> {
         match self.replay.is_none() && packing == self.packing {
             true => Cow::Borrowed(&self.micro_batches),
             false => Cow::Owned(pack(&self.sequences, packing)),
@@ -101,7 +101,7 @@ impl Batch {
     }
 
     /// Returns the range of a micro-batch in the columns.
-    pub fn span(&self, micro_batch: &MicroBatch) -> Range<usize> {
+    pub fn column_range(&self, micro_batch: &MicroBatch) -> Range<usize> {
         self.cu_seqlens[micro_batch.sequences.start]..self.cu_seqlens[micro_batch.sequences.end]
     }
 
@@ -138,8 +138,9 @@ impl Batch {
         let column = |values: &Vec<f32>| -> Vec<f32> {
             indices.iter().flat_map(|s| values[span(s)].iter().copied()).collect()
         };
-        let of_sequences =
-            |routes: &Vec<Routes>| -> Vec<Routes> { indices.iter().map(|&s| routes[s].clone()).collect() };
+        let of_sequences = |routes: &Vec<RoutedExperts>| -> Vec<RoutedExperts> {
+            indices.iter().map(|&s| routes[s].clone()).collect()
+        };
         let sequences: Vec<_> = indices.iter().map(|&s| self.sequences[s].clone()).collect();
         let ends = indices.iter().scan(0, |end, s| {
             *end += span(s).len();
@@ -162,7 +163,7 @@ impl Batch {
             sequences,
         };
         match &self.replay {
-            Some(routes) => minibatch.replay(of_sequences(routes))?,
+            Some(routes) => minibatch.set_replay(of_sequences(routes))?,
             None => minibatch.micro_batches = pack(&minibatch.sequences, self.packing),
         }
         Ok(Cow::Owned(minibatch))
@@ -173,12 +174,12 @@ impl Batch {
     ///
     /// # Errors
     /// When experts cannot be read.
-    pub fn forward(&self, outputs: &[PassOutput]) -> Result<Forward> {
+    pub fn join_forward(&self, outputs: &[PassOutput]) -> Result<ForwardResult> {
         let routes = match self.rollout_routes {
-            Some(_) => experts::chosen(&self.micro_batches, outputs)?,
+            Some(_) => experts::experts_from_forward(&self.micro_batches, outputs)?,
             None => vec![],
         };
-        Ok(Forward { log_probs: outputs.iter().flat_map(|o| o.log_probs()).copied().collect(), routes })
+        Ok(ForwardResult { log_probs: outputs.iter().flat_map(|o| o.log_probs()).copied().collect(), routes })
     }
 
     /// Returns the `rollout_corr/`, `mismatch/` and `training/` metrics. They compare the log-probabilities
@@ -187,12 +188,12 @@ impl Batch {
     ///
     /// # Errors
     /// When no token was sampled, or a log-probability is not a number.
-    pub fn mismatch(&self, training: &Forward) -> Result<Metrics> {
+    pub fn mismatch_metrics(&self, training: &ForwardResult) -> Result<Metrics> {
         let all = vec![true; self.rollout_log_probs.len()];
         let sequences = Sequences::new(&self.cu_seqlens, &all)?;
         let (rollout, log_probs) = (&self.rollout_log_probs, &training.log_probs);
         let mut metrics = Metrics::new();
-        for (name, value) in offpolicy_metrics(&sequences, log_probs, Some(rollout))? {
+        for (name, value) in off_policy_metrics(&sequences, log_probs, Some(rollout))? {
             metrics.set(format!("rollout_corr/{name}"), value);
         }
         for found in [
@@ -210,7 +211,7 @@ impl Batch {
 
     /// Returns the advantages of all tokens of each sequence. With `training`, the log-probabilities of a
     /// forward before the first update, it also returns the mismatches.
-    pub fn token_figures(&self, training: Option<&[f32]>) -> Vec<TokenFigures> {
+    pub fn token_stats(&self, training: Option<&[f32]>) -> Vec<TokenStats> {
         let of_sequence = |(sequence, span): (&Arc<Sequence>, &[usize])| {
             let spread = |value: &dyn Fn(usize) -> f32| -> Vec<f32> {
                 let mut at = span[0]..span[1];
@@ -220,7 +221,7 @@ impl Batch {
                 };
                 sequence.mask.iter().enumerate().map(token).collect()
             };
-            TokenFigures {
+            TokenStats {
                 advantages: spread(&|t| self.advantages[t]),
                 gaps: training.map(|training| spread(&|t| training[t] - self.rollout_log_probs[t])),
             }
@@ -229,21 +230,21 @@ impl Batch {
     }
 }
 
-fn pack(sequences: &[Arc<Sequence>], packing: Packing) -> Vec<MicroBatch> {
-    MicroBatch::split_sharing(sequences, packing.cut, |_| packing.shared_positions_max)
+fn pack(sequences: &[Arc<Sequence>], packing: PackingParameters) -> Vec<MicroBatch> {
+    MicroBatch::split_with_prefixes(sequences, packing.cut, |_| packing.shared_positions_max)
 }
 
 /// Packs the sequences with experts to replay. Sequences share only rows with the same experts.
 fn pack_replayed(
     sequences: &[Arc<Sequence>],
-    Packing { cut, shared_positions_max, top_k }: Packing,
-    routes: &[Routes],
+    PackingParameters { cut, shared_positions_max, top_k }: PackingParameters,
+    routes: &[RoutedExperts],
 ) -> Result<Vec<MicroBatch>> {
-    let common = |i: usize| experts::common_positions(&routes[i - 1], &routes[i], top_k);
+    let common = |i: usize| experts::common_prefix_length(&routes[i - 1], &routes[i], top_k);
     let mut micro_batches =
-        MicroBatch::split_sharing(sequences, cut, |i| common(i).min(shared_positions_max));
+        MicroBatch::split_with_prefixes(sequences, cut, |i| common(i).min(shared_positions_max));
     for batch in &mut micro_batches {
-        batch.replay = experts::of_rows(&routes[batch.sequences.clone()], &batch.sequence_rows, top_k)?;
+        batch.replay = experts::pack_experts(&routes[batch.sequences.clone()], &batch.sequence_rows, top_k)?;
     }
     Ok(micro_batches)
 }

@@ -2,13 +2,13 @@
 
 use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
 use super::gradients::{GradientSum, clip, global_norm};
-use super::micro_batch::{Cut, MicroBatch, Packing};
+use super::micro_batch::{MicroBatch, MicroBatchLimits, PackingParameters};
 use super::optimizer::Optimizer;
 use crate::metrics::Progress;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::model::weights::Weights;
-use crate::ops::threads::{Threads, awake};
+use crate::ops::threads::{Threads, with_spinning_threads};
 use anyhow::{Context, Result, ensure};
 use std::sync::{Mutex, PoisonError};
 
@@ -20,7 +20,7 @@ const SIDE_BY_SIDE_BYTES_MAX: u64 = 256 << 20;
 const FORWARD_SHARE: f64 = 1.0 / 3.0;
 
 /// Returns whether micro-batches of a model of `weight_bytes` run in parallel.
-pub fn side_by_side(weight_bytes: u64) -> bool {
+pub fn runs_in_parallel(weight_bytes: u64) -> bool {
     weight_bytes <= SIDE_BY_SIDE_BYTES_MAX
 }
 
@@ -70,7 +70,7 @@ impl BatchRunner<'_> {
         let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         let mesh = self.parameters.mesh();
         let pass = |turn: Turn, weights: &Weights| {
-            let batch = &*batches[turn.index].part(mesh)?;
+            let batch = &*batches[turn.index].local_shard(mesh)?;
             let share = batch.sequence_rows.positions_count() as f64 / tokens.max(1) as f64;
             // A masked pass adds no gradient.
             let share = if turn.masked { 0.0 } else { share };
@@ -82,13 +82,13 @@ impl BatchRunner<'_> {
                 false => objective(turn.index, columns),
             };
             let passed = || progress.advance_tokens(shown * FORWARD_SHARE / self.layers());
-            pass.forward_backward_observed(&objective, &passed)
+            pass.forward_backward_with_progress(&objective, &passed)
         };
-        let sum = self.threads.wide(|| GradientSum::begin(self.parameters))?;
+        let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
         let outputs = self.each(batches, |turn| {
             let shown = tokens_shown(&batches[turn.index], &turn) * (1.0 - FORWARD_SHARE);
             let sink = sum.of_pass_shown(turn.round, progress, shown);
-            let weights = self.parameters.for_passes(Some(&sink));
+            let weights = self.parameters.pass_weights(Some(&sink));
             // Otherwise later passes would wait for a failed one.
             weights.and_then(|weights| pass(turn, &weights)).inspect_err(|_| sum.fail(turn.round))
         })?;
@@ -122,12 +122,12 @@ impl BatchRunner<'_> {
         settings: PassSettings,
         progress: &Progress,
     ) -> Result<Vec<PassOutput<N>>> {
-        let weights = self.parameters.for_passes(None)?;
+        let weights = self.parameters.pass_weights(None)?;
         self.each(batches, |turn| {
-            let batch = &*batches[turn.index].part(self.parameters.mesh())?;
+            let batch = &*batches[turn.index].local_shard(self.parameters.mesh())?;
             let shown = tokens_shown(&batches[turn.index], &turn);
             let passed = || progress.advance_tokens(shown / self.layers());
-            Pass { model: self.model, weights: &weights, batch, settings }.forward_observed(&passed)
+            Pass { model: self.model, weights: &weights, batch, settings }.forward_with_progress(&passed)
         })
     }
 
@@ -153,7 +153,7 @@ impl BatchRunner<'_> {
         lr: f64,
         skip_above: Option<f64>,
     ) -> Result<GradientNorm> {
-        self.threads.wide(|| {
+        self.threads.run_on_all(|| {
             let norm = global_norm(self.parameters)?;
             if skip_above.is_some_and(|limit| !norm.is_finite() || norm > limit) {
                 return Ok(GradientNorm::Skipped(norm));
@@ -171,20 +171,20 @@ impl BatchRunner<'_> {
 
     /// Returns whether passes run in parallel. On a GPU they run one at a time.
     fn is_side_by_side(&self) -> bool {
-        self.parameters.device().is_cpu() && side_by_side(self.parameters.bytes())
+        self.parameters.device().is_cpu() && runs_in_parallel(self.parameters.bytes())
     }
 
     /// Returns the limits for micro-batches of up to `tokens_max` tokens.
-    pub fn cut(&self, tokens_max: usize) -> Cut {
-        Cut { tokens_max, in_pairs: self.is_side_by_side() }
+    pub fn limits(&self, tokens_max: usize) -> MicroBatchLimits {
+        MicroBatchLimits { tokens_max, in_pairs: self.is_side_by_side() }
     }
 
     /// Returns the packing of trajectories into micro-batches of up to `tokens_max` tokens. On a GPU
     /// sequences share no rows, because its attention reads whole sequences.
-    pub fn packing(&self, tokens_max: usize) -> Packing {
+    pub fn packing_parameters(&self, tokens_max: usize) -> PackingParameters {
         let shared_positions_max = if self.parameters.device().is_cpu() { usize::MAX } else { 0 };
         let top_k = self.model.config.num_experts_per_tok;
-        Packing { cut: self.cut(tokens_max), shared_positions_max, top_k }
+        PackingParameters { cut: self.limits(tokens_max), shared_positions_max, top_k }
     }
 
     /// Calls `run` for each of `batches` and returns the results in order. The thread that runs a batch does
@@ -195,12 +195,12 @@ impl BatchRunner<'_> {
         run: impl Fn(Turn) -> Result<PassOutput<N>> + Sync,
     ) -> Result<Vec<PassOutput<N>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
-        let run = |turn| awake(self.parameters.device(), || run(turn));
+        let run = |turn| with_spinning_threads(self.parameters.device(), || run(turn));
         let alone = |index: usize| run(Turn { index, round: index, masked: false });
         match mesh.ranks() {
             1 if self.is_side_by_side() => self.threads.map(count, alone),
-            1 => self.threads.wide(|| (0..count).map(alone).collect()),
-            _ => self.threads.wide(|| self.in_turn(batches, &run)),
+            1 => self.threads.run_on_all(|| (0..count).map(alone).collect()),
+            _ => self.threads.run_on_all(|| self.in_turn(batches, &run)),
         }
     }
 
@@ -220,7 +220,7 @@ impl BatchRunner<'_> {
             let masked = index >= count;
             let result = run(Turn { index: index.min(count - 1), round, masked })?;
             if !masked {
-                own.push(result.record()?);
+                own.push(result.into_record()?);
             }
         }
         let mut all = mesh.all_gather_records("what passes gave", &own)?;
@@ -229,7 +229,7 @@ impl BatchRunner<'_> {
         let of = |(index, batch): (usize, &MicroBatch)| {
             let first = index % groups * sharing;
             let parts = all[first..first + sharing].iter_mut().map(Vec::pop).collect::<Option<Vec<_>>>();
-            PassOutput::joined(parts.context("a rank made fewer passes")?, batch, mesh)
+            PassOutput::join(parts.context("a rank made fewer passes")?, batch, mesh)
         };
         batches.iter().enumerate().map(of).collect()
     }
@@ -249,14 +249,14 @@ fn tokens_shown(batch: &MicroBatch, turn: &Turn) -> f64 {
 }
 
 /// One value a micro-batch; objectives set the values from any thread.
-pub struct Shares<S>(Vec<Mutex<Option<S>>>);
+pub struct MicroBatchValues<S>(Vec<Mutex<Option<S>>>);
 
-impl<S> Shares<S> {
-    pub fn of(micro_batches: &[MicroBatch]) -> Self {
+impl<S> MicroBatchValues<S> {
+    pub fn new(micro_batches: &[MicroBatch]) -> Self {
         Self(micro_batches.iter().map(|_| Mutex::new(None)).collect())
     }
 
-    pub fn put(&self, index: usize, share: S) {
+    pub fn set(&self, index: usize, share: S) {
         *self.0[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(share);
     }
 
@@ -264,7 +264,7 @@ impl<S> Shares<S> {
     ///
     /// # Errors
     /// When an objective was not called.
-    pub fn all(self) -> Result<Vec<S>> {
+    pub fn into_values(self) -> Result<Vec<S>> {
         let share = |share: Mutex<Option<S>>| share.into_inner().unwrap_or_else(PoisonError::into_inner);
         self.0.into_iter().map(|s| share(s).context("a loss is missing")).collect()
     }

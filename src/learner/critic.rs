@@ -3,7 +3,7 @@
 //! The value of a token is read at the row that predicts the token. It is V of the state, not of the action.
 
 use super::batch::Batch;
-use super::batch_runner::{BatchRunner, Shares};
+use super::batch_runner::{BatchRunner, MicroBatchValues};
 use super::forward_backward::{PassOutput, PassSettings};
 use super::micro_batch::MicroBatch;
 use super::optimizer::Optimizer;
@@ -14,7 +14,7 @@ use crate::model::config::Config;
 use crate::model::init::value_model;
 use crate::model::names::value_model_specs;
 use crate::model::parameters::Parameters;
-use crate::model::storage::Stored;
+use crate::model::storage::TensorStorage;
 use crate::policy::advantage::{gae, whiten};
 use crate::policy::value::{ValueLoss, explained_variance, value_loss};
 use crate::policy::{Aggregation, BatchSize, Normalizer, Sequences};
@@ -54,19 +54,19 @@ impl Critic {
             .map(|(s, _)| s.name)
             .collect();
         let values = value_model(config, seed, |spec| {
-            let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+            let index = policy.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             // Frozen tensors are shared with the policy.
-            match policy.shared(index).filter(|_| !learns.contains(&spec.name)) {
+            match policy.share(index).filter(|_| !learns.contains(&spec.name)) {
                 Some(shared) => Ok(shared),
-                None => Stored::variable_of(spec, &policy.weight(index)?),
+                None => TensorStorage::to_variable(spec, &policy.weight(index)?),
             }
         });
         let values = values.enumerate().map(|(index, found)| {
             let (spec, stored) = found?;
-            Ok((spec, if trainable[index] { stored.sharded(index, policy.mesh())? } else { stored }))
+            Ok((spec, if trainable[index] { stored.into_shard(index, policy.mesh())? } else { stored }))
         });
         let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
-        parameters.train_only(trainable)?;
+        parameters.set_trainable(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })
     }
@@ -80,13 +80,13 @@ impl Critic {
         round_to_bf16: bool,
     ) -> Result<Self> {
         let values = value_model(config, seed, |spec| {
-            let index = policy.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            policy.shared(index).map_or_else(|| Ok(Stored::frozen(policy.weight(index)?)), Ok)
+            let index = policy.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+            policy.share(index).map_or_else(|| Ok(TensorStorage::from_weight(policy.weight(index)?)), Ok)
         });
         let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
-        let start = lora.start(&parameters.specs, seed, Owner::Critic)?;
-        parameters.adapt(lora.clone(), start)?;
-        parameters.train_only(trainable)?;
+        let start = lora.initial_values(&parameters.specs, seed, Owner::Critic)?;
+        parameters.attach_adapter(lora.clone(), start)?;
+        parameters.set_trainable(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })
     }
@@ -115,7 +115,7 @@ pub struct ValueEstimate {
 
 impl CriticStep<'_> {
     fn micro_batches<'b>(&self, batch: &'b Batch) -> Cow<'b, [MicroBatch]> {
-        batch.micro_batches_of(self.runner.packing(self.micro_batch_tokens))
+        batch.micro_batches_for(self.runner.packing_parameters(self.micro_batch_tokens))
     }
 
     /// Returns the value of every trained token of `batch`, in batch order.
@@ -136,7 +136,7 @@ impl CriticStep<'_> {
         let advantages = whiten(sequences, &found.advantages)?;
         let mut metrics = Metrics::new();
         for (name, column) in [("values", values), ("returns", &found.returns)] {
-            let of = || sequences.all_valid().map(|t| f64::from(column[t]));
+            let of = || sequences.all_valid_indices().map(|t| f64::from(column[t]));
             metrics.set(format!("critic/{name}/mean"), of().sum::<f64>() / of().count() as f64);
             metrics.set(format!("critic/{name}/max"), of().fold(f64::NEG_INFINITY, f64::max));
             metrics.set(format!("critic/{name}/min"), of().fold(f64::INFINITY, f64::min));
@@ -159,21 +159,21 @@ impl CriticStep<'_> {
         }
         let (old_values, returns) =
             batch.values.as_ref().zip(batch.returns.as_ref()).context("no values or no returns")?;
-        let size = BatchSize::of(&tokens, self.response_tokens_max);
+        let size = BatchSize::from_sequences(&tokens, self.response_tokens_max);
         let normalizer = Normalizer::new(self.aggregation, size)?;
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };
         let micro_batches = self.micro_batches(batch);
-        let shares: Shares<ValueLoss> = Shares::of(&micro_batches);
+        let shares: MicroBatchValues<ValueLoss> = MicroBatchValues::new(&micro_batches);
         self.runner.accumulate(&micro_batches, self.pass, &|index, [values]| {
-            let span = batch.span(&micro_batches[index]);
+            let span = batch.column_range(&micro_batches[index]);
             let sequences = Sequences::new(&micro_batches[index].cu_targets, &batch.mask[span.clone()])?;
             let (old_values, returns) = (&old_values[span.clone()], &returns[span]);
             let mut share = value_loss(&sequences, values, old_values, returns, clip, &normalizer)?;
             let gradient = std::mem::take(&mut share.grad_values);
-            shares.put(index, share);
+            shares.set(index, share);
             Ok([gradient])
         })?;
-        let shares = shares.all()?;
+        let shares = shares.into_values()?;
         let sum = |of: fn(&ValueLoss) -> f64| shares.iter().map(of).fold(0.0, |sum, share| sum + share);
         let clipped = sum(|share| share.clipped.sum) / sum(|share| share.clipped.tokens);
         let loss = sum(|share| share.loss);

@@ -21,7 +21,7 @@ pub enum Examples {
 
 /// Renders conversations into tokens.
 #[derive(Clone, Copy)]
-pub struct Rendering<'a> {
+pub struct ConversationRenderer<'a> {
     pub chat: &'a Chat,
     /// System and developer messages before a demonstration.
     pub preamble: &'a [Message],
@@ -31,12 +31,12 @@ pub struct Rendering<'a> {
     pub vocabulary: usize,
 }
 
-impl Rendering<'_> {
+impl ConversationRenderer<'_> {
     /// Returns a demonstration's tokens. The loss covers the assistant's tokens.
     ///
     /// # Errors
     /// When a message cannot be rendered, or the conversation is longer than the context.
-    pub fn demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
+    pub fn render_demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
         let messages: Vec<Message> = self.preamble.iter().chain(&demonstration.messages).cloned().collect();
         let place = match self.preamble.is_empty() {
             true => "a demonstration",
@@ -105,8 +105,8 @@ impl Examples {
     /// Reads the rows of `file` if given; else uses the task's demonstrations.
     ///
     /// # Errors
-    /// When [`Rendering::read_rows`] fails.
-    pub fn open(file: Option<&Path>, rendering: &Rendering) -> Result<Self> {
+    /// When [`ConversationRenderer::read_rows`] fails.
+    pub fn open(file: Option<&Path>, rendering: &ConversationRenderer) -> Result<Self> {
         Ok(match file {
             Some(path) => {
                 let sequences = rendering.read_rows(path, None)?;
@@ -123,7 +123,7 @@ impl Examples {
     /// [`crate::error::BadInput`] when the task has no demonstrations.
     pub fn batch(
         &self,
-        rendering: &Rendering,
+        rendering: &ConversationRenderer,
         task: &dyn Task,
         seed: u64,
         start: u64,
@@ -135,7 +135,7 @@ impl Examples {
                 Examples::Demonstrations => {
                     let demonstration =
                         task.demonstration(seed, index).ok_or_else(|| no_demonstrations(task))?;
-                    rendering.demonstration(&demonstration)
+                    rendering.render_demonstration(&demonstration)
                 }
             })
             .collect()

@@ -4,11 +4,11 @@
 //! time. Without it, one graph holds all activations. Both give the same bits.
 
 use super::micro_batch::MicroBatch;
-use crate::model::attend::PackedAttention;
-use crate::model::decoder_stack::{DecoderStack, Keep};
+use crate::model::attention::PackedAttention;
+use crate::model::decoder_stack::{DecoderStack, LayerCallback};
 use crate::model::forward::{ForwardOptions, Model, Rows};
 use crate::model::layer::LayerOutput;
-use crate::model::split_rows::SplitAttention;
+use crate::model::sequence_parallel::SequenceParallelAttention;
 use crate::model::weights::Weights;
 use crate::ops::graph::differentiate;
 use crate::ops::{self, Dispatch};
@@ -72,18 +72,18 @@ impl Pass<'_> {
     /// # Errors
     /// When the batch does not fit the model, or the head gives a number of columns other than `N`.
     pub fn forward<const N: usize>(&self) -> Result<PassOutput<N>> {
-        self.forward_observed(&|| ())
+        self.forward_with_progress(&|| ())
     }
 
-    /// Does [`Self::forward`], and calls `passed` after each layer.
+    /// Does [`Self::forward`], and calls `on_layer` after each layer.
     ///
     /// # Errors
     /// As [`Self::forward`].
-    pub fn forward_observed<const N: usize>(&self, passed: &dyn Fn()) -> Result<PassOutput<N>> {
+    pub fn forward_with_progress<const N: usize>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<N>> {
         let mut routes = vec![];
         let hidden = self.walk(&self.stack(), &mut |_, _, output| {
-            routes.extend(output.routes());
-            passed();
+            routes.extend(output.routed_experts());
+            on_layer();
             Ok(())
         })?;
         Ok(PassOutput { head: columns(&self.head(&hidden)?)?, routes, load_balance: 0.0 })
@@ -95,21 +95,21 @@ impl Pass<'_> {
     /// When the batch does not fit the model, the head gives a number of columns other than `N`, or the
     /// objective fails.
     pub fn forward_backward<const N: usize>(&self, objective: HeadObjective<'_, N>) -> Result<PassOutput<N>> {
-        self.forward_backward_observed(objective, &|| ())
+        self.forward_backward_with_progress(objective, &|| ())
     }
 
-    /// Does [`Self::forward_backward`], and calls `passed` after each layer of the forward pass.
+    /// Does [`Self::forward_backward`], and calls `on_layer` after each layer of the forward pass.
     ///
     /// # Errors
     /// As [`Self::forward_backward`].
-    pub fn forward_backward_observed<const N: usize>(
+    pub fn forward_backward_with_progress<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
-        passed: &dyn Fn(),
+        on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
         match self.settings.recompute_layers {
-            true => self.recomputed(objective, passed),
-            false => self.whole_graph(objective, passed),
+            true => self.recomputed(objective, on_layer),
+            false => self.whole_graph(objective, on_layer),
         }
     }
 
@@ -124,13 +124,13 @@ impl Pass<'_> {
         match &self.batch.split {
             None => f(&mut Rows { rotation, attend: &mut PackedAttention { sequence_rows }, replay }),
             Some(split) => {
-                let attend = &mut SplitAttention { split: split.rows.clone(), sequence_rows };
+                let attend = &mut SequenceParallelAttention { split: split.rows.clone(), sequence_rows };
                 f(&mut Rows { rotation, attend, replay })
             }
         }
     }
 
-    fn walk(&self, stack: &DecoderStack, keep: Keep) -> Result<Tensor> {
+    fn walk(&self, stack: &DecoderStack, keep: LayerCallback) -> Result<Tensor> {
         let on_device = |layers: &Vec<Tensor>| {
             let device = self.weights.device();
             layers.iter().map(|routes| Ok(routes.to_device(device)?)).collect::<Result<Vec<_>>>()
@@ -141,22 +141,22 @@ impl Pass<'_> {
 
     /// Returns the head's output, `[N, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
-        let normed = self.stack().normed(hidden, &self.batch.rows)?;
+        let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
         self.stack().head(&normed, &self.batch.targets, self.settings.temperature)
     }
 
     fn whole_graph<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
-        passed: &dyn Fn(),
+        on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
         let (mut routes, mut balances, mut values) = (vec![], vec![], None);
         differentiate(&[], || {
             let mut roots = vec![];
             let hidden = self.walk(&self.stack(), &mut |_, _, output| {
                 roots.extend(self.load_balance(output, &mut balances)?);
-                routes.extend(output.routes());
-                passed();
+                routes.extend(output.routed_experts());
+                on_layer();
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
@@ -171,7 +171,7 @@ impl Pass<'_> {
     fn recomputed<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
-        passed: &dyn Fn(),
+        on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, mut routes) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
@@ -179,8 +179,8 @@ impl Pass<'_> {
         let hidden =
             self.walk(&DecoderStack { weights: &frozen, ..self.stack() }, &mut |_, input, output| {
                 inputs.push(input.clone());
-                routes.extend(output.routes());
-                passed();
+                routes.extend(output.routed_experts());
+                on_layer();
                 Ok(())
             })?;
         let mut values = None;
@@ -200,7 +200,7 @@ impl Pass<'_> {
             upstream = self.through(&x, || {
                 // The recomputation uses the experts of the first forward.
                 let output =
-                    self.with_rows(Some(&routes), |rows| self.stack().layer(index, next, &x, rows))?;
+                    self.with_rows(Some(&routes), |rows| self.stack().run_layer(index, next, &x, rows))?;
                 let balance = self.load_balance(&output, &mut balances)?;
                 Ok([(output.hidden, upstream)].into_iter().chain(balance).collect())
             })?;
@@ -240,9 +240,9 @@ impl Pass<'_> {
         let loss = match &self.batch.split {
             None => ops::load_balance(&routing.router_logits, &routing.plan, holders)?,
             Some(split) => {
-                let routes = split.rows.all_routes(&routing.routes)?;
+                let routes = split.rows.gather_routed_experts(&routing.routes)?;
                 let plan = Dispatch::new(&routes, self.model.config.num_local_experts)?;
-                ops::load_balance(&split.rows.all_rows(&routing.router_logits)?, &plan, holders)?
+                ops::load_balance(&split.rows.gather_rows(&routing.router_logits)?, &plan, holders)?
             }
         };
         balances.push(loss.clone());
@@ -266,14 +266,14 @@ impl Pass<'_> {
     fn of_all(&self, own: Vec<f32>) -> Result<Vec<f32>> {
         let Some(split) = &self.batch.split else { return Ok(own) };
         let lengths: Vec<usize> = split.targets.iter().map(Vec::len).collect();
-        Ok(split.column(&split.rows.all("what the head gives", &own, &lengths)?))
+        Ok(split.join_columns(&split.rows.gather("what the head gives", &own, &lengths)?))
     }
 
     /// Returns this rank's shard of a column of all targets.
     fn of_own(&self, all: Vec<f32>) -> Vec<f32> {
         match &self.batch.split {
             None => all,
-            Some(split) => split.own_targets().iter().map(|&place| all[place]).collect(),
+            Some(split) => split.local_targets().iter().map(|&place| all[place]).collect(),
         }
     }
 }

@@ -9,14 +9,14 @@
 //! tensor. Each rank adds the received shards to its own shard in rank order. Micro-batches go to the ranks
 //! in round-robin order, so rank order is batch order.
 
-use crate::dist::wire::f32_bytes;
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_bytes;
+use crate::dist::serialization::f32_values;
 use crate::dist::{Mesh, PendingExchange, shard_range};
 use crate::metrics::Progress;
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
-use crate::model::sharded_layers::within_op;
-use crate::ops::cpu::{edit, host_values, on_host};
+use crate::model::sharded_layers::to_op_error;
+use crate::ops::cpu::{edit, host_values, to_host};
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use anyhow::Result;
@@ -94,7 +94,7 @@ impl GradientSum {
         let buffers: Vec<Option<Tensor>> = parameters.gradients().map(Option::<&Tensor>::cloned).collect();
         buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
         let turns = Mutex::new(Turns { adds: vec![0; buffers.len()], failed: None });
-        let uses = (0..buffers.len()).map(|index| parameters.uses(index)).collect();
+        let uses = (0..buffers.len()).map(|index| parameters.use_count(index)).collect();
         let learning = buffers.iter().zip(&parameters.specs).filter(|(buffer, _)| buffer.is_some());
         let values: usize = learning.map(|(_, spec)| spec.element_count()).sum();
         let reduction = (parameters.mesh().ranks() > 1).then(|| Reduction {
@@ -117,7 +117,7 @@ impl GradientSum {
 
     /// Returns the gradient sink of pass `pass` of the batch, from 0. The sink takes one gradient for each
     /// use of a parameter.
-    pub fn of_pass(self: &Arc<Self>, pass: usize) -> Arc<dyn GradientSink> {
+    pub fn pass_sink(self: &Arc<Self>, pass: usize) -> Arc<dyn GradientSink> {
         Arc::new(PassTurn { sum: self.clone(), pass, shown: None })
     }
 
@@ -187,7 +187,7 @@ impl Reduction {
     ) -> candle_core::Result<()> {
         let whole = Tensor::zeros(self.specs[parameter].working_shape(), DType::F32, &self.device)?;
         add(&whole)?;
-        let whole = on_host(&whole)?;
+        let whole = to_host(&whole)?;
         let mut state = self.on_its_way.lock().unwrap_or_else(PoisonError::into_inner);
         if state.pass != pass {
             self.send(&mut state, buffers)?;
@@ -217,7 +217,7 @@ impl Reduction {
         }
         let parts = parts.into_iter().map(Arc::new).collect();
         let started =
-            mesh.start(&what, &mesh.all_ranks(), parts, &vec![own_bytes; ranks]).map_err(within_op)?;
+            mesh.start(&what, &mesh.all_ranks(), parts, &vec![own_bytes; ranks]).map_err(to_op_error)?;
         let parameters = tensors.into_iter().map(|(parameter, _)| parameter).collect();
         state.started.push_back((parameters, 2 * bytes, started));
         Ok(())
@@ -233,7 +233,7 @@ impl Reduction {
     fn settle(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>], left: u64) -> candle_core::Result<()> {
         while state.started.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > left {
             let Some((parameters, _, started)) = state.started.pop_front() else { break };
-            for part in started.wait().map_err(within_op)? {
+            for part in started.wait().map_err(to_op_error)? {
                 let mut values = f32_values(&part);
                 for &parameter in &parameters {
                     let Some(buffer) = &buffers[parameter] else {

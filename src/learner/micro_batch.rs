@@ -2,7 +2,7 @@
 //! share the rows of their common prefix, such as the prompt.
 
 use crate::dist::Mesh;
-use crate::model::split_rows::SplitRows;
+use crate::model::sequence_parallel::SequenceShards;
 use crate::ops::SequenceRows;
 use anyhow::Result;
 use candle_core::Tensor;
@@ -43,13 +43,13 @@ pub struct MicroBatch {
     pub replay: Option<Vec<Tensor>>,
     /// Present in one rank's shard of a micro-batch. Then tokens, positions, rows, targets and experts are
     /// those of this rank; the other fields describe the whole micro-batch.
-    pub split: Option<Arc<Split>>,
+    pub split: Option<Arc<SequenceSplit>>,
 }
 
 /// The parameters of packing. Equal sequences, experts and packing give equal micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Packing {
-    pub cut: Cut,
+pub struct PackingParameters {
+    pub cut: MicroBatchLimits,
     /// Maximum positions that a sequence may share with the one before it.
     pub shared_positions_max: usize,
     /// Number of experts of a token.
@@ -58,7 +58,7 @@ pub struct Packing {
 
 /// The limits for a split of a batch into micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Cut {
+pub struct MicroBatchLimits {
     /// Maximum input tokens of a micro-batch.
     pub tokens_max: usize,
     /// Whether the number of micro-batches is even when it is above 1, so that two threads have equal work.
@@ -66,7 +66,7 @@ pub struct Cut {
     pub in_pairs: bool,
 }
 
-impl From<usize> for Cut {
+impl From<usize> for MicroBatchLimits {
     /// As few micro-batches of up to `tokens_max` tokens as possible.
     fn from(tokens_max: usize) -> Self {
         Self { tokens_max, in_pairs: false }
@@ -74,26 +74,26 @@ impl From<usize> for Cut {
 }
 
 /// The shards of a micro-batch over the ranks of a sequence-parallel group.
-pub struct Split {
-    pub rows: Arc<SplitRows>,
+pub struct SequenceSplit {
+    pub rows: Arc<SequenceShards>,
     /// For each rank, the indices of its targets in the whole micro-batch.
     pub targets: Vec<Vec<usize>>,
 }
 
-impl std::fmt::Debug for Split {
+impl std::fmt::Debug for SequenceSplit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Split").field("targets", &self.targets).finish_non_exhaustive()
     }
 }
 
-impl Split {
+impl SequenceSplit {
     /// Returns the indices of this rank's targets.
-    pub fn own_targets(&self) -> &[usize] {
-        &self.targets[self.rows.place()]
+    pub fn local_targets(&self) -> &[usize] {
+        &self.targets[self.rows.group_index()]
     }
 
     /// Joins the ranks' columns into the column of all targets.
-    pub fn column(&self, parts: &[Vec<f32>]) -> Vec<f32> {
+    pub fn join_columns(&self, parts: &[Vec<f32>]) -> Vec<f32> {
         let mut whole = vec![0.0; self.targets.iter().map(Vec::len).sum()];
         for (places, part) in self.targets.iter().zip(parts) {
             places.iter().zip(part).for_each(|(&place, &value)| whole[place] = value);
@@ -107,26 +107,26 @@ impl MicroBatch {
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
-    pub fn split_over(&self, mesh: &Arc<Mesh>) -> Result<Option<Split>> {
+    pub fn shards(&self, mesh: &Arc<Mesh>) -> Result<Option<SequenceSplit>> {
         if mesh.sequence_ranks() == 1 {
             return Ok(None);
         }
-        let rows = SplitRows::new(mesh, self.tokens.len())?;
+        let rows = SequenceShards::new(mesh, self.tokens.len())?;
         let holds = |range: &Range<usize>, row: u32| range.contains(&(row as usize));
         let places = |range: &Range<usize>| -> Vec<usize> {
             (0..self.rows.len()).filter(|&place| holds(range, self.rows[place])).collect()
         };
         let targets = rows.ranges().iter().map(places).collect();
-        Ok(Some(Split { rows: Arc::new(rows), targets }))
+        Ok(Some(SequenceSplit { rows: Arc::new(rows), targets }))
     }
 
     /// Returns this rank's shard under sequence parallelism, else the whole micro-batch.
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
-    pub fn part(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
-        let Some(split) = self.split_over(mesh)? else { return Ok(Cow::Borrowed(self)) };
-        let (own, places) = (split.rows.own(), split.own_targets());
+    pub fn local_shard(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
+        let Some(split) = self.shards(mesh)? else { return Ok(Cow::Borrowed(self)) };
+        let (own, places) = (split.rows.local_range(), split.local_targets());
         let cut = |routes: &Tensor| Ok(routes.narrow(0, own.start, own.len())?.contiguous()?);
         let replay = self.replay.as_ref().map(|layers| layers.iter().map(cut).collect::<Result<_>>());
         Ok(Cow::Owned(Self {
@@ -147,8 +147,8 @@ impl MicroBatch {
         let mut sequence_rows = SequenceRows::default();
         for (i, sequence) in sequences[range.clone()].iter().enumerate() {
             sequence_rows.push(sequence.inputs().len(), if i == 0 { 0 } else { shared[range.start + i] });
-            tokens.extend_from_slice(&sequence.inputs()[sequence_rows.shared(i)..]);
-            let path = sequence_rows.path(i);
+            tokens.extend_from_slice(&sequence.inputs()[sequence_rows.first_own_row(i)..]);
+            let path = sequence_rows.row_indices(i);
             for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
                 rows.push(path[i - 1] as u32);
                 targets.push(sequence.tokens[i]);
@@ -159,7 +159,7 @@ impl MicroBatch {
             sequences: range,
             tokens: Arc::new(tokens),
             positions: sequence_rows.positions(),
-            holders: sequence_rows.holders().map(Arc::new),
+            holders: sequence_rows.sequences_per_row().map(Arc::new),
             sequence_rows: Arc::new(sequence_rows),
             rows: Arc::new(rows),
             targets: Arc::new(targets),
@@ -171,16 +171,16 @@ impl MicroBatch {
 
     /// Splits `sequences`, in order, into micro-batches of about equal size within the limit `cut`. A longer
     /// sequence becomes a micro-batch by itself.
-    pub fn split(sequences: &[Sequence], cut: impl Into<Cut>) -> Vec<Self> {
-        Self::split_sharing(sequences, cut, |_| 0)
+    pub fn split(sequences: &[Sequence], cut: impl Into<MicroBatchLimits>) -> Vec<Self> {
+        Self::split_with_prefixes(sequences, cut, |_| 0)
     }
 
     /// Like [`Self::split`], but a sequence shares its common prefix with the one before it, up to
     /// `shared_max(index)` tokens. Shared tokens count once toward the limit; targets count once for each
     /// sequence.
-    pub fn split_sharing(
+    pub fn split_with_prefixes(
         sequences: &[impl Borrow<Sequence>],
-        cut: impl Into<Cut>,
+        cut: impl Into<MicroBatchLimits>,
         shared_max: impl Fn(usize) -> usize,
     ) -> Vec<Self> {
         let sequences: Vec<&Sequence> = sequences.iter().map(Borrow::borrow).collect();
@@ -192,7 +192,11 @@ impl MicroBatch {
         Self::cut(&sequences, &shared, cut.into())
     }
 
-    fn cut(sequences: &[&Sequence], shared: &[usize], Cut { tokens_max, in_pairs }: Cut) -> Vec<Self> {
+    fn cut(
+        sequences: &[&Sequence],
+        shared: &[usize],
+        MicroBatchLimits { tokens_max, in_pairs }: MicroBatchLimits,
+    ) -> Vec<Self> {
         let units = units(sequences, shared, tokens_max);
         let total: usize = units.iter().map(|unit| unit.own_tokens).sum();
         let fewest = total.div_ceil(tokens_max.max(1));
@@ -307,7 +311,7 @@ mod tests {
         let of = |lengths: &[usize], tokens_max: usize| -> Vec<usize> {
             let sequence = |&n: &usize| Sequence { tokens: vec![1; n + 1], mask: vec![true; n + 1] };
             let sequences: Vec<Sequence> = lengths.iter().map(sequence).collect();
-            let batches = MicroBatch::split(&sequences, Cut { tokens_max, in_pairs: true });
+            let batches = MicroBatch::split(&sequences, MicroBatchLimits { tokens_max, in_pairs: true });
             assert!(batches.iter().all(|batch| batch.tokens.len() <= tokens_max));
             batches.iter().map(|batch| batch.tokens.len()).collect()
         };
@@ -329,8 +333,8 @@ mod tests {
         };
         let groups: Vec<Sequence> = (0..6).flat_map(|group| (0..4).map(move |i| sample(group, i))).collect();
         let spans = |tokens_max: usize, in_pairs: bool| -> Vec<Range<usize>> {
-            let cut = Cut { tokens_max, in_pairs };
-            let batches = MicroBatch::split_sharing(&groups, cut, |_| usize::MAX);
+            let cut = MicroBatchLimits { tokens_max, in_pairs };
+            let batches = MicroBatch::split_with_prefixes(&groups, cut, |_| usize::MAX);
             batches.into_iter().map(|batch| batch.sequences).collect()
         };
         // A group has 64 rows, and 58 rows after another group.
@@ -349,8 +353,11 @@ mod tests {
         };
         let group: Vec<Sequence> = (0..64).map(sample).collect();
         for in_pairs in [false, true] {
-            let batches =
-                MicroBatch::split_sharing(&group, Cut { tokens_max: 100, in_pairs }, |_| usize::MAX);
+            let batches = MicroBatch::split_with_prefixes(
+                &group,
+                MicroBatchLimits { tokens_max: 100, in_pairs },
+                |_| usize::MAX,
+            );
             let rows: Vec<usize> = batches.iter().map(|batch| batch.tokens.len()).collect();
             // The first micro-batch also holds the prompt.
             assert!(rows.len() <= 14 && rows[1..].iter().all(|rows| (80..=100).contains(rows)), "{rows:?}");
@@ -364,7 +371,7 @@ mod tests {
             Sequence { mask: (0..tokens.len()).map(|i| i >= 4).collect(), tokens }
         };
         let sequences = [sample(10, &[7, 8]), sample(10, &[7, 9]), sample(10, &[1]), sample(20, &[1, 2, 3])];
-        let batches = MicroBatch::split_sharing(&sequences, 100, |_| usize::MAX);
+        let batches = MicroBatch::split_with_prefixes(&sequences, 100, |_| usize::MAX);
         let [batch] = &batches[..] else { panic!("{} micro-batches", batches.len()) };
         assert_eq!(*batch.tokens, [10, 11, 12, 13, 7, 20, 21, 22, 23, 1, 2]);
         assert_eq!(batch.positions, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]);
@@ -374,12 +381,12 @@ mod tests {
         assert_eq!(batch.cu_targets, [0, 2, 4, 5, 8]);
         assert_eq!(**batch.holders.as_ref().unwrap(), [3, 3, 3, 3, 2, 1, 1, 1, 1, 1, 1]);
         // A micro-batch that begins within a group repeats the prompt.
-        let batches = MicroBatch::split_sharing(&sequences, 6, |_| usize::MAX);
+        let batches = MicroBatch::split_with_prefixes(&sequences, 6, |_| usize::MAX);
         assert_eq!(batches.iter().map(|b| b.sequences.clone()).collect::<Vec<_>>(), [0..1, 1..3, 3..4]);
         assert_eq!(*batches[1].tokens, [10, 11, 12, 13, 7]);
         let same = vec![sample(10, &[7, 8]); 4];
-        assert_eq!(MicroBatch::split_sharing(&same, 9, |_| usize::MAX).len(), 2);
-        let batches = MicroBatch::split_sharing(&sequences[..3], 100, |i| 5 - i);
+        assert_eq!(MicroBatch::split_with_prefixes(&same, 9, |_| usize::MAX).len(), 2);
+        let batches = MicroBatch::split_with_prefixes(&sequences[..3], 100, |i| 5 - i);
         assert_eq!(*batches[0].tokens, [10, 11, 12, 13, 7, 7, 13]);
     }
 }

@@ -4,7 +4,7 @@ use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::TensorRole;
 use crate::model::parameters::{BLOCK_STATES, MASTER, OptimizerState, Parameters};
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
-use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, sgd};
+use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd, update_momentum};
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
 
@@ -134,7 +134,7 @@ impl Optimizer {
                 }
                 OptimizerKind::Sgd if s.momentum > 0.0 => {
                     let buffer = kept(MOMENTUM)?;
-                    accumulate(buffer, gradient, s.momentum as f32)?;
+                    update_momentum(buffer, gradient, s.momentum as f32)?;
                     sgd(master, buffer, shrink, lr as f32)?;
                 }
                 OptimizerKind::Sgd => sgd(master, gradient, shrink, lr as f32)?,

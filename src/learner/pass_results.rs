@@ -21,7 +21,7 @@ pub(super) struct PassRecord {
 impl<const N: usize> PassOutput<N> {
     /// # Errors
     /// When the experts cannot be read.
-    pub(super) fn record(self) -> Result<PassRecord> {
+    pub(super) fn into_record(self) -> Result<PassRecord> {
         let Self { head, mut routes, load_balance } = self;
         if N == 1 {
             // A critic's experts are not used.
@@ -37,7 +37,7 @@ impl<const N: usize> PassOutput<N> {
     ///
     /// # Errors
     /// When there is no output, or the outputs do not fit the batch.
-    pub(super) fn joined(mut parts: Vec<PassRecord>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self> {
+    pub(super) fn join(mut parts: Vec<PassRecord>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self> {
         let first = parts.first().context("a group without ranks")?;
         let (layers, top_k, load_balance) = (first.routes.len(), first.top_k, first.load_balance);
         let experts = |layer: usize| {
@@ -47,13 +47,13 @@ impl<const N: usize> PassOutput<N> {
             Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)
         };
         let routes = (0..layers).map(experts).collect::<Result<_>>()?;
-        let split = batch.split_over(mesh)?;
+        let split = batch.shards(mesh)?;
         let mut head = [const { vec![] }; N];
         for (index, column) in head.iter_mut().enumerate() {
             let own = parts.iter_mut().map(|part| std::mem::take(&mut part.head[index]));
             *column = match &split {
                 None => own.last().unwrap_or_default(),
-                Some(split) => split.column(&own.collect::<Vec<_>>()),
+                Some(split) => split.join_columns(&own.collect::<Vec<_>>()),
             };
         }
         Ok(Self { head, routes, load_balance })

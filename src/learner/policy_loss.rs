@@ -7,7 +7,7 @@ use crate::metrics::Metrics;
 use crate::policy::divergence::kl_loss;
 use crate::policy::loss::{LossFunction, LossInput, PolicyLoss, TokenMean};
 use crate::policy::ratio::OldLogprob;
-use crate::policy::{BatchSize, KlPlace, Normalizer, PolicySettings, Sequences};
+use crate::policy::{BatchSize, KlPlacement, Normalizer, PolicySettings, Sequences};
 use anyhow::Result;
 use std::collections::BTreeMap;
 
@@ -45,7 +45,7 @@ impl<'a> UpdateLoss<'a> {
         response_tokens_max: usize,
     ) -> Result<Self> {
         let loss = (policy.loss.make)(policy)?;
-        let size = BatchSize::of(&batch.tokens()?, response_tokens_max);
+        let size = BatchSize::from_sequences(&batch.tokens()?, response_tokens_max);
         let normalizer = Normalizer::new(policy.aggregation, size)?;
         Ok(Self { batch, policy, loss, anchor, updates, normalizer })
     }
@@ -55,14 +55,14 @@ impl<'a> UpdateLoss<'a> {
     ///
     /// # Errors
     /// When a log-probability is not a number.
-    pub fn share(
+    pub fn loss_share(
         &self,
         index: usize,
         [log_prob, entropies]: [&[f32]; 2],
     ) -> Result<(LossShare, HeadColumns<2>)> {
         let Self { batch, policy, normalizer, .. } = self;
         let micro_batch = &batch.micro_batches[index];
-        let span = batch.span(micro_batch);
+        let span = batch.column_range(micro_batch);
         let part = |column: &'a Option<Vec<f32>>| column.as_ref().map(|column| &column[span.clone()]);
         let (rollout, training) = (&batch.rollout_log_probs[span.clone()], part(&batch.training_log_probs));
         let input = LossInput {
@@ -74,7 +74,7 @@ impl<'a> UpdateLoss<'a> {
         };
         let mut loss = self.loss.loss(&input, normalizer, batch.sequences.len())?;
         let mut kl = 0.0;
-        if let (KlPlace::Loss, Some(reference)) = (policy.kl.place, part(&batch.reference_log_probs)) {
+        if let (KlPlacement::Loss, Some(reference)) = (policy.kl.place, part(&batch.reference_log_probs)) {
             let term = kl_loss(&input.sequences, log_prob, reference, policy.kl.estimator, normalizer)?;
             kl = term.loss;
             for (sum, gradient) in loss.grad_log_prob.iter_mut().zip(&term.grad_log_prob) {
@@ -102,7 +102,7 @@ impl<'a> UpdateLoss<'a> {
         }
         means.into_iter().for_each(|(name, mean)| metrics.set(name, mean.value()));
         metrics.set("actor/pg_loss", shares.iter().map(|s| s.policy.loss).sum::<f64>());
-        if self.policy.kl.place == KlPlace::Loss {
+        if self.policy.kl.place == KlPlacement::Loss {
             metrics.set("actor/kl_loss", shares.iter().map(|s| s.kl).sum::<f64>());
         }
         let entropies = outputs.iter().flat_map(|o| o.entropies()).map(|&e| f64::from(e));

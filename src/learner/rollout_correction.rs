@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 /// # Errors
 /// When there are no training log-probabilities, or one of them is not a number.
 pub fn correct_rollout(batch: &mut Batch, settings: &CorrectionSettings) -> Result<Metrics> {
-    if !settings.active() {
+    if !settings.is_active() {
         return Ok(Metrics::new());
     }
     let training = batch.training_log_probs.as_ref().context("a correction without a training forward")?;

@@ -10,14 +10,14 @@ use anyhow::Result;
 use candle_core::{Device, Tensor};
 
 /// Routed experts of one sequence's input tokens: `[layers]` of `[T × K]`.
-pub type Routes = Vec<Vec<u16>>;
+pub type RoutedExperts = Vec<Vec<u16>>;
 
 /// Returns the routed experts stored at sampling, one entry a sequence, with `top_k` experts a token and
 /// layer.
 ///
 /// # Errors
 /// When a trajectory has no experts for a token that the model reads.
-pub fn kept(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<Routes>> {
+pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<RoutedExperts>> {
     let of_one = |trajectory: &Trajectory| {
         let fed = trajectory.tokens.len().saturating_sub(1);
         let complete = trajectory.routes.len() >= fed
@@ -42,12 +42,15 @@ pub fn kept(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<Routes
 ///
 /// # Errors
 /// When the tensors of experts cannot be read.
-pub fn chosen(micro_batches: &[MicroBatch], outputs: &[PassOutput]) -> Result<Vec<Routes>> {
+pub fn experts_from_forward(
+    micro_batches: &[MicroBatch],
+    outputs: &[PassOutput],
+) -> Result<Vec<RoutedExperts>> {
     let mut routes = vec![];
     for (batch, output) in micro_batches.iter().zip(outputs) {
         let layers = output.routes.iter().map(experts_of).collect::<Result<Vec<_>>>()?;
         for sequence in 0..batch.sequence_rows.sequences() {
-            let path = batch.sequence_rows.path(sequence);
+            let path = batch.sequence_rows.row_indices(sequence);
             let part = |(layer, top_k): &(Vec<u16>, usize)| -> Vec<u16> {
                 path.iter().flat_map(|row| &layer[row * top_k..(row + 1) * top_k]).copied().collect()
             };
@@ -64,7 +67,7 @@ fn experts_of(routes: &Tensor) -> Result<(Vec<u16>, usize)> {
 }
 
 /// Returns the share of (input token, layer) pairs with the same set of experts; 1 when there are no pairs.
-pub(super) fn agreement(a: &[Routes], b: &[Routes], top_k: usize) -> f64 {
+pub(super) fn agreement(a: &[RoutedExperts], b: &[RoutedExperts], top_k: usize) -> f64 {
     let layers = a.iter().flatten().zip(b.iter().flatten());
     let pairs = layers.flat_map(|(a, b)| a.chunks_exact(top_k).zip(b.chunks_exact(top_k)));
     let (same, all) = pairs.fold((0usize, 0usize), |(same, all), (a, b)| {
@@ -75,7 +78,7 @@ pub(super) fn agreement(a: &[Routes], b: &[Routes], top_k: usize) -> f64 {
 
 /// Returns the length of the common prefix on which two sequences have the same `top_k` experts in all
 /// layers.
-pub(super) fn common_positions(a: &Routes, b: &Routes, top_k: usize) -> usize {
+pub(super) fn common_prefix_length(a: &RoutedExperts, b: &RoutedExperts, top_k: usize) -> usize {
     let layers = a.iter().zip(b).map(|(a, b)| a.iter().zip(b).take_while(|(a, b)| a == b).count());
     layers.min().unwrap_or(0) / top_k.max(1)
 }
@@ -85,14 +88,14 @@ pub(super) fn common_positions(a: &Routes, b: &Routes, top_k: usize) -> usize {
 ///
 /// # Errors
 /// When memory runs out.
-pub(super) fn of_rows(
-    sequences: &[Routes],
+pub(super) fn pack_experts(
+    sequences: &[RoutedExperts],
     sequence_rows: &SequenceRows,
     top_k: usize,
 ) -> Result<Option<Vec<Tensor>>> {
     let Some(first) = sequences.first() else { return Ok(None) };
     let layer = |l: usize| {
-        let own = |(i, s): (usize, &Routes)| s[l][sequence_rows.shared(i) * top_k..].to_vec();
+        let own = |(i, s): (usize, &RoutedExperts)| s[l][sequence_rows.first_own_row(i) * top_k..].to_vec();
         let experts: Vec<u32> = sequences.iter().enumerate().flat_map(own).map(u32::from).collect();
         let tokens = experts.len() / top_k.max(1);
         Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)

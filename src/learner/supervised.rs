@@ -27,7 +27,7 @@ pub fn gradients(
     pass: PassSettings,
     console: &Console,
 ) -> Result<SupervisedOutput> {
-    let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
+    let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
     let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
     let share = -1.0 / targets.max(1) as f32;
     let stage = console.pass("update", runner.own_tokens(&batches));
@@ -52,7 +52,7 @@ pub fn loss(
     pass: PassSettings,
     console: &Console,
 ) -> Result<f64> {
-    let batches = MicroBatch::split(sequences, runner.cut(micro_batch_tokens));
+    let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
     let stage = console.pass("held-out loss", runner.own_tokens(&batches));
     let outputs = runner.forward_shown(&batches, pass, &stage)?;
     stage.finish();

@@ -18,7 +18,7 @@ enum Cell {
 
 impl Cell {
     /// Merges `other`; returns false if it has another reduction.
-    fn join(&mut self, other: Cell) -> bool {
+    fn merge(&mut self, other: Cell) -> bool {
         match (&mut *self, other) {
             (Cell::Mean { total, weight }, Cell::Mean { total: t, weight: w }) => {
                 *total += t;
@@ -57,19 +57,19 @@ impl Accumulator {
     /// Adds to the mean Σ weight·value / Σ weight. `weight` is the number of tokens or sequences behind
     /// `value`.
     pub fn mean(&mut self, name: &str, value: f64, weight: f64) {
-        self.offer(name, Cell::Mean { total: value * weight, weight });
+        self.merge_value(name, Cell::Mean { total: value * weight, weight });
     }
 
     pub fn sum(&mut self, name: &str, value: f64) {
-        self.offer(name, Cell::Sum(value));
+        self.merge_value(name, Cell::Sum(value));
     }
 
     pub fn max(&mut self, name: &str, value: f64) {
-        self.offer(name, Cell::Max(value));
+        self.merge_value(name, Cell::Max(value));
     }
 
     pub fn min(&mut self, name: &str, value: f64) {
-        self.offer(name, Cell::Min(value));
+        self.merge_value(name, Cell::Min(value));
     }
 
     /// Returns the reduced values.
@@ -82,9 +82,9 @@ impl Accumulator {
         Ok(self.cells.into_iter().map(|(name, cell)| (name, cell.value())).collect())
     }
 
-    fn offer(&mut self, name: &str, cell: Cell) {
+    fn merge_value(&mut self, name: &str, cell: Cell) {
         let joined = match self.cells.get_mut(name) {
-            Some(held) => held.join(cell),
+            Some(held) => held.merge(cell),
             None => self.cells.insert(name.to_owned(), cell).is_none(),
         };
         if !joined {

@@ -20,10 +20,10 @@ const TICK: Duration = Duration::from_secs(1);
 
 /// The progress display. Clones share it.
 #[derive(Clone)]
-pub struct Console(Arc<Shown>);
+pub struct Console(Arc<ConsoleState>);
 
-struct Shown {
-    place: Place,
+struct ConsoleState {
+    place: ConsoleOutput,
     /// The time left over all stages of a plan, if there is one.
     eta: Mutex<Option<Eta>>,
     /// Stages under way, the outermost first.
@@ -39,7 +39,7 @@ struct Stages {
     status: Option<StatusFile>,
 }
 
-enum Place {
+enum ConsoleOutput {
     Bars(MultiProgress),
     Lines {
         out: Mutex<Box<dyn Write + Send>>,
@@ -56,7 +56,7 @@ impl Console {
     /// progress is shown when `every_steps` is 0.
     pub fn stderr(every_steps: u64) -> Self {
         if every_steps > 0 && std::io::stderr().is_terminal() {
-            return Self::at(Place::Bars(MultiProgress::new()));
+            return Self::with_output(ConsoleOutput::Bars(MultiProgress::new()));
         }
         Self::lines(std::io::stderr(), LINES_APART, every_steps)
     }
@@ -73,11 +73,11 @@ impl Console {
 
     /// Prints plain lines to `out`.
     pub fn lines(out: impl Write + Send + 'static, interval: Duration, every_steps: u64) -> Self {
-        Self::at(Place::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })
+        Self::with_output(ConsoleOutput::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })
     }
 
-    fn at(place: Place) -> Self {
-        Self(Arc::new(Shown { place, eta: Mutex::new(None), stages: Mutex::default() }))
+    fn with_output(place: ConsoleOutput) -> Self {
+        Self(Arc::new(ConsoleState { place, eta: Mutex::new(None), stages: Mutex::default() }))
     }
 
     /// Shows one time left over alternating `stages`: name, steps left, and the work of a step in a unit
@@ -106,27 +106,27 @@ impl Console {
 
     /// Starts a stage of `total` steps, of which a resumed run has done `done`.
     pub fn stage(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, Kind { unit: Unit::Steps, inner: false })
+        self.progress(name, total, done, StageUnit { unit: Unit::Steps, inner: false })
     }
 
     /// Starts a stage of `total` units of work other than steps, such as trajectories.
-    pub fn work(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, Kind { unit: Unit::Pieces, inner: false })
+    pub fn work_stage(&self, name: &str, total: u64, done: u64) -> Progress {
+        self.progress(name, total, done, StageUnit { unit: Unit::Pieces, inner: false })
     }
 
     /// Starts a stage of work within a step, such as rollout; a `total` of 0 counts nothing.
     pub fn inner_stage(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, Kind { unit: Unit::Pieces, inner: true })
+        self.progress(name, total, 0, StageUnit { unit: Unit::Pieces, inner: true })
     }
 
     /// Starts a stage within a step that takes `total` tokens through the model.
     pub fn pass(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, Kind { unit: Unit::Tokens, inner: true })
+        self.progress(name, total, 0, StageUnit { unit: Unit::Tokens, inner: true })
     }
 
     /// Starts a stage that takes `total` tokens through the model.
     pub fn work_tokens(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, Kind { unit: Unit::Tokens, inner: false })
+        self.progress(name, total, 0, StageUnit { unit: Unit::Tokens, inner: false })
     }
 
     /// Prints text above the bars; control characters in it are made visible.
@@ -134,23 +134,23 @@ impl Console {
         let text = sanitize_terminal(text);
         match &self.0.place {
             // A terminal that is gone must not end the run.
-            Place::Bars(bars) => {
+            ConsoleOutput::Bars(bars) => {
                 let columns = console::Term::stderr().size().1;
                 drop(bars.println(colour_first_word(&wrap_lines(&text, columns.into()))));
             }
-            Place::Lines { out, .. } => {
+            ConsoleOutput::Lines { out, .. } => {
                 let mut out = lock(out);
                 let _ = writeln!(out, "{}", text.trim_end_matches('\n')).and_then(|()| out.flush());
             }
         }
     }
 
-    fn progress(&self, name: &str, total: u64, done: u64, kind: Kind) -> Progress {
+    fn progress(&self, name: &str, total: u64, done: u64, kind: StageUnit) -> Progress {
         let bar = match &self.0.place {
-            Place::Bars(bars) => {
+            ConsoleOutput::Bars(bars) => {
                 bars.add(ProgressBar::new(total).with_style(style(kind, total)).with_position(done))
             }
-            Place::Lines { .. } => ProgressBar::hidden(),
+            ConsoleOutput::Lines { .. } => ProgressBar::hidden(),
         };
         let name = sanitize_line(name).into_owned();
         bar.set_prefix(name.clone());
@@ -159,7 +159,7 @@ impl Console {
         let pace = Pace { start: Instant::now(), first: done, done, ..Pace::default() };
         let stage = Arc::new(Stage { console: self.clone(), bar, name, total, kind, pace: Mutex::new(pace) });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
-        let is_shown = !matches!(self.0.place, Place::Lines { every_steps: 0, .. });
+        let is_shown = !matches!(self.0.place, ConsoleOutput::Lines { every_steps: 0, .. });
         if is_shown {
             self.start_ticks();
         }
@@ -188,7 +188,7 @@ impl Console {
     /// Renews the bars, the line of a log and the status file, as due at `now`.
     fn tick(&self, now: Instant) {
         let open: Vec<Arc<Stage>> = lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
-        if let Place::Bars(_) = self.0.place {
+        if let ConsoleOutput::Bars(_) = self.0.place {
             open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.pace), now)));
         }
         let Some(line) = self.under_way(&open, now) else { return };
@@ -196,7 +196,7 @@ impl Console {
         if let Some(status) = &mut stages.status {
             status.renew(&line, now);
         }
-        let Place::Lines { every_steps: 1.., .. } = self.0.place else { return };
+        let ConsoleOutput::Lines { every_steps: 1.., .. } = self.0.place else { return };
         if stages.printed.is_none_or(|at| now.saturating_duration_since(at) >= SILENCE_MAX) {
             stages.printed = Some(now);
             drop(stages);
@@ -211,7 +211,8 @@ impl Console {
         let line = inner.line(&lock(&inner.pace), now);
         let Some(outer) = open.first().filter(|outer| !Arc::ptr_eq(outer, inner)) else { return Some(line) };
         let pace = lock(&outer.pace);
-        let left = outer.left(&pace, now).map(|seconds| format!("  ({} left in all)", clock(seconds)));
+        let left =
+            outer.seconds_left(&pace, now).map(|seconds| format!("  ({} left in all)", clock(seconds)));
         Some(format!("{}: {}{}", outer.label(&pace), line.trim_end(), left.unwrap_or_default()))
     }
 }
@@ -238,7 +239,7 @@ fn colour_first_word(text: &str) -> String {
 }
 
 /// Returns the style of a bar, which fills the rest of the terminal's width.
-fn style(kind: Kind, total: u64) -> ProgressStyle {
+fn style(kind: StageUnit, total: u64) -> ProgressStyle {
     let template = match (kind.inner, total) {
         (_, 0) => "{prefix:>10} {msg}",
         (false, _) => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
@@ -254,7 +255,7 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Decides where and when a stage is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Kind {
+struct StageUnit {
     unit: Unit,
     /// Whether it is part of a step: no line of it stays.
     inner: bool,
@@ -280,7 +281,7 @@ struct Stage {
     bar: ProgressBar,
     name: String,
     total: u64,
-    kind: Kind,
+    kind: StageUnit,
     pace: Mutex<Pace>,
 }
 
@@ -327,12 +328,12 @@ impl Progress {
             eta.advance(&stage.name, steps);
         }
         match &stage.console.0.place {
-            Place::Bars(_) => {
+            ConsoleOutput::Bars(_) => {
                 stage.bar.set_message(stage.message(&pace, now));
                 stage.bar.set_position(pace.done);
             }
-            Place::Lines { interval, every_steps, .. } => {
-                if stage.due(&pace, steps, *interval, *every_steps) {
+            ConsoleOutput::Lines { interval, every_steps, .. } => {
+                if stage.is_due(&pace, steps, *interval, *every_steps) {
                     pace.printed = Some(now);
                     lock(&stage.console.0.stages).printed = Some(now);
                     stage.console.print(&stage.line(&pace, now));
@@ -357,7 +358,7 @@ impl Progress {
         let this = Arc::downgrade(&self.0);
         lock(&stage.console.0.stages).open.retain(|open| !open.ptr_eq(&this));
         stage.bar.finish_and_clear();
-        if !stage.kind.inner && matches!(stage.console.0.place, Place::Bars(_)) {
+        if !stage.kind.inner && matches!(stage.console.0.place, ConsoleOutput::Bars(_)) {
             let done = stage.bar.position();
             stage.console.print(&format!("{} {done}/{}  {}", stage.name, stage.total, stage.bar.message()));
         }
@@ -374,7 +375,7 @@ impl Drop for Stage {
 impl Stage {
     /// Whether to print a plain line after `steps` more steps. Work other than steps prints its last line
     /// here; before, [`Console::tick`] prints.
-    fn due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
+    fn is_due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
         if every_steps == 0 || self.kind.inner {
             return false;
         }
@@ -386,12 +387,12 @@ impl Stage {
     }
 
     /// Returns the seconds left at `now`: of a plan's stage, over all stages of the plan.
-    fn left(&self, pace: &Pace, now: Instant) -> Option<f64> {
+    fn seconds_left(&self, pace: &Pace, now: Instant) -> Option<f64> {
         let elapsed = now.saturating_duration_since(pace.start).as_secs_f64();
         if self.kind.unit == Unit::Steps
             && let Some(eta) = &*lock(&self.console.0.eta)
         {
-            return eta.seconds(&self.name, now);
+            return eta.seconds_left(&self.name, now);
         }
         let tokens_left = match self.kind.unit {
             Unit::Tokens => Some(self.total as f64 - pace.tokens),
@@ -433,7 +434,7 @@ impl Stage {
             let rate = if rate < 10.0 { (10.0 * rate).round() / 10.0 } else { rate.round() };
             parts.push(format!("{} tokens/s", format_number(rate)));
         }
-        let left = self.left(pace, now).map(|seconds| format!("{} left", clock(seconds)));
+        let left = self.seconds_left(pace, now).map(|seconds| format!("{} left", clock(seconds)));
         if left.is_none() && tokens == 0.0 && self.kind.unit != Unit::Steps && pace.done < self.total.max(1) {
             parts.push(format!("{} so far", clock(elapsed)));
         }
@@ -509,7 +510,7 @@ mod tests {
     fn work_shows_its_tokens_before_its_first_piece_is_done_and_ends_once() {
         let out = Shared::default();
         let console = Console::lines(out.clone(), Duration::ZERO, 10);
-        let work = console.work("sampling", 4, 0);
+        let work = console.work_stage("sampling", 4, 0);
         work.advance(0, 1200, &[]);
         console.tick(Instant::now() + SILENCE_MAX);
         work.advance(3, 34, &[("reward", 0.5)]);
@@ -519,7 +520,7 @@ mod tests {
         assert_eq!(lines.len(), 2, "{lines:?}");
         assert!(lines[0].starts_with("sampling 0/4  1,200 tokens  40 tokens/s"), "{}", lines[0]);
         assert!(lines[1].starts_with("sampling 4/4  reward 0.5  1,238 tokens  "), "{}", lines[1]);
-        Console::lines(out.clone(), Duration::ZERO, 0).work("silent", 1, 0).advance(1, 1, &[]);
+        Console::lines(out.clone(), Duration::ZERO, 0).work_stage("silent", 1, 0).advance(1, 1, &[]);
         assert_eq!(out.lines().len(), 2);
     }
 

@@ -46,7 +46,7 @@ impl Eta {
     /// Returns the seconds left at `now`, in a step of stage `name`. A stage with steps done continues at the
     /// speed of its last ones; another at the speed of the others, by its work. `None` before the first step
     /// and after the last.
-    pub fn seconds(&self, name: &str, now: Instant) -> Option<f64> {
+    pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
         let made = || self.stages.iter().filter_map(|stage| Some((stage.step()?, stage.work)));
         let (seconds, work) = made().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
         let left: u64 = self.stages.iter().map(|stage| stage.left).sum();
@@ -82,14 +82,14 @@ mod tests {
     #[test]
     fn a_stage_that_has_run_counts_at_its_speed_and_another_by_its_work() {
         let mut eta = Eta::new(&[("cold start", 10, 1.0), ("rl", 4, 8.0), ("evaluation", 0, 1.0)]);
-        let seconds = |eta: &Eta, name| eta.seconds(name, eta.mark);
+        let seconds = |eta: &Eta, name| eta.seconds_left(name, eta.mark);
         assert_eq!(seconds(&eta, "cold start"), None, "nothing is known yet");
         eta.stages[0].advance(5, 10.0);
         assert_eq!(seconds(&eta, "cold start"), Some(5.0 * 2.0 + 4.0 * 16.0));
         eta.stages[0].advance(5, 10.0);
         eta.stages[1].advance(1, 3.0);
         assert_eq!(seconds(&eta, "rl"), Some(3.0 * 3.0), "its own speed is known now");
-        let within = |s| eta.seconds("rl", eta.mark + Duration::from_secs(s));
+        let within = |s| eta.seconds_left("rl", eta.mark + Duration::from_secs(s));
         assert_eq!([within(2), within(50)], [Some(7.0), Some(6.0)], "a step takes its share, however long");
         eta.stages[1].advance(3, 9.0);
         assert_eq!(seconds(&eta, "rl"), None, "nothing is left");
@@ -100,7 +100,7 @@ mod tests {
         let mut eta = Eta::new(&[("rl", 40, 1.0)]);
         eta.stages[0].advance(1, 60.0);
         (0..19).for_each(|step| eta.stages[0].advance(1, if step % 2 == 0 { 19.0 } else { 21.0 }));
-        let left = eta.seconds("rl", eta.mark).unwrap();
+        let left = eta.seconds_left("rl", eta.mark).unwrap();
         assert!((left - 20.0 * 20.0).abs() < 0.2 * 400.0, "{left}");
     }
 }

@@ -82,7 +82,7 @@ impl MetricsFile {
 
     /// Appends a row in one write: readers see whole lines, and a kill damages at most the last line.
     pub fn write(&mut self, row: &Row) -> Result<()> {
-        self.check_in_place()?;
+        self.check_path()?;
         let line = row.to_json() + "\n";
         let written = self.file.write_all(line.as_bytes());
         written.with_context(|| format!("{}: cannot be written", self.path.display()))?;
@@ -96,7 +96,7 @@ impl MetricsFile {
     ///
     /// # Errors
     /// When it is not.
-    pub fn check_in_place(&self) -> Result<()> {
+    pub fn check_path(&self) -> Result<()> {
         let ours = self.file.metadata().map(|about| (about.dev(), about.ino()));
         let there = std::fs::metadata(&self.path).map(|about| (about.dev(), about.ino()));
         let same = matches!((&ours, &there), (Ok(ours), Ok(there)) if ours == there);
@@ -116,7 +116,7 @@ impl MetricsFile {
 
     /// Syncs the file and returns its length, for the checkpoint.
     pub fn sync(&mut self) -> Result<u64> {
-        self.check_in_place()?;
+        self.check_path()?;
         self.file.sync_data().with_context(|| format!("{}: cannot be synced", self.path.display()))?;
         Ok(self.bytes)
     }

@@ -16,7 +16,7 @@ impl Table {
     }
 
     /// Adds a row; missing cells are empty, surplus cells are dropped.
-    pub fn row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
+    pub fn add_row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
         let mut row: Vec<String> = cells.into_iter().map(clean).collect();
         row.resize(self.header.len(), String::new());
         self.rows.push(row);

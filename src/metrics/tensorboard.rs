@@ -51,7 +51,7 @@ impl TensorBoard {
     /// When the file cannot be written.
     pub fn write(&mut self, row: &Row) -> Result<()> {
         let folder = self.folder.clone();
-        let event = Event { wall_time: now(), step: row.step, what: What::Scalars(row) };
+        let event = Event { wall_time: now(), step: row.step, what: EventPayload::Scalars(row) };
         let written = self.file(row.phase)?.write_all(&frame(&event.encode()));
         written.with_context(|| format!("{}: TensorBoard events cannot be written", folder.display()))
     }
@@ -80,9 +80,9 @@ fn start_file(folder: &Path, purge: Option<u64>) -> Result<File> {
             opened => break opened?,
         }
     };
-    let mut head = frame(&Event { wall_time: now(), step: 0, what: What::FileVersion }.encode());
+    let mut head = frame(&Event { wall_time: now(), step: 0, what: EventPayload::FileVersion }.encode());
     if let Some(step) = purge {
-        head.extend(frame(&Event { wall_time: now(), step, what: What::SessionStart }.encode()));
+        head.extend(frame(&Event { wall_time: now(), step, what: EventPayload::SessionStart }.encode()));
     }
     file.write_all(&head)?;
     Ok(file)
@@ -115,10 +115,10 @@ fn masked_crc(data: &[u8]) -> u32 {
 struct Event<'a> {
     wall_time: f64,
     step: u64,
-    what: What<'a>,
+    what: EventPayload<'a>,
 }
 
-enum What<'a> {
+enum EventPayload<'a> {
     FileVersion,
     /// `message SessionLog { SessionStatus status = 1; }` with START = 1.
     SessionStart,
@@ -134,9 +134,9 @@ impl Event<'_> {
         event.push(2 << 3 | VARINT);
         varint(&mut event, self.step);
         match self.what {
-            What::FileVersion => bytes_field(&mut event, 3, b"brain.Event:2"),
-            What::SessionStart => bytes_field(&mut event, 7, &[1 << 3 | VARINT, 1]),
-            What::Scalars(row) => {
+            EventPayload::FileVersion => bytes_field(&mut event, 3, b"brain.Event:2"),
+            EventPayload::SessionStart => bytes_field(&mut event, 7, &[1 << 3 | VARINT, 1]),
+            EventPayload::Scalars(row) => {
                 let mut summary = Vec::new();
                 for (tag, value) in row.metrics.iter() {
                     let mut scalar = Vec::new();

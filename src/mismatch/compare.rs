@@ -2,7 +2,7 @@
 
 use crate::policy::Sequences;
 use crate::policy::correction::{ImportanceConfig, Level, WeightBound, importance_weights};
-use crate::policy::offpolicy::{agreement_metrics, offpolicy_metrics};
+use crate::policy::off_policy::{agreement_metrics, off_policy_metrics};
 use anyhow::{Result, ensure};
 
 /// Importance weights are capped here, so that one token does not decide spread and sample size.
@@ -25,7 +25,7 @@ pub const COLUMNS: [(&str, &str); 12] = [
 ];
 
 /// Log-probabilities of the same targets from both computations.
-pub struct Gap<'a> {
+pub struct LogProbPair<'a> {
     /// Start of each sequence, and the number of targets.
     pub cu_seqlens: &'a [usize],
     pub training: &'a [f32],
@@ -36,7 +36,7 @@ pub struct Gap<'a> {
     pub clip: (f64, f64),
 }
 
-impl Gap<'_> {
+impl LogProbPair<'_> {
     /// Returns the figures, with the metric names of [`COLUMNS`].
     ///
     /// # Errors
@@ -48,7 +48,7 @@ impl Gap<'_> {
         let sequences = Sequences::new(self.cu_seqlens, &mask)?;
         let mut found: Vec<(String, f64)> =
             agreement_metrics(&sequences, self.training, self.rollout)?.into_iter().collect();
-        for (name, value) in offpolicy_metrics(&sequences, self.training, Some(self.rollout))? {
+        for (name, value) in off_policy_metrics(&sequences, self.training, Some(self.rollout))? {
             found.push((format!("rollout_corr/{name}"), value));
         }
         let log_ratio: Vec<f32> = self.training.iter().zip(self.rollout).map(|(t, r)| t - r).collect();

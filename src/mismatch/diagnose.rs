@@ -1,14 +1,15 @@
 //! Decides which known mistake explains log-probabilities, if any.
 //!
-//! This model's log-probs of the same tokens are computed under each cause. [`Yardsticks`] bound the mismatch
-//! that rounding makes. A cause is named under three conditions: the remaining mismatch is within rounding by
-//! every figure of [`GapFigures`], the regression slope is 1, and no other cause explains the data as well.
+//! This model's log-probs of the same tokens are computed under each cause. [`RoundingBounds`] bound the
+//! mismatch that rounding makes. A cause is named under three conditions: the remaining mismatch is within
+//! rounding by every figure of [`DifferenceStats`], the regression slope is 1, and no other cause explains
+//! the data as well.
 
 use super::causes::Cause;
-use super::distance::{Fit, GapFigures, slope};
-use super::observed::Observed;
-use super::rounding::{F32_FLOOR, Yardsticks, within_f32};
-use super::search::{Candidate, Search};
+use super::distance::{DifferenceStats, Fit, slope};
+use super::engine_log_probs::EngineLogProbs;
+use super::rounding::{F32_FLOOR, RoundingBounds, is_within_f32};
+use super::search::{Candidate, CauseSearch};
 use super::ties::{TIE_BITS, without_ties};
 use crate::metrics::Console;
 use crate::model::forward::Model;
@@ -39,7 +40,7 @@ const SET_MAX: usize = 3;
 
 /// The model without any mistake, and the means to compute it.
 #[derive(Clone, Copy)]
-pub struct Reference<'a> {
+pub struct UnmodifiedModel<'a> {
     pub threads: &'a Threads,
     pub model: &'a Model,
     pub parameters: &'a Parameters,
@@ -77,7 +78,7 @@ impl Verdict {
     }
 
     /// Returns whether there is a mistake: neither agreement nor rounding.
-    pub fn differs(&self) -> bool {
+    pub fn has_mistake(&self) -> bool {
         !matches!(self, Verdict::Agrees | Verdict::Rounding)
     }
 
@@ -92,20 +93,20 @@ impl Verdict {
     }
 
     /// Returns the verdict as text.
-    pub fn words(&self) -> String {
+    pub fn to_text(&self) -> String {
         match self {
             Verdict::Agrees => "agrees".into(),
             Verdict::Rounding => "rounding: no more than bf16 makes".into(),
-            Verdict::Named(cause) => cause.words(),
-            Verdict::OneOf(causes) => format!("one of: {}", listed(causes)),
+            Verdict::Named(cause) => cause.description(),
+            Verdict::OneOf(causes) => format!("one of: {}", join_causes(causes)),
             Verdict::Unknown(_) => "unknown: no known cause leaves only rounding".into(),
         }
     }
 }
 
 /// Joins indistinguishable causes into text.
-pub fn listed(causes: &[Cause]) -> String {
-    causes.iter().map(Cause::words).collect::<Vec<_>>().join("; or ")
+pub fn join_causes(causes: &[Cause]) -> String {
+    causes.iter().map(Cause::description).collect::<Vec<_>>().join("; or ")
 }
 
 /// The verdict with its figures.
@@ -113,14 +114,14 @@ pub struct Diagnosis {
     pub verdict: Verdict,
     /// `theirs − ours` for all targets, in nats.
     pub gaps: Vec<f64>,
-    pub figures: GapFigures,
+    pub figures: DifferenceStats,
     /// Remaining mismatch under the verdict's first explanation, or under the unchanged model if they agree.
     /// It excludes [`Self::ties`].
-    pub left: Option<GapFigures>,
+    pub left: Option<DifferenceStats>,
     /// Mismatch of this model in slightly shortened f32 against itself.
-    pub f32_yard: GapFigures,
+    pub f32_yard: DifferenceStats,
     /// Mismatch of this model in bf16 against itself.
-    pub bf16_yard: GapFigures,
+    pub bf16_yard: DifferenceStats,
     /// Whether no figure exceeds what bf16 makes, independent of the verdict.
     pub within_bf16: bool,
     /// Causes that change no log-prob of these rows; these rows cannot confirm or exclude them.
@@ -136,30 +137,30 @@ struct Close {
     candidate: Candidate,
     /// Remaining mismatch without the targets whose choice of experts is a tie, and the number of those
     /// targets.
-    settled: GapFigures,
+    settled: DifferenceStats,
     ties: usize,
     /// Fit with the candidate computed in bf16 or f32, whichever is better.
     fit: Fit,
-    yardsticks: Yardsticks,
+    yardsticks: RoundingBounds,
 }
 
 impl Close {
     /// Wraps a candidate whose rounding is not computed.
     fn hopeless(candidate: Candidate) -> Self {
         let (fit, settled) = (candidate.fit, candidate.figures);
-        Self { candidate, settled, ties: 0, fit, yardsticks: Yardsticks::none() }
+        Self { candidate, settled, ties: 0, fit, yardsticks: RoundingBounds::exact() }
     }
 
     fn leaves_f32(&self) -> bool {
-        within_f32(&self.settled, &self.yardsticks.f32)
+        is_within_f32(&self.settled, &self.yardsticks.f32)
     }
 
     fn leaves_bf16(&self) -> bool {
-        self.yardsticks.within_bf16(&self.candidate.gaps)
+        self.yardsticks.is_within_bf16(&self.candidate.gaps)
     }
 
     fn is_of_f32(&self) -> bool {
-        self.yardsticks.is_of_f32(&self.settled)
+        self.yardsticks.is_f32_rounding(&self.settled)
     }
 
     /// Returns whether the cause is a form of rounding. Such a cause must match to the last digits, since any
@@ -175,14 +176,14 @@ impl Close {
     }
 }
 
-impl Reference<'_> {
+impl UnmodifiedModel<'_> {
     /// Returns why `observed` differs from this model, if it does.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn diagnose(&self, observed: &Observed) -> Result<Diagnosis> {
-        let search = Search::new(*self, observed)?;
-        let null = self.close(&search, search.unchanged())?;
+    pub fn diagnose(&self, observed: &EngineLogProbs) -> Result<Diagnosis> {
+        let search = CauseSearch::new(*self, observed)?;
+        let null = self.close(&search, search.baseline())?;
         let mut found = Diagnosis {
             verdict: Verdict::Agrees,
             gaps: null.candidate.gaps.clone(),
@@ -222,13 +223,13 @@ impl Reference<'_> {
     }
 
     /// Returns the best of `candidates`, best first. Each has the better of its fits in f32 and bf16.
-    fn nearest(&self, search: &Search, candidates: Vec<Candidate>, null: &Close) -> Result<Vec<Close>> {
+    fn nearest(&self, search: &CauseSearch, candidates: Vec<Candidate>, null: &Close) -> Result<Vec<Close>> {
         let hopeless = |candidate: &Candidate| {
             candidate.fit.spread > HOPELESS.1 * null.fit.spread
-                && !null.yardsticks.near_bf16(&candidate.figures, HOPELESS.0)
+                && !null.yardsticks.is_near_bf16(&candidate.figures, HOPELESS.0)
         };
-        let candidates = Candidate::best(candidates, CLOSE_MAX);
-        let mut close = search.each(candidates.len(), |index| {
+        let candidates = Candidate::select_best(candidates, CLOSE_MAX);
+        let mut close = search.map_candidates(candidates.len(), |index| {
             let candidate = candidates[index].clone();
             match hopeless(&candidate) {
                 true => Ok(Close::hopeless(candidate)),
@@ -236,33 +237,33 @@ impl Reference<'_> {
             }
         })?;
         // The bounds are never smaller than those of the unchanged model.
-        close.iter_mut().for_each(|close| close.yardsticks.at_least(&null.yardsticks));
+        close.iter_mut().for_each(|close| close.yardsticks.raise_to(&null.yardsticks));
         close.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
         Ok(close)
     }
 
-    fn close(&self, search: &Search, candidate: Candidate) -> Result<Close> {
+    fn close(&self, search: &CauseSearch, candidate: Candidate) -> Result<Close> {
         let cause = candidate.cause.as_ref();
         // Rounding it again would be another explanation, so the bounds of the unchanged model apply.
         if cause.is_some_and(Cause::shortens_mantissas) {
             return Ok(Close::hopeless(candidate));
         }
         let theirs = &search.observed.log_probs;
-        let yardsticks = Yardsticks::of(search, cause, &candidate.log_probs)?;
-        let in_bf16 = yardsticks.in_bf16.iter().map(|rounded| candidate.fit_of(theirs, rounded));
+        let yardsticks = RoundingBounds::compute(search, cause, &candidate.log_probs)?;
+        let in_bf16 = yardsticks.in_bf16.iter().map(|rounded| candidate.refit(theirs, rounded));
         let better = |a: Fit, b: Fit| if b.log_likelihood > a.log_likelihood { b } else { a };
         let fit = in_bf16.fold(candidate.fit, better);
         let (mut settled, mut ties) = (candidate.figures, 0);
         let may_have_ties = self.model.config.family.has_experts
-            && yardsticks.is_of_f32(&candidate.figures)
-            && !within_f32(&candidate.figures, &yardsticks.f32);
+            && yardsticks.is_f32_rounding(&candidate.figures)
+            && !is_within_f32(&candidate.figures, &yardsticks.f32);
         if may_have_ties {
-            let rounded = |bits| Ok(search.rounded(cause, (bits, bits))?.log_probs);
+            let rounded = |bits| Ok(search.trace_with_rounding(cause, (bits, bits))?.log_probs);
             let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
             let gaps;
             (gaps, ties) =
-                without_ties(&candidate.gaps, theirs, &search.observed.rows(), &forwards, F32_FLOOR);
-            settled = GapFigures::of(&gaps);
+                without_ties(&candidate.gaps, theirs, &search.observed.target_ranges(), &forwards, F32_FLOOR);
+            settled = DifferenceStats::from_differences(&gaps);
         }
         Ok(Close { fit, settled, ties, yardsticks, candidate })
     }

@@ -9,7 +9,7 @@ const IMPOSSIBLE: f32 = -1000.0;
 const SPREAD_MIN: f64 = 2e-7;
 
 /// Returns the differences `theirs − ours`, in nats; 0 where `has_value` is false.
-pub fn gaps(theirs: &[f32], ours: &[f32], has_value: &[bool]) -> Vec<f64> {
+pub fn log_prob_differences(theirs: &[f32], ours: &[f32], has_value: &[bool]) -> Vec<f64> {
     let gap = |(&t, &o): (&f32, &f32)| match (t < IMPOSSIBLE, o < IMPOSSIBLE) {
         (true, true) => 0.0,
         (false, false) if t.is_finite() && o.is_finite() => {
@@ -24,7 +24,7 @@ pub fn gaps(theirs: &[f32], ours: &[f32], has_value: &[bool]) -> Vec<f64> {
 
 /// Statistics of |Δlogp|. Each of them alone can refute agreement.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct GapFigures {
+pub struct DifferenceStats {
     pub median: f64,
     pub p90: f64,
     pub p99: f64,
@@ -35,8 +35,8 @@ pub struct GapFigures {
     pub effective_sample_share: f64,
 }
 
-impl GapFigures {
-    pub fn of(gaps: &[f64]) -> Self {
+impl DifferenceStats {
+    pub fn from_differences(gaps: &[f64]) -> Self {
         let mut sorted: Vec<f64> = gaps.iter().map(|gap| gap.abs()).collect();
         sorted.sort_unstable_by(f64::total_cmp);
         let count = sorted.len();
@@ -59,7 +59,7 @@ impl GapFigures {
     }
 
     /// Returns the figures with their names in `mismatch.json`.
-    pub fn named(&self) -> [(&'static str, f64); 7] {
+    pub fn with_names(&self) -> [(&'static str, f64); 7] {
         [
             ("median", self.median),
             ("p90", self.p90),
@@ -72,7 +72,7 @@ impl GapFigures {
     }
 
     /// Scales the figures by `times`. For the effective sample, it scales the loss.
-    pub fn scaled(&self, times: f64) -> Self {
+    pub fn scale(&self, times: f64) -> Self {
         Self {
             median: times * self.median,
             p90: times * self.p90,
@@ -85,7 +85,7 @@ impl GapFigures {
     }
 
     /// Returns the larger value of each figure; for the effective sample, the smaller one.
-    pub fn larger(&self, other: &GapFigures) -> Self {
+    pub fn elementwise_max(&self, other: &DifferenceStats) -> Self {
         Self {
             median: self.median.max(other.median),
             p90: self.p90.max(other.p90),
@@ -99,7 +99,7 @@ impl GapFigures {
 
     /// Returns whether each figure is at most `floor`, or at most `body` times (median, p90, mean) or `tail`
     /// times (the rest) the figure of `other`.
-    pub fn within(&self, other: &GapFigures, (body, tail): (f64, f64), floor: f64) -> bool {
+    pub fn is_within(&self, other: &DifferenceStats, (body, tail): (f64, f64), floor: f64) -> bool {
         let at_most = |mine: f64, theirs: f64, factor: f64| mine <= (factor * theirs).max(floor);
         at_most(self.median, other.median, body)
             && at_most(self.p90, other.p90, body)
@@ -122,7 +122,7 @@ pub struct Fit {
 }
 
 impl Fit {
-    pub fn of(gaps: &[f64]) -> Self {
+    pub fn from_differences(gaps: &[f64]) -> Self {
         let count = gaps.len().max(1) as f64;
         let mut sorted: Vec<f64> = gaps.iter().map(|gap| gap.abs()).collect();
         let middle = sorted.len() / 2;
@@ -149,7 +149,7 @@ fn weight(gap: f64, spread: f64) -> f64 {
 /// error. Outliers have less weight. The slope is 1 if the step is correct and 0 if it is unrelated to the
 /// data.
 pub fn slope(before: &[f64], after: &[f64]) -> (f64, f64) {
-    let spread = Fit::of(after).spread;
+    let spread = Fit::from_differences(after).spread;
     let (mut xy, mut xx) = (0.0, 0.0);
     for (b, a) in before.iter().zip(after) {
         let (step, w) = (b - a, weight(*a, spread));
@@ -166,8 +166,8 @@ mod tests {
     #[test]
     fn one_figure_alone_can_veto() {
         let rounding: Vec<f64> = (0..1000).map(|i| f64::from(i % 10) * 1e-3).collect();
-        let yard = GapFigures::of(&rounding);
-        let within = |gaps: &[f64]| GapFigures::of(gaps).within(&yard, (2.0, 3.0), 0.0);
+        let yard = DifferenceStats::from_differences(&rounding);
+        let within = |gaps: &[f64]| DifferenceStats::from_differences(gaps).is_within(&yard, (2.0, 3.0), 0.0);
         assert!(within(&rounding));
         for share in [1, 10, 200, 450] {
             let mut broken = rounding.clone();
@@ -178,9 +178,13 @@ mod tests {
 
     #[test]
     fn impossible_tokens_are_alike_however_they_are_written() {
-        let found = gaps(&[-9999.0, -1.0, -1e30], &[f32::NEG_INFINITY, f32::NEG_INFINITY, -2.0], &[true; 3]);
+        let found = log_prob_differences(
+            &[-9999.0, -1.0, -1e30],
+            &[f32::NEG_INFINITY, f32::NEG_INFINITY, -2.0],
+            &[true; 3],
+        );
         assert_eq!(found, [0.0, 50.0, -50.0]);
-        assert_eq!(gaps(&[-1.0], &[-3.0], &[false]), [0.0]);
+        assert_eq!(log_prob_differences(&[-1.0], &[-3.0], &[false]), [0.0]);
     }
 
     #[test]
@@ -190,6 +194,6 @@ mod tests {
         let before: Vec<f64> = noise.iter().enumerate().map(|(i, n)| n + step(i)).collect();
         let (found, error) = slope(&before, &noise);
         assert!((found - 1.0).abs() < 4.0 * error && error < 0.02, "{found} ± {error}");
-        assert!(Fit::of(&noise).log_likelihood > Fit::of(&before).log_likelihood);
+        assert!(Fit::from_differences(&noise).log_likelihood > Fit::from_differences(&before).log_likelihood);
     }
 }

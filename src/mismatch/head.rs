@@ -2,9 +2,9 @@
 //! logits.
 
 use super::causes::Cause;
-use super::observed::ObservedBatch;
+use super::engine_log_probs::EngineBatch;
 use crate::model::policy_view::PolicyView;
-use crate::ops::logits::{Sampling, logits_rows_max};
+use crate::ops::logits::{SamplingParameters, logits_rows_max};
 use anyhow::Result;
 use candle_core::Tensor;
 use half::bf16;
@@ -18,7 +18,7 @@ pub enum Filter {
 }
 
 /// Distinguishes mistakes that happen after the logits.
-pub const DECIDES: &str = "the log-probs of several tokens at one place (top_logprobs)";
+pub const DISTINGUISHING_INPUT: &str = "the log-probs of several tokens at one place (top_logprobs)";
 
 /// Declares the cause: log-probs over the tokens that `filter` keeps.
 fn filtered(filter: Filter) -> Cause {
@@ -28,7 +28,7 @@ fn filtered(filter: Filter) -> Cause {
         Filter::MinP(p) => ("log-probs after min-p", format!("min_p = {p:.3}")),
     };
     let settings = HeadSettings { filter: Some(filter), ..HeadSettings::default() };
-    Cause::head(name, format!("renormalised over what {kept} keeps"), DECIDES, settings)
+    Cause::in_head(name, format!("renormalised over what {kept} keeps"), DISTINGUISHING_INPUT, settings)
 }
 
 /// The computation of log-probabilities from logits.
@@ -52,7 +52,7 @@ impl HeadSettings {
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn log_probs(&self, policy: &PolicyView, normed: &Tensor, batch: &ObservedBatch) -> Result<Vec<f32>> {
+    pub fn log_probs(&self, policy: &PolicyView, normed: &Tensor, batch: &EngineBatch) -> Result<Vec<f32>> {
         let temperature = batch.temperature * self.temperature_factor;
         let mut found = self.of_all(policy, normed, batch, temperature)?;
         if (temperature != 1.0 || self.filter.is_some()) && batch.sampled.contains(&false) {
@@ -68,7 +68,7 @@ impl HeadSettings {
         &self,
         policy: &PolicyView,
         normed: &Tensor,
-        batch: &ObservedBatch,
+        batch: &EngineBatch,
         temperature: f64,
     ) -> Result<Vec<f32>> {
         if self.filter.is_none() && !self.bf16_logits {
@@ -99,8 +99,10 @@ fn each_row(
     let (start, end) = (rows.start, rows.end);
     for start in (start..end).step_by(chunk) {
         let count = chunk.min(end - start);
-        let logits = policy.stack().logits(&normed.narrow(0, start, count)?, &Sampling::whole(1.0))?;
-        let z = logits.scores().flatten_all()?.to_vec1::<f32>()?;
+        let logits = policy
+            .decoder_stack()
+            .logits(&normed.narrow(0, start, count)?, &SamplingParameters::with_temperature(1.0))?;
+        let z = logits.scaled_logits().flatten_all()?.to_vec1::<f32>()?;
         z.chunks_exact(vocabulary).enumerate().for_each(|(i, z)| use_row(start + i, z));
     }
     Ok(())
@@ -203,7 +205,7 @@ impl FitRows {
     /// When shapes disagree.
     pub fn draw(
         policy: &PolicyView,
-        batches: &[ObservedBatch],
+        batches: &[EngineBatch],
         normed: &[Tensor],
         theirs: &[f32],
     ) -> Result<Self> {
@@ -238,7 +240,7 @@ impl FitRows {
         if factor.ln().abs() > TEMPERATURE_ALIKE {
             let detail = format!("log-probs are those of {factor:.3} times the temperature stated");
             let settings = HeadSettings { temperature_factor: factor, ..HeadSettings::default() };
-            found.push(Cause::head("another temperature", detail, DECIDES, settings));
+            found.push(Cause::in_head("another temperature", detail, DISTINGUISHING_INPUT, settings));
         }
         found
     }

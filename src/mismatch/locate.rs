@@ -1,7 +1,7 @@
 //! Locates a log-prob mismatch: the positions, rows, tokens or experts of the differing targets.
 
-use super::diagnose::Reference;
-use super::observed::Observed;
+use super::diagnose::UnmodifiedModel;
+use super::engine_log_probs::EngineLogProbs;
 use crate::model::layer::LayerOutput;
 use crate::model::policy_view::PolicyView;
 use anyhow::Result;
@@ -18,7 +18,7 @@ const OUTSIDE_MAX: f64 = 0.25;
 const GROUP_TARGETS_MIN: usize = 3;
 
 /// Each target's row, position, token and experts.
-pub struct Places {
+pub struct TargetPositions {
     /// Names of the rows.
     pub names: Vec<String>,
     /// Index of each target's row in `names`.
@@ -30,15 +30,15 @@ pub struct Places {
     tokens: Vec<u32>,
 }
 
-impl Places {
+impl TargetPositions {
     /// Collects the locations of the targets of `observed`. `rows` has one entry a target, an index into
     /// `names`.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn of(
-        reference: &Reference,
-        observed: &Observed,
+    pub fn collect(
+        reference: &UnmodifiedModel,
+        observed: &EngineLogProbs,
         names: Vec<String>,
         rows: Vec<usize>,
     ) -> Result<Self> {
@@ -46,17 +46,17 @@ impl Places {
         let top_k = reference.model.config.num_experts_per_tok;
         let mut found =
             Self { names, rows, positions: vec![], experts: vec![vec![]; layers], tokens: vec![] };
-        let policy = PolicyView::plain(reference.model, reference.parameters)?;
+        let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
         for batch in observed.batches.iter().map(|batch| &batch.tokens) {
             let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
-                if let Some(routes) = output.routes() {
+                if let Some(routes) = output.routed_experts() {
                     let routes = routes.flatten_all()?.to_vec1::<u32>()?;
                     let of_row = |&row: &u32| routes[row as usize * top_k..][..top_k].to_vec();
                     found.experts[layer].extend(batch.rows.iter().map(of_row));
                 }
                 Ok(())
             };
-            reference.threads.wide(|| policy.normed(batch, keep))?;
+            reference.threads.run_on_all(|| policy.head_input(batch, keep))?;
             found.positions.extend(batch.rows.iter().map(|&row| batch.positions[row as usize] as usize + 1));
             found.tokens.extend_from_slice(&batch.targets);
         }
@@ -82,7 +82,7 @@ pub struct Location {
 
 /// The targets that differ by more than a threshold, and the location that explains them, if there is one.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Located {
+pub struct LocationResult {
     pub moved: usize,
     pub targets: usize,
     pub location: Option<Location>,
@@ -91,7 +91,7 @@ pub struct Located {
 }
 
 /// Locates the differences beyond `threshold`, in nats.
-pub fn locate(places: &Places, gaps: &[f64], threshold: f64) -> Located {
+pub fn locate(places: &TargetPositions, gaps: &[f64], threshold: f64) -> LocationResult {
     let moved: Vec<bool> = gaps.iter().map(|gap| gap.abs() > threshold).collect();
     let total = moved.iter().filter(|m| **m).count();
     let mut best: Option<(f64, Location)> = None;
@@ -155,7 +155,7 @@ pub fn locate(places: &Places, gaps: &[f64], threshold: f64) -> Located {
         }
     }
     let first = (0..gaps.len()).filter(|&t| moved[t]).take(5);
-    Located {
+    LocationResult {
         moved: total,
         targets: gaps.len(),
         location: best.map(|(_, location)| location),
@@ -165,7 +165,7 @@ pub fn locate(places: &Places, gaps: &[f64], threshold: f64) -> Located {
 
 /// Returns the positions where differences may begin or end: each row's first differing one, and the one
 /// after its last.
-fn cuts(places: &Places, moved: &[bool], longest: usize) -> Vec<usize> {
+fn cuts(places: &TargetPositions, moved: &[bool], longest: usize) -> Vec<usize> {
     let mut share = vec![(0usize, 0usize); longest + 2];
     for (position, moved) in places.positions.iter().zip(moved) {
         share[*position].0 += usize::from(*moved);
@@ -200,11 +200,11 @@ fn listed(rows: &[usize], names: &[String]) -> String {
 mod tests {
     use super::*;
 
-    fn places() -> Places {
+    fn places() -> TargetPositions {
         let rows = 8;
         let length = 100;
         let targets = rows * length;
-        Places {
+        TargetPositions {
             names: (1..=rows).map(|row| row.to_string()).collect(),
             rows: (0..targets).map(|t| t / length).collect(),
             positions: (0..targets).map(|t| t % length + 1).collect(),
@@ -220,7 +220,7 @@ mod tests {
             let gaps: Vec<f64> = (0..800).map(|t| if moved(t) { -0.5 } else { 1e-5 }).collect();
             locate(&places, &gaps, 1e-3)
         };
-        let place = |located: Located| located.location.map(|l| l.place).unwrap_or_default();
+        let place = |located: LocationResult| located.location.map(|l| l.place).unwrap_or_default();
         assert_eq!(place(found(&|t| t % 100 >= 59)), "positions from 60 on");
         assert_eq!(place(found(&|t| t % 100 < 20)), "positions before 21");
         assert_eq!(place(found(&|t| t / 100 == 2 || t / 100 == 6)), "rows 3, 7");

@@ -4,42 +4,42 @@
 //! are recomputed on these tokens. They equal the values which that rollout would have stored, because every
 //! perturbation acts on each row alone.
 
-use super::compare::Gap;
-use super::diagnose::{Reference, Verdict};
-use super::observed::Observed;
-use super::output::Line;
+use super::compare::LogProbPair;
+use super::diagnose::{UnmodifiedModel, Verdict};
+use super::engine_log_probs::EngineLogProbs;
+use super::output::ResultLine;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
-use crate::model::arms::Arms;
+use crate::model::ablations::Ablations;
 use crate::model::forward::ForwardOptions;
 use crate::model::layer::LayerOutput;
 use crate::model::policy_view::PolicyView;
-use crate::ops::cpu::on_host;
+use crate::ops::cpu::to_host;
 use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 
 /// The tokens and settings that all ablations share.
-pub struct Measure<'a> {
-    reference: Reference<'a>,
+pub struct AblationMeasurement<'a> {
+    reference: UnmodifiedModel<'a>,
     seed: u64,
     temperature: f64,
     clip: (f64, f64),
     /// The ablations under which the tokens were sampled.
-    sampled_under: Arms,
-    observed: Observed,
+    sampled_under: Ablations,
+    observed: EngineLogProbs,
     cu_seqlens: Vec<usize>,
     /// The model's log-probs without ablations.
     plain: Vec<f32>,
 }
 
-impl<'a> Measure<'a> {
+impl<'a> AblationMeasurement<'a> {
     /// Prepares the measurement of `trajectories`, sampled under `arms` at `temperature`.
     pub fn new(
-        reference: Reference<'a>,
+        reference: UnmodifiedModel<'a>,
         trajectories: &[&Trajectory],
-        arms: &Arms,
+        arms: &Ablations,
         seed: u64,
         temperature: f64,
         clip: (f64, f64),
@@ -54,12 +54,12 @@ impl<'a> Measure<'a> {
             cu_seqlens.push(log_probs.len());
         }
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
-        let policy = PolicyView::plain(reference.model, reference.parameters)?;
+        let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
         let stage = stage(&reference, "without arms", &batches, 1);
         let plain = policy
             .all_log_probs(reference.threads, &batches, temperature, &|batch| advance(&stage, batch))?;
         stage.finish();
-        let observed = Observed::sampled(batches, temperature, log_probs);
+        let observed = EngineLogProbs::from_samples(batches, temperature, log_probs);
         let sampled_under = arms.clone();
         Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, plain })
     }
@@ -68,13 +68,13 @@ impl<'a> Measure<'a> {
     ///
     /// # Errors
     /// When an ablation does not fit the model, or a forward fails.
-    pub fn line(&self, name: &str, arms: &Arms) -> Result<Line> {
-        let Reference { threads, model, parameters, .. } = self.reference;
-        let rollout = PolicyView::rollout(model, parameters, arms, self.seed)?;
-        let training = PolicyView::training(model, parameters, arms, self.seed)?;
+    pub fn measure(&self, name: &str, arms: &Ablations) -> Result<ResultLine> {
+        let UnmodifiedModel { threads, model, parameters, .. } = self.reference;
+        let rollout = PolicyView::for_rollout(model, parameters, arms, self.seed)?;
+        let training = PolicyView::for_training(model, parameters, arms, self.seed)?;
         let batches: Vec<MicroBatch> =
             self.observed.batches.iter().map(|batch| batch.tokens.clone()).collect();
-        let second = ForwardOptions::second_forward(arms, self.seed);
+        let second = ForwardOptions::for_old_log_probs(arms, self.seed);
         let stage = stage(&self.reference, name, &batches, 2 + usize::from(second.is_some()));
         let passed = |batch: &MicroBatch| advance(&stage, batch);
         let ([mut stored, computed], divergence) =
@@ -90,7 +90,7 @@ impl<'a> Measure<'a> {
             None => stored.clone(),
         };
         stage.finish();
-        let gap = Gap {
+        let gap = LogProbPair {
             cu_seqlens: &self.cu_seqlens,
             training: &computed,
             rollout: &stored,
@@ -105,30 +105,32 @@ impl<'a> Measure<'a> {
         if arms.second_forward_old_logprobs && !same_bits(&old, &computed) {
             cause.push_str("; the second forward gives other old log-probs, so the ratio is not 1");
         }
-        Ok(Line { name: name.to_owned(), metrics, cause: Some(cause) })
+        Ok(ResultLine { name: name.to_owned(), metrics, cause: Some(cause) })
     }
 
     /// Returns whether the tokens were sampled with the rollout settings of `arms`.
-    fn samples_alike(&self, arms: &Arms) -> bool {
-        let side = |arms: &Arms| (arms.rollout_noise(), arms.rollout_bits(), arms.rollout_mxfp4);
+    fn samples_alike(&self, arms: &Ablations) -> bool {
+        let side =
+            |arms: &Ablations| (arms.rollout_noise(), arms.rollout_mantissa_limit(), arms.rollout_mxfp4);
         side(arms) == side(&self.sampled_under)
     }
 
     /// Returns the likely cause, derived from the log-probs alone.
-    fn cause(&self, arms: &Arms, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
+    fn cause(&self, arms: &Ablations, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
         let mut words = vec![];
         for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
             if same_bits(&self.plain, log_probs) {
                 continue;
             }
-            let observed = Observed { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
+            let observed =
+                EngineLogProbs { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
             let found = self.reference.diagnose(&observed)?;
             words.push(match found.verdict {
                 Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}) and no rounding explains it: router noise",
                     divergence.routing_agreement
                 ),
-                verdict => format!("{side}: {}", verdict.words()),
+                verdict => format!("{side}: {}", verdict.to_text()),
             });
         }
         if words.is_empty() {
@@ -168,7 +170,7 @@ fn both(
     let (mut same, mut all) = (0usize, 0usize);
     let top_k = a.model.config.num_experts_per_tok.max(1);
     for batch in batches {
-        let (x, y) = threads.wide(|| -> Result<_> { Ok((layers(a, batch)?, layers(b, batch)?)) })?;
+        let (x, y) = threads.run_on_all(|| -> Result<_> { Ok((layers(a, batch)?, layers(b, batch)?)) })?;
         for ((policy, normed), log_probs) in [(a, &x.0), (b, &y.0)].into_iter().zip(&mut log_probs) {
             log_probs.extend(policy.log_probs(normed, batch, temperature)?);
             passed(batch);
@@ -198,9 +200,9 @@ struct LayerTrace {
 /// Runs `batch` through `policy`; returns the head's input and the output of each layer.
 fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerTrace>)> {
     let mut layers = vec![];
-    let normed = policy.normed(batch, &mut |_, _, output: &LayerOutput| {
-        let routes = output.routes().map(|routes| routes.flatten_all()?.to_vec1()).transpose()?;
-        let hidden = on_host(&output.hidden)?.flatten_all()?.to_vec1()?;
+    let normed = policy.head_input(batch, &mut |_, _, output: &LayerOutput| {
+        let routes = output.routed_experts().map(|routes| routes.flatten_all()?.to_vec1()).transpose()?;
+        let hidden = to_host(&output.hidden)?.flatten_all()?.to_vec1()?;
         layers.push(LayerTrace { routes: routes.unwrap_or_default(), hidden });
         Ok(())
     })?;
@@ -208,7 +210,7 @@ fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerT
 }
 
 /// Starts a progress stage of `passes` passes over `batches`, counted in tokens.
-fn stage(reference: &Reference, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
+fn stage(reference: &UnmodifiedModel, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
     reference.console.work_tokens(name, (tokens * passes) as u64)
 }

@@ -4,24 +4,24 @@
 //! of a log-prob mismatch. [`diagnose`] finds its likely cause among [`causes`]. [`against`] compares another
 //! engine's rows. [`arms`] parses the ablations, [`measure`] measures them, and [`output`] prints the result.
 
-pub mod against;
-pub mod arms;
+pub mod ablations;
+pub mod bitwise_equality;
 pub mod causes;
 pub mod compare;
 pub mod diagnose;
 pub mod distance;
+pub mod engine_log_probs;
+pub mod expert_comparison;
 pub mod export;
+pub mod external_engine;
 pub mod formats;
 pub mod head;
-pub mod links;
 pub mod locate;
 pub mod measure;
-pub mod observed;
 pub mod output;
 pub mod page;
 pub mod passes;
 mod rounding;
-pub mod routes;
 pub mod rows;
 mod search;
 mod ties;

@@ -1,13 +1,13 @@
 //! Prints the result as a table, and writes it as `mismatch.json`.
 
+use super::bitwise_equality::EqualityCheck;
 use super::compare::COLUMNS;
-use super::links::Link;
 use crate::metrics::{Table, format_number};
 use serde_json::{Map, Value, json};
 
 /// One line of the result.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Line {
+pub struct ResultLine {
     pub name: String,
     /// Values by metric name; `None` if there is no value, such as the first differing layer when no layer
     /// differs.
@@ -16,9 +16,9 @@ pub struct Line {
     pub cause: Option<String>,
 }
 
-impl Line {
+impl ResultLine {
     /// Makes the line of one link of the proof.
-    pub fn of_link(link: &Link) -> Self {
+    pub fn from_check(link: &EqualityCheck) -> Self {
         let metrics = [
             ("mismatch/tokens", link.tokens as f64),
             ("mismatch/logprob_abs_diff_max", link.logprob_abs_diff_max),
@@ -37,17 +37,17 @@ impl Line {
 }
 
 /// Formats the links of the proof as a table.
-pub fn links_table(lines: &[Line]) -> String {
+pub fn equality_table(lines: &[ResultLine]) -> String {
     let mut table = Table::new(["link", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
     for line in lines {
         let keys = ["mismatch/tokens", "mismatch/logprob_abs_diff_max", "mismatch/bit_equal_fraction"];
-        table.row(std::iter::once(line.name.clone()).chain(keys.map(|key| shown(line.get(key)))));
+        table.add_row(std::iter::once(line.name.clone()).chain(keys.map(|key| shown(line.get(key)))));
     }
     table.to_string()
 }
 
 /// Formats the mismatches as a table of at most `columns` text columns, with the cause of each line below it.
-pub fn gaps_table(title: &str, lines: &[Line], columns: usize) -> String {
+pub fn mismatch_table(title: &str, lines: &[ResultLine], columns: usize) -> String {
     let used: Vec<_> = COLUMNS
         .iter()
         .filter(|(key, _)| lines.iter().any(|l| l.metrics.iter().any(|(k, _)| k == key)))
@@ -55,7 +55,9 @@ pub fn gaps_table(title: &str, lines: &[Line], columns: usize) -> String {
     let header = std::iter::once(title).chain(used.iter().map(|(_, short)| *short));
     let mut table = Table::new(header);
     for line in lines {
-        table.row(std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))));
+        table.add_row(
+            std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))),
+        );
     }
     let mut text = table.format_within(columns);
     let caused = lines.iter().filter_map(|line| Some((&line.name, line.cause.as_ref()?)));
@@ -73,8 +75,8 @@ fn shown(value: Option<f64>) -> String {
 
 /// Returns `mismatch.json`: `{"rows": [{"name", metric: value, …, "cause"}], "verdict", "diagnosis"?,
 /// "bad_rows"?}`. A value that is not a number becomes null.
-pub fn to_json(lines: &[Line], verdict: &str, diagnosis: Option<Value>, bad_rows: &[String]) -> String {
-    let row = |line: &Line| {
+pub fn to_json(lines: &[ResultLine], verdict: &str, diagnosis: Option<Value>, bad_rows: &[String]) -> String {
+    let row = |line: &ResultLine| {
         let mut row = Map::new();
         row.insert("name".into(), json!(line.name));
         line.metrics.iter().for_each(|(key, value)| {

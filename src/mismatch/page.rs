@@ -1,7 +1,7 @@
 //! A Markdown page to paste into an issue, and its chart: |Δlogp| by position.
 
-use super::against::Comparison;
-use super::distance::GapFigures;
+use super::distance::DifferenceStats;
+use super::external_engine::Comparison;
 use std::fmt::Write;
 
 /// Size and margins of the chart, in SVG user units.
@@ -28,7 +28,7 @@ pub fn page(answer: &str, table: &str, seen: &[String]) -> String {
 
 /// Returns `mismatch.svg`: median and maximum of |Δlogp| over ranges of positions, on a logarithmic axis,
 /// with the bf16 bound.
-pub fn picture(found: &Comparison) -> String {
+pub fn chart(found: &Comparison) -> String {
     let (positions, gaps) = (&found.places.positions, &found.diagnosis.gaps);
     let longest = positions.iter().copied().max().unwrap_or(1);
     let width = longest.div_ceil(STRETCHES_MAX).max(1);
@@ -68,7 +68,7 @@ pub fn picture(found: &Comparison) -> String {
         );
     }
     for (stretch, gaps) in stretches.iter().enumerate().filter(|(_, gaps)| !gaps.is_empty()) {
-        let figures = GapFigures::of(gaps);
+        let figures = DifferenceStats::from_differences(gaps);
         let at = x((stretch as f64 + 0.5) * width as f64);
         let _ = writeln!(
             svg,

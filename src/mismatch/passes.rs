@@ -1,12 +1,12 @@
 //! Forward passes over given tokens: log-probabilities, and the output of each layer.
 
 use crate::learner::micro_batch::MicroBatch;
-use crate::model::attend::PackedAttention;
-use crate::model::cache::{CacheRoom, Caches, SequenceCache};
+use crate::model::attention::PackedAttention;
+use crate::model::cache::{CacheCapacity, Caches, SequenceCache};
 use crate::model::decoder_stack;
 use crate::model::forward::Rows;
 use crate::model::policy_view::PolicyView;
-use crate::ops::logits::{Sampling, logits_rows_max};
+use crate::ops::logits::{SamplingParameters, logits_rows_max};
 use crate::ops::threads::Threads;
 use anyhow::Result;
 use candle_core::Tensor;
@@ -19,12 +19,12 @@ impl PolicyView<'_> {
     ///
     /// # Errors
     /// When the batch does not fit the model, or `keep` fails.
-    pub fn normed(&self, batch: &MicroBatch, keep: decoder_stack::Keep) -> Result<Tensor> {
+    pub fn head_input(&self, batch: &MicroBatch, keep: decoder_stack::LayerCallback) -> Result<Tensor> {
         let attend = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
         let rotation = self.model.rotation(batch.positions.clone());
-        let stack = self.stack();
+        let stack = self.decoder_stack();
         let last = stack.forward(&batch.tokens, &mut Rows { rotation, attend, replay: None }, keep)?;
-        stack.normed(&last, &batch.rows)
+        stack.final_norm_rows(&last, &batch.rows)
     }
 
     /// Returns the log-probabilities of the batch's targets from `normed`, `[R]`.
@@ -32,7 +32,7 @@ impl PolicyView<'_> {
     /// # Errors
     /// When shapes disagree.
     pub fn log_probs(&self, normed: &Tensor, batch: &MicroBatch, temperature: f64) -> Result<Vec<f32>> {
-        Ok(self.stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
+        Ok(self.decoder_stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
     /// Returns the log-probabilities of all batches' targets, in order. Calls `passed` after each batch.
@@ -47,10 +47,10 @@ impl PolicyView<'_> {
         passed: &(dyn Fn(&MicroBatch) + Sync),
     ) -> Result<Vec<f32>> {
         let one = |batch: &MicroBatch| {
-            let normed = self.normed(batch, &mut decoder_stack::nothing)?;
+            let normed = self.head_input(batch, &mut decoder_stack::keep_nothing)?;
             self.log_probs(&normed, batch, temperature).inspect(|_| passed(batch))
         };
-        let found: Vec<Vec<f32>> = threads.wide(|| batches.iter().map(one).collect::<Result<_>>())?;
+        let found: Vec<Vec<f32>> = threads.run_on_all(|| batches.iter().map(one).collect::<Result<_>>())?;
         Ok(found.concat())
     }
 
@@ -67,7 +67,12 @@ impl PolicyView<'_> {
             }
             let mut cache = self.caches(1, inputs, inputs)?.sequence();
             let fed = tokens[..inputs].to_vec();
-            let x = self.stack().feed(fed, &mut [&mut cache], &[inputs], &mut decoder_stack::nothing)?;
+            let x = self.decoder_stack().feed(
+                fed,
+                &mut [&mut cache],
+                &[inputs],
+                &mut decoder_stack::keep_nothing,
+            )?;
             sampler_log_probs(self, &x, targets, temperature)
         };
         sequences.iter().map(one).collect()
@@ -100,7 +105,8 @@ impl PolicyView<'_> {
                 .map(|(cache, _)| cache)
                 .collect();
             let counts = vec![1; indices.len()];
-            let x = self.stack().feed(tokens, &mut batch, &counts, &mut decoder_stack::nothing)?;
+            let x =
+                self.decoder_stack().feed(tokens, &mut batch, &counts, &mut decoder_stack::keep_nothing)?;
             let found = sampler_log_probs(self, &x, &targets, temperature)?;
             fed(indices.len());
             indices.iter().zip(found).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
@@ -110,20 +116,20 @@ impl PolicyView<'_> {
 
     /// Allocates KV caches for `sequences` sequences.
     fn caches(&self, sequences: usize, tokens: usize, fed_tokens_max: usize) -> Result<Caches> {
-        let room = CacheRoom { sequences, tokens, fed_tokens_max };
+        let room = CacheCapacity { sequences, tokens, fed_tokens_max };
         Caches::new(&self.model.config, self.weights.device(), room)
     }
 }
 
 /// Returns the log-probabilities of `targets` after the rows of `x [R, H]`, computed as the sampler does.
 fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<f32>> {
-    let (stack, sampling) = (policy.stack(), Sampling::whole(temperature));
+    let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::with_temperature(temperature));
     let rows_max = logits_rows_max(policy.model.config.vocab_size);
     let mut log_probs = Vec::with_capacity(targets.len());
     for (chunk, targets) in targets.chunks(rows_max).enumerate() {
         let first = (chunk * rows_max) as u32;
         let rows = Arc::new((first..first + targets.len() as u32).collect());
-        let logits = stack.logits(&stack.normed(x, &rows)?, &sampling)?;
+        let logits = stack.logits(&stack.final_norm_rows(x, &rows)?, &sampling)?;
         let asked: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
         log_probs.extend(logits.log_probs(&sampling, &asked)?);
     }

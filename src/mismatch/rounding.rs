@@ -6,8 +6,8 @@
 //! are the same under all roundings have their own, much smaller bound.
 
 use super::causes::Cause;
-use super::distance::GapFigures;
-use super::search::{Search, Traced, gaps_between};
+use super::distance::DifferenceStats;
+use super::search::{CauseSearch, LogProbTrace, differences};
 use anyhow::Result;
 
 /// Multiples of the bound that count as rounding: for the body's figures and for the tail's.
@@ -28,35 +28,36 @@ const COARSE_BITS: u32 = 6;
 const LEAD_MIN: f32 = 12.0;
 
 /// Mismatch of this model with rounding against itself without, unchanged or under a cause.
-pub struct Yardsticks {
-    pub f32: GapFigures,
-    pub bf16: GapFigures,
+pub struct RoundingBounds {
+    pub f32: DifferenceStats,
+    pub bf16: DifferenceStats,
     /// Figures of the targets that are `decided`.
-    bf16_decided: GapFigures,
+    bf16_decided: DifferenceStats,
     /// Whether each target has the same experts in bf16.
     decided: Vec<bool>,
     /// Log-probs in bf16, with fine and coarse activations.
     pub in_bf16: [Vec<f32>; 2],
 }
 
-impl Yardsticks {
+impl RoundingBounds {
     /// Computes the bounds of the model under `cause`, whose log-probs are `exact`.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn of(search: &Search, cause: Option<&Cause>, exact: &[f32]) -> Result<Self> {
-        let f32 = search.rounded(cause, (F32_BITS, F32_BITS))?;
-        let bf16 = search.rounded(cause, (BF16_BITS, BF16_BITS))?;
-        let coarse = search.rounded(cause, (BF16_BITS, COARSE_BITS))?.log_probs;
-        let decided = decided(&f32, &bf16, search.experts_chosen());
-        let gaps = |other: &[f32]| gaps_between(other, exact);
+    pub fn compute(search: &CauseSearch, cause: Option<&Cause>, exact: &[f32]) -> Result<Self> {
+        let f32 = search.trace_with_rounding(cause, (F32_BITS, F32_BITS))?;
+        let bf16 = search.trace_with_rounding(cause, (BF16_BITS, BF16_BITS))?;
+        let coarse = search.trace_with_rounding(cause, (BF16_BITS, COARSE_BITS))?.log_probs;
+        let decided = decided(&f32, &bf16, search.experts_per_token());
+        let gaps = |other: &[f32]| differences(other, exact);
         let in_bf16 = [bf16.log_probs, coarse];
         let of = |keep: &dyn Fn(&[f64]) -> Vec<f64>| {
-            let [fine, coarse] = in_bf16.each_ref().map(|other| GapFigures::of(&keep(&gaps(other))));
-            fine.larger(&coarse)
+            let [fine, coarse] =
+                in_bf16.each_ref().map(|other| DifferenceStats::from_differences(&keep(&gaps(other))));
+            fine.elementwise_max(&coarse)
         };
         Ok(Self {
-            f32: GapFigures::of(&gaps(&f32.log_probs)),
+            f32: DifferenceStats::from_differences(&gaps(&f32.log_probs)),
             bf16: of(&<[f64]>::to_vec),
             bf16_decided: of(&|gaps| kept(gaps, &decided)),
             decided,
@@ -65,8 +66,8 @@ impl Yardsticks {
     }
 
     /// Returns bounds that only exact equality meets.
-    pub fn none() -> Self {
-        let nothing = GapFigures::of(&[]);
+    pub fn exact() -> Self {
+        let nothing = DifferenceStats::from_differences(&[]);
         Self {
             f32: nothing,
             bf16: nothing,
@@ -77,16 +78,16 @@ impl Yardsticks {
     }
 
     /// Raises each bound to at least that of `other`.
-    pub fn at_least(&mut self, other: &Yardsticks) {
-        self.f32 = self.f32.larger(&other.f32);
-        self.bf16 = self.bf16.larger(&other.bf16);
-        self.bf16_decided = self.bf16_decided.larger(&other.bf16_decided);
+    pub fn raise_to(&mut self, other: &RoundingBounds) {
+        self.f32 = self.f32.elementwise_max(&other.f32);
+        self.bf16 = self.bf16.elementwise_max(&other.bf16);
+        self.bf16_decided = self.bf16_decided.elementwise_max(&other.bf16_decided);
     }
 
     /// Returns whether bf16 rounding explains `gaps`.
-    pub fn within_bf16(&self, gaps: &[f64]) -> bool {
-        GapFigures::of(gaps).within(&self.bf16, BF16_FACTORS, F32_FLOOR)
-            && GapFigures::of(&kept(gaps, &self.decided)).within(
+    pub fn is_within_bf16(&self, gaps: &[f64]) -> bool {
+        DifferenceStats::from_differences(gaps).is_within(&self.bf16, BF16_FACTORS, F32_FLOOR)
+            && DifferenceStats::from_differences(&kept(gaps, &self.decided)).is_within(
                 &self.bf16_decided,
                 DECIDED_FACTORS,
                 F32_FLOOR,
@@ -94,21 +95,21 @@ impl Yardsticks {
     }
 
     /// Returns whether `figures` are at most `times` the bf16 bound.
-    pub fn near_bf16(&self, figures: &GapFigures, times: f64) -> bool {
-        figures.within(&self.bf16.scaled(times), BF16_FACTORS, F32_FLOOR)
+    pub fn is_near_bf16(&self, figures: &DifferenceStats, times: f64) -> bool {
+        figures.is_within(&self.bf16.scale(times), BF16_FACTORS, F32_FLOOR)
     }
 
     /// Returns whether most of `figures` are within the f32 bound where bf16 would exceed it. Such a file was
     /// not computed in bf16.
-    pub fn is_of_f32(&self, figures: &GapFigures) -> bool {
+    pub fn is_f32_rounding(&self, figures: &DifferenceStats) -> bool {
         let most = (F32_FACTORS.0 * self.f32.median).max(F32_FLOOR);
         figures.median <= most && self.bf16.median > 4.0 * most
     }
 }
 
 /// Returns whether f32 rounding explains `figures`, given its bound `yard`.
-pub fn within_f32(figures: &GapFigures, yard: &GapFigures) -> bool {
-    figures.within(yard, F32_FACTORS, F32_FLOOR)
+pub fn is_within_f32(figures: &DifferenceStats, yard: &DifferenceStats) -> bool {
+    figures.is_within(yard, F32_FACTORS, F32_FLOOR)
 }
 
 fn kept(gaps: &[f64], keep: &[bool]) -> Vec<f64> {
@@ -117,7 +118,7 @@ fn kept(gaps: &[f64], keep: &[bool]) -> Vec<f64> {
 
 /// Returns whether each target's `chosen` experts lead the others in every layer by far more than bf16
 /// changes a score.
-fn decided(exact: &Traced, bf16: &Traced, chosen: usize) -> Vec<bool> {
+fn decided(exact: &LogProbTrace, bf16: &LogProbTrace, chosen: usize) -> Vec<bool> {
     let mut decided = vec![true; exact.log_probs.len()];
     for (exact, bf16) in exact.scores.iter().zip(&bf16.scores) {
         let mut moves: Vec<f32> =
@@ -142,7 +143,7 @@ mod tests {
 
     #[test]
     fn a_near_tie_is_not_decided() {
-        let traced = |scores: Vec<Vec<f32>>| Traced { log_probs: vec![-1.0; 3], scores: vec![scores] };
+        let traced = |scores: Vec<Vec<f32>>| LogProbTrace { log_probs: vec![-1.0; 3], scores: vec![scores] };
         let exact = traced(vec![vec![3.0, 2.0, 0.0], vec![2.0, 0.0, 1.99], vec![0.0, 4.0, 2.0]]);
         let bf16 = traced(vec![vec![3.01, 2.01, 0.01], vec![2.01, 0.01, 2.0], vec![0.01, 4.01, 2.01]]);
         assert_eq!(decided(&exact, &bf16, 1), [true, false, true]);
@@ -155,15 +156,15 @@ mod tests {
         let noise = |i: usize| 0.01 * (i as f64 * 0.7).sin();
         let decided: Vec<bool> = (0..400).map(|i| i % 10 > 0).collect();
         let bf16: Vec<f64> = (0..400).map(|i| if i % 40 == 0 { 3.0 } else { noise(i) }).collect();
-        let yard = Yardsticks {
-            bf16: GapFigures::of(&bf16),
-            bf16_decided: GapFigures::of(&kept(&bf16, &decided)),
+        let yard = RoundingBounds {
+            bf16: DifferenceStats::from_differences(&bf16),
+            bf16_decided: DifferenceStats::from_differences(&kept(&bf16, &decided)),
             decided,
-            ..Yardsticks::none()
+            ..RoundingBounds::exact()
         };
         let mut gaps: Vec<f64> = (0..400).map(|i| if i % 40 == 20 { 3.5 } else { noise(i + 1) }).collect();
-        assert!(yard.within_bf16(&gaps), "other flips of the same size are rounding");
+        assert!(yard.is_within_bf16(&gaps), "other flips of the same size are rounding");
         gaps[33] = 1.0;
-        assert!(!yard.within_bf16(&gaps), "what no flip can move is no rounding");
+        assert!(!yard.is_within_bf16(&gaps), "what no flip can move is no rounding");
     }
 }

@@ -1,6 +1,6 @@
 //! Reads another engine's rows from files: JSON, JSONL or gzip, one record at a time.
 
-use super::formats::{EXAMPLE, RawRow, Shape, TORCH_FILE, TokenTexts};
+use super::formats::{EXAMPLE, RawRow, RecordFormat, TORCH_FILE, TokenTexts};
 use crate::bad_input;
 use crate::bounded_file;
 use crate::model::config::Config;
@@ -51,7 +51,7 @@ pub struct ChosenExperts {
 
 impl ChosenExperts {
     /// Returns the experts of the token at `position`, at `layer`.
-    pub fn of(&self, position: usize, layer: usize) -> Option<&[u32]> {
+    pub fn at(&self, position: usize, layer: usize) -> Option<&[u32]> {
         self.experts.get((position * self.layers + layer) * self.slots..)?.get(..self.slots)
     }
 }
@@ -68,7 +68,7 @@ pub struct TokenRows {
 
 impl TokenRows {
     /// Returns [`Self::bad`] for printing: the first rows, and the number of the others.
-    pub fn bad_told(&self) -> Vec<String> {
+    pub fn bad_row_messages(&self) -> Vec<String> {
         let more = self.bad.len().saturating_sub(BAD_TOLD_MAX);
         let rest = (more > 0).then(|| format!("{more} more rows are bad"));
         self.bad.iter().take(BAD_TOLD_MAX).cloned().chain(rest).collect()
@@ -76,7 +76,7 @@ impl TokenRows {
 }
 
 /// Reads rows for one model.
-pub struct Reader<'a> {
+pub struct RowReader<'a> {
     config: &'a Config,
     context_tokens_max: usize,
     tokenizer: &'a Vocabulary,
@@ -85,7 +85,7 @@ pub struct Reader<'a> {
     temperature: f64,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> RowReader<'a> {
     /// Creates a reader for a model of `config` with contexts of `context_tokens_max`. `temperature` applies
     /// to rows that state none.
     pub fn new(
@@ -121,7 +121,7 @@ impl<'a> Reader<'a> {
             let shown = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");
             let what = match found.bad.is_empty() {
                 true => format!("{shown}: holds no rows"),
-                false => found.bad_told().join("\n"),
+                false => found.bad_row_messages().join("\n"),
             };
             return Err(bad_input!(
                 "{what}\nno row can be compared; docs/MISMATCH.md lists the formats; the simplest is one row a line: {EXAMPLE}"
@@ -217,7 +217,7 @@ impl<'a> Reader<'a> {
     }
 
     fn raw_rows(&self, of: &mut OfFile, value: Value) -> Result<Vec<RawRow>, String> {
-        let shape = Shape::of(&value)?;
+        let shape = RecordFormat::of(&value)?;
         let first = of.shape.get_or_insert(shape).name;
         if first != shape.name {
             let name = shape.name;
@@ -316,7 +316,7 @@ fn checked(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Optio
 
 /// A file and its state while it is read.
 struct OfFile<'a> {
-    shape: Option<&'static Shape>,
+    shape: Option<&'static RecordFormat>,
     from_texts: usize,
     several: bool,
     path: &'a Path,

@@ -2,10 +2,10 @@
 
 use super::causes::variant::Variant;
 use super::causes::{Cause, causes};
-use super::diagnose::Reference;
-use super::distance::{Fit, GapFigures, gaps};
+use super::diagnose::UnmodifiedModel;
+use super::distance::{DifferenceStats, Fit, log_prob_differences};
+use super::engine_log_probs::{EngineBatch, EngineLogProbs};
 use super::head::{FitRows, HeadSettings};
-use super::observed::{Observed, ObservedBatch};
 use crate::model::decoder_stack;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::layer::LayerOutput;
@@ -37,14 +37,14 @@ pub struct Candidate {
     pub log_probs: Vec<f32>,
     /// `theirs − ours`, in nats; 0 where the explanation gives no value.
     pub gaps: Vec<f64>,
-    pub figures: GapFigures,
+    pub figures: DifferenceStats,
     pub fit: Fit,
     /// Whether the explanation gives a value for each target.
     has_value: Vec<bool>,
 }
 
 /// Log-probs, and the router scores of the same forward.
-pub struct Traced {
+pub struct LogProbTrace {
     pub log_probs: Vec<f32>,
     /// Router scores, `[layer][target][expert]`; empty for a model without experts.
     pub scores: Vec<Vec<Vec<f32>>>,
@@ -53,13 +53,20 @@ pub struct Traced {
 impl Candidate {
     /// Compares a cause's log-probs with `theirs`. Tokens with `has_value` false are ignored.
     fn of(theirs: &[f32], cause: Option<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
-        let gaps = gaps(theirs, &log_probs, &has_value);
-        Self { figures: GapFigures::of(&gaps), fit: Fit::of(&gaps), cause, log_probs, gaps, has_value }
+        let gaps = log_prob_differences(theirs, &log_probs, &has_value);
+        Self {
+            figures: DifferenceStats::from_differences(&gaps),
+            fit: Fit::from_differences(&gaps),
+            cause,
+            log_probs,
+            gaps,
+            has_value,
+        }
     }
 
     /// Returns how well `rounded`, this explanation in another precision, fits `theirs`.
-    pub fn fit_of(&self, theirs: &[f32], rounded: &[f32]) -> Fit {
-        Fit::of(&gaps(theirs, rounded, &self.has_value))
+    pub fn refit(&self, theirs: &[f32], rounded: &[f32]) -> Fit {
+        Fit::from_differences(&log_prob_differences(theirs, rounded, &self.has_value))
     }
 
     /// Returns the name of the cause.
@@ -68,7 +75,7 @@ impl Candidate {
     }
 
     /// Returns the best `count` candidates by fit, best first, with at most two variants of one mistake.
-    pub fn best(mut candidates: Vec<Self>, count: usize) -> Vec<Self> {
+    pub fn select_best(mut candidates: Vec<Self>, count: usize) -> Vec<Self> {
         candidates.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
         let mut seen = vec![];
         candidates.retain(|candidate| {
@@ -81,17 +88,17 @@ impl Candidate {
 }
 
 /// A forward pass up to the head; any head's log-probs follow from it.
-struct Walk {
+struct HeadInput {
     model: Model,
     weights: Arc<Weights>,
     forward: ForwardOptions,
     /// The batches as they were fed to the model.
-    batches: Vec<ObservedBatch>,
+    batches: Vec<EngineBatch>,
     normed: Vec<Tensor>,
     has_value: Vec<bool>,
 }
 
-impl Walk {
+impl HeadInput {
     fn policy(&self) -> PolicyView<'_> {
         PolicyView { model: &self.model, weights: self.weights.clone(), forward: self.forward }
     }
@@ -106,37 +113,37 @@ impl Walk {
 }
 
 /// The observed rows, and the model's log-probs of them.
-pub struct Search<'a> {
-    reference: Reference<'a>,
-    pub observed: &'a Observed,
-    as_it_is: Walk,
+pub struct CauseSearch<'a> {
+    reference: UnmodifiedModel<'a>,
+    pub observed: &'a EngineLogProbs,
+    as_it_is: HeadInput,
     /// The unchanged model's log-probs.
     pub computed: Vec<f32>,
 }
 
-impl<'a> Search<'a> {
+impl<'a> CauseSearch<'a> {
     /// Computes the unchanged model's log-probs.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn new(reference: Reference<'a>, observed: &'a Observed) -> Result<Self> {
+    pub fn new(reference: UnmodifiedModel<'a>, observed: &'a EngineLogProbs) -> Result<Self> {
         let computed = || -> Result<_> {
-            let walk = reference.walk(None, observed)?;
+            let walk = reference.run_forward(None, observed)?;
             let log_probs = walk.log_probs(HeadSettings::default())?;
             Ok((walk, log_probs))
         };
-        let (as_it_is, computed) = reference.threads.wide(computed).context("the model as it is")?;
+        let (as_it_is, computed) = reference.threads.run_on_all(computed).context("the model as it is")?;
         Ok(Self { reference, observed, as_it_is, computed })
     }
 
     /// Returns the candidate of the unchanged model.
-    pub fn unchanged(&self) -> Candidate {
+    pub fn baseline(&self) -> Candidate {
         let all = vec![true; self.computed.len()];
         Candidate::of(&self.observed.log_probs, None, self.computed.clone(), all)
     }
 
     /// Returns the number of experts of a token; 0 for a model without experts.
-    pub fn experts_chosen(&self) -> usize {
+    pub fn experts_per_token(&self) -> usize {
         let config = &self.reference.model.config;
         if config.family.has_experts { config.num_experts_per_tok } else { 0 }
     }
@@ -146,16 +153,16 @@ impl<'a> Search<'a> {
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn rounded(&self, cause: Option<&Cause>, bits: (u32, u32)) -> Result<Traced> {
-        let Reference { model, parameters, earlier, threads, .. } = self.reference;
-        let mut variant = Variant::of(&model.config, cause);
-        variant.round(bits.0, bits.1);
+    pub fn trace_with_rounding(&self, cause: Option<&Cause>, bits: (u32, u32)) -> Result<LogProbTrace> {
+        let UnmodifiedModel { model, parameters, earlier, threads, .. } = self.reference;
+        let mut variant = Variant::new(&model.config, cause);
+        variant.set_rounding(bits.0, bits.1);
         let model = variant.model(self.observed.row_tokens_max());
         let policy = variant.policy(&model, parameters, earlier)?;
-        let mut found = Traced { log_probs: vec![], scores: vec![] };
+        let mut found = LogProbTrace { log_probs: vec![], scores: vec![] };
         for batch in &self.observed.batches {
             let (fed, _) = variant.batch(&batch.tokens);
-            let batch = ObservedBatch { tokens: fed, ..batch.clone() };
+            let batch = EngineBatch { tokens: fed, ..batch.clone() };
             let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
                 if let Some(routing) = &output.routing {
                     let scores = ops::select_rows(&routing.router_logits, &batch.tokens.rows)?;
@@ -164,8 +171,8 @@ impl<'a> Search<'a> {
                 }
                 Ok(())
             };
-            let normed = threads.wide(|| policy.normed(&batch.tokens, keep))?;
-            found.log_probs.extend(threads.wide(|| variant.head.log_probs(&policy, &normed, &batch))?);
+            let normed = threads.run_on_all(|| policy.head_input(&batch.tokens, keep))?;
+            found.log_probs.extend(threads.run_on_all(|| variant.head.log_probs(&policy, &normed, &batch))?);
         }
         Ok(found)
     }
@@ -175,7 +182,7 @@ impl<'a> Search<'a> {
     ///
     /// # Errors
     /// The first error of `f`.
-    pub fn each<R: Send>(
+    pub fn map_candidates<R: Send>(
         &self,
         count: usize,
         f: impl Fn(usize) -> Result<R> + Sync + Send,
@@ -183,7 +190,7 @@ impl<'a> Search<'a> {
         let threads = self.reference.threads;
         match parameter_count(&self.reference.model.config) <= SIDE_BY_SIDE_PARAMETERS_MAX {
             true => threads.map(count, f),
-            false => threads.wide(|| (0..count).map(f).collect()),
+            false => threads.run_on_all(|| (0..count).map(f).collect()),
         }
     }
 
@@ -193,17 +200,17 @@ impl<'a> Search<'a> {
     /// # Errors
     /// When a forward fails.
     pub fn candidates(&self) -> Result<(Vec<Candidate>, Vec<&'static str>)> {
-        let Reference { model, threads, earlier, .. } = self.reference;
-        let Walk { batches, normed, .. } = &self.as_it_is;
+        let UnmodifiedModel { model, threads, earlier, .. } = self.reference;
+        let HeadInput { batches, normed, .. } = &self.as_it_is;
         let theirs = &self.observed.log_probs;
         let mut asked = causes(&model.config, earlier.is_some());
-        let rows = threads.wide(|| FitRows::draw(&self.as_it_is.policy(), batches, normed, theirs))?;
-        asked.extend(threads.wide(|| rows.causes()));
+        let rows = threads.run_on_all(|| FitRows::draw(&self.as_it_is.policy(), batches, normed, theirs))?;
+        asked.extend(threads.run_on_all(|| rows.causes()));
         if let Some(part) = telling_part(self.observed, &self.computed) {
-            let walk = threads.wide(|| self.reference.walk(None, &part))?;
+            let walk = threads.run_on_all(|| self.reference.run_forward(None, &part))?;
             let (shown, hidden) = self.computed_on(&part, &walk, &asked)?;
             // A cause without effect on the part may have one on the whole.
-            let kept = Candidate::best(shown, COMPUTED_MAX).into_iter().chain(hidden);
+            let kept = Candidate::select_best(shown, COMPUTED_MAX).into_iter().chain(hidden);
             asked = kept.filter_map(|candidate| candidate.cause).collect();
         }
         let (shown, hidden) = self.computed_on(self.observed, &self.as_it_is, &asked)?;
@@ -220,8 +227,8 @@ impl<'a> Search<'a> {
     /// causes that change a log-prob, and those that change none.
     fn computed_on(
         &self,
-        observed: &Observed,
-        base: &Walk,
+        observed: &EngineLogProbs,
+        base: &HeadInput,
         asked: &[Cause],
     ) -> Result<(Vec<Candidate>, Vec<Candidate>)> {
         let one = |cause: &Cause| -> Result<Candidate> {
@@ -229,38 +236,41 @@ impl<'a> Search<'a> {
             let (walk, head) = match cause.head_settings() {
                 Some(head) => (base, head),
                 None => {
-                    own = self.reference.walk(Some(cause), observed).with_context(|| cause.words())?;
+                    own = self
+                        .reference
+                        .run_forward(Some(cause), observed)
+                        .with_context(|| cause.description())?;
                     (&own, HeadSettings::default())
                 }
             };
             let log_probs = walk.log_probs(head)?;
             Ok(Candidate::of(&observed.log_probs, Some(cause.clone()), log_probs, walk.has_value.clone()))
         };
-        let stage = self.reference.console.work("causes tried", asked.len() as u64, 0);
-        let found =
-            self.each(asked.len(), |index| one(&asked[index]).inspect(|_| stage.advance(1, 0, &[])))?;
+        let stage = self.reference.console.work_stage("causes tried", asked.len() as u64, 0);
+        let found = self
+            .map_candidates(asked.len(), |index| one(&asked[index]).inspect(|_| stage.advance(1, 0, &[])))?;
         stage.finish();
         let unchanged = base.log_probs(HeadSettings::default())?;
         Ok(found.into_iter().partition(|candidate| {
-            gaps_between(&candidate.log_probs, &unchanged).iter().any(|step| step.abs() > NO_EFFECT)
+            differences(&candidate.log_probs, &unchanged).iter().any(|step| step.abs() > NO_EFFECT)
         }))
     }
 }
 
 /// Returns `a − b`, element by element.
-pub fn gaps_between(a: &[f32], b: &[f32]) -> Vec<f64> {
-    gaps(a, b, &vec![true; a.len()])
+pub fn differences(a: &[f32], b: &[f32]) -> Vec<f64> {
+    log_prob_differences(a, b, &vec![true; a.len()])
 }
 
 /// Returns the smallest part of the rows with differences like those of all rows; `None` if that is all rows.
-fn telling_part(observed: &Observed, computed: &[f32]) -> Option<Observed> {
-    let gaps = gaps_between(&observed.log_probs, computed);
-    let mean = GapFigures::of(&gaps).mean;
+fn telling_part(observed: &EngineLogProbs, computed: &[f32]) -> Option<EngineLogProbs> {
+    let gaps = differences(&observed.log_probs, computed);
+    let mean = DifferenceStats::from_differences(&gaps).mean;
     let mut targets = PART_TARGETS;
     while targets < gaps.len() {
-        let (part, places) = observed.part(targets);
+        let (part, places) = observed.select_sequences(targets);
         let of_part: Vec<f64> = places.iter().map(|&place| gaps[place]).collect();
-        if GapFigures::of(&of_part).mean >= PART_GAP_SHARE_MIN * mean {
+        if DifferenceStats::from_differences(&of_part).mean >= PART_GAP_SHARE_MIN * mean {
             return Some(part);
         }
         targets *= 2;
@@ -268,19 +278,19 @@ fn telling_part(observed: &Observed, computed: &[f32]) -> Option<Observed> {
     None
 }
 
-impl Reference<'_> {
-    fn walk(&self, cause: Option<&Cause>, observed: &Observed) -> Result<Walk> {
-        let variant = Variant::of(&self.model.config, cause);
+impl UnmodifiedModel<'_> {
+    fn run_forward(&self, cause: Option<&Cause>, observed: &EngineLogProbs) -> Result<HeadInput> {
+        let variant = Variant::new(&self.model.config, cause);
         let model = variant.model(observed.row_tokens_max());
         let (mut batches, mut has_value, mut normed) = (vec![], vec![], vec![]);
         let policy = variant.policy(&model, self.parameters, self.earlier)?;
         for batch in &observed.batches {
             let (fed, valued) = variant.batch(&batch.tokens);
-            normed.push(policy.normed(&fed, &mut decoder_stack::nothing)?);
-            batches.push(ObservedBatch { tokens: fed, ..batch.clone() });
+            normed.push(policy.head_input(&fed, &mut decoder_stack::keep_nothing)?);
+            batches.push(EngineBatch { tokens: fed, ..batch.clone() });
             has_value.extend(valued);
         }
         let (weights, forward) = (policy.weights, policy.forward);
-        Ok(Walk { model, weights, forward, batches, normed, has_value })
+        Ok(HeadInput { model, weights, forward, batches, normed, has_value })
     }
 }

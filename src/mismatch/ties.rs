@@ -1,7 +1,7 @@
 //! Ties of routing: two experts with scores that differ only by f32 rounding. An engine may choose either
 //! one.
 
-use super::distance::GapFigures;
+use super::distance::DifferenceStats;
 use std::ops::Range;
 
 /// Mantissa bits of forwards that choose different sides of a tie.
@@ -28,7 +28,7 @@ pub fn without_ties(
             let left = |target: usize| (f64::from(theirs[target]) - f64::from(forward[target])).abs();
             let of_row: Vec<f64> = row.clone().map(left).collect();
             let explained = of_row.iter().sum::<f64>() <= LEFT_MAX * whole;
-            let noise = NOISE_MAX * GapFigures::of(&of_row).p90;
+            let noise = NOISE_MAX * DifferenceStats::from_differences(&of_row).p90;
             for (target, left) in row.clone().zip(of_row) {
                 let gap = settled[target].abs();
                 if gap > floor && (left <= LEFT_MAX * gap || explained && left <= noise) {

@@ -38,7 +38,7 @@ impl Lora {
     }
 
     /// Returns the names of the factors `A` and `B` of the tensor `target`.
-    pub fn factors(target: &str) -> [String; 2] {
+    pub fn factor_names(target: &str) -> [String; 2] {
         let stem = target.strip_suffix(".weight").unwrap_or(target);
         [format!("{stem}.lora_A"), format!("{stem}.lora_B")]
     }
@@ -48,7 +48,7 @@ impl Lora {
     ///
     /// # Errors
     /// When a target is not in `base`, or is not a matrix.
-    pub fn specs(&self, base: &[ParameterSpec]) -> Result<Vec<ParameterSpec>> {
+    pub fn factor_specs(&self, base: &[ParameterSpec]) -> Result<Vec<ParameterSpec>> {
         let mut specs = Vec::with_capacity(2 * self.targets.len());
         for target in &self.targets {
             let spec = base.iter().find(|spec| spec.name == *target);
@@ -59,7 +59,7 @@ impl Lora {
                 _ => anyhow::bail!("the adapter's target {target} is no matrix"),
             };
             for (name, shape) in
-                Self::factors(target).into_iter().zip([[input, self.rank], [self.rank, output]])
+                Self::factor_names(target).into_iter().zip([[input, self.rank], [self.rank, output]])
             {
                 specs.push(ParameterSpec {
                     name,
@@ -79,8 +79,8 @@ impl Lora {
     /// # Errors
     /// When [`Self::specs`] fails.
     /// Those of [`Self::specs`].
-    pub fn start(&self, base: &[ParameterSpec], seed: u64, owner: Owner) -> Result<Vec<Vec<f32>>> {
-        let specs: Vec<_> = self.specs(base)?.into_iter().enumerate().collect();
+    pub fn initial_values(&self, base: &[ParameterSpec], seed: u64, owner: Owner) -> Result<Vec<Vec<f32>>> {
+        let specs: Vec<_> = self.factor_specs(base)?.into_iter().enumerate().collect();
         let draw = |(index, spec): (usize, ParameterSpec)| {
             let count = spec.element_count();
             if index % 2 == 1 {

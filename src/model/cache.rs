@@ -3,7 +3,7 @@
 use super::config::{Config, LayerType};
 use crate::ops::cuda::kv_pages;
 use crate::ops::kv_cache::{BLOCK, KvBlocks, KvSequence};
-use crate::ops::pages::PAGE;
+use crate::ops::page_allocator::PAGE_POSITIONS;
 use anyhow::Result;
 use candle_core::Device;
 
@@ -20,7 +20,7 @@ impl Caches {
     ///
     /// # Errors
     /// When the GPU's memory does not suffice.
-    pub fn new(config: &Config, device: &Device, room: CacheRoom) -> Result<Self> {
+    pub fn new(config: &Config, device: &Device, room: CacheCapacity) -> Result<Self> {
         let Device::Cuda(device) = device else { return Ok(Self { empty: SequenceCache::new(config) }) };
         let layer = |layer: &LayerType| {
             let pages = room.pages(config, layer);
@@ -38,7 +38,7 @@ impl Caches {
 
 /// The capacity that KV caches on a GPU need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct CacheRoom {
+pub struct CacheCapacity {
     /// Concurrent sequences. The samples of a group share the pages of their prompt.
     pub sequences: usize,
     /// Tokens of the longest sequence.
@@ -47,25 +47,27 @@ pub struct CacheRoom {
     pub fed_tokens_max: usize,
 }
 
-impl CacheRoom {
+impl CacheCapacity {
     /// Returns the pages that a layer needs.
     pub fn pages(&self, config: &Config, layer: &LayerType) -> usize {
-        let whole = self.tokens.div_ceil(PAGE);
+        let whole = self.tokens.div_ceil(PAGE_POSITIONS);
         let held = match layer {
             // A window covers up to two pages more than it fills. Samples of a group free their prompt's
             // pages at different times, so the factor is 2.
-            LayerType::Sliding => 2 * whole.min(config.sliding_window.div_ceil(PAGE) + 2),
+            LayerType::Sliding => 2 * whole.min(config.sliding_window.div_ceil(PAGE_POSITIONS) + 2),
             // Each sample copies the page in which its prompt ends.
             LayerType::Full => whole + 1,
         };
         // A pass appends new tokens before it frees old pages: one page a sequence, and the pages that new
         // tokens fill.
-        self.sequences * (held + 1) + self.fed_tokens_max.div_ceil(PAGE)
+        self.sequences * (held + 1) + self.fed_tokens_max.div_ceil(PAGE_POSITIONS)
     }
 
     /// Returns the bytes of these caches on a GPU.
     pub fn device_bytes(&self, config: &Config) -> u64 {
-        let page = (2 * config.num_key_value_heads * config.head_dim * PAGE * size_of::<half::bf16>()) as u64;
+        let page =
+            (2 * config.num_key_value_heads * config.head_dim * PAGE_POSITIONS * size_of::<half::bf16>())
+                as u64;
         config.layer_types.iter().map(|layer| self.pages(config, layer) as u64 * page).sum()
     }
 }
@@ -80,7 +82,7 @@ pub struct SequenceCache {
 impl SequenceCache {
     /// Returns an empty cache on the host.
     pub fn new(config: &Config) -> Self {
-        let layer = KvSequence::Host(KvBlocks::new(config.num_key_value_heads, config.head_dim));
+        let layer = KvSequence::HostPython(KvBlocks::new(config.num_key_value_heads, config.head_dim));
         Self { layers: vec![layer; config.num_hidden_layers] }
     }
 
@@ -106,7 +108,7 @@ impl SequenceCache {
         for (layer, of) in self.layers.iter_mut().zip(&config.layer_types) {
             let KvSequence::Device(pages) = layer else { anyhow::bail!("the cache is on the host") };
             let window = (*of == LayerType::Sliding).then_some(config.sliding_window);
-            *layer = KvSequence::Device(pages.reserved(tokens, window)?);
+            *layer = KvSequence::Device(pages.reserve(tokens, window)?);
         }
         Ok(())
     }

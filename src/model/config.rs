@@ -39,7 +39,7 @@ impl LayerType {
     }
 
     /// Returns the layer types of GPT-OSS: even layers slide, odd layers are full.
-    pub fn alternating(num_hidden_layers: usize) -> Vec<LayerType> {
+    pub fn alternate(num_hidden_layers: usize) -> Vec<LayerType> {
         [LayerType::Sliding, LayerType::Full].into_iter().cycle().take(num_hidden_layers).collect()
     }
 }
@@ -86,7 +86,7 @@ pub struct Config {
 
 choice! {
     /// The format of weights on disk.
-    pub enum Form {
+    pub enum WeightFormat {
         /// 32-bit floating point.
         F32 = "f32",
         /// bfloat16, the released format of all tensors but the experts.
@@ -152,7 +152,7 @@ impl Config {
             mistakes.push(format!("vocab_size = {} must lie in 1..={SIZE_MAX}", self.vocab_size));
         }
         for (key, value) in self.numbers() {
-            if let Some(limits) = architecture_limits(key).filter(|limits| !limits.allow(value)) {
+            if let Some(limits) = architecture_limits(key).filter(|limits| !limits.contains(value)) {
                 let key = key.replace("yarn.", "rope_scaling.");
                 mistakes.push(format!("{key} = {value} must be {limits}"));
             }

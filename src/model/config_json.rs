@@ -5,7 +5,7 @@
 //! dialects in one file must agree. The files written here load in both. Each family's file reads the keys
 //! that only it has.
 
-use super::config::{Config, Form, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA};
+use super::config::{Config, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA, WeightFormat};
 use super::families::Family;
 use super::settings::Yarn;
 use crate::bad_input;
@@ -17,7 +17,7 @@ impl Config {
     /// Reads a parsed `config.json`. The error lists every mistake by key.
     pub fn from_json(value: &Value) -> Result<Self> {
         let Value::Object(map) = value else { return Err(bad_input!("not a JSON object")) };
-        let mut keys = Keys { map, family: Family::default(), mistakes: Vec::new() };
+        let mut keys = ConfigReader { map, family: Family::default(), mistakes: Vec::new() };
         // The family comes first: the required keys depend on it.
         keys.family = keys.family()?;
         let config = (keys.family.read)(&mut keys);
@@ -29,7 +29,7 @@ impl Config {
     }
 
     /// Returns the content of `config.json` for weights saved in `form`, for readers of either dialect.
-    pub fn to_json(&self, form: Form) -> Value {
+    pub fn to_json(&self, form: WeightFormat) -> Value {
         let rope_scaling = match &self.rope.yarn {
             None => Value::Null,
             Some(yarn) => json!({
@@ -49,7 +49,7 @@ impl Config {
         let mut json = json!({
             "architectures": [self.family.architecture],
             "model_type": self.family.name(),
-            "torch_dtype": if form == Form::F32 { "float32" } else { "bfloat16" },
+            "torch_dtype": if form == WeightFormat::F32 { "float32" } else { "bfloat16" },
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_hidden_layers,
@@ -72,7 +72,7 @@ impl Config {
         if let (Value::Object(json), Value::Object(own)) = (&mut json, (self.family.own_keys)(self)) {
             json.extend(own);
         }
-        if form == Form::Mxfp4 {
+        if form == WeightFormat::Mxfp4 {
             json["quantization_config"] = json!({
                 "quant_method": "mxfp4",
                 "modules_to_not_convert": [
@@ -85,13 +85,13 @@ impl Config {
 }
 
 /// The keys of one JSON object. Mistakes in them are collected in `mistakes`.
-pub(super) struct Keys<'a> {
+pub(super) struct ConfigReader<'a> {
     map: &'a Map<String, Value>,
     family: Family,
     mistakes: Vec<String>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> ConfigReader<'a> {
     /// Returns the value of `key`; `None` when it is absent or null.
     fn value(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|v| !v.is_null())
@@ -99,20 +99,21 @@ impl<'a> Keys<'a> {
 
     fn family(&self) -> Result<Family> {
         let Some(value) = self.value("model_type") else {
-            return Err(bad_input!("key `model_type` is missing; {}", Family::known()));
+            return Err(bad_input!("key `model_type` is missing; {}", Family::supported_names()));
         };
-        let family = value.as_str().and_then(Family::named);
-        family.ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::known()))
+        let family = value.as_str().and_then(Family::from_name);
+        family
+            .ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::supported_names()))
     }
 
     /// Records a mistake and returns a placeholder, which is never used.
-    pub(super) fn mistake<T: Default>(&mut self, mistake: &str) -> T {
+    pub(super) fn record_mistake<T: Default>(&mut self, mistake: &str) -> T {
         self.mistakes.push(mistake.to_owned());
         T::default()
     }
 
     /// Reads the keys that every family has. The family fills in the other fields, which are 0 or absent.
-    pub(super) fn common(&mut self) -> Config {
+    pub(super) fn common_config(&mut self) -> Config {
         let config = Config {
             family: self.family,
             vocab_size: self.size("vocab_size"),
@@ -156,7 +157,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Reads a size that has two names. If both are present they must agree.
-    pub(super) fn size_of_either(&mut self, newer: &str, released: &str) -> usize {
+    pub(super) fn size_with_alias(&mut self, newer: &str, released: &str) -> usize {
         if self.value(newer).is_none() && self.value(released).is_some() {
             return self.size(released);
         }
@@ -191,7 +192,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Reads `head_dim`; when absent it is the hidden size divided by the number of heads.
-    pub(super) fn head_dim_or_share(&mut self) -> usize {
+    pub(super) fn head_dim_or_default(&mut self) -> usize {
         let size = |key| self.value(key).and_then(Value::as_u64).filter(|&n| n > 0);
         match (size("hidden_size"), size("num_attention_heads")) {
             (Some(hidden), Some(heads)) if self.value("head_dim").is_none() => {
@@ -269,7 +270,7 @@ impl<'a> Keys<'a> {
     }
 
     fn rope_table(&mut self, key: &str, map: &Map<String, Value>, outer_theta: Option<f64>) -> Rope {
-        let mut inner = Keys { map, family: self.family, mistakes: Vec::new() };
+        let mut inner = ConfigReader { map, family: self.family, mistakes: Vec::new() };
         let theta = match (inner.value("rope_theta").is_some(), outer_theta) {
             (false, Some(theta)) => theta,
             (_, outer) => {
@@ -338,7 +339,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Checks a key that the architecture fixes: it must be absent or equal to `wanted`.
-    pub(super) fn fixed(&mut self, key: &str, wanted: &Value) {
+    pub(super) fn require_value(&mut self, key: &str, wanted: &Value) {
         if let Some(value) = self.value(key).filter(|v| *v != wanted) {
             self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
         }
@@ -347,7 +348,7 @@ impl<'a> Keys<'a> {
     /// Checks the keys that every family fixes.
     fn check_fixed(&mut self) {
         let has_experts = self.family.has_experts;
-        self.fixed("hidden_act", &json!("silu"));
+        self.require_value("hidden_act", &json!("silu"));
         for (key, wanted) in [("swiglu_alpha", SWIGLU_ALPHA), ("attention_dropout", 0.0)] {
             if let Some(value) = self.value(key).filter(|v| v.as_f64() != Some(wanted)) {
                 self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));

@@ -4,11 +4,11 @@
 //! first. So a recording serves every later step of its shape, with the same bits. A shape is recorded on
 //! its second step.
 
-use super::attend::Attend;
+use super::attention::AttentionMode;
 use super::cache::SequenceCache;
-use super::decoder_stack::{DecoderStack, nothing};
+use super::decoder_stack::{DecoderStack, keep_nothing};
 use super::forward::Rows;
-use crate::ops::cuda::{DecodeBatch, DecodeStep, Recorded, overwrite, upload};
+use crate::ops::cuda::{DecodeBatch, DecodeStep, RecordedGraph, overwrite, upload};
 use crate::ops::rope::Rotation;
 use crate::ops::sink_attention::Attention;
 use anyhow::{Context, Result};
@@ -38,7 +38,7 @@ struct Batch {
     positions: Tensor,
     /// The last layer's output, `[T, H]`.
     hidden: Tensor,
-    recorded: Option<Recorded>,
+    recorded: Option<RecordedGraph>,
 }
 
 impl Decoder {
@@ -52,7 +52,7 @@ impl Decoder {
 
     /// Returns the number of steps that replayed a recording.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub fn replayed(&self) -> u64 {
+    pub fn replay_count(&self) -> u64 {
         self.replayed
     }
 
@@ -71,7 +71,7 @@ impl Decoder {
         rotation.check(tokens.len(), stack.model.config.head_dim)?;
         let x = stack.embed(&Arc::new(tokens))?;
         let step = step(stack, caches)?;
-        let known = self.batches.iter().position(|batch| batch.launches.fits(&step));
+        let known = self.batches.iter().position(|batch| batch.launches.has_shape_of(&step));
         let is_new = known.is_none();
         let mut batch = match known {
             Some(index) => self.batches.remove(index),
@@ -80,7 +80,7 @@ impl Decoder {
         batch.launches.load(&step)?;
         overwrite(&batch.x, &x)?;
         upload(&batch.positions, &rotation.positions)?;
-        let rotation = rotation.uploaded_as(&batch.positions)?;
+        let rotation = rotation.with_device_positions(&batch.positions)?;
         if batch.recorded.is_none() && !is_new && self.records {
             match batch.record(&self.device, stack, rotation.clone()) {
                 Ok(recorded) => batch.recorded = Some(recorded),
@@ -141,19 +141,19 @@ impl Batch {
     fn forward(&self, stack: &DecoderStack, rotation: Rotation) -> Result<()> {
         let attend = &mut LoadedAttention(&self.launches);
         let rows = &mut Rows { rotation, attend, replay: None };
-        Ok(overwrite(&self.hidden, &stack.layers(self.x.clone(), rows, &mut nothing)?)?)
+        Ok(overwrite(&self.hidden, &stack.run_layers(self.x.clone(), rows, &mut keep_nothing)?)?)
     }
 
-    fn record(&self, device: &Device, stack: &DecoderStack, rotation: Rotation) -> Result<Recorded> {
+    fn record(&self, device: &Device, stack: &DecoderStack, rotation: Rotation) -> Result<RecordedGraph> {
         let forward = || self.forward(stack, rotation).map_err(candle_core::Error::wrap);
-        Ok(Recorded::of(device, forward)?)
+        Ok(RecordedGraph::record(device, forward)?)
     }
 }
 
 /// Attention over the keys of the step loaded into `DecodeBatch`.
 struct LoadedAttention<'a>(&'a DecodeBatch);
 
-impl Attend for LoadedAttention<'_> {
+impl AttentionMode for LoadedAttention<'_> {
     fn attend(
         &mut self,
         layer: usize,

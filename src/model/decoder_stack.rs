@@ -4,12 +4,12 @@
 //! ([`Rows`]), in where weights come from ([`Weights`]) and in what they keep of a layer. A pass that keeps
 //! nothing holds one layer in memory at a time.
 
-use super::attend::CachedAttention;
+use super::attention::CachedAttention;
 use super::cache::SequenceCache;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::layer::{LayerOutput, LayerPass};
 use super::weights::Weights;
-use crate::ops::{self, logits::Logits, logits::Sampling};
+use crate::ops::{self, logits::Logits, logits::SamplingParameters};
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -23,10 +23,10 @@ pub struct DecoderStack<'a> {
 }
 
 /// A callback for each layer: it gets the layer's index, its input `[T, H]` and its output.
-pub type Keep<'a> = &'a mut dyn FnMut(usize, &Tensor, &LayerOutput) -> Result<()>;
+pub type LayerCallback<'a> = &'a mut dyn FnMut(usize, &Tensor, &LayerOutput) -> Result<()>;
 
 /// Keeps nothing of a layer: the callback of passes that need no activations.
-pub fn nothing(_: usize, _: &Tensor, _: &LayerOutput) -> Result<()> {
+pub fn keep_nothing(_: usize, _: &Tensor, _: &LayerOutput) -> Result<()> {
     Ok(())
 }
 
@@ -35,19 +35,19 @@ impl DecoderStack<'_> {
     ///
     /// # Errors
     /// When the rows do not fit the model, or `keep` fails.
-    pub fn forward(&self, tokens: &Arc<Vec<u32>>, rows: &mut Rows, keep: Keep) -> Result<Tensor> {
-        self.layers(self.embed(tokens)?, rows, keep)
+    pub fn forward(&self, tokens: &Arc<Vec<u32>>, rows: &mut Rows, keep: LayerCallback) -> Result<Tensor> {
+        self.run_layers(self.embed(tokens)?, rows, keep)
     }
 
     /// Does [`Self::forward`] from the first layer's input `x [T, H]` on.
     ///
     /// # Errors
     /// As [`Self::forward`].
-    pub fn layers(&self, mut x: Tensor, rows: &mut Rows, keep: Keep) -> Result<Tensor> {
+    pub fn run_layers(&self, mut x: Tensor, rows: &mut Rows, keep: LayerCallback) -> Result<Tensor> {
         let layers = self.model.config.num_hidden_layers;
         for index in 0..layers {
             let next = Some(index + 1).filter(|&next| next < layers);
-            let output = self.layer(index, next, &x, rows)?;
+            let output = self.run_layer(index, next, &x, rows)?;
             keep(index, &x, &output)?;
             x = output.hidden;
         }
@@ -59,12 +59,12 @@ impl DecoderStack<'_> {
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub fn pass_by(&self) -> Result<()> {
+    pub fn forward_without_rows(&self) -> Result<()> {
         let layers = self.model.config.num_hidden_layers;
         (0..layers).try_for_each(|index| {
             let next = Some(index + 1).filter(|&next| next < layers);
             let layer = self.weights.layer(index, next)?;
-            layer.experts().map_or(Ok(()), |experts| experts.answer(self.model, &self.forward))
+            layer.experts().map_or(Ok(()), |experts| experts.serve(self.model, &self.forward))
         })
     }
 
@@ -80,7 +80,7 @@ impl DecoderStack<'_> {
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn layer(
+    pub fn run_layer(
         &self,
         index: usize,
         next: Option<usize>,
@@ -101,7 +101,7 @@ impl DecoderStack<'_> {
         tokens: Vec<u32>,
         caches: &mut [&mut SequenceCache],
         counts: &[usize],
-        keep: Keep,
+        keep: LayerCallback,
     ) -> Result<Tensor> {
         let mut positions = Vec::with_capacity(tokens.len());
         for (cache, &count) in caches.iter().zip(counts) {
@@ -116,7 +116,7 @@ impl DecoderStack<'_> {
     ///
     /// # Errors
     /// When a row does not exist.
-    pub fn normed(&self, hidden: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
+    pub fn final_norm_rows(&self, hidden: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
         self.model.norm(&ops::select_rows(hidden, rows)?, self.weights.final_norm())
     }
 
@@ -133,7 +133,7 @@ impl DecoderStack<'_> {
     ///
     /// # Errors
     /// When the model is a critic, which has no LM head.
-    pub fn logits(&self, normed: &Tensor, sampling: &Sampling) -> Result<Logits> {
+    pub fn logits(&self, normed: &Tensor, sampling: &SamplingParameters) -> Result<Logits> {
         self.weights.logits(normed, sampling)
     }
 }

@@ -1,6 +1,6 @@
 //! The arguments of a forward pass besides its weights: the model, the rows, and ablations.
 
-use super::attend::Attend;
+use super::attention::AttentionMode;
 use super::config::{Config, SWIGLU_ALPHA};
 use crate::ops::router_noise::RouterNoise;
 use crate::ops::{self, Parameter, rope::Rotation};
@@ -60,7 +60,7 @@ pub struct Model {
 /// The rows of a batch: their positions, and how they find their keys.
 pub struct Rows<'a> {
     pub rotation: Rotation,
-    pub attend: &'a mut dyn Attend,
+    pub attend: &'a mut dyn AttentionMode,
     /// Experts that replace the router's selection, `[T, K]` for each layer.
     pub replay: Option<&'a [Tensor]>,
 }
@@ -91,6 +91,6 @@ impl Model {
 
     /// Returns the RMS norm of rows `x [R, H]`.
     pub(super) fn norm(&self, x: &Tensor, weight: &Parameter) -> Result<Tensor> {
-        Ok(ops::rms_norm(x, &weight.tracked()?, self.config.rms_norm_eps)?)
+        Ok(ops::rms_norm(x, &weight.graph_tensor()?, self.config.rms_norm_eps)?)
     }
 }

@@ -3,7 +3,7 @@
 
 use super::config::Config;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
-use super::storage::Stored;
+use super::storage::TensorStorage;
 use crate::random::{Purpose, stream};
 use crate::settings::{above, from, table};
 use anyhow::Result;
@@ -59,17 +59,17 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
 pub fn value_model(
     config: &Config,
     seed: u64,
-    stack: impl Fn(&ParameterSpec) -> Result<Stored>,
-) -> impl Iterator<Item = Result<(ParameterSpec, Stored)>> {
+    stack: impl Fn(&ParameterSpec) -> Result<TensorStorage>,
+) -> impl Iterator<Item = Result<(ParameterSpec, TensorStorage)>> {
     // The first index from which no tensor of the policy draws.
     let place = parameter_specs(config).len() as u64;
     let hidden = config.hidden_size;
     value_model_specs(config).into_iter().map(move |spec| {
         let values = match spec.name.as_str() {
             "score.weight" => {
-                Stored::variable(&spec, normals(seed, place, 1.0 / (hidden + 1) as f64, hidden))?
+                TensorStorage::variable(&spec, normals(seed, place, 1.0 / (hidden + 1) as f64, hidden))?
             }
-            "score.bias" => Stored::variable(&spec, vec![0.0])?,
+            "score.bias" => TensorStorage::variable(&spec, vec![0.0])?,
             _ => stack(&spec)?,
         };
         Ok((spec, values))

@@ -1,7 +1,7 @@
 //! Decoder layers: the trait that each family's layer implements, and the blocks that layers consist of.
 
 use super::config::LayerType;
-use super::expert_ranks::ExpertRanks;
+use super::expert_parallel::ExpertParallel;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::matrix::{LayerTensors, Matrix};
 use crate::ops::graph::add;
@@ -51,7 +51,7 @@ impl LayerPass<'_, '_> {
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn add(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
+    pub fn add_residual(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         self.options.round(add(x, mixed)?)
     }
 }
@@ -66,7 +66,7 @@ pub struct LayerOutput {
 
 impl LayerOutput {
     /// Returns the routed experts, u32 `[T, K]`, if the layer has experts.
-    pub fn routes(&self) -> Option<Tensor> {
+    pub fn routed_experts(&self) -> Option<Tensor> {
         self.routing.as_ref().map(|routing| routing.routes.clone())
     }
 }
@@ -117,7 +117,7 @@ impl AttentionWeights {
         let (k, v) = (self.k.matmul(h)?, self.v.matmul(h)?);
         let kv = ops::rope_keys_with_values(&k, &v, shape.kv_heads, rotation)?;
         let sinks = match &self.sinks {
-            Some(sinks) => sinks.tracked()?,
+            Some(sinks) => sinks.graph_tensor()?,
             // The op ignores these zeros.
             None => Tensor::zeros(shape.heads, DType::F32, q.device())?,
         };
@@ -145,7 +145,7 @@ pub struct Experts {
     pub gate_up: Matrix,
     pub down: Matrix,
     /// Present under expert parallelism: `gate_up` and `down` then hold this rank's experts only.
-    pub ranks: Option<Arc<ExpertRanks>>,
+    pub ranks: Option<Arc<ExpertParallel>>,
 }
 
 impl Experts {
@@ -172,7 +172,7 @@ impl Experts {
         let products = match &self.ranks {
             None => self.products(&sorted, &plan, pass.model, options)?,
             Some(ranks) => {
-                ranks.products(&sorted, &plan, &|x, plan| self.products(x, plan, pass.model, options))?
+                ranks.forward(&sorted, &plan, &|x, plan| self.products(x, plan, pass.model, options))?
             }
         };
         let mixed = ops::combine(&products, &shares, &plan)?;
@@ -196,9 +196,9 @@ impl Experts {
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub fn answer(&self, model: &Model, options: &ForwardOptions) -> Result<()> {
+    pub fn serve(&self, model: &Model, options: &ForwardOptions) -> Result<()> {
         match &self.ranks {
-            Some(ranks) => ranks.answer(&|x, plan| self.products(x, plan, model, options)),
+            Some(ranks) => ranks.serve(&|x, plan| self.products(x, plan, model, options)),
             None => Ok(()),
         }
     }
@@ -234,7 +234,7 @@ impl SwigluMlp {
     ///
     /// # Errors
     /// When one is missing.
-    pub fn of(tensors: &LayerTensors) -> Result<Self> {
+    pub fn from_tensors(tensors: &LayerTensors) -> Result<Self> {
         Ok(Self {
             gate: tensors.linear_without_bias("mlp.gate_proj")?,
             up: tensors.linear_without_bias("mlp.up_proj")?,
@@ -247,7 +247,7 @@ impl SwigluMlp {
     /// # Errors
     /// When shapes disagree.
     pub fn forward(&self, h: &Tensor) -> Result<Tensor> {
-        self.down.matmul(&ops::silu_gated(&self.gate.matmul(h)?, &self.up.matmul(h)?)?)
+        self.down.matmul(&ops::silu_and_mul(&self.gate.matmul(h)?, &self.up.matmul(h)?)?)
     }
 
     /// Returns the MLP without gradients.

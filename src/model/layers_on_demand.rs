@@ -4,9 +4,9 @@
 
 use super::config::Config;
 use super::layer::Layer;
-use super::matrix::{Adapter, Tensors};
+use super::matrix::{Adapter, ModelTensors};
 use super::names::ParameterSpec;
-use super::weights::Layers;
+use super::weights::LayerSource;
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result};
@@ -65,18 +65,18 @@ impl LayersOnDemand {
     pub fn tensor(&self, spec: &ParameterSpec) -> Result<Weight> {
         let read = self.source.tensor(spec)?;
         let changed = self.changes.iter().try_fold(read, |weight, change| change(spec, weight))?;
-        Ok(changed.in_precision(self.precision))
+        Ok(changed.with_precision(self.precision))
     }
 }
 
-impl Layers for LayersOnDemand {
+impl LayerSource for LayersOnDemand {
     fn layer(&self, index: usize, _: Option<usize>) -> Result<Arc<dyn Layer>> {
         let specs = (self.config.family.layer_specs)(&self.config, index);
         let find = |name: &str| {
             let spec = specs.iter().find(|spec| spec.name == name);
             Ok(self.tensor(spec.with_context(|| format!("no tensor {name}"))?)?.without_gradient())
         };
-        let tensors = Tensors { find: &find, adapters: &self.adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters: &self.adapters, ranks: None };
         (self.config.family.layer)(&tensors.layer(index))
     }
 }

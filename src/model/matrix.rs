@@ -1,7 +1,7 @@
 //! A matrix with its bias and its adapter: the matrices of layers, the LM head and the embedding.
 
-use super::expert_ranks::ExpertRanks;
-use crate::ops::logits::{Logits, Sampling};
+use super::expert_parallel::ExpertParallel;
+use crate::ops::logits::{Logits, SamplingParameters};
 use crate::ops::weight::Weight;
 use crate::ops::{self, Dispatch, Parameter};
 use anyhow::{Context, Result, bail, ensure};
@@ -82,7 +82,7 @@ impl Matrix {
     ///
     /// # Errors
     /// When an id is not below `V`.
-    pub fn rows(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
+    pub fn lookup_rows(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
         Ok(self.plain()?.rows(ids)?)
     }
 
@@ -90,7 +90,7 @@ impl Matrix {
     ///
     /// # Errors
     /// When an id is not below `V`.
-    pub fn columns(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
+    pub fn lookup_columns(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
         Ok(self.plain()?.columns(ids)?)
     }
 
@@ -112,7 +112,7 @@ impl Matrix {
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn logits(&self, h: &Tensor, sampling: &Sampling) -> Result<Logits> {
+    pub fn logits(&self, h: &Tensor, sampling: &SamplingParameters) -> Result<Logits> {
         Ok(ops::logits(h, self.plain()?, sampling)?)
     }
 
@@ -125,15 +125,15 @@ impl Matrix {
 
 /// Finds a model's tensors by name.
 #[derive(Clone, Copy)]
-pub struct Tensors<'a> {
+pub struct ModelTensors<'a> {
     pub find: &'a dyn Fn(&str) -> Result<Weight>,
     /// The key is the name of the adapted matrix.
     pub adapters: &'a HashMap<String, Adapter>,
     /// Present under expert parallelism.
-    pub ranks: Option<&'a Arc<ExpertRanks>>,
+    pub ranks: Option<&'a Arc<ExpertParallel>>,
 }
 
-impl Tensors<'_> {
+impl ModelTensors<'_> {
     /// Returns the small dense tensor `name`: a bias, a norm or sinks.
     ///
     /// # Errors
@@ -162,7 +162,7 @@ impl Tensors<'_> {
 
 /// Finds the tensors of one layer by the rest of their name after the layer's prefix.
 pub struct LayerTensors<'a> {
-    tensors: Tensors<'a>,
+    tensors: ModelTensors<'a>,
     prefix: String,
 }
 
@@ -196,13 +196,13 @@ impl LayerTensors<'_> {
     ///
     /// # Errors
     /// When there are no such tensors.
-    pub fn of_experts(&self, stem: &str) -> Result<Matrix> {
+    pub fn expert_matrices(&self, stem: &str) -> Result<Matrix> {
         let stem = format!("{}{stem}", self.prefix);
         self.tensors.matrix(&stem, Some(&format!("{stem}_bias")))
     }
 
     /// Returns the placement of experts on ranks, under expert parallelism.
-    pub fn ranks(&self) -> Option<Arc<ExpertRanks>> {
+    pub fn expert_parallel(&self) -> Option<Arc<ExpertParallel>> {
         self.tensors.ranks.cloned()
     }
 }

@@ -1,14 +1,14 @@
 //! Models as pure functions over `ops`: configuration, weights, forward pass, KV cache.
 
+pub mod ablations;
 pub mod adapter;
-pub mod arms;
-pub mod attend;
+pub mod attention;
 pub mod cache;
 pub mod config;
 mod config_json;
 pub mod decode;
 pub mod decoder_stack;
-pub mod expert_ranks;
+pub mod expert_parallel;
 pub mod families;
 pub mod forward;
 pub mod init;
@@ -23,8 +23,8 @@ pub mod parameters;
 pub mod policy_view;
 pub mod rope;
 pub mod rounding;
+pub mod sequence_parallel;
 pub mod settings;
 pub mod sharded_layers;
-pub mod split_rows;
 pub mod storage;
 pub mod weights;

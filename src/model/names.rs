@@ -3,7 +3,7 @@
 //! Shape letters: V vocabulary, H hidden, Q query heads × head_dim, K key-value heads × head_dim,
 //! E experts, I intermediate.
 
-use super::config::{Config, Form};
+use super::config::{Config, WeightFormat};
 use safetensors::Dtype;
 
 /// The embedding's name.
@@ -105,7 +105,7 @@ impl ParameterSpec {
     }
 
     /// Returns the spec of this tensor with `count` experts.
-    pub fn of_experts(&self, count: usize) -> Self {
+    pub fn with_expert_count(&self, count: usize) -> Self {
         let mut spec = self.clone();
         if let Some(experts) = spec.stored_shape.first_mut() {
             *experts = count;
@@ -117,21 +117,21 @@ impl ParameterSpec {
     ///
     /// MXFP4 stores an expert matrix [E, in, out] as blocks [E, out, in/32, 16] and scales [E, out, in/32].
     /// `in` must be a multiple of 32.
-    pub fn stored_tensors(&self, form: Form) -> Vec<StoredTensor> {
+    pub fn stored_tensors(&self, form: WeightFormat) -> Vec<StoredTensor> {
         let stored = |suffix: &str, dtype, shape: Vec<usize>| StoredTensor {
             name: format!("{}{suffix}", self.name),
             dtype,
             shape,
         };
         match (form, self.stored_shape.as_slice()) {
-            (Form::Mxfp4, &[experts, input, output]) => {
+            (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let blocks = input / crate::ops::mxfp4::BLOCK;
                 vec![
                     stored("_blocks", Dtype::U8, vec![experts, output, blocks, crate::ops::mxfp4::BLOCK / 2]),
                     stored("_scales", Dtype::U8, vec![experts, output, blocks]),
                 ]
             }
-            (Form::F32, _) => vec![stored("", Dtype::F32, self.stored_shape.clone())],
+            (WeightFormat::F32, _) => vec![stored("", Dtype::F32, self.stored_shape.clone())],
             _ => vec![stored("", Dtype::BF16, self.stored_shape.clone())],
         }
     }

@@ -3,28 +3,28 @@
 
 mod adapted;
 
-use super::attend::PackedAttention;
-use super::cache::{CacheRoom, Caches, SequenceCache};
+use super::attention::PackedAttention;
+use super::cache::{CacheCapacity, Caches, SequenceCache};
 use super::config::{Config, LayerType, Rope};
 use super::decode::Decoder;
-use super::decoder_stack::{DecoderStack, nothing};
+use super::decoder_stack::{DecoderStack, keep_nothing};
 use super::families::Family;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::init::{InitSettings, init};
-use super::matrix::Tensors;
+use super::matrix::ModelTensors;
 use super::weights::Weights;
 use crate::ops::cuda::open;
 use crate::ops::graph::differentiate;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
-use crate::ops::{Parameter, SequenceRows, logits::Sampling};
+use crate::ops::{Parameter, SequenceRows, logits::SamplingParameters};
 use crate::settings::Choice;
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::HashMap;
 use std::sync::Arc;
 
 fn qwen2() -> Family {
-    Family::named("qwen2").unwrap()
+    Family::from_name("qwen2").unwrap()
 }
 
 fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Config {
@@ -41,7 +41,7 @@ fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Confi
         num_local_experts: if experts { 6 } else { 0 },
         num_experts_per_tok: if experts { 2 } else { 0 },
         sliding_window: window,
-        layer_types: if experts { LayerType::alternating(2) } else { vec![LayerType::Full; 2] },
+        layer_types: if experts { LayerType::alternate(2) } else { vec![LayerType::Full; 2] },
         rope: Rope { theta: 10000.0, yarn: None },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
@@ -80,7 +80,7 @@ fn learner(config: &Config, device: &Device) -> Learner {
     let (mut names, mut values, mut buffers) = (vec![], vec![], vec![]);
     for (spec, of_spec) in init(config, &settings, 5).unwrap() {
         let shape = spec.working_shape();
-        let matrix = spec.packed_form(super::config::Form::Bf16).is_some();
+        let matrix = spec.packed_format(super::config::WeightFormat::Bf16).is_some();
         let rounded =
             Tensor::from_vec(of_spec, shape.clone(), &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
         let dtype = if matrix && device.is_cuda() { DType::BF16 } else { DType::F32 };
@@ -92,9 +92,9 @@ fn learner(config: &Config, device: &Device) -> Learner {
     let places: HashMap<_, _> = names.iter().enumerate().map(|(i, name)| (name.clone(), i)).collect();
     let find = |name: &str| {
         let i = places[name];
-        Ok(Weight::Dense(Parameter::trained(&values[i], gradients.clone(), i)))
+        Ok(Weight::Dense(Parameter::with_gradient_sink(&values[i], gradients.clone(), i)))
     };
-    let tensors = Tensors { find: &find, adapters: &HashMap::new(), ranks: None };
+    let tensors = ModelTensors { find: &find, adapters: &HashMap::new(), ranks: None };
     let weights = Weights::new(config, false, 0, None, tensors).unwrap();
     Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
 }
@@ -118,14 +118,14 @@ impl Learner {
     fn training(&self, tokens: &[u32], lengths: &[usize]) -> Tensor {
         let mut starts = vec![0];
         lengths.iter().for_each(|length| starts.push(starts[starts.len() - 1] + length));
-        let sequence_rows = Arc::new(SequenceRows::separate(&starts));
+        let sequence_rows = Arc::new(SequenceRows::from_cu_seqlens(&starts));
         let positions = lengths.iter().flat_map(|&length| 0..length as u32).collect();
         let attend = &mut PackedAttention { sequence_rows };
         let rotation = self.model.rotation(positions);
         let rows = &mut Rows { rotation, attend, replay: None };
-        let hidden = self.stack().forward(&Arc::new(tokens.to_vec()), rows, &mut nothing).unwrap();
+        let hidden = self.stack().forward(&Arc::new(tokens.to_vec()), rows, &mut keep_nothing).unwrap();
         let all = Arc::new((0..tokens.len() as u32).collect());
-        let normed = self.stack().normed(&hidden, &all).unwrap();
+        let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
         self.stack().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
     }
 
@@ -159,11 +159,11 @@ impl Learner {
             let counts: Vec<usize> = counts.iter().copied().filter(|&count| count > 0).collect();
             let hidden = match &mut decoder {
                 Some(decoder) => decoder.feed(&self.stack(), fed, &mut open).unwrap(),
-                None => self.stack().feed(fed, &mut open, &counts, &mut nothing).unwrap(),
+                None => self.stack().feed(fed, &mut open, &counts, &mut keep_nothing).unwrap(),
             };
             let all = Arc::new((0..rows.len() as u32).collect());
-            let normed = self.stack().normed(&hidden, &all).unwrap();
-            let sampling = Sampling::whole(1.0);
+            let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
+            let sampling = SamplingParameters::with_temperature(1.0);
             let logits = self.stack().logits(&normed, &sampling).unwrap();
             let asked: Vec<_> = rows.iter().enumerate().map(|(i, &row)| (i, targets[row])).collect();
             for (&row, log_prob) in rows.iter().zip(logits.log_probs(&sampling, &asked).unwrap()) {
@@ -198,19 +198,19 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     let trained = floats(&learner.training(&tokens, &lengths));
     assert!(trained.iter().all(|x| x.is_finite()));
     for pace in [1, 7, 64, 100] {
-        let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
+        let room = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
         let caches = Caches::new(config, gpu, room).unwrap();
         let sampled = learner.sampled(&caches, &tokens, &lengths, pace, None);
         assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
     }
-    let room = CacheRoom { sequences: 3, tokens: 70, fed_tokens_max: 3 };
+    let room = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 };
     let caches = Caches::new(config, gpu, room).unwrap();
     let mut decoder = Decoder::new(&learner.stack()).unwrap();
     let sampled = learner.sampled(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sampled, trained[..tokens.len()], "{:?} recorded", config.family);
     // Shapes: one step of three sequences, 8 of two, then one sequence: 55 steps in a page and 6 in the
     // next. The first step of each shape launches every kernel.
-    assert_eq!(decoder.replayed(), 7 + 54 + 5);
+    assert_eq!(decoder.replay_count(), 7 + 54 + 5);
 }
 
 #[test]
@@ -221,10 +221,10 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
         Config { max_position_embeddings: 1100, num_hidden_layers: 2, ..config(Family::default(), 2, 1, 70) };
     let learner = learner(&shape, &gpu);
     let stack = DecoderStack { model: &Model::new(shape.clone(), 1100), ..learner.stack() };
-    let room = CacheRoom { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
+    let room = CacheCapacity { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
     let caches = Caches::new(&shape, &gpu, room).unwrap();
     let mut long = caches.sequence();
-    stack.feed(ids(1021), &mut [&mut long], &[1021], &mut nothing).unwrap();
+    stack.feed(ids(1021), &mut [&mut long], &[1021], &mut keep_nothing).unwrap();
     // One sequence is new, and the other two share the page in which the prompt ends.
     let mut recorded = [long.clone(), long.clone(), caches.sequence()];
     let mut plain = [long.clone(), long, caches.sequence()];
@@ -236,18 +236,18 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
         let mut open: Vec<_> = plain.iter_mut().collect();
         assert_eq!(
             got,
-            floats(&stack.feed(tokens, &mut open, &[1; 3], &mut nothing).unwrap()),
+            floats(&stack.feed(tokens, &mut open, &[1; 3], &mut keep_nothing).unwrap()),
             "step {step}"
         );
         if step == 1 {
             // Another prompt takes pages between two steps.
             let mut other = caches.sequence();
-            stack.feed(ids(80), &mut [&mut other], &[80], &mut nothing).unwrap();
+            stack.feed(ids(80), &mut [&mut other], &[80], &mut keep_nothing).unwrap();
         }
     }
-    assert_eq!(decoder.replayed(), 2 + 3);
+    assert_eq!(decoder.replay_count(), 2 + 3);
     let full = &mut [&mut caches.sequence()];
-    stack.feed(ids(1100), full, &[1100], &mut nothing).unwrap();
+    stack.feed(ids(1100), full, &[1100], &mut keep_nothing).unwrap();
     let error = decoder.feed(&stack, vec![1], full).unwrap_err().to_string();
     assert!(error.contains("positions up to 1101"), "{error}");
 }

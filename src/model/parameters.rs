@@ -4,17 +4,17 @@
 mod edit;
 mod shards;
 
-pub use shards::Asked;
+pub use shards::ShardRequest;
 
 use super::adapter::Lora;
 use super::config::Config;
 use super::layers_on_demand::{LayersOnDemand, TensorSource, WeightChange};
-use super::matrix::{Adapter, Tensors};
+use super::matrix::{Adapter, ModelTensors};
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
-use super::storage::{Stored, on_device};
-use super::weights::{Layers, VALUE_HEAD, Weights};
+use super::storage::{TensorStorage, copy_to_device};
+use super::weights::{LayerSource, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, shard_range};
-use crate::ops::cpu::{host_values, on_host};
+use crate::ops::cpu::{host_values, to_host};
 use crate::ops::parameter::{GradientSink, Parameter};
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
@@ -65,14 +65,14 @@ impl Default for Backend {
 
 /// One tensor of the store.
 struct Entry {
-    stored: Stored,
+    stored: TensorStorage,
     /// Present when the tensor is trained.
     gradient: Option<Tensor>,
     state: OptimizerState,
 }
 
 impl Entry {
-    fn new(stored: Stored) -> Self {
+    fn new(stored: TensorStorage) -> Self {
         Self { stored, gradient: None, state: OptimizerState::new() }
     }
 }
@@ -83,10 +83,10 @@ impl Parameters {
     /// # Errors
     /// When `tensors` fails, when names or sizes are not those of `config`, or when a device's memory does
     /// not suffice.
-    pub fn loaded(
+    pub fn load(
         config: &Config,
         backend: &Backend,
-        tensors: impl IntoIterator<Item = Result<(ParameterSpec, Stored)>>,
+        tensors: impl IntoIterator<Item = Result<(ParameterSpec, TensorStorage)>>,
     ) -> Result<Self> {
         Self::of(config, parameter_specs(config), backend.clone(), tensors)
     }
@@ -96,7 +96,7 @@ impl Parameters {
     ///
     /// # Errors
     /// As [`Self::loaded`], and when a tensor outside the layers cannot be read.
-    pub fn on_disk(
+    pub fn leave_on_disk(
         config: &Config,
         backend: &Backend,
         source: Arc<dyn TensorSource>,
@@ -106,12 +106,12 @@ impl Parameters {
             LayersOnDemand { changes, precision: backend.precision, ..LayersOnDemand::new(source, config) };
         let tensors = parameter_specs(config).into_iter().map(|spec| {
             let stored = match spec.layer {
-                Some(_) => Stored::on_disk(),
-                None => Stored::frozen(layers.tensor(&spec)?),
+                Some(_) => TensorStorage::left_on_disk(),
+                None => TensorStorage::from_weight(layers.tensor(&spec)?),
             };
             Ok((spec, stored))
         });
-        let parameters = Self::loaded(config, backend, tensors)?;
+        let parameters = Self::load(config, backend, tensors)?;
         Ok(Self { on_disk: Some(layers), ..parameters })
     }
 
@@ -122,7 +122,7 @@ impl Parameters {
     pub fn with_value_head(
         config: &Config,
         backend: &Backend,
-        tensors: impl IntoIterator<Item = Result<(ParameterSpec, Stored)>>,
+        tensors: impl IntoIterator<Item = Result<(ParameterSpec, TensorStorage)>>,
     ) -> Result<Self> {
         Self::of(config, value_model_specs(config), backend.clone(), tensors)
     }
@@ -131,7 +131,7 @@ impl Parameters {
         config: &Config,
         specs: Vec<ParameterSpec>,
         backend: Backend,
-        tensors: impl IntoIterator<Item = Result<(ParameterSpec, Stored)>>,
+        tensors: impl IntoIterator<Item = Result<(ParameterSpec, TensorStorage)>>,
     ) -> Result<Self> {
         let mut entries = Vec::with_capacity(specs.len());
         for found in tensors {
@@ -162,13 +162,13 @@ impl Parameters {
     }
 
     /// Adds an adapter with the values of its factors, in the order of [`Lora::specs`]. Nothing is trained
-    /// until [`Self::train_only`] is called.
+    /// until [`Self::set_trainable`] is called.
     ///
     /// # Errors
     /// When there is an adapter already, or the values do not fit the factors.
-    pub fn adapt(&mut self, lora: Lora, values: Vec<Vec<f32>>) -> Result<()> {
+    pub fn attach_adapter(&mut self, lora: Lora, values: Vec<Vec<f32>>) -> Result<()> {
         ensure!(self.adapter.is_none(), "the model has an adapter already");
-        let specs = lora.specs(&self.specs)?;
+        let specs = lora.factor_specs(&self.specs)?;
         ensure!(specs.len() == values.len(), "{} factors, expected {}", values.len(), specs.len());
         let base = self.specs.len();
         for entry in &mut self.entries[..base] {
@@ -176,7 +176,7 @@ impl Parameters {
         }
         for (spec, values) in specs.iter().zip(values) {
             self.index.insert(spec.name.clone(), self.entries.len());
-            self.entries.push(entry(spec, Stored::variable(spec, values)?, &self.backend)?);
+            self.entries.push(entry(spec, TensorStorage::variable(spec, values)?, &self.backend)?);
         }
         self.specs.extend(specs);
         self.adapter = Some(lora);
@@ -223,7 +223,7 @@ impl Parameters {
     }
 
     /// Returns the index of the tensor named `name`.
-    pub fn position(&self, name: &str) -> Option<usize> {
+    pub fn index_of(&self, name: &str) -> Option<usize> {
         self.index.get(name).copied()
     }
 
@@ -232,7 +232,7 @@ impl Parameters {
     /// # Errors
     /// When there is no such tensor.
     fn place(&self, name: &str) -> Result<usize> {
-        self.position(name).with_context(|| format!("no tensor {name}"))
+        self.index_of(name).with_context(|| format!("no tensor {name}"))
     }
 
     /// Returns the trainable values of tensor `index`, in working precision. Of a sharded tensor it returns
@@ -255,7 +255,7 @@ impl Parameters {
     }
 
     /// Returns tensor `index` for another store to share, if it is in memory and cannot be trained.
-    pub fn shared(&self, index: usize) -> Option<Stored> {
+    pub fn share(&self, index: usize) -> Option<TensorStorage> {
         let stored = &self.entries[index].stored;
         (!stored.is_variable() && !stored.is_on_disk()).then(|| stored.clone())
     }
@@ -273,8 +273,8 @@ impl Parameters {
     pub fn weight(&self, index: usize) -> Result<Weight> {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
         let weight = match stored.is_sharded() {
-            false => stored.whole(spec)?.clone(),
-            true => on_device(&self.gathered_weight(index)?, self.device(), spec)?,
+            false => stored.whole_weight(spec)?.clone(),
+            true => copy_to_device(&self.gather_weight(index)?, self.device(), spec)?,
         };
         Ok(weight.without_gradient())
     }
@@ -283,7 +283,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When there is no such tensor; [`crate::error::BadInput`] when a file changed since it was opened.
-    pub fn read(&self, spec: &ParameterSpec) -> Result<Weight> {
+    pub fn read_weight(&self, spec: &ParameterSpec) -> Result<Weight> {
         let index = self.place(&spec.name)?;
         match &self.on_disk {
             Some(layers) if self.entries[index].stored.is_on_disk() => layers.tensor(spec),
@@ -308,15 +308,15 @@ impl Parameters {
     ///
     /// # Errors
     /// When one cannot be trained, or memory runs out.
-    pub fn train_only(&mut self, trained: &[bool]) -> Result<()> {
+    pub fn set_trainable(&mut self, trained: &[bool]) -> Result<()> {
         ensure!(trained.len() == self.len(), "{} marks for {} tensors", trained.len(), self.len());
         let mesh = self.mesh().clone();
         for (index, &is_trained) in trained.iter().enumerate() {
             if is_trained && mesh.ranks() > 1 && !self.entries[index].stored.is_sharded() {
-                let master = on_host(self.master(index)?)?;
+                let master = to_host(self.master(index)?)?;
                 let values = host_values(&master)?;
                 let own = shard_range(values.len(), index, mesh.rank(), mesh.ranks());
-                let shard = Stored::shard(values[own].to_vec())?;
+                let shard = TensorStorage::from_shard(values[own].to_vec())?;
                 self.entries[index].stored = entry(&self.specs[index], shard, &self.backend)?.stored;
             }
             let zeros = |values: &Tensor| Tensor::zeros(values.shape(), DType::F32, values.device());
@@ -331,7 +331,7 @@ impl Parameters {
 
     /// Returns how often a pass uses tensor `index`: twice for an embedding that is also the LM head, else
     /// once.
-    pub fn uses(&self, index: usize) -> usize {
+    pub fn use_count(&self, index: usize) -> usize {
         let is_head_too = self.config.tie_word_embeddings && !self.is_critic();
         if is_head_too && self.specs[index].role == TensorRole::Embedding { 2 } else { 1 }
     }
@@ -371,7 +371,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When a tensor of the architecture is missing, or `change` fails.
-    pub fn frozen(&self, change: Option<&WeightChange>) -> Result<Weights> {
+    pub fn frozen_weights(&self, change: Option<&WeightChange>) -> Result<Weights> {
         let on_disk = self.on_disk.clone().map(|mut layers| {
             layers.changes.extend(change.cloned());
             layers
@@ -384,7 +384,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When `change` fails, or a tensor outside the layers cannot be read.
-    pub fn changed_on_demand(&self, change: WeightChange) -> Result<Weights> {
+    pub fn on_demand_weights(&self, change: WeightChange) -> Result<Weights> {
         let mut layers = match &self.on_disk {
             Some(layers) => layers.clone(),
             None => {
@@ -405,14 +405,14 @@ impl Parameters {
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
-    pub fn for_passes(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
+    pub fn pass_weights(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
         if self.entries.iter().any(|entry| entry.stored.is_sharded()) {
-            return self.gathered_by_layer(sink);
+            return self.layer_gathered_weights(sink);
         }
         self.weights(self.on_disk.clone(), &|index| match sink {
             Some(sink) if self.is_trained(index) => {
-                let variable = Parameter::trained(self.values(index)?, sink.clone(), index);
-                Ok(Weight::Dense(variable.in_precision(self.backend.precision)))
+                let variable = Parameter::with_gradient_sink(self.values(index)?, sink.clone(), index);
+                Ok(Weight::Dense(variable.with_precision(self.backend.precision)))
             }
             _ => self.weight(index),
         })
@@ -421,7 +421,7 @@ impl Parameters {
     fn changed_weight(&self, index: usize, change: Option<&WeightChange>) -> Result<Weight> {
         let weight = self.weight(index)?;
         let Some(change) = change else { return Ok(weight) };
-        Ok(change(&self.specs[index], weight)?.without_gradient().in_precision(self.backend.precision))
+        Ok(change(&self.specs[index], weight)?.without_gradient().with_precision(self.backend.precision))
     }
 
     fn weights(
@@ -431,19 +431,19 @@ impl Parameters {
     ) -> Result<Weights> {
         let find = |name: &str| weight(self.place(name)?);
         let adapters = &self.adapters(&find)?;
-        let layers = layers.map(|layers| -> Arc<dyn Layers> {
+        let layers = layers.map(|layers| -> Arc<dyn LayerSource> {
             Arc::new(LayersOnDemand { adapters: adapters.clone(), ..layers })
         });
-        let tensors = Tensors { find: &find, adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters, ranks: None };
         Weights::new(&self.config, self.is_critic(), self.bytes(), layers, tensors)
     }
 
     /// Returns the adapters of all adapted matrices, by the matrix's name.
     fn adapters(&self, find: &dyn Fn(&str) -> Result<Weight>) -> Result<HashMap<String, Adapter>> {
         let none = HashMap::new();
-        let tensors = Tensors { find, adapters: &none, ranks: None };
+        let tensors = ModelTensors { find, adapters: &none, ranks: None };
         let of = |(lora, target): (&Lora, &String)| {
-            let [a, b] = Lora::factors(target);
+            let [a, b] = Lora::factor_names(target);
             let adapter = Adapter { a: tensors.vector(&a)?, b: tensors.vector(&b)?, scale: lora.scale() };
             Ok((target.clone(), adapter))
         };
@@ -454,24 +454,25 @@ impl Parameters {
 /// Returns the entry of `stored` on `backend`. On a GPU matrices are bf16; if that rounds, the exact values
 /// become their [`MASTER`]. A shard and its optimizer state stay in host memory, and its values go to the
 /// GPU when gathered.
-fn entry(spec: &ParameterSpec, stored: Stored, backend: &Backend) -> Result<Entry> {
+fn entry(spec: &ParameterSpec, stored: TensorStorage, backend: &Backend) -> Result<Entry> {
     if stored.is_on_disk() {
         ensure!(backend.device.is_cpu(), "{} is on disk", spec.name);
         return Ok(Entry::new(stored));
     }
-    let weight = stored.weight(spec)?.clone().in_precision(backend.precision);
+    let weight = stored.weight(spec)?.clone().with_precision(backend.precision);
     if stored.is_sharded() || backend.device.is_cpu() {
         return Ok(Entry::new(stored.with_weight(weight)));
     }
-    let working = on_device(&weight, &backend.device, spec)?;
+    let working = copy_to_device(&weight, &backend.device, spec)?;
     let (Weight::Dense(values), Weight::Dense(placed), true) = (&weight, &working, weight.is_variable())
     else {
-        return Ok(Entry::new(stored.with_weight(working.in_precision(backend.precision))));
+        return Ok(Entry::new(stored.with_weight(working.with_precision(backend.precision))));
     };
     let (values, placed) = (values.values(), placed.values());
-    let variable = Parameter::variable(Var::from_tensor(placed)?.as_tensor()).in_precision(backend.precision);
+    let variable =
+        Parameter::variable(Var::from_tensor(placed)?.as_tensor()).with_precision(backend.precision);
     let mut entry = Entry::new(stored.with_weight(Weight::Dense(variable)));
-    if placed.dtype() == DType::BF16 && host_values(&on_host(placed)?)?[..] != host_values(values)?[..] {
+    if placed.dtype() == DType::BF16 && host_values(&to_host(placed)?)?[..] != host_values(values)?[..] {
         entry.state.insert(MASTER, values.to_device(&backend.device)?);
     }
     Ok(entry)

@@ -1,13 +1,13 @@
 //! A policy with its ablations: model, changed weights and forward options as one value, so that no command
 //! applies only some of the ablations.
 
-use super::arms::Arms;
+use super::ablations::Ablations;
 use super::decoder_stack::DecoderStack;
 use super::forward::{ForwardOptions, Model};
 use super::parameters::Parameters;
 use super::rounding::WeightRounding;
 use super::weights::Weights;
-use crate::dist::RolloutWeights;
+use crate::dist::RolloutWeightPlacement;
 use crate::ops::router_noise::{NoisyPass, RouterNoise};
 use anyhow::Result;
 use std::sync::Arc;
@@ -25,8 +25,12 @@ impl<'a> PolicyView<'a> {
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
-    pub fn plain(model: &'a Model, parameters: &Parameters) -> Result<Self> {
-        Ok(Self { model, weights: Arc::new(parameters.frozen(None)?), forward: ForwardOptions::default() })
+    pub fn without_ablations(model: &'a Model, parameters: &Parameters) -> Result<Self> {
+        Ok(Self {
+            model,
+            weights: Arc::new(parameters.frozen_weights(None)?),
+            forward: ForwardOptions::default(),
+        })
     }
 
     /// Returns the policy that samples for training under `arms`.
@@ -34,8 +38,13 @@ impl<'a> PolicyView<'a> {
     /// # Errors
     /// [`crate::error::BadInput`] when `rollout_mxfp4` is on and an expert matrix does not divide into
     /// MXFP4 blocks.
-    pub fn rollout(model: &'a Model, parameters: &Parameters, arms: &Arms, seed: u64) -> Result<Self> {
-        Self::of_processes(model, parameters, Some(arms), seed, RolloutWeights::Whole)
+    pub fn for_rollout(
+        model: &'a Model,
+        parameters: &Parameters,
+        arms: &Ablations,
+        seed: u64,
+    ) -> Result<Self> {
+        Self::across_processes(model, parameters, Some(arms), seed, RolloutWeightPlacement::Whole)
     }
 
     /// Returns the policy for sampling by all processes of a run, under `arms` if given. Every process must
@@ -43,19 +52,21 @@ impl<'a> PolicyView<'a> {
     ///
     /// # Errors
     /// As [`Self::rollout`], and when a rank does not respond in time.
-    pub fn of_processes(
+    pub fn across_processes(
         model: &'a Model,
         parameters: &Parameters,
-        arms: Option<&Arms>,
+        arms: Option<&Ablations>,
         seed: u64,
-        weights: RolloutWeights,
+        weights: RolloutWeightPlacement,
     ) -> Result<Self> {
-        let rounding = arms.map(WeightRounding::of).unwrap_or_default().change();
+        let rounding = arms.map(WeightRounding::from_ablations).unwrap_or_default().weight_change();
         let weights = match weights {
-            RolloutWeights::Auto | RolloutWeights::Whole => parameters.frozen(Some(&rounding))?,
-            RolloutWeights::ByExpert => parameters.by_expert(&rounding)?,
+            RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => {
+                parameters.frozen_weights(Some(&rounding))?
+            }
+            RolloutWeightPlacement::ByExpert => parameters.expert_parallel_weights(&rounding)?,
         };
-        let forward = arms.map(|arms| ForwardOptions::rollout(arms, seed)).unwrap_or_default();
+        let forward = arms.map(|arms| ForwardOptions::for_rollout(arms, seed)).unwrap_or_default();
         Ok(Self { model, weights: Arc::new(weights), forward })
     }
 
@@ -63,28 +74,36 @@ impl<'a> PolicyView<'a> {
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
-    pub fn training(model: &'a Model, parameters: &Parameters, arms: &Arms, seed: u64) -> Result<Self> {
-        Ok(Self { forward: ForwardOptions::training(arms, seed), ..Self::plain(model, parameters)? })
+    pub fn for_training(
+        model: &'a Model,
+        parameters: &Parameters,
+        arms: &Ablations,
+        seed: u64,
+    ) -> Result<Self> {
+        Ok(Self {
+            forward: ForwardOptions::for_training(arms, seed),
+            ..Self::without_ablations(model, parameters)?
+        })
     }
 
     /// Returns the decoder stack of the policy.
-    pub fn stack(&self) -> DecoderStack<'_> {
+    pub fn decoder_stack(&self) -> DecoderStack<'_> {
         DecoderStack { model: self.model, weights: self.weights.as_ref(), forward: self.forward }
     }
 }
 
 impl ForwardOptions {
     /// Returns the options of the rollout's forward pass under `arms`.
-    fn rollout(arms: &Arms, seed: u64) -> Self {
+    fn for_rollout(arms: &Ablations, seed: u64) -> Self {
         Self {
             router_noise: noise(arms.rollout_noise(), seed, NoisyPass::Rollout),
-            mantissa_bits: arms.rollout_bits(),
+            mantissa_bits: arms.rollout_mantissa_limit(),
             ..Self::default()
         }
     }
 
     /// Returns the options of the training forward pass under `arms`.
-    pub fn training(arms: &Arms, seed: u64) -> Self {
+    pub fn for_training(arms: &Ablations, seed: u64) -> Self {
         Self {
             sinks: !arms.no_train_sinks,
             sink_gradient: !arms.no_sink_gradient,
@@ -94,9 +113,9 @@ impl ForwardOptions {
     }
 
     /// Returns the options of the forward pass for the old log-probs, if an ablation asks for one.
-    pub fn second_forward(arms: &Arms, seed: u64) -> Option<Self> {
+    pub fn for_old_log_probs(arms: &Ablations, seed: u64) -> Option<Self> {
         let router_noise = noise(arms.train_noise(), seed, NoisyPass::SecondForward);
-        arms.second_forward_old_logprobs.then(|| Self { router_noise, ..Self::training(arms, seed) })
+        arms.second_forward_old_logprobs.then(|| Self { router_noise, ..Self::for_training(arms, seed) })
     }
 }
 

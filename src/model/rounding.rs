@@ -1,11 +1,11 @@
 //! Ablations that round the weights used for sampling.
 
-use super::arms::Arms;
-use super::config::Form;
+use super::ablations::Ablations;
+use super::config::WeightFormat;
 use super::layers_on_demand::WeightChange;
 use super::names::ParameterSpec;
 use crate::bad_input;
-use crate::ops::packed::{PackedForm, PackedMatrix};
+use crate::ops::packed_weights::{PackedFormat, PackedMatrix};
 use crate::ops::weight::Weight;
 use crate::ops::{mxfp4, round_mantissa, round_mantissa::round_value};
 use anyhow::Result;
@@ -28,30 +28,30 @@ pub struct WeightRounding {
 
 impl WeightRounding {
     /// Returns the rounding of the policy that samples under `arms`.
-    pub fn of(arms: &Arms) -> Self {
-        Self { mxfp4: arms.rollout_mxfp4, bits: arms.rollout_bits() }
+    pub fn from_ablations(arms: &Ablations) -> Self {
+        Self { mxfp4: arms.rollout_mxfp4, bits: arms.rollout_mantissa_limit() }
     }
 
     /// Returns a rounding that changes every tensor which `self` or `other` changes.
-    pub fn coarser(self, other: Self) -> Self {
+    pub fn union(self, other: Self) -> Self {
         let bits = self.bits.into_iter().chain(other.bits).min();
         Self { mxfp4: self.mxfp4 || other.mxfp4, bits }
     }
 
     /// Returns the bytes that [`Self::apply`] allocates for a tensor stored in `form`; 0 if it shares the
     /// tensor.
-    pub fn copied_bytes(self, spec: &ParameterSpec, form: Form) -> u64 {
-        let packed = spec.packed_form(form);
-        let coarsened = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedForm::Mxfp4);
+    pub fn copy_bytes(self, spec: &ParameterSpec, form: WeightFormat) -> u64 {
+        let packed = spec.packed_format(form);
+        let coarsened = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedFormat::Mxfp4);
         let shortened =
             self.bits.is_some_and(|bits| packed.is_none_or(|packed| bits < mantissa_bits(packed)));
         // Rounding MXFP4 further decodes it.
-        let form = if shortened && packed == Some(PackedForm::Mxfp4) { Form::F32 } else { form };
+        let form = if shortened && packed == Some(PackedFormat::Mxfp4) { WeightFormat::F32 } else { form };
         if coarsened || shortened { spec.resident_bytes(form) } else { 0 }
     }
 
     /// Returns the rounding as a change of weights.
-    pub fn change(self) -> WeightChange {
+    pub fn weight_change(self) -> WeightChange {
         Arc::new(move |spec, weight| self.apply(spec, weight))
     }
 
@@ -66,35 +66,35 @@ impl WeightRounding {
         Ok(match weight {
             Weight::Dense(dense) => Weight::dense(&round_mantissa(dense.values(), bits)?),
             Weight::Packed(matrix) if keeps(&matrix, bits) => Weight::Packed(matrix),
-            Weight::Packed(matrix) if matrix.form() != PackedForm::Mxfp4 => {
-                Weight::Packed(Arc::new(matrix.mapped(|value| round_value(value, bits))?))
+            Weight::Packed(matrix) if matrix.format() != PackedFormat::Mxfp4 => {
+                Weight::Packed(Arc::new(matrix.map_values(|value| round_value(value, bits))?))
             }
-            packed => Weight::dense(&round_mantissa(&packed.decoded(&spec.working_shape())?, bits)?),
+            packed => Weight::dense(&round_mantissa(&packed.decode(&spec.working_shape())?, bits)?),
         })
     }
 }
 
 /// Whether `bits` mantissa bits represent every value of the matrix.
 fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
-    bits >= mantissa_bits(matrix.form())
+    bits >= mantissa_bits(matrix.format())
 }
 
 /// Returns the mantissa bits that represent every value of `form`.
-fn mantissa_bits(form: PackedForm) -> u32 {
+fn mantissa_bits(form: PackedFormat) -> u32 {
     match form {
-        PackedForm::Bf16 | PackedForm::Bf16Rows => BF16_BITS,
-        PackedForm::Mxfp4 => MXFP4_BITS,
+        PackedFormat::Bf16 | PackedFormat::Bf16Rows => BF16_BITS,
+        PackedFormat::Mxfp4 => MXFP4_BITS,
     }
 }
 
 /// Rounds an expert matrix to MXFP4.
 fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
     if let Weight::Packed(matrix) = &weight
-        && matrix.form() == PackedForm::Mxfp4
+        && matrix.format() == PackedFormat::Mxfp4
     {
         return Ok(weight);
     }
-    let values = weight.decoded(&spec.working_shape())?;
+    let values = weight.decode(&spec.working_shape())?;
     let shape: [usize; 3] = values.dims3()?.into();
     let [_, input, _] = shape;
     if !input.is_multiple_of(mxfp4::BLOCK) {
@@ -109,5 +109,5 @@ fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
         let decoded = mxfp4::decode(&blocks, &scales, shape);
         return Ok(Weight::dense(&Tensor::from_vec(decoded, shape.to_vec(), values.device())?));
     }
-    Ok(Weight::Packed(Arc::new(PackedMatrix::of_mxfp4(&blocks, &scales, shape))))
+    Ok(Weight::Packed(Arc::new(PackedMatrix::from_mxfp4(&blocks, &scales, shape))))
 }

@@ -2,7 +2,7 @@
 
 use super::families::Family;
 use super::init::InitSettings;
-use crate::settings::{Found, Limits, Scalar, Table, above, choice, from, table};
+use crate::settings::{Limits, ParsedValue, Scalar, Table, above, choice, from, table};
 use std::path::PathBuf;
 
 table! {
@@ -191,7 +191,7 @@ impl Dtype {
 pub enum Tokenizer {
     /// The 272-token vocabulary inside the binary.
     #[default]
-    Embedded,
+    EmbeddedInterpreter,
     /// A `tokenizer.json`, or a folder that holds one.
     Path(PathBuf),
 }
@@ -201,9 +201,9 @@ impl Scalar for Tokenizer {
         format!("\"embedded\" or {}", PathBuf::kind(limits))
     }
 
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         match String::parse(found, limits)?.as_str() {
-            "embedded" => Ok(Tokenizer::Embedded),
+            "embedded" => Ok(Tokenizer::EmbeddedInterpreter),
             _ => PathBuf::parse(found, limits).map(Tokenizer::Path),
         }
     }
@@ -214,7 +214,7 @@ impl Scalar for Tokenizer {
 
     fn to_toml(&self) -> String {
         match self {
-            Tokenizer::Embedded => "\"embedded\"".to_owned(),
+            Tokenizer::EmbeddedInterpreter => "\"embedded\"".to_owned(),
             Tokenizer::Path(path) => path.to_toml(),
         }
     }

@@ -2,10 +2,10 @@
 
 use super::config::Config;
 use super::layer::Layer;
-use super::matrix::{Adapter, Tensors};
+use super::matrix::{Adapter, ModelTensors};
 use super::names::ParameterSpec;
-use super::storage::{Stored, on_device};
-use super::weights::Layers;
+use super::storage::{TensorStorage, copy_to_device};
+use super::weights::LayerSource;
 use crate::dist::{Mesh, PendingExchange, ranks_in_shard_order, replicate};
 use crate::ops::Parameter;
 use crate::ops::parameter::GradientSink;
@@ -16,48 +16,52 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Converts an error between processes into an op's error.
-pub fn within_op(error: anyhow::Error) -> candle_core::Error {
+pub fn to_op_error(error: anyhow::Error) -> candle_core::Error {
     candle_core::Error::Msg(format!("{error:#}"))
 }
 
 /// A tensor of the store, for gathering.
 #[derive(Clone)]
-pub(super) struct Part {
+pub(super) struct GatherPart {
     /// The index in the store.
     pub index: usize,
     /// The spec of the whole tensor.
     pub spec: ParameterSpec,
-    pub stored: Stored,
+    pub stored: TensorStorage,
     /// Whether the tensor gets gradients.
     pub is_trained: bool,
 }
 
 /// Starts one exchange that gathers the sharded tensors of `parts`.
-pub(super) fn start(mesh: &Mesh, what: &str, parts: &[Part]) -> Result<PendingExchange> {
+pub(super) fn start_gather(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Result<PendingExchange> {
     let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
     for part in parts.iter().filter(|part| part.stored.is_sharded()) {
         part.stored.append_shard(&mut own)?;
         for (rank, length) in lengths.iter_mut().enumerate() {
-            *length += part.stored.shard_of(&part.spec, part.index, rank, mesh).len();
+            *length += part.stored.shard_range(&part.spec, part.index, rank, mesh).len();
         }
     }
     mesh.start(what, &mesh.all_ranks(), replicate(own, mesh.ranks()), &lengths)
 }
 
 /// Returns the weights of `parts`: sharded ones assembled from the exchange, the others unchanged.
-pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: PendingExchange) -> Result<Vec<Weight>> {
+pub(super) fn finish_gather(
+    mesh: &Mesh,
+    parts: &[GatherPart],
+    started: PendingExchange,
+) -> Result<Vec<Weight>> {
     let came = started.wait()?;
     let mut read = vec![0; came.len()];
-    let assemble = |part: &Part| {
+    let assemble = |part: &GatherPart| {
         if !part.stored.is_sharded() {
-            return part.stored.whole(&part.spec).cloned();
+            return part.stored.whole_weight(&part.spec).cloned();
         }
         let shards = ranks_in_shard_order(part.index, came.len()).map(|rank| {
             let start = read[rank];
-            read[rank] += part.stored.shard_of(&part.spec, part.index, rank, mesh).len();
+            read[rank] += part.stored.shard_range(&part.spec, part.index, rank, mesh).len();
             &came[rank][start..read[rank]]
         });
-        part.stored.assembled(&part.spec, shards.collect::<Vec<_>>().concat())
+        part.stored.assemble(&part.spec, shards.collect::<Vec<_>>().concat())
     };
     parts.iter().map(assemble).collect()
 }
@@ -67,35 +71,35 @@ pub(super) fn finish(mesh: &Mesh, parts: &[Part], started: PendingExchange) -> R
 pub(super) struct ShardedLayers {
     pub mesh: Arc<Mesh>,
     pub config: Config,
-    pub layers: Vec<Vec<Part>>,
+    pub layers: Vec<Vec<GatherPart>>,
     pub adapters: HashMap<String, Adapter>,
-    pub uses: Uses,
+    pub uses: GatheredUse,
     /// The layer whose exchange is running.
     pub ahead: Mutex<Option<(usize, PendingExchange)>>,
 }
 
 /// The use of gathered tensors: their gradients and their device.
 #[derive(Clone)]
-pub(super) struct Uses {
+pub(super) struct GatheredUse {
     /// The destination of gradients, in passes that train.
     pub sink: Option<Arc<dyn GradientSink>>,
     /// The device that computes.
     pub device: Device,
 }
 
-impl Uses {
+impl GatheredUse {
     /// Returns the gathered `weight` on the device, tracked by the graph if it is trained.
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn weight(&self, part: &Part, weight: Weight) -> Result<Weight> {
-        let weight = on_device(&weight, &self.device, &part.spec)?;
+    pub fn weight(&self, part: &GatherPart, weight: Weight) -> Result<Weight> {
+        let weight = copy_to_device(&weight, &self.device, &part.spec)?;
         Ok(match (&self.sink, weight) {
             (Some(sink), Weight::Dense(gathered)) if part.is_trained => {
                 // A variable, so that the graph records ops on it.
                 let variable = Var::from_tensor(gathered.values())?;
-                let trained = Parameter::trained(variable.as_tensor(), sink.clone(), part.index);
-                Weight::Dense(trained.in_precision(gathered.precision()))
+                let trained = Parameter::with_gradient_sink(variable.as_tensor(), sink.clone(), part.index);
+                Weight::Dense(trained.with_precision(gathered.precision()))
             }
             (_, weight) => weight.without_gradient(),
         })
@@ -104,11 +108,11 @@ impl Uses {
 
 impl ShardedLayers {
     fn start(&self, index: usize) -> Result<PendingExchange> {
-        start(&self.mesh, &format!("weights of layer {index}"), &self.layers[index])
+        start_gather(&self.mesh, &format!("weights of layer {index}"), &self.layers[index])
     }
 }
 
-impl Layers for ShardedLayers {
+impl LayerSource for ShardedLayers {
     fn layer(&self, index: usize, next: Option<usize>) -> Result<Arc<dyn Layer>> {
         let parts = self.layers.get(index).with_context(|| format!("no layer {index}"))?;
         let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
@@ -120,11 +124,11 @@ impl Layers for ShardedLayers {
             *ahead = Some((next, self.start(next)?));
         }
         drop(ahead);
-        let gathered = parts.iter().zip(finish(&self.mesh, parts, started)?);
+        let gathered = parts.iter().zip(finish_gather(&self.mesh, parts, started)?);
         let weights = gathered.map(|(part, weight)| Ok((&*part.spec.name, self.uses.weight(part, weight)?)));
         let weights: HashMap<&str, Weight> = weights.collect::<Result<_>>()?;
         let find = |name: &str| weights.get(name).cloned().with_context(|| format!("no tensor {name}"));
-        let tensors = Tensors { find: &find, adapters: &self.adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters: &self.adapters, ranks: None };
         (self.config.family.layer)(&tensors.layer(index))
     }
 

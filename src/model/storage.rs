@@ -1,11 +1,11 @@
 //! A tensor in the store: dense or packed, whole or sharded, in memory or on disk.
 
-use super::config::Form;
+use super::config::WeightFormat;
 use super::names::{Layout, ParameterSpec, TensorRole};
-use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, shard_range};
 use crate::ops::cpu::host_values;
-use crate::ops::packed::PackedForm;
+use crate::ops::packed_weights::PackedFormat;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
 use anyhow::{Result, bail, ensure};
@@ -15,13 +15,13 @@ use std::sync::Arc;
 
 /// The weight of a tensor and its placement. Only variables, which are dense, can be trained.
 #[derive(Clone)]
-pub struct Stored {
+pub struct TensorStorage {
     /// `None` while the tensor is on disk. A shard holds flat values or packed bytes.
     weight: Option<Weight>,
     is_sharded: bool,
 }
 
-impl Stored {
+impl TensorStorage {
     /// Returns a trainable tensor of f32 values in working layout.
     ///
     /// # Errors
@@ -36,15 +36,15 @@ impl Stored {
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn variable_of(spec: &ParameterSpec, weight: &Weight) -> Result<Self> {
-        Self::variable(spec, weight.decoded(&spec.working_shape())?.flatten_all()?.to_vec1()?)
+    pub fn to_variable(spec: &ParameterSpec, weight: &Weight) -> Result<Self> {
+        Self::variable(spec, weight.decode(&spec.working_shape())?.flatten_all()?.to_vec1()?)
     }
 
     /// Returns this rank's shard of a trainable tensor from its flat values.
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn shard(values: Vec<f32>) -> Result<Self> {
+    pub fn from_shard(values: Vec<f32>) -> Result<Self> {
         let count = values.len();
         Ok(Self::of_variable(&Var::from_vec(values, count, &Device::Cpu)?, true))
     }
@@ -54,12 +54,12 @@ impl Stored {
     }
 
     /// Returns a frozen tensor.
-    pub fn frozen(weight: Weight) -> Self {
+    pub fn from_weight(weight: Weight) -> Self {
         Self { weight: Some(weight.without_gradient()), is_sharded: false }
     }
 
     /// Returns a tensor that is read from disk whenever a layer computes.
-    pub fn on_disk() -> Self {
+    pub fn left_on_disk() -> Self {
         Self { weight: None, is_sharded: false }
     }
 
@@ -68,13 +68,13 @@ impl Stored {
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn sharded(self, index: usize, mesh: &Mesh) -> Result<Self> {
+    pub fn into_shard(self, index: usize, mesh: &Mesh) -> Result<Self> {
         let own = |count: usize| shard_range(count, index, mesh.rank(), mesh.ranks());
         match &self.weight {
             _ if mesh.ranks() == 1 || self.is_sharded => Ok(self),
             Some(Weight::Dense(dense)) if dense.values().is_variable() => {
                 let values = host_values(dense.values())?;
-                Self::shard(values[own(values.len())].to_vec())
+                Self::from_shard(values[own(values.len())].to_vec())
             }
             Some(Weight::Packed(matrix)) if matrix.is_on_host() => {
                 let shard = matrix.shard(own(matrix.size_bytes()))?;
@@ -99,7 +99,7 @@ impl Stored {
     ///
     /// # Errors
     /// When it is sharded or on disk.
-    pub fn whole(&self, spec: &ParameterSpec) -> Result<&Weight> {
+    pub fn whole_weight(&self, spec: &ParameterSpec) -> Result<&Weight> {
         ensure!(!self.is_sharded, "{} is sharded", spec.name);
         self.weight(spec)
     }
@@ -125,7 +125,7 @@ impl Stored {
     }
 
     /// Returns the bytes of the whole tensor when ranks exchange it: f32 values, or packed bytes.
-    pub(super) fn exchanged_bytes(&self, spec: &ParameterSpec) -> usize {
+    pub(super) fn exchange_bytes(&self, spec: &ParameterSpec) -> usize {
         match &self.weight {
             Some(Weight::Packed(matrix)) => matrix.size_bytes(),
             _ => spec.element_count() * size_of::<f32>(),
@@ -133,7 +133,7 @@ impl Stored {
     }
 
     /// Returns the range of those bytes that `rank` holds; empty if the tensor is not sharded.
-    pub(super) fn shard_of(
+    pub(super) fn shard_range(
         &self,
         spec: &ParameterSpec,
         index: usize,
@@ -168,7 +168,7 @@ impl Stored {
     ///
     /// # Errors
     /// When the tensor is on disk, or the number of bytes is wrong.
-    pub(super) fn assembled(&self, spec: &ParameterSpec, bytes: Vec<u8>) -> Result<Weight> {
+    pub(super) fn assemble(&self, spec: &ParameterSpec, bytes: Vec<u8>) -> Result<Weight> {
         match &self.weight {
             Some(Weight::Dense(dense)) => {
                 let values: Vec<f32> = f32_values(&bytes).collect();
@@ -188,23 +188,23 @@ impl Stored {
 ///
 /// # Errors
 /// When memory runs out.
-pub fn on_device(weight: &Weight, device: &Device, spec: &ParameterSpec) -> Result<Weight> {
+pub fn copy_to_device(weight: &Weight, device: &Device, spec: &ParameterSpec) -> Result<Weight> {
     let dtype = if spec.is_matrix() { DType::BF16 } else { DType::F32 };
     Ok(weight.to_device(device, dtype, &spec.working_shape())?)
 }
 
 impl ParameterSpec {
     /// Returns the packed format of a frozen tensor that is stored in `form`; `None` when it stays f32.
-    pub fn packed_form(&self, form: Form) -> Option<PackedForm> {
+    pub fn packed_format(&self, form: WeightFormat) -> Option<PackedFormat> {
         let is_packable = self.is_matrix() && self.role != TensorRole::AdapterFactor;
         // A matrix of one column is not packed.
         let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
         match form {
-            Form::F32 => None,
-            Form::Mxfp4 if self.is_expert_matrix() => Some(PackedForm::Mxfp4),
+            WeightFormat::F32 => None,
+            WeightFormat::Mxfp4 if self.is_expert_matrix() => Some(PackedFormat::Mxfp4),
             _ if !(is_packable && wide) => None,
-            _ if self.is_table() => Some(PackedForm::Bf16Rows),
-            _ => Some(PackedForm::Bf16),
+            _ if self.is_table() => Some(PackedFormat::Bf16Rows),
+            _ => Some(PackedFormat::Bf16),
         }
     }
 
@@ -223,8 +223,8 @@ impl ParameterSpec {
     }
 
     /// Returns the bytes in memory of a frozen tensor that is stored in `form`.
-    pub fn resident_bytes(&self, form: Form) -> u64 {
-        match (self.packed_form(form), self.matrix_shape()) {
+    pub fn resident_bytes(&self, form: WeightFormat) -> u64 {
+        match (self.packed_format(form), self.matrix_shape()) {
             (Some(form), Some(shape)) => form.bytes(shape) as u64,
             _ => (self.element_count() * size_of::<f32>()) as u64,
         }

@@ -2,12 +2,12 @@
 
 use super::config::Config;
 use super::layer::Layer;
-use super::matrix::{Matrix, Tensors};
+use super::matrix::{Matrix, ModelTensors};
 use super::names::EMBEDDING;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
 use crate::ops::graph::reshape;
-use crate::ops::logits::{Logits, Sampling};
+use crate::ops::logits::{Logits, SamplingParameters};
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub(super) const VALUE_HEAD: &str = "score.weight";
 
 /// The source of a pass's layers.
-pub trait Layers: Send + Sync {
+pub trait LayerSource: Send + Sync {
     /// Returns layer `index`; `next` is the layer that the pass needs afterwards.
     ///
     /// # Errors
@@ -41,7 +41,7 @@ struct ResidentLayers {
     mesh: Option<Arc<Mesh>>,
 }
 
-impl Layers for ResidentLayers {
+impl LayerSource for ResidentLayers {
     fn layer(&self, index: usize, _: Option<usize>) -> Result<Arc<dyn Layer>> {
         self.layers.get(index).cloned().with_context(|| format!("no layer {index}"))
     }
@@ -61,7 +61,7 @@ pub struct Weights {
     /// `[V, H]`; `[H, V]` when it is also the LM head.
     embedding: Matrix,
     is_tied: bool,
-    layers: Arc<dyn Layers>,
+    layers: Arc<dyn LayerSource>,
     /// `[H]`.
     final_norm: Parameter,
     /// `[H, V]` for logits. A critic has `[H, 1]` with bias `[1]`, for one value a token.
@@ -82,8 +82,8 @@ impl Weights {
         config: &Config,
         is_critic: bool,
         bytes: u64,
-        layers: Option<Arc<dyn Layers>>,
-        tensors: Tensors,
+        layers: Option<Arc<dyn LayerSource>>,
+        tensors: ModelTensors,
     ) -> Result<Self> {
         let layers = match layers {
             Some(layers) => layers,
@@ -121,7 +121,7 @@ impl Weights {
     /// # Errors
     /// When an id is not below `V`.
     pub fn embed(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
-        if self.is_tied { self.embedding.columns(ids) } else { self.embedding.rows(ids) }
+        if self.is_tied { self.embedding.lookup_columns(ids) } else { self.embedding.lookup_rows(ids) }
     }
 
     /// Returns layer `index`; `next` is the layer that the pass needs afterwards, which may be gathered
@@ -155,7 +155,7 @@ impl Weights {
     ///
     /// # Errors
     /// When the model is a critic, which has no LM head.
-    pub fn logits(&self, normed: &Tensor, sampling: &Sampling) -> Result<Logits> {
+    pub fn logits(&self, normed: &Tensor, sampling: &SamplingParameters) -> Result<Logits> {
         if self.is_critic {
             bail!("a critic has no LM head");
         }

@@ -12,9 +12,9 @@
 //! a tenth of the largest are off by at most 0.7% (signed) or 0.35% (unsigned) of it. Smaller values have
 //! fewer significant digits.
 
-use super::cpu::{edit, edit_codes, host_values, in_parallel};
+use super::cpu::{edit, edit_codes, host_values, should_parallelize};
 use super::cuda;
-use super::optimizer::{AdamW, PART, same_shape};
+use super::optimizer::{AdamW, CHUNK_VALUES, check_same_shape};
 use candle_core::{Result, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
@@ -122,7 +122,7 @@ pub fn adamw_8bit(
     gradient: &Tensor,
     step: &AdamW,
 ) -> Result<()> {
-    same_shape(weights, &[first.codes, second.codes, gradient])?;
+    check_same_shape(weights, &[first.codes, second.codes, gradient])?;
     let blocks = weights.elem_count().div_ceil(BLOCK);
     if [first, second].iter().any(|moment| moment.scales.dims() != [blocks]) {
         bail!("adamw_8bit: {blocks} blocks, scales {:?} and {:?}", first.scales.dims(), second.scales.dims());
@@ -132,14 +132,14 @@ pub fn adamw_8bit(
         return cuda::adamw_8bit(weights, [first, second], gradient, step, &maps);
     }
     let gradient = host_values(gradient)?;
-    let of_scales = PART / BLOCK;
+    let of_scales = CHUNK_VALUES / BLOCK;
     edit_moment(first, |m, m_scales| {
         edit_moment(second, |v, v_scales| {
             edit(weights, |w| {
-                if in_parallel(w.len()) {
-                    let weights = w.par_chunks_mut(PART).zip(gradient.par_chunks(PART));
-                    let first = m.par_chunks_mut(PART).zip(m_scales.par_chunks_mut(of_scales));
-                    let second = v.par_chunks_mut(PART).zip(v_scales.par_chunks_mut(of_scales));
+                if should_parallelize(w.len()) {
+                    let weights = w.par_chunks_mut(CHUNK_VALUES).zip(gradient.par_chunks(CHUNK_VALUES));
+                    let first = m.par_chunks_mut(CHUNK_VALUES).zip(m_scales.par_chunks_mut(of_scales));
+                    let second = v.par_chunks_mut(CHUNK_VALUES).zip(v_scales.par_chunks_mut(of_scales));
                     weights.zip(first.zip(second)).for_each(|((w, g), (m, v))| update(w, g, m, v, step));
                 } else {
                     update(w, &gradient, (m, m_scales), (v, v_scales), step);
@@ -155,10 +155,16 @@ fn edit_moment<R>(moment: Moment, f: impl FnOnce(&mut [u8], &mut [f32]) -> Resul
 }
 
 /// The codes and the scales of one moment.
-type Encoded<'a> = (&'a mut [u8], &'a mut [f32]);
+type CodesAndScales<'a> = (&'a mut [u8], &'a mut [f32]);
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn update(weights: &mut [f32], gradient: &[f32], first: Encoded, second: Encoded, step: &AdamW) {
+fn update(
+    weights: &mut [f32],
+    gradient: &[f32],
+    first: CodesAndScales,
+    second: CodesAndScales,
+    step: &AdamW,
+) {
     let (mut m, mut v) = ([0f32; BLOCK], [0f32; BLOCK]);
     let blocks = weights.chunks_mut(BLOCK).zip(gradient.chunks(BLOCK));
     let first = first.0.chunks_mut(BLOCK).zip(first.1);

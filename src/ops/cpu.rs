@@ -11,9 +11,9 @@ use std::ops::Deref;
 pub trait Element: Copy + 'static {
     const NAME: &'static str;
 
-    fn of(storage: &CpuStorage) -> Option<&[Self]>;
+    fn slice(storage: &CpuStorage) -> Option<&[Self]>;
 
-    fn of_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
 macro_rules! element {
@@ -21,11 +21,11 @@ macro_rules! element {
         impl Element for $type {
             const NAME: &'static str = stringify!($type);
 
-            fn of(storage: &CpuStorage) -> Option<&[Self]> {
+            fn slice(storage: &CpuStorage) -> Option<&[Self]> {
                 if let CpuStorage::$variant(values) = storage { Some(values) } else { None }
             }
 
-            fn of_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+            fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 if let CpuStorage::$variant(values) = storage { Some(values) } else { None }
             }
         }
@@ -51,7 +51,7 @@ fn host<T: Element>(tensor: &Tensor) -> Result<HostSlice<'_, T>> {
     let (storage, layout) = tensor.storage_and_layout();
     let Some((start, end)) = layout.contiguous_offsets() else { bail!("tensor is not contiguous") };
     match &*storage {
-        Storage::Cpu(cpu) if T::of(cpu).is_some() => {
+        Storage::Cpu(cpu) if T::slice(cpu).is_some() => {
             Ok(HostSlice { storage, start, end, element: PhantomData })
         }
         _ => bail!("expected a tensor of {} on the CPU", T::NAME),
@@ -86,7 +86,7 @@ pub fn host_codes(tensor: &Tensor) -> Result<HostSlice<'_, u8>> {
 ///
 /// # Errors
 /// When memory runs out.
-pub fn on_host(tensor: &Tensor) -> Result<Tensor> {
+pub fn to_host(tensor: &Tensor) -> Result<Tensor> {
     let tensor = tensor.to_device(&Device::Cpu)?;
     if tensor.dtype() == DType::BF16 { tensor.to_dtype(DType::F32) } else { Ok(tensor) }
 }
@@ -96,7 +96,7 @@ impl<T: Element> Deref for HostSlice<'_, T> {
 
     fn deref(&self) -> &[T] {
         match &*self.storage {
-            Storage::Cpu(cpu) => T::of(cpu).map_or(&[], |values| &values[self.start..self.end]),
+            Storage::Cpu(cpu) => T::slice(cpu).map_or(&[], |values| &values[self.start..self.end]),
             _ => &[],
         }
     }
@@ -138,7 +138,7 @@ impl<T: Element, F: FnOnce(&mut [T]) -> Result<R>, R> InplaceOp1 for Edit<T, F, 
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
         let Some((start, end)) = layout.contiguous_offsets() else { bail!("tensor is not contiguous") };
-        let (Some(values), Some(f)) = (T::of_mut(storage), self.f.take()) else {
+        let (Some(values), Some(f)) = (T::slice_mut(storage), self.f.take()) else {
             bail!("expected a tensor of {} on the CPU", T::NAME)
         };
         self.result.set(Some(f(&mut values[start..end])?));
@@ -164,7 +164,7 @@ const PARALLEL_WORK_MIN: usize = 1 << 16;
 ///
 /// In a pool of one thread this is always false. The trainer runs whole micro-batches side by side in such
 /// pools, so their ops do not compete for cores.
-pub fn in_parallel(work: usize) -> bool {
+pub fn should_parallelize(work: usize) -> bool {
     work >= PARALLEL_WORK_MIN && rayon::current_num_threads() > 1
 }
 
@@ -174,7 +174,7 @@ pub fn for_each_row(out: &mut [f32], width: usize, work: usize, f: impl Fn(usize
         return;
     }
     let rows = out.len() / width;
-    if in_parallel(rows * work) {
+    if should_parallelize(rows * work) {
         let chunk = rows.div_ceil(4 * rayon::current_num_threads()).max(1);
         out.par_chunks_mut(chunk * width).enumerate().for_each(|(c, rows)| {
             for (i, row) in rows.chunks_exact_mut(width).enumerate() {
@@ -189,10 +189,10 @@ pub fn for_each_row(out: &mut [f32], width: usize, work: usize, f: impl Fn(usize
 }
 
 /// Returns the rows `rows` of `values`, each `width` long, concatenated.
-pub fn gathered_rows(values: &[f32], rows: &[u32], width: usize) -> Vec<f32> {
+pub fn gather_rows(values: &[f32], rows: &[u32], width: usize) -> Vec<f32> {
     let row = |row: u32| &values[row as usize * width..(row as usize + 1) * width];
     let len = rows.len() * width;
-    if in_parallel(len) {
+    if should_parallelize(len) {
         let mut out = buffer(len);
         for_each_row(&mut out, width, width, |i, out| out.copy_from_slice(row(rows[i])));
         return out;
@@ -212,7 +212,7 @@ pub fn for_each_row_pair(
     if a_width == 0 || b_width == 0 {
         return;
     }
-    if in_parallel(a.len() / a_width * work) {
+    if should_parallelize(a.len() / a_width * work) {
         let rows = a.par_chunks_exact_mut(a_width).zip(b.par_chunks_exact_mut(b_width));
         rows.enumerate().for_each(|(i, (a, b))| f(i, a, b));
     } else {

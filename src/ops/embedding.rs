@@ -7,11 +7,11 @@
 //! On a GPU values are bf16, and `H` is a multiple of 8.
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{edit, gathered_rows, host_values};
+use super::cpu::{edit, gather_rows, host_values};
 use super::cuda::{add_columns, add_rows, sum_rows, take_columns, take_rows};
 use super::graph::{apply, contiguous};
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::parameter::{Gradient, Parameter};
+use super::parameter::{GradientTarget, Parameter};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ pub fn select_rows(x: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
 struct Rows {
     ids: Arc<Vec<u32>>,
     /// Where the gradient goes when the table is a parameter.
-    table: Option<Gradient>,
+    table: Option<GradientTarget>,
 }
 
 impl Operation<1> for Rows {
@@ -62,7 +62,7 @@ impl Operation<1> for Rows {
 
     fn cpu(&self, [weight]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
         let width = weight.shape().dims2()?.1;
-        let out = gathered_rows(weight.values()?, &self.ids, width);
+        let out = gather_rows(weight.values()?, &self.ids, width);
         Ok((CpuStorage::F32(out), Shape::from((self.ids.len(), width))))
     }
 
@@ -73,7 +73,7 @@ impl Operation<1> for Rows {
     fn backward(&self, [weight]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         let (rows, width) = weight.dims2()?;
         if weight.device().is_cuda() {
-            let by_id = ById::new(&self.ids);
+            let by_id = TokensById::new(&self.ids);
             let Some(table) = &self.table else { return Ok([Some(sum_rows(grad, &by_id, rows)?)]) };
             table.add(|dw| add_rows(dw, grad, &by_id))?;
             return Ok([None]);
@@ -101,7 +101,7 @@ impl Operation<1> for Rows {
 }
 
 /// Token indices grouped by id.
-pub(super) struct ById {
+pub(super) struct TokensById {
     /// The distinct ids, ascending.
     pub ids: Vec<u32>,
     /// Start of each id's tokens in `order`; the last entry is the end.
@@ -110,7 +110,7 @@ pub(super) struct ById {
     pub order: Vec<u32>,
 }
 
-impl ById {
+impl TokensById {
     pub(super) fn new(of_tokens: &[u32]) -> Self {
         let mut order: Vec<u32> = (0..of_tokens.len() as u32).collect();
         let id = |token: u32| of_tokens[token as usize];
@@ -127,7 +127,7 @@ impl ById {
 /// Sums the rows of `grad` by id. Calls `add` in ascending order of the ids that occur; each sum is in
 /// token order.
 fn each_sum(ids: &[u32], grad: &[f32], width: usize, mut add: impl FnMut(usize, &[f32])) {
-    let ById { ids, starts, order } = ById::new(ids);
+    let TokensById { ids, starts, order } = TokensById::new(ids);
     let mut sum = buffer(width);
     for (id, span) in ids.into_iter().zip(starts.windows(2)) {
         sum.fill(0.0);
@@ -141,7 +141,7 @@ fn each_sum(ids: &[u32], grad: &[f32], width: usize, mut add: impl FnMut(usize, 
 
 struct Columns {
     ids: Arc<Vec<u32>>,
-    table: Option<Gradient>,
+    table: Option<GradientTarget>,
 }
 
 impl Operation<1> for Columns {
@@ -165,7 +165,7 @@ impl Operation<1> for Columns {
         let Some(table) = &self.table else { return Ok([None]) };
         let (width, vocabulary) = weight.dims2()?;
         if weight.device().is_cuda() {
-            let by_id = ById::new(&self.ids);
+            let by_id = TokensById::new(&self.ids);
             table.add(|dw| add_columns(dw, grad, &by_id))?;
             return Ok([None]);
         }

@@ -8,8 +8,8 @@
 
 use super::buffer::buffer;
 use super::cpu::{
-    HostIds, add_values, edit, for_each_row, for_each_row_pair, gathered_rows, host_ids, host_values,
-    in_parallel,
+    HostIds, add_values, edit, for_each_row, for_each_row_pair, gather_rows, host_ids, host_values,
+    should_parallelize,
 };
 use super::cuda::{
     add_bias_gradient, add_weight_gradient, combine_backward, combine_forward, dispatch_backward,
@@ -19,8 +19,8 @@ use super::graph::{apply, apply_without_gradient, contiguous};
 use super::linear::sum_rows;
 use super::math::dot;
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::parameter::{Gradient, Parameter};
-use super::product::{Precision, Spread, StridedMatrix, backward_product, forward_product, product};
+use super::parameter::{GradientTarget, Parameter};
+use super::product::{GemmThreads, Precision, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::cmp::Reverse;
@@ -133,7 +133,11 @@ impl HostPlan<'_> {
 
     /// Lists every expert that has rows, its rows and its part of `values`, which has `len(number of rows)`
     /// values.
-    fn occupied<'v>(&self, mut values: &'v mut [f32], len: impl Fn(usize) -> usize) -> Vec<OfExpert<'v>> {
+    fn active_experts<'v>(
+        &self,
+        mut values: &'v mut [f32],
+        len: impl Fn(usize) -> usize,
+    ) -> Vec<ExpertSlice<'v>> {
         let mut tasks = vec![];
         for (e, at) in self.experts().filter(|(_, at)| !at.is_empty()) {
             let (own, rest) = values.split_at_mut(len(at.len()));
@@ -145,23 +149,23 @@ impl HostPlan<'_> {
 }
 
 /// An expert, its sorted rows, and its part of a buffer.
-type OfExpert<'v> = (usize, Range<usize>, &'v mut [f32]);
+type ExpertSlice<'v> = (usize, Range<usize>, &'v mut [f32]);
 
 /// Runs every expert's task; `rows` gives a task's number of rows. When enough tasks exist to keep all
 /// threads busy, each runs on its own thread. Otherwise they run one after the other, and each may use all
 /// threads. The choice changes no bit.
-pub(super) fn side_by_side<T: Send>(
+pub(super) fn run_expert_tasks<T: Send>(
     mut tasks: Vec<T>,
     rows: impl Fn(&T) -> usize,
     work: usize,
-    run: impl Fn(Spread, T) + Sync,
+    run: impl Fn(GemmThreads, T) + Sync,
 ) {
-    if in_parallel(work) && tasks.len() >= rayon::current_num_threads() {
+    if should_parallelize(work) && tasks.len() >= rayon::current_num_threads() {
         // Largest first, so that no thread starts a large task last.
         tasks.sort_by_key(|task| Reverse(rows(task)));
-        tasks.into_iter().par_bridge().for_each(|task| run(Spread::Alone, task));
+        tasks.into_iter().par_bridge().for_each(|task| run(GemmThreads::Alone, task));
     } else {
-        tasks.into_iter().for_each(|task| run(Spread::Pool, task));
+        tasks.into_iter().for_each(|task| run(GemmThreads::Pool, task));
     }
 }
 
@@ -227,7 +231,7 @@ impl Operation<1> for DispatchRows {
         let width = x.shape().dims2()?.1;
         let plan = self.plan.host()?;
         let rows = plan.token_of();
-        let out = gathered_rows(x.values()?, rows, width);
+        let out = gather_rows(x.values()?, rows, width);
         Ok((CpuStorage::F32(out), Shape::from((rows.len(), width))))
     }
 
@@ -276,8 +280,8 @@ const GROUPED: &str = "grouped_linear";
 
 struct GroupedLinear {
     plan: Dispatch,
-    weight: Option<Gradient>,
-    bias: Option<Gradient>,
+    weight: Option<GradientTarget>,
+    bias: Option<GradientTarget>,
     precision: Precision,
 }
 
@@ -290,15 +294,15 @@ impl Operation<3> for GroupedLinear {
         let (x, w, b) = (x.values()?, w.values()?, b.values()?);
         let plan = self.plan.host()?;
         let mut out = buffer(rows * n);
-        let tasks = plan.occupied(&mut out, |rows| rows * n);
-        side_by_side(
+        let tasks = plan.active_experts(&mut out, |rows| rows * n);
+        run_expert_tasks(
             tasks,
             |(_, at, _)| at.len(),
             rows * k * n,
             |spread, (e, at, out)| {
                 out.chunks_exact_mut(n).for_each(|out| out.copy_from_slice(&b[e * n..(e + 1) * n]));
                 let (x, w) = (&x[at.start * k..at.end * k], &w[e * k * n..(e + 1) * k * n]);
-                forward_product(spread.by(self.precision), out, x, w, (at.len(), k, n), true);
+                forward_product(spread.with_precision(self.precision), out, x, w, (at.len(), k, n), true);
             },
         );
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
@@ -319,14 +323,14 @@ impl Operation<3> for GroupedLinear {
         let (xs, ws, dy): (&[f32], &[f32], &[f32]) = (&xs, &ws, &dy);
         let work = rows * k * n;
         let mut dx = buffer(rows * k);
-        let tasks = plan.occupied(&mut dx, |rows| rows * k);
-        side_by_side(
+        let tasks = plan.active_experts(&mut dx, |rows| rows * k);
+        run_expert_tasks(
             tasks,
             |(_, at, _)| at.len(),
             work,
             |spread, (e, at, dx)| {
                 let (dy, w) = (&dy[at.start * n..at.end * n], &ws[e * k * n..(e + 1) * k * n]);
-                backward_product(spread.by(self.precision), dx, dy, w, (at.len(), n, k));
+                backward_product(spread.with_precision(self.precision), dx, dy, w, (at.len(), n, k));
             },
         );
         if let Some(weight) = &self.weight {
@@ -334,14 +338,14 @@ impl Operation<3> for GroupedLinear {
                 edit(dw, |dw| {
                     let tasks = plan.experts().zip(dw.chunks_exact_mut(k * n));
                     let tasks = tasks.filter(|((_, at), _)| !at.is_empty()).collect();
-                    side_by_side(
+                    run_expert_tasks(
                         tasks,
                         |((_, at), _)| at.len(),
                         work,
                         |spread, ((_, at), dw)| {
-                            let x = StridedMatrix::transposed(&xs[at.start * k..at.end * k], k);
+                            let x = StridedMatrix::from_transpose(&xs[at.start * k..at.end * k], k);
                             let dy = StridedMatrix::rows(&dy[at.start * n..at.end * n], n);
-                            product(spread.by(self.precision), dw, x, dy, (k, at.len(), n), true);
+                            product(spread.with_precision(self.precision), dw, x, dy, (k, at.len(), n), true);
                         },
                     );
                     Ok(())
@@ -351,7 +355,7 @@ impl Operation<3> for GroupedLinear {
         if let Some(bias) = &self.bias {
             let mut sums = buffer(experts * n);
             let tasks = plan.experts().zip(sums.chunks_exact_mut(n));
-            side_by_side(
+            run_expert_tasks(
                 tasks.collect(),
                 |((_, at), _)| at.len(),
                 rows * n,

@@ -38,7 +38,7 @@ struct Node {
 
 /// An op and its inputs.
 enum Source {
-    Operation(Box<dyn Applied>),
+    Operation(Box<dyn RecordedOp>),
     /// Both inputs receive the gradient of their sum.
     Sum([Tensor; 2]),
     /// A reshape or a reordering in memory.
@@ -48,12 +48,12 @@ enum Source {
 }
 
 /// An operation applied to its inputs.
-trait Applied {
+trait RecordedOp {
     /// Returns every input with its gradient, if it has one.
     fn gradients(&self, output: &Tensor, gradient: &Tensor) -> Result<Vec<(Tensor, Option<Tensor>)>>;
 }
 
-impl<O: Operation<N>, const N: usize> Applied for (CandleOp<O, N>, [Tensor; N]) {
+impl<O: Operation<N>, const N: usize> RecordedOp for (CandleOp<O, N>, [Tensor; N]) {
     fn gradients(&self, output: &Tensor, gradient: &Tensor) -> Result<Vec<(Tensor, Option<Tensor>)>> {
         let (op, inputs) = self;
         let found = op.backward(inputs.each_ref(), output, gradient)?;
@@ -178,7 +178,7 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
 ///
 /// # Errors
 /// When `x` is shorter.
-pub fn stretch(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
+pub fn slice(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
     let output = x.narrow(0, at.start, at.len())?;
     if !is_recording() {
         return Ok(output);
@@ -295,9 +295,9 @@ mod tests {
         let normed = ops::rms_norm(x, w, 1e-5)?;
         let gated = ops::swiglu(&normed, 7.0, 1.702)?;
         let folded = reshape(&normed, (12, 4))?;
-        let gated = add(&stretch(&folded, 0..6)?, &gated)?;
-        let other = stretch(&folded, 6..12)?;
-        add(&ops::silu_gated(&gated, &other)?, &other)
+        let gated = add(&slice(&folded, 0..6)?, &gated)?;
+        let other = slice(&folded, 6..12)?;
+        add(&ops::silu_and_mul(&gated, &other)?, &other)
     }
 
     #[test]

@@ -7,9 +7,11 @@ use super::buffer::{buffer, zeros};
 use super::cpu::{add_values, edit, for_each_row, host_values};
 use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 use super::graph::{apply, contiguous, is_tracked};
-use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
-use super::parameter::{Gradient, Parameter};
-use super::product::{Means, Precision, Spread, StridedMatrix, backward_product, forward_product, product};
+use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
+use super::parameter::{GradientTarget, Parameter};
+use super::product::{
+    GemmConfig, GemmThreads, Precision, StridedMatrix, backward_product, forward_product, product,
+};
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
@@ -46,7 +48,7 @@ fn apply_linear(
     }
     let x = contiguous(x)?;
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
-    let op = Linear { weight, bias, means: Spread::Pool.by(precision), out };
+    let op = Linear { weight, bias, means: GemmThreads::Pool.with_precision(precision), out };
     match b {
         Some(b) => apply([&x, w, b], op),
         None => apply([&x, w], op),
@@ -57,9 +59,9 @@ const OP: &str = "linear";
 
 /// A linear layer and the sinks of its gradients.
 struct Linear {
-    weight: Option<Gradient>,
-    bias: Option<Gradient>,
-    means: Means,
+    weight: Option<GradientTarget>,
+    bias: Option<GradientTarget>,
+    means: GemmConfig,
     /// Output type on a GPU.
     out: DType,
 }
@@ -84,7 +86,7 @@ impl<const N: usize> Operation<N> for Linear {
     }
 
     fn backward(&self, inputs: [&Tensor; N], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
-        self.input_gradient(inputs[0], inputs[1], grad).map(of_first)
+        self.input_gradient(inputs[0], inputs[1], grad).map(first_input_gradient)
     }
 }
 
@@ -93,7 +95,7 @@ impl Linear {
     fn input_gradient(&self, x: &Tensor, w: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((m, k), (_, n)) = (x.dims2()?, w.dims2()?);
         if x.device().is_cuda() {
-            return self.backward_on_device(x, w, &in_bf16(grad)?);
+            return self.backward_on_device(x, w, &to_bf16(grad)?);
         }
         let dy = host_values(grad)?;
         let dx = if is_tracked(x) {
@@ -106,7 +108,7 @@ impl Linear {
         if let Some(weight) = &self.weight {
             let xs = host_values(x)?;
             weight.add(|dw| {
-                let (x, dy) = (StridedMatrix::transposed(&xs, k), StridedMatrix::rows(&dy, n));
+                let (x, dy) = (StridedMatrix::from_transpose(&xs, k), StridedMatrix::rows(&dy, n));
                 if n == 1 {
                     // The library would add a single column row by row to the previous value. The bits of
                     // the sum would depend on that value.
@@ -121,7 +123,7 @@ impl Linear {
             })?;
         }
         if let Some(bias) = &self.bias {
-            let sums = sum_rows(Spread::Pool, &dy, n);
+            let sums = sum_rows(GemmThreads::Pool, &dy, n);
             bias.add(|db| add_values(db, &sums))?;
         }
         Ok(dx)
@@ -140,7 +142,7 @@ impl Linear {
 }
 
 /// Converts a gradient to bf16, the type of a GPU's products.
-pub(super) fn in_bf16(gradient: &Tensor) -> Result<Tensor> {
+pub(super) fn to_bf16(gradient: &Tensor) -> Result<Tensor> {
     // candle's conversion fails on a GPU for an empty tensor.
     match gradient.elem_count() {
         0 => Tensor::zeros(gradient.shape(), DType::BF16, gradient.device()),
@@ -156,7 +158,7 @@ pub(super) fn repeat_row(row: &[f32], rows: usize) -> Vec<f32> {
 }
 
 /// Sums each column in row order.
-pub(super) fn sum_rows(spread: Spread, values: &[f32], width: usize) -> Vec<f32> {
+pub(super) fn sum_rows(spread: GemmThreads, values: &[f32], width: usize) -> Vec<f32> {
     let mut sums = zeros(width);
     let columns = width.div_ceil(spread.threads(values.len())).max(1);
     let add = |(part, sums): (usize, &mut [f32])| {

@@ -10,11 +10,11 @@
 use super::buffer::buffer;
 use super::cpu::host_values;
 use super::cuda::{load_balance_backward, load_balance_forward};
+use super::device_copies::DeviceCopies;
 use super::experts::Dispatch;
 use super::graph::{apply, contiguous};
 use super::math::exp;
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::uploaded::Uploaded;
 use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u
     if holders.is_some_and(|holders| Ok(holders.len()) != logits.dim(0).map_err(drop)) {
         bail!("load_balance: router logits {:?} do not match the rows of `holders`", logits.dims());
     }
-    let op = LoadBalance { plan: plan.clone(), holders: holders.cloned(), uploaded: Uploaded::default() };
+    let op = LoadBalance { plan: plan.clone(), holders: holders.cloned(), uploaded: DeviceCopies::default() };
     apply([&contiguous(logits)?], op)
 }
 
@@ -36,7 +36,7 @@ pub(super) struct LoadBalance {
     pub plan: Dispatch,
     holders: Option<Arc<Vec<u32>>>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    uploaded: Uploaded,
+    uploaded: DeviceCopies,
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
@@ -59,9 +59,9 @@ impl LoadBalance {
 
     /// Returns the number of sequences that share each row, on a device.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) fn holders_on(&self, device: &Device) -> Result<Option<Tensor>> {
+    pub(super) fn sequences_per_row_on(&self, device: &Device) -> Result<Option<Tensor>> {
         let Some(holders) = &self.holders else { return Ok(None) };
-        self.uploaded.on(device, || Tensor::from_slice(holders, holders.len(), device)).map(Some)
+        self.uploaded.get_or_copy(device, || Tensor::from_slice(holders, holders.len(), device)).map(Some)
     }
 
     /// Returns `T`.

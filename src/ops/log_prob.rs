@@ -15,8 +15,8 @@ use super::cpu::{edit, for_each_row, for_each_row_pair, host_values};
 use super::cuda::{head_backward, head_forward};
 use super::graph::{apply, contiguous, is_tracked};
 use super::math::{LANES, add_lanes, exp, scale_and_max};
-use super::operation::{DeviceArgument, HostArgument, Operation, of_first};
-use super::parameter::Gradient;
+use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
+use super::parameter::GradientTarget;
 use super::product::{StridedMatrix, product};
 use super::weight::Weight;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
@@ -101,10 +101,10 @@ pub fn log_prob_and_entropy(
     if k != w_k || targets.len() != rows || targets.iter().any(|&t| t as usize >= vocabulary) {
         bail!("log_prob: h {:?}, weight [{w_k}, {vocabulary}], {} targets", h.dims(), targets.len());
     }
-    let (tracked, gradient) = weight.tracked().unzip();
+    let (tracked, gradient) = weight.graph_tensor().unzip();
     let head = Head {
         targets: targets.clone(),
-        inverse_temperature: inverse(temperature),
+        inverse_temperature: inverse_temperature(temperature),
         weight: weight.clone(),
         gradient: gradient.flatten(),
     };
@@ -116,7 +116,7 @@ pub fn log_prob_and_entropy(
 }
 
 /// Returns `1/τ`, rounded the same way for the sampler and the head.
-pub fn inverse(temperature: f64) -> f32 {
+pub fn inverse_temperature(temperature: f64) -> f32 {
     (1.0 / temperature) as f32
 }
 
@@ -125,7 +125,7 @@ struct Head {
     inverse_temperature: f32,
     weight: Weight,
     /// Where the weight's gradient goes.
-    gradient: Option<Gradient>,
+    gradient: Option<GradientTarget>,
 }
 
 /// Returns the number of rows whose logits are computed at a time.
@@ -173,7 +173,7 @@ impl Head {
     fn hidden_gradient(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((rows, k), (_, n)) = (h.dims2()?, self.weight.head_shape()?);
         if h.device().is_cuda() {
-            let (tensors, learns) = ([h, self.weight.on_device()?, grad], self.gradient.as_ref());
+            let (tensors, learns) = ([h, self.weight.device_tensor()?, grad], self.gradient.as_ref());
             return head_backward(tensors, &self.targets, self.inverse_temperature, learns, is_tracked(h));
         }
         let (hs, g) = (host_values(h)?, host_values(grad)?);
@@ -205,9 +205,9 @@ impl Head {
             Some(weight) => weight.add(|dw| {
                 edit(dw, |dw| {
                     let mut add = |z: &[f32], start: usize| {
-                        let h = StridedMatrix::transposed(&hs[start * k..], k);
+                        let h = StridedMatrix::from_transpose(&hs[start * k..], k);
                         product(
-                            self.weight.means(),
+                            self.weight.gemm_config(),
                             dw,
                             h,
                             StridedMatrix::rows(z, n),
@@ -238,10 +238,10 @@ impl<const N: usize> Operation<N> for Head {
     }
 
     fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
-        head_forward(inputs[0], self.weight.on_device()?, &self.targets, self.inverse_temperature)
+        head_forward(inputs[0], self.weight.device_tensor()?, &self.targets, self.inverse_temperature)
     }
 
     fn backward(&self, inputs: [&Tensor; N], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
-        self.hidden_gradient(inputs[0], grad).map(of_first)
+        self.hidden_gradient(inputs[0], grad).map(first_input_gradient)
     }
 }

@@ -5,9 +5,9 @@
 //! tokens and their log-probabilities are copied to the host.
 
 use super::buffer::buffer;
-use super::cpu::{host_values, in_parallel};
+use super::cpu::{host_values, should_parallelize};
 use super::cuda::{draw_tokens, head_logits, token_log_probs};
-use super::log_prob::{BLOCK, chunk_rows, inverse, row_stats_and_blocks};
+use super::log_prob::{BLOCK, chunk_rows, inverse_temperature, row_stats_and_blocks};
 use super::math::{LANES, exp};
 use super::weight::Weight;
 use candle_core::{Context, Device, Result, Tensor, bail};
@@ -17,7 +17,7 @@ use std::borrow::Cow;
 
 /// Sampling parameters. Training uses the untruncated distribution; other settings are for evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sampling {
+pub struct SamplingParameters {
     /// 0 takes the most likely token (ties: the lowest id), with log-probability 0.
     pub temperature: f64,
     /// Keeps the most likely tokens up to this probability, including the one that reaches it; 1 keeps all.
@@ -30,7 +30,7 @@ pub struct Sampling {
 
 /// A token and its log-probability under the distribution it was drawn from.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Drawn {
+pub struct SampledToken {
     pub token: u32,
     pub log_prob: f32,
 }
@@ -73,13 +73,13 @@ pub fn device_logits_rows(vocabulary: usize) -> usize {
 ///
 /// # Errors
 /// When shapes disagree.
-pub fn logits(h: &Tensor, weight: &Weight, sampling: &Sampling) -> Result<Logits> {
+pub fn logits(h: &Tensor, weight: &Weight, sampling: &SamplingParameters) -> Result<Logits> {
     let ((rows, k), (w_k, n)) = (h.dims2()?, weight.head_shape()?);
     if k != w_k {
         bail!("logits: h {:?}, weight [{w_k}, {n}]", h.dims());
     }
     if h.device().is_cuda() {
-        let [z, log_sum_exp] = head_logits(h, weight.on_device()?, sampling.inverse_temperature())?;
+        let [z, log_sum_exp] = head_logits(h, weight.device_tensor()?, sampling.inverse_temperature())?;
         return Ok(Logits { z, log_sum_exp, blocks: None });
     }
     let mut z = buffer(rows * n);
@@ -92,7 +92,7 @@ pub fn logits(h: &Tensor, weight: &Weight, sampling: &Sampling) -> Result<Logits
         let (stats, highest) = row_stats_and_blocks(z, inverse_temperature, ends);
         *found = (stats.log_sum_exp, highest);
     };
-    if in_parallel(rows * 4 * n) {
+    if should_parallelize(rows * 4 * n) {
         let rows = z.par_chunks_exact_mut(n).zip(ends.par_chunks_exact_mut(blocks));
         rows.zip(&mut found).for_each(|((z, ends), found)| of_row(z, ends, found));
     } else {
@@ -110,7 +110,7 @@ pub fn logits(h: &Tensor, weight: &Weight, sampling: &Sampling) -> Result<Logits
 
 impl Logits {
     /// Returns the logits divided by the temperature, `[R, V]`.
-    pub fn scores(&self) -> &Tensor {
+    pub fn scaled_logits(&self) -> &Tensor {
         &self.z
     }
 
@@ -118,13 +118,13 @@ impl Logits {
     ///
     /// # Errors
     /// When a row does not exist or holds no distribution.
-    pub fn draw(&self, sampling: &Sampling, draws: &[(usize, f64)]) -> Result<Vec<Drawn>> {
+    pub fn draw(&self, sampling: &SamplingParameters, draws: &[(usize, f64)]) -> Result<Vec<SampledToken>> {
         let greedy = sampling.temperature == 0.0;
         if self.z.device().is_cuda() && (greedy || !sampling.truncates()) {
             let drawn = draw_tokens(&self.z, &self.log_sum_exp, draws, greedy)?;
             return drawn.into_iter().map(|drawn| drawn.map_or_else(not_finite, Ok)).collect();
         }
-        self.of_rows(draws, |row, &uniform| sampling.draw(row, uniform))
+        self.map_rows(draws, |row, &uniform| sampling.draw(row, uniform))
     }
 
     /// Returns the log-probability of each (row, token) under the truncated distribution; −∞ for a token
@@ -132,11 +132,11 @@ impl Logits {
     ///
     /// # Errors
     /// When a row or a token does not exist.
-    pub fn log_probs(&self, sampling: &Sampling, tokens: &[(usize, u32)]) -> Result<Vec<f32>> {
+    pub fn log_probs(&self, sampling: &SamplingParameters, tokens: &[(usize, u32)]) -> Result<Vec<f32>> {
         if self.z.device().is_cuda() && !sampling.truncates() {
             return token_log_probs(&self.z, &self.log_sum_exp, tokens);
         }
-        self.of_rows(tokens, |row, &token| {
+        self.map_rows(tokens, |row, &token| {
             if token as usize >= row.z.len() {
                 bail!("logits: token {token} in a vocabulary of {}", row.z.len());
             }
@@ -146,7 +146,7 @@ impl Logits {
 
     /// Calls `f` on every requested row, on several threads if the work is large. A GPU's rows are copied
     /// to the host; only truncated sampling, used in evaluation, does that.
-    fn of_rows<A: Sync, R: Send>(
+    fn map_rows<A: Sync, R: Send>(
         &self,
         asked: &[(usize, A)],
         f: impl Fn(Row, &A) -> Result<R> + Sync,
@@ -171,7 +171,7 @@ impl Logits {
             let blocks = self.blocks.as_ref().map(|sums| sums.of_row(*row, vocabulary));
             f(Row { z, log_sum_exp: log_sum_exp[*row], blocks }, of)
         };
-        if in_parallel(asked.len() * 4 * vocabulary) {
+        if should_parallelize(asked.len() * 4 * vocabulary) {
             asked.par_iter().map(one).collect()
         } else {
             asked.iter().map(one).collect()
@@ -202,9 +202,9 @@ impl Row<'_> {
     }
 }
 
-impl Sampling {
+impl SamplingParameters {
     /// Returns the untruncated distribution at `temperature`.
-    pub fn whole(temperature: f64) -> Self {
+    pub fn with_temperature(temperature: f64) -> Self {
         Self { temperature, top_p: 1.0, top_k: 0, min_p: 0.0 }
     }
 
@@ -214,24 +214,24 @@ impl Sampling {
 
     /// Returns `1/τ`, the factor of the logits before a draw.
     fn inverse_temperature(&self) -> f32 {
-        if self.temperature == 0.0 { 1.0 } else { inverse(self.temperature) }
+        if self.temperature == 0.0 { 1.0 } else { inverse_temperature(self.temperature) }
     }
 
     /// Returns the token of `row` that `uniform`, in [0, 1), selects.
-    fn draw(&self, row: Row, uniform: f64) -> Result<Drawn> {
+    fn draw(&self, row: Row, uniform: f64) -> Result<SampledToken> {
         if self.temperature > 0.0 && self.truncates() {
-            let (weights, total) = self.kept(row);
+            let (weights, total) = self.truncated_weights(row);
             let token = pick(&weights, uniform * distribution(total)?)
                 .context("no token has a probability above 0")? as u32;
-            return Ok(Drawn { token, log_prob: log_share(&weights, total, token) });
+            return Ok(SampledToken { token, log_prob: log_share(&weights, total, token) });
         }
         let blocks = Blocks::of(row);
         let total = distribution(blocks.total())?;
         if self.temperature == 0.0 {
-            return Ok(Drawn { token: highest(row.z) as u32, log_prob: 0.0 });
+            return Ok(SampledToken { token: highest(row.z) as u32, log_prob: 0.0 });
         }
         let token = blocks.pick(row, uniform * total).context("no token has a probability above 0")? as u32;
-        Ok(Drawn { token, log_prob: row.log_prob(token) })
+        Ok(SampledToken { token, log_prob: row.log_prob(token) })
     }
 
     /// Returns the log-probability of `token`, below `V`, under the truncated distribution of `row`; −∞ for
@@ -240,12 +240,12 @@ impl Sampling {
         if !self.truncates() {
             return row.log_prob(token);
         }
-        let (weights, total) = self.kept(row);
+        let (weights, total) = self.truncated_weights(row);
         log_share(&weights, total, token)
     }
 
     /// Returns the weights of all tokens, 0 for removed ones, and their sum.
-    fn kept(&self, row: Row) -> (Vec<f32>, f64) {
+    fn truncated_weights(&self, row: Row) -> (Vec<f32>, f64) {
         let mut weights = row.z.to_vec();
         exponentials(&mut weights, row.log_sum_exp);
         self.truncate(&mut weights);
@@ -393,14 +393,15 @@ mod tests {
     use rand::Rng;
 
     /// A row of the given logits: multiplication by 1 is exact.
-    fn row(values: &[f32], sampling: &Sampling) -> Logits {
+    fn row(values: &[f32], sampling: &SamplingParameters) -> Logits {
         let weight = Tensor::from_slice(values, (1, values.len()), &Device::Cpu).unwrap();
         let weight = Weight::dense(&weight);
         logits(&Tensor::new(&[[1f32]], &Device::Cpu).unwrap(), &weight, sampling).unwrap()
     }
 
-    fn draws(sampling: Sampling, logits: &[f32], n: u64) -> Vec<Drawn> {
-        let draws: Vec<_> = (0..n).map(|i| (0, stream(1, Purpose::Sampling, &[i]).random::<f64>())).collect();
+    fn draws(sampling: SamplingParameters, logits: &[f32], n: u64) -> Vec<SampledToken> {
+        let draws: Vec<_> =
+            (0..n).map(|i| (0, stream(1, Purpose::SamplingParameters, &[i]).random::<f64>())).collect();
         let drawn = row(logits, &sampling).draw(&sampling, &draws).unwrap();
         let tokens: Vec<_> = drawn.iter().map(|d| (0, d.token)).collect();
         if sampling.temperature > 0.0 {
@@ -410,7 +411,7 @@ mod tests {
         drawn
     }
 
-    fn shares(draws: &[Drawn], tokens: usize) -> Vec<f64> {
+    fn shares(draws: &[SampledToken], tokens: usize) -> Vec<f64> {
         let count = |t| draws.iter().filter(|d| d.token as usize == t).count();
         (0..tokens).map(|t| count(t) as f64 / draws.len() as f64).collect()
     }
@@ -419,7 +420,7 @@ mod tests {
     fn shares_are_the_probabilities_at_the_temperature() {
         let logits = [0.5f32, -1.0, 2.0, 0.0, -200.0];
         for temperature in [1.0, 0.5, 2.0] {
-            let drawn = draws(Sampling::whole(temperature), &logits, 40_000);
+            let drawn = draws(SamplingParameters::with_temperature(temperature), &logits, 40_000);
             let weights = logits.map(|z| (f64::from(z) / temperature).exp());
             let total: f64 = weights.iter().sum();
             for (share, weight) in shares(&drawn, 5).iter().zip(weights) {
@@ -445,7 +446,7 @@ mod tests {
 
     #[test]
     fn a_draw_by_blocks_is_the_draw_from_all_weights() {
-        let mut random = stream(2, Purpose::Sampling, &[]);
+        let mut random = stream(2, Purpose::SamplingParameters, &[]);
         for vocabulary in [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK + 300] {
             let mut values: Vec<f32> = (0..vocabulary).map(|_| random.random_range(-4.0..4.0)).collect();
             // Blocks without weight at the start and at the end, if there are several.
@@ -482,21 +483,21 @@ mod tests {
 
     #[test]
     fn greedy_takes_the_lowest_id_of_equals() {
-        let drawn = draws(Sampling::whole(0.0), &[1.0, 3.0, 3.0, -1.0], 3);
-        assert!(drawn.iter().all(|&d| d == Drawn { token: 1, log_prob: 0.0 }));
+        let drawn = draws(SamplingParameters::with_temperature(0.0), &[1.0, 3.0, 3.0, -1.0], 3);
+        assert!(drawn.iter().all(|&d| d == SampledToken { token: 1, log_prob: 0.0 }));
     }
 
     #[test]
     fn truncation_keeps_the_likeliest_and_renormalises() {
         // Probabilities .4 .3 .2 .1
         let logits: Vec<f32> = [0.4f32, 0.3, 0.2, 0.1].iter().map(|p| p.ln()).collect();
-        let all = Sampling::whole(1.0);
+        let all = SamplingParameters::with_temperature(1.0);
         let cases = [
-            (Sampling { top_k: 2, ..all }, vec![0.4, 0.3]),
-            (Sampling { top_p: 0.75, ..all }, vec![0.4, 0.3, 0.2]),
-            (Sampling { top_p: 0.001, ..all }, vec![0.4]),
-            (Sampling { min_p: 0.6, ..all }, vec![0.4, 0.3]),
-            (Sampling { top_k: 3, top_p: 0.7, ..all }, vec![0.4, 0.3]),
+            (SamplingParameters { top_k: 2, ..all }, vec![0.4, 0.3]),
+            (SamplingParameters { top_p: 0.75, ..all }, vec![0.4, 0.3, 0.2]),
+            (SamplingParameters { top_p: 0.001, ..all }, vec![0.4]),
+            (SamplingParameters { min_p: 0.6, ..all }, vec![0.4, 0.3]),
+            (SamplingParameters { top_k: 3, top_p: 0.7, ..all }, vec![0.4, 0.3]),
         ];
         for (sampling, kept) in cases {
             let total: f64 = kept.iter().sum();
@@ -510,7 +511,7 @@ mod tests {
                 assert!((f64::from(d.log_prob) - exact).abs() < 1e-5, "{sampling:?}");
             }
         }
-        let ties = draws(Sampling { top_k: 2, ..all }, &[1.0; 4], 1000);
+        let ties = draws(SamplingParameters { top_k: 2, ..all }, &[1.0; 4], 1000);
         assert!(ties.iter().all(|d| d.token < 2), "the lowest ids of equals are kept");
     }
 
@@ -518,7 +519,7 @@ mod tests {
     fn logits_that_are_no_numbers_are_an_error() {
         for bad in [f32::NAN, f32::INFINITY] {
             for temperature in [0.0, 1.0] {
-                let sampling = Sampling::whole(temperature);
+                let sampling = SamplingParameters::with_temperature(temperature);
                 // A broken head gives values that are not finite.
                 let error = row(&[0.0, bad, 1.0], &sampling).draw(&sampling, &[(0, 0.5)]).err().unwrap();
                 assert!(error.to_string().contains("not finite"), "{error}");
@@ -528,7 +529,7 @@ mod tests {
 
     #[test]
     fn rows_and_tokens_that_do_not_exist_are_errors() {
-        let sampling = Sampling::whole(1.0);
+        let sampling = SamplingParameters::with_temperature(1.0);
         let row = row(&[0.0, 1.0], &sampling);
         assert!(row.draw(&sampling, &[(1, 0.5)]).err().unwrap().to_string().contains("row 1 of 1"));
         assert!(row.log_probs(&sampling, &[(0, 2)]).err().unwrap().to_string().contains("token 2"));

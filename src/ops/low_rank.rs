@@ -9,12 +9,12 @@
 use super::buffer::buffer;
 use super::cpu::{edit, host_values};
 use super::cuda::{low_rank_backward, low_rank_forward};
-use super::experts::{Dispatch, side_by_side};
+use super::experts::{Dispatch, run_expert_tasks};
 use super::graph::{apply, contiguous, is_tracked};
-use super::linear::in_bf16;
+use super::linear::to_bf16;
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::parameter::{Gradient, Parameter};
-use super::product::{Spread, StridedMatrix, backward_product, forward_product, product};
+use super::parameter::{GradientTarget, Parameter};
+use super::product::{GemmThreads, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
@@ -55,7 +55,7 @@ pub fn add_low_rank(
 struct LowRank {
     /// A and B.
     values: [Tensor; 2],
-    gradients: [Option<Gradient>; 2],
+    gradients: [Option<GradientTarget>; 2],
     /// in, r, out.
     shape: [usize; 3],
     scale: f32,
@@ -93,7 +93,7 @@ impl LowRank {
         width: usize,
         groups: &[(usize, Range<usize>)],
         work: usize,
-        run: impl Fn(Spread, usize, &Range<usize>, &mut [f32]) + Sync,
+        run: impl Fn(GemmThreads, usize, &Range<usize>, &mut [f32]) + Sync,
     ) {
         let (mut tasks, mut rest) = (Vec::with_capacity(groups.len()), out);
         for (expert, at) in groups {
@@ -101,7 +101,7 @@ impl LowRank {
             tasks.push((*expert, at, own));
             rest = others;
         }
-        side_by_side(
+        run_expert_tasks(
             tasks,
             |(_, at, _)| at.len(),
             work,
@@ -112,7 +112,7 @@ impl LowRank {
     }
 
     /// Returns `s · x · A`, `[T, r]`.
-    fn reduced(&self, x: &[f32], a: &[f32], groups: &[(usize, Range<usize>)]) -> Vec<f32> {
+    fn down_projection(&self, x: &[f32], a: &[f32], groups: &[(usize, Range<usize>)]) -> Vec<f32> {
         let [input, rank, _] = self.shape;
         let mut u = buffer(x.len() / input.max(1) * rank);
         self.each(&mut u, rank, groups, x.len() * rank, |spread, expert, at, u| {
@@ -132,7 +132,7 @@ impl Operation<3> for LowRank {
         let count = x.shape().dims2()?.0;
         let (a, b) = (host_values(&self.values[0])?, host_values(&self.values[1])?);
         let groups = self.groups(count)?;
-        let u = self.reduced(x.values()?, &a, &groups);
+        let u = self.down_projection(x.values()?, &a, &groups);
         let mut out = y.values()?.to_vec();
         let (u, b): (&[f32], &[f32]) = (&u, &b);
         self.each(&mut out, output, &groups, count * rank * output, |spread, expert, at, out| {
@@ -151,7 +151,7 @@ impl Operation<3> for LowRank {
         let [input, rank, output] = self.shape;
         let count = x.dim(0)?;
         if x.device().is_cuda() {
-            let (rows, gradients) = ([x, &in_bf16(grad)?], self.gradients.each_ref().map(Option::as_ref));
+            let (rows, gradients) = ([x, &to_bf16(grad)?], self.gradients.each_ref().map(Option::as_ref));
             let starts = self.starts()?;
             let dx = low_rank_backward(rows, self.values.each_ref(), gradients, self.scale, starts.as_ref())?;
             return Ok([is_tracked(y).then(|| grad.clone()), dx, None]);
@@ -178,7 +178,7 @@ impl Operation<3> for LowRank {
             None
         };
         // Adds leftᵀ · right over the rows of `expert` to the gradient of its matrix.
-        let add = |gradient: &Gradient, (left, k): (&[f32], usize), (right, n): (&[f32], usize)| {
+        let add = |gradient: &GradientTarget, (left, k): (&[f32], usize), (right, n): (&[f32], usize)| {
             gradient.add(|sum| {
                 edit(sum, |sum| {
                     let mut tasks: Vec<_> = vec![];
@@ -188,12 +188,12 @@ impl Operation<3> for LowRank {
                             tasks.push((at, sum));
                         }
                     }
-                    side_by_side(
+                    run_expert_tasks(
                         tasks,
                         |(at, _)| at.len(),
                         count * k * n,
                         |spread, (at, sum)| {
-                            let left = StridedMatrix::transposed(rows(left, at, k), k);
+                            let left = StridedMatrix::from_transpose(rows(left, at, k), k);
                             let right = StridedMatrix::rows(rows(right, at, n), n);
                             product(spread, sum, left, right, (k, at.len(), n), true);
                         },
@@ -206,7 +206,7 @@ impl Operation<3> for LowRank {
             add(gradient, (xs, input), (du, rank))?;
         }
         if let Some(gradient) = &self.gradients[1] {
-            let u = self.reduced(xs, a, &groups);
+            let u = self.down_projection(xs, a, &groups);
             add(gradient, (&u, rank), (dy, output))?;
         }
         Ok([is_tracked(y).then(|| grad.clone()), dx, None])

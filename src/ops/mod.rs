@@ -12,12 +12,10 @@ pub mod adamw_8bit;
 pub mod argument;
 pub mod buffer;
 pub mod cpu;
-#[cfg_attr(not(feature = "cuda"), path = "cuda_unsupported.rs")]
+#[cfg_attr(not(feature = "cuda"), path = "cuda_stub.rs")]
 pub mod cuda;
 pub mod embedding;
 pub mod experts;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-mod few_rows;
 pub mod graph;
 pub mod kv_cache;
 pub mod linear;
@@ -29,10 +27,13 @@ pub mod math;
 pub mod mxfp4;
 pub mod operation;
 pub mod optimizer;
-pub mod packed;
+pub mod packed_weights;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+mod skinny_gemm;
 // Plain Rust in every build, for the tests; only GPU code uses it.
+pub mod device_copies;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub mod pages;
+pub mod page_allocator;
 pub mod parameter;
 mod prefetch;
 pub mod product;
@@ -42,13 +43,12 @@ pub mod round_mantissa;
 pub mod router;
 pub mod router_noise;
 pub mod sequence_rows;
-pub mod silu_gated;
+pub mod silu_and_mul;
 pub mod sink_attention;
 pub mod swiglu;
 pub mod threads;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod tiles;
-pub mod uploaded;
 pub mod weight;
 
 pub use embedding::{embedding, select_rows, tied_embedding};
@@ -65,6 +65,6 @@ pub use round_mantissa::round_mantissa;
 pub use router::{route, top_k_softmax};
 pub use router_noise::router_noise;
 pub use sequence_rows::SequenceRows;
-pub use silu_gated::silu_gated;
-pub use sink_attention::{sink_attention, sink_attention_cached};
+pub use silu_and_mul::silu_and_mul;
+pub use sink_attention::{cached_sink_attention, sink_attention};
 pub use swiglu::swiglu;

@@ -38,7 +38,7 @@ impl<'a> HostArgument<'a> {
         let Some((start, end)) = self.layout.contiguous_offsets() else {
             bail!("argument is not contiguous")
         };
-        match T::of(self.storage) {
+        match T::slice(self.storage) {
             Some(elements) => Ok(&elements[start..end]),
             None => {
                 let found = candle_core::backend::BackendStorage::dtype(self.storage);
@@ -90,7 +90,7 @@ fn exactly<T, const N: usize, const M: usize>(given: [T; M]) -> Result<[T; N]> {
 }
 
 /// Returns the gradients of `N` inputs when the graph gets only the first one's.
-pub fn of_first<const N: usize>(first: Option<Tensor>) -> [Option<Tensor>; N] {
+pub fn first_input_gradient<const N: usize>(first: Option<Tensor>) -> [Option<Tensor>; N] {
     let mut gradients = [const { None }; N];
     gradients[0] = first;
     gradients

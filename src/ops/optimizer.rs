@@ -2,7 +2,7 @@
 //! [`super::adamw_8bit`] is AdamW with 8-bit moments. A GPU gives the same values to the bit, except that
 //! the norm's sum has its own order.
 
-use super::cpu::{edit, host_values, in_parallel};
+use super::cpu::{edit, host_values, should_parallelize};
 use super::cuda;
 use candle_core::{Result, Tensor, bail};
 use multiversion::multiversion;
@@ -26,7 +26,7 @@ pub struct AdamW {
 }
 
 /// Values of a tensor that one thread updates at a time.
-pub(super) const PART: usize = 1 << 14;
+pub(super) const CHUNK_VALUES: usize = 1 << 14;
 
 /// AdamW (Loshchilov, Hutter 2019): `w ← w (1 − lr λ)`, `m ← β₁m + (1−β₁)g`, `v ← β₂v + (1−β₂)g²`,
 /// `w ← w − lr/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε)`. All four have one shape.
@@ -34,7 +34,7 @@ pub(super) const PART: usize = 1 << 14;
 /// # Errors
 /// When shapes differ.
 pub fn adamw(weights: &Tensor, [first, second]: [&Tensor; 2], gradient: &Tensor, step: &AdamW) -> Result<()> {
-    same_shape(weights, &[first, second, gradient])?;
+    check_same_shape(weights, &[first, second, gradient])?;
     if weights.device().is_cuda() {
         return cuda::adamw(weights, [first, second], gradient, step);
     }
@@ -42,11 +42,13 @@ pub fn adamw(weights: &Tensor, [first, second]: [&Tensor; 2], gradient: &Tensor,
     edit(weights, |w| {
         edit(first, |m| {
             edit(second, |v| {
-                if in_parallel(w.len()) {
-                    let parts =
-                        w.par_chunks_mut(PART).zip(m.par_chunks_mut(PART)).zip(v.par_chunks_mut(PART));
+                if should_parallelize(w.len()) {
+                    let parts = w
+                        .par_chunks_mut(CHUNK_VALUES)
+                        .zip(m.par_chunks_mut(CHUNK_VALUES))
+                        .zip(v.par_chunks_mut(CHUNK_VALUES));
                     parts
-                        .zip(gradient.par_chunks(PART))
+                        .zip(gradient.par_chunks(CHUNK_VALUES))
                         .for_each(|(((w, m), v), g)| apply_adamw(step, w, m, v, g));
                 } else {
                     apply_adamw(step, w, m, v, &gradient);
@@ -80,7 +82,7 @@ impl AdamW {
 /// # Errors
 /// When shapes differ.
 pub fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate: f32) -> Result<()> {
-    same_shape(weights, &[gradient])?;
+    check_same_shape(weights, &[gradient])?;
     if weights.device().is_cuda() {
         return cuda::sgd(weights, gradient, shrink, rate);
     }
@@ -103,10 +105,10 @@ fn descend(weights: &mut [f32], gradient: &[f32], shrink: f32, rate: f32) {
 ///
 /// # Errors
 /// When shapes differ.
-pub fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
-    same_shape(buffer, &[gradient])?;
+pub fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
+    check_same_shape(buffer, &[gradient])?;
     if buffer.device().is_cuda() {
-        return cuda::accumulate(buffer, gradient, momentum);
+        return cuda::update_momentum(buffer, gradient, momentum);
     }
     let gradient = host_values(gradient)?;
     edit(buffer, |buffer| {
@@ -121,7 +123,7 @@ pub fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<(
 /// # Errors
 /// When shapes differ.
 pub fn round_to_bf16(weights: &Tensor, x: &Tensor) -> Result<()> {
-    same_shape(weights, &[x])?;
+    check_same_shape(weights, &[x])?;
     if weights.device().is_cuda() {
         return cuda::round_into(x, weights);
     }
@@ -156,8 +158,8 @@ pub fn scale(x: &Tensor, factor: f32) -> Result<()> {
         _ => x.iter_mut().for_each(|x| *x *= factor),
     };
     edit(x, |x| {
-        if in_parallel(x.len()) {
-            x.par_chunks_mut(PART).for_each(part)
+        if should_parallelize(x.len()) {
+            x.par_chunks_mut(CHUNK_VALUES).for_each(part)
         } else {
             part(x)
         }
@@ -165,7 +167,7 @@ pub fn scale(x: &Tensor, factor: f32) -> Result<()> {
     })
 }
 
-pub(super) fn same_shape(weights: &Tensor, others: &[&Tensor]) -> Result<()> {
+pub(super) fn check_same_shape(weights: &Tensor, others: &[&Tensor]) -> Result<()> {
     match others.iter().find(|other| other.dims() != weights.dims()) {
         Some(other) => bail!("optimizer: weights {:?}, another tensor {:?}", weights.dims(), other.dims()),
         None => Ok(()),

@@ -4,7 +4,7 @@
 //! tensor of the parameter's size per micro-batch would cost more than the addition.
 
 use super::cpu::{add_values, host_values};
-use super::cuda::{add_tensor, copied};
+use super::cuda::{add_tensor, copy_argument};
 use super::graph::apply;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::product::Precision;
@@ -24,20 +24,20 @@ pub trait GradientSink: Send + Sync {
 #[derive(Clone)]
 pub struct Parameter {
     values: Tensor,
-    gradient: Option<Gradient>,
+    gradient: Option<GradientTarget>,
     precision: Precision,
 }
 
 /// The sink of one parameter's gradient.
 #[derive(Clone)]
-pub(super) struct Gradient {
+pub(super) struct GradientTarget {
     sink: Arc<dyn GradientSink>,
     parameter: usize,
 }
 
 impl Parameter {
     /// Returns a parameter without a gradient.
-    pub fn frozen(values: &Tensor) -> Self {
+    pub fn constant(values: &Tensor) -> Self {
         Self { values: values.detach(), gradient: None, precision: Precision::F32 }
     }
 
@@ -47,27 +47,27 @@ impl Parameter {
     }
 
     /// Returns a variable whose gradient goes to buffer `parameter` of `sink`.
-    pub fn trained(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
+    pub fn with_gradient_sink(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
         Self::variable(variable).with_gradient(sink, parameter)
     }
 
     /// Returns the parameter without a gradient.
     pub fn without_gradient(&self) -> Self {
-        Self::frozen(&self.values).in_precision(self.precision)
+        Self::constant(&self.values).with_precision(self.precision)
     }
 
     /// Returns a parameter with these values and this precision, without a gradient.
     pub fn with_values(&self, values: &Tensor) -> Self {
-        Self::frozen(values).in_precision(self.precision)
+        Self::constant(values).with_precision(self.precision)
     }
 
     /// Returns the variable with its gradient going to buffer `parameter` of `sink`.
     pub fn with_gradient(&self, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
-        Self { gradient: Some(Gradient { sink, parameter }), ..self.clone() }
+        Self { gradient: Some(GradientTarget { sink, parameter }), ..self.clone() }
     }
 
     /// Sets the precision of its products on a CPU.
-    pub fn in_precision(self, precision: Precision) -> Self {
+    pub fn with_precision(self, precision: Precision) -> Self {
         Self { precision, ..self }
     }
 
@@ -82,7 +82,7 @@ impl Parameter {
     }
 
     /// Returns the sink of its gradient, for an op to keep.
-    pub(super) fn gradient(&self) -> Option<Gradient> {
+    pub(super) fn gradient(&self) -> Option<GradientTarget> {
         self.gradient.clone()
     }
 
@@ -91,7 +91,7 @@ impl Parameter {
     ///
     /// # Errors
     /// When the values are not contiguous, or a GPU does not support them.
-    pub fn tracked(&self) -> Result<Tensor> {
+    pub fn graph_tensor(&self) -> Result<Tensor> {
         match self.gradient() {
             None => Ok(self.values.clone()),
             Some(gradient) => apply([&self.values], Leaf { gradient }),
@@ -99,7 +99,7 @@ impl Parameter {
     }
 }
 
-impl Gradient {
+impl GradientTarget {
     /// Calls `add` with the gradient buffer.
     pub(super) fn add(&self, mut add: impl FnMut(&Tensor) -> Result<()>) -> Result<()> {
         self.sink.add(self.parameter, &mut add)
@@ -108,7 +108,7 @@ impl Gradient {
 
 /// The identity op, where a gradient leaves the graph.
 struct Leaf {
-    gradient: Gradient,
+    gradient: GradientTarget,
 }
 
 impl Operation<1> for Leaf {
@@ -119,7 +119,7 @@ impl Operation<1> for Leaf {
     }
 
     fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
-        copied(x)
+        copy_argument(x)
     }
 
     fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 1]> {

@@ -5,12 +5,12 @@
 //! matrix-vector path.
 //!
 //! So k is split into chunks of [`K_CHUNK`], one row is padded to two, and one column uses [`dot_column`].
-//! [`FewRows`] multiplies few rows and adds in the same chains. [`tiles`] does so too, for products by a
+//! [`SkinnyGemm`] multiplies few rows and adds in the same chains. [`tiles`] does so too, for products by a
 //! large transposed matrix and for bf16 products of many rows. A row's result then depends on nothing but
 //! the row and the weights.
 
-use super::few_rows::FewRows;
 use super::math::dot;
+use super::skinny_gemm::SkinnyGemm;
 use super::tiles;
 use gemm::Parallelism;
 
@@ -35,7 +35,7 @@ impl<'a> StridedMatrix<'a> {
     }
 
     /// The transpose of contiguous rows of `width` values.
-    pub fn transposed(values: &'a [f32], width: usize) -> Self {
+    pub fn from_transpose(values: &'a [f32], width: usize) -> Self {
         Self { values, row_stride: 1, column_stride: width }
     }
 }
@@ -52,43 +52,47 @@ pub enum Precision {
 
 impl Precision {
     /// Returns true when this processor supports it.
-    pub fn is_here(self) -> bool {
-        self == Precision::F32 || tiles::multiplies_bf16()
+    pub fn is_supported(self) -> bool {
+        self == Precision::F32 || tiles::has_bf16_dot()
     }
 }
 
 /// How a product is computed: its threads and its precision.
 #[derive(Clone, Copy)]
-pub struct Means {
-    spread: Spread,
+pub struct GemmConfig {
+    spread: GemmThreads,
     precision: Precision,
 }
 
-impl From<Spread> for Means {
+impl From<GemmThreads> for GemmConfig {
     /// Uses f32.
-    fn from(spread: Spread) -> Self {
+    fn from(spread: GemmThreads) -> Self {
         Self { spread, precision: Precision::F32 }
     }
 }
 
 /// The threads that a product may use. The choice changes no bit.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Spread {
+pub enum GemmThreads {
     /// All threads of the current pool, if the work is large enough.
     Pool,
     /// The calling thread only: other threads have their own products.
     Alone,
 }
 
-impl Spread {
+impl GemmThreads {
     /// Adds a precision.
-    pub fn by(self, precision: Precision) -> Means {
-        Means { spread: self, precision }
+    pub fn with_precision(self, precision: Precision) -> GemmConfig {
+        GemmConfig { spread: self, precision }
     }
 
     /// Returns the number of threads for `work` multiply-adds.
     pub(super) fn threads(self, work: usize) -> usize {
-        if self == Spread::Pool && super::cpu::in_parallel(work) { rayon::current_num_threads() } else { 1 }
+        if self == GemmThreads::Pool && super::cpu::should_parallelize(work) {
+            rayon::current_num_threads()
+        } else {
+            1
+        }
     }
 }
 
@@ -97,23 +101,23 @@ impl Spread {
 ///
 /// With `accumulate` the product is added to the value of `out` (a bias, for example).
 pub fn forward_product(
-    means: impl Into<Means>,
+    means: impl Into<GemmConfig>,
     out: &mut [f32],
     x: &[f32],
     w: &[f32],
     (m, k, n): (usize, usize, usize),
     accumulate: bool,
 ) {
-    let means @ Means { spread, precision } = means.into();
+    let means @ GemmConfig { spread, precision } = means.into();
     assert!(out.len() == m * n && x.len() == m * k && w.len() == k * n, "forward_product: shapes");
     if m == 0 || n == 0 {
         return;
     }
     #[cfg(feature = "bench")]
-    if stock::CHOSEN.load(std::sync::atomic::Ordering::Relaxed) {
-        return stock::product(out, x, w, (m, k, n), accumulate);
+    if library_default::USE_LIBRARY_PRODUCT.load(std::sync::atomic::Ordering::Relaxed) {
+        return library_default::product(out, x, w, (m, k, n), accumulate);
     }
-    if let Some(few_rows) = FewRows::of(precision, (m, k, n)) {
+    if let Some(few_rows) = SkinnyGemm::for_shape(precision, (m, k, n)) {
         few_rows.product(spread.threads(m * n * k), out, x, w, (k, n), accumulate);
     } else if precision == Precision::Bf16Dot {
         product(means, out, StridedMatrix::rows(x, k), StridedMatrix::rows(w, n), (m, k, n), accumulate);
@@ -135,14 +139,14 @@ pub fn forward_product(
 /// Computes `out[m, n] (+)= a[m, k] · b[k, n]` with any strides, for backward passes. Rows need not be
 /// batch-invariant there. The bits are equal in every run and for every number of threads.
 pub fn product(
-    means: impl Into<Means>,
+    means: impl Into<GemmConfig>,
     out: &mut [f32],
     a: StridedMatrix,
     b: StridedMatrix,
     (m, k, n): (usize, usize, usize),
     accumulate: bool,
 ) {
-    let Means { spread, precision } = means.into();
+    let GemmConfig { spread, precision } = means.into();
     assert_eq!(out.len(), m * n, "product: output");
     if m == 0 || n == 0 {
         return;
@@ -204,23 +208,23 @@ pub fn product(
 /// Computes `out[m, k] = dy[m, n] · wᵀ` for contiguous `w [k, n]`: the input gradient of a forward product
 /// by `w`.
 pub fn backward_product(
-    means: impl Into<Means>,
+    means: impl Into<GemmConfig>,
     out: &mut [f32],
     dy: &[f32],
     w: &[f32],
     (m, n, k): (usize, usize, usize),
 ) {
-    product(means, out, StridedMatrix::rows(dy, n), StridedMatrix::transposed(w, n), (m, n, k), false);
+    product(means, out, StridedMatrix::rows(dy, n), StridedMatrix::from_transpose(w, n), (m, n, k), false);
 }
 
 /// The library's default product, to measure the cost of batch invariance. Compiled for benchmarks only.
 #[cfg(feature = "bench")]
-pub mod stock {
+pub mod library_default {
     use super::Parallelism;
     use std::sync::atomic::AtomicBool;
 
     /// True makes every forward use [`product`].
-    pub static CHOSEN: AtomicBool = AtomicBool::new(false);
+    pub static USE_LIBRARY_PRODUCT: AtomicBool = AtomicBool::new(false);
 
     /// Multiplies the whole shape in one call of the library.
     pub fn product(
@@ -302,7 +306,7 @@ mod tests {
             let bias = noise(n, 5);
             let run = |x: &[f32], m: usize, pool: &rayon::ThreadPool| {
                 let mut out: Vec<f32> = bias.iter().copied().cycle().take(m * n).collect();
-                pool.install(|| forward_product(Spread::Pool, &mut out, x, &w, (m, k, n), true));
+                pool.install(|| forward_product(GemmThreads::Pool, &mut out, x, &w, (m, k, n), true));
                 out
             };
             let whole = run(&x, rows, &pools[0]);

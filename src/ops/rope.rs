@@ -7,9 +7,9 @@
 use super::buffer::buffer;
 use super::cpu::host_values;
 use super::cuda::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
+use super::device_copies::DeviceCopies;
 use super::graph::{apply, contiguous, reshape};
 use super::operation::{DeviceArgument, HostArgument, Operation};
-use super::uploaded::Uploaded;
 use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub struct RopeTable {
     cosines: Vec<f32>,
     sines: Vec<f32>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    uploaded: Uploaded,
+    uploaded: DeviceCopies,
 }
 
 impl RopeTable {
@@ -31,7 +31,7 @@ impl RopeTable {
     /// Angles are rounded to f32 as in the reference implementation; cosine and sine are computed in f64.
     pub fn new(frequencies: &[f32], positions: usize, attention_factor: f64) -> Self {
         let half = frequencies.len();
-        let mut table = Self { half, cosines: vec![], sines: vec![], uploaded: Uploaded::default() };
+        let mut table = Self { half, cosines: vec![], sines: vec![], uploaded: DeviceCopies::default() };
         for position in 0..positions {
             for &frequency in frequencies {
                 let angle = (position as f32 * frequency) as f64;
@@ -49,7 +49,7 @@ impl RopeTable {
 
     /// Returns the number of pairs per head, `D/2`.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) fn half(&self) -> usize {
+    pub(super) fn half_dim(&self) -> usize {
         self.half
     }
 
@@ -58,8 +58,8 @@ impl RopeTable {
     /// # Errors
     /// When the copy fails.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub fn on(&self, device: &Device) -> Result<Tensor> {
-        self.uploaded.on(device, || {
+    pub fn to_device(&self, device: &Device) -> Result<Tensor> {
+        self.uploaded.get_or_copy(device, || {
             let both = [&self.cosines[..], &self.sines[..]].concat();
             Tensor::from_vec(both, (2, self.positions(), self.half), device)
         })
@@ -92,7 +92,7 @@ pub struct Rotation {
     /// The last position plus one.
     end: usize,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    uploaded: Arc<Uploaded>,
+    uploaded: Arc<DeviceCopies>,
 }
 
 impl Rotation {
@@ -103,8 +103,8 @@ impl Rotation {
     }
 
     /// Uses `uploaded [T]` as the positions on a GPU.
-    pub fn uploaded_as(self, uploaded: &Tensor) -> Result<Self> {
-        self.uploaded.on(uploaded.device(), || Ok(uploaded.clone()))?;
+    pub fn with_device_positions(self, uploaded: &Tensor) -> Result<Self> {
+        self.uploaded.get_or_copy(uploaded.device(), || Ok(uploaded.clone()))?;
         Ok(self)
     }
 
@@ -113,8 +113,9 @@ impl Rotation {
     /// # Errors
     /// When the copy fails.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub fn positions_on(&self, device: &Device) -> Result<Tensor> {
-        self.uploaded.on(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
+    pub fn device_positions(&self, device: &Device) -> Result<Tensor> {
+        self.uploaded
+            .get_or_copy(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
     }
 
     /// Checks the number of rows, the head size and the positions.

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// One sequence: its own rows, which follow its shared prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Part {
+struct SequenceSpan {
     /// Number of positions shared with the previous sequence; also the position of the first own row.
     shared: usize,
     rows: Range<usize>,
@@ -17,13 +17,13 @@ struct Part {
 /// Layout of sequences in a batch's rows.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SequenceRows {
-    parts: Vec<Part>,
+    parts: Vec<SequenceSpan>,
 }
 
 impl SequenceRows {
     /// Returns the layout of sequences that share nothing. `cu_seqlens` holds the start of each, then the
     /// number of rows.
-    pub fn separate(cu_seqlens: &[usize]) -> Self {
+    pub fn from_cu_seqlens(cu_seqlens: &[usize]) -> Self {
         let mut sequence_rows = Self::default();
         cu_seqlens.windows(2).for_each(|span| sequence_rows.push(span[1].saturating_sub(span[0]), 0));
         sequence_rows
@@ -34,10 +34,10 @@ impl SequenceRows {
     ///
     /// `shared` is limited to the length of the shorter sequence.
     pub fn push(&mut self, length: usize, shared: usize) {
-        let before = self.parts.last().map_or(0, Part::length);
+        let before = self.parts.last().map_or(0, SequenceSpan::length);
         let shared = shared.min(length).min(before);
         let start = self.rows();
-        self.parts.push(Part { shared, rows: start..start + length - shared });
+        self.parts.push(SequenceSpan { shared, rows: start..start + length - shared });
     }
 
     /// Returns the number of rows of the batch.
@@ -56,12 +56,12 @@ impl SequenceRows {
     }
 
     /// Returns the position of the first own row of sequence `index`.
-    pub fn shared(&self, index: usize) -> usize {
+    pub fn first_own_row(&self, index: usize) -> usize {
         self.parts[index].shared
     }
 
     /// Returns the row of each position of sequence `index`.
-    pub fn path(&self, index: usize) -> Vec<usize> {
+    pub fn row_indices(&self, index: usize) -> Vec<usize> {
         let mut stretches = vec![];
         let mut end = usize::MAX;
         for part in self.parts[..=index].iter().rev() {
@@ -83,18 +83,18 @@ impl SequenceRows {
     }
 
     /// Returns the number of sequences that share each row; `None` if every row has one.
-    pub fn holders(&self) -> Option<Vec<u32>> {
+    pub fn sequences_per_row(&self) -> Option<Vec<u32>> {
         if self.parts.iter().all(|part| part.shared == 0) {
             return None;
         }
         let mut holders = vec![0; self.rows()];
-        (0..self.sequences()).for_each(|i| self.path(i).into_iter().for_each(|row| holders[row] += 1));
+        (0..self.sequences()).for_each(|i| self.row_indices(i).into_iter().for_each(|row| holders[row] += 1));
         Some(holders)
     }
 
     /// Returns the total number of positions: a shared row counts once per sequence.
     pub fn positions_count(&self) -> usize {
-        self.parts.iter().map(Part::length).sum()
+        self.parts.iter().map(SequenceSpan::length).sum()
     }
 
     /// Returns the start of each sequence and the number of rows; `None` if rows are shared.
@@ -104,7 +104,7 @@ impl SequenceRows {
     }
 }
 
-impl Part {
+impl SequenceSpan {
     fn length(&self) -> usize {
         self.shared + self.rows.len()
     }
@@ -122,7 +122,8 @@ mod tests {
         for (length, shared) in [(5, 0), (6, 3), (7, 5), (4, 9), (6, 2), (2, 0)] {
             sequence_rows.push(length, shared);
         }
-        let paths: Vec<Vec<usize>> = (0..sequence_rows.sequences()).map(|i| sequence_rows.path(i)).collect();
+        let paths: Vec<Vec<usize>> =
+            (0..sequence_rows.sequences()).map(|i| sequence_rows.row_indices(i)).collect();
         assert_eq!(
             paths,
             [
@@ -136,12 +137,15 @@ mod tests {
         );
         assert_eq!(sequence_rows.rows(), 16);
         assert_eq!(sequence_rows.positions(), [0, 1, 2, 3, 4, 3, 4, 5, 5, 6, 2, 3, 4, 5, 0, 1]);
-        assert_eq!(sequence_rows.holders().unwrap(), [5, 5, 4, 1, 1, 3, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
+        assert_eq!(
+            sequence_rows.sequences_per_row().unwrap(),
+            [5, 5, 4, 1, 1, 3, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+        );
         assert_eq!(sequence_rows.positions_count(), 30);
-        assert_eq!((sequence_rows.own_rows(4), sequence_rows.shared(4)), (10..14, 2));
+        assert_eq!((sequence_rows.own_rows(4), sequence_rows.first_own_row(4)), (10..14, 2));
         assert_eq!(sequence_rows.cu_seqlens(), None);
-        let separate = SequenceRows::separate(&[0, 3, 3, 5]);
+        let separate = SequenceRows::from_cu_seqlens(&[0, 3, 3, 5]);
         assert_eq!(separate.cu_seqlens().unwrap(), [0, 3, 3, 5]);
-        assert_eq!((separate.holders(), separate.positions()), (None, vec![0, 1, 2, 0, 1]));
+        assert_eq!((separate.sequences_per_row(), separate.positions()), (None, vec![0, 1, 2, 0, 1]));
     }
 }

@@ -15,7 +15,7 @@
 //! last bit.
 
 mod backward;
-mod cached;
+mod cached_attention;
 mod chunks;
 mod forward;
 // Plain Rust in every build, for the tests; only GPU code uses it.
@@ -26,14 +26,14 @@ pub mod plan;
 mod rows;
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{host_values, in_parallel};
+use super::cpu::{host_values, should_parallelize};
 use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
 use super::graph::{apply, contiguous};
 use super::kv_cache::KvBlocks;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::sequence_rows::SequenceRows;
-use backward::{Upstream, attend_backward};
-pub use cached::sink_attention_cached;
+use backward::{BackwardInputs, attend_backward};
+pub use cached_attention::cached_sink_attention;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use forward::attend;
 use rayon::prelude::*;
@@ -109,7 +109,7 @@ pub fn sink_attention(
             sequence_rows.rows()
         );
     }
-    let op = Packed { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
+    let op = PackedSinkAttention { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
     if q.device().is_cuda() {
         // A GPU makes no hidden copies: tensors that are not contiguous are refused.
         return apply([q, kv, sinks], op);
@@ -117,7 +117,7 @@ pub fn sink_attention(
     apply([&contiguous(q)?, &contiguous(kv)?, &contiguous(sinks)?], op)
 }
 
-struct Packed {
+struct PackedSinkAttention {
     attention: Attention,
     sequence_rows: Arc<SequenceRows>,
     /// Log-sum-exp of the forward, kept for the backward.
@@ -126,11 +126,11 @@ struct Packed {
 
 /// Log-sum-exp `[T][N]`, on the device of the forward.
 enum Lse {
-    Host(Vec<f32>),
+    HostPython(Vec<f32>),
     Device(DeviceLse),
 }
 
-impl Packed {
+impl PackedSinkAttention {
     /// Returns every (sequence, key-value head), the unit of work of both passes.
     fn tasks(&self) -> Vec<(usize, usize)> {
         let sequences = self.sequence_rows.sequences();
@@ -142,7 +142,9 @@ impl Packed {
         let longest = caches.iter().map(KvBlocks::len).max().unwrap_or(0);
         let seen = self.attention.window.unwrap_or(longest).min(longest);
         let tasks = self.tasks();
-        if in_parallel(self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim) {
+        if should_parallelize(
+            self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim,
+        ) {
             tasks.into_par_iter().with_max_len(1).map(|(s, h)| f(s, h)).collect()
         } else {
             tasks.into_iter().map(|(s, h)| f(s, h)).collect()
@@ -156,8 +158,8 @@ impl Packed {
         let mut caches: Vec<KvBlocks> = Vec::with_capacity(self.sequence_rows.sequences());
         for s in 0..self.sequence_rows.sequences() {
             let own = self.sequence_rows.own_rows(s);
-            let mut cache = match (caches.last(), self.sequence_rows.shared(s)) {
-                (Some(before), shared @ 1..) => before.beginning(shared),
+            let mut cache = match (caches.last(), self.sequence_rows.first_own_row(s)) {
+                (Some(before), shared @ 1..) => before.prefix(shared),
                 _ => KvBlocks::new(kv_heads, head_dim),
             };
             cache.append(&kv[own.start * width..own.end * width]);
@@ -173,7 +175,7 @@ impl Packed {
     }
 }
 
-impl Operation<3> for Packed {
+impl Operation<3> for PackedSinkAttention {
     const NAME: &'static str = "sink_attention";
 
     fn cpu(&self, [q, kv, sinks]: [HostArgument; 3]) -> Result<(CpuStorage, Shape)> {
@@ -186,13 +188,13 @@ impl Operation<3> for Packed {
         self.run(&caches, |s, kv_head| {
             let Range { start, end } = self.sequence_rows.own_rows(s);
             let (rows, width) = (end - start, heads * d);
-            let out = out_rows.part(start * width, rows * width);
-            let lse = lse_rows.part(start * heads, rows * heads);
+            let out = out_rows.slice(start * width, rows * width);
+            let lse = lse_rows.slice(start * heads, rows * heads);
             attend(
                 &self.attention,
                 kv_head,
                 &caches[s],
-                self.sequence_rows.shared(s),
+                self.sequence_rows.first_own_row(s),
                 &q[start * width..end * width],
                 sinks,
                 &out,
@@ -200,7 +202,7 @@ impl Operation<3> for Packed {
             );
         });
         let tokens = q.len() / (heads * d);
-        let _ = self.lse.set(Lse::Host(lse));
+        let _ = self.lse.set(Lse::HostPython(lse));
         Ok((CpuStorage::F32(out), Shape::from((tokens, heads * d))))
     }
 
@@ -218,7 +220,7 @@ impl Operation<3> for Packed {
         grad: &Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
         let [dq, dkv, dsinks] = match self.lse.get() {
-            Some(Lse::Host(lse)) => self.host_backward(lse, [q, kv, sinks, out, grad])?,
+            Some(Lse::HostPython(lse)) => self.host_backward(lse, [q, kv, sinks, out, grad])?,
             Some(Lse::Device(lse)) => {
                 let tensors = [q, kv, sinks, out, grad];
                 sink_attention_backward(&self.attention, &self.cu_seqlens()?, lse, tensors)?
@@ -229,7 +231,7 @@ impl Operation<3> for Packed {
     }
 }
 
-impl Packed {
+impl PackedSinkAttention {
     fn host_backward(&self, lse: &[f32], [q, kv, sinks, out, grad]: [&Tensor; 5]) -> Result<[Tensor; 3]> {
         let Attention { heads, kv_heads, head_dim: d, .. } = self.attention;
         let group = heads / kv_heads;
@@ -242,26 +244,26 @@ impl Packed {
         // Gradients that each sequence's own queries give its shared keys, added in sequence order.
         let sequences = 0..self.sequence_rows.sequences();
         let mut shared: Vec<Vec<f32>> =
-            sequences.clone().map(|s| zeros(self.sequence_rows.shared(s) * kv_width)).collect();
+            sequences.clone().map(|s| zeros(self.sequence_rows.first_own_row(s) * kv_width)).collect();
         let (dq_rows, dkv_rows) = (Rows::new(&mut dq), Rows::new(&mut dkv));
         let shared_rows: Vec<Rows> = shared.iter_mut().map(|shared| Rows::new(shared)).collect();
         let parts = self.run(&caches, |s, kv_head| {
             let Range { start, end } = self.sequence_rows.own_rows(s);
             let (rows, width) = (end - start, heads * d);
-            let up = Upstream {
+            let up = BackwardInputs {
                 q: &q_values[start * width..end * width],
                 out: &out[start * width..end * width],
                 lse: &lse[start * heads..end * heads],
                 grad: &grad[start * width..end * width],
                 sinks: &sinks,
             };
-            let dq = dq_rows.part(start * width, rows * width);
-            let dkv = dkv_rows.part(start * kv_width, rows * kv_width);
+            let dq = dq_rows.slice(start * width, rows * width);
+            let dkv = dkv_rows.slice(start * kv_width, rows * kv_width);
             attend_backward(&self.attention, kv_head, &caches[s], &up, &dq, &dkv, &shared_rows[s])
         });
         for s in sequences.filter(|&s| !shared[s].is_empty()) {
             for (row, gradient) in
-                self.sequence_rows.path(s).into_iter().zip(shared[s].chunks_exact(kv_width))
+                self.sequence_rows.row_indices(s).into_iter().zip(shared[s].chunks_exact(kv_width))
             {
                 let sum = &mut dkv[row * kv_width..(row + 1) * kv_width];
                 sum.iter_mut().zip(gradient).for_each(|(sum, &x)| *sum += x);

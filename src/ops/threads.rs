@@ -29,7 +29,7 @@ impl Threads {
     /// # Errors
     /// When the system refuses threads.
     pub fn new(threads: usize) -> Result<Self> {
-        Self::shared(threads, 1)
+        Self::for_process(threads, 1)
     }
 
     /// Creates pools for one of `processes` that share this machine's cores; 0 means its share of the
@@ -37,7 +37,7 @@ impl Threads {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn shared(threads: usize, processes: usize) -> Result<Self> {
+    pub fn for_process(threads: usize, processes: usize) -> Result<Self> {
         let available = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if threads == 0 { (available / processes).max(1) } else { threads };
         let pool = |n: usize| {
@@ -53,13 +53,13 @@ impl Threads {
     }
 
     /// Runs `f`, whose ops may use all threads.
-    pub fn wide<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+    pub fn run_on_all<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         self.wide.install(f)
     }
 
     /// Runs `f(worker)` once on every single-thread pool in parallel; results in worker order. It starts no
     /// thread, so it cannot fail when the system refuses one.
-    pub fn each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
+    pub fn run_on_each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
         let mut results = Vec::new();
         results.resize_with(self.singles.len(), || None);
         side_by_side(&self.singles, 0, &f, &mut results);
@@ -72,7 +72,7 @@ impl Threads {
     pub fn map<R: Send>(&self, count: usize, f: impl Fn(usize) -> Result<R> + Sync) -> Result<Vec<R>> {
         let next = AtomicUsize::new(0);
         let results: Vec<Mutex<Option<Result<R>>>> = (0..count).map(|_| Mutex::new(None)).collect();
-        self.each(|_| {
+        self.run_on_each(|_| {
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let Some(place) = results.get(index) else { break };
@@ -104,7 +104,7 @@ impl Threads {
 ///
 /// A thread that finds no work for [`AWAKE_MAX`] still sleeps. On a GPU, outside of a pool, and in a pool
 /// of one thread, this only calls `f()`.
-pub fn awake<R>(device: &Device, f: impl FnOnce() -> R) -> R {
+pub fn with_spinning_threads<R>(device: &Device, f: impl FnOnce() -> R) -> R {
     let own = rayon::current_thread_index();
     if !device.is_cpu() || own.is_none() || rayon::current_num_threads() == 1 {
         return f();
@@ -123,15 +123,15 @@ pub fn awake<R>(device: &Device, f: impl FnOnce() -> R) -> R {
                 }
             }
         });
-        let _over = SetAtEnd(&is_over);
+        let _over = SetOnDrop(&is_over);
         f()
     })
 }
 
 /// Sets a flag when its scope ends, also after a panic.
-struct SetAtEnd<'a>(&'a AtomicBool);
+struct SetOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for SetAtEnd<'_> {
+impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -161,18 +161,21 @@ mod tests {
     #[test]
     fn what_runs_awake_may_share_out_nest_and_panic_in_a_pool_and_outside_of_one() {
         let cpu = &Device::Cpu;
-        let sum = || awake(cpu, || awake(cpu, || rayon::join(|| 20, || 22)));
-        assert_eq!(awake(cpu, || 7), 7);
+        let sum = || with_spinning_threads(cpu, || with_spinning_threads(cpu, || rayon::join(|| 20, || 22)));
+        assert_eq!(with_spinning_threads(cpu, || 7), 7);
         for threads in [1, 2, 3] {
             let pools = Threads::new(threads).unwrap();
             for _ in 0..100 {
-                assert_eq!(pools.wide(sum), (20, 22));
+                assert_eq!(pools.run_on_all(sum), (20, 22));
             }
             // Longer than the others spin-wait.
-            assert_eq!(pools.wide(|| awake(cpu, || std::thread::sleep(2 * AWAKE_MAX))), ());
-            let panics = || pools.wide(|| awake(cpu, || panic!("of f")));
+            assert_eq!(
+                pools.run_on_all(|| with_spinning_threads(cpu, || std::thread::sleep(2 * AWAKE_MAX))),
+                ()
+            );
+            let panics = || pools.run_on_all(|| with_spinning_threads(cpu, || panic!("of f")));
             assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
-            assert_eq!(pools.wide(sum), (20, 22));
+            assert_eq!(pools.run_on_all(sum), (20, 22));
         }
     }
 }

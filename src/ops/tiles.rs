@@ -16,7 +16,7 @@ use super::prefetch::{prefetch, prefetch_second};
 use super::product::{K_CHUNK, Precision, StridedMatrix};
 use rayon::prelude::*;
 use std::ops::Range;
-use vectors::Words;
+use vectors::SimdWords;
 #[cfg(target_arch = "x86_64")]
 use vectors::x86;
 
@@ -24,15 +24,15 @@ use vectors::x86;
 const VECTORS: usize = 2;
 
 /// Words per cache line.
-pub(super) const LINE: usize = 16;
+pub(super) const LINE_WORDS: usize = 16;
 
 /// A cache line of words, the unit of panels: no vector crosses two lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Line([u32; LINE]);
+struct Line([u32; LINE_WORDS]);
 
 /// Returns true when this processor has bf16 dot products.
-pub(super) fn multiplies_bf16() -> bool {
+pub(super) fn has_bf16_dot() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
@@ -53,12 +53,12 @@ pub(super) fn product(
     shape: (usize, usize, usize),
     accumulate: bool,
 ) -> bool {
-    let (Some(a), Some(b)) = (Side::rows(a), Side::columns(b)) else { return false };
+    let (Some(a), Some(b)) = (UnpackedOperand::rows(a), UnpackedOperand::columns(b)) else { return false };
     #[cfg(target_arch = "x86_64")]
     {
         let job = Job { threads, a, b, shape, accumulate };
         match precision {
-            Precision::Bf16Dot if multiplies_bf16() => job.run::<x86::Bf16x32>(out),
+            Precision::Bf16Dot if has_bf16_dot() => job.run::<x86::Bf16x32>(out),
             Precision::F32 if is_x86_feature_detected!("avx512f") => job.run::<x86::F32x16>(out),
             Precision::F32 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") => {
                 job.run::<x86::F32x8>(out);
@@ -74,7 +74,7 @@ pub(super) fn product(
 /// An operand to be packed. Its `lines` are the rows of `a` or the columns of `b`, which lie side by side
 /// in panels.
 #[derive(Clone, Copy)]
-pub(super) struct Side<'a> {
+pub(super) struct UnpackedOperand<'a> {
     values: &'a [f32],
     /// The stride between neighbouring lines if `along`, else between neighbouring k; the other stride is
     /// 1.
@@ -83,7 +83,7 @@ pub(super) struct Side<'a> {
     along: bool,
 }
 
-impl<'a> Side<'a> {
+impl<'a> UnpackedOperand<'a> {
     fn rows(a: StridedMatrix<'a>) -> Option<Self> {
         Self::new(a.values, a.row_stride, a.column_stride)
     }
@@ -109,20 +109,20 @@ impl<'a> Side<'a> {
 
 /// The output of tiles: columns of a matrix whose other columns belong to other threads.
 #[derive(Clone, Copy)]
-pub(super) struct Out {
+pub(super) struct TileOutput {
     first: *mut f32,
     stride: usize,
 }
 
 // SAFETY: threads write through copies, but never the same columns; `Job::run` ensures that.
-unsafe impl Send for Out {}
+unsafe impl Send for TileOutput {}
 // SAFETY: as above.
-unsafe impl Sync for Out {}
+unsafe impl Sync for TileOutput {}
 
 struct Job<'a> {
     threads: usize,
-    a: Side<'a>,
-    b: Side<'a>,
+    a: UnpackedOperand<'a>,
+    b: UnpackedOperand<'a>,
     /// `(m, k, n)`.
     shape: (usize, usize, usize),
     accumulate: bool,
@@ -131,25 +131,25 @@ struct Job<'a> {
 /// Allocates memory for `words` words.
 fn lines(words: usize) -> Vec<Line> {
     // A transposed block is stored whole, past the last line where the panel is narrower.
-    vec![Line([0; LINE]); words.div_ceil(LINE) + 2]
+    vec![Line([0; LINE_WORDS]); words.div_ceil(LINE_WORDS) + 2]
 }
 
 impl Job<'_> {
     #[cfg(target_arch = "x86_64")]
-    fn run<W: Words>(&self, out: &mut [f32]) {
+    fn run<W: SimdWords>(&self, out: &mut [f32]) {
         let (m, k, n) = self.shape;
-        let last = |side: &Side, lines: usize| side.at(lines - 1, k - 1) as usize;
-        let end = |side: &Side| side.values.as_ptr_range().end as usize;
+        let last = |side: &UnpackedOperand, lines: usize| side.at(lines - 1, k - 1) as usize;
+        let end = |side: &UnpackedOperand| side.values.as_ptr_range().end as usize;
         assert!(last(&self.a, m) < end(&self.a) && last(&self.b, n) < end(&self.b), "product: operands");
         assert_eq!(out.len(), m * n, "product: output");
-        let out = Out { first: out.as_mut_ptr(), stride: n };
+        let out = TileOutput { first: out.as_mut_ptr(), stride: n };
         let width = VECTORS * W::LANES;
         let panels = n.div_ceil(width);
         let steps_max = K_CHUNK.min(k).div_ceil(W::PER_WORD);
         let mut rows = lines(m * steps_max);
         for start in (0..k).step_by(K_CHUNK) {
-            let chunk = Chunk { start, values: K_CHUNK.min(k - start) };
-            self.lay_out_rows::<W>(&mut rows, chunk);
+            let chunk = KRange { start, values: K_CHUNK.min(k - start) };
+            self.pack_rows::<W>(&mut rows, chunk);
             let room = || [lines(steps_max * width), lines(steps_max * width)];
             let run = |room: &mut [Vec<Line>; 2], panels| self.strips::<W>(&rows, room, chunk, panels, out);
             if self.threads > 1 && panels > 1 {
@@ -164,7 +164,7 @@ impl Job<'_> {
     }
 
     /// Packs the rows' panels of a chunk, tile after tile.
-    fn lay_out_rows<W: Words>(&self, to: &mut [Line], chunk: Chunk) {
+    fn pack_rows<W: SimdWords>(&self, to: &mut [Line], chunk: KRange) {
         let m = self.shape.0;
         let steps = chunk.steps::<W>();
         let mut to: *mut u32 = to.as_mut_ptr().cast();
@@ -181,13 +181,13 @@ impl Job<'_> {
 
     /// Multiplies the columns of `panels` with all rows. While one panel is multiplied, the next is packed,
     /// a part after each tile.
-    fn strips<W: Words>(
+    fn strips<W: SimdWords>(
         &self,
         rows: &[Line],
         room: &mut [Vec<Line>; 2],
-        chunk: Chunk,
+        chunk: KRange,
         panels: Range<usize>,
-        out: Out,
+        out: TileOutput,
     ) {
         let (m, _, n) = self.shape;
         let width = VECTORS * W::LANES;
@@ -196,7 +196,7 @@ impl Job<'_> {
         // Whole blocks of steps, so that all tiles but the last few pack a part.
         let stretch = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
         let [mut panel, mut next] = room.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
-        self.lay_out_columns::<W>(panel, chunk, panels.start * width, 0..steps);
+        self.pack_columns::<W>(panel, chunk, panels.start * width, 0..steps);
         for index in panels.clone() {
             let column = index * width;
             let has_next = index + 1 < panels.end;
@@ -205,16 +205,16 @@ impl Job<'_> {
                 let rows = W::ROWS.min(m - row);
                 let ahead = (pass * stretch).min(steps)..((pass + 1) * stretch).min(steps);
                 if has_next {
-                    self.fetch::<W>(chunk, column + width, ahead.clone());
+                    self.prefetch_columns::<W>(chunk, column + width, ahead.clone());
                 }
                 // SAFETY: the panels have this layout, and the tile is inside the output.
                 unsafe {
-                    let to = Out { first: out.first.add(row * n + column), ..out };
-                    W::tile(rows, Panels { x, w: panel, steps }, to, width.min(n - column), add);
+                    let to = TileOutput { first: out.first.add(row * n + column), ..out };
+                    W::tile(rows, TileOperands { x, w: panel, steps }, to, width.min(n - column), add);
                     x = x.add(rows * steps);
                 }
                 if has_next {
-                    self.lay_out_columns::<W>(next, chunk, column + width, ahead);
+                    self.pack_columns::<W>(next, chunk, column + width, ahead);
                 }
             }
             std::mem::swap(&mut panel, &mut next);
@@ -222,21 +222,21 @@ impl Job<'_> {
     }
 
     /// Packs some steps of the panel at `column`.
-    fn lay_out_columns<W: Words>(&self, panel: *mut u32, chunk: Chunk, column: usize, steps: Range<usize>) {
+    fn pack_columns<W: SimdWords>(&self, panel: *mut u32, chunk: KRange, column: usize, steps: Range<usize>) {
         let width = VECTORS * W::LANES;
         let columns = width.min(self.shape.2 - column);
-        let part = chunk.part::<W>(&steps);
+        let part = chunk.subrange::<W>(&steps);
         // SAFETY: the processor has the vectors, the operand was checked, and the panel has room.
         unsafe { W::lay_out(self.b, column, columns, part, panel.add(steps.start * width), width) };
     }
 
-    /// Prefetches the values that [`Self::lay_out_columns`] reads.
-    fn fetch<W: Words>(&self, chunk: Chunk, column: usize, steps: Range<usize>) {
+    /// Prefetches the values that [`Self::pack_columns`] reads.
+    fn prefetch_columns<W: SimdWords>(&self, chunk: KRange, column: usize, steps: Range<usize>) {
         let columns = (VECTORS * W::LANES).min(self.shape.2 - column);
-        let Chunk { start, values } = chunk.part::<W>(&steps);
+        let KRange { start, values } = chunk.subrange::<W>(&steps);
         let (lines, length) = if self.b.along { (columns, values) } else { (values, columns) };
         for line in 0..lines {
-            for at in (0..length).step_by(LINE) {
+            for at in (0..length).step_by(LINE_WORDS) {
                 let (column, k) =
                     if self.b.along { (column + line, start + at) } else { (column + at, start + line) };
                 prefetch_second(self.b.at(column, k));
@@ -250,19 +250,19 @@ const TASKS_A_THREAD: usize = 4;
 
 /// A range of k.
 #[derive(Clone, Copy)]
-pub(super) struct Chunk {
+pub(super) struct KRange {
     start: usize,
     values: usize,
 }
 
-impl Chunk {
+impl KRange {
     /// Returns its number of words per line.
-    fn steps<W: Words>(self) -> usize {
+    fn steps<W: SimdWords>(self) -> usize {
         self.values.div_ceil(W::PER_WORD)
     }
 
     /// Returns the part of the chunk that these words cover.
-    fn part<W: Words>(self, steps: &Range<usize>) -> Self {
+    fn subrange<W: SimdWords>(self, steps: &Range<usize>) -> Self {
         let first = steps.start * W::PER_WORD;
         Self {
             start: self.start + first,
@@ -273,7 +273,7 @@ impl Chunk {
 
 /// Operands of a tile: `x [steps][rows]` and `w [steps][VECTORS · LANES]`.
 #[derive(Clone, Copy)]
-pub(super) struct Panels {
+pub(super) struct TileOperands {
     x: *const u32,
     w: *const u32,
     steps: usize,
@@ -284,15 +284,20 @@ pub(super) struct Panels {
 /// # Safety
 /// The processor must have the vectors; the panels and the tile must be valid.
 #[inline(always)]
-unsafe fn tile<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize, add: bool) {
-    let Panels { x, w, steps } = panels;
+unsafe fn tile<W: SimdWords, const R: usize>(
+    panels: TileOperands,
+    to: TileOutput,
+    columns: usize,
+    add: bool,
+) {
+    let TileOperands { x, w, steps } = panels;
     // SAFETY: as below.
     let mut sums = [[unsafe { W::zero() }; VECTORS]; R];
     // SAFETY: guaranteed by the caller.
     unsafe {
         if add {
             for row in 0..R {
-                (0..columns).step_by(LINE).for_each(|c| prefetch(to.first.add(row * to.stride + c)));
+                (0..columns).step_by(LINE_WORDS).for_each(|c| prefetch(to.first.add(row * to.stride + c)));
             }
         }
         for step in 0..steps {
@@ -335,7 +340,14 @@ unsafe fn tile<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize
 /// The processor must have the vectors, the lines must be valid, and `to` must have room for a vector
 /// beyond the last word.
 #[inline(always)]
-unsafe fn lay_out<W: Words>(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize) {
+unsafe fn lay_out<W: SimdWords>(
+    side: UnpackedOperand,
+    line: usize,
+    lines: usize,
+    chunk: KRange,
+    to: *mut u32,
+    width: usize,
+) {
     let steps = chunk.steps::<W>();
     let (lanes, per_word) = (W::LANES, W::PER_WORD);
     // SAFETY: guaranteed by the caller.
@@ -369,7 +381,7 @@ unsafe fn lay_out<W: Words>(side: Side, line: usize, lines: usize, chunk: Chunk,
 
 #[cfg(test)]
 mod tests {
-    use super::super::product::Spread;
+    use super::super::product::GemmThreads;
     use super::*;
     use crate::random::{Purpose, stream};
     use half::bf16;
@@ -403,8 +415,8 @@ mod tests {
         (m, k, n): (usize, usize, usize),
         [a, a_turned, b, b_turned]: [&'v [f32]; 4],
     ) -> [(StridedMatrix<'v>, StridedMatrix<'v>); 4] {
-        let (a_rows, a_columns) = (StridedMatrix::rows(a, k), StridedMatrix::transposed(a_turned, m));
-        let (b_rows, b_columns) = (StridedMatrix::rows(b, n), StridedMatrix::transposed(b_turned, k));
+        let (a_rows, a_columns) = (StridedMatrix::rows(a, k), StridedMatrix::from_transpose(a_turned, m));
+        let (b_rows, b_columns) = (StridedMatrix::rows(b, n), StridedMatrix::from_transpose(b_turned, k));
         [(a_rows, b_rows), (a_rows, b_columns), (a_columns, b_rows), (a_columns, b_columns)]
     }
 
@@ -426,14 +438,14 @@ mod tests {
     }
 
     #[cfg(target_arch = "x86_64")]
-    fn run<W: Words>(
+    fn run<W: SimdWords>(
         threads: usize,
         start: f32,
         (a, b): (StridedMatrix, StridedMatrix),
         shape: (usize, usize, usize),
     ) -> Vec<f32> {
         let mut out = vec![start; shape.0 * shape.2];
-        let (a, b) = (Side::rows(a).unwrap(), Side::columns(b).unwrap());
+        let (a, b) = (UnpackedOperand::rows(a).unwrap(), UnpackedOperand::columns(b).unwrap());
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| Job { threads, a, b, shape, accumulate: start != 0.0 }.run::<W>(&mut out));
         out
@@ -455,7 +467,7 @@ mod tests {
             for start in [0.0, 0.5] {
                 let mut expected = vec![start; m * n];
                 let (a, b) = (StridedMatrix::rows(a, k), StridedMatrix::rows(b, n));
-                super::super::product::product(Spread::Alone, &mut expected, a, b, shape, start != 0.0);
+                super::super::product::product(GemmThreads::Alone, &mut expected, a, b, shape, start != 0.0);
                 let same =
                     |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
                 for threads in [1, 2] {
@@ -472,7 +484,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn dot_products_of_bf16_are_those_of_rounded_operands() {
-        if !multiplies_bf16() {
+        if !has_bf16_dot() {
             return eprintln!("skipped: this processor has no dot products of bf16");
         }
         for_all_ways(|shape @ (m, k, n), [a, b], way| {
@@ -497,7 +509,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn a_row_of_bf16_alone_equals_the_row_in_any_batch() {
-        if !multiplies_bf16() {
+        if !has_bf16_dot() {
             return eprintln!("skipped: this processor has no dot products of bf16");
         }
         for (k, n) in [(3, 5), (64, 33), (513, 64), (1030, 100)] {

@@ -1,14 +1,14 @@
 //! A weight of an op: dense values, which may be trainable, or packed values in their format on disk.
 
-use super::cpu::{host_values, on_host};
+use super::cpu::{host_values, to_host};
 use super::embedding::{embedding, tied_embedding};
 use super::experts::{Dispatch, grouped_linear};
 use super::linear::{linear, linear_f32};
-use super::packed::{
-    PackedForm, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
+use super::packed_weights::{
+    PackedFormat, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
 };
-use super::parameter::{Gradient, Parameter};
-use super::product::{Means, Precision, Spread, backward_product, forward_product};
+use super::parameter::{GradientTarget, Parameter};
+use super::product::{GemmConfig, GemmThreads, Precision, backward_product, forward_product};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,13 +23,13 @@ pub enum Weight {
 impl Weight {
     /// Dense values that receive no gradient.
     pub fn dense(values: &Tensor) -> Self {
-        Weight::Dense(Parameter::frozen(values))
+        Weight::Dense(Parameter::constant(values))
     }
 
     /// Sets the precision of its products on a CPU, if it is dense.
-    pub fn in_precision(self, precision: Precision) -> Self {
+    pub fn with_precision(self, precision: Precision) -> Self {
         match self {
-            Weight::Dense(parameter) => Weight::Dense(parameter.in_precision(precision)),
+            Weight::Dense(parameter) => Weight::Dense(parameter.with_precision(precision)),
             packed @ Weight::Packed(_) => packed,
         }
     }
@@ -76,14 +76,14 @@ impl Weight {
     ///
     /// # Errors
     /// When it is a shard, or memory runs out.
-    pub fn decoded(&self, shape: &[usize]) -> Result<Tensor> {
+    pub fn decode(&self, shape: &[usize]) -> Result<Tensor> {
         match self {
-            Weight::Dense(parameter) => on_host(parameter.values()),
+            Weight::Dense(parameter) => to_host(parameter.values()),
             Weight::Packed(matrix) if matrix.is_on_host() => {
-                Tensor::from_vec(matrix.decoded()?, shape, &Device::Cpu)
+                Tensor::from_vec(matrix.decode()?, shape, &Device::Cpu)
             }
             Weight::Packed(matrix) => {
-                Tensor::from_vec(matrix.to_device(&Device::Cpu)?.decoded()?, shape, &Device::Cpu)
+                Tensor::from_vec(matrix.to_device(&Device::Cpu)?.decode()?, shape, &Device::Cpu)
             }
         }
     }
@@ -97,10 +97,10 @@ impl Weight {
         Ok(match self {
             Weight::Dense(parameter) if parameter.values().device().same_device(device) => self.clone(),
             _ if device.is_cpu() => self.clone(),
-            Weight::Packed(matrix) if matrix.form() == PackedForm::Mxfp4 => {
+            Weight::Packed(matrix) if matrix.format() == PackedFormat::Mxfp4 => {
                 Weight::Packed(Arc::new(matrix.to_device(device)?))
             }
-            _ => Weight::dense(&self.decoded(shape)?.to_dtype(dtype)?.to_device(device)?),
+            _ => Weight::dense(&self.decode(shape)?.to_dtype(dtype)?.to_device(device)?),
         })
     }
 
@@ -175,8 +175,8 @@ impl Weight {
     }
 
     /// Returns threads and precision of its products on a CPU.
-    pub(super) fn means(&self) -> Means {
-        Spread::Pool.by(match self {
+    pub(super) fn gemm_config(&self) -> GemmConfig {
+        GemmThreads::Pool.with_precision(match self {
             Weight::Dense(weight) => weight.precision(),
             Weight::Packed(_) => Precision::F32,
         })
@@ -191,7 +191,7 @@ impl Weight {
         match self {
             Weight::Dense(weight) => {
                 let values = host_values(weight.values())?;
-                forward_product(self.means(), out, h, &values, (h.len() / k, k, n), false);
+                forward_product(self.gemm_config(), out, h, &values, (h.len() / k, k, n), false);
             }
             Weight::Packed(weight) => weight.forward(0, out, h, false)?,
         }
@@ -206,7 +206,13 @@ impl Weight {
         let (k, n) = self.head_shape()?;
         match self {
             Weight::Dense(weight) => {
-                backward_product(self.means(), dh, dz, &host_values(weight.values())?, (dz.len() / n, n, k));
+                backward_product(
+                    self.gemm_config(),
+                    dh,
+                    dz,
+                    &host_values(weight.values())?,
+                    (dz.len() / n, n, k),
+                );
             }
             Weight::Packed(weight) => weight.input_gradient(0, dh, dz)?,
         }
@@ -217,7 +223,7 @@ impl Weight {
     ///
     /// # Errors
     /// When it is packed.
-    pub(super) fn on_device(&self) -> Result<&Tensor> {
+    pub(super) fn device_tensor(&self) -> Result<&Tensor> {
         match self {
             Weight::Dense(weight) => Ok(weight.values()),
             Weight::Packed(_) => bail!("a packed head is not supported on a GPU; use dense weights"),
@@ -225,7 +231,7 @@ impl Weight {
     }
 
     /// Returns the dense values, which the graph tracks, and the sink of their gradient.
-    pub(super) fn tracked(&self) -> Option<(&Tensor, Option<Gradient>)> {
+    pub(super) fn graph_tensor(&self) -> Option<(&Tensor, Option<GradientTarget>)> {
         match self {
             Weight::Dense(weight) => Some((weight.values(), weight.gradient())),
             Weight::Packed(_) => None,

@@ -38,7 +38,7 @@ pub struct BatchSize {
 
 impl BatchSize {
     /// Counts `sequences`, which must be the whole batch.
-    pub fn of(sequences: &Sequences, response_tokens_max: usize) -> Self {
+    pub fn from_sequences(sequences: &Sequences, response_tokens_max: usize) -> Self {
         let (tokens, with_tokens) = (sequences.valid_tokens(), sequences.valid_sequences());
         Self { tokens, sequences: with_tokens, response_tokens_max }
     }
@@ -94,11 +94,11 @@ impl Normalizer {
     ) -> (f64, Vec<f32>) {
         let mut total = 0.0;
         let mut gradient = vec![0.0; sequences.tokens()];
-        for (index, row) in sequences.rows().enumerate() {
-            let count = sequences.valid(row.clone()).count();
+        for (index, row) in sequences.token_ranges().enumerate() {
+            let count = sequences.valid_indices(row.clone()).count();
             let share = if self.token_mean_in_sequence { 1.0 / count.max(1) as f64 } else { 1.0 };
             let mut row_total = 0.0;
-            for token in sequences.valid(row) {
+            for token in sequences.valid_indices(row) {
                 let (loss, slope) = term(index, token);
                 row_total += loss;
                 gradient[token] = (self.scale * share * slope) as f32;

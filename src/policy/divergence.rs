@@ -34,14 +34,14 @@ choice! {
 /// gradient is the gradient of the divergence itself. k3 is unbiased and never negative.
 impl KlEstimator {
     /// Whether the gradient is k2's instead of the value's own (verl's `+`).
-    pub fn straight_through(self) -> bool {
+    pub fn is_straight_through(self) -> bool {
         matches!(self, KlEstimator::K1Straight | KlEstimator::AbsStraight | KlEstimator::K3Straight)
     }
 
     /// Returns the estimate for one token and its derivative with respect to log π.
     ///
     /// Derivatives: k1 → 1; abs → sign d (0 at 0); k2 → d; k3 → 1 − e^−d, and 0 where either clamp binds.
-    pub fn at(self, log_prob: f32, reference: f32) -> (f64, f64) {
+    pub fn estimate(self, log_prob: f32, reference: f32) -> (f64, f64) {
         let d = f64::from(log_prob) - f64::from(reference);
         let (value, slope) = match self {
             KlEstimator::K1 | KlEstimator::K1Straight => (d, 1.0),
@@ -54,7 +54,7 @@ impl KlEstimator {
                 (raw.min(K3_MAX), if clamped { 0.0 } else { -x.exp_m1() })
             }
         };
-        (value, if self.straight_through() { d } else { slope })
+        (value, if self.is_straight_through() { d } else { slope })
     }
 }
 
@@ -77,6 +77,7 @@ pub fn kl_loss(
 ) -> Result<KlLoss> {
     sequences.check("log_prob", log_prob)?;
     sequences.check("reference log_prob", reference)?;
-    let (loss, grad_log_prob) = normalizer.reduce(sequences, |_, t| estimator.at(log_prob[t], reference[t]));
+    let (loss, grad_log_prob) =
+        normalizer.reduce(sequences, |_, t| estimator.estimate(log_prob[t], reference[t]));
     Ok(KlLoss { loss, grad_log_prob })
 }

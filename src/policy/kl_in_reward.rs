@@ -85,10 +85,10 @@ pub fn kl_in_reward(
     sequences.check("rewards", rewards)?;
     sequences.check("old_log_prob", old_log_prob)?;
     sequences.check("reference log_prob", reference)?;
-    let kl = |t: usize| estimator.at(old_log_prob[t], reference[t]).0;
+    let kl = |t: usize| estimator.estimate(old_log_prob[t], reference[t]).0;
     let mut penalised = rewards.to_vec();
-    for t in sequences.all_valid() {
+    for t in sequences.all_valid_indices() {
         penalised[t] = (f64::from(rewards[t]) - coefficient * kl(t)) as f32;
     }
-    Ok(PenalisedRewards { rewards: penalised, kl: mean(sequences.row_means(kl).into_iter()) })
+    Ok(PenalisedRewards { rewards: penalised, kl: mean(sequences.sequence_means(kl).into_iter()) })
 }

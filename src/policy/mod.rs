@@ -12,7 +12,7 @@ pub mod correction;
 pub mod divergence;
 pub mod kl_in_reward;
 pub mod loss;
-pub mod offpolicy;
+pub mod off_policy;
 pub mod ratio;
 mod sequences;
 mod settings;
@@ -21,7 +21,9 @@ pub mod value;
 
 pub use aggregation::{Aggregation, BatchSize, Normalizer};
 pub use sequences::Sequences;
-pub use settings::{CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings, RouterReplay};
+pub use settings::{
+    CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
+};
 
 /// Metrics of a whole batch, by name.
-pub type Figures = std::collections::BTreeMap<String, f64>;
+pub type MetricMap = std::collections::BTreeMap<String, f64>;

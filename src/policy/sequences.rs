@@ -48,30 +48,33 @@ impl<'a> Sequences<'a> {
     }
 
     /// Returns the token range of each sequence, in order.
-    pub fn rows(&self) -> impl Iterator<Item = Range<usize>> + use<'a> {
+    pub fn token_ranges(&self) -> impl Iterator<Item = Range<usize>> + use<'a> {
         let cu_seqlens = self.cu_seqlens;
         cu_seqlens.windows(2).map(|pair| pair[0]..pair[1])
     }
 
     /// Returns the indices of the valid tokens of `row`.
-    pub fn valid(&self, row: Range<usize>) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
+    pub fn valid_indices(
+        &self,
+        row: Range<usize>,
+    ) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
         let mask = self.mask;
         row.filter(move |&token| mask[token])
     }
 
     /// Returns the indices of all valid tokens.
-    pub fn all_valid(&self) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
-        self.valid(0..self.mask.len())
+    pub fn all_valid_indices(&self) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
+        self.valid_indices(0..self.mask.len())
     }
 
     /// Number of valid tokens.
     pub fn valid_tokens(&self) -> usize {
-        self.all_valid().count()
+        self.all_valid_indices().count()
     }
 
     /// Number of sequences with at least one valid token.
     pub fn valid_sequences(&self) -> usize {
-        self.rows().filter(|row| self.mask[row.clone()].contains(&true)).count()
+        self.token_ranges().filter(|row| self.mask[row.clone()].contains(&true)).count()
     }
 
     /// Checks that `values` holds one value a token, finite for valid tokens: a clip must not hide a NaN.
@@ -85,9 +88,9 @@ impl<'a> Sequences<'a> {
             values.len(),
             self.tokens()
         );
-        for (sequence, row) in self.rows().enumerate() {
+        for (sequence, row) in self.token_ranges().enumerate() {
             let start = row.start;
-            if let Some(token) = self.valid(row).find(|&token| !values[token].is_finite()) {
+            if let Some(token) = self.valid_indices(row).find(|&token| !values[token].is_finite()) {
                 bail!("{name} of token {} of sequence {sequence} is {}", token - start, values[token]);
             }
         }
@@ -103,8 +106,8 @@ impl<'a> Sequences<'a> {
             self.len()
         );
         let mut per_token = vec![0.0; self.tokens()];
-        for (row, &value) in self.rows().zip(per_sequence) {
-            for token in self.valid(row) {
+        for (row, &value) in self.token_ranges().zip(per_sequence) {
+            for token in self.valid_indices(row) {
                 per_token[token] = value;
             }
         }
@@ -113,19 +116,22 @@ impl<'a> Sequences<'a> {
 
     /// Sums `values` over each whole sequence, masked tokens included: a response's reward may lie on a token
     /// that was not sampled.
-    pub fn scores(&self, values: &[f32]) -> Result<Vec<f32>> {
+    pub fn sequence_sums(&self, values: &[f32]) -> Result<Vec<f32>> {
         self.check("token rewards", values)?;
-        Ok(self.rows().map(|row| values[row].iter().map(|&v| f64::from(v)).sum::<f64>() as f32).collect())
+        Ok(self
+            .token_ranges()
+            .map(|row| values[row].iter().map(|&v| f64::from(v)).sum::<f64>() as f32)
+            .collect())
     }
 
     /// Returns the mean over the valid tokens of the batch; 0 without any.
     pub(super) fn mean(&self, value: impl Fn(usize) -> f64) -> f64 {
-        mean(self.all_valid().map(value))
+        mean(self.all_valid_indices().map(value))
     }
 
     /// Returns the mean over the valid tokens of each sequence; 0 for a sequence without any.
-    pub(super) fn row_means(&self, value: impl Fn(usize) -> f64) -> Vec<f64> {
-        self.rows().map(|row| mean(self.valid(row).map(&value))).collect()
+    pub(super) fn sequence_means(&self, value: impl Fn(usize) -> f64) -> Vec<f64> {
+        self.token_ranges().map(|row| mean(self.valid_indices(row).map(&value))).collect()
     }
 }
 

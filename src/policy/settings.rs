@@ -62,7 +62,7 @@ table! {
 
 impl CorrectionSettings {
     /// Whether the recipe asks for weights or rejection.
-    pub fn active(&self) -> bool {
+    pub fn is_active(&self) -> bool {
         self.is != ImportanceSampling::None || !self.reject.is_empty()
     }
 
@@ -89,7 +89,7 @@ table! {
     /// KL divergence from a frozen reference: the model at the start of reinforcement learning.
     pub struct KlSettings {
         /// Where the divergence is applied.
-        pub place: KlPlace = KlPlace::None,
+        pub place: KlPlacement = KlPlacement::None,
         /// Its estimator, with d = log-probability minus the reference's.
         pub estimator: KlEstimator = KlEstimator::K3,
         /// Its weight; with `target`, its weight at the first step.
@@ -117,7 +117,7 @@ table! {
 
 choice! {
     /// Where the divergence from the reference is applied.
-    pub enum KlPlace {
+    pub enum KlPlacement {
         /// Nowhere; there is no reference.
         None = "none",
         /// Added to the loss, aggregated like it.

@@ -6,13 +6,13 @@ use crate::bad_input;
 
 /// DAPO's soft penalty on answers near the length limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Overlong {
+pub struct OverlongPenalty {
     response_tokens_max: usize,
     buffer_tokens: usize,
     penalty: f64,
 }
 
-impl Overlong {
+impl OverlongPenalty {
     /// Checks the settings.
     ///
     /// # Errors

@@ -64,7 +64,7 @@ pub fn explained_variance(sequences: &Sequences, values: &[f32], returns: &[f32]
         let mean = sequences.mean(of);
         sequences.mean(|t| (of(t) - mean).powi(2))
     };
-    let mut valid = sequences.all_valid();
+    let mut valid = sequences.all_valid_indices();
     let first = valid.next().map(|t| returns[t]);
     if valid.all(|t| Some(returns[t]) == first) {
         return Ok(None);

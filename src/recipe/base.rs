@@ -1,6 +1,6 @@
 //! `base = "FILE"`: a recipe that contains only its differences from another, which may have a base itself.
 
-use super::source::{BUILT_IN, INSIDE};
+use super::source::{BUILT_IN, BUILT_IN_SUFFIX};
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
@@ -54,11 +54,11 @@ fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     let DeValue::String(name) = value.get_ref() else { return Err(format!("found no string; {REMEDY}")) };
     let built_in = |wanted: &str| {
         let (name, text) = BUILT_IN.iter().find(|(name, _)| *name == wanted)?;
-        Some(Base { file: PathBuf::from(format!("{name}{INSIDE}")), text: (*text).to_owned() })
+        Some(Base { file: PathBuf::from(format!("{name}{BUILT_IN_SUFFIX}")), text: (*text).to_owned() })
     };
     // A built-in recipe has a built-in base, with or without its suffix.
     let stem = Path::new(name.as_ref()).file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
-    if let (true, Some(base)) = (path.to_string_lossy().ends_with(INSIDE), built_in(stem)) {
+    if let (true, Some(base)) = (path.to_string_lossy().ends_with(BUILT_IN_SUFFIX), built_in(stem)) {
         return Ok(Some(base));
     }
     let file = path.parent().unwrap_or(Path::new("")).join(name.as_ref());

@@ -5,12 +5,12 @@ mod base;
 mod foreign;
 mod key_scope;
 mod plan;
-mod removed;
+mod removed_keys;
 mod rules;
 mod source;
 
 pub use key_scope::KeyScope;
-pub use plan::{Plan, resolve, resolve_for, resolve_stored, resume_differences, set_key};
+pub use plan::{Plan, override_key, resolve, resolve_for, resolve_run_recipe, resume_differences};
 pub use source::{BUILT_IN, RecipeSource, locate};
 
 use crate::checkpoint::CheckpointSettings;
@@ -18,10 +18,10 @@ use crate::dist::ParallelSettings;
 use crate::interpreter;
 use crate::learner::{ColdStartSettings, CriticSettings, TrainSettings};
 use crate::metrics::LoggingSettings;
-use crate::model::arms::Arms;
+use crate::model::ablations::Ablations;
 use crate::model::settings::{AdapterSettings, DeviceKind, ModelSettings};
 use crate::policy::PolicySettings;
-use crate::rollout::{EvalSettings, PreambleSettings, RolloutSettings};
+use crate::rollout::{EvalSettings, RolloutSettings, SystemPromptSettings};
 use crate::settings::table;
 use crate::tasks::TaskSettings;
 
@@ -33,7 +33,7 @@ table! {
         pub device: DeviceKind = DeviceKind::Auto,
         pub model: ModelSettings,
         pub adapter: Option<AdapterSettings>,
-        pub harmony: PreambleSettings,
+        pub harmony: SystemPromptSettings,
         pub task: TaskSettings,
         pub interpreter: interpreter::Settings,
         pub rollout: RolloutSettings,
@@ -41,7 +41,7 @@ table! {
         pub train: TrainSettings,
         pub policy: PolicySettings,
         pub critic: Option<CriticSettings>,
-        pub arms: Arms,
+        pub arms: Ablations,
         pub eval: EvalSettings,
         pub checkpoint: CheckpointSettings,
         pub parallel: ParallelSettings,

@@ -4,12 +4,14 @@ use super::Recipe;
 use super::base;
 use super::foreign::foreign_name;
 use super::key_scope::KeyScope;
-use super::removed::{refusal, without_removed};
+use super::removed_keys::{blank_removed_keys, refusal};
 use super::rules::{self, Findings};
 use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
-use crate::settings::{Entry, Mistake, Mistakes, Origin, Place, Places, Reader, Written, entries};
+use crate::settings::{
+    Entry, KeyLocations, Mistake, Mistakes, Origin, ParsedKey, Reader, SourceLocation, entries,
+};
 use std::path::Path;
 use toml::de::DeTable;
 
@@ -21,7 +23,7 @@ pub struct Plan {
     pub warnings: Vec<String>,
     /// The keys that the command reads.
     pub scope: KeyScope,
-    places: Places,
+    places: KeyLocations,
 }
 
 /// Resolves the recipe `text` for a command that reads every key, as [`resolve_for`] does.
@@ -42,7 +44,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
 pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
     let mut recipe = Recipe::default();
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
-    let (mut places, mut mistakes, mut unsure) = (Places::new(path), Mistakes::default(), Vec::new());
+    let (mut places, mut mistakes, mut unsure) = (KeyLocations::new(path), Mistakes::default(), Vec::new());
     let mut read = |origin: Origin, text: &str, base_fault: Option<&str>| {
         let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
         let mut reader = Reader {
@@ -75,12 +77,13 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
             ),
             None => {
                 let what = format!("{set:?} is not key=value; write it like --set train.steps=80");
-                not_sets.push(Mistake { place: Place::Set(index), key: String::new(), what });
+                not_sets.push(Mistake { place: SourceLocation::Set(index), key: String::new(), what });
             }
         }
     }
     mistakes.0.append(&mut not_sets);
-    let is_set = |table: &str| sets.iter().filter_map(|set| set_key(set)).any(|key| inside(key, table));
+    let is_set =
+        |table: &str| sets.iter().filter_map(|set| override_key(set)).any(|key| is_in_table(key, table));
     if is_set("model.path") && !is_set("model.architecture") && !is_set("model.tokenizer") {
         // A folder given in place of a recipe, such as another checkpoint of a run, defines the whole
         // model.
@@ -91,16 +94,17 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
     }
     if recipe.model.path.is_none() {
         recipe.model.architecture.get_or_insert_with(Architecture::default);
-        recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
+        recipe.model.tokenizer.get_or_insert(Tokenizer::EmbeddedInterpreter);
     }
-    let embedded = recipe.model.tokenizer == Some(Tokenizer::Embedded);
+    let embedded = recipe.model.tokenizer == Some(Tokenizer::EmbeddedInterpreter);
     recipe.harmony.system_message.get_or_insert(!embedded);
-    recipe.task.fill_in();
+    recipe.task.fill_defaults();
     if recipe.policy.advantage == Advantage::Gae {
         recipe.critic.get_or_insert_default();
     }
     // The keys of a base that is lost, whole or in part, may be those that a rule misses.
-    let in_a_base = |place: &Place| matches!(place, Place::File { path: file, .. } if file != path);
+    let in_a_base =
+        |place: &SourceLocation| matches!(place, SourceLocation::File { path: file, .. } if file != path);
     let base_is_lost = bases.fault.is_some()
         || mistakes.0.iter().any(|mistake| mistake.key.is_empty() && in_a_base(&mistake.place));
     let found = match base_is_lost {
@@ -124,8 +128,13 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
 ///
 /// # Errors
 /// As [`resolve_for`].
-pub fn resolve_stored(scope: KeyScope, path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
-    resolve_for(scope, path, &without_removed(text), sets)
+pub fn resolve_run_recipe(
+    scope: KeyScope,
+    path: &Path,
+    text: &str,
+    sets: &[String],
+) -> Result<Plan, Mistakes> {
+    resolve_for(scope, path, &blank_removed_keys(text), sets)
 }
 
 /// Maximum number of syntax mistakes that are reported individually.
@@ -139,7 +148,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
         return read_document(recipe, reader, document.into_inner(), base_fault);
     }
     let start = |error: &toml::de::Error| error.span().map_or(0, |span| span.start);
-    let is_table = |key: &&String| reader.known.iter().any(|other| inside(other, key) && other != *key);
+    let is_table = |key: &&String| reader.known.iter().any(|other| is_in_table(other, key) && other != *key);
     let tables: Vec<&str> =
         reader.known.iter().filter(|key| !key.contains('.')).filter(is_table).map(String::as_str).collect();
     let recipe_like = document.get_ref().keys().any(|name| tables.contains(&name.get_ref().as_ref()));
@@ -176,7 +185,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
 /// Reads the tables of a document. The key `base` is accepted, or refused with `base_fault`.
 fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_fault: Option<&str>) {
     if let Some((name, value)) = document.remove_entry(base::KEY) {
-        let written = Written { path: base::KEY.to_owned(), name: name.span(), value: &value };
+        let written = ParsedKey { path: base::KEY.to_owned(), name: name.span(), value: &value };
         match base_fault {
             Some(fault) => reader.refuse(&written, fault.to_owned()),
             None => reader.accept(&written),
@@ -186,12 +195,12 @@ fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable
 }
 
 /// Returns the key of `key=value`.
-pub fn set_key(set: &str) -> Option<&str> {
+pub fn override_key(set: &str) -> Option<&str> {
     set.split_once('=').map(|(key, _)| key.trim())
 }
 
 /// Returns true when `key` is `table` or a key below it.
-pub(super) fn inside(key: &str, table: &str) -> bool {
+pub(super) fn is_in_table(key: &str, table: &str) -> bool {
     key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 

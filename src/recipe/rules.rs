@@ -6,13 +6,13 @@ mod policy;
 
 use super::Recipe;
 use super::key_scope::KeyScope;
-use super::plan::inside;
+use super::plan::is_in_table;
 use crate::checkpoint::gguf::is_gguf;
 use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
-use crate::settings::{Choice, Mistake, Places, changed};
+use crate::settings::{Choice, KeyLocations, Mistake, changed_entries};
 use crate::tasks::TaskName;
 use std::path::Path;
 
@@ -25,7 +25,7 @@ pub(crate) struct Findings {
 
 /// Checks the whole recipe. Rules that depend on an `unsure` key are skipped, so one slip gives one
 /// mistake. Rules that depend on a key outside `scope` are skipped, too.
-pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String], scope: KeyScope) -> Findings {
+pub(crate) fn check(recipe: &Recipe, places: &KeyLocations, unsure: &[String], scope: KeyScope) -> Findings {
     let mut rules = Rules { recipe, places, unsure, scope, findings: Findings::default() };
     rules.model();
     rules.adapter();
@@ -44,7 +44,7 @@ pub(crate) fn check(recipe: &Recipe, places: &Places, unsure: &[String], scope: 
 
 struct Rules<'a> {
     recipe: &'a Recipe,
-    places: &'a Places,
+    places: &'a KeyLocations,
     unsure: &'a [String],
     scope: KeyScope,
     findings: Findings,
@@ -76,7 +76,7 @@ impl Rules<'_> {
 
     fn finding(&self, keys: &[&str], what: String) -> Option<Mistake> {
         let sure =
-            |key: &&str| self.scope.reads(key) && !self.unsure.iter().any(|unsure| inside(key, unsure));
+            |key: &&str| self.scope.reads(key) && !self.unsure.iter().any(|unsure| is_in_table(key, unsure));
         let key = keys.first()?;
         keys.iter().all(sure).then(|| Mistake { place: self.places.of(key), key: (*key).to_owned(), what })
     }
@@ -200,7 +200,7 @@ impl Rules<'_> {
     /// Refuses keys that only other tasks read.
     fn keys_of_other_tasks(&mut self) {
         let task = &self.recipe.task;
-        for entry in changed(task) {
+        for entry in changed_entries(task) {
             let key = entry.path();
             let readers = TaskName::all().into_iter().filter(|task| task.keys.contains(&key));
             let readers: Vec<&str> = readers.map(TaskName::name).collect();
@@ -246,7 +246,7 @@ impl Rules<'_> {
                 ),
             );
         }
-        if interpreter.scratch_mib > 0 && interpreter.kind == InterpreterKind::Embedded {
+        if interpreter.scratch_mib > 0 && interpreter.kind == InterpreterKind::EmbeddedInterpreter {
             self.refuse(
                 &["interpreter.scratch_mib"],
                 "only kind = \"cpython\" can write files; set it to 0".to_owned(),
@@ -343,7 +343,7 @@ impl Rules<'_> {
     }
 
     fn arms(&mut self) {
-        for (arm, what) in self.recipe.arms.switched_on() {
+        for (arm, what) in self.recipe.arms.list_enabled() {
             self.warn(&[&format!("arms.{arm}")], format!("a failure is switched on. {what}"));
         }
     }

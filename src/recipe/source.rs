@@ -1,11 +1,11 @@
 //! Resolution of a RECIPE argument: a recipe file, a built-in recipe, a run folder or a checkpoint.
 
 use super::key_scope::KeyScope;
-use super::plan::{Plan, resolve_for, resolve_stored};
+use super::plan::{Plan, resolve_for, resolve_run_recipe};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
-use crate::integrity::Checksum;
-use crate::settings::{Mistakes, closest};
+use crate::integrity::ChecksumStatus;
+use crate::settings::{Mistakes, closest_word};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
@@ -29,7 +29,7 @@ pub const BUILT_IN: [(&str, &str); 15] = [
 ];
 
 /// Suffix of a built-in recipe's name in messages.
-pub(super) const INSIDE: &str = " (inside rloss)";
+pub(super) const BUILT_IN_SUFFIX: &str = " (inside rloss)";
 
 /// The source that a RECIPE argument names.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,7 +79,7 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
     }
     // `recipes/quickstart.toml` also names the built-in recipe, if there is no such file.
     let stem = argument.file_stem().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
-    let meant = closest(stem, names()).map(|near| format!(" did you mean {near}?")).unwrap_or_default();
+    let meant = closest_word(stem, names()).map(|near| format!(" did you mean {near}?")).unwrap_or_default();
     Err(bad_input!(
         "{shown}: no such file or folder;{meant} name a recipe file, a run folder, or a recipe of the program: {}",
         names().collect::<Vec<_>>().join(", ")
@@ -91,7 +91,7 @@ impl RecipeSource {
     pub fn recipe_file(&self) -> PathBuf {
         match self {
             RecipeSource::File(file) => file.clone(),
-            RecipeSource::BuiltIn { name, .. } => PathBuf::from(format!("{name}{INSIDE}")),
+            RecipeSource::BuiltIn { name, .. } => PathBuf::from(format!("{name}{BUILT_IN_SUFFIX}")),
             RecipeSource::Run(folder) | RecipeSource::Checkpoint { run: folder, .. } => {
                 folder.join("recipe.toml")
             }
@@ -149,11 +149,11 @@ impl RecipeSource {
             }
         };
         let scope = if scope == KeyScope::Train { KeyScope::Stored } else { scope };
-        let plan = resolve_stored(scope, &file, &text, sets);
+        let plan = resolve_run_recipe(scope, &file, &text, sets);
         // An edited text may have mistakes; the edit is reported first.
-        match Checksum::check(&text, folder) {
-            Checksum::Valid | Checksum::Missing => Ok(plan?),
-            Checksum::Invalid => Err(bad_input!(
+        match ChecksumStatus::check(&text, folder) {
+            ChecksumStatus::Valid | ChecksumStatus::Missing => Ok(plan?),
+            ChecksumStatus::Invalid => Err(bad_input!(
                 "{}: is not what the run wrote: it was cut or changed. Restore it (each checkpoint has a copy, trainer.toml); \
                  after a deliberate edit: rloss verify --accept {}",
                 file.display(),

@@ -12,13 +12,13 @@ pub(super) fn table(runs: &[Run]) -> Vec<Value> {
         let runs: Vec<Option<Value>> = runs.iter().map(reading).collect();
         let Alarm { metric, meaning, .. } = alarm;
         let recorded = runs.iter().any(Option::is_some);
-        recorded.then(|| context! { metric, meaning, healthy => healthy(alarm), runs })
+        recorded.then(|| context! { metric, meaning, healthy => healthy_range(alarm), runs })
     };
     ALARMS.iter().filter_map(row).collect()
 }
 
 /// Returns the healthy range as text.
-pub(super) fn healthy(alarm: &Alarm) -> String {
+pub(super) fn healthy_range(alarm: &Alarm) -> String {
     let (low, high) = (format_number(alarm.low), format_number(alarm.high));
     match (alarm.low.is_finite(), alarm.high.is_finite()) {
         (true, false) => format!("{low} or more"),
@@ -28,9 +28,12 @@ pub(super) fn healthy(alarm: &Alarm) -> String {
 }
 
 /// Returns the finite bounds of `metric`'s healthy range, for a chart.
-pub(super) fn levels(metric: &str) -> Option<(String, Vec<f64>)> {
+pub(super) fn healthy_bounds(metric: &str) -> Option<(String, Vec<f64>)> {
     let alarm = ALARMS.iter().find(|alarm| alarm.metric == metric)?;
-    Some((healthy(alarm), [alarm.low, alarm.high].into_iter().filter(|level| level.is_finite()).collect()))
+    Some((
+        healthy_range(alarm),
+        [alarm.low, alarm.high].into_iter().filter(|level| level.is_finite()).collect(),
+    ))
 }
 
 /// Returns the last value, the worst value with its step, and the number of values that trigger the alarm.

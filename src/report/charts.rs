@@ -158,7 +158,7 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
 }
 
 /// Returns title, unit, phase and scale of the chart of `metric`.
-pub(super) fn look(metric: &str) -> (String, &'static str, Phase, Scale) {
+pub(super) fn chart_style(metric: &str) -> (String, &'static str, Phase, Scale) {
     match SPECS.iter().find(|spec| spec.metrics.contains(&metric)) {
         Some(spec) => (spec.title.to_owned(), spec.unit, spec.phase, spec.scale),
         None if is_held_out(metric) => {
@@ -214,9 +214,9 @@ fn chart(
         }
     }
     let mut plot = Plot::new(series, scale)?;
-    let levels = metrics.first().and_then(|metric| alarms::levels(metric));
+    let levels = metrics.first().and_then(|metric| alarms::healthy_bounds(metric));
     let healthy = levels.map(|(healthy, levels)| {
-        plot.mark(&levels);
+        plot.add_levels(&levels);
         healthy
     });
     Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, healthy, plot })

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 /// A selected trajectory, and the reason.
 #[derive(Clone)]
-pub(super) struct Picked {
+pub(super) struct SelectedTrajectory {
     pub row: TrajectoryRow,
     pub why: &'static str,
 }
@@ -41,7 +41,7 @@ impl Extremes {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] with file and line for a line that is not a trajectory.
-pub(super) fn pick(folder: &Path) -> Result<Vec<Picked>> {
+pub(super) fn pick(folder: &Path) -> Result<Vec<SelectedTrajectory>> {
     if !folder.is_dir() {
         return Ok(Vec::new());
     }
@@ -63,11 +63,11 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<Picked>> {
         for key in ends {
             let Some(Extremes { best, worst }) = steps.remove(&key) else { continue };
             let alone = worst.is_none();
-            let worst = worst.map(|row| Picked { row, why: "lowest reward of the step" });
+            let worst = worst.map(|row| SelectedTrajectory { row, why: "lowest reward of the step" });
             picked.extend(worst);
             let why =
                 if alone { "first of the step, all equal in reward" } else { "highest reward of the step" };
-            picked.push(Picked { row: best, why });
+            picked.push(SelectedTrajectory { row: best, why });
         }
     }
     Ok(picked)
@@ -137,7 +137,7 @@ pub(super) fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Res
 }
 
 /// Returns the trajectories of each run that has some, for the template.
-pub(super) fn view(runs: &[Run]) -> Vec<Value> {
+pub(super) fn conversation_views(runs: &[Run]) -> Vec<Value> {
     let all = runs.iter().filter(|run| !run.picked.is_empty());
     all.map(|run| {
         let trajectories: Vec<Value> = run.picked.iter().map(trajectory_view).collect();
@@ -146,7 +146,7 @@ pub(super) fn view(runs: &[Run]) -> Vec<Value> {
     .collect()
 }
 
-fn trajectory_view(picked: &Picked) -> Value {
+fn trajectory_view(picked: &SelectedTrajectory) -> Value {
     let TrajectoryRow { phase, trajectory, messages, .. } = &picked.row;
     let phase = match phase {
         Phase::ColdStart => "Cold start",

@@ -99,7 +99,7 @@ pub fn page(runs: &[PathBuf], served: bool) -> Result<String> {
 }
 
 /// Returns a digest of the names, lengths and times of the files that the page of `runs` reads.
-pub fn state(runs: &[PathBuf]) -> String {
+pub fn state_digest(runs: &[PathBuf]) -> String {
     let mut hash = crc32fast::Hasher::new();
     for run in runs {
         let mut files = vec![run.join("metrics.jsonl"), run.join("mismatch.json"), run.join("trajectories")];
@@ -139,7 +139,7 @@ fn environment() -> Environment<'static> {
 }
 
 fn render(mut runs: Vec<Run>, served: bool) -> Result<String> {
-    let curves = seeds::curves(&mut runs);
+    let curves = seeds::merge_seeds(&mut runs);
     let (runs, curves) = (runs.as_slice(), curves.as_slice());
     let browser = trajectories::pack(runs)?;
     let mut environment = environment();
@@ -156,14 +156,14 @@ fn render(mut runs: Vec<Run>, served: bool) -> Result<String> {
         title => title(runs),
         runs => curves.iter().map(|run| &run.label).collect::<Vec<_>>(),
         empty => runs.iter().filter(|run| run.rows.is_empty()).map(|run| &run.label).collect::<Vec<_>>(),
-        failed => runs.iter().filter_map(tables::failures).collect::<Vec<_>>(),
+        failed => runs.iter().filter_map(tables::failure_warning).collect::<Vec<_>>(),
         summary => tables::summary(curves),
         given => if runs.len() > 1 { tables::summary(runs) } else { vec![] },
         sections,
         alarms => alarms::table(curves),
         outcomes => tables::outcomes(curves),
         mismatches => tables::mismatches(runs),
-        conversations => conversation::view(runs),
+        conversations => conversation::conversation_views(runs),
         browser => browser.as_ref().map(serde_json::to_value).transpose()?.map(|value| {
             Value::from_safe_string(script_json(&value))
         }),

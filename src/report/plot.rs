@@ -174,7 +174,7 @@ impl Plot {
     }
 
     /// Adds lines for those of `levels` that are within the y-axis.
-    pub fn mark(&mut self, levels: &[f64]) {
+    pub fn add_levels(&mut self, levels: &[f64]) {
         let y = &self.y;
         let shown = |level: &&f64| (y.low..=y.high).contains(*level) && (!y.log || **level > 0.0);
         self.levels = levels.iter().filter(shown).map(|&level| y.at(level)).collect();

@@ -1,6 +1,6 @@
 //! A run folder, as the report reads it.
 
-use super::conversation::{self, Picked};
+use super::conversation::{self, SelectedTrajectory};
 use super::plot::Points;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX, TOKENIZER_BYTES_MAX, TOML_BYTES_MAX};
@@ -24,7 +24,7 @@ pub(super) struct Run {
     pub rows: Vec<Row>,
     /// The resolved recipe; empty if the folder has none.
     pub recipe: toml::Table,
-    pub picked: Vec<Picked>,
+    pub picked: Vec<SelectedTrajectory>,
     /// `mismatch.json`, if present.
     pub mismatch: Option<serde_json::Value>,
     /// `eval` or `rollout` of a folder that holds samples of a model, not a run.

@@ -11,7 +11,7 @@ const FREE: [(&str, Option<&str>); 4] =
 
 /// Returns one curve a recipe: a single run, or its seeds merged. Sets each run's `curve` to the index of its
 /// curve.
-pub(super) fn curves(runs: &mut [Run]) -> Vec<Run> {
+pub(super) fn merge_seeds(runs: &mut [Run]) -> Vec<Run> {
     let mut groups: Vec<(Option<toml::Table>, Vec<usize>)> = Vec::new();
     for (i, run) in runs.iter().enumerate() {
         let recipe = (!run.recipe.is_empty()).then(|| without_seed(&run.recipe));
@@ -117,7 +117,7 @@ mod tests {
             run("no recipe", "", &[5.0]),
             run("none either", "", &[5.0]),
         ];
-        let curves = curves(&mut runs);
+        let curves = merge_seeds(&mut runs);
         assert_eq!(runs.map(|run| run.curve), [0, 1, 0, 2, 3]);
         let labels: Vec<&str> = curves.iter().map(|run| run.label.as_str()).collect();
         assert_eq!(labels, ["a, c (2 seeds)", "b", "no recipe", "none either"]);

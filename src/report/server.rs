@@ -33,19 +33,19 @@ const HEADERS: &str = "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r
 pub struct RequestHead {
     pub method: String,
     pub path: String,
-    /// The value of its single `Host` header.
+    /// The value of its single `HostPython` header.
     pub host: Option<String>,
 }
 
 /// A response.
-pub struct Answer {
-    /// Status code and phrase, such as `404 Not Found`.
+pub struct Response {
+    /// Status code and phrase, such as `404 Not ParsedValue`.
     pub status: &'static str,
     pub content_type: &'static str,
     pub body: Arc<str>,
 }
 
-impl Answer {
+impl Response {
     pub fn text(status: &'static str, text: &str) -> Self {
         Self { status, content_type: "text/plain; charset=utf-8", body: text.into() }
     }
@@ -93,19 +93,19 @@ impl Connections {
     }
 
     /// Marks the connection as busy: its response is in progress.
-    fn answering(&self, number: u64) {
+    fn mark_busy(&self, number: u64) {
         self.lock().idle.retain(|(other, _)| *other != number);
     }
 
     /// Marks the connection as idle after its response, and first to be closed.
-    fn answered(&self, number: u64, stream: &TcpStream) {
+    fn mark_idle(&self, number: u64, stream: &TcpStream) {
         if let Ok(kept) = stream.try_clone() {
             self.lock().idle.push_front((number, kept));
         }
     }
 
     fn end(&self, number: u64) {
-        self.answering(number);
+        self.mark_busy(number);
         self.lock().open -= 1;
     }
 }
@@ -116,7 +116,7 @@ impl Connections {
 /// When the socket's timeout cannot be set.
 pub fn serve(
     listener: &TcpListener,
-    answer: &(dyn Fn(&RequestHead) -> Answer + Sync),
+    answer: &(dyn Fn(&RequestHead) -> Response + Sync),
     stopped: &dyn Fn() -> bool,
 ) -> Result<()> {
     // On Linux, this also limits the time of an accept.
@@ -157,19 +157,19 @@ pub fn serve(
 /// Handles one request and its response.
 fn converse(
     stream: &TcpStream,
-    answer: &dyn Fn(&RequestHead) -> Answer,
+    answer: &dyn Fn(&RequestHead) -> Response,
     connections: &Connections,
     number: u64,
 ) {
     let head = read_head(stream, Instant::now() + HEAD_WAIT);
-    connections.answering(number);
+    connections.mark_busy(number);
     let answer = match head {
         Some(Ok(request)) => answer(&request),
         Some(Err(refusal)) => refusal,
         // The client left, was too slow, or was closed in favour of another one.
         None => return,
     };
-    let Answer { status, content_type, body } = answer;
+    let Response { status, content_type, body } = answer;
     let length = body.len();
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\n{HEADERS}\r\n"
@@ -180,7 +180,7 @@ fn converse(
         .is_some()
     {
         let _ = stream.shutdown(Shutdown::Write);
-        connections.answered(number, stream);
+        connections.mark_idle(number, stream);
         let (mut piece, mut bytes, until) = ([0; 4096], 0, Instant::now() + LINGER);
         while bytes < LINGER_BYTES_MAX {
             match read(stream, &mut piece, until) {
@@ -193,14 +193,17 @@ fn converse(
 
 /// Reads the head of a request. Returns an error response for an invalid head, and `None` if the client sends
 /// none.
-fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead, Answer>> {
+fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead, Response>> {
     let (mut head, mut piece) = (vec![], [0; 1024]);
     let end = loop {
         if let Some(end) = head.windows(4).position(|bytes| bytes == b"\r\n\r\n") {
             break end;
         }
         if head.len() > HEAD_BYTES_MAX {
-            return Some(Err(Answer::text("431 Request Header Fields Too Large", "the head is too long\n")));
+            return Some(Err(Response::text(
+                "431 Request Header Fields Too Large",
+                "the head is too long\n",
+            )));
         }
         match read(stream, &mut piece, deadline)? {
             0 => return None,
@@ -210,8 +213,8 @@ fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead
     Some(parsed(head.get(..end)?))
 }
 
-fn parsed(head: &[u8]) -> Result<RequestHead, Answer> {
-    let wrong = || Answer::text("400 Bad Request", "this is not an HTTP/1.1 request\n");
+fn parsed(head: &[u8]) -> Result<RequestHead, Response> {
+    let wrong = || Response::text("400 Bad Request", "this is not an HTTP/1.1 request\n");
     let head = std::str::from_utf8(head).map_err(|_| wrong())?;
     let mut lines = head.split("\r\n");
     let mut words = lines.next().unwrap_or_default().split(' ');
@@ -231,7 +234,7 @@ fn parsed(head: &[u8]) -> Result<RequestHead, Answer> {
             "host" => hosts.push(value.to_owned()),
             "content-length" if value == "0" => {}
             "content-length" | "transfer-encoding" | "expect" => {
-                return Err(Answer::text("413 Content Too Large", "no request may have a body\n"));
+                return Err(Response::text("413 Content Too Large", "no request may have a body\n"));
             }
             _ => {}
         }

@@ -73,7 +73,7 @@ fn task(run: &Run) -> Option<String> {
 }
 
 /// Returns a warning for a run in which most trajectories failed: their rewards say nothing about the policy.
-pub(super) fn failures(run: &Run) -> Option<String> {
+pub(super) fn failure_warning(run: &Run) -> Option<String> {
     let shares = run.series(Phase::Rl, "trajectory/failed_fraction");
     let share = shares.iter().map(|(_, share)| share).sum::<f64>() / shares.len() as f64;
     (share > 0.5).then(|| {

@@ -32,7 +32,7 @@ const ROW_BYTES: usize = 160;
 
 /// The data for the page's script.
 #[derive(Serialize, Default)]
-pub(super) struct Browser {
+pub(super) struct BrowserData {
     runs: Vec<String>,
     phases: Vec<&'static str>,
     outcomes: Vec<&'static str>,
@@ -96,7 +96,7 @@ struct Packed {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] with file and line for a line that is not a trajectory.
-pub(super) fn pack(runs: &[Run]) -> Result<Option<Browser>> {
+pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
     let mut packer = Packer { limit: usize::MAX, ..Packer::default() };
     for (index, run) in runs.iter().enumerate() {
         packer.begin(index, tokenizer(run));
@@ -114,7 +114,7 @@ pub(super) fn pack(runs: &[Run]) -> Result<Option<Browser>> {
             packer.seen
         )
     });
-    Ok(Some(Browser {
+    Ok(Some(BrowserData {
         runs: runs.iter().map(|run| sanitize_terminal(&run.label).into_owned()).collect(),
         phases: Phase::ALL.map(Phase::name).to_vec(),
         outcomes: Outcome::ALL.map(Outcome::name).to_vec(),
@@ -144,8 +144,8 @@ fn tokenizer(run: &Run) -> Option<Vocabulary> {
         Some(file) => Vocabulary::from_file(&file).ok(),
         None if run.setting("model.tokenizer").as_deref() == Some("embedded") => {
             let family = run.setting("model.architecture.model_type");
-            let family = family.and_then(|word| Family::named(&word)).unwrap_or_default();
-            Some(family.chat.embedded().ok()?.vocabulary().clone())
+            let family = family.and_then(|word| Family::from_name(&word)).unwrap_or_default();
+            Some(family.chat.read_embedded().ok()?.vocabulary().clone())
         }
         None => None,
     }
@@ -181,7 +181,7 @@ impl Packer {
         if at >= self.limit {
             return;
         }
-        let packed = self.packed(row, at);
+        let packed = self.pack_row(row, at);
         self.bytes += packed.bytes;
         self.rows.push(packed);
         while self.bytes > BYTES_MAX && self.limit > 1 {
@@ -195,7 +195,7 @@ impl Packer {
         }
     }
 
-    fn packed(&mut self, row: &TrajectoryRow, nth: usize) -> Packed {
+    fn pack_row(&mut self, row: &TrajectoryRow, nth: usize) -> Packed {
         let t = &row.trajectory;
         let sampled = |values: &[f32]| -> Vec<f32> {
             t.mask.iter().zip(values).filter(|(mask, _)| **mask).map(|(_, value)| *value).collect()

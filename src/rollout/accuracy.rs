@@ -39,7 +39,7 @@ pub struct Vote {
 
 /// Counts the votes of each answer, most votes first and earlier answers first among equals. Samples
 /// without an answer do not vote.
-pub fn votes(task: &dyn Task, samples: &[Sample]) -> Vec<Vote> {
+pub fn count_votes(task: &dyn Task, samples: &[Sample]) -> Vec<Vote> {
     let mut votes: Vec<Vote> = vec![];
     for sample in samples {
         let Some(answer) = &sample.answer else { continue };
@@ -77,7 +77,7 @@ impl Estimate {
     ///
     /// If all values are equal, such as 0 for a few problems, the standard error is 0 and no estimate. The
     /// interval is then Wilson's (1927) for one yes-or-no outcome per problem.
-    pub fn by_problem(values: &[f64]) -> Self {
+    pub fn from_problems(values: &[f64]) -> Self {
         let n = values.len().max(1) as f64;
         let mean = values.iter().sum::<f64>() / n;
         let (centre, half) = if values.windows(2).all(|pair| pair[0] == pair[1]) {
@@ -104,7 +104,7 @@ fn successes(samples: &[Sample]) -> usize {
 mod tests {
     use super::*;
     use crate::settings::Choice;
-    use crate::tasks::{self, TaskHost, TaskName, TaskSettings};
+    use crate::tasks::{self, TaskContext, TaskName, TaskSettings};
 
     fn samples(right: &[bool]) -> Vec<Sample> {
         right.iter().map(|&success| Sample { success, answer: None }).collect()
@@ -150,15 +150,15 @@ mod tests {
     #[test]
     fn the_majority_is_of_equal_answers_and_a_tie_counts_by_shares() {
         let settings =
-            TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..TaskSettings::default() };
-        let task = tasks::build(&settings, &TaskHost::default());
+            TaskSettings { name: TaskName::from_name("arithmetic").unwrap(), ..TaskSettings::default() };
+        let task = tasks::build(&settings, &TaskContext::default());
         let task = task.expect("a task without files");
         let vote = |given: &[(&str, bool)]| {
             let sample = |&(answer, success): &(&str, bool)| Sample {
                 success,
                 answer: (!answer.is_empty()).then(|| answer.to_owned()),
             };
-            majority(&votes(task.as_ref(), &given.iter().map(sample).collect::<Vec<_>>()))
+            majority(&count_votes(task.as_ref(), &given.iter().map(sample).collect::<Vec<_>>()))
         };
         assert_eq!(vote(&[("7", true), ("8", false), ("7", true)]), 1.0);
         assert_eq!(vote(&[("7", true), ("8", false), ("8", false)]), 0.0);
@@ -170,23 +170,23 @@ mod tests {
 
     #[test]
     fn the_interval_is_over_problems() {
-        let estimate = Estimate::by_problem(&[0.0, 0.5, 1.0, 0.5]);
+        let estimate = Estimate::from_problems(&[0.0, 0.5, 1.0, 0.5]);
         let half = 1.96 * (0.5f64 / 3.0 / 4.0).sqrt();
         assert_eq!(estimate.mean, 0.5);
         assert!((estimate.low - (0.5 - half)).abs() < 1e-12 && (estimate.high - (0.5 + half)).abs() < 1e-12);
-        assert_eq!(Estimate::by_problem(&[0.9, 1.0, 1.0]).high, 1.0);
+        assert_eq!(Estimate::from_problems(&[0.9, 1.0, 1.0]).high, 1.0);
     }
 
     #[test]
     fn equal_problems_are_no_certainty() {
         // Wilson's interval of 0 in n is [0, z² / (n + z²)].
-        let none = Estimate::by_problem(&[0.0; 24]);
+        let none = Estimate::from_problems(&[0.0; 24]);
         assert_eq!((none.mean, none.low), (0.0, 0.0));
         assert!((none.high - 3.8416 / 27.8416).abs() < 1e-12);
-        let all = Estimate::by_problem(&[1.0; 24]);
+        let all = Estimate::from_problems(&[1.0; 24]);
         assert_eq!((all.mean, all.high), (1.0, 1.0));
         assert!((all.low - 24.0 / 27.8416).abs() < 1e-12);
-        let halves = Estimate::by_problem(&[0.5; 4]);
+        let halves = Estimate::from_problems(&[0.5; 4]);
         assert!((halves.low + halves.high - 1.0).abs() < 1e-12 && halves.low > 0.1 && halves.low < 0.2);
     }
 }

@@ -16,12 +16,12 @@
 //! - Sampled tokens never change, including the stop token before a further user message.
 
 use super::Rollout;
-use super::prompt::Rendered;
-use super::sampler::SampledPlace;
-use crate::chat::{Call, PYTHON, TurnReader};
+use super::prompt::RenderedPrompt;
+use super::sampler::TokenPosition;
+use crate::chat::{Call, ChatTurnParser, PYTHON};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::SessionId;
-use crate::ops::logits::Drawn;
+use crate::ops::logits::SampledToken;
 use crate::random::stream;
 use crate::tasks::{Problem, Reward, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
@@ -34,7 +34,7 @@ const FAILED: Reward = Reward { value: 0.0, success: false };
 
 /// The next action of a conversation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum NextAction {
     /// Sample another token.
     Sample,
     /// Run its tool calls.
@@ -42,7 +42,7 @@ pub(super) enum Next {
     /// Ask its task for a further user message, which may take long.
     Turn,
     /// Nothing: the conversation is over.
-    End,
+    ConnectionEnd,
 }
 
 /// A trajectory in progress.
@@ -61,7 +61,7 @@ pub(super) struct Conversation<'a> {
     turns: Vec<Turn>,
     turn_start: usize,
     sampled: usize,
-    parser: TurnReader,
+    parser: ChatTurnParser,
     rng: ChaCha8Rng,
     /// Messages after the prompt.
     messages: Vec<Message>,
@@ -74,7 +74,7 @@ impl<'a> Conversation<'a> {
     /// Starts sample `sample` of a prompt. `routes` are the routed experts of the prompt's tokens, if kept.
     pub(super) fn new(
         rollout: &'a Rollout<'a>,
-        prompt: &Rendered<'a>,
+        prompt: &RenderedPrompt<'a>,
         sample: u64,
         session: SessionId,
         routes: Vec<Vec<u16>>,
@@ -113,13 +113,13 @@ impl<'a> Conversation<'a> {
     }
 
     /// Records the routed experts of the next token fed.
-    pub(super) fn fed(&mut self, routes: Vec<u16>) {
+    pub(super) fn record_experts(&mut self, routes: Vec<u16>) {
         self.routes.push(routes);
     }
 
     /// Returns the position of the next token.
-    pub(super) fn place(&self) -> SampledPlace {
-        SampledPlace {
+    pub(super) fn position(&self) -> TokenPosition {
+        TokenPosition {
             prompt: self.prompt,
             sample: self.sample,
             turn: self.turns.len() as u64,
@@ -129,28 +129,28 @@ impl<'a> Conversation<'a> {
 
     /// Returns the number in [0, 1) that selects the next token. It comes from the turn's own random
     /// stream, so it depends on the position alone.
-    pub(super) fn uniform(&mut self) -> f64 {
+    pub(super) fn draw_uniform(&mut self) -> f64 {
         self.rng.random()
     }
 
     /// Appends the next token and decides what follows.
-    pub(super) fn take(&mut self, drawn: Drawn) -> Next {
+    pub(super) fn push_token(&mut self, drawn: SampledToken) -> NextAction {
         self.tokens.push(drawn.token);
         self.mask.push(true);
         self.log_probs.push(drawn.log_prob);
         self.sampled += 1;
         match self.parser.push(drawn.token) {
-            TurnStep::Within | TurnStep::MessageEnded if self.exhausted() => {
+            TurnStep::Within | TurnStep::MessageEnded if self.is_exhausted() => {
                 self.close_turn(vec![]);
                 self.end(Outcome::TruncatedLength)
             }
-            TurnStep::Within | TurnStep::MessageEnded => Next::Sample,
-            TurnStep::Over(end) => self.turn_over(end),
+            TurnStep::Within | TurnStep::MessageEnded => NextAction::Sample,
+            TurnStep::Over(end) => self.end_turn(end),
         }
     }
 
     /// Returns true when no further token may be sampled.
-    fn exhausted(&self) -> bool {
+    fn is_exhausted(&self) -> bool {
         self.sampled >= self.rollout.plan.settings.response_tokens_max
             || self.tokens.len() >= self.rollout.context_tokens_max()
     }
@@ -160,15 +160,15 @@ impl<'a> Conversation<'a> {
         self.turns.len() + 1 >= self.rollout.plan.settings.turns_max
     }
 
-    fn turn_over(&mut self, end: TurnEnd) -> Next {
+    fn end_turn(&mut self, end: TurnEnd) -> NextAction {
         match end {
-            TurnEnd::Returned => self.returned(),
-            TurnEnd::Called | TurnEnd::Malformed | TurnEnd::Truncated => self.called(end),
+            TurnEnd::Returned => self.handle_return(),
+            TurnEnd::Called | TurnEnd::Malformed | TurnEnd::Truncated => self.handle_call(end),
         }
     }
 
-    fn called(&mut self, end: TurnEnd) -> Next {
-        if self.last_turn() || self.exhausted() {
+    fn handle_call(&mut self, end: TurnEnd) -> NextAction {
+        if self.last_turn() || self.is_exhausted() {
             let (calls, outcome) = match end {
                 TurnEnd::Called => (vec![], Outcome::TurnsExhausted),
                 _ => (vec![CallOutcome::MalformedCall], Outcome::Malformed),
@@ -181,7 +181,7 @@ impl<'a> Conversation<'a> {
             Call::Ready(message) => self.runs(message) || self.rollout.task.answers_calls(),
             Call::Malformed { .. } => false,
         };
-        if self.parser.calls().iter().any(asks) { Next::Call } else { self.run_calls() }
+        if self.parser.calls().iter().any(asks) { NextAction::Call } else { self.run_calls() }
     }
 
     /// Returns true when a call goes to the Python tool.
@@ -191,7 +191,7 @@ impl<'a> Conversation<'a> {
 
     /// Answers the pending calls and blocks until the last reply. A call that runs something is answered on
     /// a tool thread.
-    pub(super) fn run_calls(&mut self) -> Next {
+    pub(super) fn run_calls(&mut self) -> NextAction {
         let (mut outcomes, mut replies) = (vec![], vec![]);
         // The task reads the conversation up to its call. The turn's other messages are taken when it
         // closes.
@@ -263,14 +263,14 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    fn returned(&mut self) -> Next {
+    fn handle_return(&mut self) -> NextAction {
         self.close_turn(vec![]);
-        if self.rollout.task.may_take_long() { Next::Turn } else { self.ask_for_turn() }
+        if self.rollout.task.may_take_long() { NextAction::Turn } else { self.request_user_turn() }
     }
 
     /// Asks the task for the next user message and blocks until it answers. Runs on a tool thread if that
     /// may take long.
-    pub(super) fn ask_for_turn(&mut self) -> Next {
+    pub(super) fn request_user_turn(&mut self) -> NextAction {
         let next = self.rollout.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
         match next {
             Err(_) => self.end(Outcome::TaskFailed),
@@ -278,7 +278,7 @@ impl<'a> Conversation<'a> {
             Ok(Some(_)) if self.turns.len() >= self.rollout.plan.settings.turns_max => {
                 self.end(Outcome::TurnsExhausted)
             }
-            Ok(Some(_)) if self.exhausted() => self.end(Outcome::TruncatedLength),
+            Ok(Some(_)) if self.is_exhausted() => self.end(Outcome::TruncatedLength),
             Ok(Some(message)) => self.insert(vec![message], Outcome::TaskFailed),
         }
     }
@@ -292,7 +292,7 @@ impl<'a> Conversation<'a> {
 
     /// Appends messages and the assistant's next opening, all masked. `refused` is the outcome when a
     /// message cannot be encoded.
-    fn insert(&mut self, messages: Vec<Message>, refused: Outcome) -> Next {
+    fn insert(&mut self, messages: Vec<Message>, refused: Outcome) -> NextAction {
         let room = self.rollout.context_tokens_max().saturating_sub(self.tokens.len());
         let bytes = messages.iter().map(|message| message.content.len()).sum();
         if !self.rollout.chat.vocabulary().may_fit(bytes, room) {
@@ -310,12 +310,12 @@ impl<'a> Conversation<'a> {
         self.log_probs.resize(tokens, 0.0);
         self.messages.extend(messages);
         self.open_turn();
-        Next::Sample
+        NextAction::Sample
     }
 
-    fn end(&mut self, outcome: Outcome) -> Next {
+    fn end(&mut self, outcome: Outcome) -> NextAction {
         self.outcome = Some(outcome);
-        Next::End
+        NextAction::ConnectionEnd
     }
 
     fn transcript(&self, outcome: Outcome) -> Transcript<'_> {

@@ -5,15 +5,15 @@
 //! their first tokens are drawn from one row of logits.
 
 use super::Rollout;
-use super::conversation::{Conversation, Next};
-use super::queue::{Queue, Refilled};
+use super::conversation::{Conversation, NextAction};
+use super::queue::{Queue, RefillResult};
 use super::sampler::TokenSource;
 use crate::dist::Mesh;
 use crate::interpreter::SessionId;
 use crate::model::cache::SequenceCache;
 use crate::model::decode::Decoder;
-use crate::ops::logits::{Drawn, Logits, Sampling, logits_rows_max};
-use crate::ops::threads::awake;
+use crate::ops::logits::{Logits, SampledToken, SamplingParameters, logits_rows_max};
+use crate::ops::threads::with_spinning_threads;
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -67,10 +67,10 @@ impl Work<'_> {
         }
     }
 
-    fn fed(&mut self, routes: Vec<u16>) {
+    fn record_experts(&mut self, routes: Vec<u16>) {
         match self {
             Work::Prompt(prompt) => prompt.routes.push(routes),
-            Work::Sample(sample) => sample.conversation.fed(routes),
+            Work::Sample(sample) => sample.conversation.record_experts(routes),
         }
     }
 }
@@ -99,7 +99,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     pub(super) fn new(rollout: &'e Rollout<'e>, source: &'e dyn TokenSource, queue: &'e Queue<'a>) -> Self {
         let settings = &rollout.plan.settings;
         let records = settings.cuda_graphs && !settings.keep_routes;
-        let decoder = if records { Decoder::new(&rollout.policy.stack()) } else { None };
+        let decoder = if records { Decoder::new(&rollout.policy.decoder_stack()) } else { None };
         Self { rollout, source, queue, batch: Vec::new(), decoder, sampled: 0 }
     }
 
@@ -116,10 +116,10 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// Works like [`Self::run`] when the ranks of `mesh` run every forward together. A rank without work
     /// takes part with no tokens. Ends once no rank has work.
-    pub(super) fn run_with(mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) {
+    pub(super) fn run_on_mesh(mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) {
         let _guard = PanicGuard(self.queue);
         loop {
-            match self.step_with(mesh, scope) {
+            match self.step_on_mesh(mesh, scope) {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(error) => {
@@ -131,26 +131,26 @@ impl<'e, 'a> Engine<'e, 'a> {
     }
 
     /// Runs one forward on all ranks, if any has work. Returns whether to continue.
-    fn step_with(&mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) -> Result<bool> {
-        let own = self.queue.refill_at_once(&mut self.batch, std::mem::take(&mut self.sampled));
-        if own == Refilled::Failure {
+    fn step_on_mesh(&mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) -> Result<bool> {
+        let own = self.queue.try_refill(&mut self.batch, std::mem::take(&mut self.sampled));
+        if own == RefillResult::Failure {
             return Ok(false);
         }
         let found = mesh.all_gather_byte("who samples", own as u8)?;
-        let any = |kind: Refilled| found.contains(&(kind as u8));
-        match (any(Refilled::Work), own) {
-            (true, Refilled::Work) => self.step(scope)?,
-            (true, _) => self.rollout.policy.stack().pass_by()?,
-            (false, Refilled::Nothing) => self.queue.wait_for_work(),
+        let any = |kind: RefillResult| found.contains(&(kind as u8));
+        match (any(RefillResult::Work), own) {
+            (true, RefillResult::Work) => self.step(scope)?,
+            (true, _) => self.rollout.policy.decoder_stack().forward_without_rows()?,
+            (false, RefillResult::Nothing) => self.queue.wait_for_work(),
             (false, _) => {}
         }
-        Ok(any(Refilled::Work) || any(Refilled::Nothing))
+        Ok(any(RefillResult::Work) || any(RefillResult::Nothing))
     }
 
     /// Runs one forward, and draws a token for every entry that is fed completely.
     fn step(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
         let device = self.rollout.policy.weights.device();
-        awake(device, || self.forward_and_draw(scope))
+        with_spinning_threads(device, || self.forward_and_draw(scope))
     }
 
     fn forward_and_draw(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
@@ -160,7 +160,7 @@ impl<'e, 'a> Engine<'e, 'a> {
             return Ok(());
         }
         let policy = self.rollout.policy;
-        let normed = policy.stack().normed(&hidden, &Arc::new(feed.rows))?;
+        let normed = policy.decoder_stack().final_norm_rows(&hidden, &Arc::new(feed.rows))?;
         let rows_max = logits_rows_max(policy.model.config.vocab_size);
 
         let mut complete = feed.complete.into_iter().peekable();
@@ -225,11 +225,11 @@ impl<'e, 'a> Engine<'e, 'a> {
         if let Some(decoder) = &mut self.decoder
             && counts.iter().all(|&count| count == 1)
         {
-            return decoder.feed(&policy.stack(), tokens, &mut caches);
+            return decoder.feed(&policy.decoder_stack(), tokens, &mut caches);
         }
         let mut routes: Vec<Vec<u32>> = vec![];
-        let hidden = policy.stack().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
-            if let (true, Some(layer)) = (plan.settings.keep_routes, output.routes()) {
+        let hidden = policy.decoder_stack().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
+            if let (true, Some(layer)) = (plan.settings.keep_routes, output.routed_experts()) {
                 routes.push(layer.flatten_all()?.to_vec1()?);
             }
             Ok(())
@@ -240,7 +240,7 @@ impl<'e, 'a> Engine<'e, 'a> {
             for (work, count) in taking.into_iter().zip(counts) {
                 for t in token..token + count {
                     let experts = routes.iter().flat_map(|layer| &layer[t * top_k..(t + 1) * top_k]);
-                    work.fed(experts.map(|&expert| expert as u16).collect());
+                    work.record_experts(experts.map(|&expert| expert as u16).collect());
                 }
                 token += count;
             }
@@ -259,16 +259,16 @@ impl<'e, 'a> Engine<'e, 'a> {
             }
         }
         let sampling = self.source.sampling();
-        let logits = self.rollout.policy.stack().logits(normed, &sampling)?;
+        let logits = self.rollout.policy.decoder_stack().logits(normed, &sampling)?;
         let draws: Vec<(usize, f64)> =
-            samples.iter_mut().map(|(row, sample, _)| (*row, sample.conversation.uniform())).collect();
+            samples.iter_mut().map(|(row, sample, _)| (*row, sample.conversation.draw_uniform())).collect();
         let mut drawn = logits.draw(&sampling, &draws)?;
         self.replace(&sampling, &logits, &samples, &mut drawn)?;
         for ((_, mut sample, is_new), drawn) in samples.into_iter().zip(drawn) {
             self.sampled += 1;
-            match sample.conversation.take(drawn) {
-                Next::Sample if !is_new => self.batch.push(Work::Sample(sample)),
-                next => self.queue.hand_on(scope, sample, next),
+            match sample.conversation.push_token(drawn) {
+                NextAction::Sample if !is_new => self.batch.push(Work::Sample(sample)),
+                next => self.queue.dispatch(scope, sample, next),
             }
         }
         Ok(())
@@ -277,14 +277,14 @@ impl<'e, 'a> Engine<'e, 'a> {
     /// Replaces drawn tokens by the source's own, where it has some.
     fn replace(
         &self,
-        sampling: &Sampling,
+        sampling: &SamplingParameters,
         logits: &Logits,
         samples: &[(usize, Box<SampleWork<'a>>, bool)],
-        drawn: &mut [Drawn],
+        drawn: &mut [SampledToken],
     ) -> Result<()> {
         let (mut places, mut tokens) = (vec![], vec![]);
         for (index, ((row, sample, _), drawn)) in samples.iter().zip(&*drawn).enumerate() {
-            let token = self.source.choose(sample.conversation.place(), drawn.token)?;
+            let token = self.source.choose(sample.conversation.position(), drawn.token)?;
             if token != drawn.token {
                 places.push(index);
                 tokens.push((*row, token));
@@ -292,7 +292,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         }
         let log_probs = logits.log_probs(sampling, &tokens)?;
         for ((index, (_, token)), log_prob) in places.into_iter().zip(tokens).zip(log_probs) {
-            drawn[index] = Drawn { token, log_prob };
+            drawn[index] = SampledToken { token, log_prob };
         }
         Ok(())
     }

@@ -45,7 +45,7 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
                 spread(&mut metrics, name, value);
             }
             metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
-            metrics.mean("trajectory/failed_fraction", f64::from(u8::from(trajectory.failed())), 1.0);
+            metrics.mean("trajectory/failed_fraction", f64::from(u8::from(trajectory.has_failure())), 1.0);
             metrics.sum(&format!("outcome/{}", trajectory.outcome.name()), 1.0);
             for call in trajectory.turns.iter().flat_map(|turn| &turn.calls) {
                 metrics.sum(&format!("tool/{}", call.name()), 1.0);

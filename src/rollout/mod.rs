@@ -6,29 +6,29 @@
 //! number of threads.
 
 pub mod accuracy;
+mod cache_admission;
 mod conversation;
 mod engine;
 mod metrics;
 mod prompt;
 mod queue;
-mod room;
 mod sampler;
 mod settings;
-pub mod stored;
+pub mod trajectory_file;
 
-pub use crate::ops::logits::Sampling;
+pub use crate::ops::logits::SamplingParameters;
 pub use engine::FORWARD_TOKENS_MAX;
 pub use metrics::metrics;
-pub use prompt::{Prompt, PromptLimits, preamble};
+pub use prompt::{Prompt, PromptLimits, system_prompt};
 pub use queue::Observer;
-pub use sampler::{SampledPlace, TokenSource};
-pub use settings::{EvalSettings, PreambleSettings, RolloutPlan, RolloutSettings};
+pub use sampler::{TokenPosition, TokenSource};
+pub use settings::{EvalSettings, RolloutPlan, RolloutSettings, SystemPromptSettings};
 
 use crate::chat::Chat;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::{Phase, Progress};
-use crate::model::cache::{CacheRoom, Caches};
+use crate::model::cache::{CacheCapacity, Caches};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::tasks::Task;
@@ -46,7 +46,7 @@ const SIDE_BY_SIDE_BYTES_MAX: u64 = 512 << 20;
 
 /// Returns the number of engines that decode in parallel, for a model of `weight_bytes` and `threads`
 /// threads.
-pub fn engines(weight_bytes: u64, threads: usize) -> usize {
+pub fn engine_count(weight_bytes: u64, threads: usize) -> usize {
     if weight_bytes.saturating_mul(threads as u64) <= SIDE_BY_SIDE_BYTES_MAX { threads } else { 1 }
 }
 
@@ -64,7 +64,7 @@ pub struct Rollout<'a> {
     pub preamble: &'a [Message],
     pub plan: &'a RolloutPlan,
     /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
-    pub room: CacheRoom,
+    pub room: CacheCapacity,
 }
 
 /// Progress of a rollout.
@@ -85,7 +85,7 @@ pub struct RolloutProgress {
 
 impl RolloutProgress {
     /// Shows the rollout's progress as that of `stage`, in units of trajectories.
-    pub fn shown_by(stage: &Progress) -> impl Fn(Self) + Sync {
+    pub fn show_on(stage: &Progress) -> impl Fn(Self) + Sync {
         let before = Mutex::new(Self::default());
         move |now| {
             let mut before = before.lock().unwrap_or_else(PoisonError::into_inner);
@@ -110,7 +110,7 @@ impl RolloutProgress {
 
 /// Amounts of work, for `perf/` metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct WorkCounts {
     /// Tokens fed that were not sampled: each group's prompt once, and inserted messages.
     pub prefilled_tokens: usize,
     pub sampled_tokens: usize,
@@ -130,7 +130,7 @@ pub struct Rollouts {
 
 impl Rollouts {
     /// Concatenates the results of several ranges of prompts.
-    pub fn joined(parts: Vec<Self>) -> Self {
+    pub fn concat(parts: Vec<Self>) -> Self {
         let mut all = Self::default();
         parts.into_iter().for_each(|part| all.extend(part));
         all
@@ -168,8 +168,8 @@ impl Rollouts {
     }
 
     /// Returns the amounts of work, including greedy samples.
-    pub fn counts(&self) -> Counts {
-        let mut counts = Counts::default();
+    pub fn counts(&self) -> WorkCounts {
+        let mut counts = WorkCounts::default();
         for group in &self.groups {
             let prompt = group.trajectories.first().map_or(0, |t| t.prompt_tokens);
             counts.prefilled_tokens += prompt;
@@ -186,7 +186,7 @@ impl Rollouts {
     }
 
     /// Returns true when the wall-clock limit ended a tool call: another run of the recipe may then differ.
-    pub fn tool_timed_out(&self) -> bool {
+    pub fn has_tool_timeout(&self) -> bool {
         let greedy = self.groups.iter().filter_map(|group| group.greedy.as_ref());
         let mut turns = self.trajectories().chain(greedy).flat_map(|t| &t.turns);
         turns.any(|turn| turn.calls.contains(&CallOutcome::ToolTimeout))
@@ -217,14 +217,14 @@ impl Rollout<'_> {
     /// # Errors
     /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
     /// the forward fails or gives logits that are not finite.
-    pub fn groups(
+    pub fn sample_groups(
         &self,
         prompts: &[Prompt],
         samples: usize,
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.groups_from(&self.plan.settings.sampling(), prompts, samples, progress, stop)
+        self.sample_from_source(&self.plan.settings.sampling(), prompts, samples, progress, stop)
     }
 
     /// Performs [`Self::groups`] and passes each trajectory to `finished` as it ends, so that results
@@ -232,7 +232,7 @@ impl Rollout<'_> {
     ///
     /// # Errors
     /// Those of [`Self::groups`].
-    pub fn groups_observed(
+    pub fn sample_with_observer(
         &self,
         prompts: &[Prompt],
         samples: usize,
@@ -248,7 +248,7 @@ impl Rollout<'_> {
     ///
     /// # Errors
     /// Those of [`Self::groups`] and of `source`.
-    pub fn groups_from(
+    pub fn sample_from_source(
         &self,
         source: &dyn TokenSource,
         prompts: &[Prompt],
@@ -270,7 +270,7 @@ impl Rollout<'_> {
         let (weights, config) = (&self.policy.weights, &self.policy.model.config);
         let (mesh, device) = (weights.mesh(), weights.device());
         let engines = match mesh {
-            None if device.is_cpu() => engines(weights.bytes(), self.threads.count()),
+            None if device.is_cpu() => engine_count(weights.bytes(), self.threads.count()),
             // A GPU runs one forward at a time.
             _ => 1,
         };
@@ -281,14 +281,14 @@ impl Rollout<'_> {
             let run = || {
                 let engine = Engine::new(self, source, &queue);
                 match mesh {
-                    Some(mesh) => engine.run_with(mesh, scope),
+                    Some(mesh) => engine.run_on_mesh(mesh, scope),
                     None => engine.run(scope),
                 }
             };
             if engines > 1 {
-                self.threads.each(|_| run());
+                self.threads.run_on_each(|_| run());
             } else {
-                self.threads.wide(run);
+                self.threads.run_on_all(run);
             }
         });
         if let Some(interpreter) = self.interpreter {

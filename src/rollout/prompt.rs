@@ -1,6 +1,6 @@
 //! Rendering of problems as prompts.
 
-use super::{PreambleSettings, Rollout};
+use super::{Rollout, SystemPromptSettings};
 use crate::bad_input;
 use crate::chat::{Chat, chatml, functions};
 use crate::harmony::{Message, PYTHON_DESCRIPTION, Role, SystemSettings};
@@ -22,7 +22,12 @@ const KNOWLEDGE_CUTOFF: &str = "2024-06";
 
 /// Returns the recipe's system and developer messages; they describe the Python tool if the task has it, and
 /// the task's own `tools`, as the model's published template does.
-pub fn preamble(chat: &Chat, harmony: &PreambleSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
+pub fn system_prompt(
+    chat: &Chat,
+    harmony: &SystemPromptSettings,
+    uses_python: bool,
+    tools: &[Value],
+) -> Vec<Message> {
     match chat {
         Chat::Harmony(_) => harmony_preamble(harmony, uses_python, tools),
         Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
@@ -40,7 +45,7 @@ pub fn preamble(chat: &Chat, harmony: &PreambleSettings, uses_python: bool, tool
     }
 }
 
-fn harmony_preamble(harmony: &PreambleSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
+fn harmony_preamble(harmony: &SystemPromptSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
     let mut messages = Vec::new();
     if harmony.system_message.unwrap_or(true) {
         let or = |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
@@ -121,7 +126,7 @@ impl PromptLimits<'_> {
 }
 
 /// A rendered prompt for the engine.
-pub(super) struct Rendered<'a> {
+pub(super) struct RenderedPrompt<'a> {
     pub index: u64,
     pub problem: &'a Problem,
     /// Tokens of the conversation so far and of the assistant's opening.
@@ -129,7 +134,7 @@ pub(super) struct Rendered<'a> {
 }
 
 impl Rollout<'_> {
-    pub(super) fn render<'p>(&self, prompt: &'p Prompt) -> Result<Rendered<'p>> {
+    pub(super) fn render<'p>(&self, prompt: &'p Prompt) -> Result<RenderedPrompt<'p>> {
         let limits = PromptLimits {
             chat: self.chat,
             preamble: self.preamble,
@@ -137,7 +142,7 @@ impl Rollout<'_> {
             context_tokens_max: self.context_tokens_max(),
         };
         let problem = &prompt.problem;
-        Ok(Rendered { index: prompt.index, problem, tokens: limits.tokens(problem)? })
+        Ok(RenderedPrompt { index: prompt.index, problem, tokens: limits.tokens(problem)? })
     }
 }
 
@@ -149,9 +154,9 @@ mod tests {
 
     #[test]
     fn the_preamble_is_what_the_recipe_asks_for() {
-        let chat = Chat::Harmony(HarmonyTokenizer::embedded().unwrap());
-        let preamble = |harmony: &PreambleSettings, python| preamble(&chat, harmony, python, &[]);
-        let mut harmony = PreambleSettings::default();
+        let chat = Chat::Harmony(HarmonyTokenizer::from_embedded().unwrap());
+        let preamble = |harmony: &SystemPromptSettings, python| system_prompt(&chat, harmony, python, &[]);
+        let mut harmony = SystemPromptSettings::default();
         let messages = preamble(&harmony, true);
         assert_eq!(messages.len(), 1);
         let text = &messages[0].content;
@@ -170,17 +175,17 @@ mod tests {
 
     #[test]
     fn chatml_has_a_system_message_or_none() {
-        let chat = Chat::ChatMl(ChatMl::embedded().unwrap());
-        let mut harmony = PreambleSettings::default();
-        let [message] = &preamble(&chat, &harmony, false, &[])[..] else { panic!("one message") };
+        let chat = Chat::ChatMl(ChatMl::from_embedded().unwrap());
+        let mut harmony = SystemPromptSettings::default();
+        let [message] = &system_prompt(&chat, &harmony, false, &[])[..] else { panic!("one message") };
         assert_eq!(*message, Message::new(Role::System, chatml::QWEN_IDENTITY));
         harmony.model_identity = Some("Compute.".into());
-        let [message] = &preamble(&chat, &harmony, true, &[])[..] else { panic!("one message") };
+        let [message] = &system_prompt(&chat, &harmony, true, &[])[..] else { panic!("one message") };
         assert!(message.content.starts_with("Compute.\n\n# Tools") && message.content.contains("\"code\""));
         harmony.developer_instructions = Some("Call python.".into());
-        let [message] = &preamble(&chat, &harmony, true, &[])[..] else { panic!("one message") };
+        let [message] = &system_prompt(&chat, &harmony, true, &[])[..] else { panic!("one message") };
         assert!(message.content.starts_with("Compute.\n\nCall python.\n\n# Tools"), "{}", message.content);
         harmony.system_message = Some(false);
-        assert!(preamble(&chat, &harmony, true, &[]).is_empty());
+        assert!(system_prompt(&chat, &harmony, true, &[]).is_empty());
     }
 }

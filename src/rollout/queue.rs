@@ -1,9 +1,9 @@
 //! The work shared by a rollout's engines: new prompts, conversations to continue, tool calls, results.
 
-use super::conversation::Next;
+use super::cache_admission::CacheAdmission;
+use super::conversation::NextAction;
 use super::engine::{PromptWork, SampleWork, Work};
-use super::prompt::Rendered;
-use super::room::Room;
+use super::prompt::RenderedPrompt;
 use super::{Rollout, RolloutProgress, Rollouts};
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
@@ -33,7 +33,7 @@ pub(super) struct Hooks<'a> {
 /// Work of one rollout, shared by its engines and tool threads.
 pub(super) struct Queue<'a> {
     pub(super) rollout: &'a Rollout<'a>,
-    pub(super) prompts: Vec<Rendered<'a>>,
+    pub(super) prompts: Vec<RenderedPrompt<'a>>,
     pub(super) samples: usize,
     caches: Caches,
     engines: usize,
@@ -49,21 +49,21 @@ pub(super) struct Queue<'a> {
 
 /// The result of an engine's request for work.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Refilled {
+pub(super) enum RefillResult {
     Work,
     /// All remaining work waits for tools.
     Nothing,
     /// All is sampled, or the rollout was stopped.
-    End,
+    ConnectionEnd,
     Failure,
 }
 
 struct State<'a> {
     next_prompt: usize,
     ready: VecDeque<Box<SampleWork<'a>>>,
-    room: Room,
+    room: CacheAdmission,
     /// Conversations that wait for a tool or their task, each with the action it waits for.
-    pending_calls: VecDeque<(Box<SampleWork<'a>>, Next)>,
+    pending_calls: VecDeque<(Box<SampleWork<'a>>, NextAction)>,
     tool_threads: usize,
     tool_threads_idle: usize,
     /// `[prompts × samples]`.
@@ -81,7 +81,7 @@ impl<'a> State<'a> {
 
     /// Returns the index in `ready` of the first conversation that can be admitted to the KV cache.
     fn next_ready(&self) -> Option<usize> {
-        self.ready.iter().position(|sample| sample.has_room || self.room.fits(sample.group()))
+        self.ready.iter().position(|sample| sample.has_room || self.room.can_begin_sample(sample.group()))
     }
 
     /// Takes the conversation that [`Self::next_ready`] selects.
@@ -97,7 +97,7 @@ impl<'a> State<'a> {
 impl<'a> Queue<'a> {
     pub(super) fn new(
         rollout: &'a Rollout<'a>,
-        prompts: Vec<Rendered<'a>>,
+        prompts: Vec<RenderedPrompt<'a>>,
         samples: usize,
         engines: usize,
         (caches, places): (Caches, usize),
@@ -107,7 +107,7 @@ impl<'a> Queue<'a> {
         let state = State {
             next_prompt: 0,
             ready: VecDeque::new(),
-            room: Room::new(places, prompts.len(), samples),
+            room: CacheAdmission::new(places, prompts.len(), samples),
             pending_calls: VecDeque::new(),
             tool_threads: 0,
             tool_threads_idle: 0,
@@ -135,19 +135,19 @@ impl<'a> Queue<'a> {
     /// Fills `batch` and returns whether to continue; waits while there is nothing to do. `sampled` is the
     /// number of tokens drawn since the last call.
     pub(super) fn refill(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> bool {
-        let mut found = self.refill_at_once(batch, sampled);
-        while let Refilled::Nothing = found {
+        let mut found = self.try_refill(batch, sampled);
+        while let RefillResult::Nothing = found {
             self.wait_for_work();
-            found = self.refill_at_once(batch, 0);
+            found = self.try_refill(batch, 0);
         }
-        matches!(found, Refilled::Work)
+        matches!(found, RefillResult::Work)
     }
 
     /// Performs [`Self::refill`] without waiting.
     ///
     /// An engine takes at most its share of the remaining work, so that no engine runs out while another is
     /// full.
-    pub(super) fn refill_at_once(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> Refilled {
+    pub(super) fn try_refill(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> RefillResult {
         let mut state = self.lock();
         if sampled > 0 {
             state.progress.sampled_tokens += sampled;
@@ -158,7 +158,7 @@ impl<'a> Queue<'a> {
             self.wake_all();
         }
         if state.over() {
-            return if state.failure.is_some() { Refilled::Failure } else { Refilled::End };
+            return if state.failure.is_some() { RefillResult::Failure } else { RefillResult::ConnectionEnd };
         }
         let share = self.sequences_max.min(state.unfinished.div_ceil(self.engines));
         let weight = |work: &Work| if matches!(work, Work::Prompt(_)) { self.samples } else { 1 };
@@ -169,7 +169,7 @@ impl<'a> Queue<'a> {
             batch.push(Work::Sample(sample));
             load += 1;
         }
-        while load < share && state.next_prompt < self.prompts.len() && state.room.has_place() {
+        while load < share && state.next_prompt < self.prompts.len() && state.room.has_free_slot() {
             let index = state.next_prompt;
             state.room.begin_group(index);
             batch.push(Work::Prompt(Box::new(PromptWork::new(index, self.caches.sequence()))));
@@ -177,7 +177,7 @@ impl<'a> Queue<'a> {
             state.progress.started += self.samples;
             load += self.samples;
         }
-        if batch.is_empty() { Refilled::Nothing } else { Refilled::Work }
+        if batch.is_empty() { RefillResult::Nothing } else { RefillResult::Work }
     }
 
     /// Waits until there may be work, but not longer than the interval of stop checks.
@@ -189,24 +189,28 @@ impl<'a> Queue<'a> {
     }
 
     /// Passes a conversation on to its next action.
-    pub(super) fn hand_on<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>, next: Next)
-    where
+    pub(super) fn dispatch<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        sample: Box<SampleWork<'a>>,
+        next: NextAction,
+    ) where
         'a: 's,
     {
         match next {
-            Next::Sample => {
+            NextAction::Sample => {
                 self.lock().ready.push_back(sample);
                 self.work.notify_one();
             }
-            Next::Call | Next::Turn => self.call(scope, sample, next),
-            Next::End if self.rollout.task.may_take_long() => self.call(scope, sample, next),
-            Next::End => self.finish(*sample),
+            NextAction::Call | NextAction::Turn => self.call(scope, sample, next),
+            NextAction::ConnectionEnd if self.rollout.task.may_take_long() => self.call(scope, sample, next),
+            NextAction::ConnectionEnd => self.finish(*sample),
         }
     }
 
     /// Queues a tool call or a question to the task. Starts a thread for it, unless one is idle or the
     /// maximum is reached.
-    fn call<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>, next: Next)
+    fn call<'s>(&'s self, scope: &'s Scope<'s, '_>, sample: Box<SampleWork<'a>>, next: NextAction)
     where
         'a: 's,
     {
@@ -253,13 +257,13 @@ impl<'a> Queue<'a> {
             let answer = || {
                 let mut sample = sample;
                 let next = match asked {
-                    Next::Call => sample.conversation.run_calls(),
-                    Next::Turn => sample.conversation.ask_for_turn(),
-                    Next::Sample | Next::End => asked,
+                    NextAction::Call => sample.conversation.run_calls(),
+                    NextAction::Turn => sample.conversation.request_user_turn(),
+                    NextAction::Sample | NextAction::ConnectionEnd => asked,
                 };
                 match next {
-                    Next::End => self.finish(*sample),
-                    next => self.hand_on(scope, sample, next),
+                    NextAction::ConnectionEnd => self.finish(*sample),
+                    next => self.dispatch(scope, sample, next),
                 }
             };
             if catch_unwind(AssertUnwindSafe(answer)).is_err() {

@@ -1,7 +1,7 @@
 //! `[rollout]`, `[eval]` and `[harmony]`, and the plan of one rollout.
 
 use crate::harmony::ReasoningEffort;
-use crate::ops::logits::Sampling;
+use crate::ops::logits::SamplingParameters;
 use crate::random::Purpose;
 use crate::settings::{above, from, table};
 
@@ -66,7 +66,7 @@ table! {
 
 table! {
     /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
-    pub struct PreambleSettings {
+    pub struct SystemPromptSettings {
         /// Whether prompts begin with a system message. If false, only `developer_instructions` has an
         /// effect among the other keys. Default true, but false with the embedded vocabulary, where each
         /// byte is a token.
@@ -99,36 +99,36 @@ pub struct RolloutPlan {
 
 impl RolloutPlan {
     /// Returns the plan of training step `step`.
-    pub fn training(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
-        Self { settings: settings.clone(), seed, purpose: Purpose::Sampling, step }
+    pub fn for_training(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
+        Self { settings: settings.clone(), seed, purpose: Purpose::SamplingParameters, step }
     }
 
     /// Returns the plan of step `step`'s greedy samples, whose rewards are baselines.
-    pub fn greedy(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
-        let sampling = Sampling::whole(0.0);
-        Self::training(&settings.sampled_by(sampling), seed, step)
+    pub fn for_greedy_baseline(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
+        let sampling = SamplingParameters::with_temperature(0.0);
+        Self::for_training(&settings.with_sampling(sampling), seed, step)
     }
 
     /// Returns the plan of the evaluation after step `step`. It has its own sampling and seeds, the budgets
     /// of training, and no ablation.
-    pub fn evaluation(settings: &RolloutSettings, eval: &EvalSettings, seed: u64, step: u64) -> Self {
+    pub fn for_evaluation(settings: &RolloutSettings, eval: &EvalSettings, seed: u64, step: u64) -> Self {
         let &EvalSettings { temperature, top_p, top_k, min_p, .. } = eval;
-        let settings = settings.sampled_by(Sampling { temperature, top_p, top_k, min_p });
-        Self { purpose: Purpose::Evaluation, ..Self::training(&settings, seed, step) }
+        let settings = settings.with_sampling(SamplingParameters { temperature, top_p, top_k, min_p });
+        Self { purpose: Purpose::Evaluation, ..Self::for_training(&settings, seed, step) }
     }
 }
 
 impl RolloutSettings {
     /// Returns the sampling parameters.
-    pub fn sampling(&self) -> Sampling {
+    pub fn sampling(&self) -> SamplingParameters {
         let &Self { temperature, top_p, top_k, min_p, .. } = self;
-        Sampling { temperature, top_p, top_k, min_p }
+        SamplingParameters { temperature, top_p, top_k, min_p }
     }
 
     /// Returns these settings with other sampling, for samples that are not trained on. Routed experts are
     /// not kept.
-    fn sampled_by(&self, sampling: Sampling) -> Self {
-        let Sampling { temperature, top_p, top_k, min_p } = sampling;
+    fn with_sampling(&self, sampling: SamplingParameters) -> Self {
+        let SamplingParameters { temperature, top_p, top_k, min_p } = sampling;
         Self { temperature, top_p, top_k, min_p, keep_routes: false, ..self.clone() }
     }
 }

@@ -1,7 +1,7 @@
 //! The adapter of a run: the one of the model's folder, or a fresh one that the recipe asks for.
 
-use super::freeze::{matches, not_frozen};
-use super::memory::AdapterPart;
+use super::memory::AdapterInput;
+use super::trainable_flags::{adapter_trainable_flags, matches};
 use crate::model::adapter::{Lora, Owner, default_targets, is_adaptable};
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, parameter_specs};
@@ -29,7 +29,7 @@ impl RunAdapter {
     /// # Errors
     /// [`crate::error::BadInput`] when both exist and differ, when a pattern of `adapter.targets` matches no
     /// matrix that can have an adapter, or when no factor would be trainable.
-    pub(super) fn of(
+    pub(super) fn resolve(
         plan: &Plan,
         config: &Config,
         found: Option<&Lora>,
@@ -49,10 +49,10 @@ impl RunAdapter {
             return Err(plan.mistake("adapter", what).into());
         }
         let Some(lora) = found.cloned().or(asked) else { return Ok(None) };
-        let specs = lora.specs(&base)?;
+        let specs = lora.factor_specs(&base)?;
         let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|asked| !asked.cold_start);
         let after_cold_start = found.is_none() && trains_base_first && plan.recipe.cold_start.steps > 0;
-        let trainable = not_frozen(plan, &specs, if after_cold_start { &base } else { &[] })?;
+        let trainable = adapter_trainable_flags(plan, &specs, if after_cold_start { &base } else { &[] })?;
         Ok(Some(Self { lora, specs, trainable, after_cold_start }))
     }
 
@@ -61,19 +61,19 @@ impl RunAdapter {
     /// # Errors
     /// When `parameters` already has an adapter.
     pub fn attach(&self, parameters: &mut Parameters, seed: u64) -> Result<()> {
-        let start = self.lora.start(&parameters.specs, seed, Owner::Policy)?;
-        parameters.adapt(self.lora.clone(), start)
+        let start = self.lora.initial_values(&parameters.specs, seed, Owner::Policy)?;
+        parameters.attach_adapter(self.lora.clone(), start)
     }
 
     /// Returns the trainable flags of all tensors: the `base_tensors` of the base, which are frozen, then the
     /// factors.
-    pub fn trainable_of_all(&self, base_tensors: usize) -> Vec<bool> {
+    pub fn trainable_flags(&self, base_tensors: usize) -> Vec<bool> {
         [&vec![false; base_tensors][..], &self.trainable].concat()
     }
 
     /// Returns the adapter's part of the memory plan's input.
-    pub(super) fn part(&self) -> AdapterPart {
-        AdapterPart {
+    pub(super) fn adapter_input(&self) -> AdapterInput {
+        AdapterInput {
             specs: self.specs.clone(),
             trainable: self.trainable.clone(),
             after_cold_start: self.after_cold_start,

@@ -1,21 +1,21 @@
 //! The context of every command that runs a model.
 
 use super::adapter::RunAdapter;
-use super::family::foreign_keys;
-use super::memory::{Intent, available, least};
-use super::preflight::{Mistakes, Preflight};
+use super::family::unsupported_keys;
+use super::memory::{ModelCommand, available_memory, min_over_processes};
+use super::preflight::{ErrorList, Preflight};
 use super::source::{ModelSource, Placement, model_folder};
 use crate::bad_input;
 use crate::chat::Chat;
-use crate::checkpoint::Base;
-use crate::checkpoint::save::Companions;
+use crate::checkpoint::BaseModel;
+use crate::checkpoint::save::CompanionFiles;
 use crate::dist::Mesh;
-use crate::dist::RolloutWeights;
+use crate::dist::RolloutWeightPlacement;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
-use crate::learner::examples::Rendering;
+use crate::learner::examples::ConversationRenderer;
 use crate::metrics::Console;
-use crate::model::cache::CacheRoom;
+use crate::model::cache::CacheCapacity;
 use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::parameters::Parameters;
@@ -36,7 +36,7 @@ pub struct RunContext {
     /// The tokenizer and the chat format.
     pub chat: Chat,
     /// The tokenizer files and others that are copied into every checkpoint.
-    pub companions: Companions,
+    pub companions: CompanionFiles,
     pub model: Model,
     pub parameters: Parameters,
     /// Name of the device that computes.
@@ -44,9 +44,9 @@ pub struct RunContext {
     /// The memory plan as text.
     pub memory: String,
     /// Capacity of the GPU's KV cache.
-    pub room: CacheRoom,
+    pub room: CacheCapacity,
     /// How each process holds the weights while it samples.
-    pub rollout_weights: RolloutWeights,
+    pub rollout_weights: RolloutWeightPlacement,
     /// Trainable flags of the policy's parameters, from `train.freeze`.
     pub trainable: Vec<bool>,
     /// Trainable flags of the critic's parameters, from `critic.freeze`; `None` without a critic.
@@ -54,7 +54,7 @@ pub struct RunContext {
     /// The adapter that is trained, or that came with the model.
     pub adapter: Option<RunAdapter>,
     /// The adapter's base as checkpoints name it; `None` until a folder holds it.
-    pub base: Option<Base>,
+    pub base: Option<BaseModel>,
     pub task: Box<dyn Task>,
     /// The Python tool; `None` when the task does not use it.
     pub interpreter: Option<Box<dyn Interpreter>>,
@@ -68,25 +68,28 @@ impl RunContext {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
-    pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
-        Self::open_at(plan, intent, &Mesh::single(), None, console)
+    pub fn open(plan: Plan, intent: ModelCommand, console: &Console) -> Result<Self> {
+        Self::open_on_mesh(plan, intent, &Mesh::single(), None, console)
     }
 
     /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn open_at(
+    pub fn open_on_mesh(
         plan: Plan,
-        intent: Intent,
+        intent: ModelCommand,
         mesh: &Arc<Mesh>,
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
         // First the collective call, because the code below may fail on one process alone.
-        let available = least(mesh, available().map(|found| found.shared(mesh.ranks_on_host())))?;
-        let mut preflight = Preflight::open_at(plan, intent, mesh, checkpoint, console)?;
-        preflight.admit(available)?;
+        let available = min_over_processes(
+            mesh,
+            available_memory().map(|found| found.process_share(mesh.ranks_on_host())),
+        )?;
+        let mut preflight = Preflight::open_on_mesh(plan, intent, mesh, checkpoint, console)?;
+        preflight.check_memory(available)?;
         preflight.load(console)
     }
 
@@ -95,7 +98,7 @@ impl RunContext {
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.
     pub fn check_family(&self, plan: &Plan) -> Result<()> {
-        let mistakes = Mistakes(foreign_keys(plan, self.model.config.family));
+        let mistakes = ErrorList(unsupported_keys(plan, self.model.config.family));
         if mistakes.0.is_empty() { Ok(()) } else { Err(mistakes.into_error()) }
     }
 
@@ -105,8 +108,8 @@ impl RunContext {
     }
 
     /// Returns how conversations are rendered as supervised examples.
-    pub fn rendering(&self) -> Rendering<'_> {
-        Rendering {
+    pub fn renderer(&self) -> ConversationRenderer<'_> {
+        ConversationRenderer {
             chat: &self.chat,
             preamble: &self.preamble,
             context_tokens_max: self.model.context_tokens_max(),
@@ -120,8 +123,8 @@ impl RunContext {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder has no weights, or weights of another architecture.
-    pub fn weights_of(&self, folder: &Path, console: &Console) -> Result<Parameters> {
-        let source = ModelSource::from_folder(&model_folder(folder)?)?.held_for(self.recipe());
+    pub fn load_weights(&self, folder: &Path, console: &Console) -> Result<Parameters> {
+        let source = ModelSource::from_folder(&model_folder(folder)?)?.unpack_for_precision(self.recipe());
         let same = Config {
             max_position_embeddings: self.model.config.max_position_embeddings,
             ..source.config.clone()
@@ -132,7 +135,7 @@ impl RunContext {
                 folder.display()
             ));
         }
-        let streamed = available().is_some_and(|available| source.resident_bytes() > available.bytes);
+        let streamed = available_memory().is_some_and(|available| source.resident_bytes() > available.bytes);
         if streamed {
             console.print(&format!(
                 "warning: {}: each layer is read from disk when it is needed",
@@ -142,12 +145,12 @@ impl RunContext {
         let none_learns = vec![false; self.trainable.len()];
         let placement = if streamed { Placement::OnDisk } else { Placement::Replicated };
         let backend = (self.mesh(), &Device::Cpu);
-        source.parameters(self.recipe(), &none_learns, Intent::Eval, backend, placement, console)
+        source.parameters(self.recipe(), &none_learns, ModelCommand::Eval, backend, placement, console)
     }
 
     /// Returns the options of the training forward, as the ablations set them.
     pub fn training_forward(&self) -> ForwardOptions {
-        ForwardOptions::training(&self.recipe().arms, self.recipe().train.seed)
+        ForwardOptions::for_training(&self.recipe().arms, self.recipe().train.seed)
     }
 
     /// Returns `count` prompts of training step `step` (from 1), for the draw `round` (from 0) of that step.
@@ -167,27 +170,27 @@ impl RunContext {
     /// [`crate::error::BadInput`] when an ablation does not fit the model.
     pub fn rollout_policy(&self) -> Result<PolicyView<'_>> {
         let (arms, seed) = (&self.recipe().arms, self.recipe().train.seed);
-        PolicyView::of_processes(&self.model, &self.parameters, Some(arms), seed, self.rollout_weights)
+        PolicyView::across_processes(&self.model, &self.parameters, Some(arms), seed, self.rollout_weights)
     }
 
     /// Returns the policy without ablations, for evaluation.
     ///
     /// # Errors
     /// When a tensor is missing.
-    pub fn plain_policy(&self) -> Result<PolicyView<'_>> {
-        PolicyView::of_processes(&self.model, &self.parameters, None, 0, self.rollout_weights)
+    pub fn policy_without_ablations(&self) -> Result<PolicyView<'_>> {
+        PolicyView::across_processes(&self.model, &self.parameters, None, 0, self.rollout_weights)
     }
 
     /// Returns the plan of step `step`'s training rollout.
     pub fn training_rollout(&self, step: u64) -> RolloutPlan {
         let recipe = self.recipe();
-        RolloutPlan::training(&recipe.rollout, recipe.train.seed, step)
+        RolloutPlan::for_training(&recipe.rollout, recipe.train.seed, step)
     }
 
     /// Returns the plan of the evaluation after step `step`.
     pub fn evaluation_rollout(&self, step: u64) -> RolloutPlan {
         let recipe = self.recipe();
-        RolloutPlan::evaluation(&recipe.rollout, &recipe.eval, recipe.train.seed, step)
+        RolloutPlan::for_evaluation(&recipe.rollout, &recipe.eval, recipe.train.seed, step)
     }
 
     /// Returns a rollout of `policy` by `plan`.
@@ -214,7 +217,7 @@ impl RunContext {
     ///
     /// # Errors
     /// Those of [`Rollout::groups`], and when a rank does not answer in time.
-    pub fn groups(
+    pub fn sample_groups(
         &self,
         policy: &PolicyView,
         plan: &RolloutPlan,
@@ -226,21 +229,21 @@ impl RunContext {
         let (mesh, rollout) = (self.mesh(), self.rollout(policy, plan));
         let (rank, ranks) = (mesh.rank(), mesh.ranks());
         if ranks == 1 {
-            return rollout.groups(prompts, samples, progress, stop);
+            return rollout.sample_groups(prompts, samples, progress, stop);
         }
         let own = &prompts[prompts.len() * rank / ranks..prompts.len() * (rank + 1) / ranks];
-        let sampled = rollout.groups(own, samples, progress, stop)?;
+        let sampled = rollout.sample_groups(own, samples, progress, stop)?;
         let all: Vec<Option<Rollouts>> = mesh.all_gather_records("rollouts", &sampled)?;
-        Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::joined))
+        Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::concat))
     }
 
     /// Returns a message about dead workers of the Python tool, if any.
-    pub fn dead_workers(&self) -> Option<String> {
-        self.interpreter.as_ref()?.dead_workers()
+    pub fn dead_worker_warning(&self) -> Option<String> {
+        self.interpreter.as_ref()?.dead_worker_warning()
     }
 
     /// Describes the sandbox of the Python tool, for the run folder; `None` without a tool.
-    pub fn confinement(&self) -> Option<String> {
-        self.interpreter.as_ref().map(|i| i.confinement())
+    pub fn sandbox_description(&self) -> Option<String> {
+        self.interpreter.as_ref().map(|i| i.sandbox_description())
     }
 }

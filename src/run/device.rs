@@ -1,12 +1,12 @@
 //! The device of a command: what the recipe asks for, and whether a GPU can do it.
 
-use super::memory::Available;
+use super::memory::AvailableMemory;
 use super::source::precision;
 use crate::dist::Mesh;
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
-use crate::ops::cuda::{Gpu, gpu_count, usable};
+use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
 use crate::recipe::Plan;
 use candle_core::Device;
 
@@ -16,15 +16,15 @@ const HEAD_DIM: usize = 64;
 const VECTOR: usize = 8;
 
 /// The device of a command.
-pub struct ComputePlace {
+pub struct ComputeDevice {
     pub device: Device,
     /// Name of the device, for the console's header and the run folder.
     pub name: String,
     /// Free memory of the GPU; `None` on the CPU.
-    pub available: Option<Available>,
+    pub available: Option<AvailableMemory>,
 }
 
-impl ComputePlace {
+impl ComputeDevice {
     fn cpu() -> Self {
         Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
     }
@@ -34,8 +34,8 @@ impl ComputePlace {
         // A launcher may show each process only its own GPU.
         let place = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
         let index = plan.recipe.parallel.device_index + place;
-        let Gpu { device, name, free_bytes } = usable(index)?;
-        let available = Available { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
+        let Gpu { device, name, free_bytes } = open_gpu(index)?;
+        let available = AvailableMemory { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
         Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
     }
 }
@@ -50,9 +50,9 @@ pub(super) fn choose(
     config: &Config,
     mesh: &Mesh,
     streams: bool,
-) -> Result<ComputePlace, Vec<String>> {
+) -> Result<ComputeDevice, Vec<String>> {
     let place = device(plan, config, mesh, streams)?;
-    if place.device.is_cpu() && !precision(&plan.recipe).is_here() {
+    if place.device.is_cpu() && !precision(&plan.recipe).is_supported() {
         let what = "needs the instructions of AVX-512 BF16, which this processor lacks; write \"bf16\", which only \
                     rounds the weights, or \"f32\"";
         return Err(vec![plan.mistake("model.dtype", what.to_owned()).to_string()]);
@@ -61,10 +61,15 @@ pub(super) fn choose(
 }
 
 /// Chooses by the key `device` alone, without checking the processor's instructions.
-fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Result<ComputePlace, Vec<String>> {
+fn device(
+    plan: &mut Plan,
+    config: &Config,
+    mesh: &Mesh,
+    streams: bool,
+) -> Result<ComputeDevice, Vec<String>> {
     let asked = plan.recipe.device;
     if asked == DeviceKind::Cpu || (asked == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
-        return Ok(ComputePlace::cpu());
+        return Ok(ComputeDevice::cpu());
     }
     let mut found = unsuited(plan, config, mesh);
     if streams {
@@ -74,7 +79,7 @@ fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Resul
         plan.mistake(key, format!("{what}, or compute on the CPU with device = \"cpu\"")).to_string()
     };
     let found = match found.is_empty() {
-        true => match ComputePlace::gpu(plan, mesh) {
+        true => match ComputeDevice::gpu(plan, mesh) {
             Ok(place) => return Ok(place),
             Err(error) => {
                 // Later lines may be a backtrace.
@@ -89,7 +94,7 @@ fn device(plan: &mut Plan, config: &Config, mesh: &Mesh, streams: bool) -> Resul
         return Err(found);
     }
     plan.warnings.push(format!("the CPU computes: {}", found.join("; ")));
-    Ok(ComputePlace::cpu())
+    Ok(ComputeDevice::cpu())
 }
 
 /// Lists what a GPU cannot do: pairs of a recipe key and the value to write there.
@@ -142,11 +147,11 @@ fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, Str
         if parallel.sequence > 1 {
             found.push(("parallel.sequence", "GPUs have no sequence parallelism yet; write 1".to_owned()));
         }
-        if parallel.rollout_weights == RolloutWeights::ByExpert {
+        if parallel.rollout_weights == RolloutWeightPlacement::ByExpert {
             let what = "each GPU samples with all weights; write \"whole\"";
             found.push(("parallel.rollout_weights", what.to_owned()));
         }
-        if parallel.packed_weights == PackedWeights::Sharded {
+        if parallel.packed_weights == PackedWeightPlacement::Sharded {
             let what = "each GPU holds all packed weights; write \"whole\"";
             found.push(("parallel.packed_weights", what.to_owned()));
         }

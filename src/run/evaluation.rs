@@ -10,11 +10,11 @@ use anyhow::Result;
 
 /// The result of an evaluation, one entry per validation set.
 pub struct Evaluation {
-    pub sets: Vec<SetResult>,
+    pub sets: Vec<ValidationResult>,
 }
 
 /// The samples of one validation set.
-pub struct SetResult {
+pub struct ValidationResult {
     pub name: String,
     /// The k of mean@k.
     pub samples: usize,
@@ -44,24 +44,24 @@ pub fn evaluate(
 ) -> Result<Option<Evaluation>> {
     let samples = context.recipe().eval.samples;
     let plan = context.evaluation_rollout(step);
-    let policy = context.plain_policy()?;
+    let policy = context.policy_without_ablations()?;
     let mut sets = vec![];
-    for (set, prompts) in prompts(context) {
+    for (set, prompts) in validation_prompts(context) {
         let inner = console.inner_stage("evaluation", (prompts.len() * samples) as u64);
-        let progress = RolloutProgress::shown_by(&inner);
-        let rollouts = context.groups(&policy, &plan, &prompts, samples, &progress, stop)?;
+        let progress = RolloutProgress::show_on(&inner);
+        let rollouts = context.sample_groups(&policy, &plan, &prompts, samples, &progress, stop)?;
         inner.finish();
         let Some(rollouts) = rollouts else { return Ok(None) };
         let mut rows = rollouts.rows(Phase::Eval);
         let groups = prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect();
-        sets.push(SetResult::new(context, set, &prompts, groups));
+        sets.push(ValidationResult::new(context, set, &prompts, groups));
     }
     Ok(Some(Evaluation { sets }))
 }
 
 /// Returns the problems to evaluate, per validation set. A prompt's index does not depend on
 /// `eval.problems_max`.
-pub fn prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
+pub fn validation_prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
     let (mut first, mut sets) = (0, vec![]);
     for set in context.task.validation_sets() {
         let kept = set.problems.iter().take(context.recipe().eval.problems_max).cloned().zip(first..);
@@ -71,7 +71,7 @@ pub fn prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
     sets
 }
 
-impl SetResult {
+impl ValidationResult {
     /// Builds the result from each prompt's rows.
     pub fn new(
         context: &RunContext,
@@ -83,7 +83,7 @@ impl SetResult {
         let problem = |(prompt, rows): (&Prompt, Vec<TrajectoryRow>)| {
             let given = context.preamble.len() + prompt.problem.messages.len();
             let samples: Vec<Sample> = rows.iter().map(|row| sample(context, row, given)).collect();
-            let votes = accuracy::votes(context.task.as_ref(), &samples);
+            let votes = accuracy::count_votes(context.task.as_ref(), &samples);
             ProblemResult { id: prompt.problem.id.clone(), rows, samples, votes }
         };
         Self {
@@ -97,7 +97,7 @@ impl SetResult {
     /// Returns mean@k, each requested pass@k, and maj@k when k > 1, each as a name and an estimate.
     pub fn estimates(&self) -> Vec<(String, Estimate)> {
         let over = |value: &dyn Fn(&ProblemResult) -> f64| {
-            Estimate::by_problem(&self.problems.iter().map(value).collect::<Vec<_>>())
+            Estimate::from_problems(&self.problems.iter().map(value).collect::<Vec<_>>())
         };
         let k = self.samples;
         let mut estimates = vec![(format!("mean@{k}"), over(&|p| accuracy::mean(&p.samples)))];
@@ -151,15 +151,16 @@ impl Evaluation {
 
     /// Returns one line for the console.
     pub fn summary(&self) -> String {
-        let text = |set: &SetResult, (measure, e): (String, Estimate)| {
+        let text = |set: &ValidationResult, (measure, e): (String, Estimate)| {
             format!("{} {:.3} (95% {:.3} to {:.3})", set.key(&measure), e.mean, e.low, e.high)
         };
-        let line = |set: &SetResult| set.estimates().into_iter().map(|e| text(set, e)).collect::<Vec<_>>();
+        let line =
+            |set: &ValidationResult| set.estimates().into_iter().map(|e| text(set, e)).collect::<Vec<_>>();
         self.sets.iter().flat_map(line).collect::<Vec<_>>().join(", ")
     }
 
     /// Iterates over all sampled conversations.
     pub fn rows(&self) -> impl Iterator<Item = TrajectoryRow> {
-        self.sets.iter().flat_map(SetResult::rows).cloned()
+        self.sets.iter().flat_map(ValidationResult::rows).cloned()
     }
 }

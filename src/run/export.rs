@@ -5,7 +5,7 @@ use super::source::ModelSource;
 use crate::atomic_file::replace_folder;
 use crate::bad_input;
 use crate::checkpoint::gguf::{self, GgufForm, GgufTokenizer};
-use crate::checkpoint::merge::merged;
+use crate::checkpoint::merge::merge;
 use crate::checkpoint::peft;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::integrity::Manifest;
@@ -15,14 +15,14 @@ use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Console;
 use crate::model::parameters::Parameters;
 use crate::recipe::Recipe;
-use crate::rollout::stored;
+use crate::rollout::trajectory_file;
 use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Change of log-probabilities by rounding to the saved dtype.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RoundingCost {
+pub struct RoundingError {
     /// Number of sampled tokens compared.
     pub tokens: usize,
     /// Largest change of a log-probability, in nats; `mean` is the average over tokens.
@@ -62,13 +62,13 @@ fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or its base is not the one it was trained on.
-pub fn adapter(recipe: &Recipe, out: &Path) -> Result<()> {
+pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     let source = ModelSource::open(recipe)?;
     let Some(adapter) = &source.adapter else { return Err(without_adapter(recipe)) };
     let base = source.base()?.context("an adapter without a base")?;
     let specs = source.specs();
-    let names = adapter.lora.specs(&specs)?.into_iter().map(|spec| spec.name);
-    let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.values(&specs)?).collect();
+    let names = adapter.lora.factor_specs(&specs)?.into_iter().map(|spec| spec.name);
+    let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs)?).collect();
     write_folder(out, |aside| {
         let mut manifest = Manifest::default();
         peft::write(aside, &mut manifest, (&adapter.lora, &specs), &base, |name| {
@@ -83,12 +83,12 @@ pub fn adapter(recipe: &Recipe, out: &Path) -> Result<()> {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or when the dtype cannot hold the model.
-pub fn merged_model(
+pub fn export_merged_model(
     context: &RunContext,
     trajectories: Option<&Path>,
     out: &Path,
     console: &Console,
-) -> Result<Option<RoundingCost>> {
+) -> Result<Option<RoundingError>> {
     let recipe = context.recipe();
     let parameters = &context.parameters;
     if parameters.adapter().is_none() {
@@ -98,11 +98,11 @@ pub fn merged_model(
     write_folder(out, |aside| {
         let config = &context.model.config;
         let manifest =
-            save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| merged(parameters, spec))?;
+            save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| merge(parameters, spec))?;
         manifest.write(aside)
     })?;
     let Some(file) = trajectories else { return Ok(None) };
-    let sequences: Vec<Sequence> = stored::read(file, false)?
+    let sequences: Vec<Sequence> = trajectory_file::read(file, false)?
         .0
         .into_iter()
         .map(|row| Sequence { tokens: row.trajectory.tokens, mask: row.trajectory.mask })
@@ -120,11 +120,11 @@ pub fn merged_model(
         Ok(found.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
     };
     let before = log_probs(parameters)?;
-    let after = log_probs(&context.weights_of(out, console)?)?;
+    let after = log_probs(&context.load_weights(out, console)?)?;
     let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     let (sum, largest) =
         changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)));
-    Ok(Some(RoundingCost { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
+    Ok(Some(RoundingError { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
 }
 
 /// Writes the model of `context` to the GGUF file `out`. An adapter is merged only if `merges`.
@@ -147,7 +147,7 @@ pub fn gguf_file(context: &RunContext, form: GgufForm, merges: bool, out: &Path)
     let json = context.chat.vocabulary().json_bytes();
     let template = context.companions.template().unwrap_or_else(|| context.chat.jinja().to_owned());
     let tokenizer = GgufTokenizer { json, template: &template };
-    gguf::write(out, &context.model.config, form, tokenizer, |spec| merged(parameters, spec))
+    gguf::write(out, &context.model.config, form, tokenizer, |spec| merge(parameters, spec))
 }
 
 /// Returns the newest file of trajectories, of training if any, else of evaluations.

@@ -1,18 +1,18 @@
 //! Refuses recipe keys that the model's family does not have, instead of ignoring them.
 
 use crate::chat::Format;
-use crate::dist::RolloutWeights;
-use crate::model::config::Form;
+use crate::dist::RolloutWeightPlacement;
+use crate::model::config::WeightFormat;
 use crate::model::families::Family;
 use crate::model::init::InitSettings;
 use crate::model::settings::Architecture;
 use crate::policy::RouterReplay;
 use crate::recipe::Plan;
-use crate::rollout::PreambleSettings;
+use crate::rollout::SystemPromptSettings;
 use crate::settings::Choice;
 
 /// Returns a mistake for each such key, with place and remedy.
-pub(super) fn foreign_keys(plan: &Plan, family: Family) -> Vec<String> {
+pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut found = vec![];
     if !family.has_sinks {
@@ -80,18 +80,18 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
             ("arms.router_noise_rollout", arms.router_noise_rollout > 0.0),
             ("arms.router_noise_train", arms.router_noise_train > 0.0),
             ("arms.rollout_mxfp4", arms.rollout_mxfp4),
-            ("parallel.rollout_weights", recipe.parallel.rollout_weights == RolloutWeights::ByExpert),
+            ("parallel.rollout_weights", recipe.parallel.rollout_weights == RolloutWeightPlacement::ByExpert),
             ("cold_start.load_balance_coefficient", recipe.cold_start.load_balance_coefficient > 0.0),
             ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
             ("rollout.keep_routes", recipe.rollout.keep_routes),
             ("policy.router_replay", recipe.policy.router_replay != RouterReplay::None),
-            ("checkpoint.dtype", recipe.checkpoint.dtype == Form::Mxfp4),
+            ("checkpoint.dtype", recipe.checkpoint.dtype == WeightFormat::Mxfp4),
         ],
         "it has no experts and no router",
     )
 }
 
-fn harmony(harmony: &PreambleSettings) -> Vec<Foreign> {
+fn harmony(harmony: &SystemPromptSettings) -> Vec<Foreign> {
     let mut found = set(
         [
             ("harmony.knowledge_cutoff", harmony.knowledge_cutoff.is_some()),

@@ -1,8 +1,8 @@
 //! The facts of a run: the header on the console, and `model.json` for the report page.
 
 use super::context::RunContext;
-use super::evaluation::prompts;
-use super::memory::Intent;
+use super::evaluation::validation_prompts;
+use super::memory::ModelCommand;
 use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
 use crate::metrics::format_number;
@@ -34,23 +34,24 @@ pub fn model(context: &RunContext) -> Value {
 }
 
 /// Returns the header's line about the work to do, as label and text.
-fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
+fn work(context: &RunContext, intent: ModelCommand) -> (&'static str, String) {
     let recipe = context.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
     let sampled = format!("{prompts_per_step} prompts × {samples_per_prompt}");
     match intent {
-        Intent::Train => {
+        ModelCommand::Train => {
             let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
             let whole = |steps: u64| format_number(steps as f64);
             let cold =
                 if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
             ("steps", format!("{cold}{} of reinforcement learning, {sampled} samples each", whole(train)))
         }
-        Intent::Eval => {
-            let problems: usize = prompts(context).iter().map(|(_, problems)| problems.len()).sum();
+        ModelCommand::Eval => {
+            let problems: usize =
+                validation_prompts(context).iter().map(|(_, problems)| problems.len()).sum();
             ("sampled", format!("{problems} held-out problems × {}", recipe.eval.samples))
         }
-        Intent::Rollout | Intent::Chat | Intent::CheckMismatch(_) => {
+        ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => {
             ("sampled", format!("{sampled}, as in one step of training"))
         }
     }
@@ -58,12 +59,12 @@ fn work(context: &RunContext, intent: Intent) -> (&'static str, String) {
 
 /// Returns the lines of the console header: model, task, work, device, threads, folder, and the sandbox if
 /// any.
-pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String> {
+pub fn lines(context: &RunContext, intent: ModelCommand, folder: &Path) -> Vec<String> {
     let (recipe, facts) = (context.recipe(), model(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
     let learning = match number("learning") {
-        _ if !intent.learns() => String::new(),
+        _ if !intent.trains() => String::new(),
         _ if !recipe.trains() => ", none trainable".to_owned(),
         all if all == number("parameters") => ", all trainable".to_owned(),
         some => format!(", {} trainable", format_number(some)),
@@ -72,7 +73,7 @@ pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String>
     let (layers, parameters) = (format_number(number("layers")), format_number(number("parameters")));
     let tool = match (&context.interpreter, recipe.interpreter.kind) {
         (None, _) => "",
-        (Some(_), InterpreterKind::Embedded) => ", with the embedded Python tool",
+        (Some(_), InterpreterKind::EmbeddedInterpreter) => ", with the embedded Python tool",
         (Some(_), InterpreterKind::CPython) => ", with the machine's Python as its tool",
     };
     let (mesh, threads) = (context.mesh(), context.threads.count());
@@ -92,7 +93,7 @@ pub fn lines(context: &RunContext, intent: Intent, folder: &Path) -> Vec<String>
         ("folder", folder.display().to_string()),
     ];
     // Every command that may run generated code shows the sandbox.
-    let confinement = context.confinement().map(|confinement| ("sandbox", confinement));
+    let confinement = context.sandbox_description().map(|confinement| ("sandbox", confinement));
     head.into_iter().chain(confinement).map(|(what, text)| format!("{what:<8} {text}")).collect()
 }
 

@@ -2,20 +2,20 @@
 
 pub mod adapter;
 pub mod causes;
-pub mod collect;
 pub mod context;
 mod device;
 pub mod evaluation;
 pub mod export;
 mod family;
-mod freeze;
 pub mod header;
-mod links;
 pub mod memory;
 pub mod preflight;
 pub mod processes;
 pub mod run_folder;
+pub mod sampling_folder;
 pub mod signals;
 pub mod sizing;
 pub mod source;
+mod symlinks;
+mod trainable_flags;
 pub mod trust;

@@ -12,8 +12,8 @@ use std::time::Duration;
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the degree does not divide the number of processes.
-pub fn follow(mesh: &Mesh, plan: &Plan) -> Result<()> {
-    mesh.set_limit(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
+pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
+    mesh.set_timeout(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
     let sequence = plan.recipe.parallel.sequence;
     if !mesh.ranks().is_multiple_of(sequence) {
         let processes = match mesh.ranks() {
@@ -34,7 +34,7 @@ pub fn follow(mesh: &Mesh, plan: &Plan) -> Result<()> {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] on every process, with the same message.
-pub fn check_alike(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str) -> Result<()> {
+pub fn check_agreement(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str) -> Result<()> {
     if mesh.ranks() == 1 {
         return Ok(());
     }

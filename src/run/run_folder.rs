@@ -1,11 +1,11 @@
 //! The folder of a run: recipe, metrics, trajectories and lock.
 
-use super::collect::MARKER_FILE;
-use super::links::refuse_links;
+use super::sampling_folder::MARKER_FILE;
+use super::symlinks::refuse_symlinks;
 use super::trust::{PROGRAMS_FILE, approve};
 use crate::atomic_file::write_file;
 use crate::bad_input;
-use crate::checkpoint::peft::holds_adapter;
+use crate::checkpoint::peft::is_adapter_folder;
 use crate::checkpoint::{self, ResumePoint, TrainerState};
 use crate::integrity::add_checksum;
 use crate::learner::{OptimizerSettings, Schedule};
@@ -53,7 +53,7 @@ impl RunFolder {
     /// # Errors
     /// [`crate::error::BadInput`] when it does.
     pub fn refuse_existing(path: &Path) -> Result<()> {
-        if !holds_run(path) {
+        if !contains_run(path) {
             return Ok(());
         }
         Err(bad_input!(
@@ -63,7 +63,7 @@ impl RunFolder {
     }
 
     /// Returns the folder for a rank other than 0, which reads and writes nothing.
-    pub fn follow(path: &Path) -> Self {
+    pub fn for_other_rank(path: &Path) -> Self {
         Self { path: path.to_owned(), files: None }
     }
 
@@ -102,7 +102,7 @@ impl RunFolder {
                 path.display()
             ));
         }
-        checkpoint::clear_partial(path)?;
+        checkpoint::remove_partial_checkpoints(path)?;
         // A kill may have left one old checkpoint too many.
         checkpoint::prune(path, plan.recipe.checkpoint.keep)?;
         let file = path.join("metrics.jsonl");
@@ -164,8 +164,8 @@ impl RunFolder {
 
     /// Returns the error that the folder was moved or removed, if it was, else the `error` of the failed
     /// write.
-    pub fn moved_or(&self, error: anyhow::Error) -> anyhow::Error {
-        let gone = self.files.as_ref().map(|files| files.metrics.check_in_place());
+    pub fn explain_write_error(&self, error: anyhow::Error) -> anyhow::Error {
+        let gone = self.files.as_ref().map(|files| files.metrics.check_path());
         gone.and_then(Result::err).unwrap_or(error)
     }
 
@@ -175,13 +175,13 @@ impl RunFolder {
     /// When the disk cannot be written.
     pub fn write_trajectories(&self, name: &str, rows: impl Iterator<Item = TrajectoryRow>) -> Result<()> {
         let Some(files) = &self.files else { return Ok(()) };
-        files.metrics.check_in_place()?;
+        files.metrics.check_path()?;
         write_trajectories(&self.path.join("trajectories"), name, rows)
     }
 
     /// Returns a warning if the disk has no space for two checkpoints of `bytes`. A new checkpoint is written
     /// before an old one is removed.
-    pub fn lacks_space(&self, bytes: u64) -> Option<String> {
+    pub fn disk_space_warning(&self, bytes: u64) -> Option<String> {
         let about = rustix::fs::statvfs(&self.path).ok()?;
         let free = about.f_bavail.saturating_mul(about.f_frsize);
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
@@ -207,7 +207,7 @@ impl RunFolder {
     }
 
     /// Returns the device on which the run in `path` last computed, as [`super::context::RunContext::place`].
-    pub fn place_before(path: &Path) -> Option<String> {
+    pub fn previous_device(path: &Path) -> Option<String> {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
         let model: serde_json::Value = serde_json::from_str(&text).ok()?;
         model["device"].as_str().map(str::to_owned)
@@ -217,7 +217,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// When the disk cannot be written.
-    pub fn write_confinement(&self, confinement: &str) -> Result<()> {
+    pub fn write_sandbox_description(&self, confinement: &str) -> Result<()> {
         if self.files.is_none() {
             return Ok(());
         }
@@ -247,7 +247,7 @@ pub fn write_trajectories(
     write().with_context(|| format!("writing {}", file.display()))
 }
 
-pub fn holds_run(path: &Path) -> bool {
+pub fn contains_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
@@ -257,7 +257,7 @@ pub fn holds_run(path: &Path) -> bool {
 /// # Errors
 /// [`crate::error::BadInput`] for either.
 pub fn lock(path: &Path) -> Result<File> {
-    refuse_links(path)?;
+    refuse_symlinks(path)?;
     let file = path.join(".lock");
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW);
@@ -282,7 +282,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
         return Ok(None);
     }
     // An adapter's base may have moved. Its digest identifies it.
-    let adapted = checkpoint::newest_folder(path)?.is_some_and(|newest| holds_adapter(&newest));
+    let adapted = checkpoint::newest_folder(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| adapted);
     let moved: Vec<String> = base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
     let stored = RecipeSource::Run(path.to_owned()).resolve(&moved)?;
@@ -304,7 +304,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
 /// [`crate::error::BadInput`] when there is no run, it is damaged, its recipe differs in a key that may not
 /// change, or more steps are done than `plan` has.
 pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
-    if !holds_run(path) {
+    if !contains_run(path) {
         return Err(bad_input!(
             "{}: holds no run to resume; start it without --resume, or with --resume=auto",
             path.display()
@@ -312,7 +312,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     }
     let stored = stored_plan(path, plan)?;
     let steps = plan.recipe.train.steps;
-    let Some(point) = checkpoint::newest(path)? else {
+    let Some(point) = checkpoint::newest_intact_checkpoint(path)? else {
         let line = format!("resuming {}: it has no checkpoint yet, so from the start", path.display());
         return Ok((vec![line], None));
     };
@@ -392,8 +392,8 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let plan = resolve(Path::new("a.toml"), "[logging]\ntensorboard = false\n", &[]).unwrap();
         let run = RunFolder::create(&place.path().join("run"), &plan).unwrap();
-        assert_eq!(run.lacks_space(0), None);
-        let lack = run.lacks_space(u64::MAX / 2).expect("no disk has as much");
+        assert_eq!(run.disk_space_warning(0), None);
+        let lack = run.disk_space_warning(u64::MAX / 2).expect("no disk has as much");
         assert!(lack.contains("MiB are free") && lack.contains("make room"), "{lack}");
     }
 }

@@ -17,7 +17,7 @@ const REPETITION_MAX: Duration = Duration::from_secs(1);
 
 /// A flag that a signal sets to request a stop.
 #[derive(Clone)]
-pub struct Stop(Arc<Request>);
+pub struct StopFlag(Arc<Request>);
 
 #[derive(Default)]
 struct Request {
@@ -26,7 +26,7 @@ struct Request {
     notice: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
-impl Stop {
+impl StopFlag {
     /// Starts to listen for signals.
     ///
     /// # Errors
@@ -63,11 +63,11 @@ impl Stop {
     ///
     /// # Errors
     /// When the system refuses a thread.
-    pub fn tell(&self, notice: impl FnOnce() + Send + 'static) -> Result<()> {
+    pub fn on_request(&self, notice: impl FnOnce() + Send + 'static) -> Result<()> {
         *self.0.notice.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(notice));
         let stop = self.clone();
         let wait = move || {
-            while !stop.asked() {
+            while !stop.is_requested() {
                 std::thread::sleep(POLL);
             }
         };
@@ -76,7 +76,7 @@ impl Stop {
     }
 
     /// Returns true after the first signal, and after the notice.
-    pub fn asked(&self) -> bool {
+    pub fn is_requested(&self) -> bool {
         let asked = self.0.asked.load(Ordering::Relaxed);
         if asked {
             // A short step ends before the waiting thread wakes. The lock is held until the notice is

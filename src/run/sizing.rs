@@ -1,6 +1,6 @@
 //! Sizes of a recipe for a model and this machine: what fits its memory and takes minutes a step.
 
-use super::memory::{Intent, MemoryPlan, available, gigabytes};
+use super::memory::{MemoryPlan, ModelCommand, available_memory, gigabytes};
 use super::preflight::Preflight;
 use crate::metrics::Console;
 use crate::recipe::{KeyScope, Plan, RecipeSource, resolve_for};
@@ -40,11 +40,11 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     let plan = source.resolve_for(KeyScope::Export, sets)?;
     let (threads, parameters) = {
         let preflight = preflight(&plan, &[])?;
-        let subject = preflight.subject();
+        let subject = preflight.plan_input();
         let parameters: usize = preflight.source.specs().iter().map(|spec| spec.element_count()).sum();
         (subject.threads, parameters as f64)
     };
-    let free = available();
+    let free = available_memory();
     let machine = match &free {
         Some(free) => format!("{threads} threads and {} {}", gigabytes(free.bytes), free.bound),
         None => format!("{threads} threads"),
@@ -94,9 +94,9 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
 fn preflight(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<Preflight> {
     let sets: Vec<String> = changes.iter().map(|(key, value, _)| format!("{key}={value}")).collect();
     let plan = resolve_for(KeyScope::Export, Path::new("recipe.toml"), &plan.to_toml(), &sets)?;
-    Preflight::open(plan, Intent::Train, &Console::silent())
+    Preflight::open(plan, ModelCommand::Train, &Console::silent())
 }
 
 fn peak_of(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<f64> {
-    Ok(MemoryPlan::new(&preflight(plan, changes)?.subject()).peak_bytes() as f64)
+    Ok(MemoryPlan::new(&preflight(plan, changes)?.plan_input()).peak_bytes() as f64)
 }

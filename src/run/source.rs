@@ -1,29 +1,29 @@
 //! Sources of a model: a folder, an adapter with its base, or the recipe's own architecture. Opening reads
 //! headers only.
 
-use super::memory::Intent;
+use super::memory::ModelCommand;
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::checkpoint;
-use crate::checkpoint::Base;
+use crate::checkpoint::BaseModel;
 use crate::checkpoint::gguf::{GgufModel, is_gguf};
-use crate::checkpoint::load::{ModelFolder, weights_present};
-use crate::checkpoint::peft::{AdapterFolder, base_of, holds_adapter};
-use crate::checkpoint::save::Companions;
+use crate::checkpoint::load::{ModelFolder, has_weights};
+use crate::checkpoint::peft::{AdapterFolder, is_adapter_folder, read_base};
+use crate::checkpoint::save::CompanionFiles;
 use crate::dist::Mesh;
 use crate::error::shell_quote;
 use crate::metrics::{Console, Phase};
-use crate::model::config::{Config, Form, Rope};
+use crate::model::config::{Config, Rope, WeightFormat};
 use crate::model::init::{InitSettings, init};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::{Backend, Parameters};
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::{Architecture, Dtype, ModelSettings, Tokenizer};
-use crate::model::storage::Stored;
+use crate::model::storage::TensorStorage;
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
-use crate::recipe::{Plan, Recipe, RecipeSource, set_key};
+use crate::recipe::{Plan, Recipe, RecipeSource, override_key};
 use anyhow::{Result, bail};
 use candle_core::Device;
 use half::bf16;
@@ -37,7 +37,7 @@ const SHOWN_MEGABYTES: u64 = 256;
 pub(super) struct ModelSource {
     pub(super) config: Config,
     pub(super) chat: Chat,
-    pub(super) companions: Companions,
+    pub(super) companions: CompanionFiles,
     /// The files of weights; `None` for random weights.
     pub(super) weights: Option<Arc<ModelFolder>>,
     /// The folder if it lacks weights, for a warning.
@@ -45,7 +45,7 @@ pub(super) struct ModelSource {
     /// The GGUF file if its chat template is not the family's, for a warning.
     pub(super) foreign_template: Option<PathBuf>,
     /// The storage format of each tensor; f32 for random weights.
-    pub(super) forms: Vec<Form>,
+    pub(super) forms: Vec<WeightFormat>,
     /// The folder of the weights.
     pub(super) folder: Option<PathBuf>,
     /// The adapter on these weights.
@@ -65,18 +65,18 @@ pub(super) enum Placement {
 
 impl ModelSource {
     pub(super) fn open(recipe: &Recipe) -> Result<Self> {
-        Ok(Self::open_as_stored(recipe)?.held_for(recipe))
+        Ok(Self::open_without_unpacking(recipe)?.unpack_for_precision(recipe))
     }
 
     /// Marks all tensors as unpacked if the recipe multiplies in bf16, because packed products are in f32.
-    pub(super) fn held_for(mut self, recipe: &Recipe) -> Self {
+    pub(super) fn unpack_for_precision(mut self, recipe: &Recipe) -> Self {
         if precision(recipe) == Precision::Bf16Dot {
-            self.forms.fill(Form::F32);
+            self.forms.fill(WeightFormat::F32);
         }
         self
     }
 
-    fn open_as_stored(recipe: &Recipe) -> Result<Self> {
+    fn open_without_unpacking(recipe: &Recipe) -> Result<Self> {
         match (&recipe.model.path, &recipe.model.architecture) {
             (Some(path), _) => match &recipe.model.adapter {
                 Some(adapter) => {
@@ -86,8 +86,8 @@ impl ModelSource {
             },
             (None, Some(architecture)) => {
                 let family = architecture.model_type;
-                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
-                    Tokenizer::Embedded => family.chat.embedded()?,
+                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::EmbeddedInterpreter) {
+                    Tokenizer::EmbeddedInterpreter => family.chat.read_embedded()?,
                     Tokenizer::Path(path) if path.is_dir() => {
                         family.chat.read(&path.join("tokenizer.json"))?
                     }
@@ -95,8 +95,8 @@ impl ModelSource {
                 };
                 let config = config_of(architecture, &chat);
                 config.check()?;
-                let companions = Companions::of(&chat);
-                let forms = vec![Form::F32; parameter_specs(&config).len()];
+                let companions = CompanionFiles::from_chat(&chat);
+                let forms = vec![WeightFormat::F32; parameter_specs(&config).len()];
                 Ok(Self {
                     config,
                     chat,
@@ -115,7 +115,7 @@ impl ModelSource {
 
     /// Opens the model in `folder`, either a base, or an adapter that names its base.
     pub(super) fn from_folder(folder: &Path) -> Result<Self> {
-        match holds_adapter(folder) {
+        match is_adapter_folder(folder) {
             true => Self::from_adapter(folder, None),
             false => Self::from_base(folder),
         }
@@ -123,7 +123,7 @@ impl ModelSource {
 
     /// Opens the adapter in `folder` on its base. The base may also be at `named`.
     pub(super) fn from_adapter(folder: &Path, named: Option<&Path>) -> Result<Self> {
-        let Some(base) = base_of(folder)? else {
+        let Some(base) = read_base(folder)? else {
             return Err(bad_input!(
                 "{}: this adapter does not say which base it was trained on; name both: --set model.path=BASE --set model.adapter={}",
                 folder.display(),
@@ -131,17 +131,17 @@ impl ModelSource {
             ));
         };
         let mut source = Self::from_base(&base.find(folder, named)?)?;
-        checkpoint::sound(folder)?;
+        checkpoint::verify_folder(folder)?;
         source.adapter = Some(AdapterFolder::open(folder, &source.specs())?);
         Ok(source)
     }
 
     /// Adds the adapter in `folder`. It must match by shapes and, if it names one, by its base's digest.
     fn with_adapter(mut self, folder: &Path) -> Result<Self> {
-        checkpoint::sound(folder)?;
+        checkpoint::verify_folder(folder)?;
         let adapter = AdapterFolder::open(folder, &self.specs())?;
         if let (Some(wanted), Some(own)) = (&adapter.base, &self.folder)
-            && Base::of(own)?.digest != wanted.digest
+            && BaseModel::of(own)?.digest != wanted.digest
         {
             return Err(bad_input!(
                 "model.adapter: {} was trained on another base than {}: their weights or configs differ; name the base that it \
@@ -156,18 +156,18 @@ impl ModelSource {
     }
 
     /// Returns the base as a checkpoint names it; `None` if no folder holds it.
-    pub(super) fn base(&self) -> Result<Option<Base>> {
+    pub(super) fn base(&self) -> Result<Option<BaseModel>> {
         match (&self.adapter, &self.folder, &self.weights) {
             (Some(AdapterFolder { base: Some(base), .. }), Some(folder), _) => {
-                Ok(Some(Base { path: folder.clone(), digest: base.digest.clone() }))
+                Ok(Some(BaseModel { path: folder.clone(), digest: base.digest.clone() }))
             }
-            (_, Some(folder), Some(_)) => Base::of(folder).map(Some),
+            (_, Some(folder), Some(_)) => BaseModel::of(folder).map(Some),
             _ => Ok(None),
         }
     }
 
     fn from_base(folder: &Path) -> Result<Self> {
-        if holds_adapter(folder) {
+        if is_adapter_folder(folder) {
             return Err(bad_input!(
                 "{}: is an adapter, which cannot be the base of another; name its base, or remove model.adapter",
                 folder.display()
@@ -176,7 +176,7 @@ impl ModelSource {
         if is_gguf(folder) {
             return Self::from_gguf(folder);
         }
-        checkpoint::sound(folder)?;
+        checkpoint::verify_folder(folder)?;
         let config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
         let chat = config.family.chat.read(&file)?;
@@ -188,14 +188,14 @@ impl ModelSource {
                 config.vocab_size
             ));
         }
-        let companions = Companions::read(folder, &chat)?;
+        let companions = CompanionFiles::read(folder, &chat)?;
         let specs = parameter_specs(&config);
-        let (weights, lacks_weights, forms) = if weights_present(folder) {
+        let (weights, lacks_weights, forms) = if has_weights(folder) {
             let weights = ModelFolder::open(folder, &config)?;
-            let forms = specs.iter().map(|spec| weights.form_of(spec)).collect();
+            let forms = specs.iter().map(|spec| weights.format_of(spec)).collect();
             (Some(Arc::new(weights)), None, forms)
         } else {
-            (None, Some(folder.to_owned()), vec![Form::F32; specs.len()])
+            (None, Some(folder.to_owned()), vec![WeightFormat::F32; specs.len()])
         };
         let folder = Some(std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()));
         Ok(Self {
@@ -225,9 +225,9 @@ impl ModelSource {
         }
         let foreign_template = template.as_deref().is_some_and(|template| !chat.renders_as(template));
         let weights = ModelFolder::of_gguf(path, weights);
-        let forms = parameter_specs(&config).iter().map(|spec| weights.form_of(spec)).collect();
+        let forms = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
         Ok(Self {
-            companions: Companions::of_gguf(&chat, template),
+            companions: CompanionFiles::of_gguf(&chat, template),
             config,
             chat,
             weights: Some(Arc::new(weights)),
@@ -253,7 +253,7 @@ impl ModelSource {
         &self,
         recipe: &Recipe,
         trainable: &[bool],
-        intent: Intent,
+        intent: ModelCommand,
         (mesh, device): (&Arc<Mesh>, &Device),
         placement: Placement,
         console: &Console,
@@ -261,7 +261,7 @@ impl ModelSource {
         let backend = Backend { device: device.clone(), mesh: mesh.clone(), precision: precision(recipe) };
         let mut parameters = self.base_parameters(recipe, trainable, intent, &backend, placement, console)?;
         if let Some(adapter) = &self.adapter {
-            parameters.adapt(adapter.lora.clone(), adapter.values(&self.specs())?)?;
+            parameters.attach_adapter(adapter.lora.clone(), adapter.read_values(&self.specs())?)?;
         }
         Ok(parameters)
     }
@@ -271,7 +271,7 @@ impl ModelSource {
         &self,
         recipe: &Recipe,
         trainable: &[bool],
-        intent: Intent,
+        intent: ModelCommand,
         backend: &Backend,
         placement: Placement,
         console: &Console,
@@ -291,21 +291,21 @@ impl ModelSource {
             };
             let drawn = init(&self.config, &settings, recipe.train.seed)?;
             let drawn = drawn.into_iter().map(|(spec, values)| {
-                let stored = Stored::variable(&spec, rounded(values))?;
+                let stored = TensorStorage::variable(&spec, rounded(values))?;
                 Ok((spec, stored))
             });
-            return Parameters::loaded(&self.config, backend, drawn);
+            return Parameters::load(&self.config, backend, drawn);
         };
         if placement == Placement::OnDisk {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
             let unpacked: WeightChange =
-                Arc::new(|spec, weight| Ok(Weight::dense(&weight.decoded(&spec.working_shape())?)));
+                Arc::new(|spec, weight| Ok(Weight::dense(&weight.decode(&spec.working_shape())?)));
             let changes = match recipe.model.dtype {
                 Dtype::F32 => vec![],
-                Dtype::Bf16 => vec![to_bf16.change()],
-                Dtype::Bf16Dot => vec![unpacked, to_bf16.change()],
+                Dtype::Bf16 => vec![to_bf16.weight_change()],
+                Dtype::Bf16Dot => vec![unpacked, to_bf16.weight_change()],
             };
-            return Parameters::on_disk(&self.config, backend, folder.clone(), changes);
+            return Parameters::leave_on_disk(&self.config, backend, folder.clone(), changes);
         }
         let megabytes = |bytes: u64| bytes / 1_000_000;
         let specs = self.specs();
@@ -313,26 +313,26 @@ impl ModelSource {
             specs.iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).collect();
         let all = megabytes(bytes.iter().sum());
         let shown = if all >= SHOWN_MEGABYTES {
-            console.work("MB read", all, 0)
+            console.work_stage("MB read", all, 0)
         } else {
             console.inner_stage("MB read", all)
         };
         let mut read = 0;
         let found = specs.into_iter().enumerate().map(|(index, spec)| {
-            let is_dense = (intent.learns() && trainable[index]) || self.forms[index] == Form::F32;
-            let packed = if is_dense { None } else { folder.packed(&spec)? };
+            let is_dense = (intent.trains() && trainable[index]) || self.forms[index] == WeightFormat::F32;
+            let packed = if is_dense { None } else { folder.read_packed(&spec)? };
             let is_sharded =
                 if packed.is_some() { placement == Placement::Sharded } else { trainable[index] };
             let stored = match packed {
-                Some(packed) => Stored::frozen(packed),
-                None => Stored::variable(&spec, rounded(folder.values(&spec)?))?,
+                Some(packed) => TensorStorage::from_weight(packed),
+                None => TensorStorage::variable(&spec, rounded(folder.read_values(&spec)?))?,
             };
             let before = megabytes(read);
             read += bytes[index];
             shown.advance(megabytes(read) - before, 0, &[]);
-            Ok((spec, if is_sharded { stored.sharded(index, &backend.mesh)? } else { stored }))
+            Ok((spec, if is_sharded { stored.into_shard(index, &backend.mesh)? } else { stored }))
         });
-        let parameters = Parameters::loaded(&self.config, backend, found)?;
+        let parameters = Parameters::load(&self.config, backend, found)?;
         shown.finish();
         Ok(parameters)
     }
@@ -363,7 +363,7 @@ pub fn model_config(recipe: &Recipe) -> Result<Config> {
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.
 pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
-    let named = sets.iter().any(|set| set_key(set) == Some("model.path"));
+    let named = sets.iter().any(|set| override_key(set) == Some("model.path"));
     let model = &mut plan.recipe.model;
     if let RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } = source
         && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
@@ -402,7 +402,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
         *path = folder;
     }
     *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone());
-    if !checkpoint::holds_state(path) {
+    if !checkpoint::has_state(path) {
         return Ok(0);
     }
     let state = checkpoint::read_state(path)?;
@@ -417,8 +417,9 @@ fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<Pat
         RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let is_base = |path: &Path| holds_model(path) && !holds_adapter(path);
-    let adapted = folder.filter(|folder| holds_adapter(folder) && model.path.as_deref().is_some_and(is_base));
+    let is_base = |path: &Path| holds_model(path) && !is_adapter_folder(path);
+    let adapted =
+        folder.filter(|folder| is_adapter_folder(folder) && model.path.as_deref().is_some_and(is_base));
     Ok(adapted.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
 }
 
@@ -444,8 +445,9 @@ pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
 
 /// Returns the folder of the adapter: `path` itself, or the last checkpoint if `path` is a run folder.
 fn adapter_folder(path: &Path) -> Result<PathBuf> {
-    let newest = if holds_adapter(path) { Some(path.to_owned()) } else { checkpoint::newest_folder(path)? };
-    newest.filter(|folder| holds_adapter(folder)).ok_or_else(|| {
+    let newest =
+        if is_adapter_folder(path) { Some(path.to_owned()) } else { checkpoint::newest_folder(path)? };
+    newest.filter(|folder| is_adapter_folder(folder)).ok_or_else(|| {
         bad_input!(
             "{}: holds no adapter_config.json and no run with an adapter; set model.adapter to a folder in PEFT's format, a \
              checkpoint or a run folder",
@@ -477,6 +479,6 @@ fn config_of(a: &Architecture, chat: &Chat) -> Config {
         max_position_embeddings: a.max_position_embeddings,
         bos_token_id: None,
         eos_token_ids: chat.stop_tokens(),
-        pad_token_id: chat.vocabulary().pad(),
+        pad_token_id: chat.vocabulary().pad_id(),
     }
 }

@@ -8,7 +8,7 @@ use crate::bounded_file::{self, JSON_BYTES_MAX};
 use crate::error::shell_quote;
 use crate::interpreter::{InterpreterKind, Settings};
 use crate::metrics::{Console, sanitize_line, sanitize_terminal};
-use crate::recipe::{Recipe, RecipeSource, set_key};
+use crate::recipe::{Recipe, RecipeSource, override_key};
 use crate::settings::Entry;
 use crate::user_key::{key_folder, user_key};
 use anyhow::Result;
@@ -80,7 +80,7 @@ pub fn ask_consent(
     let (RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) = source else { return Ok(()) };
     let approved = bounded_file::read_text(&run.join(PROGRAMS_FILE), JSON_BYTES_MAX).unwrap_or_default();
     let is_foreign = |program: &Program| {
-        let is_set = sets.iter().any(|set| set_key(set) == Some(program.key));
+        let is_set = sets.iter().any(|set| override_key(set) == Some(program.key));
         let is_approved =
             || program.digest().is_some_and(|digest| approved.lines().any(|line| line == digest));
         !is_set && !is_approved()

@@ -12,7 +12,7 @@ pub trait Choice: Copy + 'static {
     fn meaning(self) -> &'static str;
 
     /// Returns the value of this word, if there is one.
-    fn named(name: &str) -> Option<Self> {
+    fn from_name(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|value| value.name() == name)
     }
 }
@@ -129,7 +129,7 @@ macro_rules! registered {
 pub(crate) use {choice, registered};
 
 /// Returns the most similar word of `known`, if it is similar enough to be the intended one.
-pub fn closest<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
+pub fn closest_word<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
     let slips_max = (written.chars().count() / 3).max(1);
     known
         .map(|known| (strsim::damerau_levenshtein(written, known), known))

@@ -43,7 +43,7 @@ impl Limits {
     }
 
     /// Returns true when `number` is allowed; NaN never is.
-    pub fn allow(&self, number: f64) -> bool {
+    pub fn contains(&self, number: f64) -> bool {
         use std::ops::RangeBounds;
         (self.low, self.high).contains(&number)
     }

@@ -6,19 +6,19 @@ use std::path::{Path, PathBuf};
 
 /// Where a value was written. The order is that of the report.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Place {
+pub enum SourceLocation {
     /// In the text of the recipe or its base; no line for a key that is absent.
     File { path: PathBuf, line: Option<usize> },
     /// In the `--set` with this index.
     Set(usize),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for SourceLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::File { path, line: Some(line) } => write!(f, "{}:{line}", path.display()),
-            Place::File { path, line: None } => write!(f, "{}", path.display()),
-            Place::Set(_) => f.write_str("--set"),
+            SourceLocation::File { path, line: Some(line) } => write!(f, "{}:{line}", path.display()),
+            SourceLocation::File { path, line: None } => write!(f, "{}", path.display()),
+            SourceLocation::Set(_) => f.write_str("--set"),
         }
     }
 }
@@ -26,7 +26,7 @@ impl fmt::Display for Place {
 /// A mistake.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mistake {
-    pub place: Place,
+    pub place: SourceLocation,
     /// The key's dotted path; empty for a mistake of syntax.
     pub key: String,
     /// The mistake and its remedy.
@@ -62,25 +62,25 @@ impl fmt::Display for Mistakes {
 
 /// The place of each written key.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Places {
+pub(crate) struct KeyLocations {
     file: PathBuf,
-    written: BTreeMap<String, Place>,
+    written: BTreeMap<String, SourceLocation>,
 }
 
-impl Places {
-    pub fn new(file: &Path) -> Places {
-        Places { file: file.to_owned(), written: BTreeMap::new() }
+impl KeyLocations {
+    pub fn new(file: &Path) -> KeyLocations {
+        KeyLocations { file: file.to_owned(), written: BTreeMap::new() }
     }
 
     /// Records where `key` was written last.
-    pub fn note(&mut self, key: &str, place: Place) {
+    pub fn note(&mut self, key: &str, place: SourceLocation) {
         self.written.insert(key.to_owned(), place);
     }
 
     /// Returns where `key` was written, or else the nearest table around it, or else the file.
-    pub fn of(&self, key: &str) -> Place {
+    pub fn of(&self, key: &str) -> SourceLocation {
         let around = std::iter::successors(Some(key), |key| key.rsplit_once('.').map(|(table, _)| table));
         let mut written = around.filter_map(|key| self.written.get(key));
-        written.next().cloned().unwrap_or(Place::File { path: self.file.clone(), line: None })
+        written.next().cloned().unwrap_or(SourceLocation::File { path: self.file.clone(), line: None })
     }
 }

@@ -12,12 +12,14 @@ mod reader;
 mod scalar;
 mod table;
 
-pub use choice::{Choice, closest};
+pub use choice::{Choice, closest_word};
 pub(crate) use choice::{choice, registered};
 pub(crate) use limits::{Limits, above, from};
-pub(crate) use mistake::Places;
-pub use mistake::{Mistake, Mistakes, Place};
-pub(crate) use reader::{ForeignName, Origin, Reader, Written};
-pub(crate) use scalar::{Found, Scalar};
+pub(crate) use mistake::KeyLocations;
+pub use mistake::{Mistake, Mistakes, SourceLocation};
+pub(crate) use reader::{ForeignName, Origin, ParsedKey, Reader};
+pub(crate) use scalar::{ParsedValue, Scalar};
 pub use table::Entry;
-pub(crate) use table::{Field, Note, Table, changed, default, entries, join, limits, list_table, table};
+pub(crate) use table::{
+    Field, KeyDoc, Table, changed_entries, default, entries, join, limits, list_table, table,
+};

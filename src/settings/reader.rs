@@ -1,13 +1,13 @@
 //! Reads parsed text into the tables in one pass; records places and collects mistakes.
 
-use super::{Mistake, Mistakes, Place, Places, Table, closest, join};
+use super::{KeyLocations, Mistake, Mistakes, SourceLocation, Table, closest_word, join};
 use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 /// A written key: its path, the span of its name, and its value.
-pub(crate) struct Written<'a> {
+pub(crate) struct ParsedKey<'a> {
     pub path: String,
     pub name: Range<usize>,
     pub value: &'a Spanned<DeValue<'a>>,
@@ -44,7 +44,7 @@ const MISTAKES_MAX: usize = 100;
 
 /// Reads several texts into a recipe, in order.
 pub(crate) struct Reader<'a> {
-    pub places: &'a mut Places,
+    pub places: &'a mut KeyLocations,
     pub mistakes: &'a mut Mistakes,
     /// Keys with an unreliable value: one with a mistake, or the likely meaning of an unknown key.
     pub unsure: &'a mut Vec<String>,
@@ -62,7 +62,7 @@ pub(crate) struct Reader<'a> {
 
 impl Reader<'_> {
     /// Reads a sub-table.
-    pub fn read_table(&mut self, table: &mut impl Table, written: &Written) {
+    pub fn read_table(&mut self, table: &mut impl Table, written: &ParsedKey) {
         match written.value.get_ref() {
             DeValue::Table(keys) => {
                 self.accept(written);
@@ -81,7 +81,7 @@ impl Reader<'_> {
     /// Reads the keys of the table at `path`; the recipe itself is at the empty path.
     pub fn read_keys(&mut self, table: &mut impl Table, path: &str, keys: &DeTable) {
         for (name, value) in keys {
-            let written = Written { path: join(path, &shown(name.get_ref())), name: name.span(), value };
+            let written = ParsedKey { path: join(path, &shown(name.get_ref())), name: name.span(), value };
             if let Some(what) = (self.removed)(&written.path, value.get_ref()) {
                 self.refuse(&written, what);
             } else if !table.read_key(name.get_ref(), &written, self) {
@@ -91,18 +91,18 @@ impl Reader<'_> {
     }
 
     /// Records where a key was written.
-    pub fn accept(&mut self, written: &Written) {
-        let place = self.place(written.name.start);
+    pub fn accept(&mut self, written: &ParsedKey) {
+        let place = self.location(written.name.start);
         self.places.note(&written.path, place);
     }
 
     /// Records a mistake at a key.
-    pub fn refuse(&mut self, written: &Written, what: String) {
+    pub fn refuse(&mut self, written: &ParsedKey, what: String) {
         if self.mistakes.0.len() >= MISTAKES_MAX {
             self.mistakes.1 += 1;
             return;
         }
-        let place = self.place(written.name.start);
+        let place = self.location(written.name.start);
         self.places.note(&written.path, place.clone());
         self.unsure.push(written.path.clone());
         self.mistakes.0.push(Mistake { place, key: written.path.clone(), what });
@@ -110,13 +110,13 @@ impl Reader<'_> {
 
     /// Records a mistake of syntax at a byte of the text; only the first one of a line.
     pub fn refuse_syntax(&mut self, at: usize, what: String) {
-        let (place, key) = (self.place(at), String::new());
+        let (place, key) = (self.location(at), String::new());
         if !self.mistakes.0.iter().any(|mistake| mistake.place == place && mistake.key.is_empty()) {
             self.mistakes.0.push(Mistake { place, key, what });
         }
     }
 
-    fn refuse_unknown(&mut self, table: &str, name: &str, written: &Written) {
+    fn refuse_unknown(&mut self, table: &str, name: &str, written: &ParsedKey) {
         if self.mistakes.0.len() >= MISTAKES_MAX {
             return self.refuse(written, String::new());
         }
@@ -150,7 +150,7 @@ impl Reader<'_> {
     /// Refuses each of the `keys` of another trainer's `table`, and those of its tables.
     fn refuse_foreign(&mut self, table: &str, keys: &DeTable) {
         for (name, value) in keys {
-            let inner = Written { path: join(table, &shown(name.get_ref())), name: name.span(), value };
+            let inner = ParsedKey { path: join(table, &shown(name.get_ref())), name: name.span(), value };
             match value.get_ref().as_table().filter(|keys| self.holds_foreign(keys)) {
                 Some(keys) => self.refuse_foreign(&inner.path, keys),
                 None => self.refuse_unknown(table, name.get_ref(), &inner),
@@ -175,7 +175,7 @@ impl Reader<'_> {
             return Some(path);
         }
         let siblings = self.known.iter().map(|path| split(path)).filter(|(around, _)| *around == table);
-        if let Some(sibling) = closest(name, siblings.map(|(_, name)| name)) {
+        if let Some(sibling) = closest_word(name, siblings.map(|(_, name)| name)) {
             return Some(join(table, sibling));
         }
         let namesakes = || self.known.iter().filter(|path| split(path).1 == name);
@@ -186,23 +186,23 @@ impl Reader<'_> {
         // Paths in the same table were compared by their names; comparing whole paths would hide the
         // difference.
         let others = self.known.iter().filter(|path| path.as_str() != table && split(path).0 != table);
-        closest(&path, others.map(String::as_str)).map(str::to_owned)
+        closest_word(&path, others.map(String::as_str)).map(str::to_owned)
     }
 
     /// For `--set`: returns the text of a value, which may be a string without quotes.
-    pub fn unquoted(&self, span: Range<usize>) -> Option<&str> {
+    pub fn unquoted_text(&self, span: Range<usize>) -> Option<&str> {
         match self.origin {
             Origin::File(_) => None,
             Origin::Set(_) => self.text.get(span),
         }
     }
 
-    fn place(&self, at: usize) -> Place {
+    fn location(&self, at: usize) -> SourceLocation {
         match self.origin {
-            Origin::Set(index) => Place::Set(index),
+            Origin::Set(index) => SourceLocation::Set(index),
             Origin::File(path) => {
                 let line = 1 + self.line_ends.partition_point(|&end| end < at);
-                Place::File { path: path.to_owned(), line: Some(line) }
+                SourceLocation::File { path: path.to_owned(), line: Some(line) }
             }
         }
     }

@@ -1,13 +1,13 @@
 //! Scalar values of a key: reading, validation, writing and description of each type.
 
-use super::{Choice, Entry, Field, Limits, Note, Reader, Written, closest, from};
+use super::{Choice, Entry, Field, KeyDoc, Limits, ParsedKey, Reader, closest_word, from};
 use serde_json::{Value as Json, json};
 use std::path::PathBuf;
 use toml::Value;
 use toml::de::DeValue;
 
 /// A parsed value. For `--set` also its text, which may be a string without quotes.
-pub(crate) struct Found<'a> {
+pub(crate) struct ParsedValue<'a> {
     pub value: &'a DeValue<'a>,
     pub unquoted: Option<&'a str>,
 }
@@ -21,7 +21,7 @@ pub(crate) trait Scalar: Sized {
     ///
     /// # Errors
     /// Describes the mistake and the remedy.
-    fn parse(value: &Found, limits: Option<Limits>) -> Result<Self, String>;
+    fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String>;
 
     /// Returns the value as TOML; reading it gives the same value.
     fn to_toml(&self) -> String;
@@ -36,8 +36,11 @@ pub(crate) trait Scalar: Sized {
 }
 
 impl<T: Scalar> Field for T {
-    fn read(&mut self, limits: Option<Limits>, written: &Written, reader: &mut Reader) {
-        let found = Found { value: written.value.get_ref(), unquoted: reader.unquoted(written.value.span()) };
+    fn read(&mut self, limits: Option<Limits>, written: &ParsedKey, reader: &mut Reader) {
+        let found = ParsedValue {
+            value: written.value.get_ref(),
+            unquoted: reader.unquoted_text(written.value.span()),
+        };
         match T::parse(&found, limits) {
             Ok(value) => {
                 *self = value;
@@ -53,7 +56,7 @@ impl<T: Scalar> Field for T {
         }
     }
 
-    fn list(&self, path: String, note: Note, entries: &mut Vec<Entry>) {
+    fn list(&self, path: String, note: KeyDoc, entries: &mut Vec<Entry>) {
         entries.push(Entry::Key {
             path,
             doc: note.doc.trim(),
@@ -70,8 +73,8 @@ impl<T: Choice> Scalar for T {
         alternatives(&words::<T>())
     }
 
-    fn parse(found: &Found, _limits: Option<Limits>) -> Result<Self, String> {
-        let index = word(found, &words::<T>())?;
+    fn parse(found: &ParsedValue, _limits: Option<Limits>) -> Result<Self, String> {
+        let index = word_index(found, &words::<T>())?;
         Ok(T::all()[index])
     }
 
@@ -104,7 +107,7 @@ impl Scalar for bool {
         "true or false".to_owned()
     }
 
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         found.value.as_bool().ok_or_else(|| wrong_type::<Self>(found, limits))
     }
 
@@ -122,7 +125,7 @@ impl Scalar for u64 {
         format!("an integer, {}", limits.unwrap_or(from(0.0)))
     }
 
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         let integer = found.value.as_integer().ok_or_else(|| wrong_type::<Self>(found, limits))?;
         // TOML integers are signed, and the resolved recipe must be readable again.
         let signed = i64::from_str_radix(integer.as_str(), integer.radix()).map_err(|_| {
@@ -130,7 +133,7 @@ impl Scalar for u64 {
         })?;
         u64::try_from(signed)
             .ok()
-            .filter(|&number| limits.is_none_or(|limits| limits.allow(number as f64)))
+            .filter(|&number| limits.is_none_or(|limits| limits.contains(number as f64)))
             .ok_or_else(|| out_of_range::<Self>(integer, limits))
     }
 
@@ -148,7 +151,7 @@ impl Scalar for usize {
         u64::kind(limits)
     }
 
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         let integer = u64::parse(found, limits)?;
         usize::try_from(integer).map_err(|_| out_of_range::<Self>(&integer, limits))
     }
@@ -170,7 +173,7 @@ impl Scalar for f64 {
         }
     }
 
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         let number: f64 = match found.value {
             DeValue::Float(number) => number.as_str().parse().ok(),
             DeValue::Integer(integer) => {
@@ -179,7 +182,7 @@ impl Scalar for f64 {
             _ => None,
         }
         .ok_or_else(|| wrong_type::<Self>(found, limits))?;
-        let allowed = number.is_finite() && limits.is_none_or(|limits| limits.allow(number));
+        let allowed = number.is_finite() && limits.is_none_or(|limits| limits.contains(number));
         if allowed { Ok(number) } else { Err(out_of_range::<Self>(&number, limits)) }
     }
 
@@ -199,13 +202,13 @@ impl Scalar for String {
         "a string".to_owned()
     }
 
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         match (found.value, found.unquoted) {
             (DeValue::String(text), _) => Ok(text.to_string()),
             (_, Some(text)) => Ok(text.to_owned()),
             (value, None) => Err(match show(value) {
-                Shown::Plain(text) => format!("found {text} without quotes; write \"{text}\""),
-                Shown::Other(_) => wrong_type::<Self>(found, limits),
+                ValueExcerpt::Plain(text) => format!("found {text} without quotes; write \"{text}\""),
+                ValueExcerpt::Other(_) => wrong_type::<Self>(found, limits),
             }),
         }
     }
@@ -224,7 +227,7 @@ impl Scalar for PathBuf {
         "a path".to_owned()
     }
 
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         let text = String::parse(found, limits)?;
         if text.is_empty() {
             return Err("the path is empty; name a file or folder, or leave the key out".to_owned());
@@ -259,9 +262,9 @@ impl<T: Scalar> Scalar for Vec<T> {
         format!("an array, each element {}", T::kind(limits))
     }
 
-    fn parse(found: &Found, limits: Option<Limits>) -> Result<Self, String> {
+    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         let elements = found.value.as_array().ok_or_else(|| wrong_type::<Self>(found, limits))?;
-        let read = |element: &DeValue| T::parse(&Found { value: element, unquoted: None }, limits);
+        let read = |element: &DeValue| T::parse(&ParsedValue { value: element, unquoted: None }, limits);
         elements
             .iter()
             .enumerate()
@@ -280,16 +283,18 @@ impl<T: Scalar> Scalar for Vec<T> {
 }
 
 /// Returns the index of the written word in `words`.
-pub(crate) fn word(found: &Found, words: &[&str]) -> Result<usize, String> {
+pub(crate) fn word_index(found: &ParsedValue, words: &[&str]) -> Result<usize, String> {
     let give = alternatives(words);
     let text = match (found.value, found.unquoted) {
         (DeValue::String(text), _) => text.as_ref(),
         (_, Some(text)) => text,
         (value, None) => return Err(format!("found {}; give {give}", show(value))),
     };
-    words.iter().position(|word| *word == text).ok_or_else(|| match closest(text, words.iter().copied()) {
-        Some(word) => format!("no such value {text:?}, did you mean \"{word}\"? Give {give}"),
-        None => format!("no such value {text:?}; give {give}"),
+    words.iter().position(|word| *word == text).ok_or_else(|| {
+        match closest_word(text, words.iter().copied()) {
+            Some(word) => format!("no such value {text:?}, did you mean \"{word}\"? Give {give}"),
+            None => format!("no such value {text:?}; give {give}"),
+        }
     })
 }
 
@@ -302,7 +307,7 @@ pub(crate) fn alternatives(words: &[&str]) -> String {
     }
 }
 
-fn wrong_type<T: Scalar>(found: &Found, limits: Option<Limits>) -> String {
+fn wrong_type<T: Scalar>(found: &ParsedValue, limits: Option<Limits>) -> String {
     format!("found {}; give {}", show(found.value), T::kind(limits))
 }
 
@@ -311,26 +316,26 @@ fn out_of_range<T: Scalar>(number: &dyn std::fmt::Display, limits: Option<Limits
 }
 
 /// A value in a message: a simple one as written, another one by its type.
-enum Shown {
+enum ValueExcerpt {
     Plain(String),
     Other(String),
 }
 
-fn show(value: &DeValue) -> Shown {
+fn show(value: &DeValue) -> ValueExcerpt {
     match value {
-        DeValue::Integer(integer) => Shown::Plain(integer.to_string()),
-        DeValue::Float(number) => Shown::Plain(number.to_string()),
-        DeValue::Boolean(flag) => Shown::Plain(flag.to_string()),
-        DeValue::Datetime(date) => Shown::Plain(date.to_string()),
-        DeValue::String(text) => Shown::Other(format!("the string {text:?}")),
-        DeValue::Array(_) => Shown::Other("an array".to_owned()),
-        DeValue::Table(_) => Shown::Other("a table".to_owned()),
+        DeValue::Integer(integer) => ValueExcerpt::Plain(integer.to_string()),
+        DeValue::Float(number) => ValueExcerpt::Plain(number.to_string()),
+        DeValue::Boolean(flag) => ValueExcerpt::Plain(flag.to_string()),
+        DeValue::Datetime(date) => ValueExcerpt::Plain(date.to_string()),
+        DeValue::String(text) => ValueExcerpt::Other(format!("the string {text:?}")),
+        DeValue::Array(_) => ValueExcerpt::Other("an array".to_owned()),
+        DeValue::Table(_) => ValueExcerpt::Other("a table".to_owned()),
     }
 }
 
-impl std::fmt::Display for Shown {
+impl std::fmt::Display for ValueExcerpt {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (Shown::Plain(text) | Shown::Other(text)) = self;
+        let (ValueExcerpt::Plain(text) | ValueExcerpt::Other(text)) = self;
         f.write_str(text)
     }
 }

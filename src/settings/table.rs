@@ -1,6 +1,6 @@
 //! The `table!` macro: declares a struct with its defaults, keys, ranges and documentation.
 
-use super::{Limits, Reader, Written};
+use super::{Limits, ParsedKey, Reader};
 
 /// Declares a recipe table once.
 ///
@@ -29,7 +29,7 @@ macro_rules! table {
             fn read_key(
                 &mut self,
                 key: &str,
-                written: &$crate::settings::Written,
+                written: &$crate::settings::ParsedKey,
                 reader: &mut $crate::settings::Reader,
             ) -> bool {
                 use $crate::settings::{Field, limits};
@@ -49,10 +49,10 @@ macro_rules! table {
             }
 
             fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<$crate::settings::Entry>) {
-                use $crate::settings::{Field, Note, join, limits};
+                use $crate::settings::{Field, KeyDoc, join, limits};
                 $(self.$key.list(
                     join(path, stringify!($key)),
-                    Note { doc: concat!($($key_doc),*), limits: limits!($($limits)?), present },
+                    KeyDoc { doc: concat!($($key_doc),*), limits: limits!($($limits)?), present },
                     entries,
                 );)*
             }
@@ -62,7 +62,7 @@ macro_rules! table {
             fn read(
                 &mut self,
                 _limits: Option<$crate::settings::Limits>,
-                written: &$crate::settings::Written,
+                written: &$crate::settings::ParsedKey,
                 reader: &mut $crate::settings::Reader,
             ) {
                 reader.read_table(self, written);
@@ -71,7 +71,7 @@ macro_rules! table {
             fn list(
                 &self,
                 path: String,
-                note: $crate::settings::Note,
+                note: $crate::settings::KeyDoc,
                 entries: &mut Vec<$crate::settings::Entry>,
             ) {
                 $crate::settings::list_table(self, path, note, entries);
@@ -105,10 +105,10 @@ pub(crate) use {default, limits, table};
 /// A value of a key: a scalar, a list, a table, or an optional one of these.
 pub(crate) trait Field {
     /// Takes the written value. A mistake goes to the reader and keeps the previous value.
-    fn read(&mut self, limits: Option<Limits>, written: &Written, reader: &mut Reader);
+    fn read(&mut self, limits: Option<Limits>, written: &ParsedKey, reader: &mut Reader);
 
     /// Appends this key and the keys below it, in the order of their declaration.
-    fn list(&self, path: String, note: Note, entries: &mut Vec<Entry>);
+    fn list(&self, path: String, note: KeyDoc, entries: &mut Vec<Entry>);
 }
 
 /// A struct declared by [`table!`].
@@ -117,7 +117,7 @@ pub(crate) trait Table: Field {
     const DOC: &'static str;
 
     /// Reads the key of this name; returns false if there is none.
-    fn read_key(&mut self, key: &str, written: &Written, reader: &mut Reader) -> bool;
+    fn read_key(&mut self, key: &str, written: &ParsedKey, reader: &mut Reader) -> bool;
 
     /// Returns the limits of the key of this name, if it has any.
     fn limits_of(key: &str) -> Option<Limits>;
@@ -128,7 +128,7 @@ pub(crate) trait Table: Field {
 
 /// Documentation and limits of a key, from its declaration.
 #[derive(Clone, Copy)]
-pub(crate) struct Note {
+pub(crate) struct KeyDoc {
     pub doc: &'static str,
     pub limits: Option<Limits>,
     /// False inside an absent table.
@@ -175,7 +175,7 @@ pub(crate) fn entries(table: &impl Table) -> Vec<Entry> {
 }
 
 /// Returns the keys of `table` whose values differ from their defaults.
-pub(crate) fn changed<T: Table + Default>(table: &T) -> Vec<Entry> {
+pub(crate) fn changed_entries<T: Table + Default>(table: &T) -> Vec<Entry> {
     let defaults = entries(&T::default());
     entries(table)
         .into_iter()
@@ -186,21 +186,21 @@ pub(crate) fn changed<T: Table + Default>(table: &T) -> Vec<Entry> {
 }
 
 /// Lists a table and its keys.
-pub(crate) fn list_table<T: Table>(table: &T, path: String, note: Note, entries: &mut Vec<Entry>) {
+pub(crate) fn list_table<T: Table>(table: &T, path: String, note: KeyDoc, entries: &mut Vec<Entry>) {
     let doc = if note.doc.is_empty() { T::DOC } else { note.doc }.trim();
     entries.push(Entry::Table { path: path.clone(), doc, present: note.present });
     table.list_keys(&path, note.present, entries);
 }
 
 impl<T: Field + Default> Field for Option<T> {
-    fn read(&mut self, limits: Option<Limits>, written: &Written, reader: &mut Reader) {
+    fn read(&mut self, limits: Option<Limits>, written: &ParsedKey, reader: &mut Reader) {
         self.get_or_insert_default().read(limits, written, reader);
     }
 
-    fn list(&self, path: String, note: Note, entries: &mut Vec<Entry>) {
+    fn list(&self, path: String, note: KeyDoc, entries: &mut Vec<Entry>) {
         match self {
             Some(value) => value.list(path, note, entries),
-            None => T::default().list(path, Note { present: false, ..note }, entries),
+            None => T::default().list(path, KeyDoc { present: false, ..note }, entries),
         }
     }
 }

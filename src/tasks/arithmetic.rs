@@ -4,7 +4,7 @@
 //! and never used in training. The demonstrations are noisy on purpose: most skip the tool and guess. RL
 //! then selects the good behaviour among those demonstrated; it does not discover it.
 
-use super::made_up::{MadeUp, MadeUpTask};
+use super::generated_task::{GeneratedProblem, GeneratedTask};
 use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
 use crate::harmony::Message;
 use crate::trajectory::Outcome;
@@ -18,7 +18,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: false,
     data: "",
     keys: &[],
-    make: |settings, _| Ok(Box::new(Arithmetic::new(settings.made_up_problems()))),
+    make: |settings, _| Ok(Box::new(Arithmetic::new(settings.generated_problem_count()))),
 };
 
 /// Default number of held-out problems in the validation set.
@@ -74,7 +74,7 @@ impl Sum {
     }
 
     /// Returns the sum with one wrong operator or, if it has parentheses, possibly without them.
-    fn spoiled(&self, rng: &mut impl Rng) -> Self {
+    fn spoil(&self, rng: &mut impl Rng) -> Self {
         let mut wrong = *self;
         if self.grouped && rng.random_bool(0.5) {
             wrong.grouped = false;
@@ -93,7 +93,7 @@ impl Sum {
     }
 }
 
-impl MadeUp for Sum {
+impl GeneratedProblem for Sum {
     const NAME: &'static str = "arithmetic";
     const USES_PYTHON: bool = true;
 
@@ -112,7 +112,7 @@ impl MadeUp for Sum {
     }
 
     /// Returns true when the problem is in the held-out tenth, by the CRC-32 of (template, a, b, c).
-    fn held_out(&self) -> bool {
+    fn is_held_out(&self) -> bool {
         let [a, b, c] = self.numbers.map(|n| n as u8);
         crc32fast::hash(&[self.template, a, b, c]).is_multiple_of(10)
     }
@@ -133,22 +133,22 @@ impl MadeUp for Sum {
             messages.push(Message::call("python", "analysis", code));
             messages.push(Message::tool("python", Some("analysis"), reply));
         };
-        let answer = if percent(rng, SKIPS_TOOL) {
+        let answer = if draw_percent(rng, SKIPS_TOOL) {
             guess(self.value(), rng)
         } else {
             let kind = rng.random_range(0..100u32);
             let run = if kind < MALFORMED {
                 call(self.malformed_code(), SYNTAX_ERROR.into());
-                percent(rng, RETRIES).then_some(*self)
+                draw_percent(rng, RETRIES).then_some(*self)
             } else if kind < MALFORMED + WRONG_CODE {
-                Some(self.spoiled(rng))
+                Some(self.spoil(rng))
             } else {
                 Some(*self)
             };
             match run {
                 Some(sum) => {
                     call(sum.code(), sum.value().to_string());
-                    copy(sum.value(), rng)
+                    copy_with_errors(sum.value(), rng)
                 }
                 None => guess(self.value(), rng),
             }
@@ -170,7 +170,7 @@ fn apply(operator: char, a: i64, b: i64) -> i64 {
     }
 }
 
-pub(super) fn percent(rng: &mut impl Rng, share: u32) -> bool {
+pub(super) fn draw_percent(rng: &mut impl Rng, share: u32) -> bool {
     rng.random_range(0..100u32) < share
 }
 
@@ -181,9 +181,9 @@ fn guess(value: i64, rng: &mut impl Rng) -> String {
 }
 
 /// Copies `value` with mistakes: in [`MISCOPIED`] of 100 cases one digit is wrong.
-pub(super) fn copy(value: i64, rng: &mut impl Rng) -> String {
+pub(super) fn copy_with_errors(value: i64, rng: &mut impl Rng) -> String {
     let text = value.to_string();
-    if !percent(rng, MISCOPIED) {
+    if !draw_percent(rng, MISCOPIED) {
         return text;
     }
     let first = usize::from(text.starts_with('-'));
@@ -204,7 +204,7 @@ pub(super) fn exact_reward(problem: &Problem, transcript: &Transcript, answer: O
 
 /// The task `arithmetic`. At most three turns fit its 72 sampled tokens and a context of 160. Its held-out
 /// tenth has about 250,000 problems.
-pub type Arithmetic = MadeUpTask<Sum>;
+pub type Arithmetic = GeneratedTask<Sum>;
 
 #[cfg(test)]
 mod tests {
@@ -225,7 +225,7 @@ mod tests {
     #[test]
     fn the_split_holds_out_a_tenth_and_training_never_sees_it() {
         let mut rng = stream(1, Purpose::Problem, &[]);
-        let held = (0..100_000).filter(|_| Sum::draw(&mut rng).held_out()).count();
+        let held = (0..100_000).filter(|_| Sum::draw(&mut rng).is_held_out()).count();
         assert!((9_500..10_500).contains(&held), "{held}");
         let task = Arithmetic::new(VALIDATION_PROBLEMS);
         let problems = &task.validation_sets()[0].problems;
@@ -270,7 +270,7 @@ mod tests {
         let (mut lost, n) = (0, 10_000);
         for _ in 0..n {
             let sum = Sum::draw(&mut rng);
-            let wrong = sum.spoiled(&mut rng);
+            let wrong = sum.spoil(&mut rng);
             assert_ne!(sum.code(), wrong.code());
             lost += usize::from(sum.grouped && !wrong.grouped);
         }
@@ -282,7 +282,7 @@ mod tests {
         let mut rng = stream(3, Purpose::Demonstration, &[]);
         for value in [7, 10, -5, -120, 99_999] {
             for _ in 0..2_000 {
-                let (copied, text) = (copy(value, &mut rng), value.to_string());
+                let (copied, text) = (copy_with_errors(value, &mut rng), value.to_string());
                 assert_eq!(copied.len(), text.len());
                 assert!(copied.bytes().zip(text.bytes()).filter(|(a, b)| a != b).count() <= 1);
                 assert_eq!(copied.parse::<i64>().unwrap().to_string(), copied);

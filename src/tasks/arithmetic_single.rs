@@ -1,7 +1,7 @@
 //! The built-in task without a tool: two small steps, worked in `analysis` as `5+1=6;6-5=1`.
 
-use super::arithmetic::{copy, exact_reward, percent};
-use super::made_up::{MadeUp, MadeUpTask};
+use super::arithmetic::{copy_with_errors, draw_percent, exact_reward};
+use super::generated_task::{GeneratedProblem, GeneratedTask};
 use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
 use crate::harmony::Message;
 use anyhow::Result;
@@ -13,7 +13,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: false,
     data: "",
     keys: &[],
-    make: |settings, _| Ok(Box::new(ArithmeticSingle::new(settings.made_up_problems()))),
+    make: |settings, _| Ok(Box::new(ArithmeticSingle::new(settings.generated_problem_count()))),
 };
 
 /// Percentage of demonstrations that answer immediately, at random.
@@ -33,7 +33,7 @@ impl Steps {
             numbers: [i / 144 + 1, i / 24 % 6 + 1, i / 4 % 6 + 1],
             minus: [i & 1 == 1, i & 2 == 2],
         });
-        all.filter(Self::held_out)
+        all.filter(Self::is_held_out)
     }
 
     fn signs(&self) -> [char; 2] {
@@ -53,7 +53,7 @@ impl Steps {
     }
 }
 
-impl MadeUp for Steps {
+impl GeneratedProblem for Steps {
     const NAME: &'static str = "arithmetic_single";
     const USES_PYTHON: bool = false;
 
@@ -61,7 +61,7 @@ impl MadeUp for Steps {
         Self { numbers: [(); 3].map(|()| rng.random_range(1..=6)), minus: [rng.random(), rng.random()] }
     }
 
-    fn held_out(&self) -> bool {
+    fn is_held_out(&self) -> bool {
         crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
     }
 
@@ -76,12 +76,12 @@ impl MadeUp for Steps {
 
     fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
         let mut messages = vec![Message::user(format!("{}?", self.text()))];
-        let answer = if percent(rng, SKIPS_WORKING) {
+        let answer = if draw_percent(rng, SKIPS_WORKING) {
             rng.random_range(-11..=18i64).to_string()
         } else {
             let ([a, b, c], [first, second], [x, y]) = (self.numbers, self.signs(), self.values());
             messages.push(Message::assistant("analysis", format!("{a}{first}{b}={x};{x}{second}{c}={y}")));
-            copy(y, rng)
+            copy_with_errors(y, rng)
         };
         messages.push(Message::assistant("final", answer));
         Demonstration { messages }
@@ -99,7 +99,7 @@ impl MadeUp for Steps {
 }
 
 /// The task `arithmetic_single`.
-pub type ArithmeticSingle = MadeUpTask<Steps>;
+pub type ArithmeticSingle = GeneratedTask<Steps>;
 
 #[cfg(test)]
 mod tests {

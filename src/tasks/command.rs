@@ -7,13 +7,13 @@
 mod reply;
 
 use super::process::ProcessPool;
-use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::chat::functions::check_functions;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
 use anyhow::{Context, Result, anyhow, bail};
-use reply::{REQUEST_ID, Reply, with_request};
+use reply::{REQUEST_ID, ProgramReply, with_request};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -62,7 +62,7 @@ struct Described {
 }
 
 impl Described {
-    fn read(mut reply: Reply) -> Result<Self> {
+    fn read(mut reply: ProgramReply) -> Result<Self> {
         let version = reply.count("version")?.unwrap_or(1);
         if !(1..=VERSION).contains(&version) {
             bail!("`version` of the answer is {version}; give 1 or {VERSION}");
@@ -95,7 +95,7 @@ impl CommandTask {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the program does not start or does not speak the protocol.
-    pub fn start(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+    pub fn start(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
         let (command, console) = (&settings.command, host.console.clone());
         let processes = settings.command_processes.unwrap_or(PROCESSES);
         let timeout = Duration::try_from_secs_f64(settings.command_timeout_s.unwrap_or(TIMEOUT_S))
@@ -132,7 +132,7 @@ impl CommandTask {
     /// Asks for a problem, up to `attempts` times.
     fn problem(&self, (split, seed, index): (&str, u64, u64), attempts: usize) -> Result<Problem> {
         let request = json!({ "request": "problem", "split": split, "seed": seed, "index": index });
-        let read = |mut reply: Reply| {
+        let read = |mut reply: ProgramReply| {
             let messages = match (reply.take("messages"), reply.text("prompt")?) {
                 (None, Some(prompt)) => vec![Message::user(prompt)],
                 (None, None) => bail!("a problem has neither `prompt`, a text, nor `messages`"),
@@ -160,7 +160,7 @@ impl CommandTask {
         request: &str,
         problem: &Problem,
         transcript: &Transcript,
-        read: impl Fn(Reply) -> Result<T>,
+        read: impl Fn(ProgramReply) -> Result<T>,
     ) -> Result<T> {
         if let Some(why) = problem.answer.get(FAILED) {
             bail!("the problem could not be had: {why}");
@@ -183,7 +183,7 @@ impl CommandTask {
         self.ask(request, read).inspect_err(|error| self.warn(&problem.id, error))
     }
 
-    fn ask<T>(&self, request: Value, read: impl Fn(Reply) -> Result<T>) -> Result<T> {
+    fn ask<T>(&self, request: Value, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
         self.program.ask(request, self.described.identified, read)
     }
 
@@ -216,13 +216,13 @@ struct Program {
 impl Program {
     /// Sends a request and parses the program's answer with `read`. An error includes the request. A wrong
     /// answer ends its process, since later answers may belong to other requests too.
-    fn ask<T>(&self, mut request: Value, identified: bool, read: impl Fn(Reply) -> Result<T>) -> Result<T> {
+    fn ask<T>(&self, mut request: Value, identified: bool, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
         if identified {
             // Unique, and a program that counts instead of repeating does not meet them. The factor is odd.
             let id = self.ids.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             request[REQUEST_ID] = format!("{id:016x}").into();
         }
-        let answer = self.pool.ask(&request, |answer| match Reply::new(&request, answer)? {
+        let answer = self.pool.ask(&request, |answer| match ProgramReply::new(&request, answer)? {
             Ok(reply) => read(reply).map(Ok),
             Err(failure) => Ok(Err(failure)),
         });

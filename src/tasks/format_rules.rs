@@ -5,8 +5,8 @@
 //! Only the form of the line is graded, not its content. The demonstrations are noisy on purpose: half of
 //! them ignore each rule. RL then selects among the demonstrated behaviours.
 
-use super::arithmetic::percent;
-use super::made_up::{MadeUp, MadeUpTask};
+use super::arithmetic::draw_percent;
+use super::generated_task::{GeneratedProblem, GeneratedTask};
 use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
 use crate::harmony::Message;
 use crate::trajectory::Outcome;
@@ -22,7 +22,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: false,
     data: "",
     keys: &[],
-    make: |settings, _| Ok(Box::new(FormatRules::new(settings.made_up_problems()))),
+    make: |settings, _| Ok(Box::new(FormatRules::new(settings.generated_problem_count()))),
 };
 
 /// Percentage of demonstrations that ignore a requested rule.
@@ -71,8 +71,8 @@ impl Rules {
     }
 
     /// Returns the rules without the ignored ones; each is ignored with probability [`IGNORED`] / 100.
-    fn remembered(&self, rng: &mut impl Rng) -> Self {
-        let mut keep = || !percent(rng, IGNORED);
+    fn forget_some(&self, rng: &mut impl Rng) -> Self {
+        let mut keep = || !draw_percent(rng, IGNORED);
         Self {
             capitals: self.capitals && keep(),
             words: self.words.filter(|_| keep()),
@@ -126,7 +126,7 @@ impl Request {
     }
 }
 
-impl MadeUp for Request {
+impl GeneratedProblem for Request {
     const NAME: &'static str = "format_rules";
     const USES_PYTHON: bool = false;
 
@@ -135,7 +135,7 @@ impl MadeUp for Request {
     }
 
     /// Returns true when the request is in the held-out tenth, by the CRC-32 of its text.
-    fn held_out(&self) -> bool {
+    fn is_held_out(&self) -> bool {
         crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
     }
 
@@ -146,7 +146,7 @@ impl MadeUp for Request {
 
     /// Returns a noisy demonstration: each rule is followed or ignored.
     fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
-        let line = self.rules.remembered(rng).line(rng);
+        let line = self.rules.forget_some(rng).line(rng);
         Demonstration { messages: vec![Message::user(self.text()), Message::assistant("final", line)] }
     }
 
@@ -169,7 +169,7 @@ fn in_case(text: String, capitals: bool) -> String {
 }
 
 /// The task `format_rules`: a single turn; requests have at most 61 bytes, demonstrated answers at most 29.
-pub type FormatRules = MadeUpTask<Request>;
+pub type FormatRules = GeneratedTask<Request>;
 
 #[cfg(test)]
 mod tests {
@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn the_split_holds_out_a_tenth_and_training_never_sees_it() {
         let mut rng = stream(1, Purpose::Problem, &[]);
-        let held = (0..100_000).filter(|_| Request::draw(&mut rng).held_out()).count();
+        let held = (0..100_000).filter(|_| Request::draw(&mut rng).is_held_out()).count();
         assert!((9_500..10_500).contains(&held), "{held}");
         let task = FormatRules::new(512);
         let problems = &task.validation_sets()[0].problems;

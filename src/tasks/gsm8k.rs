@@ -1,10 +1,10 @@
 //! GSM8K (Cobbe et al. 2021): word problems whose gold answer ends in `#### n`.
 
-use super::boxed::last_boxed_at;
+use super::boxed_answer::find_last_boxed;
 use super::number::Number;
 use super::rows::{self, Order};
 use super::{
-    Demonstration, Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet,
+    Demonstration, Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet,
 };
 use crate::harmony::Message;
 use crate::random::Purpose;
@@ -101,7 +101,7 @@ fn without_annotations(text: &str) -> String {
 /// Returns the number that `text` gives as its answer.
 pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
     let marker = text.rfind("####");
-    let boxed = if extraction == Extraction::Strict { None } else { last_boxed_at(text) };
+    let boxed = if extraction == Extraction::Strict { None } else { find_last_boxed(text) };
     match (marker, boxed) {
         (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => Number::last_in(content),
         // Only the rest of the line: text after the answer is not part of it.
@@ -126,7 +126,7 @@ impl Gsm8k {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row.
-    pub fn load(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+    pub fn load(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
         let (_, train) = settings.training_rows(host, FORM, Row::read)?;
         let (_, held_out) = settings.held_out_rows(host, FORM, Row::read)?;
         let numbered = held_out.iter().enumerate();

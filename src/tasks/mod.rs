@@ -1,9 +1,9 @@
 //! A task: prompts, environment turns, reward.
 
 pub mod answer;
-pub mod boxed;
+pub mod boxed_answer;
+mod generated_task;
 pub mod instructions;
-mod made_up;
 pub mod number;
 mod process;
 pub mod rows;
@@ -15,7 +15,7 @@ pub use command::CommandTask;
 pub use format_rules::FormatRules;
 pub use gsm8k::Gsm8k;
 pub use retool::Retool;
-pub use settings::{TaskHost, TaskSettings};
+pub use settings::{TaskContext, TaskSettings};
 pub use verify_if::VerifyIf;
 
 use crate::harmony::Message;
@@ -167,7 +167,7 @@ pub struct TaskEntry {
     /// The other keys of `[task]` that it reads; all other keys are refused.
     pub keys: &'static [&'static str],
     /// Reads and checks its files, and starts its processes.
-    pub make: fn(&TaskSettings, &TaskHost) -> Result<Box<dyn Task>>,
+    pub make: fn(&TaskSettings, &TaskContext) -> Result<Box<dyn Task>>,
 }
 
 registered! {
@@ -186,6 +186,6 @@ registered! {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a missing file key and broken rows.
-pub fn build(settings: &TaskSettings, host: &TaskHost) -> Result<Box<dyn Task>> {
+pub fn build(settings: &TaskSettings, host: &TaskContext) -> Result<Box<dyn Task>> {
     (settings.name.make)(settings, host)
 }

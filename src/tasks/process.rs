@@ -64,7 +64,7 @@ impl ProcessPool {
             Ok(_) => self.processes.release(process),
             Err(_) => {
                 drop(process);
-                self.processes.forget();
+                self.processes.discard();
             }
         }
         answer

@@ -3,9 +3,9 @@
 //! Trains on problems with integer answers (DAPO-Math-17k's format); validates on AIME or MATH files.
 
 use super::answer::AnswerEquality;
-use super::boxed::last_boxed_at;
+use super::boxed_answer::find_last_boxed;
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
 use crate::random::Purpose;
@@ -32,7 +32,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 
 choice! {
     /// How a problem asks for its answer.
-    pub enum PromptForm default Boxed {
+    pub enum PromptFormat default Boxed {
         /// ReTool's suffix: the answer is the last `\boxed{}`, near the end.
         Boxed = "boxed",
         /// DAPO's wrapper: the answer is on the last line, after `Answer:`.
@@ -40,13 +40,13 @@ choice! {
     }
 }
 
-impl PromptForm {
+impl PromptFormat {
     fn prompt(self, problem: &str) -> Message {
         Message::user(match self {
-            PromptForm::Boxed => {
+            PromptFormat::Boxed => {
                 format!("{problem}\nThe answer format must be: \\boxed{{'The final answer goes here.'}}")
             }
-            PromptForm::AnswerLine => format!(
+            PromptFormat::AnswerLine => format!(
                 "Solve the following math problem step by step. The last line of your response should be of the \
                  form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n\
                  Remember to put your answer on its own line after \"Answer:\"."
@@ -60,16 +60,16 @@ impl PromptForm {
         let end = &text[text.ceil_char_boundary(text.len().saturating_sub(END_BYTES))..];
         let near = |after: &str| after.chars().nth(AFTER_CHARS_MAX).is_none();
         match self {
-            PromptForm::Boxed => {
-                let (start, content) = last_boxed_at(end)?;
+            PromptFormat::Boxed => {
+                let (start, content) = find_last_boxed(end)?;
                 let after = end[start..].split_once(content).map_or("", |(_, after)| after);
                 near(after).then_some(content)
             }
-            PromptForm::AnswerLine => {
+            PromptFormat::AnswerLine => {
                 // ASCII case folding keeps byte positions.
                 let start = end.to_ascii_lowercase().rfind("answer:")? + "answer:".len();
                 let line = end[start..].lines().next().unwrap_or("");
-                let answer = last_boxed_at(line).map_or(line, |(_, content)| content);
+                let answer = find_last_boxed(line).map_or(line, |(_, content)| content);
                 let mark = |c: char| c.is_whitespace() || matches!(c, '*' | '$');
                 let answer = answer.trim_start_matches(mark).trim_end_matches(|c| mark(c) || c == '.');
                 (near(&end[start + line.len()..]) && !answer.is_empty()).then_some(answer)
@@ -103,7 +103,7 @@ impl Row {
         Ok(Self { id, problem: rows::text(row, "problem")?.trim().to_owned(), answer })
     }
 
-    fn problem(&self, set: &str, row: usize, form: PromptForm) -> Problem {
+    fn problem(&self, set: &str, row: usize, form: PromptFormat) -> Problem {
         let id = self.id.clone().unwrap_or_else(|| row.to_string());
         Problem {
             id: format!("{set}/{id}"),
@@ -130,7 +130,7 @@ pub struct Retool {
     order: Order,
     validation: Vec<ValidationSet>,
     equality: AnswerEquality,
-    form: PromptForm,
+    form: PromptFormat,
 }
 
 impl Retool {
@@ -139,7 +139,7 @@ impl Retool {
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row; also for two validation files
     /// of one name, and for a problem in both the training file and a validation file.
-    pub fn load(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+    pub fn load(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
         let form = settings.prompt.unwrap_or_default();
         let (train, training) = settings.training_rows(host, FORM, Row::read)?;
         let mut sets: Vec<ValidationSet> = Vec::new();
@@ -154,7 +154,7 @@ impl Retool {
             }
             let rows = rows::read(path, settings.validation_rows_max, FORM, Row::read)?;
             let held_out = rows.iter().zip(1..).map(|(row, number)| (number, &*row.problem));
-            rows::refuse_shared((train, training.iter().map(|row| &*row.problem)), (path, held_out))?;
+            rows::refuse_overlap((train, training.iter().map(|row| &*row.problem)), (path, held_out))?;
             let problems = rows.iter().enumerate().map(|(i, row)| row.problem(&name, i, form)).collect();
             sets.push(ValidationSet { name, problems });
         }
@@ -192,13 +192,13 @@ impl Task for Retool {
     }
 
     fn same_answer(&self, a: &str, b: &str) -> bool {
-        a == b || self.equality.holds(a, b)
+        a == b || self.equality.matches(a, b)
     }
 
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
         let answer = transcript.final_text().and_then(|text| self.form.extract(text));
         let gold = problem.answer.as_str().unwrap_or_default();
-        let success = answer.is_some_and(|answer| self.equality.holds(gold, answer));
+        let success = answer.is_some_and(|answer| self.equality.matches(gold, answer));
         let tried = -1.0 + 0.1 * transcript.calls_answered as f32;
         Ok(Reward { value: if success { 1.0 } else { tried.min(-0.6) }, success })
     }
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn the_box_must_stand_near_the_end() {
-        let boxed = |text: &str| PromptForm::Boxed.extract(text).map(str::to_owned);
+        let boxed = |text: &str| PromptFormat::Boxed.extract(text).map(str::to_owned);
         assert_eq!(boxed("So \\boxed{\\frac{1}{2}}.").as_deref(), Some("\\frac{1}{2}"));
         assert_eq!(boxed("\\boxed{1} no, \\boxed{2}").as_deref(), Some("2"));
         assert_eq!(boxed(&format!("\\boxed{{7}}{}", "é".repeat(99))).as_deref(), Some("7"));
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn the_answer_line_is_the_last_one() {
-        let line = |text: &str| PromptForm::AnswerLine.extract(text).map(str::to_owned);
+        let line = |text: &str| PromptFormat::AnswerLine.extract(text).map(str::to_owned);
         assert_eq!(line("Answer: 3\nBut no.\n**Answer:** $42$.").as_deref(), Some("42"));
         assert_eq!(line("answer: \\boxed{42}").as_deref(), Some("42"));
         assert_eq!(line("Answer:"), None);

@@ -79,7 +79,7 @@ fn open(path: &Path) -> io::Result<Box<dyn BufRead>> {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] that names the first pair.
-pub fn refuse_shared<'a>(
+pub fn refuse_overlap<'a>(
     (train, prompts): (&Path, impl Iterator<Item = &'a str>),
     (validation, held_out): (&Path, impl Iterator<Item = (usize, &'a str)>),
 ) -> Result<()> {

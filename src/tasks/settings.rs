@@ -26,7 +26,7 @@ table! {
         /// How `retool` compares an answer with the right one.
         pub answer: Option<answer::AnswerEquality> = None,
         /// How `retool` asks for the answer, and so where it looks for it.
-        pub prompt: Option<retool::PromptForm> = None,
+        pub prompt: Option<retool::PromptFormat> = None,
         /// Where `gsm8k` looks for the answer.
         pub extraction: Option<gsm8k::Extraction> = None,
         /// How `verify_if` makes a reward of the instructions that were followed.
@@ -58,7 +58,7 @@ impl TaskSettings {
     }
 
     /// Fills in the defaults of the keys that the task reads; other tasks' keys stay absent.
-    pub fn fill_in(&mut self) {
+    pub fn fill_defaults(&mut self) {
         let keys = self.name.keys;
         let reads = |key| keys.contains(&key);
         if reads("extraction") {
@@ -85,7 +85,7 @@ impl TaskSettings {
     /// [`crate::error::BadInput`] when the file is missing in the recipe, and those of [`rows::read`].
     pub(super) fn training_rows<T>(
         &self,
-        host: &TaskHost,
+        host: &TaskContext,
         form: &str,
         parse: impl Fn(&Value) -> Result<T, String>,
     ) -> Result<(&Path, Vec<T>)> {
@@ -102,7 +102,7 @@ impl TaskSettings {
     /// As [`Self::training_rows`].
     pub(super) fn held_out_rows<T>(
         &self,
-        host: &TaskHost,
+        host: &TaskContext,
         form: &str,
         parse: impl Fn(&Value) -> Result<T, String>,
     ) -> Result<(&Path, Vec<T>)> {
@@ -114,7 +114,7 @@ impl TaskSettings {
     }
 
     /// Returns the number of held-out problems of a task that generates its own.
-    pub(super) fn made_up_problems(&self) -> usize {
+    pub(super) fn generated_problem_count(&self) -> usize {
         self.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS)
     }
 
@@ -128,7 +128,7 @@ impl TaskSettings {
 
 /// The parts of a task that a command needs.
 #[derive(Debug, Clone)]
-pub struct TaskHost {
+pub struct TaskContext {
     /// Whether training problems are needed.
     pub reads_training: bool,
     /// Whether held-out problems are needed.
@@ -139,7 +139,7 @@ pub struct TaskHost {
     pub console: Console,
 }
 
-impl Default for TaskHost {
+impl Default for TaskContext {
     fn default() -> Self {
         Self {
             reads_training: true,

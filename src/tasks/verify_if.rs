@@ -2,9 +2,9 @@
 //! that format, or prompts composed from maths questions.
 
 use super::instructions::compose::compose;
-use super::instructions::{Instruction, strict};
+use super::instructions::{Instruction, check_strictly};
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, TaskHost, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::{Message, Role};
 use crate::random::{Purpose, stream};
@@ -148,14 +148,14 @@ impl VerifyIf {
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and every broken row, or the first prompt that is in
     /// both files.
-    pub fn load(settings: &TaskSettings, host: &TaskHost) -> Result<Self> {
+    pub fn load(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
         let (train, sources) = settings.training_rows(host, TRAIN_FORM, Source::read)?;
         let (validation, held_out) = settings.held_out_rows(host, VALIDATION_FORM, |row| {
             Ok((row.get("turns").is_some(), Turn::read_all(row)?))
         })?;
         let texts = held_out.iter().zip(1..);
         let texts = texts.flat_map(|((_, turns), row)| turns.iter().map(move |turn| (row, &*turn.prompt)));
-        rows::refuse_shared((train, sources.iter().map(Source::text)), (validation, texts))?;
+        rows::refuse_overlap((train, sources.iter().map(Source::text)), (validation, texts))?;
         let set = |name: &str, several: bool| {
             let rows = held_out.iter().enumerate().filter(|(_, (turns, _))| *turns == several);
             let problems: Vec<_> =
@@ -188,7 +188,7 @@ impl VerifyIf {
                         .rfind(|m| m.channel.as_deref() == Some("final"))
                         .map(|m| m.content.as_str())
                 });
-                Ok(strict(&instructions, answer.unwrap_or_default()))
+                Ok(check_strictly(&instructions, answer.unwrap_or_default()))
             })
             .collect()
     }

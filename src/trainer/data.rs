@@ -4,9 +4,9 @@
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
 use crate::policy::RouterReplay;
-use crate::rollout::stored::{RouteShape, StoredRollouts};
+use crate::rollout::trajectory_file::{RoutedExpertsShape, StoredRollouts};
 use crate::run::context::RunContext;
-use crate::run::evaluation::prompts;
+use crate::run::evaluation::validation_prompts;
 use anyhow::Result;
 use std::path::PathBuf;
 
@@ -26,7 +26,7 @@ impl TrainingData {
     /// [`crate::error::BadInput`] with file and row, or with the problem whose prompt is too long.
     pub fn open(context: &RunContext) -> Result<Self> {
         let file = context.recipe().cold_start.train_file.as_deref();
-        let examples = Examples::open(file, &context.rendering())?;
+        let examples = Examples::open(file, &context.renderer())?;
         let held_out = held_out(context, &examples)?;
         let stored = stored(context)?;
         check_prompts(context, stored.is_none())?;
@@ -41,14 +41,14 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
     if recipe.train.steps == 0 {
         return Ok(());
     }
-    let policy = context.plain_policy()?;
+    let policy = context.policy_without_ablations()?;
     let plan = context.training_rollout(1);
     let rollout = context.rollout(&policy, &plan);
     if sample {
         rollout.check(&context.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
     }
     if recipe.eval.every_steps > 0 || recipe.eval.before_training {
-        prompts(context).iter().try_for_each(|(_, held_out)| rollout.check(held_out))?;
+        validation_prompts(context).iter().try_for_each(|(_, held_out)| rollout.check(held_out))?;
     }
     Ok(())
 }
@@ -56,10 +56,11 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
 /// Opens the trajectories that replace sampling, if the recipe names any.
 fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     let config = &context.model.config;
-    let replayed = (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RouteShape {
-        per_token: config.num_hidden_layers * config.num_experts_per_tok,
-        experts: config.num_local_experts,
-    });
+    let replayed =
+        (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RoutedExpertsShape {
+            per_token: config.num_hidden_layers * config.num_experts_per_tok,
+            experts: config.num_local_experts,
+        });
     let tokens_max = context.model.context_tokens_max();
     let open = |file: &PathBuf| StoredRollouts::open(file, config.vocab_size, tokens_max, replayed);
     context.recipe().train.trajectories.as_ref().map(open).transpose()
@@ -68,20 +69,20 @@ fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
 /// Returns the held-out examples: rows of a file, or the task's held-out demonstrations.
 fn held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> {
     let cold_start = &context.recipe().cold_start;
-    let rendering = context.rendering();
+    let renderer = context.renderer();
     if cold_start.steps == 0 {
         return Ok(vec![]);
     }
     // Refuse a task without demonstrations before any work.
-    examples.batch(&rendering, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
+    examples.batch(&renderer, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
-        return rendering.read_rows(path, Some(cold_start.validation_rows_max));
+        return renderer.read_rows(path, Some(cold_start.validation_rows_max));
     }
     if cold_start.train_file.is_some() {
         return Ok(vec![]);
     }
     (0..cold_start.validation_rows_max as u64)
         .map_while(|index| context.task.held_out_demonstration(index))
-        .map(|demonstration| rendering.demonstration(&demonstration))
+        .map(|demonstration| renderer.render_demonstration(&demonstration))
         .collect()
 }

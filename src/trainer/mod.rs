@@ -22,16 +22,16 @@ use crate::learner::forward_backward::PassSettings;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics, Phase, Row, Timings, read_rows};
 use crate::model::parameters::Parameters;
-use crate::ops::cuda::{device_memory, forget_memory_peaks};
+use crate::ops::cuda::{device_memory, reset_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
 use crate::run::causes::{SampleCauses, warn_of_causes};
-use crate::run::collect::tell_failures;
 use crate::run::context::RunContext;
-use crate::run::evaluation::{SetResult, evaluate, prompts};
+use crate::run::evaluation::{ValidationResult, evaluate, validation_prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
 use crate::run::run_folder::RunFolder;
-use crate::run::signals::Stop;
+use crate::run::sampling_folder::tell_failures;
+use crate::run::signals::StopFlag;
 use anyhow::{Result, ensure};
 use candle_core::Device;
 use monitor::Monitor;
@@ -50,7 +50,7 @@ pub struct Trainer {
     data: TrainingData,
     folder: RunFolder,
     console: Console,
-    stop: Stop,
+    stop: StopFlag,
     timings: Timings,
     /// Whether a tool call hit the wall-clock limit: the run is then not reproducible. The warning is printed
     /// once.
@@ -76,10 +76,10 @@ impl Trainer {
         data: TrainingData,
         folder: RunFolder,
         console: Console,
-        stop: Stop,
+        stop: StopFlag,
         point: Option<&ResumePoint>,
     ) -> Result<Self> {
-        context.parameters.train_only(&context.trainable)?;
+        context.parameters.set_trainable(&context.trainable)?;
         let steered = point.and_then(|point| point.state.kl_coefficient);
         let kl = Self::kl_controller(&context.recipe().policy.kl, steered)?;
         let mut monitor = Monitor::new(context.recipe());
@@ -87,7 +87,7 @@ impl Trainer {
             let before = read_rows(&folder.path.join("metrics.jsonl"))?;
             // Warnings of earlier steps are not repeated.
             before.iter().for_each(|row| match row.phase {
-                Phase::Rl => drop(monitor.note(row.step, &row.metrics)),
+                Phase::Rl => drop(monitor.record(row.step, &row.metrics)),
                 Phase::ColdStart => drop(monitor.warm_up_norms.note(&row.metrics)),
                 Phase::Eval => {}
             });
@@ -121,23 +121,23 @@ impl Trainer {
             self.console.keep_status(&self.folder.path);
         }
         let (console, at) = (self.console.clone(), self.at.clone());
-        self.stop.tell(move || {
+        self.stop.on_request(move || {
             let at = at.lock().unwrap_or_else(PoisonError::into_inner).clone();
             console.print(&format!("finishing {at}, then saving; again to stop at once"));
         })?;
-        self.keep_base()?;
+        self.save_base_model()?;
         let (mut rl_start, mut resumed) = (0, None);
         match done {
             Some((Phase::Rl, step)) => (rl_start, resumed) = (step, point),
             _ if recipe.cold_start.steps > 0 => {
                 let optimizer = self.optimizer(&recipe.cold_start.optimizer, point.as_ref())?;
-                if self.cold_start(optimizer, done.map_or(0, |(_, step)| step))? {
+                if self.sft_warm_up(optimizer, done.map_or(0, |(_, step)| step))? {
                     return Ok(true);
                 }
             }
             _ => {}
         }
-        self.begin_adapter()?;
+        self.attach_adapter()?;
         let stage = self.console.inner_stage("optimizer, critic, reference", 0);
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
         let critic = self.critic(resumed.as_ref())?;
@@ -162,7 +162,8 @@ impl Trainer {
         let last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
         let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
         let evaluations = until(steps).saturating_sub(until(rl_done)) + last + first;
-        let problems: usize = prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
+        let problems: usize =
+            validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
         let sampled = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
         self.console.plan(&[
             (
@@ -192,7 +193,7 @@ impl Trainer {
             checkpoint::restore(&point.folder, &mut context.parameters)?;
             optimizer.write_weights(&mut context.parameters)?;
         }
-        self.watch_space();
+        self.check_disk_space();
         Ok(optimizer)
     }
 
@@ -240,12 +241,12 @@ impl Trainer {
             }
         }
         progress.finish();
-        tell_failures(self.monitor.failed(), &self.console)?;
+        tell_failures(self.monitor.failure_counts(), &self.console)?;
         Ok(false)
     }
 
     fn evaluate(&mut self, step: u64) -> Result<()> {
-        if prompts(&self.context).iter().all(|(_, held_out)| held_out.is_empty()) {
+        if validation_prompts(&self.context).iter().all(|(_, held_out)| held_out.is_empty()) {
             return Ok(());
         }
         self.now(match step {
@@ -263,11 +264,11 @@ impl Trainer {
         let label = format!("evaluation after step {step}: ");
         warn_of_causes(
             &self.context,
-            evaluation.sets.iter().flat_map(SetResult::rows),
+            evaluation.sets.iter().flat_map(ValidationResult::rows),
             &label,
             &self.console,
         );
-        let failed = evaluation.rows().filter(|row| row.trajectory.failed()).count();
+        let failed = evaluation.rows().filter(|row| row.trajectory.has_failure()).count();
         let all = evaluation.rows().count();
         // Stop before training: steps would fail too, each only after its time limits.
         ensure!(
@@ -308,14 +309,14 @@ impl Trainer {
 
     /// Warns when workers of the Python tool died.
     fn watch_workers(&self, step: u64) {
-        if let Some(deaths) = self.context.dead_workers() {
+        if let Some(deaths) = self.context.dead_worker_warning() {
             self.console.print(&format!("warning: step {step}: {deaths}"));
         }
     }
 
     /// Warns about unusual values of a step.
     fn watch(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) {
-        if rollouts.tool_timed_out() && !self.timed_out {
+        if rollouts.has_tool_timeout() && !self.timed_out {
             self.timed_out = true;
             self.console.print(&format!(
                 "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"
@@ -328,7 +329,7 @@ impl Trainer {
         let tokens_max = self.context.recipe().rollout.response_tokens_max;
         let causes = causes.words(self.context.interpreter.is_some(), tokens_max);
         let mut warnings = self.monitor.note_causes(causes);
-        warnings.extend(self.monitor.note(step, metrics));
+        warnings.extend(self.monitor.record(step, metrics));
         for warning in warnings {
             self.console.print(&format!("warning: step {step}: {warning}"));
         }
@@ -356,7 +357,7 @@ fn memory_peaks(device: &Device) -> Result<Metrics> {
         let memory = device_memory(gpu)?;
         metrics.set("perf/max_memory_allocated_gb", memory.used_max as f64 / 1e9);
         metrics.set("perf/max_memory_reserved_gb", memory.reserved_max as f64 / 1e9);
-        forget_memory_peaks(gpu)?;
+        reset_memory_peaks(gpu)?;
     }
     Ok(metrics)
 }

@@ -60,7 +60,7 @@ impl Monitor {
     }
 
     /// Adds the metrics of step `step`, and returns warnings about it.
-    pub fn note(&mut self, step: u64, metrics: &Metrics) -> Vec<String> {
+    pub fn record(&mut self, step: u64, metrics: &Metrics) -> Vec<String> {
         let mut warnings = vec![];
         warnings.extend(self.failures(step, metrics));
         let flat = self.signal(metrics);
@@ -85,7 +85,7 @@ impl Monitor {
     }
 
     /// Returns the number of failed trajectories, and of all.
-    pub fn failed(&self) -> (usize, usize) {
+    pub fn failure_counts(&self) -> (usize, usize) {
         (self.failed as usize, self.trajectories as usize)
     }
 
@@ -202,33 +202,33 @@ mod tests {
     #[test]
     fn failures_are_told_and_counted() {
         let mut monitor = monitor();
-        let told = monitor.note(1, &step(0.75, 0.0, 0.1));
+        let told = monitor.record(1, &step(0.75, 0.0, 0.1));
         assert_eq!(told.len(), 1);
         for part in
             ["48 of 64 trajectories failed", "outcome/task_failed = 48", "docs/TASKS.md", "step-000001"]
         {
             assert!(told[0].contains(part), "{part} in {told:?}");
         }
-        assert_eq!(monitor.failed(), (48, 64));
-        assert!(monitor.note(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
+        assert_eq!(monitor.failure_counts(), (48, 64));
+        assert!(monitor.record(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
         let mut monitor = self::monitor();
-        let lines: usize = (1..=10).map(|at| monitor.note(at, &step(1.0, 1.0, 0.0)).len()).sum();
+        let lines: usize = (1..=10).map(|at| monitor.record(at, &step(1.0, 1.0, 0.0)).len()).sum();
         assert_eq!(lines, 3, "steps 1, 3 and 10 of the same trouble");
-        assert_eq!(monitor.failed(), (640, 640));
+        assert_eq!(monitor.failure_counts(), (640, 640));
     }
 
     #[test]
     fn groups_without_signal_are_told_where_groups_are_compared() {
         let mut monitor = monitor();
-        assert!(monitor.note(1, &step(0.0, 0.9, 0.5)).is_empty());
-        let first = monitor.note(2, &step(0.0, 1.0, 0.5));
+        assert!(monitor.record(1, &step(0.0, 0.9, 0.5)).is_empty());
+        let first = monitor.record(2, &step(0.0, 1.0, 0.5));
         assert!(first[0].contains("no group has two different rewards (rewards from 0 to 1)"), "{first:?}");
-        assert!(monitor.note(3, &step(0.0, 1.0, 0.5)).is_empty());
-        let third = monitor.note(4, &step(0.0, 1.0, 0.5));
+        assert!(monitor.record(3, &step(0.0, 1.0, 0.5)).is_empty());
+        let third = monitor.record(4, &step(0.0, 1.0, 0.5));
         assert!(third[0].contains("for 3 steps now") && third[0].contains("samples_per_prompt"), "{third:?}");
         let policy = PolicySettings { advantage: Advantage::Gae, ..PolicySettings::default() };
         let mut critic = Monitor::new(&Recipe { policy, ..Recipe::default() });
-        assert!(critic.note(1, &step(0.0, 1.0, 0.5)).is_empty(), "a critic compares no groups");
+        assert!(critic.record(1, &step(0.0, 1.0, 0.5)).is_empty(), "a critic compares no groups");
     }
 
     #[test]
@@ -237,14 +237,14 @@ mod tests {
         let mut told = vec![];
         for at in 1..=30 {
             let success = if at <= 15 { 0.6 } else { 0.05 };
-            told.extend(monitor.note(at, &step(0.0, 0.0, success)).into_iter().map(|line| (at, line)));
+            told.extend(monitor.record(at, &step(0.0, 0.0, success)).into_iter().map(|line| (at, line)));
         }
         assert_eq!(told.len(), 1, "{told:?}");
         assert!(told[0].0 > 15 && told[0].1.contains("the success fell from 0.6"), "{told:?}");
         let mut noisy = self::monitor();
         for at in 1..=30 {
             let success = if at % 2 == 0 { 0.03 } else { 0.015 };
-            assert!(noisy.note(at, &step(0.0, 0.0, success)).is_empty(), "step {at}");
+            assert!(noisy.record(at, &step(0.0, 0.0, success)).is_empty(), "step {at}");
         }
     }
 
@@ -252,7 +252,7 @@ mod tests {
     fn weights_that_are_all_0_are_told() {
         let mut metrics = step(0.0, 0.0, 0.5);
         metrics.set("rollout_corr/rollout_is_mean", 0.0);
-        let told = monitor().note(1, &metrics);
+        let told = monitor().record(1, &metrics);
         assert!(
             told.iter().any(|line| line.starts_with("every weight of the rollout correction is 0")),
             "{told:?}"

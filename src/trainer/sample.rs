@@ -5,11 +5,11 @@ use crate::metrics::{Metrics, Phase};
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::informative_groups;
 use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts};
-use crate::trajectory::{Group, TokenFigures, TrajectoryRow};
+use crate::trajectory::{Group, TokenStats, TrajectoryRow};
 use anyhow::{Context, Result};
 
 /// The rollouts of a step, and the groups used for training.
-pub(super) struct Sampled {
+pub(super) struct SampleOutput {
     /// All sampled groups, including discarded ones. The rollout metrics cover all of them.
     pub drawn: Rollouts,
     /// Indices into `drawn.groups`.
@@ -18,14 +18,14 @@ pub(super) struct Sampled {
     rounds: Option<u64>,
 }
 
-impl Sampled {
-    pub fn trained(&self) -> Vec<&Group> {
+impl SampleOutput {
+    pub fn training_groups(&self) -> Vec<&Group> {
         self.trained.iter().map(|&index| &self.drawn.groups[index]).collect()
     }
 
     /// Returns the first `count` rows of the step. Trained trajectories have the token figures `learned`, in
     /// their order.
-    pub fn rows(&self, count: usize, learned: &[TokenFigures]) -> Vec<TrajectoryRow> {
+    pub fn rows(&self, count: usize, learned: &[TokenStats]) -> Vec<TrajectoryRow> {
         let mut rows: Vec<TrajectoryRow> = self.drawn.rows(Phase::Rl).take(count).collect();
         let sizes: Vec<usize> = self.drawn.groups.iter().map(|group| group.trajectories.len()).collect();
         let start = |group: usize| -> usize { sizes[..group].iter().sum() };
@@ -52,13 +52,13 @@ impl Sampled {
 impl Trainer {
     /// Samples the groups of step `step`, or reads stored ones. Dynamic sampling replaces groups without
     /// signal, up to the limit of rounds.
-    pub(super) fn sample(&self, step: u64) -> Result<Sampled> {
+    pub(super) fn sample(&self, step: u64) -> Result<SampleOutput> {
         let recipe = &self.context.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
         if let Some(stored) = &self.data.stored {
-            let drawn = stored.step(step, count as u64);
+            let drawn = stored.step_groups(step, count as u64);
             let trained = (0..drawn.groups.len()).collect();
-            return Ok(Sampled { drawn, trained, rounds: None });
+            return Ok(SampleOutput { drawn, trained, rounds: None });
         }
         let mut drawn = Rollouts::default();
         let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
@@ -79,7 +79,7 @@ impl Trainer {
         }
         let mut trained: Vec<usize> = informative.into_iter().chain(flat).take(count).collect();
         trained.sort_unstable();
-        Ok(Sampled { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
+        Ok(SampleOutput { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
     }
 
     /// Samples one group a prompt, and a greedy sample if the advantage needs one.
@@ -89,7 +89,7 @@ impl Trainer {
         let plan = context.training_rollout(step);
         let mut drawn = self.conversations("gen", &plan, prompts, recipe.rollout.samples_per_prompt)?;
         if recipe.policy.advantage == Advantage::Remax {
-            let plan = RolloutPlan::greedy(&recipe.rollout, recipe.train.seed, step);
+            let plan = RolloutPlan::for_greedy_baseline(&recipe.rollout, recipe.train.seed, step);
             let single = self.conversations("gen_max", &plan, prompts, 1)?.groups;
             let greedy = single.into_iter().map(|group| group.trajectories.into_iter().next());
             drawn.groups.iter_mut().zip(greedy).for_each(|(group, greedy)| group.greedy = greedy);
@@ -109,7 +109,8 @@ impl Trainer {
         let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
         let policy = context.rollout_policy()?;
         let rollouts = self.timings.time(stage, || {
-            context.groups(&policy, plan, prompts, samples, &RolloutProgress::shown_by(&inner), &|| false)
+            context
+                .sample_groups(&policy, plan, prompts, samples, &RolloutProgress::show_on(&inner), &|| false)
         })?;
         inner.finish();
         rollouts.context("the rollout ended early")

@@ -5,7 +5,7 @@ use crate::checkpoint::{self, Snapshot, TrainerState};
 use crate::learner::critic::Critic;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::Phase;
-use crate::model::config::Form;
+use crate::model::config::WeightFormat;
 use anyhow::Result;
 
 impl Trainer {
@@ -20,7 +20,7 @@ impl Trainer {
         critic: Option<&Critic>,
     ) -> Result<bool> {
         // Some processes may not have received the signal yet.
-        let asked = self.context.mesh().any("whether to stop", self.stop.asked())?;
+        let asked = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
         let every = self.context.plan.recipe.checkpoint.every_steps;
         if asked || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
@@ -33,13 +33,13 @@ impl Trainer {
     }
 
     /// Returns the format of saved weights.
-    fn form(&self) -> Form {
+    fn form(&self) -> WeightFormat {
         self.context.plan.recipe.checkpoint.dtype
     }
 
     /// Warns if the disk has too little space for the next checkpoints.
-    pub(super) fn watch_space(&self) {
-        let policy = checkpoint::bytes(self.form(), &self.context.parameters);
+    pub(super) fn check_disk_space(&self) {
+        let policy = checkpoint::estimate_bytes(self.form(), &self.context.parameters);
         // A critic is as large as the policy, or as its adapter, in f32 with its optimizer state.
         let critic = self
             .context
@@ -47,8 +47,8 @@ impl Trainer {
             .recipe
             .critic
             .as_ref()
-            .map_or(0, |_| checkpoint::bytes(Form::F32, &self.context.parameters));
-        if let Some(lack) = self.folder.lacks_space(policy + critic) {
+            .map_or(0, |_| checkpoint::estimate_bytes(WeightFormat::F32, &self.context.parameters));
+        if let Some(lack) = self.folder.disk_space_warning(policy + critic) {
             self.console.print(&format!("warning: {lack}"));
         }
     }
@@ -85,11 +85,12 @@ impl Trainer {
                 state,
             };
             // If the folder was moved during the save, report that.
-            snapshot.write(&folder.path, checkpoint.keep).map(drop).map_err(|error| folder.moved_or(error))
+            snapshot
+                .write(&folder.path, checkpoint.keep)
+                .map(drop)
+                .map_err(|error| folder.explain_write_error(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
-        context
-            .mesh()
-            .run_on_rank_zero(write, |asked| checkpoint::answer(&context.parameters, critic, &asked))
+        context.mesh().run_on_rank_zero(write, |asked| checkpoint::serve(&context.parameters, critic, &asked))
     }
 }

@@ -3,18 +3,18 @@
 use super::Trainer;
 use crate::atomic_file::replace_folder;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
-use crate::checkpoint::{self, BASE_FOLDER, Base, ResumePoint, reference};
+use crate::checkpoint::{self, BASE_FOLDER, BaseModel, ResumePoint, reference};
 use crate::learner::critic::Critic;
-use crate::model::config::Form;
+use crate::model::config::WeightFormat;
 use crate::model::parameters::VALUES;
 use crate::model::settings::Dtype;
 use crate::policy::kl_in_reward::KlController;
-use crate::policy::{KlPlace, KlSettings};
+use crate::policy::{KlPlacement, KlSettings};
 use anyhow::{Context, Result};
 
 impl Trainer {
     /// Attaches the adapter after the SFT warm-up; from then on only the adapter is trainable.
-    pub(super) fn begin_adapter(&mut self) -> Result<()> {
+    pub(super) fn attach_adapter(&mut self) -> Result<()> {
         let context = &mut self.context;
         let Some(adapter) = context.adapter.as_ref().filter(|_| context.parameters.adapter().is_none())
         else {
@@ -22,21 +22,21 @@ impl Trainer {
         };
         let base_tensors = context.parameters.len();
         adapter.attach(&mut context.parameters, context.plan.recipe.train.seed)?;
-        context.trainable = adapter.trainable_of_all(base_tensors);
-        context.parameters.train_only(&context.trainable)?;
-        self.keep_base()
+        context.trainable = adapter.trainable_flags(base_tensors);
+        context.parameters.set_trainable(&context.trainable)?;
+        self.save_base_model()
     }
 
     /// Writes the base model into the run's folder if no other folder has it; checkpoints refer to it.
-    pub(super) fn keep_base(&mut self) -> Result<()> {
+    pub(super) fn save_base_model(&mut self) -> Result<()> {
         let context = &mut self.context;
         if context.parameters.adapter().is_none() || context.base.is_some() {
             return Ok(());
         }
         // This format keeps all digits of the weights.
         let form = match context.plan.recipe.model.dtype {
-            Dtype::Bf16 | Dtype::Bf16Dot => Form::Bf16,
-            Dtype::F32 => Form::F32,
+            Dtype::Bf16 | Dtype::Bf16Dot => WeightFormat::Bf16,
+            Dtype::F32 => WeightFormat::F32,
         };
         let folder = self.folder.path.join(BASE_FOLDER);
         let base = context.parameters.without_adapter();
@@ -45,14 +45,14 @@ impl Trainer {
                 let config = &context.model.config;
                 let manifest = save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| {
                     let index =
-                        base.position(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-                    base.whole(index, VALUES)
+                        base.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+                    base.gather(index, VALUES)
                 })?;
                 manifest.write(aside)
             })
         };
-        context.mesh().run_on_rank_zero(write, |asked| base.answer(None, &asked))?;
-        context.base = Some(Base::of(&folder)?);
+        context.mesh().run_on_rank_zero(write, |asked| base.serve(None, &asked))?;
+        context.base = Some(BaseModel::of(&folder)?);
         Ok(())
     }
 
@@ -79,7 +79,7 @@ impl Trainer {
     pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
         let context = &self.context;
         let (config, parameters) = (&context.model.config, &context.parameters);
-        if context.plan.recipe.policy.kl.place == KlPlace::None {
+        if context.plan.recipe.policy.kl.place == KlPlacement::None {
             return Ok(());
         }
         if parameters.adapter().is_some() {
@@ -96,7 +96,7 @@ impl Trainer {
                     digest = Some(reference::write(run, &reference)?);
                     Ok(())
                 };
-                parameters.mesh().run_on_rank_zero(write, |asked| reference.answer(None, &asked))?;
+                parameters.mesh().run_on_rank_zero(write, |asked| reference.serve(None, &asked))?;
                 (reference, digest)
             }
         };

@@ -3,10 +3,10 @@
 
 use super::Trainer;
 use super::gradient_norms::GradientNorms;
-use super::sample::Sampled;
+use super::sample::SampleOutput;
 use crate::learner::advantages::AdvantageEstimator;
-use crate::learner::batch::{Batch, Forward};
-use crate::learner::batch_runner::{BatchObjective, BatchRunner, GradientNorm, Shares};
+use crate::learner::batch::{Batch, ForwardResult};
+use crate::learner::batch_runner::{BatchObjective, BatchRunner, GradientNorm, MicroBatchValues};
 use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::forward_backward::{PassOutput, PassSettings};
 use crate::learner::micro_batch::MicroBatch;
@@ -19,8 +19,8 @@ use crate::metrics::{Accumulator, Console, Metrics, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::ratio::OldLogprob;
-use crate::policy::{KlPlace, PolicySettings, RouterReplay};
-use crate::trajectory::{Group, TokenFigures};
+use crate::policy::{KlPlacement, PolicySettings, RouterReplay};
+use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
 
 impl Trainer {
@@ -31,10 +31,10 @@ impl Trainer {
         step: u64,
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
-    ) -> Result<(Sampled, Metrics, Vec<TokenFigures>)> {
+    ) -> Result<(SampleOutput, Metrics, Vec<TokenStats>)> {
         let sampled = self.sample(step)?;
-        let groups = sampled.trained();
-        let (metrics, tokens) = self.policy_step(step).learn(&groups, optimizer, critic)?;
+        let groups = sampled.training_groups();
+        let (metrics, tokens) = self.policy_step(step).run(&groups, optimizer, critic)?;
         if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
             self.kl.update(kl, groups.iter().map(|group| group.trajectories.len()).sum());
         }
@@ -52,7 +52,7 @@ impl Trainer {
             train: &recipe.train,
             kl_coefficient: self.kl.coefficient(),
             pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
-            second_forward: ForwardOptions::second_forward(&recipe.arms, recipe.train.seed),
+            second_forward: ForwardOptions::for_old_log_probs(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
             skip_above: SkipAbove {
                 actor: self.skip_above(&self.monitor.actor_norms),
@@ -114,7 +114,7 @@ struct Updated<'a> {
 pub struct Update {
     /// Means over the update's own tokens.
     pub metrics: Metrics,
-    pub forward: Forward,
+    pub forward: ForwardResult,
 }
 
 impl PolicyStep<'_> {
@@ -124,12 +124,12 @@ impl PolicyStep<'_> {
     ///
     /// # Errors
     /// When a pass fails, or a log-probability, value or gradient norm is not a number.
-    pub fn learn(
+    pub fn run(
         &self,
         groups: &[&Group],
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
-    ) -> Result<(Metrics, Vec<TokenFigures>)> {
+    ) -> Result<(Metrics, Vec<TokenStats>)> {
         let warming_up = self.warms_up(critic.as_deref());
         let (batch, mut forward, mut metrics) = self.prepare(groups, critic.as_deref())?;
         if let Some(critic) = critic {
@@ -142,11 +142,11 @@ impl PolicyStep<'_> {
             forward = first.filter(|_| self.train.minibatches == 1).or(forward);
         }
         if let Some(forward) = &forward {
-            metrics.extend(batch.mismatch(forward)?);
+            metrics.extend(batch.mismatch_metrics(forward)?);
         }
         let of_forward = || forward.as_ref().map(|forward| &forward.log_probs);
         let training = batch.training_log_probs.as_ref().or_else(of_forward);
-        Ok((metrics, batch.token_figures(training.map(Vec::as_slice))))
+        Ok((metrics, batch.token_stats(training.map(Vec::as_slice))))
     }
 
     /// Returns the batch for all updates, the policy's forward over it if one ran, and the metrics.
@@ -157,8 +157,8 @@ impl PolicyStep<'_> {
         &self,
         groups: &[&Group],
         critic: Option<&Critic>,
-    ) -> Result<(Batch, Option<Forward>, Metrics)> {
-        let mut batch = Batch::new(groups, self.runner.packing(self.train.micro_batch_tokens));
+    ) -> Result<(Batch, Option<ForwardResult>, Metrics)> {
+        let mut batch = Batch::new(groups, self.runner.packing_parameters(self.train.micro_batch_tokens));
         let forward = self.score(&mut batch, groups, critic)?;
         let estimator = AdvantageEstimator {
             policy: self.policy,
@@ -167,7 +167,7 @@ impl PolicyStep<'_> {
             response_tokens_max: self.response_tokens_max,
             critic: critic.map(|critic| self.critic_step(&critic.settings, &critic.parameters)),
         };
-        let mut metrics = self.timings.time("adv", || estimator.fill(&mut batch, groups))?;
+        let mut metrics = self.timings.time("adv", || estimator.estimate(&mut batch, groups))?;
         metrics.extend(correct_rollout(&mut batch, &self.policy.correction)?);
         Ok((batch, forward, metrics))
     }
@@ -179,18 +179,22 @@ impl PolicyStep<'_> {
         batch: &mut Batch,
         groups: &[&Group],
         critic: Option<&Critic>,
-    ) -> Result<Option<Forward>> {
+    ) -> Result<Option<ForwardResult>> {
         let replay = self.policy.router_replay;
-        if self.policy.kl.place != KlPlace::None {
+        if self.policy.kl.place != KlPlacement::None {
             let parameters = self.reference.context("policy.kl without a reference")?;
             let runner = BatchRunner { parameters, ..self.runner };
             let outputs = self.forward(("ref", "reference"), runner, &batch.micro_batches, self.pass)?;
-            batch.reference_log_probs = Some(batch.forward(&outputs)?.log_probs);
+            batch.reference_log_probs = Some(batch.join_forward(&outputs)?.log_probs);
         }
         let config = &self.runner.model.config;
-        let sampled = routed_experts::kept(groups, config.num_hidden_layers, config.num_experts_per_tok);
+        let sampled = routed_experts::experts_from_sampling(
+            groups,
+            config.num_hidden_layers,
+            config.num_experts_per_tok,
+        );
         match replay == RouterReplay::Rollout {
-            true => batch.replay(sampled?)?,
+            true => batch.set_replay(sampled?)?,
             false => batch.rollout_routes = sampled.ok(),
         }
         let mut forward = None;
@@ -199,10 +203,10 @@ impl PolicyStep<'_> {
             let pass = PassSettings { forward: options, ..self.pass };
             let names = ("old_log_prob", "old log-probs");
             let outputs = self.forward(names, self.runner, &batch.micro_batches, pass)?;
-            let found = batch.forward(&outputs)?;
+            let found = batch.join_forward(&outputs)?;
             batch.training_log_probs = Some(found.log_probs.clone());
             if replay == RouterReplay::Recompute {
-                batch.replay(routed_experts::chosen(&batch.micro_batches, &outputs)?)?;
+                batch.set_replay(routed_experts::experts_from_forward(&batch.micro_batches, &outputs)?)?;
             }
             forward = Some(found);
         }
@@ -239,9 +243,9 @@ impl PolicyStep<'_> {
     /// with the first update's own forward.
     fn needs_forward(&self, critic: Option<&Critic>) -> bool {
         let anchor = self.anchor();
-        let in_reward = self.policy.kl.place == KlPlace::Reward && anchor == OldLogprob::Detach;
+        let in_reward = self.policy.kl.place == KlPlacement::Reward && anchor == OldLogprob::Detach;
         let whole = self.train.minibatches == 1 && !self.warms_up(critic);
-        anchor == OldLogprob::Recompute || self.policy.correction.active() || in_reward || !whole
+        anchor == OldLogprob::Recompute || self.policy.correction.is_active() || in_reward || !whole
     }
 
     fn warms_up(&self, critic: Option<&Critic>) -> bool {
@@ -267,7 +271,11 @@ impl PolicyStep<'_> {
     }
 
     /// Runs the policy's updates. Returns their metrics and the forward of the first update.
-    fn update_policy(&self, batch: &Batch, optimizer: &mut Optimizer) -> Result<(Metrics, Option<Forward>)> {
+    fn update_policy(
+        &self,
+        batch: &Batch,
+        optimizer: &mut Optimizer,
+    ) -> Result<(Metrics, Option<ForwardResult>)> {
         let &TrainSettings { minibatches, epochs, .. } = self.train;
         let lr = optimizer.learning_rate(self.step, self.train.steps);
         let mut first = None;
@@ -340,17 +348,17 @@ impl PolicyStep<'_> {
         }
         let updates = self.train.minibatches * self.train.epochs;
         let loss = UpdateLoss::new(batch, self.policy, self.anchor(), updates, self.response_tokens_max)?;
-        let shares = Shares::of(&batch.micro_batches);
+        let shares = MicroBatchValues::new(&batch.micro_batches);
         let objective: BatchObjective<'_, 2> = &|index, columns| {
-            let (share, gradient) = loss.share(index, columns)?;
-            shares.put(index, share);
+            let (share, gradient) = loss.loss_share(index, columns)?;
+            shares.set(index, share);
             Ok(gradient)
         };
         let stage = self.console.pass("update", self.runner.own_tokens(&batch.micro_batches));
         let outputs = self.runner.accumulate_shown(&batch.micro_batches, self.pass, objective, &stage)?;
         stage.finish();
-        let metrics = loss.metrics(&shares.all()?, &outputs, self.pass.load_balance > 0.0);
-        Ok(Some(Update { metrics, forward: batch.forward(&outputs)? }))
+        let metrics = loss.metrics(&shares.into_values()?, &outputs, self.pass.load_balance > 0.0);
+        Ok(Some(Update { metrics, forward: batch.join_forward(&outputs)? }))
     }
 
     fn critic_step<'c>(&'c self, settings: &'c CriticSettings, parameters: &'c Parameters) -> CriticStep<'c> {

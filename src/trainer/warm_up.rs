@@ -12,7 +12,7 @@ use anyhow::Result;
 
 impl Trainer {
     /// Runs the supervised stage from step `start` on. Returns whether a signal stopped it.
-    pub(super) fn cold_start(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
+    pub(super) fn sft_warm_up(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
         let recipe = self.context.plan.recipe.clone();
         let cold_start = &recipe.cold_start;
         let progress = self.console.stage("cold start", cold_start.steps, start);
@@ -28,7 +28,7 @@ impl Trainer {
             let batch = self.timings.time("demonstrations", || {
                 let task = self.context.task.as_ref();
                 self.data.examples.batch(
-                    &self.context.rendering(),
+                    &self.context.renderer(),
                     task,
                     recipe.train.seed,
                     first,

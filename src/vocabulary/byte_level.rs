@@ -17,9 +17,9 @@ pub(super) fn alphabet() -> [char; 256] {
 }
 
 /// Maps vocabulary entries back to bytes.
-pub(super) struct Decoder(HashMap<char, u8>);
+pub(super) struct ByteDecoder(HashMap<char, u8>);
 
-impl Decoder {
+impl ByteDecoder {
     pub(super) fn new() -> Self {
         Self(alphabet().into_iter().zip(0..=255).collect())
     }
@@ -36,7 +36,7 @@ impl Decoder {
 }
 
 /// Writes `text` in the alphabet, as vocabularies do.
-pub(super) fn spell(text: &str) -> String {
+pub(super) fn to_byte_level(text: &str) -> String {
     let alphabet = alphabet();
     text.bytes().map(|byte| alphabet[usize::from(byte)]).collect()
 }

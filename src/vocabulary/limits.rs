@@ -61,9 +61,9 @@ struct Outline {
     post_processor: Option<Steps>,
     decoder: Option<Steps>,
     #[serde(rename = "added_tokens")]
-    _added_tokens: Option<Counted>,
+    _added_tokens: Option<SectionCounter>,
     #[serde(rename = "model")]
-    _model: Option<Counted>,
+    _model: Option<SectionCounter>,
 }
 
 /// Refuses a file without bounds on its work. The crate reports other errors.
@@ -116,7 +116,7 @@ pub(super) fn check(json: &[u8]) -> Result<()> {
 struct Steps(SectionContents);
 
 /// A section whose values are only counted.
-struct Counted;
+struct SectionCounter;
 
 impl<'de> Deserialize<'de> for Steps {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
@@ -130,7 +130,7 @@ impl<'de> Deserialize<'de> for Steps {
     }
 }
 
-impl<'de> Deserialize<'de> for Counted {
+impl<'de> Deserialize<'de> for SectionCounter {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         let mut contents = SectionContents {
             values_left: VOCABULARY_VALUES_MAX,

@@ -3,16 +3,16 @@
 //! Text is always ordinary text: text of a user, a tool or a model can never become a control token.
 
 mod byte_level;
-mod embedded;
+mod embedded_vocabulary;
 mod limits;
 
-pub use embedded::embedded_json;
+pub use embedded_vocabulary::embedded_json;
 
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::panics::catch_panic;
 use anyhow::{Result, anyhow};
-use byte_level::{Decoder, alphabet, spell};
+use byte_level::{ByteDecoder, alphabet, to_byte_level};
 use std::path::Path;
 use std::sync::Arc;
 use tokenizers::{
@@ -122,7 +122,7 @@ impl Vocabulary {
     }
 
     /// Returns `<|pad|>`, or else `<|endoftext|>`, if the vocabulary has one.
-    pub fn pad(&self) -> Option<u32> {
+    pub fn pad_id(&self) -> Option<u32> {
         self.0.pad
     }
 
@@ -156,8 +156,8 @@ impl Vocabulary {
 
     /// Returns the ordinary entry spelled `text`, whether or not merges produce it. Embedded vocabularies
     /// hold template words that no merge produces.
-    pub fn entry(&self, text: &str) -> Option<u32> {
-        self.0.inner.get_model().token_to_id(&spell(text)).filter(|&id| !self.is_special(id))
+    pub fn entry_id(&self, text: &str) -> Option<u32> {
+        self.0.inner.get_model().token_to_id(&to_byte_level(text)).filter(|&id| !self.is_special(id))
     }
 
     /// Returns the bytes of a token, or a special token's spelling; `None` for an id without a token.
@@ -248,7 +248,7 @@ fn token_table(inner: &Tokenizer, place: &str) -> Result<(Vec<u8>, Vec<usize>, V
             size - 1
         ));
     }
-    let decoder = Decoder::new();
+    let decoder = ByteDecoder::new();
     let (mut bytes, mut ends, mut special) = (Vec::new(), Vec::with_capacity(size), vec![false; size]);
     for (entry, id) in entries {
         let id = id as usize;

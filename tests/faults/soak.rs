@@ -9,7 +9,7 @@
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use rloss::interpreter::{CPython, Embedded, Interpreter, InterpreterState, SessionId, Settings};
+use rloss::interpreter::{CPython, EmbeddedInterpreter, Interpreter, InterpreterState, SessionId, Settings};
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::Command;
@@ -51,7 +51,7 @@ fn main() {
             output_chars_max: 4096,
             ..Settings::default()
         };
-        tools.push(Box::new(Embedded::new(settings.clone(), program.into()).expect("a sandbox")));
+        tools.push(Box::new(EmbeddedInterpreter::new(settings.clone(), program.into()).expect("a sandbox")));
         match Command::new("python3").arg("--version").output() {
             Ok(_) => tools.push(Box::new(CPython::new(settings, program.into(), 64).expect("a sandbox"))),
             Err(_) => println!("soak: without the machine's Python, no python3 on the PATH"),

@@ -3,11 +3,11 @@
 use crate::model::case::{Case, Figures};
 use crate::tiny::{self, load};
 use crate::{model_files, qwen2};
-use rloss::checkpoint::Base;
+use rloss::checkpoint::BaseModel;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::merge::merged;
+use rloss::checkpoint::merge::merge;
 use rloss::checkpoint::peft::{self, AdapterFolder};
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
 use rloss::integrity::Manifest;
 use rloss::learner::batch_runner::BatchRunner;
@@ -17,13 +17,13 @@ use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{CriticSettings, OptimizerSettings};
 use rloss::model::adapter::{Lora, Owner, default_targets};
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::policy_view::PolicyView;
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use rloss::ops::threads::Threads;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -72,10 +72,11 @@ fn random_adapters_agree_with_peft() {
             let base = folder.join("base");
             let case = Case::adapted(&base, folder);
             rewrite(&folder.join("adapter"), &base, &folder.join("saved"));
-            let tensor = |spec: &ParameterSpec| merged(&case.parameters, spec);
+            let tensor = |spec: &ParameterSpec| merge(&case.parameters, spec);
             std::fs::create_dir_all(folder.join("merged")).unwrap();
-            let (config, companions) = (&case.model.config, Companions::default());
-            save(&folder.join("merged"), config, Form::F32, &companions, SHARD_BYTES_MAX, tensor).unwrap();
+            let (config, companions) = (&case.model.config, CompanionFiles::default());
+            save(&folder.join("merged"), config, WeightFormat::F32, &companions, SHARD_BYTES_MAX, tensor)
+                .unwrap();
             (name.clone(), compare(case, &name))
         })
         .collect();
@@ -86,11 +87,11 @@ fn random_adapters_agree_with_peft() {
 fn rewrite(from: &Path, base: &Path, to: &Path) {
     let specs = parameter_specs(&Config::read(base).unwrap());
     let adapter = AdapterFolder::open(from, &specs).unwrap();
-    let names = adapter.lora.specs(&specs).unwrap().into_iter().map(|spec| spec.name);
-    let values: BTreeMap<String, Vec<f32>> = names.zip(adapter.values(&specs).unwrap()).collect();
+    let names = adapter.lora.factor_specs(&specs).unwrap().into_iter().map(|spec| spec.name);
+    let values: BTreeMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs).unwrap()).collect();
     std::fs::create_dir_all(to).unwrap();
     let mut manifest = Manifest::default();
-    let base = Base::of(base).unwrap();
+    let base = BaseModel::of(base).unwrap();
     let factor = |name: &str| Ok(values[name].clone());
     peft::write(to, &mut manifest, (&adapter.lora, &specs), &base, factor).unwrap();
 }
@@ -139,39 +140,39 @@ fn settings(recompute_layers: bool) -> PassSettings {
 /// An adapter of `rank` on all that can have one, with values of which every one matters.
 fn adapt(parameters: &mut Parameters, config: &Config, rank: usize) {
     let lora = Lora { rank, alpha: 8.0, rslora: true, targets: default_targets(config) };
-    let mut values = lora.start(&parameters.specs, 3, Owner::Policy).unwrap();
+    let mut values = lora.initial_values(&parameters.specs, 3, Owner::Policy).unwrap();
     for values in &mut values {
         values.iter_mut().enumerate().for_each(|(i, v)| *v += ((i * 7 % 13) as f32 - 6.0) * 0.01);
     }
     let base = parameters.len();
-    parameters.adapt(lora, values).unwrap();
-    parameters.train_only(&(0..parameters.len()).map(|i| i >= base).collect::<Vec<_>>()).unwrap();
+    parameters.attach_adapter(lora, values).unwrap();
+    parameters.set_trainable(&(0..parameters.len()).map(|i| i >= base).collect::<Vec<_>>()).unwrap();
 }
 
 /// A random model of `config` as its folder in `form` gives it: decoded, and held as it lies there.
-fn both(config: &Config, form: Form) -> [Parameters; 2] {
+fn both(config: &Config, form: WeightFormat) -> [Parameters; 2] {
     let start = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
     let parameters =
         crate::tiny::parameters(config, init(config, &start, 8).unwrap().into_iter().map(Ok)).unwrap();
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(&parameters, &spec.name).clone());
-    save(folder.path(), config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    save(folder.path(), config, form, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
     let files = ModelFolder::open(folder.path(), config).unwrap();
     let held = parameter_specs(config).into_iter().map(|spec| {
-        let stored = match files.packed(&spec)? {
-            Some(packed) => Stored::frozen(packed),
-            None => Stored::variable(&spec, files.values(&spec)?)?,
+        let stored = match files.read_packed(&spec)? {
+            Some(packed) => TensorStorage::from_weight(packed),
+            None => TensorStorage::variable(&spec, files.read_values(&spec)?)?,
         };
         Ok((spec, stored))
     });
     [
         crate::tiny::parameters(config, load(folder.path(), config).unwrap()).unwrap(),
-        Parameters::loaded(config, &Backend::default(), held).unwrap(),
+        Parameters::load(config, &Backend::default(), held).unwrap(),
     ]
 }
 
 fn log_probs(model: &Model, parameters: &Parameters, batches: &[MicroBatch]) -> Vec<f32> {
-    let weights = &parameters.frozen(None).unwrap();
+    let weights = &parameters.frozen_weights(None).unwrap();
     let forward = |batch| {
         Pass { model, weights, batch, settings: settings(true) }.forward().unwrap().log_probs().to_vec()
     };
@@ -189,9 +190,9 @@ fn every(sequences: &[Sequence]) -> Vec<Sequence> {
 #[test]
 fn an_adapter_beside_a_packed_base_is_one_forward() {
     let cases = [
-        (model_files::config(), Form::Mxfp4),
-        (model_files::config(), Form::Bf16),
-        (qwen2::config(true), Form::Bf16),
+        (model_files::config(), WeightFormat::Mxfp4),
+        (model_files::config(), WeightFormat::Bf16),
+        (qwen2::config(true), WeightFormat::Bf16),
     ];
     for (config, form) in cases {
         for rank in [1, 2, 3, 8, 33] {
@@ -207,7 +208,7 @@ fn an_adapter_beside_a_packed_base_is_one_forward() {
             assert_eq!(found, log_probs(&model, &packed, &together), "rank {rank}: rows alone and together");
             assert_eq!(found, log_probs(&model, &plain, &together), "rank {rank}: packed and decoded base");
             assert_ne!(found, log_probs(&model, &packed.without_adapter(), &together), "rank {rank}");
-            let policy = PolicyView::plain(&model, &packed).unwrap();
+            let policy = PolicyView::without_ablations(&model, &packed).unwrap();
             let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
             assert_eq!(found, policy.prefill(&tokens, 0.8).unwrap().concat(), "rank {rank}: prefill");
             assert_eq!(found, policy.decode(&tokens, 0.8, &|_| ()).unwrap().concat(), "rank {rank}: decode");
@@ -218,7 +219,7 @@ fn an_adapter_beside_a_packed_base_is_one_forward() {
 #[test]
 fn gradients_beside_a_packed_base_do_not_depend_on_threads_or_on_recomputation() {
     let config = model_files::config();
-    let [mut plain, mut packed] = both(&config, Form::Mxfp4);
+    let [mut plain, mut packed] = both(&config, WeightFormat::Mxfp4);
     let mut found = vec![];
     for parameters in [&mut plain, &mut packed] {
         adapt(parameters, &config, 5);
@@ -247,9 +248,9 @@ fn a_fresh_adapter_leaves_every_bit_and_off_it_is_the_base() {
     let batches = MicroBatch::split(&every(&tiny::sequences(272, &[50, 31, 9], 1)), usize::MAX);
     let before = log_probs(&model, &parameters, &batches);
     let lora = Lora { rank: 4, alpha: 8.0, rslora: false, targets: default_targets(&config) };
-    let start = lora.start(&parameters.specs, 0, Owner::Policy).unwrap();
-    assert_ne!(start, lora.start(&parameters.specs, 0, Owner::Critic).unwrap());
-    parameters.adapt(lora, start).unwrap();
+    let start = lora.initial_values(&parameters.specs, 0, Owner::Policy).unwrap();
+    assert_ne!(start, lora.initial_values(&parameters.specs, 0, Owner::Critic).unwrap());
+    parameters.attach_adapter(lora, start).unwrap();
     assert_eq!(before, log_probs(&model, &parameters, &batches));
     assert_eq!(before, log_probs(&model, &parameters.without_adapter(), &batches));
 }
@@ -383,7 +384,7 @@ fn a_merged_matrix_acts_as_the_two_side_by_side() {
         let case = Case::adapted(&fixture(base), &fixture(name));
         let specs = parameter_specs(&case.model.config);
         let values = specs.into_iter().map(|spec| {
-            let values = tiny::values(&merged(&case.parameters, &spec)?);
+            let values = tiny::values(&merge(&case.parameters, &spec)?);
             Ok((spec, values))
         });
         let merged = crate::tiny::parameters(&case.model.config, values).unwrap();

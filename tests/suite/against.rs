@@ -6,10 +6,10 @@ use rloss::chat::Chat;
 use rloss::chat::Format;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::metrics::Console;
-use rloss::mismatch::against;
 use rloss::mismatch::causes::causes;
-use rloss::mismatch::diagnose::{Reference, Verdict};
-use rloss::mismatch::rows::{Reader, TokenRow, TokenRows};
+use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
+use rloss::mismatch::external_engine;
+use rloss::mismatch::rows::{RowReader, TokenRow, TokenRows};
 use rloss::model::config::Config;
 use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
@@ -29,8 +29,8 @@ fn config() -> Config {
 }
 
 fn read(files: &[PathBuf]) -> anyhow::Result<TokenRows> {
-    let (config, tokenizer) = (config(), HarmonyTokenizer::embedded().unwrap());
-    Reader::new(&config, 256, &tokenizer, 1.0).read(files)
+    let (config, tokenizer) = (config(), HarmonyTokenizer::from_embedded().unwrap());
+    RowReader::new(&config, 256, &tokenizer, 1.0).read(files)
 }
 
 /// Writes `text` and reads it.
@@ -58,12 +58,12 @@ impl Fixture {
             threads: Threads::new(2).unwrap(),
             model: Model::new(config, 256),
             parameters,
-            chat: Format::Harmony.embedded().unwrap(),
+            chat: Format::Harmony.read_embedded().unwrap(),
         }
     }
 
     fn policy(&self) -> PolicyView<'_> {
-        PolicyView::plain(&self.model, &self.parameters).unwrap()
+        PolicyView::without_ablations(&self.model, &self.parameters).unwrap()
     }
 
     /// Its own log-probs of `row`'s tokens.
@@ -72,11 +72,11 @@ impl Fixture {
         [None].into_iter().chain(found.into_iter().map(Some)).collect()
     }
 
-    fn compare(&self, rows: &[TokenRow]) -> against::Comparison {
+    fn compare(&self, rows: &[TokenRow]) -> external_engine::Comparison {
         let Self { threads, model, parameters, chat } = self;
         let console = &Console::silent();
-        let reference = Reference { threads, model, parameters, earlier: None, console };
-        against::compare(reference, chat, rows, 1000, (0.2, 0.2)).unwrap()
+        let reference = UnmodifiedModel { threads, model, parameters, earlier: None, console };
+        external_engine::compare(reference, chat, rows, 1000, (0.2, 0.2)).unwrap()
     }
 }
 
@@ -171,7 +171,7 @@ fn of_many_bad_rows_the_first_are_told_and_the_rest_counted() {
     assert!(refused.contains("\n20 more rows are bad\n"), "{refused}");
     let good = "{\"tokens\": [1, 7], \"logprobs\": [null, -1]}\n";
     let found = read_text(&(good.to_owned() + &"nonsense\n".repeat(10))).unwrap();
-    assert_eq!((found.bad.len(), found.bad_told()), (10, found.bad));
+    assert_eq!((found.bad.len(), found.bad_row_messages()), (10, found.bad));
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn reference_cases_get_their_verdict() {
         let names =
             |verdict: &Verdict| -> Vec<&str> { verdict.causes().iter().map(|cause| cause.name).collect() };
         let right = match (kind, &found.verdict) {
-            ("none", verdict) => !verdict.differs(),
+            ("none", verdict) => !verdict.has_mistake(),
             (partial, verdict) if partial.contains("of the") || partial == "one expert" => {
                 matches!(verdict, Verdict::Unknown(_))
             }
@@ -260,7 +260,7 @@ fn reference_cases_get_their_verdict() {
             _ => false,
         };
         if !right {
-            wrong.push(format!("{name}: {} {:?}", found.verdict.words(), names(&found.verdict)));
+            wrong.push(format!("{name}: {} {:?}", found.verdict.to_text(), names(&found.verdict)));
         }
     }
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
@@ -280,7 +280,7 @@ fn a_prompts_log_probs_are_raw_whatever_the_sampler_did() {
         let found = fixture.compare(&rows).diagnosis.verdict;
         let Verdict::Named(cause) = &found else { panic!("{file}: {found:?}") };
         let words = "another temperature: log-probs are those of 0.700 times the temperature stated";
-        assert_eq!(cause.words(), words, "{file}");
+        assert_eq!(cause.description(), words, "{file}");
         rows.iter_mut().for_each(|row| row.temperature = 0.7);
         assert_eq!(fixture.compare(&rows).diagnosis.verdict, Verdict::Agrees, "{file}");
     }
@@ -324,7 +324,8 @@ fn recipe_of_fixture(folder: &Path) -> PathBuf {
     for name in ["config.json", "model.safetensors"] {
         std::fs::copy(fixtures().join("model").join(name), model.join(name)).unwrap();
     }
-    std::fs::write(model.join("tokenizer.json"), HarmonyTokenizer::embedded().unwrap().json_bytes()).unwrap();
+    std::fs::write(model.join("tokenizer.json"), HarmonyTokenizer::from_embedded().unwrap().json_bytes())
+        .unwrap();
     let recipe = folder.join("recipe.toml");
     std::fs::write(&recipe, format!("[model]\npath = {:?}\n", model.display().to_string())).unwrap();
     recipe

@@ -1,7 +1,7 @@
 //! Finds the answer in running text, as the published vectors of answers need it: they hold whole texts.
 
-use rloss::tasks::answer::{ANSWER_BYTES_MAX, Options, equivalent};
-use rloss::tasks::boxed::last_boxed_at;
+use rloss::tasks::answer::{ANSWER_BYTES_MAX, Options, is_equivalent};
+use rloss::tasks::boxed_answer::find_last_boxed;
 
 /// Longer texts are searched for an answer only at their end, in bytes.
 const TEXT_BYTES_MAX: usize = 20_000;
@@ -9,7 +9,7 @@ const TEXT_BYTES_MAX: usize = 20_000;
 /// Whether the answers that two running texts give are mathematically equal; false when either gives none.
 pub fn equivalent_texts(gold: &str, text: &str, sources: Sources, options: &Options) -> bool {
     match (answer(end_of(gold), sources), answer(end_of(text), sources)) {
-        (Some(gold), Some(answer)) => equivalent(&gold, &answer, options),
+        (Some(gold), Some(answer)) => is_equivalent(&gold, &answer, options),
         _ => false,
     }
 }
@@ -21,7 +21,7 @@ fn end_of(text: &str) -> &str {
 
 /// Whether `text` as a whole reads as an answer: then it is the same in brackets, which no string is.
 fn is_answer(text: &str) -> bool {
-    equivalent(text, &format!("({text})"), &Options::default())
+    is_equivalent(text, &format!("({text})"), &Options::default())
 }
 
 /// What may hold the answer.
@@ -73,10 +73,10 @@ fn find_last_ignoring_case(text: &str, words: &str) -> Option<usize> {
 
 /// The last `\boxed{}`, together with those before it that belong to the same answer.
 fn boxes(text: &str) -> Option<String> {
-    let (mut start, content) = last_boxed_at(text)?;
+    let (mut start, content) = find_last_boxed(text)?;
     let mut list = content.to_owned();
     for _ in 1..JOINED_MAX {
-        let Some((before, content)) = last_boxed_at(&text[..start]) else { break };
+        let Some((before, content)) = find_last_boxed(&text[..start]) else { break };
         let end = before + text[before..start].find(content)? + content.len() + 1;
         let gap = text.get(end..start)?;
         let words: Vec<&str> =
@@ -116,7 +116,7 @@ fn joined(text: &str, found: &[Candidate], first: usize) -> Option<String> {
         }
         list = format!("{list}, {}", right.content);
     }
-    Some(last_boxed_at(&list).map_or(list.clone(), |(_, content)| content.to_owned()))
+    Some(find_last_boxed(&list).map_or(list.clone(), |(_, content)| content.to_owned()))
 }
 
 /// The formulas and numbers of `text` in document order.

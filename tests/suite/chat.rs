@@ -11,13 +11,13 @@ use rloss::chat::chatml::{
 use rloss::chat::functions::check_functions;
 use rloss::chat::{Call, Chat};
 use rloss::harmony::{HarmonyTokenizer, Message, Role, TurnEnd, TurnStep};
-use rloss::rollout::{PreambleSettings, preamble};
+use rloss::rollout::{SystemPromptSettings, system_prompt};
 use serde_json::{Value, json};
 use std::io::Read;
 use std::path::Path;
 
 fn chatml() -> ChatMl {
-    ChatMl::embedded().unwrap()
+    ChatMl::from_embedded().unwrap()
 }
 
 /// The conversations that `scripts/make_chat_fixtures.py` made, with the texts that Qwen2.5-Instruct's template gave.
@@ -88,7 +88,7 @@ fn our_chatml_template_gives_our_rendering() {
 
 #[test]
 fn our_harmony_template_gives_our_rendering() {
-    let tokenizer = HarmonyTokenizer::embedded().unwrap();
+    let tokenizer = HarmonyTokenizer::from_embedded().unwrap();
     let chat = Chat::Harmony(tokenizer.clone());
     let messages = [
         Message::new(Role::System, "You are a test.\n\nReasoning: low"),
@@ -111,14 +111,14 @@ fn the_embedded_chatml_vocabulary_is_fixed_and_harmonys_ids_stay() {
     let ids: Vec<u32> = chat.render_prompt(&[Message::user("7?")]);
     assert_eq!(ids, [1, 6, 26, 71, 79, 2, 26, 1, 7, 26]);
     assert_eq!(chat.stop_tokens(), [2, 0]);
-    assert_eq!((chat.vocabulary().vocab_size(), chat.vocabulary().pad()), (272, Some(0)));
+    assert_eq!((chat.vocabulary().vocab_size(), chat.vocabulary().pad_id()), (272, Some(0)));
     let call = chat.render_training(&[Message::call("python", "commentary", "\"")]);
     assert_eq!(call.tokens, [1, 7, 26, 3, 26, 8, 108, 50, 9, 26, 4, 2]);
     assert_eq!(call.mask.iter().filter(|&&sampled| sampled).count(), 9);
     // What is read back from a checkpoint is the same vocabulary.
     let again = ChatMl::from_bytes(chat.vocabulary().json_bytes().to_vec(), "again").unwrap();
     assert_eq!(again.render_training(&[Message::call("python", "commentary", "\"")]), call);
-    let harmony = HarmonyTokenizer::embedded().unwrap();
+    let harmony = HarmonyTokenizer::from_embedded().unwrap();
     assert_eq!(harmony.turn_start(Role::Assistant), [1, 8]);
     assert_eq!(harmony.encode_text("7"), [71]);
 }
@@ -220,7 +220,8 @@ fn prompts_with_tools_are_those_of_the_published_templates() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tools.jsonl.gz");
     let mut text = String::new();
     flate2::read::GzDecoder::new(std::fs::File::open(file).unwrap()).read_to_string(&mut text).unwrap();
-    let (chatml, harmony) = (Chat::ChatMl(chatml()), Chat::Harmony(HarmonyTokenizer::embedded().unwrap()));
+    let (chatml, harmony) =
+        (Chat::ChatMl(chatml()), Chat::Harmony(HarmonyTokenizer::from_embedded().unwrap()));
     let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(rows.len(), 200);
     for (i, row) in rows.iter().enumerate() {
@@ -228,19 +229,19 @@ fn prompts_with_tools_are_those_of_the_published_templates() {
         check_functions(tools).unwrap();
         let instructions = row["instructions"].as_str().map(str::to_owned);
         let user = Message::user(row["user"].as_str().unwrap());
-        let prompt = |chat: &Chat, settings: &PreambleSettings| {
+        let prompt = |chat: &Chat, settings: &SystemPromptSettings| {
             let messages =
-                [&preamble(chat, settings, false, tools)[..], std::slice::from_ref(&user)].concat();
+                [&system_prompt(chat, settings, false, tools)[..], std::slice::from_ref(&user)].concat();
             chat.render_prompt(&messages).unwrap()
         };
-        let of_gpt_oss = PreambleSettings {
+        let of_gpt_oss = SystemPromptSettings {
             current_date: Some("2026-01-02".into()),
             developer_instructions: instructions.clone(),
             ..Default::default()
         };
         let tokens = prompt(&harmony, &of_gpt_oss);
         assert_eq!(harmony.vocabulary().decode(&tokens), row["gpt-oss"].as_str().unwrap(), "row {i}");
-        let mut of_qwen = PreambleSettings { model_identity: instructions.clone(), ..Default::default() };
+        let mut of_qwen = SystemPromptSettings { model_identity: instructions.clone(), ..Default::default() };
         let tokens = prompt(&chatml, &of_qwen);
         let text = chatml.vocabulary().decode(&tokens);
         assert_eq!(text, row["qwen2.5"].as_str().unwrap(), "row {i}");
@@ -296,7 +297,7 @@ fn broken_rows_and_tokenizers_are_refused() {
     ] {
         refused(read(row), words);
     }
-    let harmony = HarmonyTokenizer::embedded().unwrap().json_bytes().to_vec();
+    let harmony = HarmonyTokenizer::from_embedded().unwrap().json_bytes().to_vec();
     refused(
         ChatMl::from_bytes(harmony, "model/tokenizer.json"),
         &["model/tokenizer.json", "<|im_start|>, <|im_end|>", "Qwen2.5"],
@@ -315,5 +316,5 @@ fn functions_are_listed_after_the_system_text() {
         text.contains("\n<tools>\n{\"type\": \"function\", \"function\": {\"name\": \"python\", "),
         "{text}"
     );
-    assert_eq!(Format::ChatMl.embedded().unwrap().stop_tokens(), [2, 0]);
+    assert_eq!(Format::ChatMl.read_embedded().unwrap().stop_tokens(), [2, 0]);
 }

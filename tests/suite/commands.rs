@@ -20,7 +20,7 @@ mod same_run;
 mod truth;
 
 use rloss::settings::Choice;
-use rloss::tasks::{TaskHost, TaskName, TaskSettings, build};
+use rloss::tasks::{TaskContext, TaskName, TaskSettings, build};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -129,8 +129,8 @@ fn warm_model() -> &'static Path {
 
 fn conversations() -> String {
     let task = build(
-        &TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..TaskSettings::default() },
-        &TaskHost::default(),
+        &TaskSettings { name: TaskName::from_name("arithmetic").unwrap(), ..TaskSettings::default() },
+        &TaskContext::default(),
     )
     .unwrap();
     let mut text = String::new();

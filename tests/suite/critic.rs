@@ -17,7 +17,7 @@ use rloss::policy::advantage::Advantage;
 use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
-use rloss::policy::{Aggregation, KlPlace, KlSettings, PolicySettings};
+use rloss::policy::{Aggregation, KlPlacement, KlSettings, PolicySettings};
 use rloss::trainer::step::{PolicyStep, SkipAbove};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
@@ -71,7 +71,7 @@ impl Fixture {
 
     /// ½ the sum of squared distances from `targets`, by a forward alone.
     fn loss(&self, targets: &[f32]) -> f64 {
-        let weights = &self.critic.parameters.frozen(None).unwrap();
+        let weights = &self.critic.parameters.frozen_weights(None).unwrap();
         let batch = &self.batch();
         let pass = Pass { model: &self.model, weights, batch, settings: pass(true) };
         let [values] = pass.forward().unwrap().head;
@@ -90,7 +90,7 @@ impl Fixture {
     /// The trained tokens of the sequences.
     fn packed(&self) -> Batch {
         let groups = groups(self);
-        Batch::new(&groups.iter().collect::<Vec<_>>(), self.step().runner.packing(64))
+        Batch::new(&groups.iter().collect::<Vec<_>>(), self.step().runner.packing_parameters(64))
     }
 
     fn values(&self) -> Vec<f32> {
@@ -119,7 +119,7 @@ fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
     let fixture = Fixture::new(CriticSettings::default());
     let (critic, policy) = (&fixture.critic.parameters, &fixture.policy);
     for (index, spec) in policy.specs.iter().enumerate().filter(|(_, spec)| spec.name != "lm_head.weight") {
-        let position = critic.position(&spec.name).unwrap();
+        let position = critic.index_of(&spec.name).unwrap();
         let read = |p: &Parameters, i: usize| tiny::values(p.values(i).unwrap());
         assert_eq!(read(critic, position), read(policy, index), "{}", spec.name);
     }
@@ -138,11 +138,11 @@ fn the_heads_gradient_is_the_hand_form() {
     let targets = targets_of(&fixture);
     let values = fixture.values();
     let (_, gradients) = fixture.squared(&targets, true);
-    let bias = fixture.critic.parameters.position("score.bias").unwrap();
+    let bias = fixture.critic.parameters.index_of("score.bias").unwrap();
     let sum: f64 = values.iter().zip(&targets).map(|(v, t)| f64::from(v - t)).sum();
     assert!((f64::from(gradients.values[bias].as_ref().unwrap()[0]) - sum).abs() < 1e-4 * sum.abs().max(1.0));
     // V is linear in the head: its gradient times the weights, plus the bias's, is Σ (V − R)·V.
-    let weight = fixture.critic.parameters.position("score.weight").unwrap();
+    let weight = fixture.critic.parameters.index_of("score.weight").unwrap();
     let weights = tiny::values(fixture.critic.parameters.values(weight).unwrap());
     let product = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| f64::from(x * y)).sum::<f64>();
     let errors: Vec<f32> = values.iter().zip(&targets).map(|(v, t)| v - t).collect();
@@ -287,7 +287,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
     let groups = groups(&fixture);
     let groups: Vec<&Group> = groups.iter().collect();
     let (_, other) = tiny::model(tiny::config(true), 5);
-    for place in [KlPlace::None, KlPlace::Reward] {
+    for place in [KlPlacement::None, KlPlacement::Reward] {
         let kl = KlSettings { place, estimator: KlEstimator::K1, ..KlSettings::default() };
         let policy = PolicySettings { advantage: Advantage::Gae, kl, ..PolicySettings::default() };
         let Fixture { threads, model, policy: parameters, .. } = &fixture;
@@ -313,7 +313,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
         if let (Some(training), Some(reference)) = (&found.training_log_probs, &found.reference_log_probs) {
             rewards = training.iter().zip(reference).map(|(t, r)| (-0.5 * f64::from(t - r)) as f32).collect();
         }
-        assert_eq!(rewards.iter().any(|&r| r != 0.0), place == KlPlace::Reward);
+        assert_eq!(rewards.iter().any(|&r| r != 0.0), place == KlPlacement::Reward);
         for (span, group) in found.cu_seqlens.windows(2).zip(&groups) {
             if span[1] > span[0] {
                 rewards[span[1] - 1] += group.trajectories[0].reward;

@@ -2,10 +2,10 @@
 
 use crate::tiny::load;
 use crate::tiny::{self, Learned, learned};
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::learner::forward_backward::{PassOutput, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
@@ -28,7 +28,7 @@ fn tensors(parameters: &Parameters) -> Vec<Values> {
 fn parameters(config: &Config, values: Vec<Values>) -> Parameters {
     let mut parameters =
         crate::tiny::parameters(config, parameter_specs(config).into_iter().zip(values).map(Ok)).unwrap();
-    parameters.train_only(&vec![true; parameters.len()]).unwrap();
+    parameters.set_trainable(&vec![true; parameters.len()]).unwrap();
     parameters
 }
 
@@ -97,7 +97,8 @@ fn a_dense_folder_gives_back_every_bit() {
     let folder = tempfile::tempdir().unwrap();
     let (_, before) = tiny::model(dense(), 3);
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(&before, &spec.name).clone());
-    save(folder.path(), &dense(), Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    save(folder.path(), &dense(), WeightFormat::F32, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor)
+        .unwrap();
     let config = Config::read(folder.path()).unwrap();
     assert_eq!(config, dense());
     let after = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();

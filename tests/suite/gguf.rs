@@ -5,7 +5,7 @@ use rloss::checkpoint::gguf::{GgufFile, GgufModel, TensorType};
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::error::BadInput;
-use rloss::model::config::Form;
+use rloss::model::config::WeightFormat;
 use rloss::model::names::{Layout, ParameterSpec, parameter_specs};
 use rloss::ops::cpu::host_values;
 use std::fs;
@@ -77,7 +77,7 @@ fn a_gpt_oss_of_the_gguf_package_has_its_config_tokenizer_and_tensors() {
     for spec in parameter_specs(&config) {
         let info = expected.metadata.info(&spec.name).unwrap();
         assert_eq!(info.shape, spec.stored_shape, "{}", spec.name);
-        let rounds = files.form_of(&spec) == Form::Bf16;
+        let rounds = files.format_of(&spec) == WeightFormat::Bf16;
         let wanted: Vec<f32> = expected
             .read(info)
             .unwrap()
@@ -89,10 +89,10 @@ fn a_gpt_oss_of_the_gguf_package_has_its_config_tokenizer_and_tensors() {
                 if rounds { half::bf16::from_f32(value).to_f32() } else { value }
             })
             .collect();
-        let values = files.values(&spec).unwrap();
+        let values = files.read_values(&spec).unwrap();
         assert_eq!(bits(&stored(&spec, &values)), bits(&wanted), "{}", spec.name);
-        if let Some(weight) = files.packed(&spec).unwrap() {
-            let decoded = weight.decoded(&spec.working_shape()).unwrap();
+        if let Some(weight) = files.read_packed(&spec).unwrap() {
+            let decoded = weight.decode(&spec.working_shape()).unwrap();
             assert!(host_values(&decoded).unwrap()[..] == values[..], "{}", spec.name);
             packed += 1;
         }

@@ -67,7 +67,7 @@ fn parse_completion(tokenizer: &HarmonyTokenizer, tokens: &[u32]) -> ParsedCompl
 }
 
 fn embedded() -> HarmonyTokenizer {
-    HarmonyTokenizer::embedded().unwrap()
+    HarmonyTokenizer::from_embedded().unwrap()
 }
 
 fn parse(

@@ -3,8 +3,8 @@
 use crate::data;
 use rloss::error::BadInput;
 use rloss::random::{Purpose, stream};
-use rloss::tasks::instructions::compose::{Composed, INSTRUCTIONS_MAX, compose};
-use rloss::tasks::instructions::{IDS, Instruction, strict};
+use rloss::tasks::instructions::compose::{ComposedPrompt, INSTRUCTIONS_MAX, compose};
+use rloss::tasks::instructions::{IDS, Instruction, check_strictly};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -14,7 +14,8 @@ const BAR: f64 = 0.995;
 /// The published loose verdict: one of the eight [`loose_variants`] that follows is enough.
 fn loose(instructions: &[Instruction], response: &str) -> Vec<bool> {
     let variants = loose_variants(response);
-    let follows = |instruction| variants.iter().any(|v| strict(std::slice::from_ref(instruction), v)[0]);
+    let follows =
+        |instruction| variants.iter().any(|v| check_strictly(std::slice::from_ref(instruction), v)[0]);
     instructions.iter().map(follows).collect()
 }
 
@@ -69,7 +70,9 @@ fn ifeval_vectors_agree() {
     for (file, row) in rows.iter().filter(|(file, _)| file.starts_with("verdicts-")) {
         let parsed = instructions(row);
         let response = row["response"].as_str().expect("response");
-        for (mode, verdicts) in [("strict", strict(&parsed, response)), ("loose", loose(&parsed, response))] {
+        for (mode, verdicts) in
+            [("strict", check_strictly(&parsed, response)), ("loose", loose(&parsed, response))]
+        {
             for (i, verdict) in verdicts.into_iter().enumerate() {
                 if row["unstable"].as_array().expect("unstable").contains(&Value::from(i)) {
                     continue;
@@ -157,7 +160,7 @@ const FOREIGN: [(&str, &str); 16] = [
 struct Asked<'a>(BTreeMap<&'a str, &'a Value>);
 
 impl<'a> Asked<'a> {
-    fn new(composed: &'a Composed) -> Self {
+    fn new(composed: &'a ComposedPrompt) -> Self {
         let short = composed.instruction_id_list.iter().map(|id| id.rsplit(':').next().unwrap());
         Self(short.zip(&composed.kwargs).collect())
     }
@@ -270,7 +273,7 @@ fn every_composed_set_can_be_followed_as_a_whole() {
             *drawn.entry(id).or_default() += 1;
         }
         let response = Asked::new(&composed).response();
-        let verdicts = strict(&parsed, &response);
+        let verdicts = check_strictly(&parsed, &response);
         assert!(verdicts.iter().all(|&v| v), "{row}\n{verdicts:?}\n{response}");
     }
     assert_eq!(drawn.len(), IDS.len() - 1);
@@ -284,7 +287,7 @@ fn a_composed_set_is_not_followed_by_the_question_alone() {
         .filter(|&index| {
             let composed = compose("What is 2 + 2?", &mut stream(6, Purpose::Problem, &[index]));
             let parsed = instructions(&serde_json::to_value(&composed).unwrap());
-            strict(&parsed, "The answer is 4.").into_iter().all(|v| v)
+            check_strictly(&parsed, "The answer is 4.").into_iter().all(|v| v)
         })
         .count();
     // Upper bounds and forbidden words are met by a short answer, and little else is.
@@ -342,19 +345,22 @@ fn wrong_rows_are_refused_by_id_and_kwarg() {
         assert!(parts.iter().all(|part| error.to_string().contains(part)), "{id} {kwargs}: {error}");
     }
     let nulls = serde_json::json!({ "num_words": 3.0, "relation": "less than", "keywords": null });
-    assert!(Instruction::parse("length_constraints:number_words", &nulls).unwrap().follows("two words"));
+    assert!(
+        Instruction::parse("length_constraints:number_words", &nulls).unwrap().is_followed_by("two words")
+    );
     assert!(Instruction::parse("punctuation:no_comma", &Value::Null).is_ok());
 }
 
 /// Cases that the stored responses hardly touch, by the rules of the reference.
 #[test]
 fn quirks_of_the_reference_are_kept() {
-    let follows = |id, kwargs: Value, response| Instruction::parse(id, &kwargs).unwrap().follows(response);
+    let follows =
+        |id, kwargs: Value, response| Instruction::parse(id, &kwargs).unwrap().is_followed_by(response);
     let json = |response| follows("detectable_format:json_format", Value::Null, response);
     assert!(json("```json\n{\"a\": [1e999, \"\\ud800\"]}\n```") && json(" 3 "));
     // Deeper than any recursion limit.
     let deep = "[".repeat(10_000) + &"]".repeat(10_000);
-    assert!(Instruction::parse("detectable_format:json_format", &Value::Null).unwrap().follows(&deep));
+    assert!(Instruction::parse("detectable_format:json_format", &Value::Null).unwrap().is_followed_by(&deep));
     assert!(!json("{'a': 1}") && !json("Here: {}") && !json("{\"a\": \"\n\"}"));
     let three = |response| {
         follows("length_constraints:number_paragraphs", serde_json::json!({"num_paragraphs": 3}), response)
@@ -392,10 +398,10 @@ fn loose_forgives_first_and_last_lines_and_asterisks() {
     let lower = Instruction::parse("change_case:english_lowercase", &Value::Null).unwrap();
     let all = [lower];
     let response = "Sure! Here it is:\nthis is the answer that you asked me for\nHope it helps";
-    assert_eq!((strict(&all, response), loose(&all, response)), (vec![false], vec![true]));
+    assert_eq!((check_strictly(&all, response), loose(&all, response)), (vec![false], vec![true]));
     assert_eq!(loose_variants("a\n*b*\nc")[3..], ["*b*", "a\nb\nc", "b\nc", "a\nb", "b"].map(str::to_owned));
     assert_eq!(loose_variants("a")[1..], ["", "", "", "a", "", "", ""].map(str::to_owned));
     // A blank response follows nothing, not even what forbids.
     let comma = [Instruction::parse("punctuation:no_comma", &Value::Null).unwrap()];
-    assert_eq!((strict(&comma, " \n"), loose(&comma, "")), (vec![false], vec![false]));
+    assert_eq!((check_strictly(&comma, " \n"), loose(&comma, "")), (vec![false], vec![false]));
 }

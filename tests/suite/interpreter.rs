@@ -6,7 +6,7 @@ mod cpython_attacks;
 mod cpython_scratch;
 
 use crate::skips;
-use rloss::interpreter::{Embedded, Interpreter, InterpreterState, Reply, SessionId, Settings};
+use rloss::interpreter::{EmbeddedInterpreter, Interpreter, InterpreterState, Reply, SessionId, Settings};
 use rloss::trajectory::CallOutcome::{self, *};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -29,10 +29,10 @@ fn program() -> PathBuf {
     PathBuf::from(env!("CARGO_BIN_EXE_rloss"))
 }
 
-fn embedded(change: impl FnOnce(&mut Settings)) -> Embedded {
+fn embedded(change: impl FnOnce(&mut Settings)) -> EmbeddedInterpreter {
     let mut settings = settings();
     change(&mut settings);
-    Embedded::new(settings, program()).expect("this machine must be able to confine a worker")
+    EmbeddedInterpreter::new(settings, program()).expect("this machine must be able to confine a worker")
 }
 
 fn call(interpreter: &dyn Interpreter, code: &str) -> Reply {
@@ -313,12 +313,12 @@ fn bad_settings_are_refused_by_key() {
     ] {
         let mut settings = settings();
         change(&mut settings);
-        let error = Embedded::new(settings, program()).err().expect("refused");
+        let error = EmbeddedInterpreter::new(settings, program()).err().expect("refused");
         assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains(key), "{error:#}");
     }
-    let missing = Embedded::new(settings(), "/nonexistent/rloss".into()).err().expect("refused");
+    let missing = EmbeddedInterpreter::new(settings(), "/nonexistent/rloss".into()).err().expect("refused");
     assert!(format!("{missing:#}").contains("/nonexistent/rloss"));
-    assert!(Embedded::new(settings(), "/bin/true".into()).is_err(), "not a worker");
+    assert!(EmbeddedInterpreter::new(settings(), "/bin/true".into()).is_err(), "not a worker");
 }
 
 /// Processes whose parent is `parent`: process id → (state letter, command line).
@@ -414,7 +414,7 @@ fn alone_workers_come_and_go() {
 
     // Killed while idle: the next call says so, the one after it works.
     for _ in 0..5 {
-        assert_eq!(python.dead_workers(), None, "a handful is not told");
+        assert_eq!(python.dead_worker_warning(), None, "a handful is not told");
         for id in workers_of(own_id) {
             // SAFETY: as above.
             unsafe { libc::kill(id.cast_signed(), libc::SIGKILL) };
@@ -422,9 +422,9 @@ fn alone_workers_come_and_go() {
         assert_eq!(call(&python, "2 + 2").outcome, WorkerDied);
         expect(&python, "2 + 2", Answered, "4");
     }
-    let told = python.dead_workers().expect("six are more than a handful");
+    let told = python.dead_worker_warning().expect("six are more than a handful");
     assert!(told.starts_with("6 calls") && told.contains("killed from outside"), "{told}");
-    assert_eq!(python.dead_workers(), None, "told once");
+    assert_eq!(python.dead_worker_warning(), None, "told once");
 
     let start = Instant::now();
     let answered = AtomicUsize::new(0);

@@ -189,8 +189,8 @@ fn text_becomes_harmless_and_stays_readable() {
 #[test]
 fn tables_align_numbers_right_and_names_left() {
     let mut table = Table::new(["name", "gap", "share"]);
-    table.row(["日本", "0.25", "5%"]);
-    table.row(["x\u{1b}", "-12", ""]);
+    table.add_row(["日本", "0.25", "5%"]);
+    table.add_row(["x\u{1b}", "-12", ""]);
     let text = table.to_string();
     assert_eq!(text, "name   gap  share\n────  ────  ─────\n日本  0.25     5%\nx␛     -12\n");
 }
@@ -198,7 +198,7 @@ fn tables_align_numbers_right_and_names_left() {
 #[test]
 fn columns_without_room_go_below_after_the_first_one_again() {
     let mut table = Table::new(["arm", "largest gap", "mean"]);
-    table.row(["sinks", "0.25", "0.125"]);
+    table.add_row(["sinks", "0.25", "0.125"]);
     let folded = "arm    largest gap\n─────  ───────────\nsinks         0.25\n\narm     mean\n─────  ─────\nsinks  0.125\n";
     assert_eq!(table.format_within(18), folded);
     assert_eq!(table.format_within(80), table.to_string());

@@ -4,12 +4,12 @@ use crate::tiny;
 use rloss::chat::Format;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
-use rloss::mismatch::diagnose::{Reference, Verdict};
-use rloss::mismatch::measure::Measure;
-use rloss::mismatch::observed::Observed;
-use rloss::mismatch::output::Line;
-use rloss::model::arms::Arms;
-use rloss::model::cache::CacheRoom;
+use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
+use rloss::mismatch::engine_log_probs::EngineLogProbs;
+use rloss::mismatch::measure::AblationMeasurement;
+use rloss::mismatch::output::ResultLine;
+use rloss::model::ablations::Ablations;
+use rloss::model::cache::CacheCapacity;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -17,7 +17,7 @@ use rloss::model::rounding::WeightRounding;
 use rloss::ops::threads::Threads;
 use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings};
 use rloss::settings::Choice;
-use rloss::tasks::{TaskHost, TaskName, TaskSettings};
+use rloss::tasks::{TaskContext, TaskName, TaskSettings};
 use rloss::trajectory::Trajectory;
 use std::sync::Arc;
 
@@ -34,50 +34,55 @@ impl World {
         Self { threads: Threads::new(2).unwrap(), model, parameters, console: Console::silent() }
     }
 
-    fn reference(&self) -> Reference<'_> {
+    fn reference(&self) -> UnmodifiedModel<'_> {
         let Self { threads, model, parameters, console } = self;
-        Reference { threads, model, parameters, earlier: None, console }
+        UnmodifiedModel { threads, model, parameters, earlier: None, console }
     }
 
     /// Rollouts of the arithmetic task under `arms`.
-    fn sample(&self, arms: &Arms) -> Vec<Trajectory> {
+    fn sample(&self, arms: &Ablations) -> Vec<Trajectory> {
         let recipe = rloss::recipe::Recipe { arms: arms.clone(), ..Default::default() };
-        let plan = RolloutPlan::training(&RolloutSettings::default(), recipe.train.seed, 0);
+        let plan = RolloutPlan::for_training(&RolloutSettings::default(), recipe.train.seed, 0);
         let task = rloss::tasks::build(
-            &TaskSettings { name: TaskName::named("arithmetic_single").unwrap(), ..TaskSettings::default() },
-            &TaskHost::default(),
+            &TaskSettings {
+                name: TaskName::from_name("arithmetic_single").unwrap(),
+                ..TaskSettings::default()
+            },
+            &TaskContext::default(),
         )
         .unwrap();
         let prompts: Vec<Prompt> =
             (0..6).map(|index| Prompt { index, problem: task.training_problem(1, index) }).collect();
         let rollout = Rollout {
             threads: &self.threads,
-            policy: &PolicyView::rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
-            chat: &Format::Harmony.embedded().unwrap(),
+            policy: &PolicyView::for_rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
+            chat: &Format::Harmony.read_embedded().unwrap(),
             task: task.as_ref(),
             interpreter: None,
             preamble: &[],
             plan: &plan,
-            room: CacheRoom::default(),
+            room: CacheCapacity::default(),
         };
-        let rollouts = rollout.groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
+        let rollouts = rollout.sample_groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
         rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()
     }
 
-    fn line(&self, trajectories: &[Trajectory], sampled_under: &Arms, arms: &Arms) -> Line {
+    fn line(&self, trajectories: &[Trajectory], sampled_under: &Ablations, arms: &Ablations) -> ResultLine {
         let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
         let reference = self.reference();
-        let measure = Measure::new(reference, &trajectories, sampled_under, 0, 1.0, (0.2, 0.2), 500).unwrap();
-        measure.line("row", arms).unwrap()
+        let measure =
+            AblationMeasurement::new(reference, &trajectories, sampled_under, 0, 1.0, (0.2, 0.2), 500)
+                .unwrap();
+        measure.measure("row", arms).unwrap()
     }
 }
 
-fn value(line: &Line, name: &str) -> f64 {
+fn value(line: &ResultLine, name: &str) -> f64 {
     line.metrics.iter().find(|(key, _)| key == name).and_then(|(_, v)| *v).unwrap()
 }
 
-fn arms(change: impl Fn(&mut Arms)) -> Arms {
-    let mut arms = Arms::default();
+fn arms(change: impl Fn(&mut Ablations)) -> Ablations {
+    let mut arms = Ablations::default();
     change(&mut arms);
     arms
 }
@@ -85,7 +90,7 @@ fn arms(change: impl Fn(&mut Arms)) -> Arms {
 #[test]
 fn every_arm_opens_the_gap_that_its_name_says() {
     let world = World::new();
-    let clean = Arms::default();
+    let clean = Ablations::default();
     let trajectories = world.sample(&clean);
     for (arm, words) in [
         (clean.clone(), "none: both paths are the same bits"),
@@ -139,29 +144,29 @@ fn a_rollout_under_an_arm_is_computed_again_to_the_last_bit() {
     ] {
         let trajectories = world.sample(&arm);
         let stored = world.line(&trajectories, &arm, &arm);
-        let again = world.line(&trajectories, &Arms::default(), &arm);
+        let again = world.line(&trajectories, &Ablations::default(), &arm);
         assert!(value(&stored, "mismatch/logprob_abs_diff_max") > 0.0);
         assert_eq!(stored, again, "{arm:?}");
     }
 }
 
 /// Log-probs of random sequences by the model with `change`, at `temperature`.
-fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: f64) -> Observed {
+fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: f64) -> EngineLogProbs {
     let mut sequences: Vec<Sequence> = tiny::sequences(272, &[90, 120, 40, 150], 5);
     sequences.iter_mut().for_each(|s| s.mask.iter_mut().skip(1).for_each(|m| *m = true));
     let batches = MicroBatch::split(&sequences, 200);
-    let policy = PolicyView { forward, ..PolicyView::plain(model, &world.parameters).unwrap() };
+    let policy = PolicyView { forward, ..PolicyView::without_ablations(model, &world.parameters).unwrap() };
     let log_probs = policy.all_log_probs(&world.threads, &batches, temperature, &|_| ()).unwrap();
-    Observed::sampled(batches, 1.0, log_probs)
+    EngineLogProbs::from_samples(batches, 1.0, log_probs)
 }
 
 #[test]
 fn causes_are_recognised_and_a_temperature_is_estimated() {
     let world = World::new();
     let plain = ForwardOptions::default();
-    let found = |observed: Observed| world.reference().diagnose(&observed).unwrap().verdict;
+    let found = |observed: EngineLogProbs| world.reference().diagnose(&observed).unwrap().verdict;
     let named = |verdict: Verdict| match verdict {
-        Verdict::Named(cause) => cause.words(),
+        Verdict::Named(cause) => cause.description(),
         other => panic!("{other:?}"),
     };
     assert_eq!(found(observed(&world, &world.model, plain, 1.0)), Verdict::Agrees);
@@ -180,12 +185,12 @@ fn causes_are_recognised_and_a_temperature_is_estimated() {
 fn found_in_bf16(world: &World, activation_bits: u32) -> Verdict {
     let forward = ForwardOptions { mantissa_bits: Some(activation_bits), ..ForwardOptions::default() };
     let rounding = WeightRounding { mxfp4: false, bits: Some(7) };
-    let weights = Arc::new(world.parameters.frozen(Some(&rounding.change())).unwrap());
+    let weights = Arc::new(world.parameters.frozen_weights(Some(&rounding.weight_change())).unwrap());
     let plain = observed(world, &world.model, ForwardOptions::default(), 1.0);
     let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.tokens).collect();
     let policy = PolicyView { model: &world.model, weights, forward };
     let log_probs = policy.all_log_probs(&world.threads, &batches, 1.0, &|_| ()).unwrap();
-    world.reference().diagnose(&Observed::sampled(batches, 1.0, log_probs)).unwrap().verdict
+    world.reference().diagnose(&EngineLogProbs::from_samples(batches, 1.0, log_probs)).unwrap().verdict
 }
 
 /// Weights of f32 that an engine in bf16 rounds: this was called "bf16 weights", as they make most of the gap.
@@ -196,6 +201,6 @@ fn bf16_weights_are_no_mistake_of_an_engine_in_bf16() {
         assert_eq!(found_in_bf16(&world, activation_bits), Verdict::Rounding);
     }
     let in_f32 = found_in_bf16(&world, 23);
-    assert_eq!(in_f32.words(), "bf16 weights: every tensor is rounded");
+    assert_eq!(in_f32.to_text(), "bf16 weights: every tensor is rounded");
     assert!(matches!(in_f32, Verdict::Named(_)));
 }

@@ -4,10 +4,10 @@ pub mod case;
 
 use crate::tiny::{self, load};
 use case::{Case, Figures};
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::TensorRole;
@@ -92,7 +92,7 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
     let model = rloss::model::forward::Model::new(config.clone(), config.max_position_embeddings);
     let pass = Pass {
         model: &model,
-        weights: &parameters.frozen(None).unwrap(),
+        weights: &parameters.frozen_weights(None).unwrap(),
         batch: &MicroBatch::split(&crate::tiny::sequences(config.vocab_size, lengths, 4), usize::MAX)[0],
         settings: PassSettings {
             recompute_layers: true,
@@ -112,12 +112,12 @@ fn an_mxfp4_folder_computes_as_its_dequantised_weights_to_the_bit() {
         let folder = tempfile::tempdir().unwrap();
         let tensor =
             |spec: &rloss::model::names::ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
-        save(folder.path(), &config, form, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+        save(folder.path(), &config, form, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
         crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap()
     };
     let original = crate::tiny::parameters(&config, tensors.into_iter().map(Ok)).unwrap();
-    let packed = write(&original, Form::Mxfp4);
-    let dequantised = [write(&packed, Form::F32), write(&packed, Form::Bf16)];
+    let packed = write(&original, WeightFormat::Mxfp4);
+    let dequantised = [write(&packed, WeightFormat::F32), write(&packed, WeightFormat::Bf16)];
     let lengths = [70, 1, 2, 33];
     let expected = log_probs(&config, &packed, &lengths);
     assert!(expected.len() > 20 && expected != log_probs(&config, &original, &lengths));

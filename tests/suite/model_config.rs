@@ -1,13 +1,13 @@
 //! `config.json`: both dialects are read, mistakes are told by key.
 
 use crate::model_files::{config, refused};
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::settings::Yarn;
 use serde_json::{Value, json};
 
 /// A config.json with `changes` made: a null removes the key.
 fn changed(changes: Value) -> anyhow::Result<Config> {
-    let mut json = config().to_json(Form::Bf16);
+    let mut json = config().to_json(WeightFormat::Bf16);
     let map = json.as_object_mut().unwrap();
     for (key, value) in changes.as_object().unwrap() {
         map.insert(key.clone(), value.clone());

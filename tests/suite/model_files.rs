@@ -3,10 +3,10 @@
 use crate::data;
 use candle_core::{Device, Tensor};
 use rloss::chat::Format;
-use rloss::checkpoint::load::weights_present;
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::load::has_weights;
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
-use rloss::model::config::{Config, Form, LayerType, Rope};
+use rloss::model::config::{Config, LayerType, Rope, WeightFormat};
 use rloss::model::families::Family;
 use rloss::model::init::InitSettings;
 use rloss::model::names::{ParameterSpec, TensorRole, parameter_count, parameter_specs};
@@ -33,7 +33,7 @@ pub fn config() -> Config {
         num_local_experts: 4,
         num_experts_per_tok: 2,
         sliding_window: 16,
-        layer_types: LayerType::alternating(2),
+        layer_types: LayerType::alternate(2),
         rope: Rope { theta: 10_000.0, yarn: None },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
@@ -69,10 +69,16 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-fn save_all(folder: &Path, config: &Config, parameters: &Parameters, form: Form, shard_bytes_max: u64) {
+fn save_all(
+    folder: &Path,
+    config: &Config,
+    parameters: &Parameters,
+    form: WeightFormat,
+    shard_bytes_max: u64,
+) {
     let tensors: BTreeMap<&str, &Tensor> = parameters.iter().map(|(s, t)| (s.name.as_str(), t)).collect();
     let tensor = |spec: &ParameterSpec| Ok(tensors[spec.name.as_str()].clone());
-    save(folder, config, form, &Companions::default(), shard_bytes_max, tensor).unwrap();
+    save(folder, config, form, &CompanionFiles::default(), shard_bytes_max, tensor).unwrap();
 }
 
 fn bits(tensor: &Tensor) -> Vec<u32> {
@@ -106,9 +112,9 @@ fn f32_and_sharded_folders_give_back_every_bit() {
     let parameters = init(&config, &INIT, 3).unwrap();
     for shard_bytes_max in [SHARD_BYTES_MAX, 60_000, 1] {
         let folder = tempfile::tempdir().unwrap();
-        save_all(folder.path(), &config, &parameters, Form::F32, shard_bytes_max);
+        save_all(folder.path(), &config, &parameters, WeightFormat::F32, shard_bytes_max);
         assert_eq!(folder.path().join("model.safetensors").exists(), shard_bytes_max == SHARD_BYTES_MAX);
-        assert!(weights_present(folder.path()));
+        assert!(has_weights(folder.path()));
         let config_again = Config::read(folder.path()).unwrap();
         assert_eq!(config_again, config);
         assert_same(&parameters, &load(folder.path(), &config_again).unwrap());
@@ -120,7 +126,7 @@ fn a_bf16_folder_rounds_once_and_then_gives_back_every_bit() {
     let config = config();
     let parameters = init(&config, &INIT, 3).unwrap();
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    save_all(first.path(), &config, &parameters, Form::Bf16, SHARD_BYTES_MAX);
+    save_all(first.path(), &config, &parameters, WeightFormat::Bf16, SHARD_BYTES_MAX);
     let rounded = load(first.path(), &config).unwrap();
     for ((spec, before), (_, after)) in parameters.iter().zip(&rounded) {
         for (before, after) in bits(before).into_iter().zip(bits(after)) {
@@ -128,7 +134,7 @@ fn a_bf16_folder_rounds_once_and_then_gives_back_every_bit() {
             assert_eq!(expected.to_bits(), after, "{}", spec.name);
         }
     }
-    save_all(second.path(), &config, &rounded, Form::Bf16, SHARD_BYTES_MAX);
+    save_all(second.path(), &config, &rounded, WeightFormat::Bf16, SHARD_BYTES_MAX);
     assert_same(&rounded, &load(second.path(), &config).unwrap());
     let bytes = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
     assert!(bytes(first.path()) == bytes(second.path()), "saving is a function of its arguments");
@@ -139,9 +145,9 @@ fn mxfp4_weights_survive_saving_in_mxfp4_to_the_bit() {
     let config = config();
     let parameters = init(&config, &INIT, 3).unwrap();
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    save_all(first.path(), &config, &parameters, Form::Mxfp4, SHARD_BYTES_MAX);
+    save_all(first.path(), &config, &parameters, WeightFormat::Mxfp4, SHARD_BYTES_MAX);
     let rounded = load(first.path(), &config).unwrap();
-    save_all(second.path(), &config, &rounded, Form::Mxfp4, 20_000);
+    save_all(second.path(), &config, &rounded, WeightFormat::Mxfp4, 20_000);
     assert_same(&rounded, &load(second.path(), &config).unwrap());
     // Nearest: no value moves by more than half the widest gap, 2 of 6 of the block's largest at least 3.
     for ((spec, before), (_, after)) in
@@ -185,7 +191,7 @@ fn folders_saved_by_transformers_load_and_their_copies_are_the_same() {
             assert!(bits(&expected) == bits(tensor), "{}", spec.name);
         }
         let copy = tempfile::tempdir().unwrap();
-        save_all(copy.path(), &config, &parameters, Form::F32, SHARD_BYTES_MAX);
+        save_all(copy.path(), &config, &parameters, WeightFormat::F32, SHARD_BYTES_MAX);
         assert_eq!(Config::read(copy.path()).unwrap(), config);
         assert_same(&parameters, &load(copy.path(), &config).unwrap());
     }
@@ -223,10 +229,10 @@ fn names_dtypes_and_shapes_match(folder: &Path, size: &str, parameters: u128) {
     };
     {
         let config = Config::from_json(&read(&format!("config-{size}.json"))).unwrap();
-        assert_eq!(Config::from_json(&config.to_json(Form::Mxfp4)).unwrap(), config);
+        assert_eq!(Config::from_json(&config.to_json(WeightFormat::Mxfp4)).unwrap(), config);
         let ours: serde_json::Map<String, Value> = parameter_specs(&config)
             .iter()
-            .flat_map(|spec| spec.stored_tensors(Form::Mxfp4))
+            .flat_map(|spec| spec.stored_tensors(WeightFormat::Mxfp4))
             .map(|t| (t.name, json!({ "dtype": format!("{:?}", t.dtype), "shape": t.shape })))
             .collect();
         let released = read(&format!("tensors-{size}.json"));
@@ -281,28 +287,28 @@ fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "training_args.bin"] {
         std::fs::write(folder.path().join(name), "{}").unwrap();
-        assert!(!weights_present(folder.path()));
+        assert!(!has_weights(folder.path()));
     }
     std::fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
-    assert!(weights_present(folder.path()));
+    assert!(has_weights(folder.path()));
     refused(load(folder.path(), &config()), &["weights are read from safetensors, or from a GGUF file"]);
 }
 
 #[test]
 fn companions_travel_unchanged_and_missing_ones_are_derived() {
-    let chat = Format::Harmony.embedded().unwrap();
+    let chat = Format::Harmony.read_embedded().unwrap();
     let config = config();
     let parameters: BTreeMap<String, Tensor> =
         init(&config, &INIT, 1).unwrap().into_iter().map(|(s, t)| (s.name, t)).collect();
-    let save_with = |companions: &Companions| {
+    let save_with = |companions: &CompanionFiles| {
         let folder = tempfile::tempdir().unwrap();
-        save(folder.path(), &config, Form::Bf16, companions, SHARD_BYTES_MAX, |s| {
+        save(folder.path(), &config, WeightFormat::Bf16, companions, SHARD_BYTES_MAX, |s| {
             Ok(parameters[&s.name].clone())
         })
         .unwrap();
         folder
     };
-    let first = save_with(&Companions::of(&chat));
+    let first = save_with(&CompanionFiles::from_chat(&chat));
     let json = |name: &str| -> Value {
         serde_json::from_slice(&std::fs::read(first.path().join(name)).unwrap()).unwrap()
     };
@@ -310,20 +316,20 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
     assert_eq!(json("tokenizer_config.json")["pad_token"], "<|pad|>");
     assert_eq!(json("generation_config.json")["eos_token_id"], json!([6]));
     std::fs::write(first.path().join("generation_config.json"), r#"{"eos_token_id":[6,5]}"#).unwrap();
-    let companions = Companions::read(first.path(), &chat).unwrap();
+    let companions = CompanionFiles::read(first.path(), &chat).unwrap();
     let second = save_with(&companions);
-    assert_eq!(Companions::read(second.path(), &chat).unwrap(), companions);
+    assert_eq!(CompanionFiles::read(second.path(), &chat).unwrap(), companions);
     let template = |folder: &Path| std::fs::read_to_string(folder.join("chat_template.jinja"));
     assert_eq!(template(second.path()).unwrap(), chat.jinja(), "where the source brought none, it is ours");
     std::fs::write(first.path().join("chat_template.jinja"), "theirs").unwrap();
-    let theirs = save_with(&Companions::read(first.path(), &chat).unwrap());
+    let theirs = save_with(&CompanionFiles::read(first.path(), &chat).unwrap());
     assert_eq!(template(theirs.path()).unwrap(), "theirs");
     std::fs::remove_file(first.path().join("chat_template.jinja")).unwrap();
     std::fs::write(first.path().join("tokenizer_config.json"), r#"{"chat_template": "theirs"}"#).unwrap();
-    let inside = save_with(&Companions::read(first.path(), &chat).unwrap());
+    let inside = save_with(&CompanionFiles::read(first.path(), &chat).unwrap());
     assert!(template(inside.path()).is_err(), "a template inside the tokenizer's settings is not overridden");
     // Nothing is overwritten.
-    let again = save(second.path(), &config, Form::Bf16, &companions, SHARD_BYTES_MAX, |s| {
+    let again = save(second.path(), &config, WeightFormat::Bf16, &companions, SHARD_BYTES_MAX, |s| {
         Ok(parameters[&s.name].clone())
     });
     assert!(format!("{:#}", again.unwrap_err()).contains("model.safetensors"));
@@ -335,7 +341,7 @@ fn broken_weight_files_are_refused_by_name() {
     let parameters = init(&config, &INIT, 3).unwrap();
     let saved = |shard_bytes_max| {
         let folder = tempfile::tempdir().unwrap();
-        save_all(folder.path(), &config, &parameters, Form::F32, shard_bytes_max);
+        save_all(folder.path(), &config, &parameters, WeightFormat::F32, shard_bytes_max);
         folder
     };
     let folder = saved(SHARD_BYTES_MAX);
@@ -365,7 +371,7 @@ fn broken_weight_files_are_refused_by_name() {
     let first = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
     let first = first.filter(|path| path.extension().is_some_and(|e| e == "safetensors")).min().unwrap();
     std::fs::remove_file(&first).unwrap();
-    assert!(weights_present(folder.path()), "the other shards are there");
+    assert!(has_weights(folder.path()), "the other shards are there");
     let name = first.file_name().unwrap().to_string_lossy().into_owned();
     refused(load(folder.path(), &config), &["index.json", "absent", "model-00001-of-", &name]);
     let index = folder.path().join("model.safetensors.index.json");
@@ -385,7 +391,7 @@ fn tensors_that_contradict_the_config_are_all_named() {
     let config = config();
     let parameters = init(&config, &INIT, 3).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    save_all(folder.path(), &config, &parameters, Form::F32, SHARD_BYTES_MAX);
+    save_all(folder.path(), &config, &parameters, WeightFormat::F32, SHARD_BYTES_MAX);
     let wider = Config { intermediate_size: 64, ..config.clone() };
     refused(
         load(folder.path(), &wider),
@@ -396,12 +402,12 @@ fn tensors_that_contradict_the_config_are_all_named() {
             "[4, 64, 128]",
         ],
     );
-    let deeper = Config { num_hidden_layers: 3, layer_types: LayerType::alternating(3), ..config.clone() };
+    let deeper = Config { num_hidden_layers: 3, layer_types: LayerType::alternate(3), ..config.clone() };
     refused(
         load(folder.path(), &deeper),
         &["`model.layers.2.input_layernorm.weight` is missing", "and 1 more"],
     );
-    let shallower = Config { num_hidden_layers: 1, layer_types: LayerType::alternating(1), ..config.clone() };
+    let shallower = Config { num_hidden_layers: 1, layer_types: LayerType::alternate(1), ..config.clone() };
     refused(
         load(folder.path(), &shallower),
         &["model.layers.1.self_attn.sinks\" is not a tensor of this model"],
@@ -425,7 +431,7 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
     let config = config();
     let parameters = init(&config, &INIT, 3).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    save_all(folder.path(), &config, &parameters, Form::Mxfp4, SHARD_BYTES_MAX);
+    save_all(folder.path(), &config, &parameters, WeightFormat::Mxfp4, SHARD_BYTES_MAX);
     let mut raw =
         candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
     let scales = "model.layers.1.mlp.experts.down_proj_scales";
@@ -440,7 +446,8 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
     let odd = Config { intermediate_size: 20, ..config };
     let never = |_: &ParameterSpec| -> anyhow::Result<Tensor> { unreachable!() };
     let fresh = tempfile::tempdir().unwrap();
-    let result = save(fresh.path(), &odd, Form::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
+    let result =
+        save(fresh.path(), &odd, WeightFormat::Mxfp4, &CompanionFiles::default(), SHARD_BYTES_MAX, never);
     refused(result, &["down_proj", "20 inputs", "bf16"]);
 }
 
@@ -448,9 +455,14 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
 fn a_diverged_model_is_not_saved() {
     let config = config();
     let folder = tempfile::tempdir().unwrap();
-    let result = save(folder.path(), &config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, |spec| {
-        Ok(Tensor::full(f32::INFINITY, spec.working_shape(), &Device::Cpu)?)
-    });
+    let result = save(
+        folder.path(),
+        &config,
+        WeightFormat::F32,
+        &CompanionFiles::default(),
+        SHARD_BYTES_MAX,
+        |spec| Ok(Tensor::full(f32::INFINITY, spec.working_shape(), &Device::Cpu)?),
+    );
     assert!(format!("{:#}", result.unwrap_err()).contains("diverged"));
     assert!(!folder.path().join("config.json").exists());
 }

@@ -4,12 +4,12 @@
 pub mod cases;
 
 use crate::skips;
-use rloss::mismatch::links::Link;
+use rloss::mismatch::bitwise_equality::EqualityCheck;
 use rloss::ops::threads::Threads;
 
 const TOKENS: usize = 10_000;
 
-fn check(name: &str) -> Vec<Link> {
+fn check(name: &str) -> Vec<EqualityCheck> {
     let case = cases::cases().into_iter().find(|case| case.name == name).unwrap();
     if !case.is_here() {
         skips::note(skips::NO_BF16, "");
@@ -18,7 +18,7 @@ fn check(name: &str) -> Vec<Link> {
     let links = case.links(&Threads::new(2).unwrap(), case.tokens(TOKENS)).unwrap();
     assert!(links.last().unwrap().tokens >= case.tokens(TOKENS));
     for link in &links {
-        assert!(link.holds(), "{name}: {link:?}");
+        assert!(link.is_bit_equal(), "{name}: {link:?}");
         assert_eq!((link.logprob_abs_diff_max, link.bit_equal_fraction()), (0.0, 1.0));
     }
     links

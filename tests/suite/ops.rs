@@ -85,7 +85,8 @@ fn assert_close(what: &str, actual: &[f32], expected: &[f64]) {
 fn gradients(inputs: &[&Var], op: impl Fn(&[&Input]) -> Tensor) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f32>) {
     let buffers = inputs.iter().map(|v| v.zeros_like().unwrap().detach()).collect();
     let sink = Arc::new(Sink { buffers, added: Mutex::default() });
-    let learning = |(i, v): (usize, &&Var)| Input(Parameter::trained(v.as_tensor(), sink.clone(), i));
+    let learning =
+        |(i, v): (usize, &&Var)| Input(Parameter::with_gradient_sink(v.as_tensor(), sink.clone(), i));
     let parameters: Vec<Input> = inputs.iter().enumerate().map(learning).collect();
     let out = op(&parameters.iter().collect::<Vec<_>>());
     let c = noise(out.elem_count(), 1.0, 77);
@@ -107,7 +108,8 @@ fn gradients(inputs: &[&Var], op: impl Fn(&[&Input]) -> Tensor) -> (Vec<Vec<f32>
 fn recorded_gradients(inputs: &[&Var], op: impl Fn(&[&Input]) -> Tensor) -> Vec<Vec<f32>> {
     let buffers: Vec<Tensor> = inputs.iter().map(|v| v.zeros_like().unwrap().detach()).collect();
     let sink = Arc::new(Sink { buffers: buffers.clone(), added: Mutex::default() });
-    let learning = |(i, v): (usize, &&Var)| Input(Parameter::trained(v.as_tensor(), sink.clone(), i));
+    let learning =
+        |(i, v): (usize, &&Var)| Input(Parameter::with_gradient_sink(v.as_tensor(), sink.clone(), i));
     let parameters: Vec<Input> = inputs.iter().enumerate().map(learning).collect();
     let leaves: Vec<&Tensor> = inputs.iter().map(|v| v.as_tensor()).collect();
     let found = differentiate(&leaves, || {

@@ -4,22 +4,22 @@
 use crate::tiny;
 use candle_core::{DType, Tensor};
 use rand::Rng;
-use rloss::checkpoint::save::Companions;
+use rloss::checkpoint::save::CompanionFiles;
 use rloss::checkpoint::{self, Snapshot, TrainerState, restore};
-use rloss::dist::{PackedWeights, RolloutWeights};
+use rloss::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use rloss::error::BadInput;
 use rloss::learner::critic::Critic;
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{CriticSettings, OptimizerKind, OptimizerSettings as Settings};
 use rloss::metrics::Phase;
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::names::value_model_specs;
 use rloss::model::parameters::{OptimizerState, Parameters};
 use rloss::model::settings::Dtype;
 use rloss::ops::cpu::{edit, edit_codes};
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::run::memory::{Intent, MemoryPlan, Subject};
+use rloss::run::memory::{MemoryPlan, ModelCommand, PlanInput};
 use serde::Deserialize;
 use std::path::Path;
 
@@ -33,9 +33,9 @@ struct Learner {
 impl Learner {
     fn new(config: Config, name: &str, initial: &[f32], settings: &Settings) -> Self {
         let (_, mut parameters) = tiny::model(config, 0);
-        let index = parameters.position(name).unwrap();
+        let index = parameters.index_of(name).unwrap();
         tiny::set(&parameters, index, initial);
-        parameters.train_only(&(0..parameters.len()).map(|i| i == index).collect::<Vec<_>>()).unwrap();
+        parameters.set_trainable(&(0..parameters.len()).map(|i| i == index).collect::<Vec<_>>()).unwrap();
         let optimizer = Optimizer::new(settings, &mut parameters, false).unwrap();
         Self { parameters, index, optimizer }
     }
@@ -302,7 +302,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         // Some of each size are frozen.
         let mark = |tensors: usize| -> Vec<bool> { (0..tensors).map(|i| i % 3 > 0).collect() };
         let (trainable, critic_trainable) = (mark(parameters.len()), mark(value_model_specs(&config).len()));
-        parameters.train_only(&trainable).unwrap();
+        parameters.set_trainable(&trainable).unwrap();
         let rounds = dtype == Dtype::Bf16;
         Optimizer::new(&settings, &mut parameters, rounds).unwrap();
         let critic_settings = CriticSettings { optimizer: settings.clone(), ..CriticSettings::default() };
@@ -313,11 +313,11 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         recipe.model.dtype = dtype;
         recipe.train.optimizer = settings.clone();
         recipe.cold_start.steps = 0;
-        let subject = Subject {
-            intent: Intent::Train,
+        let subject = PlanInput {
+            intent: ModelCommand::Train,
             recipe: &recipe,
             config: &config,
-            forms: &vec![Form::F32; parameters.len()],
+            forms: &vec![WeightFormat::F32; parameters.len()],
             trainable,
             adapter: None,
             critic_trainable: Some(critic_trainable),
@@ -325,8 +325,8 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             threads: 1,
             streamed: false,
             processes: 1,
-            rollout_weights: RolloutWeights::Whole,
-            packed_weights: PackedWeights::Whole,
+            rollout_weights: RolloutWeightPlacement::Whole,
+            packed_weights: PackedWeightPlacement::Whole,
             gpu_sequences: None,
         };
         let plan = MemoryPlan::new(&subject);
@@ -346,7 +346,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
 }
 
 /// Writes a checkpoint of `parameters` into `run`.
-fn saved(run: &Path, parameters: &Parameters, form: Form) -> std::path::PathBuf {
+fn saved(run: &Path, parameters: &Parameters, form: WeightFormat) -> std::path::PathBuf {
     let state = TrainerState {
         phase: Phase::Rl,
         step: 1,
@@ -357,7 +357,7 @@ fn saved(run: &Path, parameters: &Parameters, form: Form) -> std::path::PathBuf 
         reference_digest: None,
         kl_coefficient: None,
     };
-    let (config, companions) = (&tiny::config(false), &Companions::default());
+    let (config, companions) = (&tiny::config(false), &CompanionFiles::default());
     Snapshot { config, form, companions, parameters, base: None, critic: None, recipe: "", state }
         .write(run, 1)
         .unwrap()
@@ -382,10 +382,14 @@ fn a_checkpoint_takes_the_bytes_it_says_and_gives_back_every_bit() {
         let (mut parameters, mut optimizer) = fresh(&settings, 0);
         random_updates(&mut parameters, &mut optimizer, 2, 7);
         let run = tempfile::tempdir().unwrap();
-        let folder = saved(run.path(), &parameters, Form::Bf16);
+        let folder = saved(run.path(), &parameters, WeightFormat::Bf16);
         let written =
             ["model.safetensors", "trainer.safetensors"].map(|name| tensor_bytes(&folder.join(name)));
-        assert_eq!(checkpoint::bytes(Form::Bf16, &parameters), written.iter().sum::<u64>(), "{settings:?}");
+        assert_eq!(
+            checkpoint::estimate_bytes(WeightFormat::Bf16, &parameters),
+            written.iter().sum::<u64>(),
+            "{settings:?}"
+        );
 
         let (mut again, resumed) = fresh(&settings, 1);
         assert!(everything(&again) != everything(&parameters));

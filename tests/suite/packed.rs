@@ -4,19 +4,19 @@ use crate::model_files;
 use crate::qwen2;
 use crate::tiny::{self, Gradients, learned, load};
 use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::mismatch::causes::{Cause, causes, variant::Variant};
-use rloss::model::arms::Arms;
-use rloss::model::config::{Config, Form};
+use rloss::model::ablations::Ablations;
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::policy_view::PolicyView;
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use std::path::Path;
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -31,39 +31,39 @@ fn settings() -> PassSettings {
 }
 
 /// A folder of a random model in `form`, in shards of up to `shard_bytes`.
-fn folder(config: &Config, form: Form, shard_bytes: u64) -> TempDir {
+fn folder(config: &Config, form: WeightFormat, shard_bytes: u64) -> TempDir {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
     let tensors = init(config, &settings, 8).unwrap();
     let parameters = crate::tiny::parameters(config, tensors.into_iter().map(Ok)).unwrap();
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(&parameters, &spec.name).clone());
-    save(folder.path(), config, form, &Companions::default(), shard_bytes, tensor).unwrap();
+    save(folder.path(), config, form, &CompanionFiles::default(), shard_bytes, tensor).unwrap();
     folder
 }
 
 /// The folder's model with what `learns` marks decoded, and the rest as it lies there.
 fn held(folder: &Path, config: &Config, learns: &dyn Fn(&str) -> bool) -> anyhow::Result<Parameters> {
     let files = ModelFolder::open(folder, config)?;
-    Parameters::loaded(
+    Parameters::load(
         config,
         &Backend::default(),
         parameter_specs(config).into_iter().map(|spec| {
-            let packed = if learns(&spec.name) { None } else { files.packed(&spec)? };
+            let packed = if learns(&spec.name) { None } else { files.read_packed(&spec)? };
             let stored = match packed {
-                Some(packed) => Stored::frozen(packed),
-                None => Stored::variable(&spec, files.values(&spec)?)?,
+                Some(packed) => TensorStorage::from_weight(packed),
+                None => TensorStorage::variable(&spec, files.read_values(&spec)?)?,
             };
             Ok((spec, stored))
         }),
     )
 }
 
-fn cases() -> Vec<(Config, Form)> {
+fn cases() -> Vec<(Config, WeightFormat)> {
     let odd = Config { vocab_size: 275, hidden_size: 96, intermediate_size: 32, ..model_files::config() };
     let experts = [model_files::config(), odd]
         .into_iter()
-        .flat_map(|config| [(config.clone(), Form::Mxfp4), (config, Form::Bf16)]);
-    let dense = [false, true].map(|tied| (qwen2::config(tied), Form::Bf16));
+        .flat_map(|config| [(config.clone(), WeightFormat::Mxfp4), (config, WeightFormat::Bf16)]);
+    let dense = [false, true].map(|tied| (qwen2::config(tied), WeightFormat::Bf16));
     experts.chain(dense).collect()
 }
 
@@ -76,16 +76,16 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
             let packed = held(folder.path(), &config, &|_| false).unwrap();
             let files = ModelFolder::open(folder.path(), &config).unwrap();
             let specs = parameter_specs(&config);
-            let planned: u64 = specs.iter().map(|spec| spec.resident_bytes(files.form_of(spec))).sum();
+            let planned: u64 = specs.iter().map(|spec| spec.resident_bytes(files.format_of(spec))).sum();
             assert_eq!(packed.bytes(), planned);
             assert!(packed.bytes() < plain.bytes(), "{} of {}", packed.bytes(), plain.bytes());
             let model = Model::new(config.clone(), config.max_position_embeddings);
             let sequences = tiny::sequences(config.vocab_size, &[70, 1, 2, 33], 4);
             let batch = &MicroBatch::split(&sequences, usize::MAX)[0];
             let results = [&plain, &packed].map(|parameters| {
-                let weights = &parameters.frozen(None).unwrap();
+                let weights = &parameters.frozen_weights(None).unwrap();
                 let pass = Pass { model: &model, weights, batch, settings: settings() };
-                let policy = PolicyView::plain(&model, parameters).unwrap();
+                let policy = PolicyView::without_ablations(&model, parameters).unwrap();
                 let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
                 (
                     pass.forward().unwrap().log_probs().to_vec(),
@@ -124,7 +124,7 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
         for recompute_layers in [false, true] {
             let settings = PassSettings { recompute_layers, ..settings() };
             let [expected, found]: [Gradients; 2] = [&mut plain, &mut packed].map(|parameters| {
-                parameters.train_only(&marks).unwrap();
+                parameters.set_trainable(&marks).unwrap();
                 learned(parameters, (&model, batch, settings), |pass| pass.forward_backward(&objective))
                     .gradients
             });
@@ -147,15 +147,15 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
         let folder = folder(&config, form, SHARD_BYTES_MAX);
         let resident = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
-        let stored = Parameters::on_disk(&config, &Backend::default(), files, vec![]).unwrap();
+        let stored = Parameters::leave_on_disk(&config, &Backend::default(), files, vec![]).unwrap();
         assert_eq!(stored.bytes(), resident.bytes());
         assert!(stored.weight(1).is_err(), "a layer's tensor is not in memory");
         let model = Model::new(config.clone(), config.max_position_embeddings);
         let sequences = tiny::sequences(config.vocab_size, &[40, 17], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
-        for arms in [Arms::default(), Arms { rollout_mantissa_bits: 3, ..Arms::default() }] {
+        for arms in [Ablations::default(), Ablations { rollout_mantissa_bits: 3, ..Ablations::default() }] {
             let [expected, found] = [&resident, &stored].map(|parameters| {
-                let policy = PolicyView::rollout(&model, parameters, &arms, 0).unwrap();
+                let policy = PolicyView::for_rollout(&model, parameters, &arms, 0).unwrap();
                 (policy.prefill(&tokens, 1.0).unwrap(), policy.decode(&tokens, 1.0, &|_| ()).unwrap())
             });
             assert_eq!(expected, found, "{form:?}, {arms:?}");
@@ -173,13 +173,13 @@ fn arms_round_packed_weights_as_they_round_decoded_ones() {
         let sequences = tiny::sequences(config.vocab_size, &[40], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
         for arms in [
-            Arms { rollout_bf16: true, ..Arms::default() },
-            Arms { rollout_mxfp4: true, ..Arms::default() },
-            Arms { rollout_mantissa_bits: 3, ..Arms::default() },
-            Arms { rollout_mantissa_bits: 1, rollout_mxfp4: true, ..Arms::default() },
+            Ablations { rollout_bf16: true, ..Ablations::default() },
+            Ablations { rollout_mxfp4: true, ..Ablations::default() },
+            Ablations { rollout_mantissa_bits: 3, ..Ablations::default() },
+            Ablations { rollout_mantissa_bits: 1, rollout_mxfp4: true, ..Ablations::default() },
         ] {
             let [expected, found] = [&plain, &packed].map(|parameters| {
-                PolicyView::rollout(&model, parameters, &arms, 0).unwrap().prefill(&tokens, 1.0).unwrap()
+                PolicyView::for_rollout(&model, parameters, &arms, 0).unwrap().prefill(&tokens, 1.0).unwrap()
             });
             assert_eq!(expected, found, "{form:?}, {arms:?}");
         }
@@ -194,22 +194,22 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
         let plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
         let packed = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
-        let stored = Parameters::on_disk(&config, &Backend::default(), files, vec![]).unwrap();
+        let stored = Parameters::leave_on_disk(&config, &Backend::default(), files, vec![]).unwrap();
         let sequences = tiny::sequences(config.vocab_size, &[40], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
         let of = |parameters: &Parameters, cause: Option<&Cause>| {
-            let variant = Variant::of(&config, cause);
+            let variant = Variant::new(&config, cause);
             let model = variant.model(config.max_position_embeddings);
             variant.policy(&model, parameters, None).unwrap().prefill(&tokens, 1.0).unwrap()
         };
         let right = of(&plain, None);
-        let in_weights = |cause: &Cause| !Variant::of(&config, Some(cause)).weights.is_empty();
+        let in_weights = |cause: &Cause| !Variant::new(&config, Some(cause)).weights.is_empty();
         let mut moved = 0;
         for cause in causes(&config, false).into_iter().filter(in_weights) {
             let expected = of(&plain, Some(&cause));
             moved += usize::from(expected != right);
             for parameters in [&packed, &stored] {
-                assert_eq!(expected, of(parameters, Some(&cause)), "{form:?}, {}", cause.words());
+                assert_eq!(expected, of(parameters, Some(&cause)), "{form:?}, {}", cause.description());
             }
         }
         let least = if config.num_local_experts > 0 { 5 } else { 3 };
@@ -221,10 +221,10 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
 fn a_packed_tensor_that_holds_no_numbers_is_refused_by_name() {
     let config = model_files::config();
     for (form, name, bytes) in [
-        (Form::Bf16, "model.layers.1.self_attn.q_proj.weight", [0xc0, 0x7f]),
-        (Form::Bf16, "model.embed_tokens.weight", [0x80, 0x7f]),
-        (Form::Bf16, "model.layers.0.mlp.experts.down_proj", [0x80, 0xff]),
-        (Form::Mxfp4, "model.layers.1.mlp.experts.gate_up_proj_scales", [255, 120]),
+        (WeightFormat::Bf16, "model.layers.1.self_attn.q_proj.weight", [0xc0, 0x7f]),
+        (WeightFormat::Bf16, "model.embed_tokens.weight", [0x80, 0x7f]),
+        (WeightFormat::Bf16, "model.layers.0.mlp.experts.down_proj", [0x80, 0xff]),
+        (WeightFormat::Mxfp4, "model.layers.1.mlp.experts.gate_up_proj_scales", [255, 120]),
     ] {
         let folder = folder(&config, form, SHARD_BYTES_MAX);
         let file = folder.path().join("model.safetensors");
@@ -245,17 +245,17 @@ fn a_packed_tensor_that_holds_no_numbers_is_refused_by_name() {
 #[test]
 fn a_file_that_shrinks_while_it_is_read_is_refused() {
     let config = model_files::config();
-    let folder = folder(&config, Form::Mxfp4, SHARD_BYTES_MAX);
+    let folder = folder(&config, WeightFormat::Mxfp4, SHARD_BYTES_MAX);
     let files = ModelFolder::open(folder.path(), &config).unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(folder.path().join("model.safetensors")).unwrap();
     file.set_len(file.metadata().unwrap().len() / 2).unwrap();
     let failed: Vec<anyhow::Error> = parameter_specs(&config)
         .iter()
-        .filter_map(|spec| files.packed(spec).and_then(|_| files.values(spec)).err())
+        .filter_map(|spec| files.read_packed(spec).and_then(|_| files.read_values(spec)).err())
         .collect();
     assert!(!failed.is_empty());
     for error in failed {
         assert!(error.is::<BadInput>() && format!("{error:#}").contains("model.safetensors"), "{error:#}");
     }
-    assert!(files.values(&parameter_specs(&config)[0]).is_ok());
+    assert!(files.read_values(&parameter_specs(&config)[0]).is_ok());
 }

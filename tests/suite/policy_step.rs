@@ -20,14 +20,14 @@ use rloss::policy::divergence::KlEstimator;
 use rloss::policy::loss::Loss;
 use rloss::policy::ratio::OldLogprob;
 use rloss::policy::{
-    Aggregation, CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
+    Aggregation, CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
 };
 use rloss::settings::Choice;
 use rloss::trainer::step::{PolicyStep, SkipAbove, Update};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 fn loss(name: &str) -> Loss {
-    Loss::named(name).unwrap()
+    Loss::from_name(name).unwrap()
 }
 
 const LENGTHS: [usize; 6] = [30, 41, 2, 25, 60, 33];
@@ -274,7 +274,7 @@ fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
         kl: KlSettings { place, estimator: KlEstimator::K2, coefficient, ..KlSettings::default() },
         ..PolicySettings::default()
     };
-    let in_loss = kl(KlPlace::Loss, 0.5);
+    let in_loss = kl(KlPlacement::Loss, 0.5);
     let at_it = fixture.update(&in_loss);
     assert_eq!(at_it.metrics.get("actor/kl_loss"), Some(0.0));
     assert!(values(&plain) == values(&at_it));
@@ -283,13 +283,13 @@ fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
         let (batch, _, metrics) = step.prepare(&groups, None).unwrap();
         (values(&learned(&step, &batch).unwrap().unwrap()), batch, metrics)
     };
-    let (plain, (one, ..), (two, ..)) = (values(&plain), away(&in_loss), away(&kl(KlPlace::Loss, 1.0)));
+    let (plain, (one, ..), (two, ..)) = (values(&plain), away(&in_loss), away(&kl(KlPlacement::Loss, 1.0)));
     let term = |with: &[f32]| -> Vec<f32> { with.iter().zip(&plain).map(|(a, b)| a - b).collect() };
     let twice: Vec<f32> = term(&one).iter().map(|g| 2.0 * g).collect();
     assert!(distance(&term(&two), &twice) < 1e-3);
 
     let without = away(&PolicySettings { advantage: Advantage::DrGrpo, ..PolicySettings::default() }).1;
-    let in_reward = PolicySettings { advantage: Advantage::DrGrpo, ..kl(KlPlace::Reward, 0.5) };
+    let in_reward = PolicySettings { advantage: Advantage::DrGrpo, ..kl(KlPlacement::Reward, 0.5) };
     let (_, with, metrics) = away(&in_reward);
     let at_it = prepared(&fixture.step(&in_reward, Some(&fixture.parameters)), &groups);
     assert_eq!(at_it.advantages, without.advantages);

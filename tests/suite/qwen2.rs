@@ -5,17 +5,17 @@ use crate::model_files::refused;
 use crate::tiny::{self, Gradients, load, values};
 use rloss::chat::Format;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::micro_batch::MicroBatch;
-use rloss::model::config::{Config, Form, LayerType};
+use rloss::model::config::{Config, LayerType, WeightFormat};
 use rloss::model::families::Family;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::names::{ParameterSpec, parameter_count, parameter_specs, value_model_specs};
 use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::settings::Yarn;
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use rloss::ops::threads::Threads;
 use rloss::settings::Choice;
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ use tempfile::TempDir;
 /// The model of `recipes/quickstart_dense.toml`, or the same with a tied head.
 pub fn config(tied: bool) -> Config {
     Config {
-        family: Family::named("qwen2").unwrap(),
+        family: Family::from_name("qwen2").unwrap(),
         intermediate_size: 256,
         num_local_experts: 0,
         num_experts_per_tok: 0,
@@ -48,11 +48,11 @@ fn names_and_shapes_match_the_lists_of_released_models() {
     };
     for (size, parameters) in [("0.5b", 494_032_768), ("32b", 32_763_876_352)] {
         let config = Config::from_json(&read(&format!("config-{size}.json"))).unwrap();
-        assert_eq!(Config::from_json(&config.to_json(Form::Bf16)).unwrap(), config);
+        assert_eq!(Config::from_json(&config.to_json(WeightFormat::Bf16)).unwrap(), config);
         assert_eq!((config.rope.theta, config.tie_word_embeddings), (1e6, size == "0.5b"));
         let ours: serde_json::Map<String, Value> = parameter_specs(&config)
             .iter()
-            .flat_map(|spec| spec.stored_tensors(Form::Bf16))
+            .flat_map(|spec| spec.stored_tensors(WeightFormat::Bf16))
             .map(|t| (t.name, json!({ "dtype": format!("{:?}", t.dtype), "shape": t.shape })))
             .collect();
         let released = read(&format!("tensors-{size}.json"));
@@ -66,7 +66,7 @@ fn names_and_shapes_match_the_lists_of_released_models() {
 #[test]
 fn both_dialects_of_config_are_read_and_what_is_not_built_is_refused() {
     let changed = |changes: Value| {
-        let mut json = config(false).to_json(Form::Bf16);
+        let mut json = config(false).to_json(WeightFormat::Bf16);
         json.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
         Config::from_json(&json)
     };
@@ -100,7 +100,8 @@ fn both_dialects_of_config_are_read_and_what_is_not_built_is_refused() {
 fn saved(config: &Config, parameters: &Parameters) -> TempDir {
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
-    save(folder.path(), config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    save(folder.path(), config, WeightFormat::F32, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor)
+        .unwrap();
     folder
 }
 
@@ -112,7 +113,7 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
         let folder = saved(&config, &before);
         assert_eq!(Config::read(folder.path()).unwrap(), config);
         let after = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
-        assert_eq!(after.position("lm_head.weight").is_none(), tied);
+        assert_eq!(after.index_of("lm_head.weight").is_none(), tied);
         for index in 0..before.len() {
             assert_eq!(
                 values(before.values(index).unwrap()),
@@ -133,7 +134,14 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
         refused(ModelFolder::open(folder.path(), &wide).map(drop), &["mlp.gate_proj.weight", "[255, 64]"]);
         let never = |_: &ParameterSpec| panic!("nothing is asked for");
         let fresh = TempDir::new().unwrap();
-        let result = save(fresh.path(), &config, Form::Mxfp4, &Companions::default(), SHARD_BYTES_MAX, never);
+        let result = save(
+            fresh.path(),
+            &config,
+            WeightFormat::Mxfp4,
+            &CompanionFiles::default(),
+            SHARD_BYTES_MAX,
+            never,
+        );
         refused(result, &["MXFP4", "bf16"]);
     }
 }
@@ -198,7 +206,7 @@ fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
         tiny::learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective))
     });
     assert_eq!(a.log_probs(), b.log_probs(), "the same forward");
-    let of = |g: &Gradients, p: &Parameters, name: &str| g.values[p.position(name).unwrap()].clone().unwrap();
+    let of = |g: &Gradients, p: &Parameters, name: &str| g.values[p.index_of(name).unwrap()].clone().unwrap();
     let both = of(&a.gradients, &tied, "model.embed_tokens.weight");
     let (rows, head) =
         (of(&b.gradients, &untied, "model.embed_tokens.weight"), of(&b.gradients, &untied, "lm_head.weight"));
@@ -214,13 +222,13 @@ fn a_critic_of_the_family_uses_the_embedding_once() {
     assert_eq!(specs.len(), parameter_specs(&config).len() + 2);
     let values = specs.into_iter().map(|spec| {
         let count = spec.element_count();
-        let stored = Stored::variable(&spec, vec![0.1; count])?;
+        let stored = TensorStorage::variable(&spec, vec![0.1; count])?;
         Ok((spec, stored))
     });
     let critic = Parameters::with_value_head(&config, &Backend::default(), values).unwrap();
-    assert!((0..critic.len()).all(|index| critic.uses(index) == 1));
+    assert!((0..critic.len()).all(|index| critic.use_count(index) == 1));
     let (_, policy) = tiny::model(config, 1);
-    assert_eq!(policy.uses(policy.position("model.embed_tokens.weight").unwrap()), 2);
+    assert_eq!(policy.use_count(policy.index_of("model.embed_tokens.weight").unwrap()), 2);
 }
 
 fn rloss(arguments: &[&str]) -> Output {
@@ -282,7 +290,7 @@ fn the_dense_quickstart_trains_saves_and_goes_on() {
     let config: Value = serde_json::from_str(&read("config.json")).unwrap();
     assert_eq!((&config["model_type"], &config["tie_word_embeddings"]), (&json!("qwen2"), &json!(true)));
     assert_eq!(config["eos_token_id"], json!([2, 0]));
-    assert_eq!(read("chat_template.jinja"), Format::ChatMl.embedded().unwrap().jinja());
+    assert_eq!(read("chat_template.jinja"), Format::ChatMl.read_embedded().unwrap().jinja());
     let text = std::fs::read_to_string(second.join("trajectories/step-000001.jsonl")).unwrap();
     assert!(text.contains("\"tokens\":[1,6,26,"), "the prompt is ChatML: {}", &text[..200]);
 
@@ -374,7 +382,7 @@ fn keys_that_mean_nothing_to_the_family_are_refused_by_name() {
 #[test]
 fn a_folder_without_chatml_tokens_is_refused() {
     let folder = saved(&config(false), &tiny::model(config(false), 1).1);
-    let harmony = Format::Harmony.embedded().unwrap();
+    let harmony = Format::Harmony.read_embedded().unwrap();
     std::fs::write(folder.path().join("tokenizer.json"), harmony.vocabulary().json_bytes()).unwrap();
     let out = TempDir::new().unwrap();
     let path = format!("model.path={}", folder.path().display());

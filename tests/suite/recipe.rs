@@ -9,7 +9,7 @@ use rloss::model::settings::AdapterSettings;
 use rloss::model::settings::{Dtype, Tokenizer, Yarn};
 use rloss::policy::Aggregation;
 use rloss::recipe::{Plan, Recipe, RecipeSource, locate, resolve, resume_differences};
-use rloss::settings::{Entry, Place};
+use rloss::settings::{Entry, SourceLocation};
 use std::path::{Path, PathBuf};
 
 fn root() -> &'static Path {
@@ -30,7 +30,7 @@ fn paths(recipe: &Recipe, tables: bool) -> Vec<String> {
 fn an_empty_recipe_is_the_defaults_with_the_embedded_model() {
     let recipe = read("", &[]).recipe;
     assert_eq!(recipe.model.architecture, Some(Default::default()));
-    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Embedded));
+    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::EmbeddedInterpreter));
     assert_eq!(recipe.harmony.system_message, Some(false), "a byte is a token there");
     let harmony = recipe.harmony.clone();
     assert_eq!(recipe, Recipe { model: recipe.model.clone(), harmony, ..Recipe::default() });
@@ -208,10 +208,10 @@ fn gae_brings_a_critic_and_no_other_advantage_does() {
 fn a_later_mistake_is_placed_where_the_key_was_written() {
     let plan = read("[train]\nfreeze = [\"x\"]\n[rollout]\n", &["rollout.turns_max=4"]);
     let place = |key| plan.mistake(key, "…".to_owned()).place;
-    let line = |line| Place::File { path: PathBuf::from("r.toml"), line };
+    let line = |line| SourceLocation::File { path: PathBuf::from("r.toml"), line };
     assert_eq!(place("train.freeze"), line(Some(2)));
     assert_eq!(place("train.steps"), line(Some(1)));
-    assert_eq!(place("rollout.turns_max"), Place::Set(0));
+    assert_eq!(place("rollout.turns_max"), SourceLocation::Set(0));
     assert_eq!(place("eval.samples"), line(None));
 }
 
@@ -308,7 +308,7 @@ fn the_quickstart_is_the_measured_configuration() {
     assert_eq!((recipe.train.optimizer.lr, recipe.train.optimizer.lr_final_fraction), (7e-4, 0.1));
     assert_eq!((recipe.cold_start.optimizer.beta2, recipe.train.optimizer.beta2), (0.98, 0.99));
     assert_eq!((recipe.eval.problems_max, recipe.eval.every_steps), (512, 10));
-    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Embedded));
+    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::EmbeddedInterpreter));
 }
 
 #[test]
@@ -370,7 +370,10 @@ fn a_recipe_with_a_base_holds_only_what_differs() {
     // The resolved recipe stands alone.
     assert_eq!(read(&plan.to_toml(), &[]).recipe, plan.recipe);
     let place = plan.mistake("policy.clip_low", String::new()).place;
-    assert_eq!(place, Place::File { path: folder.path().join("arms/../ground.toml"), line: Some(5) });
+    assert_eq!(
+        place,
+        SourceLocation::File { path: folder.path().join("arms/../ground.toml"), line: Some(5) }
+    );
 
     let shown = folder.path().join("arms").display().to_string();
     let refused = |text: &str, sets: &[&str]| {

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use rloss::chat::Chat;
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
-use rloss::model::cache::CacheRoom;
+use rloss::model::cache::CacheCapacity;
 use rloss::model::config::Config;
 
 use rloss::model::parameters::Parameters;
@@ -19,7 +19,7 @@ use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
 use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, SampledPlace, Sampling, TokenSource,
+    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, SamplingParameters, TokenPosition, TokenSource,
 };
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};
@@ -38,10 +38,10 @@ impl World {
     fn new(config: Config, threads: usize) -> Self {
         let (model, parameters) = tiny::model(config, 11);
         // A test's model may live as long as the test program.
-        let policy = PolicyView::plain(Box::leak(Box::new(model)), &parameters).unwrap();
-        let tokenizer = HarmonyTokenizer::embedded().unwrap();
+        let policy = PolicyView::without_ablations(Box::leak(Box::new(model)), &parameters).unwrap();
+        let tokenizer = HarmonyTokenizer::from_embedded().unwrap();
         let settings = RolloutSettings { turns_max: 4, prompt_tokens_max: 120, ..RolloutSettings::default() };
-        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step: 3 };
+        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::SamplingParameters, step: 3 };
         let chat = Chat::Harmony(tokenizer.clone());
         Self { parameters, policy, tokenizer, chat, threads: Threads::new(threads).unwrap(), plan }
     }
@@ -60,13 +60,13 @@ impl World {
             interpreter,
             preamble: &[],
             plan: &self.plan,
-            room: CacheRoom::default(),
+            room: CacheCapacity::default(),
         }
     }
 }
 
 fn sample(rollout: Rollout, prompts: &[Prompt], samples: usize) -> Rollouts {
-    rollout.groups(prompts, samples, &|_| (), &|| false).unwrap().expect("nobody stopped it")
+    rollout.sample_groups(prompts, samples, &|_| (), &|| false).unwrap().expect("nobody stopped it")
 }
 
 /// Questions of different lengths; success is a final message that says `ok`.
@@ -131,7 +131,7 @@ impl<F: Fn(SessionId, &str) -> (CallOutcome, String) + Send + Sync> Interpreter 
 
     fn close(&self, _: SessionId) {}
 
-    fn confinement(&self) -> String {
+    fn sandbox_description(&self) -> String {
         "scripted".into()
     }
 }
@@ -150,18 +150,18 @@ impl Script {
 }
 
 impl TokenSource for Script {
-    fn sampling(&self) -> Sampling {
-        Sampling::whole(1.0)
+    fn sampling(&self) -> SamplingParameters {
+        SamplingParameters::with_temperature(1.0)
     }
 
-    fn choose(&self, place: SampledPlace, _: u32) -> Result<u32> {
+    fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {
         let turn = self.0.get(place.turn as usize).context("more turns than scripted")?;
         turn.get(place.token).copied().context("more tokens than scripted")
     }
 }
 
 fn play(rollout: Rollout, script: &Script, prompts: &[Prompt], samples: usize) -> Result<Rollouts> {
-    Ok(rollout.groups_from(script, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
+    Ok(rollout.sample_from_source(script, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
 }
 
 /// Problems numbered from 0.

@@ -49,7 +49,7 @@ fn pass(batch: &MicroBatch, settings: PassSettings) -> Learned<PassOutput> {
 
 fn whole(sequences: &[Sequence], sharing: bool) -> MicroBatch {
     let mut batches = if sharing {
-        MicroBatch::split_sharing(sequences, 100_000, |_| usize::MAX)
+        MicroBatch::split_with_prefixes(sequences, 100_000, |_| usize::MAX)
     } else {
         MicroBatch::split(sequences, 100_000)
     };
@@ -132,7 +132,7 @@ fn a_cut_through_a_group_changes_no_log_prob() {
     };
     let separate = log_probs(&MicroBatch::split(&sequences, 64));
     for tokens_max in [1, 64, 100, 300] {
-        let batches = MicroBatch::split_sharing(&sequences, tokens_max, |_| usize::MAX);
+        let batches = MicroBatch::split_with_prefixes(&sequences, tokens_max, |_| usize::MAX);
         assert!(batches.len() > 1);
         assert_eq!(log_probs(&batches), separate, "{tokens_max} rows");
     }

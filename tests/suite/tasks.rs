@@ -6,18 +6,18 @@ use super::data;
 use rloss::error::BadInput;
 use rloss::harmony::{HarmonyTokenizer, Message, ParseMode, RenderOptions, Role, StreamParser};
 use rloss::settings::Choice;
-use rloss::tasks::{Task, TaskHost, TaskName, TaskSettings, Transcript, build};
+use rloss::tasks::{Task, TaskContext, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 #[test]
 fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
-    let tokenizer = HarmonyTokenizer::embedded().unwrap();
+    let tokenizer = HarmonyTokenizer::from_embedded().unwrap();
     for name in ["arithmetic", "arithmetic_single", "format_rules"] {
         let task = build(
-            &TaskSettings { name: TaskName::named(name).unwrap(), ..Default::default() },
-            &TaskHost::default(),
+            &TaskSettings { name: TaskName::from_name(name).unwrap(), ..Default::default() },
+            &TaskContext::default(),
         )
         .unwrap();
         for index in 0..20_000 {
@@ -36,8 +36,8 @@ fn every_made_up_demonstration_fits_the_quickstart_limits_and_reads_back() {
 #[test]
 fn demonstrated_tool_replies_are_what_the_interpreter_answers() {
     let task = build(
-        &TaskSettings { name: TaskName::named("arithmetic").unwrap(), ..Default::default() },
-        &TaskHost::default(),
+        &TaskSettings { name: TaskName::from_name("arithmetic").unwrap(), ..Default::default() },
+        &TaskContext::default(),
     )
     .unwrap();
     let answer = |code: &str| {
@@ -58,12 +58,12 @@ fn demonstrated_tool_replies_are_what_the_interpreter_answers() {
 fn gsm8k(train: &Path, validation: &Path) -> anyhow::Result<Box<dyn Task>> {
     build(
         &TaskSettings {
-            name: TaskName::named("gsm8k").unwrap(),
+            name: TaskName::from_name("gsm8k").unwrap(),
             train_file: Some(train.into()),
             validation_file: Some(validation.into()),
             ..Default::default()
         },
-        &TaskHost::default(),
+        &TaskContext::default(),
     )
 }
 
@@ -147,12 +147,12 @@ fn retool_files_are_checked_when_read() {
     let good = file("good.jsonl", r#"{"problem": "1+1?", "answer": 2}"#);
     let load = |train: Option<PathBuf>, validation: Vec<PathBuf>| {
         let settings = TaskSettings {
-            name: TaskName::named("retool").unwrap(),
+            name: TaskName::from_name("retool").unwrap(),
             train_file: train,
             validation_files: validation,
             ..Default::default()
         };
-        build(&settings, &TaskHost::default()).map(|task| task.validation_sets().len())
+        build(&settings, &TaskContext::default()).map(|task| task.validation_sets().len())
     };
     assert_eq!(load(Some(good.clone()), vec![]).unwrap(), 0);
     let held_out = file("held.jsonl", r#"{"problem": "1+2?", "answer": 3}"#);
@@ -185,7 +185,7 @@ fn math_equiv_vectors_meet_the_targets() {
         let (gold, answer) = (row["gold"].as_str().unwrap(), row["answer"].as_str().unwrap());
         let expected = row["expected"].as_bool().unwrap();
         if file.starts_with("hendrycks") {
-            assert_eq!(AnswerEquality::Exact.holds(gold, answer), expected, "{}", row["id"]);
+            assert_eq!(AnswerEquality::Exact.matches(gold, answer), expected, "{}", row["id"]);
             continue;
         }
         let kind = |name: &str| row["match_types"].as_array().unwrap().iter().any(|t| t == name);
@@ -230,7 +230,7 @@ fn every_gold_answer_earns_the_reward(train: &Path, aime: &Path, math: &Path, si
     for answer in [AnswerEquality::Exact, AnswerEquality::Equivalent] {
         let task = build(
             &TaskSettings {
-                name: TaskName::named("retool").unwrap(),
+                name: TaskName::from_name("retool").unwrap(),
                 train_file: Some(train.into()),
                 // The rows after these are AIME's, of which MATH-500 has some.
                 train_rows_max: Some(4_701),
@@ -239,7 +239,7 @@ fn every_gold_answer_earns_the_reward(train: &Path, aime: &Path, math: &Path, si
                 answer: Some(answer),
                 ..Default::default()
             },
-            &TaskHost::default(),
+            &TaskContext::default(),
         )
         .unwrap();
         let sets = task.validation_sets();

@@ -13,7 +13,7 @@ use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::settings::Yarn;
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use rloss::ops::cpu::edit;
 use rloss::random::{Purpose, stream};
 
@@ -38,7 +38,7 @@ pub fn config(yarn: bool) -> Config {
         num_local_experts: 4,
         num_experts_per_tok: 2,
         sliding_window: 16,
-        layer_types: LayerType::alternating(4),
+        layer_types: LayerType::alternate(4),
         rope: Rope { theta: 10_000.0, yarn },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
@@ -57,10 +57,10 @@ pub fn parameters(
 ) -> anyhow::Result<Parameters> {
     let tensors = values.into_iter().map(|found| {
         let (spec, values) = found?;
-        let stored = Stored::variable(&spec, values)?;
+        let stored = TensorStorage::variable(&spec, values)?;
         Ok((spec, stored))
     });
-    Parameters::loaded(config, &Backend::default(), tensors)
+    Parameters::load(config, &Backend::default(), tensors)
 }
 
 /// A model with random weights. Biases and norms are moved off their start values so that every term counts.
@@ -73,7 +73,7 @@ pub fn model(config: Config, seed: u64) -> (Model, Parameters) {
         Ok((spec, values))
     });
     let mut parameters = parameters(&config, moved).unwrap();
-    parameters.train_only(&vec![true; parameters.len()]).unwrap();
+    parameters.set_trainable(&vec![true; parameters.len()]).unwrap();
     let context = config.max_position_embeddings;
     (Model::new(config, context), parameters)
 }
@@ -85,14 +85,14 @@ pub fn load(
 ) -> anyhow::Result<impl Iterator<Item = anyhow::Result<(ParameterSpec, Vec<f32>)>>> {
     let files = ModelFolder::open(folder, config)?;
     Ok(parameter_specs(config).into_iter().map(move |spec| {
-        let values = files.values(&spec)?;
+        let values = files.read_values(&spec)?;
         Ok((spec, values))
     }))
 }
 
 /// The tensor named `name`.
 pub fn named<'a>(parameters: &'a Parameters, name: &str) -> &'a Tensor {
-    parameters.values(parameters.position(name).unwrap()).unwrap()
+    parameters.values(parameters.index_of(name).unwrap()).unwrap()
 }
 
 /// A tensor's values.
@@ -142,7 +142,7 @@ pub fn learned<T>(
     run: impl FnOnce(&Pass) -> anyhow::Result<T>,
 ) -> Learned<T> {
     let sum = GradientSum::begin(parameters).unwrap();
-    let weights = &parameters.for_passes(Some(&sum.of_pass(0))).unwrap();
+    let weights = &parameters.pass_weights(Some(&sum.pass_sink(0))).unwrap();
     let output = run(&Pass { model, weights, batch, settings }).unwrap();
     Learned { output, gradients: Gradients::of(parameters) }
 }

@@ -9,7 +9,7 @@ use rloss::model::decoder_stack;
 use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
-use rloss::rollout::Sampling;
+use rloss::rollout::SamplingParameters;
 
 fn settings(recompute_layers: bool) -> PassSettings {
     PassSettings {
@@ -103,15 +103,16 @@ fn a_micro_batch_that_fails_ends_the_batch_and_nobody_waits_for_it() {
 /// Log-probabilities of every next token of `tokens`, through the KV cache, `chunk` tokens at a time.
 fn cached_log_probs(chunk: usize, tokens: &[u32], seed: u64) -> Vec<f32> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
-    let policy = PolicyView::plain(&model, &parameters).unwrap();
-    let (stack, sampling) = (policy.stack(), Sampling::whole(0.9));
+    let policy = PolicyView::without_ablations(&model, &parameters).unwrap();
+    let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::with_temperature(0.9));
     let mut cache = SequenceCache::new(&model.config);
     let mut log_probs = vec![];
     for part in tokens.chunks(chunk) {
-        let x =
-            stack.feed(part.to_vec(), &mut [&mut cache], &[part.len()], &mut decoder_stack::nothing).unwrap();
+        let x = stack
+            .feed(part.to_vec(), &mut [&mut cache], &[part.len()], &mut decoder_stack::keep_nothing)
+            .unwrap();
         let rows = std::sync::Arc::new((0..part.len() as u32).collect());
-        let logits = stack.logits(&stack.normed(&x, &rows).unwrap(), &sampling).unwrap();
+        let logits = stack.logits(&stack.final_norm_rows(&x, &rows).unwrap(), &sampling).unwrap();
         let next = tokens[log_probs.len() + 1..].iter().copied().take(part.len());
         let asked: Vec<(usize, u32)> = next.enumerate().collect();
         log_probs.extend(logits.log_probs(&sampling, &asked).unwrap());
@@ -125,7 +126,7 @@ fn decode_and_prefill_in_any_chunks_equal_the_training_forward() {
     sequences.iter_mut().for_each(|s| s.mask.iter_mut().skip(1).for_each(|m| *m = true));
     let (model, parameters) = tiny::model(tiny::config(true), 7);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
-    let weights = &parameters.frozen(None).unwrap();
+    let weights = &parameters.frozen_weights(None).unwrap();
     let pass = Pass { model: &model, weights, batch, settings: settings(true) };
     let training = pass.forward().unwrap().log_probs().to_vec();
     let mut start = 0;

@@ -5,7 +5,7 @@ use rloss::error::BadInput;
 use rloss::harmony::Message;
 use rloss::settings::Choice;
 use rloss::tasks::verify_if::Grading;
-use rloss::tasks::{Problem, Reward, Task, TaskHost, TaskName, TaskSettings, Transcript, VerifyIf};
+use rloss::tasks::{Problem, Reward, Task, TaskContext, TaskName, TaskSettings, Transcript, VerifyIf};
 use rloss::trajectory::Outcome;
 use std::path::{Path, PathBuf};
 
@@ -31,13 +31,13 @@ fn load(train: &[String], validation: &[String], grading: Grading) -> anyhow::Re
 
 fn open(train: &Path, validation: &Path, grading: Grading) -> anyhow::Result<VerifyIf> {
     let settings = TaskSettings {
-        name: TaskName::named("verify_if").unwrap(),
+        name: TaskName::from_name("verify_if").unwrap(),
         train_file: Some(train.to_owned()),
         validation_file: Some(validation.to_owned()),
         grading: Some(grading),
         ..TaskSettings::default()
     };
-    VerifyIf::load(&settings, &TaskHost::default())
+    VerifyIf::load(&settings, &TaskContext::default())
 }
 
 fn reward(task: &VerifyIf, problem: &Problem, messages: &[Message], outcome: Outcome) -> (f32, bool) {

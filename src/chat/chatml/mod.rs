@@ -68,7 +68,7 @@ impl ChatMl {
     ///
     /// # Errors
     /// None in practice: a test reads it.
-    pub fn embedded() -> Result<Self> {
+    pub fn from_embedded() -> Result<Self> {
         Self::from_bytes(embedded_json(&SPECIAL, &TOOL_CALL, &WORDS), "the embedded ChatML tokenizer")
     }
 

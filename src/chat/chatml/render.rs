@@ -85,7 +85,7 @@ impl<'a> Writer<'a> {
     fn template_word(&mut self, word: &str) {
         let vocabulary = &self.chat.vocabulary;
         let whole = vocabulary.added_id(word).or_else(|| {
-            let id = vocabulary.entry(word)?;
+            let id = vocabulary.entry_id(word)?;
             (vocabulary.encode_text(word) != [id]).then_some(id)
         });
         match whole {

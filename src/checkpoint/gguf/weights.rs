@@ -5,11 +5,11 @@ use super::file::{GgufFile, GgufTensor, MetadataValue};
 use super::names::{Part, geometry, parts};
 use super::tensor_type::{MXFP4_BYTES, TensorType, from_gguf_block};
 use crate::bad_input;
-use crate::model::config::{Config, Form};
+use crate::model::config::{Config, WeightFormat};
 use crate::model::families::Family;
 use crate::model::names::{Layout, ParameterSpec, parameter_specs};
 use crate::ops::mxfp4::BLOCK;
-use crate::ops::packed::{PackedForm, PackedMatrix, StoredRows, block_is_finite};
+use crate::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows, block_is_finite};
 use crate::ops::weight::Weight;
 use anyhow::Result;
 use half::bf16;
@@ -108,13 +108,13 @@ impl GgufWeights {
     }
 
     /// Returns the format in memory.
-    pub fn form_of(&self, spec: &ParameterSpec) -> Form {
+    pub fn form_of(&self, spec: &ParameterSpec) -> WeightFormat {
         let is_mxfp4 =
             |part: &Part| self.find(&part.name).is_some_and(|(_, tensor)| *tensor.dtype == TensorType::MXFP4);
         match spec.is_expert_matrix() && parts(spec, self.has_experts).iter().all(is_mxfp4) {
-            true => Form::Mxfp4,
-            false if self.is_full => Form::F32,
-            false => Form::Bf16,
+            true => WeightFormat::Mxfp4,
+            false if self.is_full => WeightFormat::F32,
+            false => WeightFormat::Bf16,
         }
     }
 
@@ -122,26 +122,26 @@ impl GgufWeights {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
-    pub fn packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
-        let (Some(form), Some(shape)) = (spec.packed_form(self.form_of(spec)), spec.matrix_shape()) else {
+    pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
+        let (Some(form), Some(shape)) = (spec.packed_format(self.form_of(spec)), spec.matrix_shape()) else {
             return Ok(None);
         };
         let [_, output, input] = geometry(spec);
         let matrix = match form {
-            PackedForm::Bf16Rows => {
+            PackedFormat::Bf16Rows => {
                 let mut bytes = vec![0; form.bytes(shape)];
                 bytes.par_chunks_mut(2 * ROWS * input).enumerate().try_for_each(|(index, to)| {
                     let first = index * ROWS;
                     write_bf16(to, &self.rows(spec, 0, first..(first + ROWS).min(output))?);
                     anyhow::Ok(())
                 })?;
-                PackedMatrix::of_bytes(form, shape, bytes)
+                PackedMatrix::from_bytes(form, shape, bytes)
             }
-            PackedForm::Bf16 => PackedMatrix::read(form, shape, |rows: StoredRows| {
+            PackedFormat::Bf16 => PackedMatrix::read(form, shape, |rows: StoredRows| {
                 write_bf16(rows.values, &self.rows(spec, rows.expert, rows.columns)?);
                 anyhow::Ok(())
             })?,
-            PackedForm::Mxfp4 => PackedMatrix::read(form, shape, |rows: StoredRows| {
+            PackedFormat::Mxfp4 => PackedMatrix::read(form, shape, |rows: StoredRows| {
                 self.read_blocks(spec, rows.expert, rows.columns, |place, block| {
                     let (bytes, scale) = from_gguf_block(block);
                     if !block_is_finite(&bytes, scale) {
@@ -160,7 +160,7 @@ impl GgufWeights {
     ///
     /// # Errors
     /// As [`Self::packed`].
-    pub fn values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
+    pub fn read_values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         let [experts, output, input] = geometry(spec);
         let is_transposed = spec.layout == Layout::Transposed || spec.is_expert_matrix();
         let mut values = vec![0.0; spec.element_count()];
@@ -185,7 +185,7 @@ impl GgufWeights {
     /// Decodes rows of one expert of the parameter `[experts, out, in]`.
     fn rows(&self, spec: &ParameterSpec, expert: usize, rows: Range<usize>) -> Result<Vec<f32>> {
         let [_, _, input] = geometry(spec);
-        let rounds = self.form_of(spec) != Form::F32;
+        let rounds = self.form_of(spec) != WeightFormat::F32;
         let mut values = vec![0.0; rows.len() * input];
         self.read(spec, expert, rows, |dtype, bytes, step, first| {
             let decoded = dtype.decode(bytes)?;

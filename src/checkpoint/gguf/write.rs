@@ -160,7 +160,7 @@ fn check(config: &Config, form: GgufForm) -> Result<()> {
             config.swiglu_limit
         ));
     }
-    if config.layer_types != LayerType::alternating(config.num_hidden_layers) {
+    if config.layer_types != LayerType::alternate(config.num_hidden_layers) {
         return Err(bad_input!(
             "layer_types do not alternate: GGUF has no key for them, and llama.cpp takes windows in even layers"
         ));

@@ -4,8 +4,8 @@
 use super::Verdicts;
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::graph::differentiate;
-use crate::ops::logits::Sampling;
-use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, scale, sgd, sum_of_squares};
+use crate::ops::logits::SamplingParameters;
+use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, scale, sgd, sum_of_squares, update_momentum};
 use crate::ops::parameter::GradientSink;
 use crate::ops::rope::{RopeTable, Rotation};
 use crate::ops::weight::Weight;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 /// The tolerance of a value.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Rule {
+pub(super) enum Tolerance {
     /// Equal bits.
     Same,
     /// Twice the error of rounding to bf16, plus this fraction of the largest value.
@@ -28,36 +28,36 @@ pub(super) enum Rule {
     Sum(f32),
 }
 
-impl Rule {
-    pub fn allowed(self, exact: f32, largest: f32) -> f32 {
+impl Tolerance {
+    pub fn max_error(self, exact: f32, largest: f32) -> f32 {
         match self {
-            Rule::Same => 0.0,
-            Rule::Rounded(share) => exact.abs() / 128.0 + share * largest,
-            Rule::Sum(share) => share * largest,
+            Tolerance::Same => 0.0,
+            Tolerance::Rounded(share) => exact.abs() / 128.0 + share * largest,
+            Tolerance::Sum(share) => share * largest,
         }
     }
 }
 
 /// Tolerance of an f32 sum rounded once to bf16. `TWICE` allows a second rounding to bf16.
-const ONCE: Rule = Rule::Rounded(1e-5);
-const TWICE: Rule = Rule::Rounded(1.0 / 128.0);
-const SUM: Rule = Rule::Sum(1e-5);
+const ONCE: Tolerance = Tolerance::Rounded(1e-5);
+const TWICE: Tolerance = Tolerance::Rounded(1.0 / 128.0);
+const SUM: Tolerance = Tolerance::Sum(1e-5);
 
 /// An output of an op. Gradients are for fixed upstream gradients.
 #[derive(Debug, Clone)]
 pub(super) struct Output {
     pub name: String,
     pub values: Vec<f32>,
-    pub rule: Rule,
+    pub rule: Tolerance,
     /// True when each row depends only on the op's input row.
     by_row: bool,
 }
 
-fn by_row(name: &str, x: &Tensor, rule: Rule) -> Result<Output> {
+fn by_row(name: &str, x: &Tensor, rule: Tolerance) -> Result<Output> {
     Ok(Output { name: name.into(), values: floats(x)?, rule, by_row: true })
 }
 
-fn over_rows(name: &str, x: &Tensor, rule: Rule) -> Result<Output> {
+fn over_rows(name: &str, x: &Tensor, rule: Tolerance) -> Result<Output> {
     Ok(Output { by_row: false, ..by_row(name, x, rule)? })
 }
 
@@ -122,10 +122,10 @@ impl GradientSink for Buffer {
 }
 
 /// Returns a trainable parameter of `values`, and its gradient buffer, filled with 0.5.
-pub(super) fn learning(values: &Tensor) -> Result<(Parameter, Tensor)> {
+pub(super) fn trainable_parameter(values: &Tensor) -> Result<(Parameter, Tensor)> {
     let halves = Tensor::full(0.5f32, values.dims(), &Device::Cpu)?.to_device(values.device())?;
     let variable = Var::from_tensor(values)?;
-    Ok((Parameter::trained(variable.as_tensor(), Arc::new(Buffer(halves.clone())), 0), halves))
+    Ok((Parameter::with_gradient_sink(variable.as_tensor(), Arc::new(Buffer(halves.clone())), 0), halves))
 }
 
 /// Applies `op` to `inputs`. Returns its output, and the inputs' gradients for `dy`.
@@ -151,8 +151,8 @@ fn differentiated(
 fn linear(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let mut seen = vec![];
     for (k, n) in [(16, 8), (8, 13)] {
-        let (w, dw) = learning(&matrix(2, &[k, n], device)?)?;
-        let (b, db) = learning(&single(3, Rows { all: 1, first: 0 }, n, device)?.flatten_all()?)?;
+        let (w, dw) = trainable_parameter(&matrix(2, &[k, n], device)?)?;
+        let (b, db) = trainable_parameter(&single(3, Rows { all: 1, first: 0 }, n, device)?.flatten_all()?)?;
         let (x, dy) = (activations(1, rows, k, device)?, activations(4, rows, n, device)?);
         let (y, dx) = differentiated(from_ref(&x), &dy, |x| ops::linear(x[0], &w, Some(&b)))?;
         let wide = ops::linear_f32(&x, &w.without_gradient(), None)?;
@@ -177,8 +177,8 @@ fn experts(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     )?;
     let routes = routes.reshape(((), top_k))?.to_device(device)?;
     let plan = Dispatch::new(&routes, experts)?;
-    let (w, dw) = learning(&matrix(2, &[experts, width, out], device)?)?;
-    let (b, db) = learning(&single(3, Rows { all: experts, first: 0 }, out, device)?)?;
+    let (w, dw) = trainable_parameter(&matrix(2, &[experts, width, out], device)?)?;
+    let (b, db) = trainable_parameter(&single(3, Rows { all: experts, first: 0 }, out, device)?)?;
     let inputs = [activations(1, rows, width, device)?, single(4, rows, top_k, device)?];
     let sorted = ops::dispatch(&inputs[0], &plan)?;
     let (y, gradients) = differentiated(&inputs, &activations(5, rows, out, device)?, |x| {
@@ -186,12 +186,12 @@ fn experts(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         ops::combine(&ops::grouped_linear(&sorted, &w, &b, &plan)?, x[1], &plan)
     })?;
     Ok(vec![
-        over_rows("experts, sorted rows", &sorted, Rule::Same)?,
+        over_rows("experts, sorted rows", &sorted, Tolerance::Same)?,
         by_row("experts, y", &y, TWICE)?,
         by_row("experts, dx", &gradients[0], TWICE)?,
-        by_row("experts, dweights of the sum", &gradients[1], Rule::Sum(1.0 / 128.0))?,
-        over_rows("experts, dweight", &dw, Rule::Sum(1.0 / 128.0))?,
-        over_rows("experts, dbias", &db, Rule::Sum(1.0 / 128.0))?,
+        by_row("experts, dweights of the sum", &gradients[1], Tolerance::Sum(1.0 / 128.0))?,
+        over_rows("experts, dweight", &dw, Tolerance::Sum(1.0 / 128.0))?,
+        over_rows("experts, dbias", &db, Tolerance::Sum(1.0 / 128.0))?,
     ])
 }
 
@@ -207,7 +207,7 @@ fn router(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let holders = rows.ids(|row| 1 + row % 5);
     let dloss = Tensor::new(0.75f32, device)?;
     let mut seen = vec![
-        by_row("route", &routes, Rule::Same)?,
+        by_row("route", &routes, Tolerance::Same)?,
         by_row("top k softmax, weights", &weights, SUM)?,
         by_row("top k softmax, dlogits", &dlogits[0], SUM)?,
     ];
@@ -237,7 +237,7 @@ fn rope(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         by_row("rope, dx", &dx[0], ONCE)?,
         by_row("rope, keys and values", &kv, ONCE)?,
         by_row("rope, dkeys", &dkv[0], ONCE)?,
-        by_row("rope, dvalues", &dkv[1], Rule::Same)?,
+        by_row("rope, dvalues", &dkv[1], Tolerance::Same)?,
     ])
 }
 
@@ -246,18 +246,18 @@ fn embedding(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (vocabulary, width) = (7, 16);
     let ids = rows.ids(|row| if row % 2 == 1 { vocabulary - 1 } else { row * 31 % vocabulary });
     let dy = activations(1, rows, width, device)?;
-    let (table, dtable) = learning(&matrix(2, &[vocabulary, width], device)?)?;
-    let (turned, dturned) = learning(&matrix(3, &[width, vocabulary], device)?)?;
+    let (table, dtable) = trainable_parameter(&matrix(2, &[vocabulary, width], device)?)?;
+    let (turned, dturned) = trainable_parameter(&matrix(3, &[width, vocabulary], device)?)?;
     let (of_rows, _) = differentiated(&[], &dy, |_| ops::embedding(&table, &ids))?;
     let (of_columns, _) = differentiated(&[], &dy, |_| ops::tied_embedding(&turned, &ids))?;
     let x = matrix(4, &[vocabulary, width], device)?;
     let (selected, dx) = differentiated(&[x], &dy, |x| ops::select_rows(x[0], &ids))?;
     Ok(vec![
-        by_row("embedding, y", &of_rows, Rule::Same)?,
+        by_row("embedding, y", &of_rows, Tolerance::Same)?,
         over_rows("embedding, dtable", &dtable, SUM)?,
-        by_row("tied embedding, y", &of_columns, Rule::Same)?,
+        by_row("tied embedding, y", &of_columns, Tolerance::Same)?,
         over_rows("tied embedding, dtable", &dturned, SUM)?,
-        by_row("selected rows, y", &selected, Rule::Same)?,
+        by_row("selected rows, y", &selected, Tolerance::Same)?,
         over_rows("selected rows, dx", &dx[0], ONCE)?,
     ])
 }
@@ -265,7 +265,7 @@ fn embedding(device: &Device, rows: Rows) -> Result<Vec<Output>> {
 fn silu_gated(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let inputs = [activations(1, rows, 24, device)?, activations(2, rows, 24, device)?];
     let dy = activations(3, rows, 24, device)?;
-    let (y, gradients) = differentiated(&inputs, &dy, |x| ops::silu_gated(x[0], x[1]))?;
+    let (y, gradients) = differentiated(&inputs, &dy, |x| ops::silu_and_mul(x[0], x[1]))?;
     Ok(vec![
         by_row("silu_gated, y", &y, ONCE)?,
         by_row("silu_gated, dgate", &gradients[0], ONCE)?,
@@ -301,7 +301,7 @@ fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
 /// Training's log-probabilities, and the sampler's draws from the same logits.
 fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (width, vocabulary, temperature) = (16, 37, 0.8);
-    let (w, dw) = learning(&matrix(2, &[width, vocabulary], device)?)?;
+    let (w, dw) = trainable_parameter(&matrix(2, &[width, vocabulary], device)?)?;
     let targets = rows.ids(|row| row * 31 % vocabulary);
     let h = activations(1, rows, width, device)?;
     let weights = Weight::Dense(w.clone());
@@ -317,23 +317,23 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let mut seen = vec![
         by_row("head, log-probabilities and entropies", &y, SUM)?,
         by_row("head, dh", &dh[0], TWICE)?,
-        over_rows("head, dweight", &dw, Rule::Sum(1.0 / 128.0))?,
+        over_rows("head, dweight", &dw, Tolerance::Sum(1.0 / 128.0))?,
     ];
-    let tokens = |drawn: &[ops::logits::Drawn]| -> Result<Tensor> {
+    let tokens = |drawn: &[ops::logits::SampledToken]| -> Result<Tensor> {
         Ok(Tensor::from_iter(drawn.iter().map(|drawn| drawn.token as f32), &Device::Cpu)?)
     };
-    let sampling = Sampling::whole(temperature);
+    let sampling = SamplingParameters::with_temperature(temperature);
     let logits = ops::logits(&h, &head, &sampling)?;
     let drawn = logits.draw(&sampling, &draws)?;
     let log_probs = Tensor::from_iter(drawn.iter().map(|drawn| drawn.log_prob), &Device::Cpu)?;
     let targets: Vec<_> = targets.iter().enumerate().map(|(row, &token)| (row, token)).collect();
     let of_targets = Tensor::new(logits.log_probs(&sampling, &targets)?, &Device::Cpu)?;
-    let greedy = logits.draw(&Sampling::whole(0.0), &draws)?;
+    let greedy = logits.draw(&SamplingParameters::with_temperature(0.0), &draws)?;
     seen.extend([
-        by_row("sampling, tokens", &tokens(&drawn)?, Rule::Same)?,
-        by_row("sampling, log-probabilities", &log_probs, Rule::Sum(1e-4))?,
+        by_row("sampling, tokens", &tokens(&drawn)?, Tolerance::Same)?,
+        by_row("sampling, log-probabilities", &log_probs, Tolerance::Sum(1e-4))?,
         by_row("sampling, log-probabilities of targets", &of_targets, SUM)?,
-        by_row("sampling, likeliest tokens", &tokens(&greedy)?, Rule::Same)?,
+        by_row("sampling, likeliest tokens", &tokens(&greedy)?, Tolerance::Same)?,
     ]);
     Ok(seen)
 }
@@ -358,7 +358,7 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let second = there(values(4, 8)?.sqr()?)?;
     adamw(&weights, [&first, &second], &gradient, &STEP)?;
     let (of_sgd, buffer) = (there(values(5, 8)?)?, there(values(6, 8)?)?);
-    accumulate(&buffer, &gradient, 0.9)?;
+    update_momentum(&buffer, &gradient, 0.9)?;
     sgd(&of_sgd, &buffer, 0.99, 0.1)?;
     let scaled = there(values(7, 8)?)?;
     scale(&scaled, 0.37)?;
@@ -376,7 +376,7 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         let moments = [Moment { codes: &m, scales: &m_scales }, Moment { codes: &v, scales: &v_scales }];
         adamw_8bit(&of_8_bits, moments, &there(values(seed, 53)?)?, &STEP)?;
     }
-    let same = |name: &str, x: &Tensor| over_rows(name, x, Rule::Same);
+    let same = |name: &str, x: &Tensor| over_rows(name, x, Tolerance::Same);
     Ok(vec![
         same("adamw, weights", &weights)?,
         same("adamw, first moment", &first)?,
@@ -441,7 +441,7 @@ fn within(got: &[Output], exact: &[Output]) -> Result<String, String> {
         }
         let largest = exact.values.iter().fold(0f32, |size, x| size.max(x.abs()));
         for (i, (&seen, &x)) in got.values.iter().zip(&exact.values).enumerate() {
-            let (apart, allowed) = ((seen - x).abs(), exact.rule.allowed(x, largest));
+            let (apart, allowed) = ((seen - x).abs(), exact.rule.max_error(x, largest));
             // NaN must fail.
             let near = apart <= allowed;
             if !near {
@@ -456,7 +456,7 @@ fn within(got: &[Output], exact: &[Output]) -> Result<String, String> {
 }
 
 /// Returns the outputs in the file of seeded outputs: few rows of every op, and a product with wide tiles.
-pub(super) fn seeded(device: &Device) -> Result<Vec<Output>> {
+pub(super) fn seeded_outputs(device: &Device) -> Result<Vec<Output>> {
     let mut seen = vec![];
     for (_, op) in OPS {
         seen.extend(op(device, Rows { all: 5, first: 0 })?);
@@ -480,7 +480,7 @@ mod tests {
                 let largest = output.values.iter().fold(0f32, |size, x| size.max(x.abs()));
                 // Increase the magnitude, for either sign.
                 let value = &mut other[index].values[0];
-                *value += 0.001 + 0.01 * value.abs() + 2.5 * output.rule.allowed(*value, largest);
+                *value += 0.001 + 0.01 * value.abs() + 2.5 * output.rule.max_error(*value, largest);
                 assert!(within(&other, &exact).unwrap_err().contains(&output.name), "{}", output.name);
                 other[index].values[0] = f32::NAN;
                 assert!(within(&other, &exact).is_err());

@@ -10,10 +10,10 @@ use crate::learner::forward_backward::PassSettings;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::learner::optimizer::Optimizer;
 use crate::model::adapter::{Lora, Owner, default_targets};
-use crate::model::cache::{CacheRoom, Caches, SequenceCache};
-use crate::model::config::{Config, Form, LayerType, Rope};
+use crate::model::cache::{CacheCapacity, Caches, SequenceCache};
+use crate::model::config::{Config, LayerType, Rope, WeightFormat};
 use crate::model::decode::Decoder;
-use crate::model::decoder_stack::nothing;
+use crate::model::decoder_stack::keep_nothing;
 use crate::model::families::Family;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::init::{InitSettings, init};
@@ -21,10 +21,10 @@ use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::{Backend, Parameters};
 use crate::model::policy_view::PolicyView;
 use crate::model::settings::Yarn;
-use crate::model::storage::{Stored, on_device};
-use crate::ops::cuda::{device_memory, forget_memory_peaks, free_memory};
-use crate::ops::logits::{Sampling, logits_rows_max};
-use crate::ops::packed::{COLUMNS, PackedForm, PackedMatrix};
+use crate::model::storage::{TensorStorage, copy_to_device};
+use crate::ops::cuda::{device_memory, free_memory, reset_memory_peaks};
+use crate::ops::logits::{SamplingParameters, logits_rows_max};
+use crate::ops::packed_weights::{PANEL_COLUMNS, PackedFormat, PackedMatrix};
 use crate::ops::threads::Threads;
 use crate::ops::weight::Weight;
 use crate::random::{Purpose, stream};
@@ -68,7 +68,7 @@ fn gpt_oss_20b() -> Cases {
             num_local_experts: 32,
             num_experts_per_tok: 4,
             sliding_window: 128,
-            layer_types: LayerType::alternating(24),
+            layer_types: LayerType::alternate(24),
             rope: Rope { theta: 150_000.0, yarn: Some(yarn) },
             rms_norm_eps: 1e-5,
             swiglu_limit: 7.0,
@@ -99,7 +99,7 @@ fn small() -> Cases {
             intermediate_size: 32,
             num_local_experts: 4,
             num_experts_per_tok: 2,
-            layer_types: LayerType::alternating(2),
+            layer_types: LayerType::alternate(2),
             max_position_embeddings: 300,
             ..large.config
         },
@@ -135,7 +135,7 @@ fn row(
     let (ms, rate) = (seconds * 1e3, done as f64 / seconds);
     let gb = device_memory(gpu)?.used_max as f64 / 1e9;
     println!("| {work} | {sequences} | {tokens} | {ms:.2} | {rate:.0} | {gb:.2} |");
-    Ok(forget_memory_peaks(gpu)?)
+    Ok(reset_memory_peaks(gpu)?)
 }
 
 /// Returns the median time of `pass`, which waits for the device itself.
@@ -160,14 +160,14 @@ fn packed_weights(config: &Config, device: &Device) -> Result<Parameters> {
         if !made.contains_key(&shape) {
             made.insert(shape.clone(), random(spec, &shape)?);
         }
-        on_device(&made[&shape], device, spec)
+        copy_to_device(&made[&shape], device, spec)
     };
     let specs = parameter_specs(config);
     let loaded = specs.into_iter().map(|spec| {
         let held = held(&spec)?;
-        Ok((spec, Stored::frozen(held)))
+        Ok((spec, TensorStorage::from_weight(held)))
     });
-    Parameters::loaded(config, &on(device), loaded)
+    Parameters::load(config, &on(device), loaded)
 }
 
 /// Returns the backend of one process that computes on `device`.
@@ -179,13 +179,15 @@ fn on(device: &Device) -> Backend {
 fn random(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
     let mut random = stream(7, Purpose::Initialisation, &[]);
     let count = shape.iter().product();
-    if let (Some(PackedForm::Mxfp4), Some(of)) = (spec.packed_form(Form::Mxfp4), spec.matrix_shape()) {
-        let mut bytes = vec![0; PackedForm::Mxfp4.bytes(of)];
+    if let (Some(PackedFormat::Mxfp4), Some(of)) =
+        (spec.packed_format(WeightFormat::Mxfp4), spec.matrix_shape())
+    {
+        let mut bytes = vec![0; PackedFormat::Mxfp4.bytes(of)];
         random.fill_bytes(&mut bytes);
         // A block's scales come before its numbers: 2^-8.
-        let block = PackedForm::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, COLUMNS]);
-        bytes.chunks_exact_mut(block).for_each(|block| block[..COLUMNS].fill(119));
-        return Ok(Weight::Packed(Arc::new(PackedMatrix::of_bytes(PackedForm::Mxfp4, of, bytes))));
+        let block = PackedFormat::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, PANEL_COLUMNS]);
+        bytes.chunks_exact_mut(block).for_each(|block| block[..PANEL_COLUMNS].fill(119));
+        return Ok(Weight::Packed(Arc::new(PackedMatrix::from_bytes(PackedFormat::Mxfp4, of, bytes))));
     }
     if !spec.is_matrix() {
         return Ok(Weight::dense(&Tensor::ones(shape, candle_core::DType::F32, &Device::Cpu)?));
@@ -200,12 +202,12 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     let config = &cases.config;
     let parameters = packed_weights(config, device)?;
     let model = Model::new(config.clone(), config.max_position_embeddings);
-    let policy = PolicyView::plain(&model, &parameters)?;
+    let policy = PolicyView::without_ablations(&model, &parameters)?;
     compare_recorded(device, &policy)?;
     for &context in cases.context {
         for &sequences in cases.sequences {
             let tokens = context + 2 * (WARM_UPS + TIMES);
-            let room = CacheRoom { sequences, tokens, fed_tokens_max: sequences };
+            let room = CacheCapacity { sequences, tokens, fed_tokens_max: sequences };
             let free = free_memory(device.as_cuda_device()?)?;
             if room.device_bytes(config) + SPARE_BYTES.min(free / 2) > free {
                 println!("| decode | {sequences} | {context} | does not fit | | |");
@@ -214,7 +216,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
             let caches = Caches::new(config, device, room)?;
             let mut held: Vec<SequenceCache> = (0..sequences).map(|_| caches.sequence()).collect();
             held.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
-            let mut decoder = Decoder::new(&policy.stack());
+            let mut decoder = Decoder::new(&policy.decoder_stack());
             let seconds = median(|| step(&policy, &mut held, 1, decoder.as_mut()))?;
             row(device, "decode", sequences, context, seconds, sequences)?;
             if context == cases.context[0] {
@@ -224,7 +226,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
         }
     }
     let tokens = cases.prefill;
-    let room = CacheRoom { sequences: 1, tokens, fed_tokens_max: tokens };
+    let room = CacheCapacity { sequences: 1, tokens, fed_tokens_max: tokens };
     let caches = Caches::new(config, device, room)?;
     let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens, None))?;
     row(device, "prefill", 1, tokens, seconds, tokens)?;
@@ -234,22 +236,22 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
 /// Returns an error when decode by a CUDA graph and decode by single launches differ in bits.
 fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
     const STEPS: usize = 4;
-    let (stack, config) = (policy.stack(), &policy.model.config);
-    let room = CacheRoom { sequences: 4, tokens: 80, fed_tokens_max: 140 };
+    let (stack, config) = (policy.decoder_stack(), &policy.model.config);
+    let room = CacheCapacity { sequences: 4, tokens: 80, fed_tokens_max: 140 };
     let caches = Caches::new(config, device, room)?;
     let mut plain = [caches.sequence(), caches.sequence()];
     let id = |i: usize| (i * 7919 % config.vocab_size) as u32;
-    stack.feed((0..70).map(id).collect(), &mut plain.each_mut()[..], &[61, 9], &mut nothing)?;
+    stack.feed((0..70).map(id).collect(), &mut plain.each_mut()[..], &[61, 9], &mut keep_nothing)?;
     let mut recorded = plain.clone();
     let mut decoder = Decoder::new(&stack).context("decode cannot be recorded here")?;
     for step in 0..STEPS {
         let fed = vec![id(step), id(step + 9)];
         let bits = |x: Tensor| x.flatten_all()?.to_vec1::<half::bf16>();
         let one = bits(decoder.feed(&stack, fed.clone(), &mut recorded.each_mut()[..])?)?;
-        let other = bits(stack.feed(fed, &mut plain.each_mut()[..], &[1, 1], &mut nothing)?)?;
+        let other = bits(stack.feed(fed, &mut plain.each_mut()[..], &[1, 1], &mut keep_nothing)?)?;
         ensure!(one == other, "step {step}: recorded decode has other bits than decode kernel by kernel");
     }
-    ensure!(decoder.replayed() > 0, "decode was not recorded");
+    ensure!(decoder.replay_count() > 0, "decode was not recorded");
     println!("| decode, recorded beside kernel by kernel: the same bits | 2 | 61 | | | |");
     Ok(())
 }
@@ -266,15 +268,15 @@ fn step(
     let fed = (0..sequences * count).map(|i| (i * 7919 % vocabulary) as u32).collect();
     let mut caches: Vec<&mut SequenceCache> = held.iter_mut().collect();
     let hidden = match decoder {
-        Some(decoder) => decoder.feed(&policy.stack(), fed, &mut caches)?,
-        None => policy.stack().feed(fed, &mut caches, &vec![count; sequences], &mut nothing)?,
+        Some(decoder) => decoder.feed(&policy.decoder_stack(), fed, &mut caches)?,
+        None => policy.decoder_stack().feed(fed, &mut caches, &vec![count; sequences], &mut keep_nothing)?,
     };
     let last: Vec<u32> = (0..sequences).map(|i| ((i + 1) * count - 1) as u32).collect();
-    let sampling = Sampling::whole(1.0);
+    let sampling = SamplingParameters::with_temperature(1.0);
     for rows in last.chunks(logits_rows_max(vocabulary)) {
-        let normed = policy.stack().normed(&hidden, &Arc::new(rows.to_vec()))?;
+        let normed = policy.decoder_stack().final_norm_rows(&hidden, &Arc::new(rows.to_vec()))?;
         let draws: Vec<(usize, f64)> = (0..rows.len()).map(|row| (row, 0.5)).collect();
-        policy.stack().logits(&normed, &sampling)?.draw(&sampling, &draws)?;
+        policy.decoder_stack().logits(&normed, &sampling)?.draw(&sampling, &draws)?;
     }
     Ok(())
 }
@@ -284,10 +286,10 @@ fn adapted(device: &Device, cases: &Cases) -> Result<()> {
     let mut parameters = packed_weights(&cases.config, device)?;
     let base = parameters.specs.clone();
     let lora = Lora { rank: 8, alpha: 16.0, rslora: false, targets: default_targets(&cases.config) };
-    let start = lora.start(&base, 1, Owner::Policy)?;
-    parameters.adapt(lora, start)?;
+    let start = lora.initial_values(&base, 1, Owner::Policy)?;
+    parameters.attach_adapter(lora, start)?;
     let factors = parameters.len() - base.len();
-    parameters.train_only(&[vec![false; base.len()], vec![true; factors]].concat())?;
+    parameters.set_trainable(&[vec![false; base.len()], vec![true; factors]].concat())?;
     let model = Model::new(cases.config.clone(), cases.config.max_position_embeddings);
     passes(device, cases, &model, parameters, "training through an adapter, packed").map(drop)
 }
@@ -314,16 +316,16 @@ fn training(device: &Device, cases: &Cases) -> Result<()> {
 
 /// Trains `layers` layers and the head in full; the results are as in [`passes`].
 fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
-    let layer_types = LayerType::alternating(layers);
+    let layer_types = LayerType::alternate(layers);
     let config = Config { num_hidden_layers: layers, layer_types, ..cases.config.clone() };
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 0.0 };
     let drawn = init(&config, &settings, 1)?;
     let drawn = drawn.into_iter().map(|(spec, values)| {
-        let stored = Stored::variable(&spec, values)?;
+        let stored = TensorStorage::variable(&spec, values)?;
         Ok((spec, stored))
     });
-    let mut parameters = Parameters::loaded(&config, &on(device), drawn)?;
-    parameters.train_only(&vec![true; parameters.len()])?;
+    let mut parameters = Parameters::load(&config, &on(device), drawn)?;
+    parameters.set_trainable(&vec![true; parameters.len()])?;
     let model = Model::new(config.clone(), config.max_position_embeddings);
     passes(device, cases, &model, parameters, &format!("training, layers: {layers}"))
 }

@@ -2,8 +2,8 @@
 //! bf16.
 
 use super::Verdicts;
-use super::links::{Bits, training};
-use super::problem::{Problem, Shape, Values, attention};
+use super::bitwise_equality::{Bits, training_bits};
+use super::problem::{AttentionProblem, Shape, Values, reference_attention};
 use crate::ops::cuda::kernel_set;
 use crate::ops::sink_attention::kernels::KERNEL_SETS;
 use crate::ops::{SequenceRows, sink_attention};
@@ -22,17 +22,17 @@ const CPU_ERROR: f64 = 1e-4;
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     for shape in shapes(small) {
-        let problem = Problem::new(&shape, 7);
-        let (exact, plain) = (attention(&problem, false), attention(&problem, true));
+        let problem = AttentionProblem::new(&shape, 7);
+        let (exact, plain) = (reference_attention(&problem, false), reference_attention(&problem, true));
         for kernels in &KERNEL_SETS {
             verdicts.check(&format!("oracle: {}, {}", shape.name, kernels.name), || {
-                let seen = values(training(&problem, device, kernels)?);
+                let seen = values(training_bits(&problem, device, kernels)?);
                 let reference = cpu_reference(&problem, &exact)?;
                 Ok(reference.and_then(|reference| against_plain(&seen, &reference, &plain)))
             });
         }
         verdicts.check(&format!("oracle: {}, the op in a graph = its kernels", shape.name), || {
-            let of_kernels = values(training(&problem, device, kernel_set(device.as_cuda_device()?)?)?);
+            let of_kernels = values(training_bits(&problem, device, kernel_set(device.as_cuda_device()?)?)?);
             let of_op = through_the_op(&problem, device)?;
             let same = TENSORS.iter().all(|(name, get)| *name == "LSE" || get(&of_op) == get(&of_kernels));
             Ok(if same { Ok("to the bit".into()) } else { Err("values or gradients differ".into()) })
@@ -41,7 +41,7 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
 }
 
 /// Computes the CPU's op, and checks it against the formulas. The op does not return its log-sum-exps.
-fn cpu_reference(problem: &Problem, exact: &Values) -> Result<Result<Values, String>> {
+fn cpu_reference(problem: &AttentionProblem, exact: &Values) -> Result<Result<Values, String>> {
     let mut reference = through_the_op(problem, &Device::Cpu)?;
     reference.lse = exact.lse.clone();
     let bound =
@@ -70,7 +70,7 @@ fn shapes(small: bool) -> Vec<Shape> {
         return vec![
             shape("small", (6, 2), None, &[1, 40, 0, 65]),
             shape("small, window 20", (2, 1), Some(20), &[90, 7]),
-            shape("small, extreme", (4, 1), None, &[70]).extreme(20.0, &[50.0, -50.0, -1e9, 0.0]),
+            shape("small, extreme", (4, 1), None, &[70]).with_extremes(20.0, &[50.0, -50.0, -1e9, 0.0]),
         ];
     }
     vec![
@@ -86,8 +86,8 @@ fn shapes(small: bool) -> Vec<Shape> {
         shape("3 query heads a kv head, window 50", (3, 1), Some(50), &[43, 130]),
         shape("5 query heads a kv head", (10, 2), None, &[26, 103]),
         shape("16 query heads a kv head", (16, 1), None, &[9, 77]),
-        shape("extreme scores", (8, 1), None, &[100, 70]).extreme(20.0, &[50.0, -50.0, -1e9, 0.0]),
-        shape("extreme sinks", (8, 1), None, &[130, 1]).extreme(1.0, &[50.0, -50.0, -1e9, 0.0]),
+        shape("extreme scores", (8, 1), None, &[100, 70]).with_extremes(20.0, &[50.0, -50.0, -1e9, 0.0]),
+        shape("extreme sinks", (8, 1), None, &[130, 1]).with_extremes(1.0, &[50.0, -50.0, -1e9, 0.0]),
         shape("thousands of tokens", (8, 1), None, &[1500, 700]),
     ]
 }
@@ -104,7 +104,7 @@ fn against_plain(seen: &Values, reference: &Values, plain: &Values) -> Result<St
 
 /// Returns the allowed error of a tensor's elements, from plain bf16's distance to `exact`. In a tensor of
 /// few elements plain bf16 may be exact by luck, so at least its rounding step is allowed.
-pub(super) fn plain_bound(plain: &[f64], exact: &[f64]) -> f64 {
+pub(super) fn error_bound(plain: &[f64], exact: &[f64]) -> f64 {
     let floor = if exact.len() < 32 { 2f64.powi(-7) } else { FLOOR };
     TIMES_PLAIN * distance(plain, exact).largest.max(floor * largest(exact))
 }
@@ -145,10 +145,10 @@ pub(super) const TENSORS: Tensors = [
 ];
 
 /// Computes value and gradients as training does: by the op and candle's backward.
-fn through_the_op(problem: &Problem, device: &Device) -> Result<Values> {
+fn through_the_op(problem: &AttentionProblem, device: &Device) -> Result<Values> {
     let [q, kv, sinks, dout] = problem.tensors(device)?;
     let (q, kv, sinks) = (Var::from_tensor(&q)?, Var::from_tensor(&kv)?, Var::from_tensor(&sinks)?);
-    let rows = Arc::new(SequenceRows::separate(&problem.shape.cu_seqlens()));
+    let rows = Arc::new(SequenceRows::from_cu_seqlens(&problem.shape.cu_seqlens()));
     let out = sink_attention(&q, &kv, &sinks, &rows, problem.shape.attention())?;
     let gradients = (&out * &dout)?.sum_all()?.backward()?;
     let of = |var: &Var| floats(gradients.get(var).context("an input without a gradient")?);
@@ -189,8 +189,8 @@ mod tests {
     #[test]
     fn the_rule_lets_plain_bf16_pass_and_catches_a_missing_sink() {
         let shape = &shapes(true)[1];
-        let problem = Problem::new(shape, 7);
-        let (exact, plain) = (attention(&problem, false), attention(&problem, true));
+        let problem = AttentionProblem::new(shape, 7);
+        let (exact, plain) = (reference_attention(&problem, false), reference_attention(&problem, true));
         let mut reference = through_the_op(&problem, &Device::Cpu).unwrap();
         reference.lse = exact.lse.clone();
         compare(&reference, &exact, |_, size| Distance { largest: CPU_ERROR * size, rms: CPU_ERROR * size })
@@ -198,8 +198,8 @@ mod tests {
         let seen = against_plain(&plain, &reference, &plain).unwrap();
         assert!(seen.starts_with("errors at most 0.50"), "{seen}");
 
-        let without = Problem { sinks: vec![-1e9; shape.heads], ..problem.clone() };
-        let error = against_plain(&attention(&without, true), &reference, &plain).unwrap_err();
+        let without = AttentionProblem { sinks: vec![-1e9; shape.heads], ..problem.clone() };
+        let error = against_plain(&reference_attention(&without, true), &reference, &plain).unwrap_err();
         assert!(error.starts_with("O: "), "{error}");
         let mut nan = plain.clone();
         nan.dkv[3] = f64::NAN;

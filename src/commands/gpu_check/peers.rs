@@ -33,7 +33,7 @@ struct Row {
 
 /// A measured case of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Timed {
+pub(super) struct TimingCase {
     pub heads: usize,
     pub kv_heads: usize,
     pub window: Option<usize>,
@@ -54,8 +54,8 @@ impl Peers {
     }
 
     /// Returns the time of the implementation `name`, if it ran.
-    pub fn milliseconds(&self, name: &str, timed: Timed) -> Option<f32> {
-        let Timed { heads, kv_heads, window, length, backward } = timed;
+    pub fn milliseconds(&self, name: &str, timed: TimingCase) -> Option<f32> {
+        let TimingCase { heads, kv_heads, window, length, backward } = timed;
         let row = self.rows.iter().find(|row| {
             (row.what.as_str(), row.heads, row.kv_heads) == (name, heads, kv_heads)
                 && (row.window, row.length, row.backward) == (window, length, backward)
@@ -64,7 +64,7 @@ impl Peers {
     }
 
     /// Returns each failed implementation with the last reason.
-    pub fn troubles(&self) -> BTreeMap<&str, &str> {
+    pub fn failures(&self) -> BTreeMap<&str, &str> {
         self.rows.iter().filter_map(|row| Some((row.what.as_str(), row.trouble.as_deref()?))).collect()
     }
 }

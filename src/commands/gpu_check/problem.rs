@@ -32,7 +32,7 @@ impl Shape {
         Self { name, heads, kv_heads, window, lengths, score_size: 1.0, sinks: vec![0.5, -1.0] }
     }
 
-    pub fn extreme(self, score_size: f32, sinks: &[f32]) -> Self {
+    pub fn with_extremes(self, score_size: f32, sinks: &[f32]) -> Self {
         Self { score_size, sinks: sinks.to_vec(), ..self }
     }
 
@@ -62,7 +62,7 @@ impl Shape {
 
 /// The numbers of an attention problem, all exact in bf16. Rows are as in [`crate::ops::sink_attention()`].
 #[derive(Debug, Clone)]
-pub(super) struct Problem {
+pub(super) struct AttentionProblem {
     pub shape: Shape,
     pub q: Vec<f32>,
     pub kv: Vec<f32>,
@@ -75,7 +75,7 @@ pub(super) fn to_bf16(x: f64) -> f64 {
     bf16::from_f32(x as f32).to_f64()
 }
 
-impl Problem {
+impl AttentionProblem {
     pub fn new(shape: &Shape, seed: u64) -> Self {
         let mut rng = stream(seed, Purpose::Evaluation, &[shape.tokens() as u64, shape.heads as u64]);
         let mut normals = |count: usize, size: f32| -> Vec<f32> {
@@ -128,7 +128,7 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
 
 /// Computes attention from its formulas. Plain bf16 is like an implementation without fused kernels: it
 /// rounds scores, probabilities, their gradients and outputs to bf16, and sums in f32.
-pub(super) fn attention(problem: &Problem, plain_bf16: bool) -> Values {
+pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) -> Values {
     let round = |x: f64| if plain_bf16 { to_bf16(x) } else { x };
     let sum = |x: f64| if plain_bf16 { x as f32 as f64 } else { x };
     let Shape { heads, kv_heads, window, .. } = problem.shape;

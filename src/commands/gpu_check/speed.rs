@@ -5,9 +5,9 @@
 //! one length.
 
 use super::oracle::bits;
-use super::peers::{Peers, Timed};
-use super::problem::{Problem, Shape};
-use crate::ops::cuda::{Inputs, Prepared, Timer};
+use super::peers::{Peers, TimingCase};
+use super::problem::{AttentionProblem, Shape};
+use crate::ops::cuda::{DeviceLaunchPlan, Inputs, Timer};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::LaunchSequences;
 use anyhow::Result;
@@ -49,19 +49,19 @@ pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&Peers>) -> Resul
             }
             rows.sort_by_key(|&(backward, ..)| backward);
             for (backward, kernels, ms) in rows {
-                let timed = Timed { heads, kv_heads, window, length, backward };
+                let timed = TimingCase { heads, kv_heads, window, length, backward };
                 row(timed, kernels, ms, &names, peers);
             }
         }
     }
-    for (name, trouble) in peers.iter().flat_map(|peers| peers.troubles()) {
+    for (name, trouble) in peers.iter().flat_map(|peers| peers.failures()) {
         println!("\n{name} did not run everywhere: {}", trouble.replace('\n', " "));
     }
     Ok(())
 }
 
-fn row(timed: Timed, kernels: &KernelSet, ms: f32, names: &[&str], peers: Option<&Peers>) {
-    let Timed { heads, kv_heads, window, length, backward } = timed;
+fn row(timed: TimingCase, kernels: &KernelSet, ms: f32, names: &[&str], peers: Option<&Peers>) {
+    let TimingCase { heads, kv_heads, window, length, backward } = timed;
     let work = operations(timed);
     let rate = |ms: f32| work / (ms as f64 * 1e9);
     let window = window.map_or("all".into(), |w| w.to_string());
@@ -81,8 +81,8 @@ fn row(timed: Timed, kernels: &KernelSet, ms: f32, names: &[&str], peers: Option
 }
 
 /// Floating-point operations of a pass over [`TOKENS`].
-fn operations(timed: Timed) -> f64 {
-    let Timed { heads, window, length, backward, .. } = timed;
+fn operations(timed: TimingCase) -> f64 {
+    let TimingCase { heads, window, length, backward, .. } = timed;
     let seen = window.unwrap_or(length).min(length);
     // The first `seen` queries see 1, 2, ... keys; all others see `seen` keys.
     let pairs = seen * (seen + 1) / 2 + (length - seen) * seen;
@@ -92,7 +92,7 @@ fn operations(timed: Timed) -> f64 {
 
 /// Returns random numbers, about a million of them repeated, because zeros would run faster than real data.
 pub(super) fn numbers(count: usize, seed: u64) -> Vec<bf16> {
-    let some = Problem::new(&Shape::new("numbers", (128, 128), None, &[128]), seed);
+    let some = AttentionProblem::new(&Shape::new("numbers", (128, 128), None, &[128]), seed);
     bits(&some.q).into_iter().cycle().take(count).collect()
 }
 
@@ -105,8 +105,8 @@ fn time(
     length: usize,
 ) -> Result<[f32; 2]> {
     let shape = Shape::new("speed", heads, window, &vec![length; TOKENS / length]);
-    let sequences = LaunchSequences::packed(&shape.cu_seqlens())?;
-    let prepared = Prepared::new(gpu, kernels, &shape.attention(), &sequences, None)?;
+    let sequences = LaunchSequences::for_packed_sequences(&shape.cu_seqlens())?;
+    let prepared = DeviceLaunchPlan::new(gpu, kernels, &shape.attention(), &sequences, None)?;
     let up = |heads: usize, seed: u64| gpu.clone_htod(&numbers(TOKENS * heads * 64, seed));
     let (q, kv, dout) = (up(heads.0, 1)?, up(2 * heads.1, 2)?, up(heads.0, 3)?);
     let sinks = gpu.clone_htod(&vec![0.5f32; heads.0])?;
@@ -141,7 +141,8 @@ mod tests {
 
     #[test]
     fn operations_are_counted_as_publishers_do() {
-        let timed = |window, length, backward| Timed { heads: 32, kv_heads: 32, window, length, backward };
+        let timed =
+            |window, length, backward| TimingCase { heads: 32, kv_heads: 32, window, length, backward };
         // 4 · 64 · 32 · 16384² / 2, apart from half of the diagonal.
         let whole = operations(timed(None, 16_384, false));
         assert!((whole / (4.0 * 64.0 * 32.0 * 16_384f64.powi(2) / 2.0) - 1.0).abs() < 1e-4);

@@ -4,7 +4,7 @@
 //! A multiply-add counts as two operations, and each tensor's bytes count once. The backward is candle's,
 //! over one op.
 
-use super::model_ops::learning;
+use super::model_ops::trainable_parameter;
 use super::speed::{median, numbers};
 use crate::ops::graph::differentiate;
 use crate::ops::optimizer::{AdamW, adamw};
@@ -103,9 +103,9 @@ fn products(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
     let routes = Tensor::from_iter(routes, &Device::Cpu)?.reshape((tokens, TOP_K))?.to_device(device)?;
     let plan = Dispatch::new(&routes, s.experts)?;
     let (k, up) = (s.hidden, 2 * s.intermediate);
-    let (dense, _) = learning(&random(device, &[k, s.queries])?)?;
-    let (grouped, _) = learning(&random(device, &[s.experts, k, up])?)?;
-    let (bias, _) = learning(&single(device, &[s.experts, up])?)?;
+    let (dense, _) = trainable_parameter(&random(device, &[k, s.queries])?)?;
+    let (grouped, _) = trainable_parameter(&random(device, &[s.experts, k, up])?)?;
+    let (bias, _) = trainable_parameter(&single(device, &[s.experts, up])?)?;
     type Op<'a> = &'a dyn Fn(&Tensor) -> candle_core::Result<Tensor>;
     let linear: Op = &|x| ops::linear(x, &dense, None);
     let of_experts: Op = &|x| ops::grouped_linear(x, &grouped, &bias, &plan);
@@ -127,7 +127,7 @@ fn products(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
     }
     if tokens <= HEAD_ROWS_MAX {
         let (h, head) = (random(device, &[tokens, k])?, random(device, &[k, s.vocabulary])?);
-        let head = ops::Parameter::frozen(&head);
+        let head = ops::Parameter::constant(&head);
         let bytes = 2 * k * s.vocabulary + tokens * (2 * k + 4 * s.vocabulary);
         let operations = (2 * tokens * k * s.vocabulary) as f64;
         time(device, "head's logits", tokens, operations, bytes as f64, || {

@@ -1,7 +1,7 @@
 //! Python of this machine: its executable and its folders.
 
 use crate::bad_input;
-use crate::interpreter::confine::Files;
+use crate::interpreter::sandbox::AllowedFiles;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -11,16 +11,16 @@ const HOST_PROGRAM: &str = include_str!("host.py");
 
 /// A Python interpreter and its folders, as it reports them.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Host {
+pub struct HostPython {
     /// The executable; in a virtual environment, that environment's own.
     pub executable: PathBuf,
     #[serde(flatten)]
-    pub files: Files,
+    pub files: AllowedFiles,
     /// Folders to remove from the text of exceptions, longest first.
     pub paths: Vec<String>,
 }
 
-impl Host {
+impl HostPython {
     /// Queries `python`, a path or a name on the `PATH`.
     ///
     /// # Errors

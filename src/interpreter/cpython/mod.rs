@@ -7,13 +7,13 @@ mod server;
 mod snippet;
 mod stage;
 
-use super::deaths::{self, Deaths};
 use super::process::Spawner;
+use super::worker_deaths::{self, Deaths};
 use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, lock, not_started, output, reply};
 use crate::pool::Pool;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
-use host::Host;
+use host::HostPython;
 use server::Server;
 use snippet::{Limits, Snippet};
 use std::collections::HashMap;
@@ -31,7 +31,7 @@ pub use stage::main as stage_main;
 pub struct CPython {
     settings: Settings,
     program: PathBuf,
-    host: Host,
+    host: HostPython,
     confinement: String,
     /// Live trajectories; used with [`InterpreterState::Trajectory`] only.
     sessions: Mutex<HashMap<SessionId, Live>>,
@@ -58,11 +58,11 @@ impl CPython {
     /// off; any other error when the server cannot be started.
     pub fn new(settings: Settings, program: PathBuf, sessions_max: usize) -> Result<Self> {
         settings.check()?;
-        resources::probe_descriptors_of_processes()?;
+        resources::probe_pidfds()?;
         if settings.state == InterpreterState::Trajectory {
-            resources::make_room(sessions_max)?;
+            resources::raise_file_limit(sessions_max)?;
         }
-        let host = Host::find(Path::new(&settings.python))?;
+        let host = HostPython::find(Path::new(&settings.python))?;
         let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
         let (first, confinement) =
             Server::start(&settings, &host, &program, &spawner).map_err(not_started)?;
@@ -97,7 +97,7 @@ impl CPython {
         };
         let server = match self.pool.acquire(new) {
             Ok(server) => server,
-            Err(error) => return self.died(format!("{error:#}")),
+            Err(error) => return self.record_death(format!("{error:#}")),
         };
         self.end_idle();
         let live = lock(&self.sessions).remove(&session);
@@ -110,8 +110,8 @@ impl CPython {
             Ok(snippet) => snippet,
             Err(error) => {
                 drop(server);
-                self.pool.forget();
-                return self.died(format!("starting a snippet's process: {error}"));
+                self.pool.discard();
+                return self.record_death(format!("starting a snippet's process: {error}"));
             }
         };
         let (outcome, mut text) = self.follow(session, snippet, code);
@@ -136,7 +136,7 @@ impl CPython {
                 self.keep(session, snippet);
                 let text = match text.is_empty() {
                     true => "(no output: use print() to see a value)".into(),
-                    false => output::without_addresses(&text),
+                    false => output::remove_addresses(&text),
                 };
                 (outcome, text)
             }
@@ -144,25 +144,25 @@ impl CPython {
                 self.keep(session, snippet);
                 (outcome, self.settings.explain(outcome))
             }
-            CallOutcome::WorkerDied => match snippet.ended() {
+            CallOutcome::WorkerDied => match snippet.stop() {
                 Some(status) if status.code() == Some(snippet::OUT_OF_MEMORY) => {
                     (CallOutcome::MemoryLimit, self.explain(CallOutcome::MemoryLimit))
                 }
-                status => self.died(deaths::cause(status, "")),
+                status => self.record_death(worker_deaths::cause(status, "")),
             },
             _ => (outcome, self.explain(outcome)),
         }
     }
 
     /// Records a call whose process ended early or could not start.
-    fn died(&self, cause: String) -> (CallOutcome, String) {
-        self.deaths.note(cause);
+    fn record_death(&self, cause: String) -> (CallOutcome, String) {
+        self.deaths.record(cause);
         (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied))
     }
 
     fn keep(&self, session: SessionId, snippet: Snippet) {
         if self.settings.state == InterpreterState::Trajectory {
-            snippet.halt();
+            snippet.suspend();
             let live = Live { snippet: Some(snippet), used: Instant::now() };
             // Outside the lock, as ending a process takes a moment.
             let replaced = lock(&self.sessions).insert(session, live);
@@ -200,11 +200,11 @@ impl Interpreter for CPython {
         drop(closed);
     }
 
-    fn confinement(&self) -> String {
+    fn sandbox_description(&self) -> String {
         self.confinement.clone()
     }
 
-    fn dead_workers(&self) -> Option<String> {
-        self.deaths.to_tell()
+    fn dead_worker_warning(&self) -> Option<String> {
+        self.deaths.take_warning()
     }
 }

@@ -13,7 +13,7 @@ const OTHER_DESCRIPTORS: u64 = 256;
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the hard limit is below that.
-pub fn make_room(sessions: usize) -> Result<()> {
+pub fn raise_file_limit(sessions: usize) -> Result<()> {
     let needed = DESCRIPTORS_OF_A_SESSION * sessions as u64 + OTHER_DESCRIPTORS;
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: a valid structure that outlives the call.
@@ -43,7 +43,7 @@ pub fn make_room(sessions: usize) -> Result<()> {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the kernel, or a filter around this process, denies it.
-pub fn probe_descriptors_of_processes() -> Result<()> {
+pub fn probe_pidfds() -> Result<()> {
     // SAFETY: plain system calls; this function owns the descriptor. Signal 0 only checks.
     unsafe {
         let own = libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0);

@@ -1,12 +1,12 @@
 //! The parent's handle of a fork server: it starts confined, and forks and reaps on request.
 
-use super::host::Host;
-use super::stage::{RULES, StageHello};
+use super::host::HostPython;
+use super::stage::{RULES_DESCRIPTOR, StageHello};
 use crate::bad_input;
-use crate::interpreter::embedded_worker::Welcome;
-use crate::interpreter::frames::{self, Timed};
+use crate::interpreter::embedded_worker::StartupReply;
+use crate::interpreter::frames::{self, DeadlinePipe};
 use crate::interpreter::process::{Spawner, set_nonblocking};
-use crate::interpreter::{InterpreterState, Settings, WORKER_ARGUMENT, confine, lock};
+use crate::interpreter::{InterpreterState, Settings, WORKER_ARGUMENT, lock, sandbox};
 use crate::process_group::ProcessGroup;
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -62,7 +62,7 @@ impl Server {
     /// Starts `program` as the stage of a server. Also returns the active confinement and Python's version.
     pub fn start(
         settings: &Settings,
-        host: &Host,
+        host: &HostPython,
         program: &Path,
         spawner: &Spawner,
     ) -> Result<(Self, String)> {
@@ -82,9 +82,10 @@ impl Server {
         }
     }
 
-    fn introduce(&self, settings: &Settings, host: &Host) -> Result<String> {
+    fn introduce(&self, settings: &Settings, host: &HostPython) -> Result<String> {
         let control = lock(&self.control);
-        let mut timed = Timed { pipe: &control, deadline: Instant::now() + Duration::from_secs(START_S_MAX) };
+        let mut timed =
+            DeadlinePipe { pipe: &control, deadline: Instant::now() + Duration::from_secs(START_S_MAX) };
         let unsandboxed = settings.dangerously_allow_unsandboxed;
         let hello = StageHello {
             parent_id: std::process::id(),
@@ -94,32 +95,32 @@ impl Server {
         };
         frames::write(&mut timed, &serde_json::to_vec(&hello)?)?;
         let active = match serde_json::from_slice(&frames::read(&mut timed, WELCOME_BYTES_MAX)?)? {
-            Welcome::Ready(active) => active,
-            Welcome::Refused(why) => {
+            StartupReply::Ready(active) => active,
+            StartupReply::Refused(why) => {
                 return Err(bad_input!("this machine cannot confine the Python tool: {why}"));
             }
         };
         let with_scratch = settings.scratch_mib > 0;
-        let filter = confine::snippet_filter(with_scratch)?;
+        let filter = sandbox::snippet_filter(with_scratch)?;
         let setup = Setup {
             preload: &settings.preload,
             paths: &host.paths,
             filter: filter.iter().map(|byte| format!("{byte:02x}")).collect(),
             keep: settings.state == InterpreterState::Trajectory,
             scratch: with_scratch.then(|| Scratch {
-                place: confine::SCRATCH_PLACE,
+                place: sandbox::SCRATCH_PLACE,
                 bytes: settings.scratch_mib << 20,
-                inodes: settings.scratch_mib * confine::INODES_PER_MIB,
-                rules: RULES,
+                inodes: settings.scratch_mib * sandbox::INODES_PER_MIB,
+                rules: RULES_DESCRIPTOR,
             }),
             dangerously_allow_unsandboxed: unsandboxed,
         };
         frames::write(&mut timed, &serde_json::to_vec(&setup)?)?;
         let version = match serde_json::from_slice(&frames::read(&mut timed, WELCOME_BYTES_MAX)?)? {
-            Welcome::Ready(version) => version,
-            Welcome::Refused(why) => return Err(bad_input!("{why}")),
+            StartupReply::Ready(version) => version,
+            StartupReply::Refused(why) => return Err(bad_input!("{why}")),
         };
-        let used = confine::address_space_bytes(&self.group.id().to_string())?;
+        let used = sandbox::address_space_bytes(&self.group.id().to_string())?;
         let limit = used + (settings.memory_mib << 20);
         frames::write(&mut timed, &limit.to_le_bytes())?;
         Ok(format!("{version} ({}): {active}", host.executable.display()))
@@ -156,7 +157,7 @@ impl Server {
         sendmsg(&*control, &[IoSlice::new(&[letter, a, b, c, d])], &mut ancillary, SendFlags::NOSIGNAL)?;
         let mut answer = [0; 4];
         let deadline = Instant::now() + Duration::from_secs(ORDER_S_MAX);
-        Timed { pipe: &control, deadline }.read_exact(&mut answer)?;
+        DeadlinePipe { pipe: &control, deadline }.read_exact(&mut answer)?;
         Ok(i32::from_le_bytes(answer))
     }
 }

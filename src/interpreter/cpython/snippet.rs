@@ -1,8 +1,8 @@
 //! The parent's handle of a snippet's process: it sends code, reads output, and enforces limits.
 
 use super::server::Server;
-use crate::interpreter::frames::{self, Timed};
-use crate::interpreter::output::{Clip, Utf8Pieces};
+use crate::interpreter::frames::{self, DeadlinePipe};
+use crate::interpreter::output::{OutputClipper, Utf8Decoder};
 use crate::interpreter::process::set_nonblocking;
 use crate::trajectory::CallOutcome;
 use std::fs::File;
@@ -70,10 +70,10 @@ impl Snippet {
     /// [`CallOutcome::MemoryLimit`] if it survived. After all other outcomes it must be dropped.
     pub fn run(&mut self, code: &[u8], limits: Limits) -> (CallOutcome, String) {
         let deadline = Instant::now() + limits.wall;
-        let mut clip = Clip::new(limits.output_chars_max);
+        let mut clip = OutputClipper::new(limits.output_chars_max);
         let cpu_before = self.cpu_time().unwrap_or_default();
         self.signal(libc::SIGCONT);
-        let outcome = match frames::write(&mut Timed { pipe: &self.code, deadline }, code) {
+        let outcome = match frames::write(&mut DeadlinePipe { pipe: &self.code, deadline }, code) {
             Err(e) if e.kind() == io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
             Err(_) => CallOutcome::WorkerDied,
             Ok(()) => self.follow(deadline, cpu_before + limits.cpu, &mut clip),
@@ -83,7 +83,7 @@ impl Snippet {
 
     /// Stops the process until the next [`Snippet::run`], so that timers set by its code do not run
     /// meanwhile.
-    pub fn halt(&self) {
+    pub fn suspend(&self) {
         self.signal(libc::SIGSTOP);
     }
 
@@ -102,8 +102,8 @@ impl Snippet {
     }
 
     /// Collects output until the call's end, the processor time `cpu_end` or the `deadline`.
-    fn follow(&mut self, deadline: Instant, cpu_end: Duration, clip: &mut Clip) -> CallOutcome {
-        let mut pieces = Utf8Pieces::default();
+    fn follow(&mut self, deadline: Instant, cpu_end: Duration, clip: &mut OutputClipper) -> CallOutcome {
+        let mut pieces = Utf8Decoder::default();
         let mut buffer = vec![0; 64 << 10];
         loop {
             let wall_left = deadline.saturating_duration_since(Instant::now());
@@ -140,7 +140,7 @@ impl Snippet {
     }
 
     /// Reads some output; returns false when there is none now.
-    fn read_output(&mut self, buffer: &mut [u8], pieces: &mut Utf8Pieces, clip: &mut Clip) -> bool {
+    fn read_output(&mut self, buffer: &mut [u8], pieces: &mut Utf8Decoder, clip: &mut OutputClipper) -> bool {
         match self.output.read(buffer) {
             Ok(length) if length > 0 => {
                 clip.push(&pieces.push(buffer.get(..length).unwrap_or_default()));
@@ -177,7 +177,7 @@ impl Snippet {
     }
 
     /// Ends the process. Returns its exit status if it had ended by itself.
-    pub fn ended(mut self) -> Option<ExitStatus> {
+    pub fn stop(mut self) -> Option<ExitStatus> {
         // A process that has ended keeps its exit code despite the kill that precedes reaping.
         self.end().ok().map(ExitStatus::from_raw)
     }

@@ -3,9 +3,9 @@
 //!
 //! It is a separate process because a threaded parent must not allocate between fork and exec.
 
-use super::host::Host;
-use crate::interpreter::embedded_worker::Welcome;
-use crate::interpreter::{confine, frames, refusal};
+use super::host::HostPython;
+use crate::interpreter::embedded_worker::StartupReply;
+use crate::interpreter::{frames, refusal, sandbox};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -17,7 +17,7 @@ use std::process::Command;
 #[derive(Debug, Serialize, Deserialize)]
 pub struct StageHello {
     pub parent_id: u32,
-    pub host: Host,
+    pub host: HostPython,
     pub scratch_mib: u64,
     pub dangerously_allow_unsandboxed: bool,
 }
@@ -27,7 +27,7 @@ const SERVER_PROGRAM: &str = include_str!("server.py");
 /// The descriptor on which `server.py` expects its parent.
 const CONTROL: i32 = 3;
 /// The descriptor of the snippets' landlock rules, if they have a scratch folder.
-pub const RULES: i32 = CONTROL + 1;
+pub const RULES_DESCRIPTOR: i32 = CONTROL + 1;
 const HELLO_BYTES_MAX: usize = 1 << 20;
 
 /// The server's whole environment: fixed hashes (set order depends on the code alone), one thread per
@@ -51,16 +51,19 @@ pub fn main() -> i32 {
 fn become_server() -> Result<()> {
     let mut control = take_control()?;
     let hello: StageHello = serde_json::from_slice(&frames::read(&mut control, HELLO_BYTES_MAX)?)?;
-    let confined = confine::python_server(hello.parent_id, &hello.host.files, CONTROL + 1, hello.scratch_mib);
+    let confined =
+        sandbox::confine_fork_server(hello.parent_id, &hello.host.files, CONTROL + 1, hello.scratch_mib);
     let welcome = match confined {
-        Ok(active) => Welcome::Ready(active),
+        Ok(active) => StartupReply::Ready(active),
         // A scratch folder is created by the confinement steps.
-        Err(e) if hello.scratch_mib > 0 => Welcome::Refused(format!("{e:#}")),
-        Err(e) if hello.dangerously_allow_unsandboxed => Welcome::Ready(format!("NOT SANDBOXED ({e:#})")),
-        Err(e) => Welcome::Refused(refusal(&e)),
+        Err(e) if hello.scratch_mib > 0 => StartupReply::Refused(format!("{e:#}")),
+        Err(e) if hello.dangerously_allow_unsandboxed => {
+            StartupReply::Ready(format!("NOT SANDBOXED ({e:#})"))
+        }
+        Err(e) => StartupReply::Refused(refusal(&e)),
     };
     frames::write(&mut control, &serde_json::to_vec(&welcome)?)?;
-    if matches!(welcome, Welcome::Refused(_)) {
+    if matches!(welcome, StartupReply::Refused(_)) {
         return Ok(());
     }
     // `-I` would also ignore the hash seed. With this environment `-s` is its only remaining effect.

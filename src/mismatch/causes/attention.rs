@@ -42,17 +42,24 @@ fn sinks(config: &Config) -> Vec<Cause> {
         (config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers);
     let group = heads / kv;
     let mut found = vec![
-        Cause::forward("sinks missing", "the attention leaves them out of the softmax", SINKS, |variant| {
-            variant.forward.sinks = false
-        }),
-        Cause::values("sinks loaded as 0", "they count in the softmax as e^0", SINKS, is_sinks, |values| {
-            Ok(values.zeros_like()?)
-        }),
+        Cause::in_forward(
+            "sinks missing",
+            "the attention leaves them out of the softmax",
+            SINKS,
+            |variant| variant.forward.sinks = false,
+        ),
+        Cause::in_values(
+            "sinks loaded as 0",
+            "they count in the softmax as e^0",
+            SINKS,
+            is_sinks,
+            |values| Ok(values.zeros_like()?),
+        ),
     ];
     let mut per_kv_head = |detail: &str, sink: &dyn Fn(usize) -> usize| {
         let order: Vec<u32> = (0..heads).map(|head| sink(head) as u32).collect();
         let change = move |values: &_| taken(values, &order);
-        found.push(Cause::values("sinks per KV head", detail, SINKS, is_sinks, change));
+        found.push(Cause::in_values("sinks per KV head", detail, SINKS, is_sinks, change));
     };
     per_kv_head("query head h takes sink h / group", &|h| h / group);
     per_kv_head("query head h takes sink h mod KV heads", &|h| h % kv);
@@ -60,7 +67,7 @@ fn sinks(config: &Config) -> Vec<Cause> {
     let others = layers.saturating_sub(1);
     found.extend([1, others].into_iter().take(others).map(|by| {
         let detail = format!("layer i has those of layer i + {by}, around");
-        Cause::weights("sinks of another layer", detail, SINKS, sinks_of_layer(by, layers))
+        Cause::in_weights("sinks of another layer", detail, SINKS, sinks_of_layer(by, layers))
     }));
     found
 }
@@ -70,7 +77,7 @@ fn sinks_of_layer(by: usize, layers: usize) -> WeightEdit {
     Arc::new(move |parameters| {
         let mut all = HashMap::new();
         for spec in parameters.specs.iter().filter(|spec| is_sinks(spec)) {
-            all.insert(spec.layer, parameters.read(spec)?.decoded(&spec.working_shape())?);
+            all.insert(spec.layer, parameters.read_weight(spec)?.decode(&spec.working_shape())?);
         }
         let change: WeightChange = Arc::new(move |spec, weight| {
             if !is_sinks(spec) {
@@ -84,7 +91,7 @@ fn sinks_of_layer(by: usize, layers: usize) -> WeightEdit {
 }
 
 fn windows(config: &Config) -> Vec<Cause> {
-    let mut found = vec![Cause::forward(
+    let mut found = vec![Cause::in_forward(
         "full attention everywhere",
         "sliding layers see past their window",
         WINDOW,
@@ -93,12 +100,12 @@ fn windows(config: &Config) -> Vec<Cause> {
     let window = config.sliding_window;
     found.extend([1, -1].into_iter().filter(|by| *by > 0 || window > 1).map(|by| {
         let detail = format!("sliding layers see {by:+} keys");
-        Cause::forward("window off by one", detail, WINDOW, move |variant| {
+        Cause::in_forward("window off by one", detail, WINDOW, move |variant| {
             variant.config.sliding_window = window.saturating_add_signed(by).max(1);
         })
     }));
     if config.layer_types.contains(&LayerType::Full) {
-        found.push(Cause::forward(
+        found.push(Cause::in_forward(
             "sliding and full layers swapped",
             "sliding layers are full and full ones slide",
             WINDOW,

@@ -1,6 +1,6 @@
 //! Mistakes of experts, norms and the head's matrix.
 
-use super::{Cause, FORWARD, WEIGHTS, WeightEdit, missing_biases, rope::others};
+use super::{Cause, FORWARD, WEIGHTS, WeightEdit, missing_biases, rope::other_values};
 use crate::model::config::{Config, SWIGLU_ALPHA};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::names::TensorRole;
@@ -14,16 +14,16 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
     let mut found = vec![];
     if config.family.has_experts {
         found.extend([
-            Cause::forward("SwiGLU limit missing", "gate and up are not clamped", FORWARD, |variant| {
+            Cause::in_forward("SwiGLU limit missing", "gate and up are not clamped", FORWARD, |variant| {
                 variant.config.swiglu_limit = f64::from(f32::MAX);
             }),
-            Cause::forward(
+            Cause::in_forward(
                 "SwiGLU alpha missing",
                 format!("the sigmoid's gain is 1, not {SWIGLU_ALPHA}"),
                 FORWARD,
                 |variant| variant.forward.swiglu_alpha = 1.0,
             ),
-            Cause::forward(
+            Cause::in_forward(
                 "softmax before top-k",
                 "experts are weighed by a softmax over all of them",
                 FORWARD,
@@ -38,9 +38,9 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
             missing_biases("expert biases missing", "those of down are 0", &["down_proj_bias"]),
         ]);
     }
-    found.extend(others(&RMS_EPSILONS, config.rms_norm_eps).map(|epsilon| {
+    found.extend(other_values(&RMS_EPSILONS, config.rms_norm_eps).map(|epsilon| {
         let detail = format!("rms_norm_eps is {epsilon:e}");
-        Cause::forward("other RMS epsilon", detail, FORWARD, move |variant| {
+        Cause::in_forward("other RMS epsilon", detail, FORWARD, move |variant| {
             variant.config.rms_norm_eps = epsilon;
         })
     }));
@@ -54,14 +54,14 @@ fn tied_head() -> Cause {
     let edit: WeightEdit = Arc::new(|parameters| {
         let mut specs = parameters.specs.iter();
         let spec = specs.find(|spec| spec.role == TensorRole::Embedding).context("no embedding")?.clone();
-        let embedding = parameters.read(&spec)?;
+        let embedding = parameters.read_weight(&spec)?;
         let change: WeightChange = Arc::new(move |of, weight| match of.role {
             TensorRole::Head => {
-                Ok(Weight::dense(&embedding.decoded(&spec.working_shape())?.t()?.contiguous()?))
+                Ok(Weight::dense(&embedding.decode(&spec.working_shape())?.t()?.contiguous()?))
             }
             _ => Ok(weight),
         });
         Ok(change)
     });
-    Cause::weights("tied head", "the embedding stands in for lm_head", WEIGHTS, edit)
+    Cause::in_weights("tied head", "the embedding stands in for lm_head", WEIGHTS, edit)
 }

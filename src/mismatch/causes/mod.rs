@@ -39,7 +39,7 @@ pub type WeightEdit = Arc<dyn Fn(&Parameters) -> Result<WeightChange> + Send + S
 
 #[derive(Clone)]
 enum Change {
-    Forward(Arc<dyn Fn(&mut Variant) + Send + Sync>),
+    ForwardResult(Arc<dyn Fn(&mut Variant) + Send + Sync>),
     Weights(WeightEdit),
     Head(HeadSettings),
 }
@@ -50,17 +50,17 @@ impl Cause {
     }
 
     /// Declares a mistake in configuration, forward or batch.
-    pub fn forward(
+    pub fn in_forward(
         name: &'static str,
         detail: impl Into<String>,
         decides: &'static str,
         change: impl Fn(&mut Variant) + Send + Sync + 'static,
     ) -> Self {
-        Self::new(name, detail, decides, Change::Forward(Arc::new(change)))
+        Self::new(name, detail, decides, Change::ForwardResult(Arc::new(change)))
     }
 
     /// Declares a mistake in the values of the tensors for which `concerns` is true.
-    pub fn values(
+    pub fn in_values(
         name: &'static str,
         detail: impl Into<String>,
         decides: &'static str,
@@ -68,14 +68,14 @@ impl Cause {
         change: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Self {
         let changed: WeightChange = Arc::new(move |spec, weight| match concerns(spec) {
-            true => Ok(Weight::dense(&change(&weight.decoded(&spec.working_shape())?)?)),
+            true => Ok(Weight::dense(&change(&weight.decode(&spec.working_shape())?)?)),
             false => Ok(weight),
         });
-        Self::weights(name, detail, decides, Arc::new(move |_| Ok(changed.clone())))
+        Self::in_weights(name, detail, decides, Arc::new(move |_| Ok(changed.clone())))
     }
 
     /// Declares a mistake in the weights.
-    pub fn weights(
+    pub fn in_weights(
         name: &'static str,
         detail: impl Into<String>,
         decides: &'static str,
@@ -85,7 +85,7 @@ impl Cause {
     }
 
     /// Declares a mistake in the computation of log-probs from logits.
-    pub fn head(
+    pub fn in_head(
         name: &'static str,
         detail: impl Into<String>,
         decides: &'static str,
@@ -95,7 +95,7 @@ impl Cause {
     }
 
     /// Returns the description.
-    pub fn words(&self) -> String {
+    pub fn description(&self) -> String {
         format!("{}: {}", self.name, self.detail)
     }
 
@@ -120,7 +120,7 @@ impl Cause {
     /// Applies the mistake to `variant`.
     pub fn apply(&self, variant: &mut Variant) {
         match &self.change {
-            Change::Forward(change) => change(variant),
+            Change::ForwardResult(change) => change(variant),
             Change::Weights(edit) => variant.weights.push(edit.clone()),
             Change::Head(settings) => variant.head = *settings,
         }
@@ -135,7 +135,7 @@ impl PartialEq for Cause {
 
 impl std::fmt::Debug for Cause {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.words())
+        f.write_str(&self.description())
     }
 }
 
@@ -149,7 +149,7 @@ pub fn causes(config: &Config, has_earlier: bool) -> Vec<Cause> {
     found.extend(precision::causes(config));
     if has_earlier {
         let detail = "they are those of --earlier";
-        found.push(Cause::forward("weights one update old", detail, WEIGHTS, |variant| {
+        found.push(Cause::in_forward("weights one update old", detail, WEIGHTS, |variant| {
             variant.earlier = true
         }));
     }
@@ -162,7 +162,7 @@ const FORWARD: &str = "a run of the engine in f32, on more tokens";
 /// Declares that a group of biases is missing.
 fn missing_biases(name: &'static str, detail: &'static str, endings: &'static [&'static str]) -> Cause {
     let concerns = |spec: &ParameterSpec| endings.iter().any(|ending| spec.name.ends_with(ending));
-    Cause::values(name, detail, WEIGHTS, concerns, |values| Ok(values.zeros_like()?))
+    Cause::in_values(name, detail, WEIGHTS, concerns, |values| Ok(values.zeros_like()?))
 }
 
 /// Selects the indices `order` of the last axis.

@@ -14,7 +14,7 @@ pub(super) const SHORT_MANTISSAS: &str = "short mantissas";
 
 pub(super) fn causes(config: &Config) -> Vec<Cause> {
     let rounded = |name, detail, rounding: WeightRounding| {
-        Cause::weights(name, detail, WEIGHTS, Arc::new(move |_| Ok(rounding.change())))
+        Cause::in_weights(name, detail, WEIGHTS, Arc::new(move |_| Ok(rounding.weight_change())))
     };
     let bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
     let mut found = vec![rounded(BF16_WEIGHTS, "every tensor is rounded", bf16)];
@@ -23,13 +23,13 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
     if config.family.has_experts && divides {
         let name = "MXFP4 weights";
         let detail = "expert matrices in blocks of 32, what lies beyond 6 of their scale cut off";
-        found.push(Cause::values(name, detail, WEIGHTS, ParameterSpec::is_expert_matrix, mxfp4_cut_off));
+        found.push(Cause::in_values(name, detail, WEIGHTS, ParameterSpec::is_expert_matrix, mxfp4_cut_off));
         let mxfp4 = WeightRounding { mxfp4: true, bits: None };
         found.push(rounded(name, "expert matrices in blocks of 32", mxfp4));
     }
     found.extend([3, 5, 7].map(|bits| {
         let detail = format!("weights and activations of {bits} bits");
-        Cause::forward(SHORT_MANTISSAS, detail, FORWARD, move |variant| variant.round(bits, bits))
+        Cause::in_forward(SHORT_MANTISSAS, detail, FORWARD, move |variant| variant.set_rounding(bits, bits))
     }));
     found
 }

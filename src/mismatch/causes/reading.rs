@@ -4,7 +4,7 @@ use super::Cause;
 use crate::mismatch::head::{self, HeadSettings};
 
 pub(super) fn causes() -> Vec<Cause> {
-    let mut found = vec![Cause::forward(
+    let mut found = vec![Cause::in_forward(
         "double start token",
         "the row's first token was fed twice",
         "the first tokens of rows",
@@ -18,12 +18,12 @@ pub(super) fn causes() -> Vec<Cause> {
     ] {
         let shift = Some((by, with_target));
         let decides = "a row of known, sure tokens";
-        found.push(Cause::forward("off by one", detail, decides, move |variant| variant.shift = shift));
+        found.push(Cause::in_forward("off by one", detail, decides, move |variant| variant.shift = shift));
     }
-    found.push(Cause::head(
+    found.push(Cause::in_head(
         "bf16 logits",
         "the head's output is rounded before the softmax",
-        head::DECIDES,
+        head::DISTINGUISHING_INPUT,
         HeadSettings { bf16_logits: true, ..HeadSettings::default() },
     ));
     found

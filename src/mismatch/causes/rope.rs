@@ -15,7 +15,7 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
         let (head, i, half) = (o / head_dim * head_dim, o % head_dim, head_dim / 2);
         (head + if i < half { 2 * i } else { 2 * (i - half) + 1 }) as u32
     };
-    let mut found = vec![Cause::values(
+    let mut found = vec![Cause::in_values(
         "RoPE interleaved",
         "neighbouring dimensions are turned as pairs",
         DECIDES,
@@ -27,13 +27,13 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
     )];
     if config.rope.yarn.is_some() {
         found.extend([
-            Cause::forward(
+            Cause::in_forward(
                 "RoPE without YaRN",
                 "plain frequencies, cosine and sine without factor",
                 DECIDES,
                 |variant| variant.config.rope.yarn = None,
             ),
-            Cause::forward(
+            Cause::in_forward(
                 "YaRN attention factor missing",
                 "cosine and sine are not multiplied with it",
                 DECIDES,
@@ -42,7 +42,7 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
                     variant.rope = Some((frequencies, 1.0));
                 },
             ),
-            Cause::forward(
+            Cause::in_forward(
                 "other YaRN ramp",
                 "its bounds are rounded as `truncate` does not say",
                 DECIDES,
@@ -52,7 +52,7 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
                     }
                 },
             ),
-            Cause::forward(
+            Cause::in_forward(
                 "other YaRN ramp",
                 "all frequencies are stretched alike",
                 DECIDES,
@@ -66,14 +66,16 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
             ),
         ]);
     }
-    found.extend(others(&BASES, config.rope.theta).map(|theta| {
+    found.extend(other_values(&BASES, config.rope.theta).map(|theta| {
         let detail = format!("rope_theta is {theta}");
-        Cause::forward("other RoPE base", detail, DECIDES, move |variant| variant.config.rope.theta = theta)
+        Cause::in_forward("other RoPE base", detail, DECIDES, move |variant| {
+            variant.config.rope.theta = theta
+        })
     }));
     found
 }
 
 /// Returns the values other than `own`.
-pub(super) fn others(values: &[f64], own: f64) -> impl Iterator<Item = f64> {
+pub(super) fn other_values(values: &[f64], own: f64) -> impl Iterator<Item = f64> {
     values.iter().copied().filter(move |value| (value / own - 1.0).abs() > 1e-9)
 }

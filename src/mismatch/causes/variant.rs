@@ -29,7 +29,7 @@ pub struct Variant {
 
 impl Variant {
     /// Returns the correct computation, or the computation with `cause`.
-    pub fn of(config: &Config, cause: Option<&Cause>) -> Self {
+    pub fn new(config: &Config, cause: Option<&Cause>) -> Self {
         let mut variant = Self {
             config: config.clone(),
             rope: None,
@@ -47,9 +47,9 @@ impl Variant {
     }
 
     /// Rounds weights and activations (residual stream and outputs of norms) to these mantissa bits.
-    pub fn round(&mut self, weight_bits: u32, activation_bits: u32) {
+    pub fn set_rounding(&mut self, weight_bits: u32, activation_bits: u32) {
         let rounding = WeightRounding { mxfp4: false, bits: Some(weight_bits) };
-        self.weights.push(Arc::new(move |_| Ok(rounding.change())));
+        self.weights.push(Arc::new(move |_| Ok(rounding.weight_change())));
         self.forward.mantissa_bits = Some(activation_bits);
     }
 
@@ -77,11 +77,11 @@ impl Variant {
             false => parameters,
         };
         let weights = if self.weights.is_empty() {
-            parameters.frozen(None)?
+            parameters.frozen_weights(None)?
         } else {
             let changes: Vec<WeightChange> =
                 self.weights.iter().map(|edit| edit(parameters)).collect::<Result<_>>()?;
-            parameters.changed_on_demand(Arc::new(move |spec, weight| {
+            parameters.on_demand_weights(Arc::new(move |spec, weight| {
                 changes.iter().try_fold(weight, |weight, change| change(spec, weight))
             }))?
         };
@@ -121,7 +121,7 @@ fn doubled(batch: &MicroBatch) -> MicroBatch {
     MicroBatch {
         tokens: Arc::new(tokens),
         positions,
-        sequence_rows: Arc::new(SequenceRows::separate(&cu_seqlens)),
+        sequence_rows: Arc::new(SequenceRows::from_cu_seqlens(&cu_seqlens)),
         rows: Arc::new(rows),
         ..batch.clone()
     }

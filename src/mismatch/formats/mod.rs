@@ -4,8 +4,8 @@
 mod llama_cpp;
 mod npy;
 mod openai;
-mod own;
 pub mod prime_rl;
+mod rloss;
 mod sglang;
 mod texts;
 mod verifiers;
@@ -25,7 +25,7 @@ pub struct RawRow {
     pub temperature: Option<f64>,
     /// Number of prompt tokens with raw log-probs at the start; those tokens were not sampled.
     pub raw_tokens: usize,
-    pub routes: Option<RawRoutes>,
+    pub routes: Option<RawExperts>,
     /// Texts of tokens, by index, if the file has them beside the ids.
     pub texts: Vec<(usize, String)>,
     /// Whether the ids were derived from texts.
@@ -34,14 +34,14 @@ pub struct RawRow {
 
 /// Routed experts, one value a (token, layer, slot), tokens first.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RawRoutes {
+pub struct RawExperts {
     pub experts: Vec<u32>,
     /// Tokens, layers and slots, if the file gives them.
     pub shape: Option<[usize; 3]>,
 }
 
 /// A format of records: how to recognise it, and its reader.
-pub struct Shape {
+pub struct RecordFormat {
     /// Name for messages.
     pub name: &'static str,
     is: fn(&Value) -> bool,
@@ -49,48 +49,48 @@ pub struct Shape {
 }
 
 /// The formats, in the order in which a record is compared with them.
-static SHAPES: [Shape; 9] = [
-    Shape {
+static SHAPES: [RecordFormat; 9] = [
+    RecordFormat {
         name: "responses of /v1/chat/completions (vLLM)",
         is: |value| openai::has_log_probs(value, "content"),
         read: openai::chat,
     },
-    Shape {
+    RecordFormat {
         name: "responses of /v1/completions (vLLM, llama-cpp-python)",
         is: |value| openai::has_log_probs(value, "token_logprobs"),
         read: openai::completions,
     },
-    Shape {
+    RecordFormat {
         name: "responses of SGLang's /generate",
         is: |value| has(value, "meta_info"),
         read: |value, _| sglang::row(value).map(one),
     },
-    Shape {
+    RecordFormat {
         name: "responses of llama.cpp's /completion",
         is: |value| has(value, "completion_probabilities"),
         read: |value, texts| llama_cpp::row(value, &texts.tokenizer).map(one),
     },
-    Shape {
+    RecordFormat {
         name: "prime-rl's token exports",
         is: |value| has(value, "inference_logprobs"),
         read: |value, _| prime_rl::row(value).map(one),
     },
-    Shape {
+    RecordFormat {
         name: "verifiers' traces",
         is: |value| has(value, "nodes"),
         read: |value, _| verifiers::rows(value),
     },
-    Shape {
+    RecordFormat {
         name: "rows of tokens and logprobs",
         is: |value| has(value, "tokens") && has(value, "logprobs"),
-        read: |value, _| own::row(value).map(one),
+        read: |value, _| rloss::row(value).map(one),
     },
-    Shape {
+    RecordFormat {
         name: "slime's samples",
         is: |value| has(value, "tokens") && has(value, "rollout_log_probs"),
-        read: |value, _| verl::slime(value).map(one),
+        read: |value, _| verl::slime_row(value).map(one),
     },
-    Shape {
+    RecordFormat {
         name: "verl's agent-loop rows",
         is: |value| has(value, "response_logprobs") || has(value, "rollout_log_probs"),
         read: |value, _| verl::row(value).map(one),
@@ -105,7 +105,7 @@ fn one(row: RawRow) -> Vec<RawRow> {
     vec![row]
 }
 
-impl Shape {
+impl RecordFormat {
     /// Returns the format of `value`.
     ///
     /// # Errors
@@ -116,9 +116,9 @@ impl Shape {
             return Ok(shape);
         }
         Err(match value {
-            _ if has(value, "choices") => openai::without_log_probs(value).into(),
-            _ if texts(["input", "output"]) => verl::TEXT_ALONE.into(),
-            _ if texts(["prompt", "completion"]) => verl::TRL_TEXT_ALONE.into(),
+            _ if has(value, "choices") => openai::log_probs_remedy(value).into(),
+            _ if texts(["input", "output"]) => verl::TEXT_ONLY.into(),
+            _ if texts(["prompt", "completion"]) => verl::TRL_TEXT_ONLY.into(),
             _ if has(value, "content") && has(value, "stop_type") => llama_cpp::NO_LOG_PROBS.into(),
             _ if has(value, "tokens") || has(value, "token_ids") => {
                 "tokens without log-probs; write one a token, null where there is none".into()

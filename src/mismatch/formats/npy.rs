@@ -1,6 +1,6 @@
 //! NumPy's `.npy` in base64, the format of vLLM's routed experts.
 
-use super::RawRoutes;
+use super::RawExperts;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 
@@ -10,7 +10,7 @@ pub(super) fn base64_bytes(text: &str) -> Result<Vec<u8>, String> {
 }
 
 /// Reads an array of small unsigned integers with three axes.
-pub(super) fn routes(text: &str) -> Result<RawRoutes, String> {
+pub(super) fn read_routed_experts(text: &str) -> Result<RawExperts, String> {
     let bytes = base64_bytes(text)?;
     let wrong = || "routed_experts is not a .npy array of small integers with three axes".to_owned();
     if bytes.len() < 10 || bytes[..6] != *b"\x93NUMPY" {
@@ -48,5 +48,5 @@ pub(super) fn routes(text: &str) -> Result<RawRoutes, String> {
         return Err(wrong());
     }
     let value = |b: &[u8]| b.iter().rev().fold(0u32, |sum, byte| sum << 8 | u32::from(*byte));
-    Ok(RawRoutes { experts: values.chunks_exact(width).map(value).collect(), shape: Some(shape) })
+    Ok(RawExperts { experts: values.chunks_exact(width).map(value).collect(), shape: Some(shape) })
 }

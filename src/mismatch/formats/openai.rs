@@ -55,7 +55,7 @@ pub(super) fn has_log_probs(value: &Value, key: &str) -> bool {
 }
 
 /// Returns the remedy for choices without log-probs.
-pub(super) fn without_log_probs(value: &Value) -> &'static str {
+pub(super) fn log_probs_remedy(value: &Value) -> &'static str {
     match value["choices"][0].get("message") {
         Some(_) => "choices have no logprobs; ask with \"logprobs\": true",
         None => "choices have no logprobs; ask with \"logprobs\": 0 (and \"return_token_ids\": true)",
@@ -134,7 +134,7 @@ fn sequence(
         Some(ids) => ids,
         None => spelled.iter().map(|text| texts.id(text)).collect::<Result<_, _>>()?,
     };
-    let routes = routes.map(|text| npy::routes(&text)).transpose()?;
+    let routes = routes.map(|text| npy::read_routed_experts(&text)).transpose()?;
     let prompt_ids = match (prompt.ids, echoed) {
         // Without prompt ids, an echoed response holds the prompt too. With prompt ids, only its values do.
         (_, true) if from_texts || values.len() == response.len() => vec![],

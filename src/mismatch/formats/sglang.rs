@@ -1,7 +1,7 @@
 //! SGLang's `/generate` with `return_logprob`: `[log-prob, id, text]` for each token in `meta_info`.
 
 use super::npy::base64_bytes;
-use super::{RawRoutes, RawRow, parsed};
+use super::{RawExperts, RawRow, parsed};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -42,7 +42,7 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
         row.texts.extend(text.map(|text| (at, text)));
     }
     row.routes = match meta.routed_experts {
-        Some(Value::String(text)) => Some(RawRoutes { experts: int32(&base64_bytes(&text)?), shape: None }),
+        Some(Value::String(text)) => Some(RawExperts { experts: int32(&base64_bytes(&text)?), shape: None }),
         _ => None,
     };
     Ok(row)

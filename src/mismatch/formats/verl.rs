@@ -1,13 +1,13 @@
 //! verl's rows with token ids, and slime's samples. Files with text alone are refused.
 
-use super::{RawRoutes, RawRow, parsed, prompt_and_response};
+use super::{RawExperts, RawRow, parsed, prompt_and_response};
 use serde::Deserialize;
 use serde_json::Value;
 
-pub(super) const TEXT_ALONE: &str = "verl's dump of input and output holds text alone: no token ids, no log-probs; write \
+pub(super) const TEXT_ONLY: &str = "verl's dump of input and output holds text alone: no token ids, no log-probs; write \
     prompt_ids, response_ids, response_mask and response_logprobs of the agent loop's output instead \
     (rollout.calculate_log_probs=True)";
-pub(super) const TRL_TEXT_ALONE: &str = "TRL's table of completions holds text alone: no token ids, no log-probs; write \
+pub(super) const TRL_TEXT_ONLY: &str = "TRL's table of completions holds text alone: no token ids, no log-probs; write \
     prompt_ids, completion ids and sampling_per_token_logps of the trainer's batch as rows of tokens and logprobs instead";
 
 #[derive(Deserialize)]
@@ -47,7 +47,7 @@ struct Slime {
 }
 
 /// Reads slime's sample as JSON; it has log-probs for the response only.
-pub(super) fn slime(value: Value) -> Result<RawRow, String> {
+pub(super) fn slime_row(value: Value) -> Result<RawRow, String> {
     let slime: Slime = parsed(value, "a sample of slime")?;
     let (count, response) = (slime.tokens.len(), slime.response_length);
     let mask = slime.loss_mask.unwrap_or_else(|| vec![1; response]);
@@ -64,7 +64,7 @@ pub(super) fn slime(value: Value) -> Result<RawRow, String> {
     let routes = slime.rollout_routed_experts.map(|routes| {
         let (layers, slots) =
             (routes.first().map_or(0, Vec::len), routes.first().and_then(|t| t.first()).map_or(0, Vec::len));
-        RawRoutes {
+        RawExperts {
             shape: Some([routes.len(), layers, slots]),
             experts: routes.into_iter().flatten().flatten().collect(),
         }

@@ -3,7 +3,7 @@
 use super::FamilyEntry;
 use crate::chat::Format;
 use crate::model::config::{Config, LayerType};
-use crate::model::config_json::Keys;
+use crate::model::config_json::ConfigReader;
 use crate::model::layer::{AttentionWeights, Experts, Layer, LayerOutput, LayerPass};
 use crate::model::matrix::LayerTensors;
 use crate::model::names::{LayerSpecs, ParameterSpec, TensorRole};
@@ -24,17 +24,17 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     has_sinks: true,
     has_windows: true,
     may_tie_embeddings: false,
-    layer_types: LayerType::alternating,
+    layer_types: LayerType::alternate,
     read,
     own_keys,
     layer_specs,
     layer,
 };
 
-fn read(keys: &mut Keys) -> Config {
-    keys.fixed("attention_bias", &json!(true));
+fn read(keys: &mut ConfigReader) -> Config {
+    keys.require_value("attention_bias", &json!(true));
     let rope = keys.rope().unwrap_or_else(|| {
-        keys.mistake(
+        keys.record_mistake(
             "neither rope_scaling nor rope_parameters is present: some readers then use plain RoPE, others \
              YaRN; add \"rope_scaling\": {\"rope_type\": \"default\"} for plain RoPE",
         )
@@ -42,11 +42,11 @@ fn read(keys: &mut Keys) -> Config {
     Config {
         head_dim: keys.size("head_dim"),
         num_local_experts: keys.size("num_local_experts"),
-        num_experts_per_tok: keys.size_of_either("num_experts_per_tok", "experts_per_token"),
+        num_experts_per_tok: keys.size_with_alias("num_experts_per_tok", "experts_per_token"),
         sliding_window: keys.size("sliding_window"),
         swiglu_limit: keys.number("swiglu_limit"),
         rope,
-        ..keys.common()
+        ..keys.common_config()
     }
 }
 
@@ -115,9 +115,9 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
         post_attention_norm: tensors.vector("post_attention_layernorm.weight")?,
         experts: Experts {
             router: tensors.linear("mlp.router")?,
-            gate_up: tensors.of_experts("mlp.experts.gate_up_proj")?,
-            down: tensors.of_experts("mlp.experts.down_proj")?,
-            ranks: tensors.ranks(),
+            gate_up: tensors.expert_matrices("mlp.experts.gate_up_proj")?,
+            down: tensors.expert_matrices("mlp.experts.down_proj")?,
+            ranks: tensors.expert_parallel(),
         },
     }))
 }
@@ -126,10 +126,10 @@ impl Layer for GptOssLayer {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
         let h = pass.norm(x, &self.input_norm)?;
         let mixed = self.attention.forward(&h, pass)?;
-        let x = pass.add(x, &mixed)?;
+        let x = pass.add_residual(x, &mixed)?;
         let h = pass.norm(&x, &self.post_attention_norm)?;
         let (mixed, routing) = self.experts.forward(&h, pass)?;
-        Ok(LayerOutput { hidden: pass.add(&x, &mixed)?, routing: Some(routing) })
+        Ok(LayerOutput { hidden: pass.add_residual(&x, &mixed)?, routing: Some(routing) })
     }
 
     fn attention(&self) -> &AttentionWeights {

@@ -1,7 +1,7 @@
 //! The model families. Each is a file of this folder with an `ENTRY` and a line in the list below.
 
 use super::config::{Config, LayerType};
-use super::config_json::Keys;
+use super::config_json::ConfigReader;
 use super::layer::Layer;
 use super::matrix::LayerTensors;
 use super::names::ParameterSpec;
@@ -44,7 +44,7 @@ pub struct FamilyEntry {
     /// Returns the layer types for a number of layers, when `config.json` does not list them.
     pub layer_types: fn(usize) -> Vec<LayerType>,
     /// Reads `config.json`.
-    pub(super) read: fn(&mut Keys) -> Config,
+    pub(super) read: fn(&mut ConfigReader) -> Config,
     /// Returns the keys of `config.json` that only this family writes.
     pub(super) own_keys: fn(&Config) -> Value,
     /// Returns the tensors of a layer, in file order.
@@ -55,7 +55,7 @@ pub struct FamilyEntry {
 
 impl Family {
     /// Returns a phrase that lists the supported families.
-    pub(super) fn known() -> String {
+    pub(super) fn supported_names() -> String {
         let words: Vec<String> =
             Self::all().into_iter().map(|family| format!("{:?}", family.name())).collect();
         format!("known: {}", words.join(", "))

@@ -3,7 +3,7 @@
 use super::FamilyEntry;
 use crate::chat::Format;
 use crate::model::config::{Config, LayerType, Rope};
-use crate::model::config_json::Keys;
+use crate::model::config_json::ConfigReader;
 use crate::model::layer::{AttentionWeights, Layer, LayerOutput, LayerPass, SwigluMlp};
 use crate::model::matrix::LayerTensors;
 use crate::model::names::{LayerSpecs, ParameterSpec, TensorRole};
@@ -31,17 +31,17 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     layer,
 };
 
-fn read(keys: &mut Keys) -> Config {
-    keys.fixed("use_mrope", &json!(false));
+fn read(keys: &mut ConfigReader) -> Config {
+    keys.require_value("use_mrope", &json!(false));
     // The width of a window is given even when no layer has one.
     if keys.flag("use_sliding_window", false) {
-        keys.mistake(
+        keys.record_mistake(
             "use_sliding_window = true is not supported: every layer of this family has full attention; \
              use a model without windows",
         )
     }
     let rope = keys.rope().unwrap_or_else(|| Rope { theta: keys.number("rope_theta"), yarn: None });
-    Config { head_dim: keys.head_dim_or_share(), rope, ..keys.common() }
+    Config { head_dim: keys.head_dim_or_default(), rope, ..keys.common_config() }
 }
 
 fn own_keys(config: &Config) -> Value {
@@ -94,7 +94,7 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
             sinks: None,
         },
         post_attention_norm: tensors.vector("post_attention_layernorm.weight")?,
-        mlp: SwigluMlp::of(tensors)?,
+        mlp: SwigluMlp::from_tensors(tensors)?,
     }))
 }
 
@@ -102,9 +102,9 @@ impl Layer for Qwen2Layer {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
         let h = pass.norm(x, &self.input_norm)?;
         let mixed = self.attention.forward(&h, pass)?;
-        let x = pass.add(x, &mixed)?;
+        let x = pass.add_residual(x, &mixed)?;
         let h = pass.norm(&x, &self.post_attention_norm)?;
-        Ok(LayerOutput { hidden: pass.add(&x, &self.mlp.forward(&h)?)?, routing: None })
+        Ok(LayerOutput { hidden: pass.add_residual(&x, &self.mlp.forward(&h)?)?, routing: None })
     }
 
     fn attention(&self) -> &AttentionWeights {

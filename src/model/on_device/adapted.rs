@@ -1,10 +1,10 @@
 //! Tests of a model whose experts stay packed in MXFP4, and whose adapters alone are trained.
 
 use super::*;
-use crate::model::config::Form;
+use crate::model::config::WeightFormat;
 use crate::model::matrix::Adapter;
 use crate::ops::mxfp4;
-use crate::ops::packed::PackedMatrix;
+use crate::ops::packed_weights::PackedMatrix;
 use crate::random::{Purpose, stream};
 use rand::Rng;
 
@@ -24,7 +24,7 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
     let (mut bases, mut factors) = (HashMap::new(), HashMap::new());
     let (mut names, mut variables, mut buffers) = (vec![], vec![], vec![]);
     for (spec, values) in init(config, &settings, 5).unwrap() {
-        let matrix = spec.packed_form(Form::Bf16).is_some();
+        let matrix = spec.packed_format(WeightFormat::Bf16).is_some();
         let shape = spec.working_shape();
         if matrix && !spec.is_table() && spec.name != "lm_head.weight" {
             let experts = &shape[..shape.len() - 2];
@@ -42,7 +42,7 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
             let shape = spec.matrix_shape().unwrap();
             let (blocks, scales) = mxfp4::encode(&values, shape);
             Weight::Packed(Arc::new(
-                PackedMatrix::of_mxfp4(&blocks, &scales, shape).to_device(device).unwrap(),
+                PackedMatrix::from_mxfp4(&blocks, &scales, shape).to_device(device).unwrap(),
             ))
         } else {
             Weight::dense(&place(values, &shape, matrix))
@@ -50,13 +50,13 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
         bases.insert(spec.name, base);
     }
     let gradients = Arc::new(Buffers(buffers));
-    let factor = |i: usize| Parameter::trained(&variables[i], gradients.clone(), i);
+    let factor = |i: usize| Parameter::with_gradient_sink(&variables[i], gradients.clone(), i);
     let adapter = |(name, &i): (&String, &usize)| {
         (name.clone(), Adapter { a: factor(i), b: factor(i + 1), scale: 0.5 })
     };
     let adapters = factors.iter().map(adapter).collect();
     let find = |name: &str| Ok(bases[name].clone());
-    let tensors = Tensors { find: &find, adapters: &adapters, ranks: None };
+    let tensors = ModelTensors { find: &find, adapters: &adapters, ranks: None };
     let weights = Weights::new(config, false, 0, None, tensors).unwrap();
     Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
 }

@@ -1,7 +1,7 @@
 //! Overwrites values of the store with those of a checkpoint.
 
 use super::Parameters;
-use crate::dist::wire::f32_values;
+use crate::dist::serialization::f32_values;
 use crate::ops::cpu::{edit, edit_codes};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};
@@ -12,7 +12,7 @@ impl Parameters {
     /// # Errors
     /// When there is no such tensor, or the number of values differs.
     pub fn overwrite(&mut self, index: usize, kind: &str, bytes: &[u8]) -> Result<()> {
-        let target = self.own(index, kind)?;
+        let target = self.local_state(index, kind)?;
         let is_codes = target.dtype() == DType::U8;
         if target.device().is_cpu() {
             match is_codes {

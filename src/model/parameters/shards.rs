@@ -1,15 +1,15 @@
 //! Tensors sharded over processes: gathered when a pass reaches them, or whole for a file.
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
-use crate::dist::wire::{f32_bytes, f32_values};
+use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, SHARD_ALIGNMENT, ranks_in_shard_order, shard_range};
-use crate::model::expert_ranks::{ExpertRanks, experts_of};
+use crate::model::expert_parallel::{ExpertParallel, expert_range};
 use crate::model::layers_on_demand::WeightChange;
-use crate::model::matrix::Tensors;
+use crate::model::matrix::ModelTensors;
 use crate::model::names::{ParameterSpec, TensorRole};
-use crate::model::sharded_layers::{Part, ShardedLayers, Uses, finish, start};
+use crate::model::sharded_layers::{GatherPart, GatheredUse, ShardedLayers, finish_gather, start_gather};
 use crate::model::weights::Weights;
-use crate::ops::cpu::{host_codes, host_values, on_host};
+use crate::ops::cpu::{host_codes, host_values, to_host};
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
@@ -22,9 +22,9 @@ use std::sync::{Arc, Mutex};
 
 impl Parameters {
     /// Returns tensor `index` for gathering.
-    fn part(&self, index: usize) -> Part {
+    fn part(&self, index: usize) -> GatherPart {
         let stored = self.entries[index].stored.clone();
-        Part { index, spec: self.specs[index].clone(), stored, is_trained: self.is_trained(index) }
+        GatherPart { index, spec: self.specs[index].clone(), stored, is_trained: self.is_trained(index) }
     }
 
     /// Returns the weights after `change` for expert parallelism: each rank holds its own experts with
@@ -33,52 +33,52 @@ impl Parameters {
     ///
     /// # Errors
     /// When a rank does not respond in time, or `change` fails.
-    pub fn by_expert(&self, change: &WeightChange) -> Result<Weights> {
+    pub fn expert_parallel_weights(&self, change: &WeightChange) -> Result<Weights> {
         let is_here = |(index, spec): (usize, &ParameterSpec)| {
-            spec.is_of_experts() && self.shared(index).is_some_and(|stored| !stored.is_sharded())
+            spec.is_of_experts() && self.share(index).is_some_and(|stored| !stored.is_sharded())
         };
         if self.specs.iter().enumerate().any(is_here) {
-            return self.frozen(Some(change));
+            return self.frozen_weights(Some(change));
         }
         let (config, precision) = (&self.config, self.backend.precision);
         let ranks =
-            Arc::new(ExpertRanks::new(self.mesh().clone(), config.num_local_experts, config.hidden_size));
+            Arc::new(ExpertParallel::new(self.mesh().clone(), config.num_local_experts, config.hidden_size));
         let find = |name: &str| {
             let index = self.place(name)?;
             if !self.specs[index].is_per_expert() {
                 return self.changed_weight(index, Some(change));
             }
             let (spec, weight) = self.own_experts(index, &ranks)?;
-            Ok(change(&spec, weight)?.without_gradient().in_precision(precision))
+            Ok(change(&spec, weight)?.without_gradient().with_precision(precision))
         };
         let adapters = &self.adapters(&find)?;
-        let tensors = Tensors { find: &find, adapters, ranks: Some(&ranks) };
+        let tensors = ModelTensors { find: &find, adapters, ranks: Some(&ranks) };
         Weights::new(config, self.is_critic(), self.bytes(), None, tensors)
     }
 
     /// Returns this rank's experts of tensor `index`. Every rank must call it.
-    fn own_experts(&self, index: usize, ranks: &ExpertRanks) -> Result<(ParameterSpec, Weight)> {
+    fn own_experts(&self, index: usize, ranks: &ExpertParallel) -> Result<(ParameterSpec, Weight)> {
         let part = self.part(index);
-        let (experts, own) = (self.config.num_local_experts, ranks.own());
-        let spec = part.spec.of_experts(own.len());
+        let (experts, own) = (self.config.num_local_experts, ranks.local_experts());
+        let spec = part.spec.with_expert_count(own.len());
         if !part.stored.is_sharded() {
-            return Ok((spec, part.stored.whole(&part.spec)?.experts(own)?));
+            return Ok((spec, part.stored.whole_weight(&part.spec)?.experts(own)?));
         }
         // Bytes of one expert.
-        let one = part.stored.exchanged_bytes(&part.spec) / experts;
+        let one = part.stored.exchange_bytes(&part.spec) / experts;
         let bytes = exchanged(self.mesh(), &part, |rank| {
-            let own = experts_of(experts, rank, self.mesh().ranks());
+            let own = expert_range(experts, rank, self.mesh().ranks());
             own.start * one..own.end * one
         })?;
-        let weight = part.stored.assembled(&spec, bytes)?;
+        let weight = part.stored.assemble(&spec, bytes)?;
         Ok((spec, weight))
     }
 
     /// Returns weights whose layers are gathered when a pass reaches them. Tensors outside the layers, and
     /// adapters, are gathered at once.
-    pub(super) fn gathered_by_layer(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
-        let uses = Uses { sink: sink.cloned(), device: self.device().clone() };
-        let mut layers: Vec<Vec<Part>> = vec![vec![]; self.config.num_hidden_layers];
+    pub(super) fn layer_gathered_weights(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
+        let uses = GatheredUse { sink: sink.cloned(), device: self.device().clone() };
+        let mut layers: Vec<Vec<GatherPart>> = vec![vec![]; self.config.num_hidden_layers];
         let mut outside = vec![];
         for (index, spec) in self.specs.iter().enumerate() {
             match spec.layer {
@@ -87,7 +87,7 @@ impl Parameters {
             }
         }
         let mesh = self.mesh();
-        let gathered = finish(mesh, &outside, start(mesh, "weights", &outside)?)?;
+        let gathered = finish_gather(mesh, &outside, start_gather(mesh, "weights", &outside)?)?;
         let weights = outside.iter().zip(gathered).map(|(part, weight)| {
             let weight = uses.weight(part, weight)?;
             Ok((part.spec.name.as_str(), weight))
@@ -98,7 +98,7 @@ impl Parameters {
         let (mesh, config) = (mesh.clone(), self.config.clone());
         let ahead = Mutex::default();
         let layers = ShardedLayers { mesh, config, layers, adapters: adapters.clone(), uses, ahead };
-        let tensors = Tensors { find: &find, adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters, ranks: None };
         Weights::new(&self.config, self.is_critic(), self.bytes(), Some(Arc::new(layers)), tensors)
     }
 
@@ -108,15 +108,15 @@ impl Parameters {
     ///
     /// # Errors
     /// When there is no such tensor, or a rank does not respond in time.
-    pub fn whole(&self, index: usize, kind: &str) -> Result<Tensor> {
+    pub fn gather(&self, index: usize, kind: &str) -> Result<Tensor> {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
         if !stored.is_variable() {
             if stored.is_sharded() {
                 self.ask_for(index, kind)?;
             }
-            return Ok(self.weight(index)?.decoded(&spec.working_shape())?);
+            return Ok(self.weight(index)?.decode(&spec.working_shape())?);
         }
-        let own = &on_host(self.own(index, kind)?)?;
+        let own = &to_host(self.local_state(index, kind)?)?;
         if !stored.is_sharded() {
             return Ok(own.clone());
         }
@@ -139,7 +139,11 @@ impl Parameters {
     }
 
     fn ask_for(&self, index: usize, kind: &str) -> Result<()> {
-        self.mesh().request(Asked::Tensor { of_critic: self.is_critic(), index, kind: kind.to_owned() })
+        self.mesh().request(ShardRequest::Tensor {
+            of_critic: self.is_critic(),
+            index,
+            kind: kind.to_owned(),
+        })
     }
 
     /// Gathers the shards of tensor `index`; `own` is this rank's. Every rank must call it.
@@ -149,24 +153,24 @@ impl Parameters {
     }
 
     /// Gathers the whole of the sharded tensor `index`. Every rank must call it.
-    pub(super) fn gathered_weight(&self, index: usize) -> Result<Weight> {
+    pub(super) fn gather_weight(&self, index: usize) -> Result<Weight> {
         let stored = &self.entries[index].stored;
         if stored.is_variable() {
-            return Ok(Weight::dense(&self.whole(index, VALUES)?).in_precision(self.backend.precision));
+            return Ok(Weight::dense(&self.gather(index, VALUES)?).with_precision(self.backend.precision));
         }
         let mut own = vec![];
         stored.append_shard(&mut own)?;
-        stored.assembled(&self.specs[index], self.gathered(index, own)?)
+        stored.assemble(&self.specs[index], self.gathered(index, own)?)
     }
 
     /// Returns the type of tensor `index` under `kind`, and the number of values of the whole tensor.
     ///
     /// # Errors
     /// When there is no such tensor.
-    pub fn kept(&self, index: usize, kind: &str) -> Result<(DType, usize)> {
+    pub fn state_shape(&self, index: usize, kind: &str) -> Result<(DType, usize)> {
         let values = self.specs[index].element_count();
         let length = if BLOCK_STATES.contains(&kind) { values.div_ceil(SHARD_ALIGNMENT) } else { values };
-        let dtype = self.own(index, kind)?.dtype();
+        let dtype = self.local_state(index, kind)?.dtype();
         // A GPU's bf16 becomes f32 on the host.
         Ok((if dtype == DType::U8 { dtype } else { DType::F32 }, length))
     }
@@ -175,7 +179,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When there is no such tensor.
-    pub fn own(&self, index: usize, kind: &str) -> Result<&Tensor> {
+    pub fn local_state(&self, index: usize, kind: &str) -> Result<&Tensor> {
         match kind {
             VALUES => self.values(index),
             MASTER => self.master(index),
@@ -187,25 +191,25 @@ impl Parameters {
     ///
     /// # Errors
     /// As [`Self::whole`].
-    pub fn answer(&self, critic: Option<&Parameters>, asked: &Asked) -> Result<()> {
-        let Asked::Tensor { of_critic, index, kind } = asked else {
+    pub fn serve(&self, critic: Option<&Parameters>, asked: &ShardRequest) -> Result<()> {
+        let ShardRequest::Tensor { of_critic, index, kind } = asked else {
             bail!("a request for a file reached a store of tensors")
         };
         let of = if *of_critic { critic.unwrap_or(self) } else { self };
-        of.whole(*index, kind).map(drop)
+        of.gather(*index, kind).map(drop)
     }
 
     /// Returns the range that this rank holds of the `length` values of tensor `index` under `kind`: all of
     /// them if the tensor is not sharded.
-    pub fn own_part(&self, index: usize, kind: &str, length: usize) -> Range<usize> {
+    pub fn local_range(&self, index: usize, kind: &str, length: usize) -> Range<usize> {
         if !self.is_sharded(index) {
             return 0..length;
         }
-        self.part_of(index, kind, self.mesh().rank(), self.mesh().ranks())
+        self.range_of_rank(index, kind, self.mesh().rank(), self.mesh().ranks())
     }
 
     /// Returns the range of values that `rank` of `ranks` holds of a sharded tensor.
-    pub fn part_of(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
+    pub fn range_of_rank(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
         let own = shard_range(self.specs[index].element_count(), index, rank, ranks);
         let by = if BLOCK_STATES.contains(&kind) { SHARD_ALIGNMENT } else { 1 };
         own.start.div_ceil(by)..own.end.div_ceil(by)
@@ -213,7 +217,7 @@ impl Parameters {
 }
 
 /// Reshards `part`: afterwards rank r has the bytes of the range `of(r)`. Returns this rank's bytes.
-fn exchanged(mesh: &Mesh, part: &Part, of: impl Fn(usize) -> Range<usize>) -> Result<Vec<u8>> {
+fn exchanged(mesh: &Mesh, part: &GatherPart, of: impl Fn(usize) -> Range<usize>) -> Result<Vec<u8>> {
     let mut own = vec![];
     part.stored.append_shard(&mut own)?;
     let common = |a: &Range<usize>, b: &Range<usize>| {
@@ -221,7 +225,7 @@ fn exchanged(mesh: &Mesh, part: &Part, of: impl Fn(usize) -> Range<usize>) -> Re
         start..a.end.min(b.end).max(start)
     };
     let (rank, ranks) = (mesh.rank(), mesh.ranks());
-    let shard_of = |rank: usize| part.stored.shard_of(&part.spec, part.index, rank, mesh);
+    let shard_of = |rank: usize| part.stored.shard_range(&part.spec, part.index, rank, mesh);
     let (held, wanted) = (shard_of(rank), of(rank));
     let parts = (0..ranks).map(|to| {
         let sent = common(&held, &of(to));
@@ -238,7 +242,7 @@ fn exchanged(mesh: &Mesh, part: &Part, of: impl Fn(usize) -> Range<usize>) -> Re
 
 /// A request of rank 0 to the other ranks while it writes a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub enum Asked {
+pub enum ShardRequest {
     /// The shards of a tensor.
     Tensor { of_critic: bool, index: usize, kind: String },
     /// The state file of each rank in `folder`; its name begins with `stem`.

@@ -22,7 +22,7 @@ kernel_params! {
 }
 
 /// Returns a copy of `x`.
-pub(in crate::ops) fn copied(x: DeviceArgument) -> Result<(CudaStorage, Shape)> {
+pub(in crate::ops) fn copy_argument(x: DeviceArgument) -> Result<(CudaStorage, Shape)> {
     let (values, device) = OP.input::<f32>("the values", x, x.1.dims())?;
     let mut copy = output::<f32>(device, values.len())?;
     if !values.is_empty() {
@@ -34,7 +34,7 @@ pub(in crate::ops) fn copied(x: DeviceArgument) -> Result<(CudaStorage, Shape)> 
 /// Computes `sum += x` in place.
 pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
     let opened = x.storage_and_layout();
-    let (x, _) = OP.opened::<f32>("the gradient", &opened, sum.dims())?;
+    let (x, _) = OP.open_tensor::<f32>("the gradient", &opened, sum.dims())?;
     if x.is_empty() {
         return Ok(());
     }

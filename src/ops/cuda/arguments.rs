@@ -40,7 +40,7 @@ impl Op {
     }
 
     /// Checks a tensor and returns its storage on the GPU.
-    pub fn on_gpu<'a>(
+    pub fn gpu_storage<'a>(
         self,
         name: &str,
         (storage, layout): &'a (StorageRef<'_>, &Layout),
@@ -66,13 +66,13 @@ impl Op {
     }
 
     /// Checks a locked tensor on the GPU. Returns its elements and their device.
-    pub fn opened<'a, T: CudaDType + WithDType>(
+    pub fn open_tensor<'a, T: CudaDType + WithDType>(
         self,
         name: &str,
         opened: &'a (StorageRef<'_>, &Layout),
         shape: &[usize],
     ) -> Result<(CudaView<'a, T>, &'a CudaDevice)> {
-        self.input(name, self.on_gpu(name, opened, T::DTYPE, shape)?, shape)
+        self.input(name, self.gpu_storage(name, opened, T::DTYPE, shape)?, shape)
     }
 
     /// Returns the elements of a storage that a checked layout covers.
@@ -145,10 +145,10 @@ pub(super) fn tensor<T: CudaDType>(
     device: &CudaDevice,
     shape: impl Into<Shape>,
 ) -> Tensor {
-    of_storage(CudaStorage::wrap_cuda_slice(slice, device.clone()), shape)
+    from_storage(CudaStorage::wrap_cuda_slice(slice, device.clone()), shape)
 }
 
 /// Makes a tensor of a storage.
-pub(super) fn of_storage(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+pub(super) fn from_storage(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }

@@ -3,9 +3,9 @@
 
 use super::arguments::{Op, tensor};
 use super::launch::kernel_set;
-use super::paged::{KvPages, KvPool, accounts};
-use super::sink_attention::{Inputs, LaunchPlan, LaunchShape, OP as ATTENTION, Outputs, Spread};
-use crate::ops::pages::{PAGE, page_table};
+use super::paged_attention::{KvPages, KvPool, paged_sequences};
+use super::sink_attention::{Inputs, LaunchPlan, LaunchShape, OP as ATTENTION, Outputs, SplitKv};
+use crate::ops::page_allocator::{PAGE_POSITIONS, page_table};
 use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};
@@ -48,14 +48,14 @@ impl DecodeStep {
         };
         let lengths: Vec<usize> = sequences.iter().map(|sequence| sequence.len()).collect();
         let counts = vec![1; lengths.len()];
-        let batch = LaunchSequences::cached(&counts, &lengths)?;
+        let batch = LaunchSequences::for_cached_sequences(&counts, &lengths)?;
         let places = pool.extend(sequences, &counts)?;
         // Wider than needed, so that the shape stays the same while sequences grow.
-        let pages = lengths.iter().max().map_or(1, |longest| (longest + 1).div_ceil(PAGE));
-        let (table, pages_max) = page_table(&accounts(sequences), pages.next_power_of_two());
+        let pages = lengths.iter().max().map_or(1, |longest| (longest + 1).div_ceil(PAGE_POSITIONS));
+        let (table, pages_max) = page_table(&paged_sequences(sequences), pages.next_power_of_two());
         let kernels = kernel_set(pool.device())?;
         let (plan, arrays) =
-            LaunchPlan::new(kernels, &attention, &batch, Some((&table, pages_max)), Spread::InSteps)?;
+            LaunchPlan::new(kernels, &attention, &batch, Some((&table, pages_max)), SplitKv::InSteps)?;
         let mut added = |more: Vec<i32>| {
             let start = self.arrays.len();
             self.arrays.extend(more);
@@ -97,7 +97,7 @@ impl DecodeBatch {
     }
 
     /// Returns true when `step` has this shape.
-    pub fn fits(&self, step: &DecodeStep) -> bool {
+    pub fn has_shape_of(&self, step: &DecodeStep) -> bool {
         let own = self.layers.iter().map(|layer| (layer.plan.shape, layer.attention));
         self.layers.len() == step.layers.len() && own.eq(step.shapes())
     }
@@ -107,7 +107,7 @@ impl DecodeBatch {
     /// # Errors
     /// When it has another shape, or the driver fails.
     pub fn load(&mut self, step: &DecodeStep) -> Result<()> {
-        if !self.fits(step) || self.arrays.len() != step.arrays.len() {
+        if !self.has_shape_of(step) || self.arrays.len() != step.arrays.len() {
             bail!("decode: a step of another shape");
         }
         self.device.memcpy_htod(&step.arrays, &mut self.arrays)
@@ -125,9 +125,9 @@ impl DecodeBatch {
         let Attention { heads, kv_heads, .. } = *attention;
         let tokens = plan.shape.tokens;
         let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
-        let q = ATTENTION.on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
-        let kv = ATTENTION.on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
-        let sinks = ATTENTION.on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
+        let q = ATTENTION.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
+        let kv = ATTENTION.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+        let sinks = ATTENTION.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
         let (q, kv, sinks) =
             (ATTENTION.view(q.0, q.1)?, ATTENTION.view(kv.0, kv.1)?, ATTENTION.view(sinks.0, sinks.1)?);
         let no_sinks = self.no_sinks.slice(..heads);
@@ -148,7 +148,7 @@ impl DecodeBatch {
 /// When their shapes differ, or one is not on the GPU.
 pub fn overwrite(to: &Tensor, from: &Tensor) -> Result<()> {
     let opened = from.storage_and_layout();
-    let (from, _) = OP.opened::<bf16>("the rows", &opened, to.dims())?;
+    let (from, _) = OP.open_tensor::<bf16>("the rows", &opened, to.dims())?;
     OP.edit::<bf16, ()>(to, |device, to| device.cuda_stream().memcpy_dtod(&from, to).w())
 }
 

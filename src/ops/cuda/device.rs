@@ -30,7 +30,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
 /// This process's memory on a GPU, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Memory of tensors, and its maximum since [`forget_memory_peaks`].
+    /// Memory of tensors, and its maximum since [`reset_memory_peaks`].
     pub used: u64,
     pub used_max: u64,
     /// Memory of tensors and freed memory that is kept, and its maximum.
@@ -64,7 +64,7 @@ pub fn device_memory(device: &CudaDevice) -> Result<DeviceMemory> {
 ///
 /// # Errors
 /// When the driver fails.
-pub fn forget_memory_peaks(device: &CudaDevice) -> Result<()> {
+pub fn reset_memory_peaks(device: &CudaDevice) -> Result<()> {
     set_pool_attribute(device, CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)?;
     set_pool_attribute(device, CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, 0)
 }
@@ -83,7 +83,7 @@ pub fn free_memory(device: &CudaDevice) -> Result<u64> {
 ///
 /// # Errors
 /// When the driver fails.
-pub(super) fn give_back_unused(device: &Device) -> Result<()> {
+pub(super) fn release_unused(device: &Device) -> Result<()> {
     let stream = device.as_cuda_device()?.cuda_stream();
     stream.synchronize().w()?;
     // SAFETY: the device belongs to an open context, and the pool to the device.
@@ -131,7 +131,7 @@ const DRIVER: &str = "an NVIDIA driver of release 580 or newer must be loaded (n
 ///
 /// # Errors
 /// One line with the reason and the remedy.
-pub fn usable(ordinal: usize) -> Result<Gpu> {
+pub fn open_gpu(ordinal: usize) -> Result<Gpu> {
     let refused = |why: &str| {
         // A backtrace may follow the first line.
         let why = why.lines().next().unwrap_or_default();
@@ -166,7 +166,7 @@ mod on_device {
         const BYTES: u64 = 16 << 20;
         let device = open(0).unwrap();
         let gpu = device.as_cuda_device().unwrap();
-        forget_memory_peaks(gpu).unwrap();
+        reset_memory_peaks(gpu).unwrap();
         let held = Tensor::zeros(BYTES as usize / 4, DType::F32, &device).unwrap();
         let DeviceMemory { used, used_max, reserved, reserved_max } = device_memory(gpu).unwrap();
         drop(held);

@@ -1,6 +1,6 @@
 //! Dispatch of tokens to experts and their combination on the GPU: bf16 rows, f32 weights, u32 plan.
 
-use super::arguments::{Op, of_storage, output, tensor};
+use super::arguments::{Op, from_storage, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
@@ -104,7 +104,7 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
     let (xs, device) = op.input::<bf16>("x", x, x.1.dims())?;
     op.check_width(width)?;
     let opened = rows.storage_and_layout();
-    let (rows, _) = op.opened::<u32>("the plan", &opened, rows.dims())?;
+    let (rows, _) = op.open_tensor::<u32>("the plan", &opened, rows.dims())?;
     if let Some(weights) = weights {
         op.check("the weights", weights, DType::F32, &[blocks, top_k])?;
     }
@@ -142,9 +142,9 @@ pub(in crate::ops) fn dispatch_backward(dy: &Tensor, row_of: &Tensor, top_k: usi
     let (rows, width) = dy.dims2()?;
     let tokens = rows / top_k;
     let opened = dy.storage_and_layout();
-    let x = OP.on_gpu("the output's gradient", &opened, DType::BF16, &[rows, width])?;
+    let x = OP.gpu_storage("the output's gradient", &opened, DType::BF16, &[rows, width])?;
     let out = run(OP, &DISPATCH_BACKWARD, &Operands { x, weights: None, rows: row_of, top_k }, tokens)?;
-    Ok(of_storage(out, (tokens, width)))
+    Ok(from_storage(out, (tokens, width)))
 }
 
 /// Sums `x [T·K, H]` over each token's slots with `weights [T, K]`: `[T, H]`.
@@ -166,10 +166,10 @@ pub(in crate::ops) fn combine_backward(
     const OP: Op = Op("combine");
     let ((rows, width), (tokens, top_k)) = (x.dims2()?, weights.dims2()?);
     let opened = [x, weights, dy, row_of].map(Tensor::storage_and_layout);
-    let (x, device) = OP.opened::<bf16>("x", &opened[0], &[tokens * top_k, width])?;
-    let (weights, _) = OP.opened::<f32>("the weights", &opened[1], &[tokens, top_k])?;
-    let (dy, _) = OP.opened::<bf16>("the output's gradient", &opened[2], &[tokens, width])?;
-    let (row_of, _) = OP.opened::<u32>("the plan", &opened[3], &[rows])?;
+    let (x, device) = OP.open_tensor::<bf16>("x", &opened[0], &[tokens * top_k, width])?;
+    let (weights, _) = OP.open_tensor::<f32>("the weights", &opened[1], &[tokens, top_k])?;
+    let (dy, _) = OP.open_tensor::<bf16>("the output's gradient", &opened[2], &[tokens, width])?;
+    let (row_of, _) = OP.open_tensor::<u32>("the plan", &opened[3], &[rows])?;
     OP.check_width(width)?;
     let mut dx = output::<bf16>(device, rows * width)?;
     let mut dweights = output::<f32>(device, rows)?;

@@ -2,7 +2,7 @@
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
-use crate::ops::embedding::ById;
+use crate::ops::embedding::TokensById;
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::cudarc::driver::CudaView;
@@ -88,13 +88,13 @@ fn take(
 }
 
 /// Adds each row of `dy` to the row of `table [V, H]` that its id names.
-pub(in crate::ops) fn add_rows(table: &Tensor, dy: &Tensor, by_id: &ById) -> Result<()> {
+pub(in crate::ops) fn add_rows(table: &Tensor, dy: &Tensor, by_id: &TokensById) -> Result<()> {
     let (rows, width) = table.dims2()?;
     add(&ADD_ROWS, table, dy, by_id, (rows, width, 0))
 }
 
 /// Adds each row of `dy` to the column of `table [H, V]` that its id names.
-pub(in crate::ops) fn add_columns(table: &Tensor, dy: &Tensor, by_id: &ById) -> Result<()> {
+pub(in crate::ops) fn add_columns(table: &Tensor, dy: &Tensor, by_id: &TokensById) -> Result<()> {
     let (width, columns) = table.dims2()?;
     add(&ADD_COLUMNS, table, dy, by_id, (columns, width, columns))
 }
@@ -103,11 +103,11 @@ fn add(
     kernel: &Kernel,
     table: &Tensor,
     dy: &Tensor,
-    by_id: &ById,
+    by_id: &TokensById,
     (places, width, columns): (usize, usize, usize),
 ) -> Result<()> {
     let opened = dy.storage_and_layout();
-    let (dy, _) = OP.opened::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
+    let (dy, _) = OP.open_tensor::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
     OP.edit::<f32, ()>(table, |device, table| {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
@@ -118,10 +118,11 @@ fn add(
 }
 
 /// Returns the gradient of `x [rows, H]` for `dy`, the gradient of the selected rows.
-pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &ById, rows: usize) -> Result<Tensor> {
+pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &TokensById, rows: usize) -> Result<Tensor> {
     let width = dy.dims2()?.1;
     let opened = dy.storage_and_layout();
-    let (dy, device) = OP.opened::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
+    let (dy, device) =
+        OP.open_tensor::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
     let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
@@ -148,12 +149,12 @@ unsafe fn sum(
     kernel: &Kernel,
     device: &CudaDevice,
     dy: &CudaView<bf16>,
-    by_id: &ById,
+    by_id: &TokensById,
     places: usize,
     to: SumPlaces,
 ) -> Result<()> {
     OP.check_width(to.width)?;
-    let ById { ids, starts, order } = by_id;
+    let TokensById { ids, starts, order } = by_id;
     let Some(&last) = ids.last() else { return Ok(()) };
     if last as usize >= places {
         bail!("rows: id {last} for a gradient of {places}; give the buffer of the table that was read");

@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, bail};
 ///
 /// # Errors
 /// When `attention` has sinks, which the library would ignore silently; those of the library.
-pub fn fa2_without_the_fix(
+pub fn fa2_without_sinks(
     q: &Tensor,
     kv: &Tensor,
     cu_seqlens: &[usize],

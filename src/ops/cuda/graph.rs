@@ -1,21 +1,21 @@
 //! CUDA graphs: launches recorded once and replayed as one.
 
-use super::device::give_back_unused;
+use super::device::release_unused;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaGraph;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use candle_core::{Device, Result, bail};
 
 /// A recorded CUDA graph. It reads and writes the addresses of the recording.
-pub struct Recorded(CudaGraph);
+pub struct RecordedGraph(CudaGraph);
 
-impl Recorded {
+impl RecordedGraph {
     /// Records the launches of `work` without running them. `work` must not wait for the device or copy
     /// from the host, and its own allocations must end with it.
     ///
     /// # Errors
     /// Those of `work`, and those of the driver when a call cannot be recorded.
-    pub fn of(device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Self> {
+    pub fn record(device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Self> {
         let stream = device.as_cuda_device()?.cuda_stream();
         // A recording may not wait for events outside of it, and event tracking would add such waits.
         let context = stream.context();
@@ -34,7 +34,7 @@ impl Recorded {
         // The graph's allocations do not come from the pool, which may hold all free memory. The driver
         // keeps them for later recordings.
         if graph.upload().is_err() {
-            give_back_unused(device)?;
+            release_unused(device)?;
             graph.upload().w()?;
         }
         Ok(Self(graph))

@@ -4,12 +4,12 @@
 //! The sampler's logits and those of the training pass are the same product with the same sums. A token's
 //! log-probability therefore has the same bits in both.
 
-use super::arguments::{Op, of_storage, output, tensor};
+use super::arguments::{Op, from_storage, output, tensor};
 use super::log_prob::{logits_gradient, row_stats};
 use super::product::{add_weight_gradient, product_forward, product_input_gradient};
 use crate::ops::logits::device_logits_rows;
 use crate::ops::operation::DeviceArgument;
-use crate::ops::parameter::Gradient;
+use crate::ops::parameter::GradientTarget;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
@@ -20,7 +20,7 @@ const OP: Op = Op("log_prob");
 /// Computes `h · W` for rows `h [m, H]`, f32.
 fn product(h: DeviceArgument, weight: &Tensor) -> Result<CudaStorage> {
     let opened = weight.storage_and_layout();
-    let weight = OP.on_gpu("the head", &opened, DType::BF16, weight.dims())?;
+    let weight = OP.gpu_storage("the head", &opened, DType::BF16, weight.dims())?;
     Ok(product_forward(OP.0, h, weight, None, None, DType::F32)?.0)
 }
 
@@ -32,13 +32,13 @@ pub(in crate::ops) fn head_logits(
 ) -> Result<[Tensor; 2]> {
     let (rows, vocabulary) = (h.dim(0)?, weight.dim(1)?);
     let opened = h.storage_and_layout();
-    let h = OP.on_gpu("h", &opened, DType::BF16, h.dims())?;
+    let h = OP.gpu_storage("h", &opened, DType::BF16, h.dims())?;
     let device = h.0.device();
     let mut z = product(h, weight)?;
     let [mut log_sum_exp, mut entropy] = [output::<f32>(device, rows)?, output::<f32>(device, rows)?];
     let sums = [&mut log_sum_exp.as_view_mut(), &mut entropy.as_view_mut()];
     row_stats(device, &mut z.as_cuda_slice_mut::<f32>()?.as_view_mut(), inverse_temperature, sums, None)?;
-    Ok([of_storage(z, (rows, vocabulary)), tensor(log_sum_exp, device, rows)])
+    Ok([from_storage(z, (rows, vocabulary)), tensor(log_sum_exp, device, rows)])
 }
 
 /// Returns log-probabilities (first row) and entropies (second row) of `targets`, `[2, R]`.
@@ -72,14 +72,14 @@ pub(in crate::ops) fn head_backward(
     [h, weight, gradient]: [&Tensor; 3],
     targets: &[u32],
     inverse_temperature: f32,
-    learns: Option<&Gradient>,
+    learns: Option<&GradientTarget>,
     h_learns: bool,
 ) -> Result<Option<Tensor>> {
     let ((rows, width), vocabulary) = (h.dims2()?, weight.dim(1)?);
     let chunk = device_logits_rows(vocabulary);
     let opened = [h, gradient].map(Tensor::storage_and_layout);
-    let of_h = OP.on_gpu("h", &opened[0], DType::BF16, &[rows, width])?;
-    let (gradient, _) = OP.opened::<f32>("the output's gradient", &opened[1], &[2, rows])?;
+    let of_h = OP.gpu_storage("h", &opened[0], DType::BF16, &[rows, width])?;
+    let (gradient, _) = OP.open_tensor::<f32>("the output's gradient", &opened[1], &[2, rows])?;
     let device = of_h.0.device();
     let ids = uploaded(device, targets)?;
     // Computes a chunk's gradient of the logits `[m, V]` and passes it with its rows of `h` to `use_it`.

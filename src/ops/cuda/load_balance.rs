@@ -45,11 +45,11 @@ kernel_params! {
 }
 
 /// The result that a launch computes.
-enum Wanted {
+enum LaunchOutput {
     /// Addresses of the rows' losses and of their sum.
     Loss { of_rows: u64, loss: u64 },
     /// Addresses of the loss's gradient and of the logits' gradient.
-    Gradient { dloss: u64, dlogits: u64 },
+    GradientTarget { dloss: u64, dlogits: u64 },
 }
 
 /// Counts how often each expert is chosen, then computes `wanted`.
@@ -61,7 +61,7 @@ unsafe fn run(
     device: &CudaDevice,
     logits: &CudaView<f32>,
     (rows, experts): (usize, usize),
-    wanted: Wanted,
+    wanted: LaunchOutput,
 ) -> Result<()> {
     let (tokens, of_experts) = (op.plan.tokens(), op.plan.expert_count());
     if tokens != rows || of_experts != experts {
@@ -71,15 +71,15 @@ unsafe fn run(
     }
     let plan = [op.plan.token_of()?, op.plan.starts()?];
     let opened_plan = plan.each_ref().map(Tensor::storage_and_layout);
-    let token_of = OP.on_gpu("the plan", &opened_plan[0], DType::U32, plan[0].dims())?;
-    let starts = OP.on_gpu("the plan", &opened_plan[1], DType::U32, plan[1].dims())?;
+    let token_of = OP.gpu_storage("the plan", &opened_plan[0], DType::U32, plan[0].dims())?;
+    let starts = OP.gpu_storage("the plan", &opened_plan[1], DType::U32, plan[1].dims())?;
     let (token_of, starts) = (OP.view::<u32>(token_of.0, token_of.1)?, OP.view::<u32>(starts.0, starts.1)?);
-    let holders = op.holders_on(&Device::Cuda(device.clone()))?;
+    let holders = op.sequences_per_row_on(&Device::Cuda(device.clone()))?;
     let opened_holders = holders.as_ref().map(Tensor::storage_and_layout);
     let holders = match &opened_holders {
         None => None,
         Some(opened) => {
-            let (storage, layout) = OP.on_gpu("the holders", opened, DType::U32, &[rows])?;
+            let (storage, layout) = OP.gpu_storage("the holders", opened, DType::U32, &[rows])?;
             Some(OP.view::<u32>(storage, layout)?)
         }
     };
@@ -107,12 +107,12 @@ unsafe fn run(
     unsafe {
         launch(device, &FRACTIONS, &params, experts)?;
         match wanted {
-            Wanted::Loss { of_rows, loss } => {
+            LaunchOutput::Loss { of_rows, loss } => {
                 let params = Params { of_rows, loss, ..params };
                 launch(device, &ROWS, &params, blocks)?;
                 launch(device, &SUM, &params, 1)
             }
-            Wanted::Gradient { dloss, dlogits } => {
+            LaunchOutput::GradientTarget { dloss, dlogits } => {
                 launch(device, &BACKWARD, &Params { dloss, dlogits, ..params }, blocks)
             }
         }
@@ -131,7 +131,7 @@ pub(in crate::ops) fn load_balance_forward(
         let mut of_rows = output::<f32>(device, rows)?;
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
-        let wanted = Wanted::Loss { of_rows: at.write(&mut of_rows), loss: at.write(&mut loss) };
+        let wanted = LaunchOutput::Loss { of_rows: at.write(&mut of_rows), loss: at.write(&mut loss) };
         // SAFETY: both outlive the launches and have those sizes.
         unsafe { run(op, device, &values, (rows, experts), wanted)? };
     }
@@ -146,13 +146,13 @@ pub(in crate::ops) fn load_balance_backward(
 ) -> Result<Tensor> {
     let (rows, experts) = logits.dims2()?;
     let opened = [logits, dloss].map(Tensor::storage_and_layout);
-    let (logits, device) = OP.opened::<f32>("the router logits", &opened[0], &[rows, experts])?;
-    let (dloss, _) = OP.opened::<f32>("the loss's gradient", &opened[1], &[])?;
+    let (logits, device) = OP.open_tensor::<f32>("the router logits", &opened[0], &[rows, experts])?;
+    let (dloss, _) = OP.open_tensor::<f32>("the loss's gradient", &opened[1], &[])?;
     let mut dlogits = output::<f32>(device, rows * experts)?;
     if rows > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
-        let wanted = Wanted::Gradient { dloss: at.read(&dloss), dlogits: at.write(&mut dlogits) };
+        let wanted = LaunchOutput::GradientTarget { dloss: at.read(&dloss), dlogits: at.write(&mut dlogits) };
         // SAFETY: both outlive the launches and have those sizes.
         unsafe { run(op, device, &logits, (rows, experts), wanted)? };
     }

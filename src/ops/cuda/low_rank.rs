@@ -1,13 +1,13 @@
 //! Low-rank corrections on the GPU, `y + s · (x · A) · B`, by the product kernels. Factors, rows and `u = s
 //! · x · A` are bf16. The second product adds `y` to its sums and rounds once, to the type of `y`.
 
-use super::arguments::{Op, of_storage};
+use super::arguments::{Op, from_storage};
 use super::product::{
-    Finish, add_weight_gradient, finished_product, product_input_gradient, scaled_input_gradient,
+    Epilogue, add_weight_gradient, product_input_gradient, product_with_epilogue, scaled_input_gradient,
 };
 use crate::ops::graph::is_tracked;
 use crate::ops::operation::DeviceArgument;
-use crate::ops::parameter::Gradient;
+use crate::ops::parameter::GradientTarget;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
 
@@ -21,8 +21,8 @@ fn reduced(
     starts: Option<&Tensor>,
 ) -> Result<(CudaStorage, Shape)> {
     let opened = a.storage_and_layout();
-    let a = OP.on_gpu("the first factor", &opened, DType::BF16, a.dims())?;
-    finished_product(OP, x, a, starts, &Finish { scale, bias: None, addend: None }, DType::BF16)
+    let a = OP.gpu_storage("the first factor", &opened, DType::BF16, a.dims())?;
+    product_with_epilogue(OP, x, a, starts, &Epilogue { scale, bias: None, addend: None }, DType::BF16)
 }
 
 /// Computes `y + s · (x · A) · B` in the type of `y`, bf16 or f32.
@@ -35,16 +35,16 @@ pub(in crate::ops) fn low_rank_forward(
 ) -> Result<(CudaStorage, Shape)> {
     let (u, shape) = reduced(x, a, scale, starts)?;
     let opened = b.storage_and_layout();
-    let b = OP.on_gpu("the second factor", &opened, DType::BF16, b.dims())?;
-    let finish = Finish { scale: 1.0, bias: None, addend: Some(y) };
-    finished_product(OP, (&u, &Layout::contiguous(shape)), b, starts, &finish, y.0.dtype())
+    let b = OP.gpu_storage("the second factor", &opened, DType::BF16, b.dims())?;
+    let finish = Epilogue { scale: 1.0, bias: None, addend: Some(y) };
+    product_with_epilogue(OP, (&u, &Layout::contiguous(shape)), b, starts, &finish, y.0.dtype())
 }
 
 /// Adds the gradients of trainable factors for bf16 `dy`. Returns `dx` if an earlier layer is trainable.
 pub(in crate::ops) fn low_rank_backward(
     [x, dy]: [&Tensor; 2],
     [a, b]: [&Tensor; 2],
-    [da, db]: [Option<&Gradient>; 2],
+    [da, db]: [Option<&GradientTarget>; 2],
     scale: f32,
     starts: Option<&Tensor>,
 ) -> Result<Option<Tensor>> {
@@ -54,8 +54,8 @@ pub(in crate::ops) fn low_rank_backward(
     }
     if let Some(db) = db {
         let opened = x.storage_and_layout();
-        let (u, shape) = reduced(OP.on_gpu("x", &opened, DType::BF16, x.dims())?, a, scale, starts)?;
-        let u = of_storage(u, shape);
+        let (u, shape) = reduced(OP.gpu_storage("x", &opened, DType::BF16, x.dims())?, a, scale, starts)?;
+        let u = from_storage(u, shape);
         db.add(|sum| add_weight_gradient(OP.0, sum, &u, dy, starts))?;
     }
     is_tracked(x).then(|| product_input_gradient(OP.0, &du, a, starts)).transpose()

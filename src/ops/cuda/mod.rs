@@ -21,32 +21,32 @@ mod modules;
 #[cfg(test)]
 mod on_device;
 mod optimizer;
-mod paged;
+mod paged_attention;
 mod primitive_checks;
 mod product;
 mod rms_norm;
 mod rope;
 mod router;
 mod sampling;
-mod silu_gated;
+mod silu_and_mul;
 mod sink_attention;
 mod swiglu;
 
 pub use decode::{DecodeBatch, DecodeStep, overwrite, upload};
 pub use device::{
-    DeviceMemory, Gpu, device_memory, forget_memory_peaks, free_memory, gpu_count, open, usable,
+    DeviceMemory, Gpu, device_memory, free_memory, gpu_count, open, open_gpu, reset_memory_peaks,
 };
 #[cfg(feature = "flash-attn")]
-pub use flash_attention::fa2_without_the_fix;
-pub use graph::Recorded;
+pub use flash_attention::fa2_without_sinks;
+pub use graph::RecordedGraph;
 pub use launch::{Timer, kernel_set};
 pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
-pub use paged::{KvPages, KvPool, kv_pages, sink_attention_paged};
+pub use paged_attention::{KvPages, KvPool, kv_pages, paged_sink_attention};
 pub use primitive_checks::run_primitive_check;
-pub use sink_attention::{DeviceLse, Gradients, Inputs, Outputs, Prepared};
+pub use sink_attention::{DeviceLaunchPlan, DeviceLse, Gradients, Inputs, Outputs};
 
-pub(super) use accumulate::{add_tensor, copied};
+pub(super) use accumulate::{add_tensor, copy_argument};
 pub(super) use dispatch::{
     combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,
 };
@@ -54,8 +54,8 @@ pub(super) use embedding::{add_columns, add_rows, sum_rows, take_columns, take_r
 pub(super) use head::{head_backward, head_forward, head_logits};
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use low_rank::{low_rank_backward, low_rank_forward};
-pub(super) use optimizer::{accumulate, adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares};
-pub(super) use paged::sink_attention_cached;
+pub(super) use optimizer::{adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum};
+pub(super) use paged_attention::cached_sink_attention;
 pub(super) use product::{
     add_bias_gradient, add_weight_gradient, packed_forward, packed_input_gradient, product_forward,
     product_input_gradient,
@@ -64,6 +64,6 @@ pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(super) use rope::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
 pub(super) use router::{route, top_k_softmax_backward, top_k_softmax_forward};
 pub(super) use sampling::{draw_tokens, token_log_probs};
-pub(super) use silu_gated::{silu_gated_backward, silu_gated_forward};
+pub(super) use silu_and_mul::{silu_and_mul_backward, silu_and_mul_forward};
 pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};
 pub(super) use swiglu::{swiglu_backward, swiglu_forward};

@@ -21,14 +21,14 @@ type Context = usize;
 
 /// Loaded modules by file, and functions by kernel.
 #[derive(Default)]
-struct Loaded {
+struct LoadedModule {
     modules: HashMap<(Context, &'static str), Arc<CudaModule>>,
     functions: HashMap<(Context, &'static str), CudaFunction>,
 }
 
-static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
+static LOADED: Mutex<Option<LoadedModule>> = Mutex::new(None);
 
-fn loaded() -> MutexGuard<'static, Option<Loaded>> {
+fn loaded() -> MutexGuard<'static, Option<LoadedModule>> {
     // A panic elsewhere leaves only complete entries.
     LOADED.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -46,7 +46,7 @@ pub(super) fn function(device: &CudaDevice, kernel: &Kernel) -> Result<CudaFunct
     let context = device.cuda_stream().context().clone();
     let key = context.cu_ctx() as Context;
     let mut guard = loaded();
-    let Loaded { modules, functions } = guard.get_or_insert_default();
+    let LoadedModule { modules, functions } = guard.get_or_insert_default();
     if let Some(function) = functions.get(&(key, kernel.function)) {
         return Ok(function.clone());
     }

@@ -132,7 +132,7 @@ fn edit_by(
 ) -> Result<()> {
     check(name, changed, DType::F32, changed.dims())?;
     let opened = read.storage_and_layout();
-    let (storage, layout) = OP.on_gpu("the gradient", &opened, DType::F32, changed.dims())?;
+    let (storage, layout) = OP.gpu_storage("the gradient", &opened, DType::F32, changed.dims())?;
     let values = OP.view::<f32>(storage, layout)?;
     OP.edit(changed, |device, changed| {
         if changed.is_empty() {
@@ -202,7 +202,7 @@ pub(in crate::ops) fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate
 }
 
 /// Performs [`crate::ops::optimizer::accumulate`].
-pub(in crate::ops) fn accumulate(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
+pub(in crate::ops) fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
     edit_by(("the buffer", buffer), gradient, |device, buffer, gradient| {
         let stream = device.cuda_stream();
         let count = buffer.len();
@@ -233,7 +233,7 @@ pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
 pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> {
     check("the copy", copy, DType::BF16, masters.dims())?;
     let opened = masters.storage_and_layout();
-    let (storage, layout) = OP.on_gpu("the masters", &opened, DType::F32, masters.dims())?;
+    let (storage, layout) = OP.gpu_storage("the masters", &opened, DType::F32, masters.dims())?;
     let x = OP.view::<f32>(storage, layout)?;
     OP.edit(copy, |device, copy: &mut CudaViewMut<bf16>| {
         if copy.is_empty() {
@@ -251,7 +251,7 @@ pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> 
 /// Performs [`crate::ops::optimizer::sum_of_squares`], in an order that depends only on the length.
 pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let opened = x.storage_and_layout();
-    let (storage, layout) = OP.on_gpu("x", &opened, DType::F32, x.dims())?;
+    let (storage, layout) = OP.gpu_storage("x", &opened, DType::F32, x.dims())?;
     let x = OP.view::<f32>(storage, layout)?;
     if x.is_empty() {
         return Ok(0.0);

@@ -7,7 +7,7 @@
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
-use crate::ops::packed::PackedMatrix;
+use crate::ops::packed_weights::PackedMatrix;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, DeviceRepr, ValidAsZeroBits};
@@ -138,7 +138,7 @@ fn with_starts<R>(
 ) -> Result<R> {
     let Some(starts) = starts else { return f(None) };
     let opened = starts.storage_and_layout();
-    let (storage, layout) = op.on_gpu("the groups' first rows", &opened, DType::U32, starts.dims())?;
+    let (storage, layout) = op.gpu_storage("the groups' first rows", &opened, DType::U32, starts.dims())?;
     f(Some(&op.view(storage, layout)?))
 }
 
@@ -158,14 +158,14 @@ impl<'a> Weight<'a> {
 }
 
 /// The epilogue of `x · W`: the sums are multiplied by `scale`, then `bias` and `addend` are added.
-pub(super) struct Finish<'a> {
+pub(super) struct Epilogue<'a> {
     pub scale: f32,
     pub bias: Option<DeviceArgument<'a>>,
     /// `[T, out]`, of the output type.
     pub addend: Option<DeviceArgument<'a>>,
 }
 
-impl<'a> Finish<'a> {
+impl<'a> Epilogue<'a> {
     fn with_bias(bias: Option<DeviceArgument<'a>>) -> Self {
         Self { scale: 1.0, bias, addend: None }
     }
@@ -180,16 +180,16 @@ pub(in crate::ops) fn product_forward(
     starts: Option<&Tensor>,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
-    finished_product(Op(op), x, weight, starts, &Finish::with_bias(bias), out)
+    product_with_epilogue(Op(op), x, weight, starts, &Epilogue::with_bias(bias), out)
 }
 
 /// Performs [`product_forward`] with another epilogue.
-pub(super) fn finished_product(
+pub(super) fn product_with_epilogue(
     op: Op,
     x: DeviceArgument,
     weight: DeviceArgument,
     starts: Option<&Tensor>,
-    finish: &Finish,
+    finish: &Epilogue,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
     let sizes = Sizes::new(op, x.1.shape().dims2()?.0, matrix(weight.1.dims())?, starts)?;
@@ -210,15 +210,16 @@ pub(in crate::ops) fn packed_forward(
     let [_, k, n] = weight.shape();
     let sizes = Sizes::new(op, x.1.shape().dims2()?.0, [k, n], starts)?;
     with_packed(op, weight, |weight| {
-        multiply(op, sizes, x, weight, starts, &Finish::with_bias(bias), DType::BF16)
+        multiply(op, sizes, x, weight, starts, &Epilogue::with_bias(bias), DType::BF16)
     })
 }
 
 /// Calls `f` with the bytes of a packed matrix in GPU memory.
 fn with_packed<R>(op: Op, weight: &PackedMatrix, f: impl FnOnce(&Weight) -> Result<R>) -> Result<R> {
-    let bytes = weight.on_device()?;
+    let bytes = weight.device_tensor()?;
     let opened = bytes.storage_and_layout();
-    let (storage, layout) = op.on_gpu("the packed weight", &opened, DType::U8, &[weight.size_bytes()])?;
+    let (storage, layout) =
+        op.gpu_storage("the packed weight", &opened, DType::U8, &[weight.size_bytes()])?;
     f(&Weight::Mxfp4(op.view(storage, layout)?))
 }
 
@@ -228,7 +229,7 @@ fn multiply(
     x: DeviceArgument,
     weight: &Weight,
     starts: Option<&Tensor>,
-    finish: &Finish,
+    finish: &Epilogue,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
     let Sizes { rows, k, n, .. } = sizes;
@@ -257,7 +258,7 @@ struct Operands<'a> {
     x: DeviceArgument<'a>,
     weight: &'a Weight<'a>,
     starts: Option<&'a CudaView<'a, u32>>,
-    finish: &'a Finish<'a>,
+    finish: &'a Epilogue<'a>,
 }
 
 fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
@@ -312,7 +313,7 @@ pub(super) fn scaled_input_gradient(
     let op = Op(op);
     let sizes = Sizes::new(op, dy.dim(0)?, matrix(weight.dims())?, starts)?;
     let opened = weight.storage_and_layout();
-    let weight = op.on_gpu("the weight", &opened, DType::BF16, &sizes.matrix())?;
+    let weight = op.gpu_storage("the weight", &opened, DType::BF16, &sizes.matrix())?;
     let weight = Weight::Bf16(op.view(weight.0, weight.1)?);
     input_gradient(op, &sizes, dy, &weight, starts, scale)
 }
@@ -339,7 +340,7 @@ fn input_gradient(
     scale: f32,
 ) -> Result<Tensor> {
     let opened = dy.storage_and_layout();
-    let (dy, device) = op.opened::<bf16>("the output's gradient", &opened, &[sizes.rows, sizes.n])?;
+    let (dy, device) = op.open_tensor::<bf16>("the output's gradient", &opened, &[sizes.rows, sizes.n])?;
     let mut dx = output::<bf16>(device, sizes.rows * sizes.k)?;
     let kernel = match weight {
         Weight::Bf16(_) => &INPUT_GRADIENT,
@@ -377,8 +378,8 @@ pub(in crate::ops) fn add_weight_gradient(
     let op = Op(op);
     let sizes = Sizes::new(op, x.dim(0)?, matrix(sum.dims())?, starts)?;
     let opened = [x, dy].map(Tensor::storage_and_layout);
-    let (x, _) = op.opened::<bf16>("x", &opened[0], &[sizes.rows, sizes.k])?;
-    let (dy, _) = op.opened::<bf16>("the output's gradient", &opened[1], &[sizes.rows, sizes.n])?;
+    let (x, _) = op.open_tensor::<bf16>("x", &opened[0], &[sizes.rows, sizes.k])?;
+    let (dy, _) = op.open_tensor::<bf16>("the output's gradient", &opened[1], &[sizes.rows, sizes.n])?;
     check_sum(op, sum, &sizes.matrix())?;
     let blocks = sizes.groups * sizes.k.div_ceil(WIDE.rows) * sizes.n.div_ceil(WIDE.columns);
     add_to(op, sum, &sizes, starts, (&WEIGHT_GRADIENT, blocks), (Some(&x), &dy))
@@ -395,7 +396,7 @@ pub(in crate::ops) fn add_bias_gradient(
     let (rows, n) = dy.dims2()?;
     let sizes = Sizes::new(op, rows, [1, n], starts)?;
     let opened = dy.storage_and_layout();
-    let (dy, _) = op.opened::<bf16>("the output's gradient", &opened, &[rows, n])?;
+    let (dy, _) = op.open_tensor::<bf16>("the output's gradient", &opened, &[rows, n])?;
     check_sum(op, sum, &sizes.vector())?;
     let blocks = sizes.groups * n.div_ceil(BIAS_COLUMNS);
     add_to(op, sum, &sizes, starts, (&BIAS_GRADIENT, blocks), (None, &dy))

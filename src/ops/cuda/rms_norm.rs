@@ -79,9 +79,9 @@ pub(in crate::ops) fn rms_norm_backward(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let (rows, width) = x.dims2()?;
     let opened = [x, weight, dy].map(Tensor::storage_and_layout);
-    let (x, device) = OP.opened::<bf16>("x", &opened[0], &[rows, width])?;
-    let (weight, _) = OP.opened::<f32>("the weight", &opened[1], &[width])?;
-    let (dy, _) = OP.opened::<bf16>("the output's gradient", &opened[2], &[rows, width])?;
+    let (x, device) = OP.open_tensor::<bf16>("x", &opened[0], &[rows, width])?;
+    let (weight, _) = OP.open_tensor::<f32>("the weight", &opened[1], &[width])?;
+    let (dy, _) = OP.open_tensor::<bf16>("the output's gradient", &opened[2], &[rows, width])?;
     OP.check_width(width)?;
     let mut dx = output::<bf16>(device, rows * width)?;
     let mut dweight = device.alloc_zeros::<f32>(if weight_learns { width } else { 0 })?;

@@ -54,7 +54,7 @@ impl Rows {
 
 /// Checks the number and the width of the rows to rotate.
 fn check(rotation: &Rotation, (rows, width): (usize, usize)) -> Result<()> {
-    let half = rotation.table.half();
+    let half = rotation.table.half_dim();
     if half == 0 || !half.is_multiple_of(VECTOR) || width > (i32::MAX / 2) as usize {
         let head_dim = 2 * half;
         bail!(
@@ -84,12 +84,12 @@ unsafe fn run(
     direction: f32,
 ) -> Result<()> {
     let place = Device::Cuda(device.clone());
-    let (half, rows) = (rotation.table.half(), rotation.positions.len());
+    let (half, rows) = (rotation.table.half_dim(), rotation.positions.len());
     let shape = [2, rotation.table.positions(), half];
-    let tensors = [rotation.table.on(&place)?, rotation.positions_on(&place)?];
+    let tensors = [rotation.table.to_device(&place)?, rotation.device_positions(&place)?];
     let opened = tensors.each_ref().map(Tensor::storage_and_layout);
-    let (table, _) = OP.opened::<f32>("the table", &opened[0], &shape)?;
-    let (positions, _) = OP.opened::<u32>("the positions", &opened[1], &[rows])?;
+    let (table, _) = OP.open_tensor::<f32>("the table", &opened[0], &shape)?;
+    let (positions, _) = OP.open_tensor::<u32>("the positions", &opened[1], &[rows])?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let cosines = at.read(&table);
@@ -134,7 +134,7 @@ pub(in crate::ops) fn rope_forward(x: DeviceArgument, rotation: &Rotation) -> Re
 pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = dy.dims2()?;
     let opened = dy.storage_and_layout();
-    let (dys, device) = OP.opened::<bf16>("the output's gradient", &opened, &[rows, width])?;
+    let (dys, device) = OP.open_tensor::<bf16>("the output's gradient", &opened, &[rows, width])?;
     check(rotation, (rows, width))?;
     let mut dx = output::<bf16>(device, rows * width)?;
     if rows > 0 {
@@ -174,7 +174,7 @@ pub(in crate::ops) fn rope_keys_forward(
 pub(in crate::ops) fn rope_keys_backward(dkv: &Tensor, rotation: &Rotation) -> Result<[Tensor; 2]> {
     let (rows, width) = (dkv.dim(0)?, dkv.dim(1)? / 2);
     let opened = dkv.storage_and_layout();
-    let (dkvs, device) = OP.opened::<bf16>("the output's gradient", &opened, &[rows, 2 * width])?;
+    let (dkvs, device) = OP.open_tensor::<bf16>("the output's gradient", &opened, &[rows, 2 * width])?;
     check(rotation, (rows, width))?;
     let mut dk = output::<bf16>(device, rows * width)?;
     let mut dv = output::<bf16>(device, rows * width)?;

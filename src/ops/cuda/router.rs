@@ -68,7 +68,7 @@ pub(in crate::ops) fn top_k_softmax_forward(
     let top_k = routes.dim(1)?;
     let (values, device) = SOFTMAX_OP.input::<f32>("the logits", logits, &[tokens, experts])?;
     let opened = routes.storage_and_layout();
-    let (routes, _) = SOFTMAX_OP.opened::<u32>("the routes", &opened, &[tokens, top_k])?;
+    let (routes, _) = SOFTMAX_OP.open_tensor::<u32>("the routes", &opened, &[tokens, top_k])?;
     let mut weights = output::<f32>(device, tokens * top_k)?;
     if tokens > 0 {
         let stream = device.cuda_stream();
@@ -97,9 +97,10 @@ pub(in crate::ops) fn top_k_softmax_backward(
 ) -> Result<Tensor> {
     let (tokens, top_k) = weights.dims2()?;
     let opened = [weights, routes, dweights].map(Tensor::storage_and_layout);
-    let (weights, device) = SOFTMAX_OP.opened::<f32>("the weights", &opened[0], &[tokens, top_k])?;
-    let (routes, _) = SOFTMAX_OP.opened::<u32>("the routes", &opened[1], &[tokens, top_k])?;
-    let (dweights, _) = SOFTMAX_OP.opened::<f32>("the weights' gradient", &opened[2], &[tokens, top_k])?;
+    let (weights, device) = SOFTMAX_OP.open_tensor::<f32>("the weights", &opened[0], &[tokens, top_k])?;
+    let (routes, _) = SOFTMAX_OP.open_tensor::<u32>("the routes", &opened[1], &[tokens, top_k])?;
+    let (dweights, _) =
+        SOFTMAX_OP.open_tensor::<f32>("the weights' gradient", &opened[2], &[tokens, top_k])?;
     let mut dlogits = device.alloc_zeros::<f32>(tokens * experts)?;
     if tokens > 0 {
         let stream = device.cuda_stream();

@@ -3,7 +3,7 @@
 use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};
 use super::log_prob::check_vocabulary;
-use crate::ops::logits::Drawn;
+use crate::ops::logits::SampledToken;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::{Result, Tensor, bail};
 
@@ -62,13 +62,13 @@ pub(in crate::ops) fn draw_tokens(
     log_sum_exp: &Tensor,
     draws: &[(usize, f64)],
     likeliest: bool,
-) -> Result<Vec<Option<Drawn>>> {
+) -> Result<Vec<Option<SampledToken>>> {
     let (rows, vocabulary) = z.dims2()?;
     let asked = checked_rows(draws, rows)?;
     check_vocabulary(OP, vocabulary)?;
     let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
-    let (z, device) = OP.opened::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
-    let (sums, _) = OP.opened::<f32>("the log-sum-exps", &opened[1], &[rows])?;
+    let (z, device) = OP.open_tensor::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
+    let (sums, _) = OP.open_tensor::<f32>("the log-sum-exps", &opened[1], &[rows])?;
     if draws.is_empty() {
         return Ok(vec![]);
     }
@@ -90,7 +90,7 @@ pub(in crate::ops) fn draw_tokens(
     drop(at);
     let of_pair = |pair: &[u32]| {
         let token = Some(pair[0]).filter(|&token| token != NO_TOKEN)?;
-        Some(Drawn { token, log_prob: f32::from_bits(pair[1]) })
+        Some(SampledToken { token, log_prob: f32::from_bits(pair[1]) })
     };
     Ok(device.clone_dtoh(&drawn)?.chunks_exact(2).map(of_pair).collect())
 }
@@ -109,8 +109,8 @@ pub(in crate::ops) fn token_log_probs(
         bail!("logits: token {id} in a vocabulary of {vocabulary}");
     }
     let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
-    let (z, device) = OP.opened::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
-    let (sums, _) = OP.opened::<f32>("the log-sum-exps", &opened[1], &[rows])?;
+    let (z, device) = OP.open_tensor::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
+    let (sums, _) = OP.open_tensor::<f32>("the log-sum-exps", &opened[1], &[rows])?;
     if tokens.is_empty() {
         return Ok(vec![]);
     }

@@ -81,7 +81,7 @@ pub(super) struct LaunchPlan {
 }
 
 /// A launch plan with its arrays on the device; any number of layers and passes can use it.
-pub struct Prepared {
+pub struct DeviceLaunchPlan {
     device: CudaDevice,
     plan: LaunchPlan,
     /// The arrays of the parameters, concatenated.
@@ -92,14 +92,14 @@ pub struct Prepared {
 
 /// Whether a launch splits the keys of a query into chunks that run in parallel.
 #[derive(Clone, Copy)]
-pub(super) enum Spread {
+pub(super) enum SplitKv {
     /// Fixed, with one block per chunk.
     Exactly(bool),
     /// By load. The block count is stable while sequences grow a little: the last chunk is repeated.
     InSteps,
 }
 
-/// Granularity of the number of chunks with [`Spread::InSteps`].
+/// Granularity of the number of chunks with [`SplitKv::InSteps`].
 const CHUNK_STEP: usize = 32;
 
 impl LaunchPlan {
@@ -113,7 +113,7 @@ impl LaunchPlan {
         attention: &Attention,
         sequences: &LaunchSequences,
         pages: Option<(&[i32], usize)>,
-        spread: Spread,
+        spread: SplitKv,
     ) -> Result<(Self, Vec<i32>)> {
         check_attention(attention)?;
         sequences.check_rows(attention)?;
@@ -125,8 +125,8 @@ impl LaunchPlan {
             bail!("sink_attention: no sequence has a token; leave the call out");
         }
         let (is_spread, step) = match spread {
-            Spread::Exactly(is_spread) => (is_spread, 1),
-            Spread::InSteps => (sequences.spreads(attention), CHUNK_STEP),
+            SplitKv::Exactly(is_spread) => (is_spread, 1),
+            SplitKv::InSteps => (sequences.should_split_keys(attention), CHUNK_STEP),
         };
         let query_tiles = sequences.query_tiles(attention);
         // Keys in a cache have no gradients.
@@ -283,7 +283,7 @@ impl LaunchPlan {
     }
 }
 
-impl Prepared {
+impl DeviceLaunchPlan {
     /// Returns a plan for `kernels`, which must come from [`kernel_set`]. `pages` is a page table and its
     /// width, for keys in a cache.
     ///
@@ -296,7 +296,7 @@ impl Prepared {
         sequences: &LaunchSequences,
         pages: Option<(&[i32], usize)>,
     ) -> Result<Self> {
-        Self::spread_or_serial(device, kernels, attention, sequences, pages, sequences.spreads(attention))
+        Self::with_split(device, kernels, attention, sequences, pages, sequences.should_split_keys(attention))
     }
 
     /// Performs [`Prepared::new`] with a fixed choice: chunks of keys in parallel, or one block per tile.
@@ -304,7 +304,7 @@ impl Prepared {
     ///
     /// # Errors
     /// Those of [`Prepared::new`].
-    pub fn spread_or_serial(
+    pub fn with_split(
         device: &CudaDevice,
         kernels: &'static KernelSet,
         attention: &Attention,
@@ -312,7 +312,7 @@ impl Prepared {
         pages: Option<(&[i32], usize)>,
         spread: bool,
     ) -> Result<Self> {
-        let (plan, arrays) = LaunchPlan::new(kernels, attention, sequences, pages, Spread::Exactly(spread))?;
+        let (plan, arrays) = LaunchPlan::new(kernels, attention, sequences, pages, SplitKv::Exactly(spread))?;
         let no_sinks = if attention.sinks { None } else { Some(vec![NO_SINK; attention.heads]) };
         Ok(Self {
             device: device.clone(),
@@ -441,7 +441,7 @@ pub(in crate::ops) fn sink_attention_forward(
     [q, kv, sinks]: [DeviceArgument; 3],
 ) -> Result<(CudaStorage, Shape, DeviceLse)> {
     let Attention { heads, kv_heads, .. } = *attention;
-    let sequences = LaunchSequences::packed(cu_seqlens)?;
+    let sequences = LaunchSequences::for_packed_sequences(cu_seqlens)?;
     let tokens = sequences.tokens();
     check_attention(attention)?;
     OP.check("q", q, DType::BF16, &[tokens, heads, HEAD_DIM])?;
@@ -452,7 +452,7 @@ pub(in crate::ops) fn sink_attention_forward(
         let out = CudaStorage::wrap_cuda_slice(device.alloc_zeros::<bf16>(0)?, device.clone());
         return Ok((out, Shape::from((0, heads * HEAD_DIM)), device.alloc_zeros(0)?));
     }
-    let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
+    let prepared = DeviceLaunchPlan::new(device, kernel_set(device)?, attention, &sequences, None)?;
     let mut outputs = prepared.outputs()?;
     let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
     prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
@@ -468,14 +468,15 @@ pub(in crate::ops) fn sink_attention_backward(
     tensors: [&Tensor; 5],
 ) -> Result<[Tensor; 3]> {
     let Attention { heads, kv_heads, .. } = *attention;
-    let sequences = LaunchSequences::packed(cu_seqlens)?;
+    let sequences = LaunchSequences::for_packed_sequences(cu_seqlens)?;
     let tokens = sequences.tokens();
     let opened = tensors.map(Tensor::storage_and_layout);
-    let q = OP.on_gpu("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
-    let kv = OP.on_gpu("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
-    let sinks = OP.on_gpu("sinks", &opened[2], DType::F32, &[heads])?;
-    let out = OP.on_gpu("the output", &opened[3], DType::BF16, &[tokens, heads * HEAD_DIM])?;
-    let dout = OP.on_gpu("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
+    let q = OP.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
+    let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    let sinks = OP.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
+    let out = OP.gpu_storage("the output", &opened[3], DType::BF16, &[tokens, heads * HEAD_DIM])?;
+    let dout =
+        OP.gpu_storage("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
     let device = q.0.device();
     if tokens == 0 {
         return Ok([
@@ -484,7 +485,7 @@ pub(in crate::ops) fn sink_attention_backward(
             tensor(device.alloc_zeros::<f32>(heads)?, device, tensors[2].shape()),
         ]);
     }
-    let prepared = Prepared::new(device, kernel_set(device)?, attention, &sequences, None)?;
+    let prepared = DeviceLaunchPlan::new(device, kernel_set(device)?, attention, &sequences, None)?;
     let mut gradients = prepared.gradients()?;
     let (out, dout) = (OP.view(out.0, out.1)?, OP.view(dout.0, dout.1)?);
     let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);

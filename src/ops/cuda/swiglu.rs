@@ -72,8 +72,8 @@ pub(in crate::ops) fn swiglu_forward(
 pub(in crate::ops) fn swiglu_backward(x: &Tensor, dy: &Tensor, limit: f32, alpha: f32) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let opened = [x, dy].map(Tensor::storage_and_layout);
-    let (x, device) = OP.opened("x", &opened[0], &[rows, width])?;
-    let (dy, _) = OP.opened("the output's gradient", &opened[1], &[rows, width / 2])?;
+    let (x, device) = OP.open_tensor("x", &opened[0], &[rows, width])?;
+    let (dy, _) = OP.open_tensor("the output's gradient", &opened[1], &[rows, width / 2])?;
     let dx = run(&BACKWARD, device, &x, Some(&dy), rows * width, (limit, alpha))?;
     Ok(tensor(dx, device, (rows, width)))
 }

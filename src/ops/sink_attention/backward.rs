@@ -1,7 +1,7 @@
 //! Gradients of attention. Queries are added in ascending order, several at a time in registers.
 
 use super::Attention;
-use super::forward::{block_scores, products, visible};
+use super::forward::{block_scores, query_key_products, visible_keys};
 use super::rows::Rows;
 use crate::ops::buffer::buffer;
 use crate::ops::kv_cache::{BLOCK, KvBlocks};
@@ -9,7 +9,7 @@ use crate::ops::math::{exp, sum_lanes};
 use multiversion::multiversion;
 
 /// Inputs of [`attend_backward`]: one sequence's own rows, the last of its cache.
-pub(super) struct Upstream<'a> {
+pub(super) struct BackwardInputs<'a> {
     pub q: &'a [f32],
     pub out: &'a [f32],
     pub lse: &'a [f32],
@@ -37,7 +37,7 @@ pub(super) fn attend_backward(
     attention: &Attention,
     kv_head: usize,
     cache: &KvBlocks,
-    up: &Upstream,
+    up: &BackwardInputs,
     dq: &Rows,
     dkv: &Rows,
     dkv_shared: &Rows,
@@ -56,7 +56,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
     attention: &Attention,
     kv_head: usize,
     cache: &KvBlocks,
-    up: &Upstream,
+    up: &BackwardInputs,
     dq: &Rows,
     dkv: &Rows,
     dkv_shared: &Rows,
@@ -114,7 +114,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
                 let (own, head) = (row / group, row % group);
                 tile.places[r] = own * heads + kv_head * group + head;
                 of_row[r] = row;
-                seen[r] = visible(attention, first + own, b);
+                seen[r] = visible_keys(attention, first + own, b);
                 tile.high = tile.high.max(seen[r].1);
             }
             let mut r = 0;
@@ -125,7 +125,8 @@ fn attend_backward_by<const R: usize, const W: usize>(
                 let seen = pair.map(|r| seen[r]);
                 let scores =
                     block_scores(places.clone().map(|at| &up.q[at]), keys_t, attention.scale(), seen);
-                let dp = products(places.map(|at| &up.grad[at]), &values_t, seen.map(|(_, high)| high));
+                let dp =
+                    query_key_products(places.map(|at| &up.grad[at]), &values_t, seen.map(|(_, high)| high));
                 for (i, r) in pair.into_iter().enumerate() {
                     let (lse, delta) = (up.lse[tile.places[r]], deltas[of_row[r]]);
                     for j in 0..BLOCK {
@@ -162,7 +163,7 @@ impl<const R: usize> Tile<R> {
     fn add<const W: usize>(
         &self,
         d: usize,
-        up: &Upstream,
+        up: &BackwardInputs,
         keys: &[f32],
         dk: &mut [f32],
         dv: &mut [f32],
@@ -185,7 +186,7 @@ impl<const R: usize> Tile<R> {
     fn add_columns<const W: usize>(
         &self,
         (d, column, width): (usize, usize, usize),
-        up: &Upstream,
+        up: &BackwardInputs,
         keys: &[f32],
         dk: &mut [f32],
         dv: &mut [f32],

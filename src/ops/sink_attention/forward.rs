@@ -17,7 +17,7 @@ pub(super) fn block_scores<const G: usize>(
     scale: f32,
     seen: [(usize, usize); G],
 ) -> [[f32; BLOCK]; G] {
-    let mut scores = products(queries, keys, seen.map(|(_, high)| high));
+    let mut scores = query_key_products(queries, keys, seen.map(|(_, high)| high));
     for (scores, (low, high)) in scores.iter_mut().zip(seen) {
         for (j, s) in scores.iter_mut().enumerate() {
             *s = if j >= low && j < high { *s * scale } else { f32::NEG_INFINITY };
@@ -32,7 +32,7 @@ pub(super) fn block_scores<const G: usize>(
 /// Several queries together read a key once, and their chains of additions overlap. In a single chain each
 /// addition waits for the previous one.
 #[inline(always)]
-pub(super) fn products<const G: usize>(
+pub(super) fn query_key_products<const G: usize>(
     queries: [&[f32]; G],
     keys: &[f32],
     high: [usize; G],
@@ -116,7 +116,7 @@ fn add_values<const G: usize>(
 
 /// Returns the indices in block `b` that the query at `position` sees.
 #[inline(always)]
-pub(super) fn visible(attention: &Attention, position: usize, b: usize) -> (usize, usize) {
+pub(super) fn visible_keys(attention: &Attention, position: usize, b: usize) -> (usize, usize) {
     let low = attention.first_key(position).saturating_sub(b * BLOCK);
     (low, (position + 1 - b * BLOCK).min(BLOCK))
 }
@@ -136,7 +136,7 @@ struct Queries<'a, const G: usize> {
 impl<const G: usize> Queries<'_, G> {
     /// Processes the keys of one chunk in ascending order. `o [G][D]` becomes their `O`.
     #[inline(always)]
-    fn walk(&self, chunk: usize, o: &mut [f32]) -> [Softmax; G] {
+    fn process_chunk(&self, chunk: usize, o: &mut [f32]) -> [Softmax; G] {
         let Self { attention, cache, kv_head, position, q, sinks } = *self;
         let d = attention.head_dim;
         let part = kv_head * d * BLOCK..(kv_head + 1) * d * BLOCK;
@@ -147,7 +147,7 @@ impl<const G: usize> Queries<'_, G> {
         let first = *blocks.start();
         for b in blocks {
             let block = cache.block(b);
-            let (low, high) = visible(attention, position, b);
+            let (low, high) = visible_keys(attention, position, b);
             let (mut p, mut shrink) = ([[0f32; BLOCK]; G], [0f32; G]);
             let (keys, query) = (&block.keys[part.clone()], |g: usize| &q[g * d..(g + 1) * d]);
             let mut g = 0;
@@ -183,7 +183,7 @@ impl<const G: usize> Queries<'_, G> {
         let mut chunks = chunks(self.attention, self.position);
         // The first chunk is taken as it is: merging it into an empty softmax would change nothing.
         let mut softmaxes = match chunks.next() {
-            Some(chunk) => self.walk(chunk, o),
+            Some(chunk) => self.process_chunk(chunk, o),
             None => {
                 o.fill(0.0);
                 self.sinks.map(Softmax::new)
@@ -191,7 +191,7 @@ impl<const G: usize> Queries<'_, G> {
         };
         for chunk in chunks {
             chunk_o.resize(G * d, 0.0);
-            let of_chunk = self.walk(chunk, chunk_o);
+            let of_chunk = self.process_chunk(chunk, chunk_o);
             for (g, softmax) in softmaxes.iter_mut().enumerate() {
                 softmax.merge(&mut o[g * d..(g + 1) * d], of_chunk[g], &chunk_o[g * d..(g + 1) * d]);
             }
@@ -284,7 +284,7 @@ pub(super) fn attend_chunk(
         let q = &q[head * d..(head + G) * d];
         let own = softmaxes.len() * d;
         let queries = Queries { attention, cache, kv_head, position, q, sinks };
-        softmaxes.extend(queries.walk(chunk, &mut o[own..own + G * d]));
+        softmaxes.extend(queries.process_chunk(chunk, &mut o[own..own + G * d]));
     });
     ChunkState { softmaxes, o }
 }

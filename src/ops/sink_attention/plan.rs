@@ -65,19 +65,19 @@ impl LaunchSequences {
     ///
     /// # Errors
     /// When the bounds do not start at 0 or decrease.
-    pub fn packed(cu_seqlens: &[usize]) -> Result<Self> {
+    pub fn for_packed_sequences(cu_seqlens: &[usize]) -> Result<Self> {
         if cu_seqlens.first() != Some(&0) || cu_seqlens.windows(2).any(|w| w[0] > w[1]) {
             bail!("sink_attention: the sequences' bounds {cu_seqlens:?} must start at 0 and not decrease");
         }
         let lengths: Vec<usize> = cu_seqlens.windows(2).map(|w| w[1] - w[0]).collect();
-        Self { queries: lengths.clone(), keys: lengths }.checked()
+        Self { queries: lengths.clone(), keys: lengths }.validate()
     }
 
     /// Returns `counts[s]` new tokens after `lengths[s]` cached positions.
     ///
     /// # Errors
     /// When the numbers of sequences differ.
-    pub fn cached(counts: &[usize], lengths: &[usize]) -> Result<Self> {
+    pub fn for_cached_sequences(counts: &[usize], lengths: &[usize]) -> Result<Self> {
         if counts.len() != lengths.len() {
             bail!(
                 "sink_attention: new tokens for {} sequences, caches of {}; give one count per cache",
@@ -86,10 +86,10 @@ impl LaunchSequences {
             );
         }
         let keys = counts.iter().zip(lengths).map(|(a, b)| a + b).collect();
-        Self { queries: counts.to_vec(), keys }.checked()
+        Self { queries: counts.to_vec(), keys }.validate()
     }
 
-    fn checked(self) -> Result<Self> {
+    fn validate(self) -> Result<Self> {
         // Positions and tiles are 32-bit on the device.
         let longest = i32::MAX as usize / 16;
         let (queries, keys) = (self.queries.iter().sum::<usize>(), self.keys.iter().sum::<usize>());
@@ -174,7 +174,7 @@ impl LaunchSequences {
     /// Returns true when the forward should run one block per chunk and merge them. The bits are the same.
     /// This pays when the tiles leave part of the GPU idle and see many keys, as in a decode of few long
     /// sequences.
-    pub fn spreads(&self, attention: &Attention) -> bool {
+    pub fn should_split_keys(&self, attention: &Attention) -> bool {
         let tiles = self.query_tiles(attention).len();
         let parts: usize = self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS)).sum();
         let bytes = parts.saturating_mul(attention.heads * (PART_OUT + PART_SUMS) * 4);

@@ -16,7 +16,7 @@ impl<'a> Rows<'a> {
     }
 
     /// Returns the part `offset..offset + len`.
-    pub(super) fn part(&self, offset: usize, len: usize) -> Self {
+    pub(super) fn slice(&self, offset: usize, len: usize) -> Self {
         assert!(offset + len <= self.len, "attention output out of bounds");
         // SAFETY: in bounds by the assertion.
         Self { start: unsafe { self.start.add(offset) }, len, lifetime: self.lifetime }

@@ -1,13 +1,13 @@
 //! The vector operations of tiles and skinny products, and their x86 implementations.
 
-use super::{Chunk, Out, Panels, Side};
+use super::{KRange, TileOperands, TileOutput, UnpackedOperand};
 
 /// Vectors of words of one kind.
 ///
 /// # Safety
 /// Every function needs a processor that has the vectors; pointers must be valid for the values read or
 /// written.
-pub trait Words {
+pub trait SimdWords {
     type Vector: Copy;
     /// Words per vector.
     const LANES: usize;
@@ -33,9 +33,16 @@ pub trait Words {
     /// `i`.
     unsafe fn transpose(block: &mut [Self::Vector; 16]);
     /// Calls [`super::tile`] for `rows` rows, compiled for the vectors.
-    unsafe fn tile(rows: usize, panels: Panels, to: Out, columns: usize, add: bool);
+    unsafe fn tile(rows: usize, panels: TileOperands, to: TileOutput, columns: usize, add: bool);
     /// Calls [`super::lay_out`], compiled for the vectors.
-    unsafe fn lay_out(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize);
+    unsafe fn lay_out(
+        side: UnpackedOperand,
+        line: usize,
+        lines: usize,
+        chunk: KRange,
+        to: *mut u32,
+        width: usize,
+    );
 }
 
 // Each unsafe block holds only intrinsics; the trait requires of its callers the features that these need.
@@ -43,16 +50,16 @@ pub trait Words {
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
     use super::super::{lay_out, tile};
-    use super::{Chunk, Out, Panels, Side, Words};
+    use super::{KRange, SimdWords, TileOperands, TileOutput, UnpackedOperand};
     use std::arch::x86_64::*;
 
     /// Implements the trait's two functions that are compiled for a processor's features.
     macro_rules! compiled_for {
         ($features:literal, $($rows:literal)+) => {
             #[inline]
-            unsafe fn tile(rows: usize, panels: Panels, to: Out, columns: usize, add: bool) {
+            unsafe fn tile(rows: usize, panels: TileOperands, to: TileOutput, columns: usize, add: bool) {
                 #[target_feature(enable = $features)]
-                unsafe fn compiled<W: Words, const R: usize>(panels: Panels, to: Out, columns: usize, add: bool) {
+                unsafe fn compiled<W: SimdWords, const R: usize>(panels: TileOperands, to: TileOutput, columns: usize, add: bool) {
                     unsafe { tile::<W, R>(panels, to, columns, add) }
                 }
                 unsafe {
@@ -64,9 +71,9 @@ pub mod x86 {
             }
 
             #[inline]
-            unsafe fn lay_out(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize) {
+            unsafe fn lay_out(side: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
                 #[target_feature(enable = $features)]
-                unsafe fn compiled<W: Words>(side: Side, line: usize, lines: usize, chunk: Chunk, to: *mut u32, width: usize) {
+                unsafe fn compiled<W: SimdWords>(side: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
                     unsafe { lay_out::<W>(side, line, lines, chunk, to, width) }
                 }
                 unsafe { compiled::<Self>(side, line, lines, chunk, to, width) }
@@ -132,7 +139,7 @@ pub mod x86 {
     pub struct F32x16;
 
     // SAFETY: guaranteed by the caller, as the trait requires.
-    impl Words for F32x16 {
+    impl SimdWords for F32x16 {
         type Vector = __m512;
         const LANES: usize = 16;
         const ROWS: usize = 12;
@@ -204,7 +211,7 @@ pub mod x86 {
     pub struct F32x8;
 
     // SAFETY: guaranteed by the caller, as the trait requires.
-    impl Words for F32x8 {
+    impl SimdWords for F32x8 {
         type Vector = __m256;
         const LANES: usize = 8;
         const ROWS: usize = 6;
@@ -298,7 +305,7 @@ pub mod x86 {
     pub struct Bf16x32;
 
     // SAFETY: guaranteed by the caller, as the trait requires.
-    impl Words for Bf16x32 {
+    impl SimdWords for Bf16x32 {
         type Vector = __m512;
         const LANES: usize = 16;
         const ROWS: usize = 12;

@@ -36,10 +36,10 @@ pub fn whiten(sequences: &Sequences, values: &[f32]) -> Result<Vec<f32>> {
         ));
     }
     let mean = sequences.mean(|t| f64::from(values[t]));
-    let squares: f64 = sequences.all_valid().map(|t| (f64::from(values[t]) - mean).powi(2)).sum();
+    let squares: f64 = sequences.all_valid_indices().map(|t| (f64::from(values[t]) - mean).powi(2)).sum();
     let factor = 1.0 / (squares / (count - 1) as f64 + VARIANCE_EPSILON).sqrt();
     let mut whitened = vec![0.0; values.len()];
-    for t in sequences.all_valid() {
+    for t in sequences.all_valid_indices() {
         whitened[t] = ((f64::from(values[t]) - mean) * factor) as f32;
     }
     Ok(whitened)
@@ -106,9 +106,9 @@ pub fn gae(
     sequences.check("values", values)?;
     let mut advantages = vec![0.0; rewards.len()];
     let mut returns = vec![0.0; rewards.len()];
-    for row in sequences.rows() {
+    for row in sequences.token_ranges() {
         let (mut next_value, mut next_advantage) = (0.0, 0.0);
-        for t in sequences.valid(row).rev() {
+        for t in sequences.valid_indices(row).rev() {
             let value = f64::from(values[t]);
             let delta = f64::from(rewards[t]) + gamma * next_value - value;
             next_advantage = delta + gamma * lambda * next_advantage;
@@ -124,9 +124,9 @@ pub fn gae(
 fn returns_to_go(sequences: &Sequences, rewards: &[f32]) -> Result<Vec<f32>> {
     sequences.check("rewards", rewards)?;
     let mut returns = vec![0.0; rewards.len()];
-    for row in sequences.rows() {
+    for row in sequences.token_ranges() {
         let mut running = 0.0;
-        for t in sequences.valid(row).rev() {
+        for t in sequences.valid_indices(row).rev() {
             running += f64::from(rewards[t]);
             returns[t] = running as f32;
         }

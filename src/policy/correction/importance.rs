@@ -4,8 +4,8 @@ use anyhow::Result;
 
 use super::{max, min, share};
 use crate::bad_input;
-use crate::policy::Figures;
-use crate::policy::offpolicy::check_any_valid;
+use crate::policy::MetricMap;
+use crate::policy::off_policy::check_any_valid;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 use crate::policy::sequences::{Sequences, mean, sample_std};
 use crate::settings::choice;
@@ -87,12 +87,12 @@ impl WeightBound {
     fn apply(&self, ratio: f64) -> f64 {
         match *self {
             WeightBound::Truncate { max } => ratio.min(max),
-            WeightBound::Mask { .. } if self.drops(ratio) => 0.0,
+            WeightBound::Mask { .. } if self.rejects(ratio) => 0.0,
             WeightBound::Mask { .. } => ratio,
         }
     }
 
-    fn drops(&self, ratio: f64) -> bool {
+    fn rejects(&self, ratio: f64) -> bool {
         matches!(*self, WeightBound::Mask { low, high } if ratio < low || ratio > high)
     }
 
@@ -119,7 +119,7 @@ pub struct ImportanceConfig {
 pub struct ImportanceWeights {
     /// One weight a token; 0 where the mask is false.
     pub weights: Vec<f32>,
-    pub metrics: Figures,
+    pub metrics: MetricMap,
 }
 
 /// Computes the weight of every token of a whole batch from `log_ratio` = T − R.
@@ -142,10 +142,11 @@ pub fn importance_weights(
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
     let log_ratio = |t: usize| f64::from(log_ratio[t]);
-    let row_logs: Vec<f64> = sequences.rows().map(|row| sequences.valid(row).map(log_ratio).sum()).collect();
+    let row_logs: Vec<f64> =
+        sequences.token_ranges().map(|row| sequences.valid_indices(row).map(log_ratio).sum()).collect();
     let mut raw = vec![0.0; sequences.tokens()];
-    for (row, &row_log) in sequences.rows().zip(&row_logs) {
-        for t in sequences.valid(row) {
+    for (row, &row_log) in sequences.token_ranges().zip(&row_logs) {
+        for t in sequences.valid_indices(row) {
             raw[t] = match settings.level {
                 Level::Token => clamped_ratio(log_ratio(t)),
                 Level::Sequence => clamped_ratio(row_log),
@@ -153,7 +154,7 @@ pub fn importance_weights(
         }
     }
     let mut weights = vec![0.0; sequences.tokens()];
-    for t in sequences.all_valid() {
+    for t in sequences.all_valid_indices() {
         weights[t] = settings.bound.apply(raw[t]);
     }
     let batch = Batch { sequences, settings, row_logs: &row_logs, raw: &raw, weights: &weights };
@@ -177,8 +178,8 @@ struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    fn token_metrics(&self) -> Figures {
-        let tokens = || self.sequences.all_valid();
+    fn token_metrics(&self) -> MetricMap {
+        let tokens = || self.sequences.all_valid_indices();
         let weights = || tokens().map(|t| self.weights[t]);
         let average = mean(weights());
         let variance = mean(weights().map(|w| (w - average).powi(2)));
@@ -199,7 +200,7 @@ impl Batch<'_> {
                 share(logs(), |log| log > high.ln()),
             ),
         };
-        let mut metrics = Figures::from([
+        let mut metrics = MetricMap::from([
             ("rollout_is_mean".into(), average),
             ("rollout_is_std".into(), variance.sqrt()),
             ("rollout_is_min".into(), smallest),
@@ -210,17 +211,17 @@ impl Batch<'_> {
             ("rollout_is_ratio_fraction_high".into(), above),
         ]);
         if matches!(self.settings.bound, WeightBound::Mask { .. }) {
-            let dropped = share(tokens(), |t| self.settings.bound.drops(self.raw[t]));
+            let dropped = share(tokens(), |t| self.settings.bound.rejects(self.raw[t]));
             metrics.insert("rollout_is_oob_ratio".into(), dropped);
         }
         metrics
     }
 
-    fn sequence_metrics(&self) -> Figures {
-        let means = self.sequences.row_means(|t| self.weights[t]);
-        let raw = self.sequences.row_means(|t| self.raw[t]);
+    fn sequence_metrics(&self) -> MetricMap {
+        let means = self.sequences.sequence_means(|t| self.weights[t]);
+        let raw = self.sequences.sequence_means(|t| self.raw[t]);
         let (low, high) = self.settings.bound.limits();
-        Figures::from([
+        MetricMap::from([
             ("rollout_is_seq_mean".into(), mean(means.iter().copied())),
             ("rollout_is_seq_std".into(), sample_std(&means)),
             ("rollout_is_seq_max".into(), max(means.iter().copied())),
@@ -237,8 +238,8 @@ impl Batch<'_> {
         let factor = match self.settings.level {
             Level::Token => self.sequences.mean(|t| self.weights[t]),
             Level::Sequence => {
-                let first = |row| self.sequences.valid(row).next();
-                mean(self.sequences.rows().filter_map(first).map(|t| self.weights[t]))
+                let first = |row| self.sequences.valid_indices(row).next();
+                mean(self.sequences.token_ranges().filter_map(first).map(|t| self.weights[t]))
             }
         };
         if factor > MEAN_EPSILON { factor } else { 1.0 }

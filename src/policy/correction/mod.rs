@@ -15,8 +15,8 @@ pub use rule::{RejectOption, RejectionRule};
 
 use anyhow::Result;
 
-use super::Figures;
-use super::offpolicy::offpolicy_metrics;
+use super::MetricMap;
+use super::off_policy::off_policy_metrics;
 use super::sequences::Sequences;
 
 /// The rules of a correction: importance sampling, rejection, both, or neither (metrics only).
@@ -35,7 +35,7 @@ pub struct Correction {
     /// denominators.
     pub mask: Vec<bool>,
     /// Metrics `rollout_corr/…`, all over the mask before rejection.
-    pub metrics: Figures,
+    pub metrics: MetricMap,
 }
 
 /// Computes the weights, the mask after rejection and the mismatch metrics of a whole batch.
@@ -51,7 +51,7 @@ pub fn correct(
     rollout_log_prob: &[f32],
     config: &CorrectionRules,
 ) -> Result<Correction> {
-    let mut metrics = offpolicy_metrics(sequences, log_prob, Some(rollout_log_prob))?;
+    let mut metrics = off_policy_metrics(sequences, log_prob, Some(rollout_log_prob))?;
     let log_ratio: Vec<f32> = log_prob.iter().zip(rollout_log_prob).map(|(t, r)| t - r).collect();
     let weights = match &config.importance {
         Some(importance) => {

@@ -4,8 +4,8 @@ use anyhow::Result;
 
 use super::rule::{RejectionRule, Scope, Statistic};
 use super::{max, min, share};
-use crate::policy::Figures;
-use crate::policy::offpolicy::check_any_valid;
+use crate::policy::MetricMap;
+use crate::policy::off_policy::check_any_valid;
 use crate::policy::ratio::LOG_RATIO_MAX;
 use crate::policy::sequences::{Sequences, mean, sample_std};
 
@@ -14,7 +14,7 @@ use crate::policy::sequences::{Sequences, mean, sample_std};
 pub struct Rejection {
     /// True where the token was valid and every rule accepts it.
     pub mask: Vec<bool>,
-    pub metrics: Figures,
+    pub metrics: MetricMap,
 }
 
 /// Applies `rules` to `log_ratio` = T − R. Each rule sees the original mask; a token stays when all rules
@@ -38,29 +38,30 @@ pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule])
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
     let mut mask = sequences.mask().to_vec();
-    let mut metrics = Figures::new();
+    let mut metrics = MetricMap::new();
     for rule in rules {
         let statistic = per_token(sequences, log_ratio, rule);
         metrics.extend(rule_metrics(sequences, rule, &statistic));
-        for t in sequences.all_valid() {
+        for t in sequences.all_valid_indices() {
             mask[t] &= rule.accepts(statistic[t]);
         }
     }
     let rejected = |t: usize| !mask[t];
-    metrics.insert("rollout_rs_masked_fraction".into(), share(sequences.all_valid(), rejected));
-    let lost_any = |row| sequences.valid(row).any(rejected);
-    metrics.insert("rollout_rs_seq_masked_fraction".into(), share(sequences.rows(), lost_any));
+    metrics.insert("rollout_rs_masked_fraction".into(), share(sequences.all_valid_indices(), rejected));
+    let lost_any = |row| sequences.valid_indices(row).any(rejected);
+    metrics.insert("rollout_rs_seq_masked_fraction".into(), share(sequences.token_ranges(), lost_any));
     Ok(Rejection { mask, metrics })
 }
 
 /// Returns the rule's statistic at every token, 0 at masked ones. Sequence scopes repeat the sequence's
 /// value.
 fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> Vec<f64> {
-    let of =
-        |t: usize| rule.option.statistic().of(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX));
+    let of = |t: usize| {
+        rule.option.statistic().evaluate(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX))
+    };
     let mut statistic = vec![0.0; sequences.tokens()];
-    for row in sequences.rows() {
-        let valid = || sequences.valid(row.clone());
+    for row in sequences.token_ranges() {
+        let valid = || sequences.valid_indices(row.clone());
         let whole = match rule.option.scope() {
             Scope::Token => None,
             Scope::SequenceSum => Some(valid().map(of).sum()),
@@ -74,16 +75,17 @@ fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> 
     statistic
 }
 
-fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) -> Figures {
-    let tokens = || sequences.all_valid().map(|t| statistic[t]);
+fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) -> MetricMap {
+    let tokens = || sequences.all_valid_indices().map(|t| statistic[t]);
     let bounded = || tokens().map(|s| s.clamp(rule.low, rule.high));
     let centre = mean(bounded());
     let variance = mean(bounded().map(|s| (s - centre).powi(2)));
-    let has_tokens = |row: &std::ops::Range<usize>| sequences.valid(row.clone()).next().is_some();
-    let rows = || sequences.rows().filter(has_tokens);
-    let row_means: Vec<f64> = rows().map(|row| mean(sequences.valid(row).map(|t| statistic[t]))).collect();
+    let has_tokens = |row: &std::ops::Range<usize>| sequences.valid_indices(row.clone()).next().is_some();
+    let rows = || sequences.token_ranges().filter(has_tokens);
+    let row_means: Vec<f64> =
+        rows().map(|row| mean(sequences.valid_indices(row).map(|t| statistic[t]))).collect();
     let per_row = || row_means.iter().copied();
-    let lost_any = |row| sequences.valid(row).any(|t| !rule.accepts(statistic[t]));
+    let lost_any = |row| sequences.valid_indices(row).any(|t| !rule.accepts(statistic[t]));
     let strayed = |beyond: &dyn Fn(f64) -> bool| match rule.option.scope() {
         Scope::Token => share(tokens(), beyond),
         _ => share(per_row(), beyond),

@@ -55,7 +55,7 @@ pub(super) enum Statistic {
 }
 
 impl Statistic {
-    pub(super) fn of(self, x: f64) -> f64 {
+    pub(super) fn evaluate(self, x: f64) -> f64 {
         match self {
             Statistic::K1 => -x,
             Statistic::K2 => 0.5 * x * x,

@@ -12,7 +12,7 @@ const WEIGHT_EPSILON: f64 = 1e-10;
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "geo_mean",
     meaning: "Geometric mean of a sequence's ratios, clipped a token; a mean over sequences whatever `aggregation` says.",
-    make: |settings| Ok(Box::new(GeoMean(ClipRange::of(settings)?))),
+    make: |settings| Ok(Box::new(GeoMean(ClipRange::from_settings(settings)?))),
     token_weights: TokenWeights::Truncated(
         "geo_mean takes the geometric mean of a sequence's weights, which one weight of 0 undoes; give one number, which \
          truncates",
@@ -58,8 +58,8 @@ pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> 
     let mut counts = ClipCounts::default();
     let mut total = 0.0;
     let mut gradient = vec![0.0; input.sequences.tokens()];
-    for row in input.sequences.rows() {
-        let valid = input.sequences.valid(row);
+    for row in input.sequences.token_ranges() {
+        let valid = input.sequences.valid_indices(row);
         let tokens = valid.clone().count();
         if tokens == 0 {
             continue;

@@ -8,7 +8,7 @@ use crate::policy::aggregation::Normalizer;
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "gspo",
     meaning: "Clipped ratio a sequence.",
-    make: |settings| Ok(Box::new(Gspo(ClipRange::of(settings)?))),
+    make: |settings| Ok(Box::new(Gspo(ClipRange::from_settings(settings)?))),
     token_weights: TokenWeights::None(
         "gspo takes one ratio a sequence, and with weights of single tokens its gradient is not that of its loss; write \
          is = \"sequence\", or another loss",
@@ -44,7 +44,7 @@ const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;
 /// always 0, as there is no dual clip. `actor/ppo_kl` is the token mean of O − T, not clamped.
 pub fn gspo(input: &LossInput, clip: &ClipRange, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
-    let means = input.sequences.row_means(|token| input.log_ratio(token));
+    let means = input.sequences.sequence_means(|token| input.log_ratio(token));
     Ok(token_loss(input, normalizer, |row, token| {
         let advantage = input.advantage(token);
         let ratio = means[row].min(LOG_SEQUENCE_RATIO_MAX).exp();

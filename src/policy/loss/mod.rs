@@ -113,7 +113,7 @@ impl ClipRange {
     ///
     /// # Errors
     /// Those of [`Self::new`].
-    fn of(settings: &PolicySettings) -> Result<Self> {
+    fn from_settings(settings: &PolicySettings) -> Result<Self> {
         Self::new(settings.clip_low, settings.clip_high)
     }
 

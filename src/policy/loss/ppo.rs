@@ -12,7 +12,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     meaning: "Clipped ratio a token, with dual clip.",
     make: |settings| {
         let dual = (settings.dual_clip > 0.0).then_some(settings.dual_clip);
-        Ok(Box::new(PpoClip::new(ClipRange::of(settings)?, dual)?))
+        Ok(Box::new(PpoClip::new(ClipRange::from_settings(settings)?, dual)?))
     },
     ..LossEntry::DEFAULT
 };

@@ -5,7 +5,7 @@ use crate::policy::advantage::Advantage;
 use crate::policy::correction::{ImportanceSampling, WeightBound};
 use crate::policy::loss::{Loss, TokenWeights};
 use crate::policy::ratio::OldLogprob;
-use crate::policy::{KlPlace, RouterReplay};
+use crate::policy::{KlPlacement, RouterReplay};
 use crate::settings::Choice;
 
 impl Rules<'_> {
@@ -167,7 +167,7 @@ impl Rules<'_> {
 
     fn divergence(&mut self) {
         let policy = &self.recipe.policy;
-        if policy.kl.target.is_some() && policy.kl.place != KlPlace::Reward {
+        if policy.kl.target.is_some() && policy.kl.place != KlPlacement::Reward {
             self.refuse(
                 &["policy.kl.target", "policy.kl.place"],
                 format!(
@@ -192,7 +192,7 @@ impl Rules<'_> {
                 ),
             );
         }
-        if policy.kl.place == KlPlace::Reward && policy.kl.estimator.straight_through() {
+        if policy.kl.place == KlPlacement::Reward && policy.kl.estimator.is_straight_through() {
             self.refuse(
                 &["policy.kl.estimator", "policy.kl.place"],
                 "no gradient flows through a reward, so the + changes nothing; remove it",

@@ -21,7 +21,7 @@ pub(super) struct Curve {
 
 impl Curve {
     /// Reads `<folder>/<recipe>/seed-*`.
-    pub fn load(folder: &Path, curve: &manifest::Curve) -> Result<Curve> {
+    pub fn load(folder: &Path, curve: &manifest::CurveEntry) -> Result<Curve> {
         let folder = folder.join(&curve.recipe);
         let mut seeds = Vec::new();
         if folder.is_dir() {
@@ -43,7 +43,7 @@ impl Curve {
 
     /// Returns whether an ablation of the runs is stronger than in practice: noise on the router's logits, or
     /// a rollout with a mantissa shorter than bf16's.
-    pub fn exaggerated(&self) -> bool {
+    pub fn has_strong_ablation(&self) -> bool {
         let Some(arms) = self.seeds.first().and_then(|(_, run)| run.recipe.get("arms")) else { return false };
         let noise = ["router_noise", "router_noise_rollout", "router_noise_train"];
         let noisy =
@@ -131,10 +131,10 @@ mod tests {
         let with = |arms: &str| {
             let mut curve = curve(&[&[(1, 2.0)]]);
             curve.seeds[0].1.recipe = format!("[arms]\n{arms}").parse().unwrap();
-            curve.exaggerated()
+            curve.has_strong_ablation()
         };
         assert!(with("router_noise_train = 0.3") && with("rollout_mantissa_bits = 3"));
         assert!(!with("router_noise_train = 0.0\nrollout_mantissa_bits = 0\nno_train_sinks = true"));
-        assert!(!with("rollout_mantissa_bits = 7") && !curve(&[]).exaggerated());
+        assert!(!with("rollout_mantissa_bits = 7") && !curve(&[]).has_strong_ablation());
     }
 }

@@ -26,13 +26,13 @@ pub(super) struct Figure {
     pub about: String,
     /// The metric of each panel.
     pub panels: Vec<String>,
-    pub curves: Vec<Curve>,
+    pub curves: Vec<CurveEntry>,
 }
 
 /// One curve: the runs in `<recipe>/seed-*` beside the manifest.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Curve {
+pub(super) struct CurveEntry {
     /// The recipe's file name without extension, which is also the folder of its runs.
     pub recipe: String,
     pub label: String,

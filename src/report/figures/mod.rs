@@ -35,7 +35,7 @@ pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Re
         if curves.iter().all(|curve| curve.seeds.is_empty()) {
             continue;
         }
-        let drawing = panel::Drawing::new(&figure.title, &figure.panels, &curves);
+        let drawing = panel::FigureLayout::new(&figure.title, &figure.panels, &curves);
         let svg =
             environment.get_template("figure.svg")?.render(context! { title => &figure.title, drawing })?;
         write_file(&folder.join(format!("{}.svg", figure.name)), &svg)?;

@@ -22,7 +22,7 @@ const FLOOR: f64 = 1e-3;
 
 /// A figure with its layout, for the template.
 #[derive(Serialize)]
-pub(super) struct Drawing {
+pub(super) struct FigureLayout {
     width: f64,
     height: f64,
     legend: Vec<Value>,
@@ -40,9 +40,9 @@ struct Panel {
     plot: Plot,
 }
 
-impl Drawing {
+impl FigureLayout {
     /// Lays out a panel for each metric that a curve has values of.
-    pub fn new(title: &str, metrics: &[String], curves: &[Curve]) -> Drawing {
+    pub fn new(title: &str, metrics: &[String], curves: &[Curve]) -> FigureLayout {
         let mut panels: Vec<Panel> = metrics.iter().filter_map(|metric| panel(metric, curves)).collect();
         let columns = panels.len().clamp(1, 2);
         let legend_columns = if curves.len() > 3 { columns } else { 1 };
@@ -55,7 +55,7 @@ impl Drawing {
                 context! {
                     colour,
                     label => curve.label,
-                    exaggerated => curve.exaggerated(),
+                    exaggerated => curve.has_strong_ablation(),
                     x => GAP + (place % legend_columns) as f64 * (WIDTH + GAP),
                     y => TITLE + GAP + (place / legend_columns) as f64 * LEGEND_ROW,
                 }
@@ -67,14 +67,14 @@ impl Drawing {
             panel.y = top + (place / columns) as f64 * (PANEL_TITLE + HEIGHT) + PANEL_TITLE;
         }
         let height = top + panels.len().div_ceil(columns) as f64 * (PANEL_TITLE + HEIGHT) + GAP / 2.0;
-        Drawing { width, height, legend, panels }
+        FigureLayout { width, height, legend, panels }
     }
 }
 
 /// Lays out the panel of one metric; `None` if no run has a value. A curve's colour is its index among all
 /// curves.
 fn panel(metric: &str, curves: &[Curve]) -> Option<Panel> {
-    let (title, unit, phase, scale) = charts::look(metric);
+    let (title, unit, phase, scale) = charts::chart_style(metric);
     let (scale, floor, floored) = match scale {
         Scale::LogWhenWide => {
             let (floor, floored) = floor(curves, phase, metric)?;

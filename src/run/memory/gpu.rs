@@ -1,17 +1,17 @@
 //! Memory plan of a GPU: bf16 matrices with f32 masters and gradients, and a paged KV cache.
 
 use super::{
-    Available, Intent, Learning, MemoryPart, MemoryPlan, PassShape, PassWeights, Stage, Subject,
-    WARNED_SHARE, gathered_bytes, gigabytes, recomputes_layers,
+    AvailableMemory, MemoryItem, MemoryPlan, ModelCommand, PassShape, PassWeights, PlanInput, Stage,
+    TrainableTensor, WARNED_SHARE, gathered_bytes, gigabytes, recomputes_layers,
 };
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
-use crate::model::cache::CacheRoom;
+use crate::model::cache::CacheCapacity;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
-use crate::ops::packed::PackedForm;
+use crate::ops::packed_weights::PackedFormat;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
-use crate::policy::KlPlace;
+use crate::policy::KlPlacement;
 use crate::rollout::FORWARD_TOKENS_MAX;
 
 /// Number of sequences that `check-mismatch` decodes together.
@@ -28,8 +28,8 @@ fn all_bytes<'a>(specs: impl IntoIterator<Item = &'a ParameterSpec>) -> u64 {
 }
 
 /// Returns the bytes of master weights and optimizer state.
-fn optimizer_bytes(settings: &OptimizerSettings, learning: &[Learning]) -> u64 {
-    let kept = |(_, spec): &Learning| {
+fn optimizer_bytes(settings: &OptimizerSettings, learning: &[TrainableTensor]) -> u64 {
+    let kept = |(_, spec): &TrainableTensor| {
         let values = spec.element_count();
         let master = if spec.is_matrix() { values * size_of::<f32>() } else { 0 };
         master as u64 + state_bytes(settings, values, values)
@@ -37,27 +37,27 @@ fn optimizer_bytes(settings: &OptimizerSettings, learning: &[Learning]) -> u64 {
     learning.iter().map(kept).sum()
 }
 
-impl Subject<'_> {
+impl PlanInput<'_> {
     /// Returns the capacity of the GPU's KV cache for `sequences`.
-    pub fn cache_room(&self, sequences: usize) -> CacheRoom {
+    pub fn cache_capacity(&self, sequences: usize) -> CacheCapacity {
         let fed_tokens_max = FORWARD_TOKENS_MAX + self.recipe.rollout.sequences_max;
-        CacheRoom { sequences, tokens: self.longest(), fed_tokens_max }
+        CacheCapacity { sequences, tokens: self.longest_sequence(), fed_tokens_max }
     }
 
     /// Returns the bytes of the policy's tensor `index`. A frozen MXFP4 tensor stays packed.
     fn gpu_bytes(&self, spec: &ParameterSpec, index: usize) -> u64 {
         let form = self.forms[index];
-        match self.is_packed(spec, index) && spec.packed_form(form) == Some(PackedForm::Mxfp4) {
+        match self.is_packed(spec, index) && spec.packed_format(form) == Some(PackedFormat::Mxfp4) {
             true => spec.resident_bytes(form),
             false => working_bytes(spec),
         }
     }
 
     /// Returns how many sampled sequences fit into `available` memory, at least 1.
-    pub fn sequences_that_fit(&self, available: &Available) -> usize {
-        let (prompts, samples) = self.sampled();
+    pub fn sequence_capacity(&self, available: &AvailableMemory) -> usize {
+        let (prompts, samples) = self.rollout_size();
         let fits = |sequences: usize| {
-            let subject = Subject { gpu_sequences: Some(sequences), ..self.clone() };
+            let subject = PlanInput { gpu_sequences: Some(sequences), ..self.clone() };
             MemoryPlan::new(&subject).peak_bytes() as f64 <= WARNED_SHARE * available.bytes as f64
         };
         let (mut fitting, mut beyond) = (1, prompts.saturating_mul(samples).max(1) + 1);
@@ -78,8 +78,8 @@ impl Subject<'_> {
     }
 
     /// Describes the KV cache of one sequence, the least that a GPU needs for sampling.
-    pub fn one_sequence(&self) -> String {
-        let room = self.cache_room(1);
+    pub fn describe_sequence_cache(&self) -> String {
+        let room = self.cache_capacity(1);
         let bytes = room.device_bytes(self.config);
         format!(
             "the KV cache of a single sequence takes {}: {} tokens, {} key-value heads of width {}, {} layers",
@@ -91,13 +91,13 @@ impl Subject<'_> {
         )
     }
 
-    pub(super) fn gpu_resident(&self) -> Vec<MemoryPart> {
+    pub(super) fn gpu_resident(&self) -> Vec<MemoryItem> {
         let recipe = self.recipe;
         let own = parameter_specs(self.config);
         let weights: u64 = own.iter().enumerate().map(|(index, spec)| self.gpu_bytes(spec, index)).sum();
         let factors: &[ParameterSpec] = self.adapter.as_ref().map_or(&[], |adapter| &adapter.specs);
-        let mut parts = vec![MemoryPart { name: "weights", bytes: weights + all_bytes(factors) }];
-        let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
+        let mut parts = vec![MemoryItem { name: "weights", bytes: weights + all_bytes(factors) }];
+        let mut part = |name, bytes| parts.push(MemoryItem { name, bytes });
         let table = self.config.max_position_embeddings * self.config.head_dim * size_of::<f32>();
         part("rotary embedding's table", table as u64);
         let rollout = &recipe.rollout;
@@ -106,7 +106,7 @@ impl Subject<'_> {
             let forward = self.pass(rollout.sequences_max, 0).forward();
             part("CUDA graph", forward + self.attention_in_parts_bytes());
         }
-        if !self.intent.learns() {
+        if !self.intent.trains() {
             return parts;
         }
         let stages = [
@@ -114,21 +114,21 @@ impl Subject<'_> {
             (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
         ];
         let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
-            let learning = self.learning(stage);
+            let learning = self.trainable_tensors(stage);
             (gathered_bytes(&learning), optimizer_bytes(optimizer, &learning))
         });
         let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
         // With several processes, each keeps its shards in host memory, and one whole gradient at a time on
         // the GPU.
         let is_alone = self.processes == 1;
-        let largest = |learning: &[Learning]| {
+        let largest = |learning: &[TrainableTensor]| {
             let bytes = learning.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
             bytes.max().unwrap_or(0)
         };
-        part("gradients", if is_alone { gradients } else { largest(&self.ever_learning()) });
+        part("gradients", if is_alone { gradients } else { largest(&self.ever_trainable_tensors()) });
         part("optimizer", if is_alone { optimizer } else { 0 });
         if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
-            let learning = self.critic_learning(trainable);
+            let learning = self.critic_trainable_tensors(trainable);
             let values = value_model_specs(self.config);
             let head = values.iter().filter(|spec| spec.name.starts_with("score."));
             let weights = match self.adapter {
@@ -143,7 +143,7 @@ impl Subject<'_> {
             );
         }
         // With an adapter, the reference is the model without it.
-        if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
+        if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
             let copied = own.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
             part("reference", all_bytes(copied.map(|(_, spec)| spec)));
         }
@@ -151,7 +151,7 @@ impl Subject<'_> {
     }
 
     fn samples(&self) -> bool {
-        !self.intent.learns() || self.recipe.train.steps > 0
+        !self.intent.trains() || self.recipe.train.steps > 0
     }
 
     fn pass(&self, tokens: usize, targets: usize) -> PassShape<'_> {
@@ -160,46 +160,50 @@ impl Subject<'_> {
 
     /// Returns the bytes of partial attention results, when few long sequences are decoded by many blocks.
     fn attention_in_parts_bytes(&self) -> u64 {
-        let chunks = self.longest().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
+        let chunks = self.longest_sequence().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
         let values = chunks * self.config.num_attention_heads * (self.config.head_dim + 2);
         ((values * size_of::<f32>()) as u64).min(PARTS_BYTES_MAX as u64)
     }
 
-    pub(super) fn gpu_phases(&self, sequences: usize) -> Vec<(&'static str, Vec<MemoryPart>)> {
+    pub(super) fn gpu_phases(&self, sequences: usize) -> Vec<(&'static str, Vec<MemoryItem>)> {
         let (recipe, config) = (self.recipe, self.config);
         let caches =
-            |room: CacheRoom| MemoryPart { name: "keys and values", bytes: room.device_bytes(config) };
+            |room: CacheCapacity| MemoryItem { name: "keys and values", bytes: room.device_bytes(config) };
         let mut phases = vec![];
         if self.samples() {
-            let room = self.cache_room(sequences);
+            let room = self.cache_capacity(sequences);
             let forward = self.pass(room.fed_tokens_max, recipe.rollout.sequences_max).forward();
             let spread = self.attention_in_parts_bytes();
             let parts = [
                 caches(room),
-                MemoryPart { name: "one forward and its logits", bytes: forward },
-                MemoryPart { name: "partial attention results", bytes: spread },
+                MemoryItem { name: "one forward and its logits", bytes: forward },
+                MemoryItem { name: "partial attention results", bytes: spread },
             ];
             phases.push(("sampling", parts.to_vec()));
         }
-        let (prompts, samples) = self.sampled();
-        let tokens = recipe.train.micro_batch_tokens.max(self.longest());
-        let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest()));
+        let (prompts, samples) = self.rollout_size();
+        let tokens = recipe.train.micro_batch_tokens.max(self.longest_sequence());
+        let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest_sequence()));
         match self.intent {
-            Intent::Eval | Intent::Rollout | Intent::Chat => {}
-            Intent::CheckMismatch(_) => {
+            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => {}
+            ModelCommand::CheckMismatch(_) => {
                 let decoded = DECODED_SEQUENCES.min(prompts * samples);
-                let room = CacheRoom { sequences: decoded, tokens: self.longest(), fed_tokens_max: decoded };
+                let room = CacheCapacity {
+                    sequences: decoded,
+                    tokens: self.longest_sequence(),
+                    fed_tokens_max: decoded,
+                };
                 let activations =
-                    MemoryPart { name: "activations", bytes: self.pass(tokens, tokens).forward() };
+                    MemoryItem { name: "activations", bytes: self.pass(tokens, tokens).forward() };
                 phases.push(("comparison", vec![caches(room), activations]));
             }
-            Intent::Train => {
+            ModelCommand::Train => {
                 let bytes = self.gpu_resident().first().map_or(0, |weights| weights.bytes);
                 let weights = PassWeights { bytes, adapted: self.adapter.is_some(), packed_pieces: false };
                 let recomputes = recomputes_layers(recipe, config, weights, 1, 1);
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
-                let bytes = self.pass(tokens, tokens).both_ways(recomputes);
-                phases.push(("update", vec![MemoryPart { name, bytes }]));
+                let bytes = self.pass(tokens, tokens).forward_backward(recomputes);
+                phases.push(("update", vec![MemoryItem { name, bytes }]));
             }
         }
         phases

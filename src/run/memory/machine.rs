@@ -7,15 +7,15 @@ use std::path::{Path, PathBuf};
 
 /// The memory that is left to a process, and the limit that bounds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Available {
+pub struct AvailableMemory {
     pub bytes: u64,
     /// The limit in words, to follow "… GB are".
     pub bound: String,
 }
 
-impl Available {
+impl AvailableMemory {
     /// Returns the share of one of `processes` on the same machine.
-    pub fn shared(self, processes: usize) -> Self {
+    pub fn process_share(self, processes: usize) -> Self {
         match processes {
             1 => self,
             several => Self {
@@ -30,15 +30,15 @@ impl Available {
 ///
 /// # Errors
 /// When a process does not answer in time.
-pub fn least(mesh: &Mesh, own: Option<Available>) -> Result<Option<Available>> {
+pub fn min_over_processes(mesh: &Mesh, own: Option<AvailableMemory>) -> Result<Option<AvailableMemory>> {
     let all = mesh.all_gather_records("available memory", &own.map(|own| (own.bytes, own.bound)))?;
     let least = all.into_iter().flatten().min_by_key(|(bytes, _)| *bytes);
-    Ok(least.map(|(bytes, bound)| Available { bytes, bound }))
+    Ok(least.map(|(bytes, bound)| AvailableMemory { bytes, bound }))
 }
 
 /// Returns the smallest of the limits set by the machine, control groups and `ulimit -v`; `None` if none is
 /// known.
-pub fn available() -> Option<Available> {
+pub fn available_memory() -> Option<AvailableMemory> {
     let bounds = [
         machine(&read("/proc/meminfo")).map(|bytes| (bytes, "free on this machine")),
         control_groups(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"))
@@ -47,7 +47,7 @@ pub fn available() -> Option<Available> {
             .map(|bytes| (bytes, "left under ulimit -v")),
     ];
     let least = bounds.into_iter().flatten().min_by_key(|(bytes, _)| *bytes)?;
-    Some(Available { bytes: least.0, bound: least.1.to_owned() })
+    Some(AvailableMemory { bytes: least.0, bound: least.1.to_owned() })
 }
 
 fn read(path: &str) -> String {
@@ -144,6 +144,6 @@ mod tests {
 
     #[test]
     fn this_machine_says_something() {
-        assert!(available().is_none_or(|found| found.bytes > 0));
+        assert!(available_memory().is_none_or(|found| found.bytes > 0));
     }
 }

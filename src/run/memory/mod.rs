@@ -11,28 +11,28 @@ mod remedies;
 mod traffic;
 mod weights;
 
-pub use machine::{Available, available, least};
+pub use machine::{AvailableMemory, available_memory, min_over_processes};
 pub use passes::PassShape;
 pub use remedies::Remedy;
 pub use traffic::Traffic;
 
 use crate::bad_input;
 use crate::dist::shard_range;
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerSettings;
-use crate::learner::batch_runner::side_by_side;
+use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
 use crate::learner::optimizer::state_bytes;
 use crate::metrics::Table;
 use crate::model::cache::SequenceCache;
-use crate::model::config::{Config, Form};
+use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::policy::KlPlace;
+use crate::policy::KlPlacement;
 use crate::recipe::Recipe;
-use crate::rollout::{FORWARD_TOKENS_MAX, engines};
+use crate::rollout::{FORWARD_TOKENS_MAX, engine_count};
 use anyhow::Result;
-use weights::{Pieced, in_turn, whole_bytes};
+use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
 
 /// Memory of the program itself: code, tokenizer, task data, threads.
 const PROGRAM_BYTES: u64 = 64 << 20;
@@ -70,76 +70,76 @@ pub fn recomputes_layers(
         // The base of an adapter is gathered only if it is sharded.
         let gathered = !weights.adapted || weights.packed_pieces;
         let kept = match processes {
-            1 => passes_at_once(weights.bytes, threads).saturating_mul(pass.both_ways(false)),
+            1 => passes_at_once(weights.bytes, threads).saturating_mul(pass.forward_backward(false)),
             // A graph of all layers holds all their weights.
-            _ => pass.both_ways(false) + if gathered { weights.bytes } else { 0 },
+            _ => pass.forward_backward(false) + if gathered { weights.bytes } else { 0 },
         };
         kept > KEPT_BYTES_MAX
     })
 }
 
 fn passes_at_once(weight_bytes: u64, threads: usize) -> u64 {
-    if side_by_side(weight_bytes) { threads as u64 } else { 1 }
+    if runs_in_parallel(weight_bytes) { threads as u64 } else { 1 }
 }
 
 /// A command that runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Intent {
+pub enum ModelCommand {
     Train,
     Rollout,
     Eval,
     /// A chat, or the export of a model: at most one sequence.
     Chat,
-    CheckMismatch(OtherWeights),
+    CheckMismatch(SecondWeights),
 }
 
 /// The second set of weights that `check-mismatch` holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OtherWeights {
+pub enum SecondWeights {
     /// The weights with which the ablations sample.
     Rounded(WeightRounding),
     /// The weights changed by a known fault, one layer at a time, to explain another engine's log-probs.
     Changed,
 }
 
-impl Intent {
+impl ModelCommand {
     /// Returns the command's name.
     pub fn name(self) -> &'static str {
         match self {
-            Intent::Train => "train",
-            Intent::Rollout => "rollout",
-            Intent::Eval => "eval",
-            Intent::Chat => "chat",
-            Intent::CheckMismatch(_) => "check-mismatch",
+            ModelCommand::Train => "train",
+            ModelCommand::Rollout => "rollout",
+            ModelCommand::Eval => "eval",
+            ModelCommand::Chat => "chat",
+            ModelCommand::CheckMismatch(_) => "check-mismatch",
         }
     }
 
     /// Returns whether the command trains.
-    pub fn learns(self) -> bool {
-        self == Intent::Train
+    pub fn trains(self) -> bool {
+        self == ModelCommand::Train
     }
 
     /// Returns whether the command may read layers from disk on demand. It pays only for few forward passes
     /// over many tokens.
-    pub fn streams(self) -> bool {
-        matches!(self, Intent::Eval | Intent::CheckMismatch(_))
+    pub fn can_stream(self) -> bool {
+        matches!(self, ModelCommand::Eval | ModelCommand::CheckMismatch(_))
     }
 }
 
 /// The input of a memory plan.
 #[derive(Clone)]
-pub struct Subject<'a> {
-    pub intent: Intent,
+pub struct PlanInput<'a> {
+    pub intent: ModelCommand,
     pub recipe: &'a Recipe,
     pub config: &'a Config,
     /// Storage format of each of the policy's tensors while frozen.
-    pub forms: &'a [Form],
+    pub forms: &'a [WeightFormat],
     /// Trainable flags of the policy's tensors.
     pub trainable: Vec<bool>,
     /// Trainable flags of the critic's tensors; `None` without a critic.
     pub critic_trainable: Option<Vec<bool>>,
     /// The adapter that is trained, or that came with the model.
-    pub adapter: Option<AdapterPart>,
+    pub adapter: Option<AdapterInput>,
     pub uses_python: bool,
     pub threads: usize,
     /// True when layers stay on disk and are read on demand.
@@ -147,9 +147,9 @@ pub struct Subject<'a> {
     /// Number of processes of the run. The plan is for one of them.
     pub processes: usize,
     /// How each process holds the trainable weights while it samples.
-    pub rollout_weights: RolloutWeights,
+    pub rollout_weights: RolloutWeightPlacement,
     /// How each process holds the packed weights.
-    pub packed_weights: PackedWeights,
+    pub packed_weights: PackedWeightPlacement,
     /// Number of sequences in the GPU's KV cache; `None` on the CPU. It selects the memory to plan: GPU or
     /// host.
     pub gpu_sequences: Option<usize>,
@@ -157,7 +157,7 @@ pub struct Subject<'a> {
 
 /// An adapter as the memory plan sees it.
 #[derive(Debug, Clone)]
-pub struct AdapterPart {
+pub struct AdapterInput {
     /// Names and shapes of the factors.
     pub specs: Vec<ParameterSpec>,
     /// Trainable flags, one per factor.
@@ -166,28 +166,32 @@ pub struct AdapterPart {
     pub after_cold_start: bool,
 }
 
-impl AdapterPart {
+impl AdapterInput {
     fn bytes(&self) -> u64 {
         plain_bytes(&self.specs)
     }
 }
 
 /// A trainable tensor and its index in the parameter store.
-type Learning = (usize, ParameterSpec);
+type TrainableTensor = (usize, ParameterSpec);
 
 /// Returns the specs that `trainable` marks, with indices that start at `first`.
-fn marked(specs: impl IntoIterator<Item = ParameterSpec>, trainable: &[bool], first: usize) -> Vec<Learning> {
+fn marked(
+    specs: impl IntoIterator<Item = ParameterSpec>,
+    trainable: &[bool],
+    first: usize,
+) -> Vec<TrainableTensor> {
     (first..).zip(specs).zip(trainable).filter(|(_, learns)| **learns).map(|(found, _)| found).collect()
 }
 
 /// Returns the bytes of `learning` in f32, unsharded.
-fn gathered_bytes(learning: &[Learning]) -> u64 {
-    learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
+fn gathered_bytes(learning: &[TrainableTensor]) -> u64 {
+    learning.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).sum()
 }
 
 /// Returns the bytes of `specs` in f32.
 fn plain_bytes(specs: &[ParameterSpec]) -> u64 {
-    specs.iter().map(|spec| spec.resident_bytes(Form::F32)).sum()
+    specs.iter().map(|spec| spec.resident_bytes(WeightFormat::F32)).sum()
 }
 
 /// A stage of training.
@@ -199,7 +203,7 @@ enum Stage {
 
 /// One line of a memory plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MemoryPart {
+pub struct MemoryItem {
     pub name: &'static str,
     pub bytes: u64,
 }
@@ -208,18 +212,18 @@ pub struct MemoryPart {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// Memory held for the whole run.
-    pub resident: Vec<MemoryPart>,
+    pub resident: Vec<MemoryItem>,
     /// Memory of each phase; only one phase runs at a time.
-    pub phases: Vec<(&'static str, Vec<MemoryPart>)>,
+    pub phases: Vec<(&'static str, Vec<MemoryItem>)>,
 }
 
-fn sum(parts: &[MemoryPart]) -> u64 {
+fn sum(parts: &[MemoryItem]) -> u64 {
     parts.iter().map(|part| part.bytes).sum()
 }
 
 impl MemoryPlan {
     /// Computes the plan of `subject`.
-    pub fn new(subject: &Subject) -> Self {
+    pub fn new(subject: &PlanInput) -> Self {
         match subject.gpu_sequences {
             None => Self { resident: subject.resident(), phases: subject.phases() },
             Some(sequences) => {
@@ -243,8 +247,12 @@ impl MemoryPlan {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when there is not enough memory.
-    pub fn admit(&self, available: Option<&Available>, remedies: &[Remedy]) -> Result<Option<String>> {
-        let Some(Available { bytes, bound }) = available else { return Ok(None) };
+    pub fn check_available(
+        &self,
+        available: Option<&AvailableMemory>,
+        remedies: &[Remedy],
+    ) -> Result<Option<String>> {
+        let Some(AvailableMemory { bytes, bound }) = available else { return Ok(None) };
         let peak = self.peak_bytes();
         let compared = format!("{} of memory are needed, {} are {bound}", gigabytes(peak), gigabytes(*bytes));
         if peak > *bytes {
@@ -268,17 +276,17 @@ impl std::fmt::Display for MemoryPlan {
         let phases = self.phases.iter().map(|(name, parts)| (*name, parts));
         for (name, parts) in stays.into_iter().chain(phases) {
             for part in parts.iter().filter(|part| part.bytes > 0) {
-                table.row([name.to_owned(), part.name.to_owned(), plain_gigabytes(part.bytes)]);
+                table.add_row([name.to_owned(), part.name.to_owned(), plain_gigabytes(part.bytes)]);
             }
-            table.row([name.to_owned(), "total".to_owned(), plain_gigabytes(sum(parts))]);
+            table.add_row([name.to_owned(), "total".to_owned(), plain_gigabytes(sum(parts))]);
         }
-        table.row(["peak".to_owned(), String::new(), plain_gigabytes(self.peak_bytes())]);
+        table.add_row(["peak".to_owned(), String::new(), plain_gigabytes(self.peak_bytes())]);
         write!(f, "{table}")
     }
 }
 
 /// Adds the memory plan and its remedies to the `error` if a GPU ran out of memory.
-pub fn told_of_memory(error: anyhow::Error, memory: &str) -> anyhow::Error {
+pub fn explain_out_of_memory(error: anyhow::Error, memory: &str) -> anyhow::Error {
     match format!("{error:#}").contains("CUDA_ERROR_OUT_OF_MEMORY") {
         true => error.context(format!("the GPU's memory ran out; the plan was:\n\n{memory}\n")),
         false => error,
@@ -296,14 +304,14 @@ fn plain_gigabytes(bytes: u64) -> String {
     format!("{:.places$}", bytes as f64 / 1e9)
 }
 
-impl Subject<'_> {
+impl PlanInput<'_> {
     /// Formats the plan and the remedies.
-    pub fn words(&self) -> String {
+    pub fn to_text(&self) -> String {
         format!("{}\nwhat would help: {}", MemoryPlan::new(self), what_helps(&self.remedies()))
     }
 
     /// Returns the policy's trainable tensors in `stage`.
-    fn learning(&self, stage: Stage) -> Vec<Learning> {
+    fn trainable_tensors(&self, stage: Stage) -> Vec<TrainableTensor> {
         match &self.adapter {
             Some(adapter) if stage == Stage::Reinforcement || !adapter.after_cold_start => {
                 marked(adapter.specs.clone(), &adapter.trainable, self.forms.len())
@@ -313,17 +321,17 @@ impl Subject<'_> {
     }
 
     /// Returns the policy's tensors that are trainable in any stage.
-    fn ever_learning(&self) -> Vec<Learning> {
-        let mut found = self.learning(Stage::Reinforcement);
+    fn ever_trainable_tensors(&self) -> Vec<TrainableTensor> {
+        let mut found = self.trainable_tensors(Stage::Reinforcement);
         if self.adapter.as_ref().is_some_and(|adapter| adapter.after_cold_start) {
-            found.extend(self.learning(Stage::ColdStart));
+            found.extend(self.trainable_tensors(Stage::ColdStart));
         }
         found
     }
 
     /// Returns the largest sum over all processes of `bytes(spec, n)`, where `n` is the number of the
     /// tensor's elements in the process's shard.
-    fn share(&self, learning: &[Learning], bytes: impl Fn(&ParameterSpec, usize) -> u64) -> u64 {
+    fn share(&self, learning: &[TrainableTensor], bytes: impl Fn(&ParameterSpec, usize) -> u64) -> u64 {
         let of = |rank: usize| -> u64 {
             let here = |spec: &ParameterSpec, index: usize| {
                 shard_range(spec.element_count(), index, rank, self.processes).len()
@@ -334,12 +342,12 @@ impl Subject<'_> {
     }
 
     /// Returns the bytes of the largest shard of `learning` in f32.
-    fn plain_share(&self, learning: &[Learning]) -> u64 {
+    fn plain_share(&self, learning: &[TrainableTensor]) -> u64 {
         self.share(learning, |_, here| here as u64 * size_of::<f32>() as u64)
     }
 
     /// Returns the bytes of optimizer state and master weights in the largest shard.
-    fn optimizer(&self, settings: &OptimizerSettings, learning: &[Learning]) -> u64 {
+    fn optimizer(&self, settings: &OptimizerSettings, learning: &[TrainableTensor]) -> u64 {
         let rounds_weights = self.recipe.model.dtype.is_bf16();
         self.share(learning, |spec, here| {
             // An adapter stays in f32.
@@ -352,70 +360,81 @@ impl Subject<'_> {
     /// Returns the bytes that a process gathers in a pass: weights and exchanged gradients. With
     /// recomputation, it gathers the sharded weights layer by layer. Without, the graph holds all layers at
     /// once.
-    fn gathered(&self, learning: &[Learning], recomputes: bool) -> u64 {
-        let largest = learning.iter().map(|(_, spec)| spec.resident_bytes(Form::F32)).max().unwrap_or(0);
-        let pieced: Vec<Pieced> =
-            learning.iter().cloned().map(Pieced::learning).chain(self.packed_pieces()).collect();
+    fn gathered_bytes(&self, learning: &[TrainableTensor], recomputes: bool) -> u64 {
+        let largest =
+            learning.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
+        let pieced: Vec<ShardedTensor> = learning
+            .iter()
+            .cloned()
+            .map(ShardedTensor::from_trainable)
+            .chain(self.sharded_packed_tensors())
+            .collect();
         // A layer is held twice while it arrives, and the next one is prefetched.
-        let weights = if recomputes { in_turn(&pieced) } else { whole_bytes(&pieced).max(in_turn(&pieced)) };
+        let weights = if recomputes {
+            gather_peak_bytes(&pieced)
+        } else {
+            unsharded_bytes(&pieced).max(gather_peak_bytes(&pieced))
+        };
         weights + largest + exchange_bytes_max(gathered_bytes(learning)).max(2 * largest)
     }
 
-    fn resident(&self) -> Vec<MemoryPart> {
+    fn resident(&self) -> Vec<MemoryItem> {
         let recipe = self.recipe;
         let weights = match self.streamed {
-            true => MemoryPart { name: "weights, a layer at a time", bytes: self.streamed_weights() },
-            false => MemoryPart { name: "weights", bytes: self.own_weight_bytes() },
+            true => MemoryItem { name: "weights, a layer at a time", bytes: self.streamed_weights() },
+            false => MemoryItem { name: "weights", bytes: self.local_weight_bytes() },
         };
-        let mut parts = vec![MemoryPart { name: "program", bytes: PROGRAM_BYTES }, weights];
-        let mut part = |name, bytes| parts.push(MemoryPart { name, bytes });
-        if self.intent.learns() {
+        let mut parts = vec![MemoryItem { name: "program", bytes: PROGRAM_BYTES }, weights];
+        let mut part = |name, bytes| parts.push(MemoryItem { name, bytes });
+        if self.intent.trains() {
             // Gradients and optimizer of the stage that needs more memory.
             let stages = [
                 (Stage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
                 (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
             ];
             let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
-                let learning = self.learning(stage);
+                let learning = self.trainable_tensors(stage);
                 (self.plain_share(&learning), self.optimizer(optimizer, &learning))
             });
             let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
             part("gradients", gradients);
             part("optimizer", optimizer);
             if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
-                let learning = self.critic_learning(trainable);
+                let learning = self.critic_trainable_tensors(trainable);
                 let all = self.critic_weights(trainable).saturating_sub(gathered_bytes(&learning));
                 part("critic's weights", all + self.plain_share(&learning));
                 part("critic's gradients", self.plain_share(&learning));
                 part("critic's optimizer", self.optimizer(&critic.optimizer, &learning));
             }
             // With an adapter, the reference is the model without it.
-            if recipe.policy.kl.place != KlPlace::None && self.adapter.is_none() {
+            if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
                 // The reference is sharded like the trainable weights.
-                let learning = self.learning(Stage::Reinforcement);
-                let all = self.plain_weights().saturating_sub(gathered_bytes(&learning));
+                let learning = self.trainable_tensors(Stage::Reinforcement);
+                let all = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&learning));
                 part("reference", all + self.plain_share(&learning));
             }
         }
         match self.intent {
-            Intent::CheckMismatch(OtherWeights::Rounded(rounding)) => {
+            ModelCommand::CheckMismatch(SecondWeights::Rounded(rounding)) => {
                 part("weights, rounded", self.rounded_weights(rounding));
             }
-            Intent::CheckMismatch(OtherWeights::Changed) => part("weights, changed", self.changed_weights()),
+            ModelCommand::CheckMismatch(SecondWeights::Changed) => {
+                part("weights, changed", self.changed_weights())
+            }
             // While training samples, the weights rounded by ablations exist only in the sampling phase.
-            Intent::Train | Intent::Rollout | Intent::Eval | Intent::Chat => {}
+            ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval | ModelCommand::Chat => {}
         }
         parts
     }
 
     /// Returns the critic's trainable tensors: its own, and the factors of its adapter.
-    fn critic_learning(&self, trainable: &[bool]) -> Vec<Learning> {
+    fn critic_trainable_tensors(&self, trainable: &[bool]) -> Vec<TrainableTensor> {
         let factors = self.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
         marked(value_model_specs(self.config).into_iter().chain(factors), trainable, 0)
     }
 
     /// Returns the tokens of the longest sequence: prompt, samples and tool replies, limited by the context.
-    fn longest(&self) -> usize {
+    fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
         let replies = if self.uses_python { rollout.turns_max.saturating_sub(1) } else { 0 };
         let reply = self.recipe.interpreter.output_chars_max + REPLY_FRAME_TOKENS;
@@ -423,18 +442,22 @@ impl Subject<'_> {
         tokens.min(self.config.max_position_embeddings)
     }
 
-    fn phases(&self) -> Vec<(&'static str, Vec<MemoryPart>)> {
+    fn phases(&self) -> Vec<(&'static str, Vec<MemoryItem>)> {
         let recipe = self.recipe;
         let mut phases = vec![];
-        let steps = if self.intent.learns() { recipe.train.steps } else { 1 };
+        let steps = if self.intent.trains() { recipe.train.steps } else { 1 };
         if steps > 0 {
             phases.push(("sampling", self.sampling()));
         }
         let trajectories = match self.intent {
-            Intent::Eval | Intent::Rollout | Intent::Chat => return phases,
+            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => return phases,
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
-        let tokens = recipe.train.micro_batch_tokens.max(self.longest()).min(trajectories * self.longest());
+        let tokens = recipe
+            .train
+            .micro_batch_tokens
+            .max(self.longest_sequence())
+            .min(trajectories * self.longest_sequence());
         let tokens = if self.processes > 1 { tokens.div_ceil(recipe.parallel.sequence) } else { tokens };
         let pass = PassShape {
             config: self.config,
@@ -446,66 +469,69 @@ impl Subject<'_> {
         // Passes of several processes exchange data, so each process runs one at a time.
         let meets = self.processes > 1;
         let at_once = if meets { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
-        if matches!(self.intent, Intent::CheckMismatch(_)) {
-            phases.push(("comparison", vec![MemoryPart { name: "activations", bytes: pass.forward() }]));
+        if matches!(self.intent, ModelCommand::CheckMismatch(_)) {
+            phases.push(("comparison", vec![MemoryItem { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
         let weights = PassWeights {
             bytes: self.weight_bytes(),
             adapted: self.adapter.is_some(),
-            packed_pieces: !self.packed_pieces().is_empty(),
+            packed_pieces: !self.sharded_packed_tensors().is_empty(),
         };
         let recomputes = recomputes_layers(recipe, self.config, weights, self.threads, self.processes);
-        let bytes = at_once * pass.both_ways(recomputes);
+        let bytes = at_once * pass.forward_backward(recomputes);
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
-        let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_learning(trainable));
-        let learning = [self.ever_learning(), critic.unwrap_or_default()];
-        let gathered = learning.iter().map(|learning| self.gathered(learning, recomputes)).max().unwrap_or(0);
+        let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
+        let learning = [self.ever_trainable_tensors(), critic.unwrap_or_default()];
+        let gathered =
+            learning.iter().map(|learning| self.gathered_bytes(learning, recomputes)).max().unwrap_or(0);
         let gathered = if meets { gathered } else { 0 };
-        let gathered = MemoryPart { name: "gathered weights, exchanged gradients", bytes: gathered };
-        phases.push(("update", vec![MemoryPart { name, bytes }, gathered]));
+        let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
+        phases.push(("update", vec![MemoryItem { name, bytes }, gathered]));
         phases
     }
 
     /// Returns the number of prompts of a rollout, and of samples per prompt.
-    pub fn sampled(&self) -> (usize, usize) {
+    pub fn rollout_size(&self) -> (usize, usize) {
         let recipe = self.recipe;
         match self.intent {
-            Intent::Eval => (recipe.eval.problems_max, recipe.eval.samples),
-            Intent::Chat => (1, 1),
+            ModelCommand::Eval => (recipe.eval.problems_max, recipe.eval.samples),
+            ModelCommand::Chat => (1, 1),
             _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
         }
     }
 
     /// Returns the memory of sampling: KV caches at full length, one forward pass, and the logits.
-    fn sampling(&self) -> Vec<MemoryPart> {
+    fn sampling(&self) -> Vec<MemoryItem> {
         let (recipe, config) = (self.recipe, self.config);
-        let (prompts, samples) = self.sampled();
+        let (prompts, samples) = self.rollout_size();
         let prompts = prompts.div_ceil(self.processes);
-        let cut = self.processes > 1 && self.intent.learns();
-        let gathered = cut.then(|| self.gathered_for_sampling());
-        let together = self.held_while_sampling() != RolloutWeights::Whole;
+        let cut = self.processes > 1 && self.intent.trains();
+        let gathered = cut.then(|| self.sampling_gather_item());
+        let together = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
         let rounded = match self.intent {
             // Weights gathered per expert are rounded on arrival, without a second set.
-            Intent::Train if together => 0,
-            Intent::Train | Intent::Rollout => self.rounded_weights(WeightRounding::of(&recipe.arms)),
-            Intent::Eval | Intent::Chat | Intent::CheckMismatch(_) => 0,
+            ModelCommand::Train if together => 0,
+            ModelCommand::Train | ModelCommand::Rollout => {
+                self.rounded_weights(WeightRounding::from_ablations(&recipe.arms))
+            }
+            ModelCommand::Eval | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => 0,
         };
-        let engines = if together { 1 } else { engines(self.weight_bytes(), self.threads) };
+        let engines = if together { 1 } else { engine_count(self.weight_bytes(), self.threads) };
         let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));
-        let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest());
+        let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest_sequence());
         // The sampling thread copies each row of logits once.
         let drawn = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
         let targets = sequences.div_ceil(engines);
         let adapted = self.adapter.is_some();
         let forward = PassShape { config, tokens, targets, adapted, on_gpu: false }.forward();
         let parts = vec![
-            MemoryPart {
+            MemoryItem {
                 name: "keys and values",
-                bytes: sequences as u64 * SequenceCache::bytes(config, self.longest()),
+                bytes: sequences as u64 * SequenceCache::bytes(config, self.longest_sequence()),
             },
-            MemoryPart { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
-            MemoryPart { name: "weights, rounded", bytes: rounded },
+            MemoryItem { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
+            MemoryItem { name: "weights, rounded", bytes: rounded },
         ];
         parts.into_iter().chain(gathered).collect()
     }

@@ -40,7 +40,7 @@ impl PassShape<'_> {
     }
 
     /// Returns the bytes of `T·K` expert rows of `width` values.
-    fn routed(&self, width: usize) -> u64 {
+    fn expert_rows_bytes(&self, width: usize) -> u64 {
         self.values(self.tokens * self.config.num_experts_per_tok, width)
     }
 
@@ -53,8 +53,8 @@ impl PassShape<'_> {
     }
 
     /// Returns the bytes that one layer's graph saves for the backward.
-    fn layer_kept(&self) -> u64 {
-        self.plain_layer_kept() + self.adapted_products()
+    fn saved_layer_bytes(&self) -> u64 {
+        self.saved_base_layer_bytes() + self.adapted_products()
     }
 
     /// Returns the bytes that adapters add: products of q, k, v, o, gate_up (or gate and up) and down,
@@ -62,25 +62,29 @@ impl PassShape<'_> {
     fn adapted_products(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         match self.adapted {
-            true => self.queries() + 2 * self.keys() + self.hidden() + self.routed(2 * i + h),
+            true => self.queries() + 2 * self.keys() + self.hidden() + self.expert_rows_bytes(2 * i + h),
             false => 0,
         }
     }
 
-    fn plain_layer_kept(&self) -> u64 {
+    fn saved_base_layer_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         // Both norms, o, both residual sums, experts' output; q twice and attention's output; k, v and their
         // pair.
-        6 * self.hidden() + 3 * self.queries() + 4 * self.keys() + self.small() + self.routed(2 * h + 3 * i)
+        6 * self.hidden()
+            + 3 * self.queries()
+            + 4 * self.keys()
+            + self.small()
+            + self.expert_rows_bytes(2 * h + 3 * i)
     }
 
     /// Returns the peak of one layer's forward when nothing is saved, without its input.
     fn layer_forward(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         let attention = 2 * self.hidden() + 2 * self.queries() + 6 * self.keys();
-        let experts = 4 * self.hidden() + self.routed(3 * i + h);
+        let experts = 4 * self.hidden() + self.expert_rows_bytes(3 * i + h);
         // An adapter's product is held beside the base's.
-        let adapted = if self.adapted { self.routed(2 * i).max(self.queries()) } else { 0 };
+        let adapted = if self.adapted { self.expert_rows_bytes(2 * i).max(self.queries()) } else { 0 };
         attention.max(experts) + self.small() + adapted
     }
 
@@ -90,7 +94,7 @@ impl PassShape<'_> {
     /// An adapter gives the input a second gradient, and a sum. The plan uses a larger number, the peak
     /// measured with candle's backward, because no peak of this backward was measured to justify less.
     fn layer_backward(&self) -> u64 {
-        2 * self.hidden() + self.routed(7 * self.config.intermediate_size)
+        2 * self.hidden() + self.expert_rows_bytes(7 * self.config.intermediate_size)
     }
 
     /// Returns the bytes of the logits, one chunk of rows at a time.
@@ -117,16 +121,16 @@ impl PassShape<'_> {
 
     /// Returns the peak of forward and backward. With `recompute_layers`, all layers' inputs are saved and
     /// one layer's graph; otherwise all layers' graphs.
-    pub fn both_ways(&self, recompute_layers: bool) -> u64 {
+    pub fn forward_backward(&self, recompute_layers: bool) -> u64 {
         let layers = self.config.num_hidden_layers as u64;
         // Hidden states used twice have two gradients and their sum.
         let head = self.head_rows() + (self.logits() + self.head_rows()).max(3 * self.hidden());
         if recompute_layers {
             let inputs = layers * self.hidden();
-            let layer = 2 * self.hidden() + self.layer_kept() + self.layer_backward();
+            let layer = 2 * self.hidden() + self.saved_layer_bytes() + self.layer_backward();
             inputs + (self.hidden() + head).max(layer).max(self.layer_forward())
         } else {
-            let graph = self.hidden() + layers * self.layer_kept() + self.head_rows();
+            let graph = self.hidden() + layers * self.saved_layer_bytes() + self.head_rows();
             graph + (self.logits() + self.head_rows()).max(3 * self.hidden()).max(self.layer_backward())
         }
     }

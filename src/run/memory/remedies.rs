@@ -1,8 +1,8 @@
 //! Remedies: recipe keys that would lower the peak, each with its saving. The plan is computed again for each
 //! change.
 
-use super::{AdapterPart, Intent, MemoryPlan, Subject, gigabytes};
-use crate::dist::{PackedWeights, RolloutWeights};
+use super::{AdapterInput, MemoryPlan, ModelCommand, PlanInput, gigabytes};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerKind;
 use crate::model::adapter::{Lora, default_targets};
 use crate::model::names::{parameter_specs, value_model_specs};
@@ -26,7 +26,7 @@ impl std::fmt::Display for Remedy {
 /// Matches the expert weights, most of an MoE model's parameters.
 const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
 
-impl Subject<'_> {
+impl PlanInput<'_> {
     /// Returns each single change that would lower the peak, the largest saving first.
     pub fn remedies(&self) -> Vec<Remedy> {
         let peak = MemoryPlan::new(self).peak_bytes();
@@ -49,7 +49,8 @@ impl Subject<'_> {
         let mut with = |what: String, change: &dyn Fn(&mut Recipe)| {
             let mut recipe = self.recipe.clone();
             change(&mut recipe);
-            changes.push((what, MemoryPlan::new(&Subject { recipe: &recipe, ..self.clone() }).peak_bytes()));
+            changes
+                .push((what, MemoryPlan::new(&PlanInput { recipe: &recipe, ..self.clone() }).peak_bytes()));
         };
         let recipe = self.recipe;
         let half = |value: usize| (value / 2).max(1);
@@ -61,11 +62,11 @@ impl Subject<'_> {
         });
         let prompt = half(recipe.rollout.prompt_tokens_max);
         with(format!("rollout.prompt_tokens_max = {prompt}"), &|r| r.rollout.prompt_tokens_max = prompt);
-        if !matches!(self.intent, Intent::Eval | Intent::Chat) {
+        if !matches!(self.intent, ModelCommand::Eval | ModelCommand::Chat) {
             let tokens = half(recipe.train.micro_batch_tokens);
             with(format!("train.micro_batch_tokens = {tokens}"), &|r| r.train.micro_batch_tokens = tokens);
         }
-        if self.intent.learns() {
+        if self.intent.trains() {
             with("train.recompute_layers = true".into(), &|r| r.train.recompute_layers = Some(true));
             if recipe.train.optimizer.kind == OptimizerKind::Sgd {
                 with("train.optimizer.momentum = 0".into(), &|r| r.train.optimizer.momentum = 0.0);
@@ -84,17 +85,17 @@ impl Subject<'_> {
                 changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));
             }
         }
-        if self.processes > 1 && self.packed_weights != PackedWeights::Sharded {
-            let subject = Subject { packed_weights: PackedWeights::Sharded, ..self.clone() };
-            let change = format!("parallel.packed_weights = \"{}\"", PackedWeights::Sharded);
+        if self.processes > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
+            let subject = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
+            let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
             changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
         }
         if self.processes > 1
-            && self.rollout_weights == RolloutWeights::Whole
-            && self.has_travelling_experts()
+            && self.rollout_weights == RolloutWeightPlacement::Whole
+            && self.has_remote_experts()
         {
-            let rollout_weights = RolloutWeights::ByExpert;
-            let subject = Subject { rollout_weights, ..self.clone() };
+            let rollout_weights = RolloutWeightPlacement::ByExpert;
+            let subject = PlanInput { rollout_weights, ..self.clone() };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
             changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
         }
@@ -106,14 +107,14 @@ impl Subject<'_> {
         let base = parameter_specs(self.config);
         let AdapterSettings { rank, alpha, rslora, .. } = AdapterSettings::default();
         let lora = Lora { rank, alpha, rslora, targets: default_targets(self.config) };
-        let specs = lora.specs(&base).unwrap_or_default();
-        let adapter = AdapterPart { trainable: vec![true; specs.len()], specs, after_cold_start: false };
+        let specs = lora.factor_specs(&base).unwrap_or_default();
+        let adapter = AdapterInput { trainable: vec![true; specs.len()], specs, after_cold_start: false };
         let critic_trainable = self.critic_trainable.as_ref().map(|_| {
             let own = value_model_specs(self.config);
             let head = own.iter().map(|spec| spec.name.starts_with("score."));
             head.chain(adapter.trainable.iter().copied()).collect()
         });
-        let subject = Subject {
+        let subject = PlanInput {
             trainable: vec![false; base.len()],
             critic_trainable,
             adapter: Some(adapter),
@@ -133,6 +134,6 @@ impl Subject<'_> {
             .collect();
         trainable
             .contains(&true)
-            .then(|| MemoryPlan::new(&Subject { trainable, ..self.clone() }).peak_bytes())
+            .then(|| MemoryPlan::new(&PlanInput { trainable, ..self.clone() }).peak_bytes())
     }
 }

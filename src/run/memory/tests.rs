@@ -2,14 +2,14 @@
 
 use super::*;
 use crate::dist::Mesh;
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerKind;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::Console;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::{Backend, Parameters};
-use crate::model::storage::Stored;
-use crate::ops::packed::PackedMatrix;
+use crate::model::storage::TensorStorage;
+use crate::ops::packed_weights::PackedMatrix;
 use crate::ops::weight::Weight;
 use crate::recipe::resolve;
 use crate::run::preflight::Preflight;
@@ -33,13 +33,13 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
         for processes in [1, 2, 4, 8] {
             let mut held = [0; 3];
             for rank in 0..processes {
-                let mesh = Mesh::disconnected(rank, processes);
+                let mesh = Mesh::without_connection(rank, processes);
                 let drawn = values
                     .iter()
-                    .map(|(spec, values)| Ok((spec.clone(), Stored::variable(spec, values.clone())?)));
+                    .map(|(spec, values)| Ok((spec.clone(), TensorStorage::variable(spec, values.clone())?)));
                 let backend = Backend { mesh, ..Backend::default() };
-                let mut parameters = Parameters::loaded(&config, &backend, drawn).unwrap();
-                parameters.train_only(&trainable).unwrap();
+                let mut parameters = Parameters::load(&config, &backend, drawn).unwrap();
+                parameters.set_trainable(&trainable).unwrap();
                 Optimizer::new(&recipe.train.optimizer, &mut parameters, false).unwrap();
                 let bytes = |tensor: &candle_core::Tensor| {
                     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
@@ -52,11 +52,11 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 ];
                 held = [held[0].max(own[0]), held[1].max(own[1]), held[2].max(own[2])];
             }
-            let subject = Subject {
-                intent: Intent::Train,
+            let subject = PlanInput {
+                intent: ModelCommand::Train,
                 recipe: &recipe,
                 config: &config,
-                forms: &vec![Form::F32; values.len()],
+                forms: &vec![WeightFormat::F32; values.len()],
                 trainable: trainable.clone(),
                 critic_trainable: None,
                 adapter: None,
@@ -64,8 +64,8 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 threads: 1,
                 streamed: false,
                 processes,
-                rollout_weights: RolloutWeights::Whole,
-                packed_weights: PackedWeights::Whole,
+                rollout_weights: RolloutWeightPlacement::Whole,
+                packed_weights: PackedWeightPlacement::Whole,
                 gpu_sequences: None,
             };
             let plan = MemoryPlan::new(&subject);
@@ -81,10 +81,10 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
 }
 
 /// Returns a tensor of zeros, held as a tensor of format `form` on disk is held.
-fn zeros(spec: &ParameterSpec, form: Form) -> Weight {
-    match (spec.packed_form(form), spec.matrix_shape()) {
+fn zeros(spec: &ParameterSpec, form: WeightFormat) -> Weight {
+    match (spec.packed_format(form), spec.matrix_shape()) {
         (Some(form), Some(shape)) => {
-            Weight::Packed(Arc::new(PackedMatrix::of_bytes(form, shape, vec![0; form.bytes(shape)])))
+            Weight::Packed(Arc::new(PackedMatrix::from_bytes(form, shape, vec![0; form.bytes(shape)])))
         }
         _ => Weight::dense(&Tensor::zeros(spec.working_shape(), DType::F32, &Device::Cpu).unwrap()),
     }
@@ -95,21 +95,21 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
     let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
     let specs = parameter_specs(&ModelSource::open(&plan.recipe).unwrap().config);
     let (mut copied, mut shared) = (0, 0);
-    for form in [Form::F32, Form::Bf16, Form::Mxfp4] {
+    for form in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Mxfp4] {
         for (mxfp4, bits) in
             [(false, None), (true, None), (false, Some(7)), (true, Some(7)), (false, Some(1))]
         {
             for spec in &specs {
                 let held = zeros(spec, form);
                 let rounding = WeightRounding { mxfp4, bits };
-                let planned = rounding.copied_bytes(spec, form);
+                let planned = rounding.copy_bytes(spec, form);
                 let made = match (&held, rounding.apply(spec, held.clone()).unwrap()) {
                     (Weight::Dense(a), Weight::Dense(b)) if a.values().id() == b.values().id() => 0,
                     (Weight::Packed(a), Weight::Packed(b)) if Arc::ptr_eq(a, &b) => 0,
                     (_, made) => made.bytes(),
                 };
                 // MXFP4 made from bf16 is smaller than the plan, which counts the bf16 size.
-                let exact = !(mxfp4 && form == Form::Bf16 && spec.is_expert_matrix());
+                let exact = !(mxfp4 && form == WeightFormat::Bf16 && spec.is_expert_matrix());
                 assert!(
                     if exact { planned == made } else { planned >= made },
                     "{} {rounding:?}: {planned}, {made}",
@@ -130,38 +130,38 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     let rest = "[rollout]\nturns_max = 1\n[train]\nmicro_batch_tokens = 1024\n";
     let text = format!("[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n{rest}");
     let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-    let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent()).unwrap();
+    let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     let mut planned = |processes, bytes: Option<u64>| {
-        let available = bytes.map(|bytes| Available { bytes, bound: String::new() });
-        preflight.plan_for(processes, available.as_ref());
+        let available = bytes.map(|bytes| AvailableMemory { bytes, bound: String::new() });
+        preflight.choose_sharding(processes, available.as_ref());
         let told = preflight.plan.warnings.drain(..).any(|said| said.contains("parallel.rollout_weights"));
-        let subject = preflight.subject();
-        assert_eq!(told, subject.rollout_weights != RolloutWeights::Whole);
+        let subject = preflight.plan_input();
+        assert_eq!(told, subject.rollout_weights != RolloutWeightPlacement::Whole);
         (subject.rollout_weights, MemoryPlan::new(&subject).peak_bytes())
     };
     let (how, whole) = planned(4, None);
-    assert_eq!(how, RolloutWeights::Whole);
-    assert_eq!(planned(4, Some(whole)), (RolloutWeights::Whole, whole));
+    assert_eq!(how, RolloutWeightPlacement::Whole);
+    assert_eq!(planned(4, Some(whole)), (RolloutWeightPlacement::Whole, whole));
     let (how, by_expert) = planned(4, Some(whole - 1));
-    assert_eq!(how, RolloutWeights::ByExpert);
+    assert_eq!(how, RolloutWeightPlacement::ByExpert);
     // Three quarters of the experts' 3.6 GB are on other processes.
     assert!(whole > by_expert + 2_700_000_000, "{whole}, {by_expert}");
     // If no option fits, the smallest one is planned and refused later.
-    assert_eq!(planned(4, Some(by_expert - 1)), (RolloutWeights::ByExpert, by_expert));
+    assert_eq!(planned(4, Some(by_expert - 1)), (RolloutWeightPlacement::ByExpert, by_expert));
     // One process gathers nothing, even with little memory.
-    assert_eq!(planned(1, Some(1)).0, RolloutWeights::Whole);
+    assert_eq!(planned(1, Some(1)).0, RolloutWeightPlacement::Whole);
     // Unsharded packed experts are complete on every process, for any rollout_weights.
-    preflight.plan_for(4, None);
-    let subject = preflight.subject();
-    let forms = vec![Form::Bf16; subject.forms.len()];
+    preflight.choose_sharding(4, None);
+    let subject = preflight.plan_input();
+    let forms = vec![WeightFormat::Bf16; subject.forms.len()];
     let trainable: Vec<bool> =
         parameter_specs(subject.config).iter().map(|spec| !spec.is_of_experts()).collect();
     let sampling = |rollout_weights| {
         let subject =
-            Subject { rollout_weights, forms: &forms, trainable: trainable.clone(), ..subject.clone() };
+            PlanInput { rollout_weights, forms: &forms, trainable: trainable.clone(), ..subject.clone() };
         MemoryPlan::new(&subject).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
     };
-    assert_eq!(sampling(RolloutWeights::ByExpert), sampling(RolloutWeights::Whole));
+    assert_eq!(sampling(RolloutWeightPlacement::ByExpert), sampling(RolloutWeightPlacement::Whole));
 }
 
 #[test]
@@ -169,31 +169,37 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
     let text = "[model.architecture]\nhidden_size = 256\nintermediate_size = 256\nnum_local_experts = 8\n\
                 num_hidden_layers = 6\n[adapter]\n[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n";
     let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
-    let mut preflight = Preflight::open(plan, Intent::Train, &Console::silent()).unwrap();
+    let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     let specs = parameter_specs(&preflight.source.config);
-    preflight.source.forms =
-        specs.iter().map(|spec| if spec.is_expert_matrix() { Form::Mxfp4 } else { Form::Bf16 }).collect();
-    let weights = |subject: &Subject| MemoryPlan::new(subject).resident[1].bytes;
+    preflight.source.forms = specs
+        .iter()
+        .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 })
+        .collect();
+    let weights = |subject: &PlanInput| MemoryPlan::new(subject).resident[1].bytes;
     let alone = {
-        preflight.plan_for(1, None);
-        weights(&preflight.subject())
+        preflight.choose_sharding(1, None);
+        weights(&preflight.plan_input())
     };
     for processes in [2, 3, 8] {
-        preflight.plan_for(processes, None);
-        assert_eq!(preflight.subject().packed_weights, PackedWeights::Whole, "memory is not known");
-        let peak = MemoryPlan::new(&preflight.subject()).peak_bytes();
-        preflight.plan_for(processes, Some(&Available { bytes: peak, bound: String::new() }));
-        assert_eq!(preflight.subject().packed_weights, PackedWeights::Whole, "it suffices");
+        preflight.choose_sharding(processes, None);
+        assert_eq!(
+            preflight.plan_input().packed_weights,
+            PackedWeightPlacement::Whole,
+            "memory is not known"
+        );
+        let peak = MemoryPlan::new(&preflight.plan_input()).peak_bytes();
+        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, bound: String::new() }));
+        assert_eq!(preflight.plan_input().packed_weights, PackedWeightPlacement::Whole, "it suffices");
         preflight.plan.warnings.clear();
-        preflight.plan_for(processes, Some(&Available { bytes: 1, bound: String::new() }));
+        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: 1, bound: String::new() }));
         assert!(
             preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
         );
-        let subject = preflight.subject();
-        assert_eq!(subject.packed_weights, PackedWeights::Sharded);
+        let subject = preflight.plan_input();
+        assert_eq!(subject.packed_weights, PackedWeightPlacement::Sharded);
         // Bytes that the process `rank` actually holds.
         let held = |rank: usize| -> u64 {
-            let mesh = Mesh::disconnected(rank, processes);
+            let mesh = Mesh::without_connection(rank, processes);
             let factors: u64 = (specs.len()..)
                 .zip(&subject.adapter.as_ref().unwrap().specs)
                 .map(|(index, spec)| {
@@ -201,7 +207,7 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
                 })
                 .sum();
             let base = specs.iter().zip(subject.forms).enumerate().map(|(index, (spec, form))| {
-                let stored = Stored::frozen(zeros(spec, *form)).sharded(index, &mesh).unwrap();
+                let stored = TensorStorage::from_weight(zeros(spec, *form)).into_shard(index, &mesh).unwrap();
                 match stored.weight(spec).unwrap() {
                     Weight::Packed(matrix) if stored.is_sharded() => {
                         matrix.shard_bytes().unwrap().len() as u64
@@ -213,7 +219,7 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
         };
         let most = (0..processes).map(held).max().unwrap();
         // Other commands hold packed weights unsharded, and get no such remedy.
-        assert!(!Subject { intent: Intent::Rollout, ..subject.clone() }.can_cut_packed());
+        assert!(!PlanInput { intent: ModelCommand::Rollout, ..subject.clone() }.can_shard_packed());
         let planned = weights(&subject);
         // The largest shard of factors and the largest of the base may be on different processes.
         assert!(

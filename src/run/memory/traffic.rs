@@ -1,8 +1,8 @@
 //! Communication of one training step: bytes that each process receives, computed from recipe and config.
 
-use super::weights::{Pieced, whole_bytes};
-use super::{Stage, Subject, gathered_bytes};
-use crate::dist::RolloutWeights;
+use super::weights::{ShardedTensor, unsharded_bytes};
+use super::{PlanInput, Stage, gathered_bytes};
+use crate::dist::RolloutWeightPlacement;
 use crate::metrics::Table;
 
 const F32: u64 = 4;
@@ -22,16 +22,16 @@ pub struct Traffic {
 
 impl Traffic {
     /// Computes the traffic of `subject`.
-    pub fn new(subject: &Subject) -> Self {
+    pub fn new(subject: &PlanInput) -> Self {
         let (recipe, config, ranks) = (subject.recipe, subject.config, subject.processes as u64);
         let sharing = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
-        let learning = subject.learning(Stage::Reinforcement);
+        let learning = subject.trainable_tensors(Stage::Reinforcement);
         let gradients = gathered_bytes(&learning);
-        let pieced = subject.pieced();
-        let all = whole_bytes(&pieced);
-        let layers: u64 = pieced.iter().filter(|one| one.layer().is_some()).map(Pieced::bytes).sum();
+        let pieced = subject.sharded_tensors();
+        let all = unsharded_bytes(&pieced);
+        let layers: u64 = pieced.iter().filter(|one| one.layer().is_some()).map(ShardedTensor::bytes).sum();
         let trajectories = (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt) as u64;
-        let longest = subject.longest() as u64;
+        let longest = subject.longest_sequence() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
         let batches = (trajectories * longest).div_ceil(rows);
         let passes = batches.div_ceil(ranks / sharing);
@@ -63,16 +63,20 @@ impl Traffic {
 
 /// Returns the bytes of weights and of expert rows that a process receives while it samples. `all` is the
 /// size of all sharded weights.
-fn sampling(subject: &Subject, all: u64) -> [u64; 2] {
+fn sampling(subject: &PlanInput, all: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&subject.recipe.rollout, subject.config, subject.processes as u64);
     let others = |bytes: u64| bytes - bytes / ranks;
     let own = (rollout.prompts_per_step as u64).div_ceil(ranks) * rollout.samples_per_prompt as u64;
-    let longest = subject.longest() as u64;
-    match subject.held_while_sampling() {
-        RolloutWeights::Auto | RolloutWeights::Whole => [others(all), 0],
-        RolloutWeights::ByExpert => {
-            let of_experts: u64 =
-                subject.pieced().iter().filter(|one| one.spec.is_per_expert()).map(Pieced::bytes).sum();
+    let longest = subject.longest_sequence() as u64;
+    match subject.effective_rollout_weights() {
+        RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => [others(all), 0],
+        RolloutWeightPlacement::ByExpert => {
+            let of_experts: u64 = subject
+                .sharded_tensors()
+                .iter()
+                .filter(|one| one.spec.is_per_expert())
+                .map(ShardedTensor::bytes)
+                .sum();
             // A row is sent to its expert, and the product is sent back.
             let rows = own * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
             [
@@ -88,7 +92,7 @@ impl std::fmt::Display for Traffic {
         let mut table = Table::new(["received per process and step", "GB", "s by NVLink", "s by 400 Gb/s"]);
         let mut row = |what: &str, bytes: u64| {
             let seconds = |rate: f64| format!("{:.2}", bytes as f64 / rate);
-            table.row([
+            table.add_row([
                 what.to_owned(),
                 super::plain_gigabytes(bytes),
                 seconds(NODE_BYTES_PER_S),

@@ -1,24 +1,24 @@
 //! The weights in a memory plan: resident, streamed from disk, gathered, and second sets.
 
-use super::{AdapterPart, Learning, MemoryPart, Subject, gathered_bytes, plain_bytes};
+use super::{AdapterInput, MemoryItem, PlanInput, TrainableTensor, gathered_bytes, plain_bytes};
 use crate::dist::shard_range;
-use crate::dist::{PackedWeights, RolloutWeights};
-use crate::model::config::Form;
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
+use crate::model::config::WeightFormat;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
 use std::collections::BTreeMap;
 
 /// A tensor sharded over the processes, and its format in memory.
-pub(super) struct Pieced {
+pub(super) struct ShardedTensor {
     pub index: usize,
     pub spec: ParameterSpec,
-    pub form: Form,
+    pub form: WeightFormat,
 }
 
-impl Pieced {
+impl ShardedTensor {
     /// Creates the entry of a trainable tensor, held in f32.
-    pub fn learning((index, spec): Learning) -> Self {
-        Self { index, spec, form: Form::F32 }
+    pub fn from_trainable((index, spec): TrainableTensor) -> Self {
+        Self { index, spec, form: WeightFormat::F32 }
     }
 
     /// Returns the bytes of the whole tensor.
@@ -34,13 +34,13 @@ impl Pieced {
 }
 
 /// Returns the bytes of all `pieced` tensors, unsharded.
-pub(super) fn whole_bytes(pieced: &[Pieced]) -> u64 {
-    pieced.iter().map(Pieced::bytes).sum()
+pub(super) fn unsharded_bytes(pieced: &[ShardedTensor]) -> u64 {
+    pieced.iter().map(ShardedTensor::bytes).sum()
 }
 
 /// Returns the peak of gathering `pieced` layer by layer: tensors outside layers, a layer held twice while it
 /// arrives, and the prefetched next one.
-pub(super) fn in_turn(pieced: &[Pieced]) -> u64 {
+pub(super) fn gather_peak_bytes(pieced: &[ShardedTensor]) -> u64 {
     let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
     for one in pieced {
         match one.layer() {
@@ -51,27 +51,27 @@ pub(super) fn in_turn(pieced: &[Pieced]) -> u64 {
     outside + 3 * layers.into_values().max().unwrap_or(0)
 }
 
-impl Subject<'_> {
+impl PlanInput<'_> {
     /// Returns the bytes of the policy's weights in memory, with its adapter, unsharded.
     pub(super) fn weight_bytes(&self) -> u64 {
-        let learns = |index: usize| self.intent.learns() && self.trainable[index];
+        let learns = |index: usize| self.intent.trains() && self.trainable[index];
         let specs = parameter_specs(self.config).into_iter().zip(self.forms).enumerate();
-        let of = |(index, (spec, form)): (usize, (ParameterSpec, &Form))| {
-            spec.resident_bytes(if learns(index) { Form::F32 } else { *form })
+        let of = |(index, (spec, form)): (usize, (ParameterSpec, &WeightFormat))| {
+            spec.resident_bytes(if learns(index) { WeightFormat::F32 } else { *form })
         };
-        specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterPart::bytes)
+        specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterInput::bytes)
     }
 
     /// Returns the bytes of the policy's weights in this process: shards of trainable and sharded packed
     /// tensors, and all others.
-    pub(super) fn own_weight_bytes(&self) -> u64 {
-        if self.processes == 1 || !self.intent.learns() {
+    pub(super) fn local_weight_bytes(&self) -> u64 {
+        if self.processes == 1 || !self.intent.trains() {
             return self.weight_bytes();
         }
-        let (learning, packed) = (self.ever_learning(), self.packed_pieces());
-        let shared = gathered_bytes(&learning) + whole_bytes(&packed);
+        let (learning, packed) = (self.ever_trainable_tensors(), self.sharded_packed_tensors());
+        let shared = gathered_bytes(&learning) + unsharded_bytes(&packed);
         let of = |rank: usize| -> u64 {
-            let here = |one: &Pieced| {
+            let here = |one: &ShardedTensor| {
                 shard_range(one.bytes() as usize, one.index, rank, self.processes).len() as u64
             };
             packed.iter().map(here).sum()
@@ -81,46 +81,53 @@ impl Subject<'_> {
     }
 
     /// Returns the policy's packed tensors that are sharded.
-    pub(super) fn packed_pieces(&self) -> Vec<Pieced> {
-        if self.processes == 1 || !self.intent.learns() || self.packed_weights != PackedWeights::Sharded {
+    pub(super) fn sharded_packed_tensors(&self) -> Vec<ShardedTensor> {
+        if self.processes == 1
+            || !self.intent.trains()
+            || self.packed_weights != PackedWeightPlacement::Sharded
+        {
             return vec![];
         }
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let packed = specs.filter(|(index, spec)| self.is_packed(spec, *index));
-        packed.map(|(index, spec)| Pieced { index, spec, form: self.forms[index] }).collect()
+        packed.map(|(index, spec)| ShardedTensor { index, spec, form: self.forms[index] }).collect()
     }
 
     /// Returns all of the policy's sharded tensors: those trainable in any stage, and packed ones if sharded.
-    pub(super) fn pieced(&self) -> Vec<Pieced> {
-        self.ever_learning().into_iter().map(Pieced::learning).chain(self.packed_pieces()).collect()
+    pub(super) fn sharded_tensors(&self) -> Vec<ShardedTensor> {
+        self.ever_trainable_tensors()
+            .into_iter()
+            .map(ShardedTensor::from_trainable)
+            .chain(self.sharded_packed_tensors())
+            .collect()
     }
 
     /// Returns how a process holds the weights while it samples. `Whole` without sharding, and if experts
     /// cannot be remote.
-    pub(super) fn held_while_sampling(&self) -> RolloutWeights {
+    pub(super) fn effective_rollout_weights(&self) -> RolloutWeightPlacement {
         match self.rollout_weights {
-            _ if self.processes == 1 || !self.intent.learns() => RolloutWeights::Whole,
-            RolloutWeights::ByExpert if !self.has_travelling_experts() => RolloutWeights::Whole,
-            RolloutWeights::Auto => RolloutWeights::Whole,
+            _ if self.processes == 1 || !self.intent.trains() => RolloutWeightPlacement::Whole,
+            RolloutWeightPlacement::ByExpert if !self.has_remote_experts() => RolloutWeightPlacement::Whole,
+            RolloutWeightPlacement::Auto => RolloutWeightPlacement::Whole,
             held => held,
         }
     }
 
     /// Returns the memory of weights that a process gathers from the others for sampling.
-    pub(super) fn gathered_for_sampling(&self) -> MemoryPart {
-        let pieced = self.pieced();
-        match self.held_while_sampling() {
-            RolloutWeights::Auto | RolloutWeights::Whole => {
-                MemoryPart { name: "weights, gathered", bytes: whole_bytes(&pieced) }
+    pub(super) fn sampling_gather_item(&self) -> MemoryItem {
+        let pieced = self.sharded_tensors();
+        match self.effective_rollout_weights() {
+            RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => {
+                MemoryItem { name: "weights, gathered", bytes: unsharded_bytes(&pieced) }
             }
-            RolloutWeights::ByExpert => {
-                let (experts, rest): (Vec<Pieced>, Vec<Pieced>) =
+            RolloutWeightPlacement::ByExpert => {
+                let (experts, rest): (Vec<ShardedTensor>, Vec<ShardedTensor>) =
                     pieced.into_iter().partition(|one| one.spec.is_per_expert());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
-                let bytes = |one: &Pieced| one.spec.of_experts(own).resident_bytes(one.form);
-                MemoryPart {
+                let bytes = |one: &ShardedTensor| one.spec.with_expert_count(own).resident_bytes(one.form);
+                MemoryItem {
                     name: "weights, gathered except experts",
-                    bytes: whole_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
+                    bytes: unsharded_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
                 }
             }
         }
@@ -128,18 +135,18 @@ impl Subject<'_> {
 
     /// Returns whether rows can be sent to experts on other processes. Not possible if each process holds all
     /// experts, packed.
-    pub fn has_travelling_experts(&self) -> bool {
+    pub fn has_remote_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed =
             |(index, spec): (usize, ParameterSpec)| spec.is_of_experts() && self.is_packed(&spec, index);
-        let is_cut = self.packed_weights == PackedWeights::Sharded;
+        let is_cut = self.packed_weights == PackedWeightPlacement::Sharded;
         self.config.family.has_experts && (is_cut || !specs.any(is_packed))
     }
 
     /// Returns whether the command can shard packed weights: it trains, and some are packed.
-    pub fn can_cut_packed(&self) -> bool {
+    pub fn can_shard_packed(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
-        self.intent.learns() && specs.any(|(index, spec)| self.is_packed(&spec, index))
+        self.intent.trains() && specs.any(|(index, spec)| self.is_packed(&spec, index))
     }
 
     /// Returns the bytes of streamed weights: all tensors outside layers, and the largest layer.
@@ -155,15 +162,15 @@ impl Subject<'_> {
 
     /// Returns whether the policy's tensor `index` stays packed.
     pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
-        let learns = self.intent.learns() && self.trainable[index];
-        !learns && spec.packed_form(self.forms[index]).is_some()
+        let learns = self.intent.trains() && self.trainable[index];
+        !learns && spec.packed_format(self.forms[index]).is_some()
     }
 
     /// Returns the bytes of the policy's unpacked weights, which a reference copies.
-    pub(super) fn plain_weights(&self) -> u64 {
+    pub(super) fn unpacked_weight_bytes(&self) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let plain = specs.filter(|(index, spec)| !self.is_packed(spec, *index));
-        plain.map(|(_, spec)| spec.resident_bytes(Form::F32)).sum()
+        plain.map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
     /// Returns the bytes of the critic's own weights. It shares packed tensors and an adapter's base with the
@@ -181,7 +188,7 @@ impl Subject<'_> {
             at.is_some_and(|at| self.is_packed(spec, at))
         };
         let held = own.into_iter().zip(trainable).filter(|(spec, learns)| **learns || !shared(spec));
-        held.map(|(spec, _)| spec.resident_bytes(Form::F32)).sum()
+        held.map(|(spec, _)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
     /// Returns the bytes of the second set of weights, with which ablations sample. A streamed layer is
@@ -190,8 +197,8 @@ impl Subject<'_> {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let here = specs.filter(|(_, spec)| !self.streamed || spec.layer.is_none());
         let of = |(index, spec): (usize, ParameterSpec)| {
-            let form = if self.is_packed(&spec, index) { self.forms[index] } else { Form::F32 };
-            rounding.copied_bytes(&spec, form)
+            let form = if self.is_packed(&spec, index) { self.forms[index] } else { WeightFormat::F32 };
+            rounding.copy_bytes(&spec, form)
         };
         here.map(of).sum()
     }
@@ -202,7 +209,7 @@ impl Subject<'_> {
         let mut layers = BTreeMap::<usize, (u64, u64)>::new();
         let mut head = 0;
         for spec in parameter_specs(self.config) {
-            let bytes = spec.resident_bytes(Form::F32);
+            let bytes = spec.resident_bytes(WeightFormat::F32);
             match spec.layer {
                 Some(layer) => {
                     let (sum, largest) = layers.entry(layer).or_default();

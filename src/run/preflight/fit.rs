@@ -4,11 +4,11 @@
 use super::Preflight;
 use crate::bad_input;
 use crate::checkpoint::load::ModelFolder;
-use crate::dist::{PackedWeights, RolloutWeights};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::layers_on_demand::LayersOnDemand;
-use crate::model::weights::Layers;
-use crate::run::memory::{Available, MemoryPlan, Subject, gigabytes};
+use crate::model::weights::LayerSource;
+use crate::run::memory::{AvailableMemory, MemoryPlan, PlanInput, gigabytes};
 use anyhow::Result;
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,35 +18,36 @@ const TO_SEE: &str = "`rloss check` prints the plan";
 
 impl Preflight {
     /// Returns the memory to plan for: the GPU's if a GPU computes, else the `host`'s.
-    pub fn available(&self, host: Option<Available>) -> Option<Available> {
+    pub fn available_memory(&self, host: Option<AvailableMemory>) -> Option<AvailableMemory> {
         self.place.available.clone().or(host)
     }
 
     /// Plans for `processes`. For keys that are `"auto"`, takes the first option that fits `available`
     /// memory. Unsharded packed weights come before sharded ones, and sampling with less communication before
     /// sampling with more.
-    pub fn plan_for(&mut self, processes: usize, available: Option<&Available>) {
+    pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
         self.processes = processes;
         if self.gpu_sequences.is_some() {
-            self.gpu_sequences = available.map(|found| self.subject().sequences_that_fit(found));
+            self.gpu_sequences = available.map(|found| self.plan_input().sequence_capacity(found));
             return;
         }
         let asked = self.plan.recipe.parallel.clone();
-        let fits = |&(rollout_weights, packed_weights): &(RolloutWeights, PackedWeights)| {
-            let peak = MemoryPlan::new(&Subject { rollout_weights, packed_weights, ..self.subject() });
+        let fits = |&(rollout_weights, packed_weights): &(RolloutWeightPlacement, PackedWeightPlacement)| {
+            let peak = MemoryPlan::new(&PlanInput { rollout_weights, packed_weights, ..self.plan_input() });
             available.is_none_or(|found| peak.peak_bytes() <= found.bytes)
         };
         let ways = match processes {
-            1 => vec![(RolloutWeights::Whole, PackedWeights::Whole)],
-            _ => self.ways_to_shard(),
+            1 => vec![(RolloutWeightPlacement::Whole, PackedWeightPlacement::Whole)],
+            _ => self.sharding_options(),
         };
         let Some(&(sampling, packed)) = ways.iter().find(|way| fits(way)).or(ways.last()) else { return };
-        if asked.rollout_weights == RolloutWeights::Auto && sampling != RolloutWeights::Whole {
+        if asked.rollout_weights == RolloutWeightPlacement::Auto && sampling != RolloutWeightPlacement::Whole
+        {
             self.plan.warnings.push(format!(
                 "memory is too small for all weights in each process while it samples; using parallel.rollout_weights = \"{sampling}\""
             ));
         }
-        if asked.packed_weights == PackedWeights::Auto && packed == PackedWeights::Sharded {
+        if asked.packed_weights == PackedWeightPlacement::Auto && packed == PackedWeightPlacement::Sharded {
             self.plan.warnings.push(format!(
                 "memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
             ));
@@ -56,25 +57,25 @@ impl Preflight {
 
     /// Returns the options that the recipe allows for holding weights on several processes, in order of
     /// preference.
-    fn ways_to_shard(&self) -> Vec<(RolloutWeights, PackedWeights)> {
+    fn sharding_options(&self) -> Vec<(RolloutWeightPlacement, PackedWeightPlacement)> {
         let asked = &self.plan.recipe.parallel;
-        let subject = self.subject();
+        let subject = self.plan_input();
         let packed = match asked.packed_weights {
-            PackedWeights::Auto if subject.can_cut_packed() => {
-                vec![PackedWeights::Whole, PackedWeights::Sharded]
+            PackedWeightPlacement::Auto if subject.can_shard_packed() => {
+                vec![PackedWeightPlacement::Whole, PackedWeightPlacement::Sharded]
             }
-            PackedWeights::Auto => vec![PackedWeights::Whole],
+            PackedWeightPlacement::Auto => vec![PackedWeightPlacement::Whole],
             asked => vec![asked],
         };
-        let sampling = |packed_weights: PackedWeights| match asked.rollout_weights {
-            RolloutWeights::Auto => {
-                let travels = Subject { packed_weights, ..subject.clone() }.has_travelling_experts();
-                let by_expert = travels.then_some(RolloutWeights::ByExpert);
-                [RolloutWeights::Whole].into_iter().chain(by_expert).collect()
+        let sampling = |packed_weights: PackedWeightPlacement| match asked.rollout_weights {
+            RolloutWeightPlacement::Auto => {
+                let travels = PlanInput { packed_weights, ..subject.clone() }.has_remote_experts();
+                let by_expert = travels.then_some(RolloutWeightPlacement::ByExpert);
+                [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
             }
             asked => vec![asked],
         };
-        let with = |packed: PackedWeights| sampling(packed).into_iter().map(move |way| (way, packed));
+        let with = |packed: PackedWeightPlacement| sampling(packed).into_iter().map(move |way| (way, packed));
         packed.into_iter().flat_map(with).collect()
     }
 
@@ -83,33 +84,33 @@ impl Preflight {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the keys to change.
-    pub fn admit(&mut self, host: Option<Available>) -> Result<()> {
+    pub fn check_memory(&mut self, host: Option<AvailableMemory>) -> Result<()> {
         if self.gpu_sequences.is_some()
             && let Some(host) = host.as_ref()
-            && self.subject().host_bytes() > host.bytes
+            && self.plan_input().host_bytes() > host.bytes
         {
-            let (needed, there) = (gigabytes(self.subject().host_bytes()), gigabytes(host.bytes));
+            let (needed, there) = (gigabytes(self.plan_input().host_bytes()), gigabytes(host.bytes));
             return Err(bad_input!(
                 "{needed} of host memory are needed beside the GPU's, {there} are {}; use a larger machine",
                 host.bound
             ));
         }
-        let available = self.available(host);
+        let available = self.available_memory(host);
         let available = available.as_ref();
-        self.plan_for(self.processes, available);
-        let whole = MemoryPlan::new(&self.subject()).peak_bytes();
+        self.choose_sharding(self.processes, available);
+        let whole = MemoryPlan::new(&self.plan_input()).peak_bytes();
         if available.is_some_and(|available| whole > available.bytes)
-            && self.intent.streams()
+            && self.intent.can_stream()
             && self.gpu_sequences.is_none()
             && let Some(files) = &self.source.weights
         {
             self.streamed = true;
             self.plan.warnings.push(said_of_streaming(whole, files, &self.source.config)?);
         }
-        let subject = self.subject();
-        let admitted = MemoryPlan::new(&subject).admit(available, &subject.remedies());
+        let subject = self.plan_input();
+        let admitted = MemoryPlan::new(&subject).check_available(available, &subject.remedies());
         let warning = admitted.map_err(|error| match self.gpu_sequences {
-            Some(_) => bad_input!("{error}; {}. {TO_SEE}", subject.one_sequence()),
+            Some(_) => bad_input!("{error}; {}. {TO_SEE}", subject.describe_sequence_cache()),
             None => bad_input!("{error}. {TO_SEE}"),
         })?;
         self.plan.warnings.extend(warning);

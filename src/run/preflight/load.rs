@@ -1,7 +1,7 @@
 //! Turns a preflight into a run context by loading or initializing the weights.
 
 use super::Preflight;
-use crate::dist::PackedWeights;
+use crate::dist::PackedWeightPlacement;
 use crate::metrics::Console;
 use crate::model::forward::Model;
 use crate::run::context::RunContext;
@@ -14,25 +14,25 @@ impl Preflight {
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.
     pub fn load(self, console: &Console) -> Result<RunContext> {
-        let subject = self.subject();
-        let (room, memory) = (subject.cache_room(self.gpu_sequences.unwrap_or(1)), subject.words());
+        let subject = self.plan_input();
+        let (room, memory) = (subject.cache_capacity(self.gpu_sequences.unwrap_or(1)), subject.to_text());
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let placement = match (self.streamed, self.packed_weights) {
             (true, _) => Placement::OnDisk,
-            (false, PackedWeights::Sharded) if self.intent.learns() => Placement::Sharded,
+            (false, PackedWeightPlacement::Sharded) if self.intent.trains() => Placement::Sharded,
             _ => Placement::Replicated,
         };
         let backend = (&self.mesh, &self.place.device);
         let read = || source.parameters(recipe, trainable, self.intent, backend, placement, console);
-        let mut parameters = self.threads.wide(read)?;
+        let mut parameters = self.threads.run_on_all(read)?;
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
-            trainable = adapter.trainable_of_all(trainable.len());
+            trainable = adapter.trainable_flags(trainable.len());
             if parameters.adapter().is_none() {
                 adapter.attach(&mut parameters, recipe.train.seed)?;
             }
-            if self.intent.learns() {
+            if self.intent.trains() {
                 base = source.base()?;
             }
         }

@@ -4,24 +4,24 @@ mod fit;
 mod load;
 
 use crate::bad_input;
-use crate::checkpoint::peft::holds_adapter;
-use crate::dist::{Mesh, PackedWeights, RolloutWeights};
+use crate::checkpoint::peft::is_adapter_folder;
+use crate::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};
 use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
 use crate::metrics::Console;
-use crate::model::config::{Config, Form};
-use crate::model::split_rows::heads_split;
+use crate::model::config::{Config, WeightFormat};
+use crate::model::sequence_parallel::head_split_error;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{KeyScope, Plan, Recipe};
-use crate::rollout::{PromptLimits, preamble};
+use crate::rollout::{PromptLimits, system_prompt};
 use crate::run::adapter::RunAdapter;
-use crate::run::device::{ComputePlace, choose};
-use crate::run::family::foreign_keys;
-use crate::run::freeze::{critic_trainable, trainable};
-use crate::run::memory::{Intent, OtherWeights, Subject};
+use crate::run::device::{ComputeDevice, choose};
+use crate::run::family::unsupported_keys;
+use crate::run::memory::{ModelCommand, PlanInput, SecondWeights};
 use crate::run::source::ModelSource;
-use crate::tasks::{self, Problem, Task, TaskHost};
+use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
+use crate::tasks::{self, Problem, Task, TaskContext};
 use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,17 +29,17 @@ use std::sync::Arc;
 /// Everything that a plan names, opened and checked. Of the weights, only the headers are read.
 pub struct Preflight {
     pub plan: Plan,
-    intent: Intent,
+    intent: ModelCommand,
     /// The processes of the run.
     mesh: Arc<Mesh>,
     /// Number of processes that memory is planned for.
     processes: usize,
     /// How each process holds the trainable weights while it samples.
-    rollout_weights: RolloutWeights,
+    rollout_weights: RolloutWeightPlacement,
     /// How each process holds the packed weights.
-    packed_weights: PackedWeights,
+    packed_weights: PackedWeightPlacement,
     threads: Threads,
-    place: ComputePlace,
+    place: ComputeDevice,
     /// Number of sequences in the GPU's KV cache; `None` on the CPU.
     gpu_sequences: Option<usize>,
     pub(super) source: ModelSource,
@@ -59,8 +59,8 @@ impl Preflight {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
-    pub fn open(plan: Plan, intent: Intent, console: &Console) -> Result<Self> {
-        Self::open_at(plan, intent, &Mesh::single(), None, console)
+    pub fn open(plan: Plan, intent: ModelCommand, console: &Console) -> Result<Self> {
+        Self::open_on_mesh(plan, intent, &Mesh::single(), None, console)
     }
 
     /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
@@ -68,43 +68,43 @@ impl Preflight {
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn open_at(
+    pub fn open_on_mesh(
         mut plan: Plan,
-        intent: Intent,
+        intent: ModelCommand,
         mesh: &Arc<Mesh>,
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
-        let threads = Threads::shared(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
-        let mut mistakes = Mistakes(vec![]);
+        let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
+        let mut mistakes = ErrorList(vec![]);
         let reads_held_out = plan.reads("task.validation_file");
-        let host = TaskHost {
+        let host = TaskContext {
             reads_training: plan.reads("task.train_file"),
             reads_held_out,
             validation_problems_max: if reads_held_out { plan.recipe.eval.problems_max } else { 0 },
             console: console.clone(),
         };
-        let source = mistakes.note(match checkpoint.filter(|folder| holds_adapter(folder)) {
+        let source = mistakes.note(match checkpoint.filter(|folder| is_adapter_folder(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
-                .map(|source| source.held_for(&plan.recipe)),
+                .map(|source| source.unpack_for_precision(&plan.recipe)),
             None => ModelSource::open(&plan.recipe),
         });
         let task = mistakes.note(tasks::build(&plan.recipe.task, &host));
         let adapter = source.as_ref().and_then(|s| {
             let found = s.adapter.as_ref().map(|adapter| &adapter.lora);
-            mistakes.note(RunAdapter::of(&plan, &s.config, found, intent.learns()))
+            mistakes.note(RunAdapter::resolve(&plan, &s.config, found, intent.trains()))
         });
         let trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| match adapter {
             Some(adapter) if !adapter.after_cold_start => Some(vec![false; s.specs().len()]),
             Some(adapter) => {
                 let all = [&s.specs()[..], &adapter.specs].concat();
-                mistakes.note(trainable(&plan, &all)).map(|all| all[..s.specs().len()].to_vec())
+                mistakes.note(policy_trainable_flags(&plan, &all)).map(|all| all[..s.specs().len()].to_vec())
             }
-            None => mistakes.note(trainable(&plan, &s.specs())),
+            None => mistakes.note(policy_trainable_flags(&plan, &s.specs())),
         });
         let critic_trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| {
             let factors = adapter.as_ref().map(|adapter| &adapter.specs[..]);
-            mistakes.note(critic_trainable(&plan, &s.config, factors))
+            mistakes.note(critic_trainable_flags(&plan, &s.config, factors))
         });
         let interpreter = match &task {
             Some(task) if task.uses_python() => {
@@ -115,9 +115,9 @@ impl Preflight {
         if let Some(source) = &source {
             mistakes.note(check_budgets(&plan, &source.config));
             mistakes.note(check_heads(&plan, &source.config));
-            mistakes.0.extend(foreign_keys(&plan, source.config.family));
+            mistakes.0.extend(unsupported_keys(&plan, source.config.family));
         }
-        let compares_changed = intent == Intent::CheckMismatch(OtherWeights::Changed);
+        let compares_changed = intent == ModelCommand::CheckMismatch(SecondWeights::Changed);
         let place = source.as_ref().map(|s| choose(&mut plan, &s.config, mesh, compares_changed));
         let place = place.and_then(|place| place.map_err(|why| mistakes.0.extend(why)).ok());
         let (
@@ -145,20 +145,20 @@ impl Preflight {
                 source.chat.name()
             ));
         }
-        if let Some(confinement) = interpreter.as_ref().map(|i| i.confinement())
+        if let Some(confinement) = interpreter.as_ref().map(|i| i.sandbox_description())
             && confinement.contains("NOT SANDBOXED")
         {
             plan.warnings
                 .push(format!("THE PYTHON TOOL IS {confinement}: code from the model runs with your rights"));
         }
-        let preamble = preamble(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
+        let preamble = system_prompt(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
         Ok(Self {
             plan,
             intent,
             mesh: mesh.clone(),
             processes: mesh.ranks(),
-            rollout_weights: RolloutWeights::Whole,
-            packed_weights: PackedWeights::Whole,
+            rollout_weights: RolloutWeightPlacement::Whole,
+            packed_weights: PackedWeightPlacement::Whole,
             threads,
             gpu_sequences: place.available.is_some().then_some(1),
             place,
@@ -194,20 +194,20 @@ impl Preflight {
     }
 
     /// Returns the memory plan's input.
-    pub fn subject(&self) -> Subject<'_> {
-        self.subject_of(self.intent)
+    pub fn plan_input(&self) -> PlanInput<'_> {
+        self.plan_input_for(self.intent)
     }
 
     /// Returns the memory plan's input for another command.
-    pub fn subject_of(&self, intent: Intent) -> Subject<'_> {
-        Subject {
+    pub fn plan_input_for(&self, intent: ModelCommand) -> PlanInput<'_> {
+        PlanInput {
             intent,
             recipe: &self.plan.recipe,
             config: &self.source.config,
             forms: &self.source.forms,
             trainable: self.trainable.clone(),
             critic_trainable: self.critic_trainable.clone(),
-            adapter: self.adapter.as_ref().map(RunAdapter::part),
+            adapter: self.adapter.as_ref().map(RunAdapter::adapter_input),
             uses_python: self.interpreter.is_some(),
             threads: self.threads.count(),
             streamed: self.streamed,
@@ -220,9 +220,9 @@ impl Preflight {
 }
 
 /// Collects error messages, of [`crate::error::BadInput`] and others, in their own words.
-pub(super) struct Mistakes(pub(super) Vec<String>);
+pub(super) struct ErrorList(pub(super) Vec<String>);
 
-impl Mistakes {
+impl ErrorList {
     fn note<T>(&mut self, result: Result<T>) -> Option<T> {
         result.map_err(|error| self.0.push(format!("{error:#}"))).ok()
     }
@@ -247,7 +247,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     }
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
     let blocks = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
-    if plan.reads("checkpoint.dtype") && plan.recipe.checkpoint.dtype == Form::Mxfp4 && !blocks {
+    if plan.reads("checkpoint.dtype") && plan.recipe.checkpoint.dtype == WeightFormat::Mxfp4 && !blocks {
         let what = format!(
             "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
             mxfp4::BLOCK
@@ -260,7 +260,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
 /// Checks that attention heads can be split over the processes of a sequence-parallel group.
 fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
     let sequence = plan.recipe.parallel.sequence;
-    match heads_split(config.num_attention_heads, config.num_key_value_heads, sequence) {
+    match head_split_error(config.num_attention_heads, config.num_key_value_heads, sequence) {
         None => Ok(()),
         Some(why) => {
             let what = format!("{sequence} {why}; write a divisor, or 1");

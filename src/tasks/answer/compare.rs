@@ -1,7 +1,7 @@
 //! Comparison of two expressions as answers.
 
 use super::Options;
-use super::evaluate::{Value, exact, value};
+use super::evaluate::{Value, evaluate, rational_value};
 use super::expr::{Expr, Relation};
 use num_complex::Complex64;
 use num_traits::{Signed, ToPrimitive};
@@ -17,19 +17,19 @@ const ROUNDING: f64 = 1e-10;
 const COMPARISONS_MAX: usize = 20_000;
 
 /// Returns true when `answer` is the same answer as `gold`.
-pub fn same(gold: &Expr, answer: &Expr, options: &Options) -> bool {
+pub fn is_same_answer(gold: &Expr, answer: &Expr, options: &Options) -> bool {
     let comparison = Comparison { options, left: Cell::new(COMPARISONS_MAX) };
     comparison.same(&spread_signs(gold), &spread_signs(answer), false)
 }
 
 /// Converts `1 ± √2` to the list of its two values.
 fn spread_signs(expr: &Expr) -> Expr {
-    let spread = |items: &[Expr]| items.iter().flat_map(Expr::signs).collect();
+    let spread = |items: &[Expr]| items.iter().flat_map(Expr::expand_signs).collect();
     match expr {
         Expr::List(items) => Expr::List(spread(items)),
         Expr::Set(items) => Expr::Set(spread(items)),
         other => {
-            let mut signs = other.signs();
+            let mut signs = other.expand_signs();
             if signs.len() == 1 { signs.remove(0) } else { Expr::List(signs) }
         }
     }
@@ -114,8 +114,9 @@ impl Comparison<'_> {
     fn same_ratios(&self, gold: &[Expr], answer: &[Expr]) -> bool {
         let ([g1, gs @ ..], [a1, others @ ..]) = (gold, answer) else { return false };
         let cross = |x: &Expr, y: &Expr| Expr::Product(vec![x.clone(), y.clone()]);
-        let zero =
-            |e: &Expr| exact(e).is_some_and(|v| v == num_rational::BigRational::from_integer(0.into()));
+        let zero = |e: &Expr| {
+            rational_value(e).is_some_and(|v| v == num_rational::BigRational::from_integer(0.into()))
+        };
         if gold.iter().chain(answer).any(zero) {
             return self.same_in_order(gold, answer);
         }
@@ -128,7 +129,7 @@ impl Comparison<'_> {
             return false;
         };
         let flipped: Vec<Expr> = a.iter().rev().cloned().collect();
-        let flipped_signs: Vec<Relation> = answer_signs.iter().rev().map(|r| r.flipped()).collect();
+        let flipped_signs: Vec<Relation> = answer_signs.iter().rev().map(|r| r.flip()).collect();
         if self.same_chains(g, gold_signs, a, answer_signs)
             || self.same_chains(g, gold_signs, &flipped, &flipped_signs)
         {
@@ -160,7 +161,7 @@ impl Comparison<'_> {
                 };
                 let (Some(&g), Some(&a)) = (gold_signs.get(i), signs.get(i)) else { return false };
                 let aligned = g == a && self.same(g1, a1, true) && self.same(g2, a2, true);
-                let turned = a.flipped() == g && g.is_inequality();
+                let turned = a.flip() == g && g.is_inequality();
                 let scaled = match g {
                     Relation::Equal | Relation::NotEqual => g == a,
                     _ => g.is_inequality() && (g == a || turned),
@@ -173,7 +174,7 @@ impl Comparison<'_> {
     /// Returns true when `g1 − g2` is a constant multiple of `a1 − a2`, with the given sign if there is
     /// one.
     fn proportional(&self, gold: (&Expr, &Expr), answer: (&Expr, &Expr), positive: Option<bool>) -> bool {
-        let difference = |(x, y): (&Expr, &Expr)| Expr::Sum(vec![x.clone(), y.clone().negative()]);
+        let difference = |(x, y): (&Expr, &Expr)| Expr::Sum(vec![x.clone(), y.clone().negate()]);
         let (gold, answer) = (difference(gold), difference(answer));
         if !gold.has_variables() || !answer.has_variables() {
             return false;
@@ -182,7 +183,7 @@ impl Comparison<'_> {
         let mut points = 0;
         for point in 0..POINTS {
             let (Some(Value::Scalar(g)), Some(Value::Scalar(a))) =
-                (value(&gold, point), value(&answer, point))
+                (evaluate(&gold, point), evaluate(&answer, point))
             else {
                 continue;
             };
@@ -218,14 +219,14 @@ impl Comparison<'_> {
                 || difference <= 1e-13
                 || (decimal && difference <= rounded.min(0.05 * size))
         };
-        if let (Some(g), Some(a)) = (exact(gold), exact(answer)) {
+        if let (Some(g), Some(a)) = (rational_value(gold), rational_value(answer)) {
             let floats = g.to_f64().zip(a.to_f64());
             return g == a || (decimal && floats.is_some_and(|(g, a)| close(g.into(), a.into())));
         }
         let symbolic = gold.has_variables() || answer.has_variables();
         let mut points = 0;
         for point in 0..if symbolic { POINTS } else { 1 } {
-            let equal = match (value(gold, point), value(answer, point)) {
+            let equal = match (evaluate(gold, point), evaluate(answer, point)) {
                 (None, None) => continue,
                 (Some(Value::Scalar(g)), Some(Value::Scalar(a))) => close(g, a),
                 (Some(Value::Matrix(g)), Some(Value::Matrix(a))) => {
@@ -291,7 +292,7 @@ fn interval_of(relation: &Expr) -> Option<Expr> {
     let falling = |r: &Relation| matches!(r, Greater | GreaterOrEqual);
     if relations.iter().all(falling) {
         terms.reverse();
-        relations = relations.iter().rev().map(|r| r.flipped()).collect();
+        relations = relations.iter().rev().map(|r| r.flip()).collect();
     }
     let infinity = Expr::symbol("\\infty");
     let open = |r: Relation| if r == Less { '(' } else { '[' };
@@ -307,15 +308,15 @@ fn interval_of(relation: &Expr) -> Option<Expr> {
                 return Some(inside);
             }
             // 1 < |x| < 2 holds on both sides of 0.
-            let mirrored = set(open(second), high.clone().negative(), low.clone().negative(), close(first));
-            let positive = exact(low).is_some_and(|low| low.is_positive());
+            let mirrored = set(open(second), high.clone().negate(), low.clone().negate(), close(first));
+            let positive = rational_value(low).is_some_and(|low| low.is_positive());
             positive.then(|| Expr::SetOperation('∪', Box::new(mirrored), Box::new(inside)))
         }
         ([name, high], &[r]) if is_abs(name) => {
-            Some(set(open(r), high.clone().negative(), high.clone(), close(r)))
+            Some(set(open(r), high.clone().negate(), high.clone(), close(r)))
         }
         ([name, high], &[r]) if name.is_name() && !high.is_name() => {
-            Some(set('(', infinity.negative(), high.clone(), close(r)))
+            Some(set('(', infinity.negate(), high.clone(), close(r)))
         }
         ([low, name], &[r]) if name.is_name() && !low.is_name() && !is_abs(name) => {
             Some(set(open(r), low.clone(), infinity, ')'))

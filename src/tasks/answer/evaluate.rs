@@ -51,17 +51,21 @@ fn small(value: BigRational) -> Option<BigRational> {
 }
 
 /// Returns the rational value of `expr`, if it has one and the computation is cheap.
-pub fn exact(expr: &Expr) -> Option<BigRational> {
+pub fn rational_value(expr: &Expr) -> Option<BigRational> {
     match expr {
         Expr::Number { value, .. } => small(value.clone()),
-        Expr::Sum(items) => items.iter().try_fold(BigRational::zero(), |sum, e| small(sum + exact(e)?)),
-        Expr::Product(items) => items.iter().try_fold(BigRational::one(), |p, e| small(p * exact(e)?)),
-        Expr::Negative(a) => exact(a).map(|a| -a),
-        Expr::Reciprocal(a) => exact(a).filter(|a| !a.is_zero()).map(|a| a.recip()),
-        Expr::Percent(a) => exact(a).map(|a| a / BigInt::from(100)),
-        Expr::Power(base, exponent) => exact_power(&exact(base)?, &exact(exponent)?),
+        Expr::Sum(items) => {
+            items.iter().try_fold(BigRational::zero(), |sum, e| small(sum + rational_value(e)?))
+        }
+        Expr::Product(items) => {
+            items.iter().try_fold(BigRational::one(), |p, e| small(p * rational_value(e)?))
+        }
+        Expr::Negative(a) => rational_value(a).map(|a| -a),
+        Expr::Reciprocal(a) => rational_value(a).filter(|a| !a.is_zero()).map(|a| a.recip()),
+        Expr::Percent(a) => rational_value(a).map(|a| a / BigInt::from(100)),
+        Expr::Power(base, exponent) => exact_power(&rational_value(base)?, &rational_value(exponent)?),
         Expr::Call(name, arguments) => {
-            let values = arguments.iter().map(exact).collect::<Option<Vec<_>>>()?;
+            let values = arguments.iter().map(rational_value).collect::<Option<Vec<_>>>()?;
             exact_call(name, &values)
         }
         _ => None,
@@ -162,8 +166,8 @@ impl Value {
 
 /// Returns the value of `expr` at point number `point`; `None` if there is none (division by zero,
 /// mismatched shapes).
-pub fn value(expr: &Expr, point: u64) -> Option<Value> {
-    let scalar = |e: &Expr| value(e, point)?.scalar();
+pub fn evaluate(expr: &Expr, point: u64) -> Option<Value> {
+    let scalar = |e: &Expr| evaluate(e, point)?.scalar();
     let number = match expr {
         Expr::Number { value, .. } => Complex64::from(value.to_f64()?),
         Expr::Symbol(name) => match name.as_str() {
@@ -174,19 +178,19 @@ pub fn value(expr: &Expr, point: u64) -> Option<Value> {
         },
         Expr::Text(words) => hashed(words, &[u64::MAX]).into(),
         Expr::Sum(items) => {
-            let mut values = items.iter().map(|e| value(e, point));
+            let mut values = items.iter().map(|e| evaluate(e, point));
             let first = values.next()??;
             return values.try_fold(first, |sum, next| sum.add(next?));
         }
         Expr::Product(items) => {
-            let mut values = items.iter().map(|e| value(e, point));
+            let mut values = items.iter().map(|e| evaluate(e, point));
             let first = values.next()??;
             return values.try_fold(first, |product, next| product.multiply(next?));
         }
-        Expr::Negative(a) => return value(a, point)?.multiply(Value::Scalar((-1.0).into())),
+        Expr::Negative(a) => return evaluate(a, point)?.multiply(Value::Scalar((-1.0).into())),
         Expr::Reciprocal(a) => Some(scalar(a)?).filter(|a| a.norm() > 1e-12)?.inv(),
         Expr::Percent(a) => scalar(a)? / 100.0,
-        Expr::Power(base, exponent) => power(scalar(base)?, scalar(exponent)?, exact(exponent)),
+        Expr::Power(base, exponent) => power(scalar(base)?, scalar(exponent)?, rational_value(exponent)),
         Expr::Call(name, arguments) => {
             let values = arguments.iter().map(scalar).collect::<Option<Vec<_>>>()?;
             call(name, &values).unwrap_or_else(|| opaque(name, &values))
@@ -197,7 +201,7 @@ pub fn value(expr: &Expr, point: u64) -> Option<Value> {
         }
         // Structures inside an expression, such as the bounds of a sum: a hash of their parts.
         other => {
-            let values = other.parts().into_iter().map(scalar).collect::<Option<Vec<_>>>()?;
+            let values = other.children().into_iter().map(scalar).collect::<Option<Vec<_>>>()?;
             opaque(&shape(other), &values)
         }
     };

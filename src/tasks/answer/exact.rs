@@ -6,7 +6,7 @@ use super::normalise::replace_command;
 ///
 /// As in Hendrycks et al. 2021 (MATH), spellings are unified (`\tfrac12`, `1/2`, `.5`, `\$10`, `10\%`,
 /// `10\text{ units}`, `x = 10`), values are not: `4, 2` differs from `2, 4`, and `2/4` from `1/2`.
-pub fn exact_form(text: &str) -> String {
+pub fn canonical_text(text: &str) -> String {
     if text.len() > super::ANSWER_BYTES_MAX {
         return text.trim().to_owned();
     }

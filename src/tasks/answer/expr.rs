@@ -56,7 +56,7 @@ pub enum Relation {
 
 impl Relation {
     /// Returns the relation with its sides exchanged.
-    pub fn flipped(self) -> Self {
+    pub fn flip(self) -> Self {
         match self {
             Relation::Less => Relation::Greater,
             Relation::LessOrEqual => Relation::GreaterOrEqual,
@@ -67,7 +67,7 @@ impl Relation {
     }
 
     pub fn is_inequality(self) -> bool {
-        self.flipped() != self
+        self.flip() != self
     }
 }
 
@@ -76,7 +76,7 @@ impl Expr {
         Expr::Number { value: BigRational::from_integer(value.into()), decimal: false }
     }
 
-    pub fn negative(self) -> Self {
+    pub fn negate(self) -> Self {
         Expr::Negative(Box::new(self))
     }
 
@@ -85,7 +85,7 @@ impl Expr {
     }
 
     /// Returns the direct parts of the expression.
-    pub fn parts(&self) -> Vec<&Expr> {
+    pub fn children(&self) -> Vec<&Expr> {
         match self {
             Expr::Number { .. } | Expr::Symbol(_) | Expr::Text(_) => vec![],
             Expr::Sum(items) | Expr::Product(items) | Expr::Call(_, items) | Expr::Tuple(_, items, _) => {
@@ -125,7 +125,7 @@ impl Expr {
 
     /// Returns true when the expression or a part of it satisfies `test`.
     pub fn any(&self, test: &impl Fn(&Expr) -> bool) -> bool {
-        test(self) || self.parts().into_iter().any(|part| part.any(test))
+        test(self) || self.children().into_iter().any(|part| part.any(test))
     }
 
     /// Returns true when a variable or an unknown function occurs (π, e and i are constants).
@@ -164,14 +164,14 @@ impl Expr {
     }
 
     /// Returns every reading of the answer's `±` signs: two if there are any, else one.
-    pub fn signs(&self) -> Vec<Expr> {
+    pub fn expand_signs(&self) -> Vec<Expr> {
         if !self.any(&|e| matches!(e, Expr::PlusMinus(..))) {
             return vec![self.clone()];
         }
         fn turned(e: &Expr, up: bool) -> Expr {
             match e {
                 Expr::PlusMinus(sign, a) if *sign == up => turned(a, up),
-                Expr::PlusMinus(_, a) => turned(a, up).negative(),
+                Expr::PlusMinus(_, a) => turned(a, up).negate(),
                 e => e.map(&mut |part| turned(part, up)),
             }
         }

@@ -13,7 +13,7 @@ mod expr;
 mod normalise;
 mod parse;
 
-pub use exact::exact_form;
+pub use exact::canonical_text;
 
 use crate::settings::choice;
 
@@ -32,15 +32,15 @@ choice! {
 
 impl AnswerEquality {
     /// Returns true when `answer` equals `gold`; both are bare answers, such as the content of `\boxed{}`.
-    pub fn holds(self, gold: &str, answer: &str) -> bool {
+    pub fn matches(self, gold: &str, answer: &str) -> bool {
         match self {
-            AnswerEquality::Exact => exact_form(gold) == exact_form(answer),
-            AnswerEquality::Equivalent => equivalent(gold, answer, &Options::default()),
+            AnswerEquality::Exact => canonical_text(gold) == canonical_text(answer),
+            AnswerEquality::Equivalent => is_equivalent(gold, answer, &Options::default()),
         }
     }
 }
 
-/// Options of [`equivalent`].
+/// Options of [`is_equivalent`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
     /// Number of decimals to which a number with a decimal point must agree.
@@ -56,19 +56,19 @@ impl Default for Options {
 }
 
 /// Returns true when two bare answers are mathematically equal.
-pub fn equivalent(gold: &str, answer: &str, options: &Options) -> bool {
+pub fn is_equivalent(gold: &str, answer: &str, options: &Options) -> bool {
     if gold.len().max(answer.len()) > ANSWER_BYTES_MAX {
         return gold.trim() == answer.trim();
     }
-    let plain = normalise::plain_form(gold);
-    if !plain.is_empty() && plain == normalise::plain_form(answer) {
+    let plain = normalise::strip_markup(gold);
+    if !plain.is_empty() && plain == normalise::strip_markup(answer) {
         return true;
     }
-    let (gold, answer) = (normalise::clean(gold), normalise::clean(answer));
+    let (gold, answer) = (normalise::normalise(gold), normalise::normalise(answer));
     // `1,234` is one number or two: either reading may hold, but the same on both sides.
     [true, false].into_iter().any(|thousands| {
         match (parse::parse(&gold, thousands), parse::parse(&answer, thousands)) {
-            (Some(gold), Some(answer)) => compare::same(&gold, &answer, options),
+            (Some(gold), Some(answer)) => compare::is_same_answer(&gold, &answer, options),
             _ => false,
         }
     })
@@ -82,7 +82,7 @@ mod tests {
     use rand::seq::IndexedRandom;
 
     fn equal(gold: &str, answer: &str) -> bool {
-        equivalent(gold, answer, &Options::default())
+        is_equivalent(gold, answer, &Options::default())
     }
 
     #[test]
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn exact_unifies_spelling_but_not_value() {
-        let exact = |gold, answer| AnswerEquality::Exact.holds(gold, answer);
+        let exact = |gold, answer| AnswerEquality::Exact.matches(gold, answer);
         assert!(exact("\\frac{1}{2}", "\\dfrac12"));
         assert!(exact("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt3}2"));
         assert!(exact("34", " 34 "));
@@ -230,7 +230,7 @@ mod tests {
         for answer in towers.iter().chain(&deep).chain(&closed).chain(&pairs) {
             assert!(!equal("7", answer), "{answer:.40}");
             assert!(!equal(&format!("1, {answer}"), "1, 7"), "{answer:.40}");
-            AnswerEquality::Exact.holds("7", answer);
+            AnswerEquality::Exact.matches("7", answer);
         }
     }
 
@@ -309,13 +309,13 @@ mod tests {
         for _ in 0..60_000 {
             let length = rng.random_range(1..14);
             let text: String = (0..length).filter_map(|_| PIECES.choose(&mut rng).copied()).collect();
-            assert!(equal(&text, &text) || normalise::plain_form(&text).is_empty(), "{text}");
+            assert!(equal(&text, &text) || normalise::strip_markup(&text).is_empty(), "{text}");
             equal("\\frac{1}{2}", &text);
             equal(&text, "x=1");
-            AnswerEquality::Exact.holds(&text, "1");
+            AnswerEquality::Exact.matches(&text, "1");
             crate::tasks::gsm8k::extract(&text, Default::default());
-            crate::tasks::retool::PromptForm::Boxed.extract(&text);
-            crate::tasks::retool::PromptForm::AnswerLine.extract(&format!("Answer:{text}"));
+            crate::tasks::retool::PromptFormat::Boxed.extract(&text);
+            crate::tasks::retool::PromptFormat::AnswerLine.extract(&format!("Answer:{text}"));
         }
         for _ in 0..20_000 {
             let length = rng.random_range(0..24);

@@ -56,12 +56,12 @@ pub fn latex_function(command: &str) -> Option<&str> {
         "lg" => Some("log"),
         "min" | "max" | "gcd" | "sinh" | "cosh" | "tanh" | "arcsin" | "arccos" | "arctan" => Some(name),
         "sqrt" => None,
-        name => plain_function(name),
+        name => word_function(name),
     }
 }
 
 /// Returns the function of a typed word.
-pub fn plain_function(word: &str) -> Option<&str> {
+pub fn word_function(word: &str) -> Option<&str> {
     const WORDS: [&str; 13] =
         ["sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "ln", "log", "exp", "sqrt"];
     WORDS.contains(&word).then_some(word)
@@ -228,7 +228,7 @@ fn join_groups(text: &str) -> String {
 }
 
 /// Returns the normalised `text`, ready for [`super::parse::parse`].
-pub fn clean(text: &str) -> String {
+pub fn normalise(text: &str) -> String {
     let mut out = join_groups(&unescape(text.trim()));
     out = out.replace("\\$", "").replace('$', "").replace("\\%", "%").replace(['\n', '\t', '\r'], " ");
     for (from, to) in MARKUP {
@@ -290,8 +290,8 @@ fn without_unit(text: &str) -> &str {
 
 /// Returns the letters and signs of a text, without word markup, white space, or brackets around a single
 /// choice.
-pub fn plain_form(text: &str) -> String {
-    let cleaned = clean(text);
+pub fn strip_markup(text: &str) -> String {
+    let cleaned = normalise(text);
     let mut plain = String::with_capacity(cleaned.len());
     let mut rest = cleaned.as_str();
     while let Some((before, after)) = rest.split_once("\\text{") {

@@ -201,7 +201,7 @@ impl<'a> Parser<'a> {
             }
             let mut term = self.product()?;
             if minus {
-                term = term.negative();
+                term = term.negate();
             }
             if let Some(up) = either {
                 term = Expr::PlusMinus(up, Box::new(term));
@@ -262,7 +262,7 @@ impl<'a> Parser<'a> {
             minus ^= next;
         }
         let factor = self.power()?;
-        Some(if minus { factor.negative() } else { factor })
+        Some(if minus { factor.negate() } else { factor })
     }
 
     /// Returns true when a factor follows without an operator.

@@ -1,7 +1,7 @@
 //! Replies of a task program: each request's keys and their types, checked as strictly as a recipe, and the
 //! request's id.
 
-use crate::settings::closest;
+use crate::settings::closest_word;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Map, Value};
 
@@ -22,9 +22,9 @@ const ERROR: &str = "error";
 pub(super) const REQUEST_ID: &str = "request_id";
 
 /// A program's answer without unknown keys. A key with the value null counts as absent.
-pub(super) struct Reply(Map<String, Value>);
+pub(super) struct ProgramReply(Map<String, Value>);
 
-impl Reply {
+impl ProgramReply {
     /// Returns the answer to `request`; the inner error is a failure that the program itself reports.
     ///
     /// # Errors
@@ -53,7 +53,7 @@ impl Reply {
         }
         let known = KEYS.iter().find(|(known, _)| *known == name).map_or(&[][..], |(_, keys)| keys);
         if let Some(key) = answer.keys().find(|key| !known.contains(&key.as_str())) {
-            match closest(key, known.iter().copied()) {
+            match closest_word(key, known.iter().copied()) {
                 Some(near) => bail!("unknown key `{key}` in the answer; did you mean `{near}`?"),
                 None => bail!("unknown key `{key}` in the answer; it may hold {}", known.join(", ")),
             }

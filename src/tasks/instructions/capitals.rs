@@ -1,6 +1,6 @@
 //! Words in capitals, counted over Penn Treebank tokens as the reference does.
 
-use super::{pattern::constant, python::is_upper, sentences::sentences};
+use super::{pattern::compile_pattern, python::is_upper, sentences::split_sentences};
 use regex::Regex;
 use std::sync::LazyLock;
 
@@ -28,13 +28,13 @@ static STEPS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         (r"(?i)\b(wan)(na)(\s)", "$1 $2$3"),
         (r"(?i) ('t)(is|was)\b", " $1 $2"),
     ]
-    .map(|(pattern, replacement)| (constant(pattern), replacement))
+    .map(|(pattern, replacement)| (compile_pattern(pattern), replacement))
     .into()
 });
 
 /// Counts the words of `text` whose letters are all capitals; a hyphenated word is one word.
 pub(super) fn count_capital_words(text: &str) -> u64 {
-    sentences(text)
+    split_sentences(text)
         .into_iter()
         .map(|sentence| tokens(sentence).split_whitespace().filter(|t| is_upper(t)).count() as u64)
         .sum()

@@ -12,15 +12,15 @@
 //! - Sentences are split by [a compact Punkt](sentences).
 
 mod capitals;
+mod checker;
 pub mod compose;
-mod follow;
 mod kwargs;
 mod language;
 mod pattern;
 mod python;
 mod sentences;
 
-pub use follow::strict;
+pub use checker::check_strictly;
 pub use language::LANGUAGES;
 
 use crate::bad_input;
@@ -45,7 +45,7 @@ pub struct Bound {
 
 impl Bound {
     /// Returns true when `count` is within the bound.
-    pub fn holds(self, count: u64) -> bool {
+    pub fn contains(self, count: u64) -> bool {
         match self.relation {
             CountRelation::AtLeast => count >= self.count,
             CountRelation::LessThan => count < self.count,
@@ -172,7 +172,7 @@ impl Instruction {
                 let k = read(&["section_spliter", "num_sections"])?;
                 let splitter = python::strip(k.text("section_spliter")?);
                 Self::Sections {
-                    heading: pattern::keyword(r"\s?", splitter, r"\s?\d+\s?", false),
+                    heading: pattern::compile_keyword(r"\s?", splitter, r"\s?\d+\s?", false),
                     count: k.count("num_sections", 0)?,
                 }
             }
@@ -185,15 +185,17 @@ impl Instruction {
             "detectable_format:title" => bare(Self::Title)?,
             "keywords:existence" => {
                 let keywords = read(&["keywords"])?.texts("keywords")?;
-                Self::Keywords(keywords.iter().map(|k| pattern::keyword("", k, "", true)).collect())
+                Self::Keywords(keywords.iter().map(|k| pattern::compile_keyword("", k, "", true)).collect())
             }
             "keywords:forbidden_words" => {
                 let words = read(&["forbidden_words"])?.texts("forbidden_words")?;
-                Self::ForbiddenWords(words.iter().map(|w| pattern::keyword(r"\b", w, r"\b", true)).collect())
+                Self::ForbiddenWords(
+                    words.iter().map(|w| pattern::compile_keyword(r"\b", w, r"\b", true)).collect(),
+                )
             }
             "keywords:frequency" => {
                 let k = read(&["keyword", "frequency", "relation"])?;
-                let keyword = pattern::keyword("", python::strip(k.text("keyword")?), "", true);
+                let keyword = pattern::compile_keyword("", python::strip(k.text("keyword")?), "", true);
                 Self::KeywordFrequency { keyword, bound: bound(&k, "relation", "frequency")? }
             }
             "keywords:letter_frequency" => {
@@ -226,9 +228,9 @@ impl Instruction {
 /// The reference spells out two markers and uses any other as a pattern.
 fn postscript(marker: &str) -> Regex {
     match python::strip(marker) {
-        "P.P.S" => pattern::constant(r"p\.\s?p\.\s?s"),
-        "P.S." => pattern::constant(r"p\.\s?s\."),
-        other => pattern::keyword("", &other.to_lowercase(), "", false),
+        "P.P.S" => pattern::compile_pattern(r"p\.\s?p\.\s?s"),
+        "P.S." => pattern::compile_pattern(r"p\.\s?s\."),
+        other => pattern::compile_keyword("", &other.to_lowercase(), "", false),
     }
 }
 

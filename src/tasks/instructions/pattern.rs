@@ -7,7 +7,7 @@ use regex::{Regex, RegexBuilder};
 /// # Panics
 /// When it does not compile, which its user's tests detect.
 #[expect(clippy::expect_used, reason = "the source is a constant of this crate")]
-pub(super) fn constant(source: &str) -> Regex {
+pub(super) fn compile_pattern(source: &str) -> Regex {
     Regex::new(source).expect("a constant pattern")
 }
 
@@ -15,24 +15,24 @@ pub(super) fn constant(source: &str) -> Regex {
 ///
 /// As in the reference, a keyword **is** a regular expression (`P.S.` also matches `P-S,`). A keyword that
 /// does not compile, such as `f(x`, is matched literally; the reference would fail on the row.
-pub(super) fn keyword(before: &str, keyword: &str, after: &str, fold_case: bool) -> Regex {
+pub(super) fn compile_keyword(before: &str, keyword: &str, after: &str, fold_case: bool) -> Regex {
     let build = |middle: &str| {
         RegexBuilder::new(&format!("{before}{middle}{after}")).case_insensitive(fold_case).build()
     };
-    build(keyword).or_else(|_| build(&regex::escape(keyword))).unwrap_or_else(|_| constant(r"[^\s\S]")) // Longer than the engine's size limit: found nowhere.
+    build(keyword).or_else(|_| build(&regex::escape(keyword))).unwrap_or_else(|_| compile_pattern(r"[^\s\S]")) // Longer than the engine's size limit: found nowhere.
 }
 
 #[cfg(test)]
 mod tests {
-    use super::keyword;
+    use super::compile_keyword;
 
     #[test]
     fn a_keyword_is_a_pattern_or_else_its_own_text() {
-        assert!(keyword("", "colou?r", "", true).is_match("COLOR"));
-        assert!(keyword("", "f(x", "", true).is_match("so F(X) is"));
-        assert!(keyword("", "{name}", "", true).is_match("dear {name}"));
-        assert!(!keyword(r"\b", "cat", r"\b", true).is_match("concatenate"));
-        assert!(!keyword("", "Section", "", false).is_match("section"));
-        assert!(!keyword("", &"a".repeat(1_000_000), "", false).is_match("a"));
+        assert!(compile_keyword("", "colou?r", "", true).is_match("COLOR"));
+        assert!(compile_keyword("", "f(x", "", true).is_match("so F(X) is"));
+        assert!(compile_keyword("", "{name}", "", true).is_match("dear {name}"));
+        assert!(!compile_keyword(r"\b", "cat", r"\b", true).is_match("concatenate"));
+        assert!(!compile_keyword("", "Section", "", false).is_match("section"));
+        assert!(!compile_keyword("", &"a".repeat(1_000_000), "", false).is_match("a"));
     }
 }

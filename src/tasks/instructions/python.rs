@@ -34,7 +34,7 @@ fn is_title(c: char) -> bool {
 /// Counts the matches of Python's `\w+`: letters, numbers and `_`. Unlike in this crate's `\w`, a combining
 /// mark ends a word, so scripts with vowel signs have more words.
 pub(super) fn count_words(text: &str) -> u64 {
-    static WORD: LazyLock<Regex> = LazyLock::new(|| super::pattern::constant(r"[\p{L}\p{N}_]+"));
+    static WORD: LazyLock<Regex> = LazyLock::new(|| super::pattern::compile_pattern(r"[\p{L}\p{N}_]+"));
     WORD.find_iter(text).count() as u64
 }
 

@@ -41,7 +41,7 @@ struct Candidate {
 }
 
 /// Returns the sentences of `text`, in order, without the white space between them.
-pub(super) fn sentences(text: &str) -> Vec<&str> {
+pub(super) fn split_sentences(text: &str) -> Vec<&str> {
     let mut spans = Vec::new();
     let mut start = 0;
     for candidate in candidates(text) {
@@ -200,7 +200,7 @@ mod tests {
             ("no end", vec!["no end"]),
             ("", vec![]),
         ] {
-            assert_eq!(sentences(text), expected, "{text}");
+            assert_eq!(split_sentences(text), expected, "{text}");
         }
     }
 }

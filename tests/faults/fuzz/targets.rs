@@ -4,13 +4,13 @@ use rloss::chat::{Chat, Format};
 use rloss::checkpoint::gguf::GgufModel;
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::harmony::HarmonyTokenizer;
-use rloss::integrity::{Checksum, Manifest, add_checksum};
+use rloss::integrity::{ChecksumStatus, Manifest, add_checksum};
 use rloss::metrics::Row;
 use rloss::model::config::Config;
 use rloss::model::names::parameter_specs;
 use rloss::tasks::answer::AnswerEquality;
 use rloss::tasks::instructions::Instruction;
-use rloss::tasks::{boxed, gsm8k, number, retool, rows};
+use rloss::tasks::{boxed_answer, gsm8k, number, retool, rows};
 use rloss::{checkpoint, mismatch, recipe, report, rollout};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -93,7 +93,7 @@ fn recipes(scratch: &Path) -> Vec<Target> {
             8,
             [add_checksum("[train]\nsteps = 3\n")],
             text(move |input| {
-                let _ = Checksum::check(input, &run);
+                let _ = ChecksumStatus::check(input, &run);
             }),
         ),
     ]
@@ -102,7 +102,7 @@ fn recipes(scratch: &Path) -> Vec<Target> {
 fn model_files(scratch: &Path) -> Vec<Target> {
     let parent = |path: &Path| path.parent().expect("a folder").to_owned();
     let vocabularies = [Format::Harmony, Format::ChatMl]
-        .map(|format| format.embedded().expect("embedded").vocabulary().json_bytes().to_vec());
+        .map(|format| format.read_embedded().expect("embedded").vocabulary().json_bytes().to_vec());
     let configs = ["gpt_oss_yarn", "gpt_oss_plain", "qwen2", "qwen2_tied"]
         .map(|name| example(&format!("tests/fixtures/{name}/config.json")));
     let gguf = example("tests/fixtures/gguf/gpt_oss.gguf");
@@ -145,8 +145,8 @@ fn model_files(scratch: &Path) -> Vec<Target> {
             file(scratch, "a.gguf", |path| {
                 let Ok(GgufModel { weights, config, .. }) = GgufModel::open(path) else { return };
                 for spec in parameter_specs(&config) {
-                    let _ = weights.packed(&spec);
-                    let _ = weights.values(&spec);
+                    let _ = weights.read_packed(&spec);
+                    let _ = weights.read_values(&spec);
                 }
             }),
         ),
@@ -197,8 +197,8 @@ fn run_files(scratch: &Path) -> Vec<Target> {
             8,
             [&trajectory],
             file(scratch, "t.jsonl", |path| {
-                let _ = rollout::stored::read(path, false);
-                let _ = rollout::stored::read(path, true);
+                let _ = rollout::trajectory_file::read(path, false);
+                let _ = rollout::trajectory_file::read(path, true);
             }),
         ),
         target("page, rows", 1, [row], file(scratch, "run/metrics.jsonl", page)),
@@ -227,7 +227,7 @@ fn data(scratch: &Path) -> Vec<Target> {
         .collect();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/engines/model");
     let config = Config::read(&folder).expect("a config");
-    let chat = Format::Harmony.embedded().expect("embedded");
+    let chat = Format::Harmony.read_embedded().expect("embedded");
     vec![
         target("rows", 6, [problems], file(scratch, "rows.jsonl", read)),
         target("packed rows", 4, [packed(problems)], file(scratch, "rows.jsonl.gz", read)),
@@ -236,7 +236,7 @@ fn data(scratch: &Path) -> Vec<Target> {
             4,
             engines,
             file(scratch, "against.jsonl", move |path| {
-                let reader = mismatch::rows::Reader::new(&config, 64, chat.vocabulary(), 1.0);
+                let reader = mismatch::rows::RowReader::new(&config, 64, chat.vocabulary(), 1.0);
                 let _ = reader.read(&[path.to_owned()]);
             }),
         ),
@@ -245,7 +245,7 @@ fn data(scratch: &Path) -> Vec<Target> {
 
 /// Conversations in `format`: of files, as text that was sampled, as ids that were.
 fn conversations(format: Format) -> [Target; 3] {
-    let chat = format.embedded().expect("embedded");
+    let chat = format.read_embedded().expect("embedded");
     let (rendering, sampling) = (chat.clone(), chat.clone());
     let (names, turns) = match format {
         Format::Harmony => (
@@ -319,8 +319,8 @@ fn answers() -> Vec<Target> {
             ],
             text(|input| {
                 for equality in [AnswerEquality::Equivalent, AnswerEquality::Exact] {
-                    let _ = equality.holds(input, "3") | equality.holds("x+1", input);
-                    let _ = equality.holds(input, input);
+                    let _ = equality.matches(input, "3") | equality.matches("x+1", input);
+                    let _ = equality.matches(input, input);
                 }
             }),
         ),
@@ -333,10 +333,10 @@ fn answers() -> Vec<Target> {
                 "Answer: 3.50 dollars",
             ],
             text(|input| {
-                let _ = boxed::last_boxed_at(input);
+                let _ = boxed_answer::find_last_boxed(input);
                 let _ = number::Number::last_in(input);
                 let _ = gsm8k::extract(input, gsm8k::Extraction::Flexible);
-                let _ = retool::PromptForm::default().extract(input);
+                let _ = retool::PromptFormat::default().extract(input);
             }),
         ),
         target(
@@ -351,7 +351,7 @@ fn answers() -> Vec<Target> {
                 let Ok(serde_json::Value::Array(parts)) = serde_json::from_str(input) else { return };
                 let [serde_json::Value::String(id), kwargs, response, ..] = &parts[..] else { return };
                 if let Ok(instruction) = Instruction::parse(id, kwargs) {
-                    let _ = instruction.follows(response.as_str().unwrap_or_default());
+                    let _ = instruction.is_followed_by(response.as_str().unwrap_or_default());
                 }
             }),
         ),

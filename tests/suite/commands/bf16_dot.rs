@@ -10,7 +10,7 @@ const DOT: &str = "model.dtype=bf16_dot";
 
 #[test]
 fn products_in_bf16_are_refused_where_the_processor_has_none() {
-    if Precision::Bf16Dot.is_here() {
+    if Precision::Bf16Dot.is_supported() {
         // The other test runs.
         return;
     }
@@ -28,7 +28,7 @@ fn products_in_bf16_are_refused_where_the_processor_has_none() {
 
 #[test]
 fn a_run_in_bf16_products_has_no_gap_and_goes_on_to_the_same_bits() {
-    if !Precision::Bf16Dot.is_here() {
+    if !Precision::Bf16Dot.is_supported() {
         return skips::note(skips::NO_BF16, "");
     }
     let folder = TempDir::new().unwrap();

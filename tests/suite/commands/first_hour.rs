@@ -408,10 +408,10 @@ fn a_followed_page_tells_when_the_run_went_on() {
     std::fs::create_dir(&run).unwrap();
     let row = |step: u64| format!("{{\"step\":{step},\"phase\":\"rl\",\"critic/rewards/mean\":0.5}}\n");
     std::fs::write(run.join("metrics.jsonl"), row(1)).unwrap();
-    let before = rloss::report::state(std::slice::from_ref(&run));
-    assert_eq!(before, rloss::report::state(std::slice::from_ref(&run)));
+    let before = rloss::report::state_digest(std::slice::from_ref(&run));
+    assert_eq!(before, rloss::report::state_digest(std::slice::from_ref(&run)));
     std::fs::write(run.join("metrics.jsonl"), row(1) + &row(2)).unwrap();
-    assert_ne!(before, rloss::report::state(std::slice::from_ref(&run)));
+    assert_ne!(before, rloss::report::state_digest(std::slice::from_ref(&run)));
     // The stage under way is told while a process works on the run.
     let stages = || rloss::report::stages_under_way(std::slice::from_ref(&run));
     assert!(stages().is_empty());

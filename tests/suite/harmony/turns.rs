@@ -33,7 +33,7 @@ fn calls_are_read_in_every_order() {
 
 #[test]
 fn problems_are_named_and_keep_the_text() {
-    use TurnProblem::*;
+    use TurnError::*;
     let malformed = |text: &str| MalformedHeader { leftover: text.into() };
     let python = || "python".to_string();
     for (text, end, problem, messages) in [
@@ -97,20 +97,20 @@ fn a_repeated_opening_is_the_turns_own_header() {
     assert_eq!((call.end, &call.problem), (TurnEnd::Called, &None));
     assert_eq!(call.messages, [Message::call("python", "analysis", "1")]);
 
-    let named = |author: &str| Some(TurnProblem::WrongAuthor { author: author.into() });
+    let named = |author: &str| Some(TurnError::WrongAuthor { author: author.into() });
     for (text, problem) in [
         ("<|start|>user<|channel|>final<|message|>x<|return|>", named("user")),
         ("<|start|><|channel|>final<|message|>x<|return|>", named("")),
         // Once is a slip; more, or later, is no header.
         (
             "<|start|>assistant<|start|>assistant<|channel|>final<|message|>x<|return|>",
-            Some(TurnProblem::MalformedHeader {
+            Some(TurnError::MalformedHeader {
                 leftover: "assistant<|start|>assistant<|channel|>final".into(),
             }),
         ),
         (
             "<|channel|>final<|start|>assistant<|message|>x<|return|>",
-            Some(TurnProblem::MalformedHeader { leftover: "<|channel|>final<|start|>assistant".into() }),
+            Some(TurnError::MalformedHeader { leftover: "<|channel|>final<|start|>assistant".into() }),
         ),
     ] {
         let parsed = turn(text);
@@ -123,7 +123,7 @@ fn a_malformed_turn_stays_what_it_was() {
     let tokenizer = embedded();
     let tokens = encode_with_special(&tokenizer, "<|channel|>final<|message|>7<|call|>more");
     let parsed = parse_completion(&tokenizer, &tokens);
-    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(TurnProblem::CallWithoutRecipient)));
+    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(TurnError::CallWithoutRecipient)));
 }
 
 #[test]
@@ -134,14 +134,14 @@ fn characters_may_span_tokens_and_bad_bytes_stay_visible() {
     // Without its last byte the emoji is one replacement character, in all parsers.
     tokens.remove(tokens.len() - 2);
     let parsed = parse_completion(&tokenizer, &tokens);
-    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Returned, Some(TurnProblem::InvalidUtf8)));
+    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Returned, Some(TurnError::InvalidUtf8)));
     assert_eq!(parsed.messages[0].content, "é\u{fffd}");
     let strict = parse(&tokenizer, Role::Assistant, ParseMode::Strict, &tokens).unwrap();
     assert_eq!(strict, parsed.messages);
     let mut call = encode_with_special(&tokenizer, " to=python<|message|>1<|call|>");
     call.insert(call.len() - 1, 16 + 0xff);
     let parsed = parse_completion(&tokenizer, &call);
-    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(TurnProblem::InvalidUtf8)));
+    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(TurnError::InvalidUtf8)));
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn lenient_parsing_saves_a_message_closed_in_its_header() {
 #[test]
 fn random_turns_end_in_a_defined_state() {
     let tokenizer = embedded();
-    let mut random = stream(3, Purpose::Sampling, &[1]);
+    let mut random = stream(3, Purpose::SamplingParameters, &[1]);
     let mut ends = std::collections::BTreeMap::new();
     let pieces: Vec<Vec<u32>> = [
         "<|message|>",
@@ -225,7 +225,7 @@ fn random_turns_end_in_a_defined_state() {
 #[test]
 fn a_rendered_turn_is_read_back() {
     let tokenizer = embedded();
-    let mut random = stream(5, Purpose::Sampling, &[2]);
+    let mut random = stream(5, Purpose::SamplingParameters, &[2]);
     let opening = tokenizer.turn_start(Role::Assistant);
     for round in 0..200 {
         let text: String = (0..random.random_range(1..20)).map(|_| random.random::<char>()).collect();

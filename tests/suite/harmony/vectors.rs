@@ -54,7 +54,7 @@ fn text_vectors_encode_and_decode() {
             assert_eq!(tokenizer.decode(&tokens), text, "{name}");
         }
         assert!(files.is_empty(), "test-data without tokens: {files:?}");
-        let sizes = (tokenizer.vocab_size(), tokenizer.control().constrain, tokenizer.pad());
+        let sizes = (tokenizer.vocab_size(), tokenizer.control_tokens().constrain, tokenizer.pad_id());
         let expected = if folder.own { (439, 433, 431) } else { (201_088, 200_003, 199_999) };
         assert_eq!(sizes, (expected.0, Some(expected.1), Some(expected.2)));
     }
@@ -165,7 +165,7 @@ fn tool_reply_vectors_parse() {
     let mut parser = TurnParser::new(tokenizer);
     let over = tokens.iter().position(|&token| matches!(parser.push(token), TurnStep::Over(_))).unwrap();
     assert_eq!(parser.call(), Some(&call));
-    assert_eq!(tokens[over], tokenizer.control().call);
+    assert_eq!(tokens[over], tokenizer.control_tokens().call);
 
     let tokens = encode_with_special(tokenizer, &text_of("test_tool_response_parsing.txt").unwrap());
     let mut parser = StreamParser::new(tokenizer, None, ParseMode::Strict);

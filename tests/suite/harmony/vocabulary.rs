@@ -22,7 +22,7 @@ pub fn forgeries(tokenizer: &HarmonyTokenizer) {
         for message in [Message::user(text.clone()), Message::tool("python", None, text.clone())] {
             let tokens = tokenizer.render_message(&message).unwrap();
             let special: Vec<u32> = tokens.iter().copied().filter(|&id| tokenizer.is_special(id)).collect();
-            let control = tokenizer.control();
+            let control = tokenizer.control_tokens();
             assert_eq!(special, [control.start, control.message, control.end], "{text}");
             // What was rendered is read back as one message with the very same text.
             let mut parser = StreamParser::new(tokenizer, None, ParseMode::Strict);
@@ -41,10 +41,10 @@ fn text_cannot_forge_control_tokens() {
 fn embedded_ids_are_the_documented_ones() {
     let tokenizer = embedded();
     assert_eq!(tokenizer.vocab_size(), 272);
-    let control = tokenizer.control();
+    let control = tokenizer.control_tokens();
     let ids = [control.start, control.message, control.channel, control.end, control.call, control.ret];
     assert_eq!(ids, [1, 2, 3, 4, 5, 6]);
-    assert_eq!((tokenizer.pad(), control.constrain), (Some(0), None));
+    assert_eq!((tokenizer.pad_id(), control.constrain), (Some(0), None));
     let words =
         ["user", "assistant", "python", "analysis", "commentary", "final", " to=python", " to=assistant"];
     for (id, word) in (7..).zip(words) {
@@ -59,7 +59,7 @@ fn embedded_ids_are_the_documented_ones() {
     assert!(tokenizer.is_special(15) && tokenizer.token_bytes(272).is_none());
     let again = HarmonyTokenizer::from_bytes(tokenizer.json_bytes().to_vec(), "again").unwrap();
     assert_eq!(again.vocab_size(), 272);
-    assert_eq!(again.control(), control);
+    assert_eq!(again.control_tokens(), control);
     let call = Message::call("python", "analysis", "1+1");
     let header = [1, 8, 13, 3, 10, 2];
     let mut expected = header.to_vec();

@@ -4,8 +4,8 @@
 //! in each way (which must fail). The exit codes tell a denial from a set-up that went wrong.
 
 use super::{call, embedded, in_own_process, own_process, settings};
-use rloss::interpreter::confine::{self, Files};
-use rloss::interpreter::{CPython, Embedded, Interpreter, Settings};
+use rloss::interpreter::sandbox::{self, AllowedFiles};
+use rloss::interpreter::{CPython, EmbeddedInterpreter, Interpreter, Settings};
 use std::ffi::CString;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -237,11 +237,11 @@ fn alone_attack() {
     let parent_id = unsafe { libc::getppid() }.cast_unsigned();
     let confined = match confined {
         "Free" => Ok(()),
-        "Computing" => confine::computing_process(parent_id, 256 << 20, 3).map(drop),
+        "Computing" => sandbox::confine_worker(parent_id, 256 << 20, 3).map(drop),
         "Python" => {
-            let files = Files { read: vec!["/usr/lib".into()], execute: vec!["/usr/bin/env".into()] };
-            confine::python_server(parent_id, &files, 3, 0)
-                .and_then(|_| confine::snippet_filter(false))
+            let files = AllowedFiles { read: vec!["/usr/lib".into()], execute: vec!["/usr/bin/env".into()] };
+            sandbox::confine_fork_server(parent_id, &files, 3, 0)
+                .and_then(|_| sandbox::snippet_filter(false))
                 .and_then(|filter| apply(&filter))
         }
         _ => exit(SETUP_FAILED),
@@ -296,7 +296,7 @@ fn alone_without_landlock() {
         return;
     }
     hide_landlock();
-    let mut refused = vec![Embedded::new(settings(), super::program()).err().expect("refused")];
+    let mut refused = vec![EmbeddedInterpreter::new(settings(), super::program()).err().expect("refused")];
     let python_there = super::cpython::there();
     let with_python = || Settings { python: super::cpython::program().display().to_string(), ..settings() };
     if python_there {
@@ -315,11 +315,11 @@ fn alone_without_landlock() {
             64,
         )
         .unwrap();
-        let confinement = python.confinement();
+        let confinement = python.sandbox_description();
         assert!(confinement.contains("NOT SANDBOXED (the kernel has no landlock"), "{confinement}");
         assert_eq!(call(&python, "1 + 1").text, "2");
     }
     let python = embedded(|s| s.dangerously_allow_unsandboxed = true);
-    assert!(python.confinement().starts_with("NOT SANDBOXED (the kernel has no landlock"));
+    assert!(python.sandbox_description().starts_with("NOT SANDBOXED (the kernel has no landlock"));
     assert_eq!(call(&python, "1 + 1").text, "2");
 }

@@ -53,7 +53,7 @@ macro_rules! cpython_or_skip {
 #[test]
 fn the_model_reads_output_and_the_last_value() {
     let python = cpython_or_skip!(|_| {});
-    eprintln!("{}", python.confinement());
+    eprintln!("{}", python.sandbox_description());
     expect(&python, "7*12-5", Answered, "79");
     expect(&python, "print('a')\nprint('b', 2)", Answered, "a\nb 2");
     expect(&python, "print('a', end='')\n'b'", Answered, "a\n'b'");

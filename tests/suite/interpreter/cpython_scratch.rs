@@ -13,8 +13,12 @@ fn with_scratch(state: InterpreterState) -> Option<CPython> {
 #[test]
 fn files_live_as_long_as_their_trajectory_and_no_other_sees_them() {
     let Some(python) = with_scratch(InterpreterState::Trajectory) else { return };
-    eprintln!("{}", python.confinement());
-    assert!(python.confinement().contains("4 MiB of scratch in /tmp/scratch"), "{}", python.confinement());
+    eprintln!("{}", python.sandbox_description());
+    assert!(
+        python.sandbox_description().contains("4 MiB of scratch in /tmp/scratch"),
+        "{}",
+        python.sandbox_description()
+    );
     let (a, b) = (SessionId(1), SessionId(2));
     let said = |session, code: &str| python.call(session, code).text;
     let write = "import os

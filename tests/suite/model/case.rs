@@ -6,14 +6,14 @@ use crate::tiny::load;
 use crate::tiny::{self, Gradients, Learned, learned, values as floats};
 use candle_core::{Device, Tensor};
 use rloss::checkpoint::peft::AdapterFolder;
-use rloss::checkpoint::save::{Companions, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::learner::forward_backward::{PassOutput, PassSettings};
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{OptimizerKind, OptimizerSettings};
-use rloss::model::attend::PackedAttention;
+use rloss::model::attention::PackedAttention;
 use rloss::model::cache::SequenceCache;
-use rloss::model::config::{Config, Form};
+use rloss::model::config::{Config, WeightFormat};
 use rloss::model::decoder_stack::{self, DecoderStack};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{Layout, ParameterSpec};
@@ -141,7 +141,7 @@ impl Case {
     pub fn read(folder: &Path) -> Self {
         let config = Config::read(folder).unwrap();
         let mut parameters = crate::tiny::parameters(&config, load(folder, &config).unwrap()).unwrap();
-        parameters.train_only(&vec![true; parameters.len()]).unwrap();
+        parameters.set_trainable(&vec![true; parameters.len()]).unwrap();
         Self::of(folder, config, parameters, HashMap::new())
     }
 
@@ -153,14 +153,14 @@ impl Case {
         let open = |kind: &str| AdapterFolder::open(&folder.join(kind), &specs).unwrap();
         let named = |kind: &'static str| {
             let adapter = open(kind);
-            let names = adapter.lora.specs(&specs).unwrap().into_iter().map(|spec| spec.name);
-            (kind, names.zip(adapter.values(&specs).unwrap()).collect())
+            let names = adapter.lora.factor_specs(&specs).unwrap().into_iter().map(|spec| spec.name);
+            (kind, names.zip(adapter.read_values(&specs).unwrap()).collect())
         };
         let adapters = ["grad", "sgd", "adamw"].map(named).into();
         let adapter = open("adapter");
-        parameters.adapt(adapter.lora.clone(), adapter.values(&specs).unwrap()).unwrap();
+        parameters.attach_adapter(adapter.lora.clone(), adapter.read_values(&specs).unwrap()).unwrap();
         let learns: Vec<bool> = (0..parameters.len()).map(|index| index >= specs.len()).collect();
-        parameters.train_only(&learns).unwrap();
+        parameters.set_trainable(&learns).unwrap();
         Self::of(folder, config, parameters, adapters)
     }
 
@@ -186,7 +186,15 @@ impl Case {
     pub fn save(&self, folder: &Path) {
         let tensor = |spec: &ParameterSpec| Ok(tiny::named(&self.parameters, &spec.name).clone());
         std::fs::create_dir_all(folder).unwrap();
-        save(folder, &self.model.config, Form::F32, &Companions::default(), SHARD_BYTES_MAX, tensor).unwrap();
+        save(
+            folder,
+            &self.model.config,
+            WeightFormat::F32,
+            &CompanionFiles::default(),
+            SHARD_BYTES_MAX,
+            tensor,
+        )
+        .unwrap();
     }
 
     /// Every figure of the case. The gradient is taken with layers recomputed, as a run does by default.
@@ -272,7 +280,7 @@ impl Case {
 
     /// Logits of every token of all rows in one packed batch.
     pub fn packed_logits(&self) -> Vec<f32> {
-        let policy = PolicyView::plain(&self.model, &self.parameters).unwrap();
+        let policy = PolicyView::without_ablations(&self.model, &self.parameters).unwrap();
         let tokens: Vec<u32> = self.rows.rows.iter().flat_map(|r| r.tokens.iter().copied()).collect();
         let positions = self.rows.rows.iter().flat_map(|r| 0..r.tokens.len() as u32).collect();
         let mut cu_seqlens = vec![0];
@@ -281,19 +289,28 @@ impl Case {
             .iter()
             .for_each(|r| cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + r.tokens.len()));
         let rotation = self.model.rotation(positions);
-        let attend = &mut PackedAttention { sequence_rows: Arc::new(SequenceRows::separate(&cu_seqlens)) };
+        let attend =
+            &mut PackedAttention { sequence_rows: Arc::new(SequenceRows::from_cu_seqlens(&cu_seqlens)) };
         let rows = &mut rloss::model::forward::Rows { rotation, attend, replay: None };
-        let x = policy.stack().forward(&Arc::new(tokens), rows, &mut decoder_stack::nothing).unwrap();
-        self.head(&policy.stack(), &x)
+        let x = policy
+            .decoder_stack()
+            .forward(&Arc::new(tokens), rows, &mut decoder_stack::keep_nothing)
+            .unwrap();
+        self.head(&policy.decoder_stack(), &x)
     }
 
     /// Logits of every token of one row, one token at a time through the KV cache.
     fn decoded_logits(&self, tokens: &[u32]) -> Vec<f32> {
-        let policy = PolicyView::plain(&self.model, &self.parameters).unwrap();
+        let policy = PolicyView::without_ablations(&self.model, &self.parameters).unwrap();
         let mut cache = SequenceCache::new(&self.model.config);
         let step = |token: &u32| {
-            let fed = policy.stack().feed(vec![*token], &mut [&mut cache], &[1], &mut decoder_stack::nothing);
-            self.head(&policy.stack(), &fed.unwrap())
+            let fed = policy.decoder_stack().feed(
+                vec![*token],
+                &mut [&mut cache],
+                &[1],
+                &mut decoder_stack::keep_nothing,
+            );
+            self.head(&policy.decoder_stack(), &fed.unwrap())
         };
         tokens.iter().flat_map(step).collect()
     }
@@ -319,8 +336,8 @@ impl Case {
         let rows = Arc::new((0..x.dim(0).unwrap() as u32).collect());
         let tied = self.model.config.tie_word_embeddings;
         let name = if tied { "model.embed_tokens.weight" } else { "lm_head.weight" };
-        let head = self.parameters.position(name).unwrap();
+        let head = self.parameters.index_of(name).unwrap();
         let head = self.parameters.weight(head).unwrap();
-        floats(&head.matmul(&stack.normed(x, &rows).unwrap(), None).unwrap())
+        floats(&head.matmul(&stack.final_norm_rows(x, &rows).unwrap(), None).unwrap())
     }
 }

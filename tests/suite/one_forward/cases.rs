@@ -7,8 +7,8 @@ use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
-use rloss::mismatch::links::{Link, Proof};
-use rloss::model::cache::CacheRoom;
+use rloss::mismatch::bitwise_equality::{EqualityCheck, EqualityProof};
+use rloss::model::cache::CacheCapacity;
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::decoder_stack;
 use rloss::model::families::Family;
@@ -17,11 +17,13 @@ use rloss::model::init::{InitSettings, init};
 use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::policy_view::PolicyView;
 use rloss::model::settings::Yarn;
-use rloss::model::storage::Stored;
+use rloss::model::storage::TensorStorage;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, SampledPlace, Sampling, TokenSource};
+use rloss::rollout::{
+    Prompt, Rollout, RolloutPlan, RolloutSettings, SamplingParameters, TokenPosition, TokenSource,
+};
 use rloss::settings::Choice;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Trajectory};
@@ -32,7 +34,7 @@ pub struct Case {
     config: Config,
     bf16_weights: bool,
     precision: Precision,
-    sampling: Sampling,
+    sampling: SamplingParameters,
     /// Sequences that an engine decodes together.
     sequences_max: usize,
     samples: usize,
@@ -67,7 +69,7 @@ fn base() -> Case {
             num_local_experts: 4,
             num_experts_per_tok: 2,
             sliding_window: 16,
-            layer_types: LayerType::alternating(4),
+            layer_types: LayerType::alternate(4),
             rope: Rope { theta: 10_000.0, yarn: Some(yarn) },
             rms_norm_eps: 1e-5,
             swiglu_limit: 7.0,
@@ -79,7 +81,7 @@ fn base() -> Case {
         },
         bf16_weights: false,
         precision: Precision::F32,
-        sampling: Sampling::whole(1.0),
+        sampling: SamplingParameters::with_temperature(1.0),
         sequences_max: 16,
         samples: 4,
         turns: 2,
@@ -106,7 +108,7 @@ pub fn cases() -> Vec<Case> {
     let wide = Config {
         hidden_size: 2880,
         num_hidden_layers: 1,
-        layer_types: LayerType::alternating(1),
+        layer_types: LayerType::alternate(1),
         head_dim: 64,
         intermediate_size: 96,
         ..base().config
@@ -114,7 +116,7 @@ pub fn cases() -> Vec<Case> {
     let small = Config {
         hidden_size: 512,
         num_hidden_layers: 8,
-        layer_types: LayerType::alternating(8),
+        layer_types: LayerType::alternate(8),
         num_attention_heads: 8,
         head_dim: 64,
         intermediate_size: 256,
@@ -126,12 +128,12 @@ pub fn cases() -> Vec<Case> {
     let chunked = Config {
         hidden_size: 32,
         num_hidden_layers: 2,
-        layer_types: LayerType::alternating(2),
+        layer_types: LayerType::alternate(2),
         sliding_window: 300,
         ..base().config
     };
     let dense = Config {
-        family: Family::named("qwen2").unwrap(),
+        family: Family::from_name("qwen2").unwrap(),
         num_local_experts: 0,
         num_experts_per_tok: 0,
         intermediate_size: 200,
@@ -167,9 +169,23 @@ pub fn cases() -> Vec<Case> {
         Case { name: "tool output inserted", turns: 5, share: 8, ..base() },
         Case { name: "groups share a prefill", samples: 16, share: 8, ..base() },
         Case { name: "sequences leave and enter", sequences_max: 3, samples: 2, share: 8, ..base() },
-        Case { name: "temperature 0.6", sampling: Sampling::whole(0.6), share: 5, ..base() },
-        Case { name: "temperature 1.7", sampling: Sampling::whole(1.7), share: 5, ..base() },
-        Case { name: "top-p 0.8", sampling: Sampling { top_p: 0.8, ..Sampling::whole(1.0) }, ..base() },
+        Case {
+            name: "temperature 0.6",
+            sampling: SamplingParameters::with_temperature(0.6),
+            share: 5,
+            ..base()
+        },
+        Case {
+            name: "temperature 1.7",
+            sampling: SamplingParameters::with_temperature(1.7),
+            share: 5,
+            ..base()
+        },
+        Case {
+            name: "top-p 0.8",
+            sampling: SamplingParameters { top_p: 0.8, ..SamplingParameters::with_temperature(1.0) },
+            ..base()
+        },
         Case { name: "odd sizes", config: odd, ..base() },
         Case { name: "weights rounded to bf16", bf16_weights: true, share: 4, ..base() },
         Case {
@@ -202,14 +218,14 @@ impl Case {
 
     /// Whether this processor can compute it.
     pub fn is_here(&self) -> bool {
-        self.precision.is_here()
+        self.precision.is_supported()
     }
 
     /// The links over at least `tokens` sampled tokens, each with fresh rollouts.
-    pub fn links(&self, threads: &Threads, tokens: usize) -> Result<Vec<Link>> {
+    pub fn links(&self, threads: &Threads, tokens: usize) -> Result<Vec<EqualityCheck>> {
         let (model, parameters) = self.model()?;
-        let policy = PolicyView::plain(&model, &parameters)?;
-        let mut links: Vec<Link> = vec![];
+        let policy = PolicyView::without_ablations(&model, &parameters)?;
+        let mut links: Vec<EqualityCheck> = vec![];
         let (mut step, mut sampled) = (0, 0);
         while sampled < tokens {
             let trajectories = self.sample(threads, &policy, step)?;
@@ -223,7 +239,7 @@ impl Case {
             let found = if self.sampling.top_p < 1.0 {
                 vec![self.truncated(&policy, &trajectories)?]
             } else {
-                let proof = Proof {
+                let proof = EqualityProof {
                     runner: BatchRunner { threads, model: &model, parameters: &parameters },
                     rollout: &policy,
                     training: ForwardOptions::default(),
@@ -231,7 +247,7 @@ impl Case {
                     micro_batch_tokens: 1000,
                     console: &Console::silent(),
                 };
-                proof.links(&trajectories)?.to_vec()
+                proof.run_checks(&trajectories)?.to_vec()
             };
             sampled += found.last().map_or(0, |link| link.tokens);
             if links.is_empty() {
@@ -254,14 +270,14 @@ impl Case {
         let context = self.config.max_position_embeddings;
         let backend = Backend { precision: self.precision, ..Backend::default() };
         let tensors = tensors.into_iter().map(|(spec, values)| {
-            let stored = Stored::variable(&spec, values)?;
+            let stored = TensorStorage::variable(&spec, values)?;
             Ok((spec, stored))
         });
-        Ok((Model::new(self.config.clone(), context), Parameters::loaded(&self.config, &backend, tensors)?))
+        Ok((Model::new(self.config.clone(), context), Parameters::load(&self.config, &backend, tensors)?))
     }
 
     fn sample(&self, threads: &Threads, policy: &PolicyView, step: u64) -> Result<Vec<Trajectory>> {
-        let Sampling { temperature, top_p, top_k, min_p } = self.sampling;
+        let SamplingParameters { temperature, top_p, top_k, min_p } = self.sampling;
         let settings = RolloutSettings {
             temperature,
             top_p,
@@ -274,8 +290,8 @@ impl Case {
             tool_calls_concurrent_max: 16,
             ..RolloutSettings::default()
         };
-        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step };
-        let chat = self.config.family.chat.embedded()?;
+        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::SamplingParameters, step };
+        let chat = self.config.family.chat.read_embedded()?;
         let rollout = Rollout {
             threads,
             policy,
@@ -284,7 +300,7 @@ impl Case {
             interpreter: Some(&Repeat),
             preamble: &[],
             plan: &plan,
-            room: CacheRoom::default(),
+            room: CacheCapacity::default(),
         };
         let prompts = (0..4)
             .map(|i| Prompt { index: i, problem: Questions.training_problem(step, i) })
@@ -292,20 +308,20 @@ impl Case {
         let (sampling, turns, tokens_max) = (self.sampling, self.turns, self.turn_tokens_max);
         let source = Talk { family: self.config.family, sampling, turns, tokens_max };
         let source: &dyn TokenSource = if self.sampling.top_p < 1.0 { &self.sampling } else { &source };
-        let rollouts = rollout.groups_from(source, &prompts, self.samples, &|_| (), &|| false)?;
+        let rollouts = rollout.sample_from_source(source, &prompts, self.samples, &|_| (), &|| false)?;
         let rollouts = rollouts.context("nobody stopped it")?;
         Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
     }
 
     /// The last link under truncated sampling: the kept set is computed again from the training forward's logits.
-    fn truncated(&self, policy: &PolicyView, trajectories: &[&Trajectory]) -> Result<Link> {
+    fn truncated(&self, policy: &PolicyView, trajectories: &[&Trajectory]) -> Result<EqualityCheck> {
         let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
         let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
         let mut computed = vec![];
         for batch in MicroBatch::split(&sequences, 1000) {
             let logits = policy
-                .stack()
-                .logits(&policy.normed(&batch, &mut decoder_stack::nothing)?, &self.sampling)?;
+                .decoder_stack()
+                .logits(&policy.head_input(&batch, &mut decoder_stack::keep_nothing)?, &self.sampling)?;
             let targets: Vec<(usize, u32)> = batch.targets.iter().copied().enumerate().collect();
             computed.extend(logits.log_probs(&self.sampling, &targets)?);
         }
@@ -319,7 +335,7 @@ impl Case {
 /// last one answers, each at a length of its own; control tokens in between become text. Log-probs are the model's.
 struct Talk {
     family: Family,
-    sampling: Sampling,
+    sampling: SamplingParameters,
     turns: u64,
     tokens_max: usize,
 }
@@ -348,11 +364,11 @@ impl Talk {
 }
 
 impl TokenSource for Talk {
-    fn sampling(&self) -> Sampling {
+    fn sampling(&self) -> SamplingParameters {
         self.sampling
     }
 
-    fn choose(&self, place: SampledPlace, drawn: u32) -> Result<u32> {
+    fn choose(&self, place: TokenPosition, drawn: u32) -> Result<u32> {
         let last = place.turn + 1 == self.turns;
         let (opening, closing) = self.frame(last);
         let hash = (place.prompt * 31 + place.sample * 17 + place.turn * 7 + 3).wrapping_mul(0x9e37_79b9);
@@ -378,7 +394,7 @@ impl Interpreter for Repeat {
 
     fn close(&self, _: SessionId) {}
 
-    fn confinement(&self) -> String {
+    fn sandbox_description(&self) -> String {
         "none: nothing runs".into()
     }
 }
@@ -413,11 +429,11 @@ impl Task for Questions {
 }
 
 /// The link between two computations of the same log-probabilities.
-fn between(name: &'static str, a: &[f32], b: &[f32]) -> Link {
+fn between(name: &'static str, a: &[f32], b: &[f32]) -> EqualityCheck {
     assert_eq!(a.len(), b.len(), "{name}");
     let pairs = || a.iter().zip(b);
     let gap = |(a, b): (&f32, &f32)| (f64::from(*a) - f64::from(*b)).abs();
-    Link {
+    EqualityCheck {
         name,
         tokens: a.len(),
         bit_equal: pairs().filter(|(a, b)| a.to_bits() == b.to_bits()).count(),
@@ -428,7 +444,7 @@ fn between(name: &'static str, a: &[f32], b: &[f32]) -> Link {
 }
 
 /// Adds what the same link came to elsewhere.
-fn add(link: &mut Link, other: &Link) {
+fn add(link: &mut EqualityCheck, other: &EqualityCheck) {
     link.tokens += other.tokens;
     link.bit_equal += other.bit_equal;
     link.logprob_abs_diff_max = link.logprob_abs_diff_max.max(other.logprob_abs_diff_max);

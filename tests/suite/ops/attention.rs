@@ -38,8 +38,14 @@ impl Case {
         for length in &self.lengths {
             cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + length);
         }
-        sink_attention(v[0], v[1], v[2], &Arc::new(SequenceRows::separate(&cu_seqlens)), self.attention)
-            .unwrap()
+        sink_attention(
+            v[0],
+            v[1],
+            v[2],
+            &Arc::new(SequenceRows::from_cu_seqlens(&cu_seqlens)),
+            self.attention,
+        )
+        .unwrap()
     }
 
     /// A softmax over the scores and one more logit, which is then dropped.

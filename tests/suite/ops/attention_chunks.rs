@@ -4,10 +4,10 @@
 use super::attention::Case;
 use super::{assert_close, check_some, floats, gradients, noise, tensors};
 use candle_core::{Device, Tensor, Var};
-use rloss::ops::cpu::in_parallel;
+use rloss::ops::cpu::should_parallelize;
 use rloss::ops::kv_cache::{KvBlocks, KvSequence};
 use rloss::ops::math::{exp, max_lanes, sum_lanes};
-use rloss::ops::sink_attention::{Attention, sink_attention_cached};
+use rloss::ops::sink_attention::{Attention, cached_sink_attention};
 
 /// On both sides of one chunk and of two.
 const LENGTHS: [usize; 5] = [511, 512, 513, 1024, 1025];
@@ -97,11 +97,11 @@ fn rows(tensor: &Tensor, start: usize, count: usize) -> Tensor {
 
 /// The rows of a sequence whose tokens come in `pieces`; keys behind the window are freed as the model frees them.
 fn cached(attention: &Attention, v: &[&Tensor], pieces: impl IntoIterator<Item = usize>) -> Vec<f32> {
-    let mut cache = KvSequence::Host(KvBlocks::new(attention.kv_heads, attention.head_dim));
+    let mut cache = KvSequence::HostPython(KvBlocks::new(attention.kv_heads, attention.head_dim));
     let mut out = vec![];
     for count in pieces {
         let [q, kv] = [rows(v[0], cache.len(), count), rows(v[1], cache.len(), count)];
-        let piece = sink_attention_cached(&q, &kv, v[2], &mut [&mut cache], &[count], *attention).unwrap();
+        let piece = cached_sink_attention(&q, &kv, v[2], &mut [&mut cache], &[count], *attention).unwrap();
         out.extend(floats(&piece));
         if let Some(window) = attention.window {
             cache.forget_before(cache.len(), window);
@@ -122,7 +122,7 @@ fn training_prefill_and_decode_give_the_same_bits_on_any_number_of_threads() {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let what = format!("window {window:?}, {threads} threads");
             pool.install(|| {
-                assert_eq!(in_parallel(512 * row), threads > 1);
+                assert_eq!(should_parallelize(512 * row), threads > 1);
                 for length in LENGTHS {
                     let [q, kv] = [rows(v[0], 0, length), rows(v[1], 0, length)];
                     let expected = &floats(&expected)[..length * row];
@@ -158,11 +158,11 @@ fn sequences_side_by_side_give_what_each_gives_alone() {
         let mut caches = starts.map(|start| {
             let mut cache = KvBlocks::new(case.attention.kv_heads, case.attention.head_dim);
             cache.append(&floats(v[1])[..start * 2 * case.attention.kv_heads * case.attention.head_dim]);
-            KvSequence::Host(cache)
+            KvSequence::HostPython(cache)
         });
         let mut caches: Vec<_> = caches.iter_mut().collect();
         let run =
-            || sink_attention_cached(&new_q, &new_kv, v[2], &mut caches, &counts, case.attention).unwrap();
+            || cached_sink_attention(&new_q, &new_kv, v[2], &mut caches, &counts, case.attention).unwrap();
         let out = floats(&pool.install(run));
         let mut at = 0;
         for (start, count) in starts.into_iter().zip(counts) {

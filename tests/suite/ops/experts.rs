@@ -132,7 +132,7 @@ fn a_token_alone_gets_the_same_bits_from_the_experts_as_in_a_batch() {
             let tensor =
                 |v: &[f32], width| Tensor::from_vec(v.to_vec(), (tokens, width), &Device::Cpu).unwrap();
             let rows = ops::dispatch(&tensor(x, k), &plan).unwrap();
-            let (w, b) = (Parameter::frozen(&w), Parameter::frozen(&b));
+            let (w, b) = (Parameter::constant(&w), Parameter::constant(&b));
             let rows = ops::grouped_linear(&rows, &w, &b, &plan).unwrap();
             floats(&ops::combine(&rows, &tensor(shares, case.top_k), &plan).unwrap())
         };

@@ -66,7 +66,7 @@ fn tiles_cover_all_rows_and_keys_once() {
         (vec![1, 9, 0], vec![640, 3, 77], 8, Some(128), 64),
         (vec![1; 5], vec![0, 63, 64, 65, 1000], 16, None, 128),
     ] {
-        let sequences = LaunchSequences::cached(&counts, &held).unwrap();
+        let sequences = LaunchSequences::for_cached_sequences(&counts, &held).unwrap();
         let attention = attention(2 * group, 2, window);
         let mut rows: Vec<Tile> = sequences.query_tiles(&attention);
         let mut keys: Vec<Tile> = sequences.key_tiles(&attention, tile_keys);
@@ -92,7 +92,8 @@ fn tiles_cover_all_rows_and_keys_once() {
 /// Of every tile exactly the chunks that one of its rows sees, whatever the window; a part for every token and chunk.
 #[test]
 fn chunk_tiles_are_the_chunks_that_a_tile_sees() {
-    let sequences = LaunchSequences::cached(&[1, 0, 40, 1, 3], &[510, 7, 1000, 1024, 0]).unwrap();
+    let sequences =
+        LaunchSequences::for_cached_sequences(&[1, 0, 40, 1, 3], &[510, 7, 1000, 1024, 0]).unwrap();
     for window in [None, Some(1), Some(100), Some(520), Some(5000)] {
         let attention = attention(6, 2, window);
         let mut expected = vec![];
@@ -119,21 +120,22 @@ fn chunk_tiles_are_the_chunks_that_a_tile_sees() {
 #[test]
 fn few_long_sequences_are_spread_and_nothing_else() {
     let decode = |sequences: usize, keys: usize, window| {
-        let launch = LaunchSequences::cached(&vec![1; sequences], &vec![keys - 1; sequences]).unwrap();
-        launch.spreads(&attention(64, 8, window))
+        let launch =
+            LaunchSequences::for_cached_sequences(&vec![1; sequences], &vec![keys - 1; sequences]).unwrap();
+        launch.should_split_keys(&attention(64, 8, window))
     };
     assert!(decode(1, 8192, None) && decode(32, 1024, None) && decode(1, 1 << 17, None));
     assert!(!decode(1, 512, None), "one chunk");
     assert!(!decode(33, 8192, None), "the tiles fill the GPU");
     assert!(!decode(1, 1 << 17, Some(128)), "a window sees one or two chunks of many");
-    let prefill = LaunchSequences::cached(&[500], &[1 << 17]).unwrap();
-    assert!(!prefill.spreads(&attention(64, 8, None)), "the parts take too much memory");
+    let prefill = LaunchSequences::for_cached_sequences(&[500], &[1 << 17]).unwrap();
+    assert!(!prefill.should_split_keys(&attention(64, 8, None)), "the parts take too much memory");
 }
 
 #[test]
 fn the_tiles_with_the_most_work_come_first() {
     let first = |tiles: Vec<Tile>| tiles.iter().map(|t| (t.sequence, t.first)).collect::<Vec<_>>();
-    let sequences = LaunchSequences::packed(&[0, 64, 192]).unwrap();
+    let sequences = LaunchSequences::for_packed_sequences(&[0, 64, 192]).unwrap();
     // 16 tokens a tile; a tile sees the key blocks up to its last token.
     let tiles = first(sequences.query_tiles(&attention(8, 1, None)));
     let later = [512, 640, 768, 896].map(|row| (1, row));
@@ -204,14 +206,17 @@ fn tensors_that_do_not_fit_are_refused_with_shape_and_remedy() {
 
 #[test]
 fn sequences_that_cannot_be_launched_are_refused() {
-    assert_says(&message(LaunchSequences::packed(&[1, 3])), &["[1, 3]", "start at 0"]);
-    assert_says(&message(LaunchSequences::packed(&[0, 3, 2])), &["[0, 3, 2]", "not decrease"]);
-    assert_says(&message(LaunchSequences::cached(&[1, 2], &[5])), &["2 sequences", "caches of 1"]);
+    assert_says(&message(LaunchSequences::for_packed_sequences(&[1, 3])), &["[1, 3]", "start at 0"]);
+    assert_says(&message(LaunchSequences::for_packed_sequences(&[0, 3, 2])), &["[0, 3, 2]", "not decrease"]);
     assert_says(
-        &message(LaunchSequences::cached(&[1 << 30], &[0])),
+        &message(LaunchSequences::for_cached_sequences(&[1, 2], &[5])),
+        &["2 sequences", "caches of 1"],
+    );
+    assert_says(
+        &message(LaunchSequences::for_cached_sequences(&[1 << 30], &[0])),
         &["1073741824 queries", "split the batch"],
     );
-    let long = LaunchSequences::packed(&[0, 9_000_000]).unwrap();
+    let long = LaunchSequences::for_packed_sequences(&[0, 9_000_000]).unwrap();
     assert!(long.check_rows(&attention(8, 1, None)).is_ok());
     assert_says(
         &message(long.check_rows(&attention(16, 1, None))),
@@ -221,7 +226,7 @@ fn sequences_that_cannot_be_launched_are_refused() {
 
 #[test]
 fn a_page_table_that_is_too_small_is_refused() {
-    let sequences = LaunchSequences::cached(&[1, 1], &[64, 10]).unwrap();
+    let sequences = LaunchSequences::for_cached_sequences(&[1, 1], &[64, 10]).unwrap();
     assert!(sequences.check_page_table(4, 2).is_ok());
     for (entries, pages_max) in [(2, 1), (3, 2), (0, 0)] {
         let text = message(sequences.check_page_table(entries, pages_max));
@@ -234,7 +239,7 @@ fn a_page_table_that_is_too_small_is_refused() {
 fn the_cpu_op_takes_f32_alone() {
     let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
     let (q, kv) = (zeros(&[2, 1, 64], DType::BF16), zeros(&[2, 2, 1, 64], DType::BF16));
-    let rows = std::sync::Arc::new(SequenceRows::separate(&[0, 2]));
+    let rows = std::sync::Arc::new(SequenceRows::from_cu_seqlens(&[0, 2]));
     let result = sink_attention(&q, &kv, &zeros(&[1], DType::F32), &rows, attention(1, 1, None));
     assert_says(&message(result), &["BF16", "expected F32"]);
 }

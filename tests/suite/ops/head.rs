@@ -45,7 +45,7 @@ fn log_prob_and_entropy_have_the_values_and_gradients_of_their_formulas() {
 fn run(h: &Var, w: &Var, targets: &[u32]) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     let dw = w.zeros_like().unwrap().detach();
     let sink = Arc::new(super::Sink { buffers: vec![dw.clone()], added: Default::default() });
-    let weight = ops::Parameter::trained(w, sink, 0);
+    let weight = ops::Parameter::with_gradient_sink(w, sink, 0);
     let out = ops::log_prob_and_entropy(h, &Weight::Dense(weight.clone()), &Arc::new(targets.to_vec()), 1.0)
         .unwrap();
     let store = out.sum_all().unwrap().backward().unwrap();
@@ -81,7 +81,7 @@ fn extreme_logits_stay_finite() {
     let h = Tensor::new(&[[1f32]], &Device::Cpu).unwrap();
     let w = Tensor::new(&[[1f32, 2.0]], &Device::Cpu).unwrap();
     assert!(
-        ops::log_prob_and_entropy(&h, &Weight::Dense(ops::Parameter::frozen(&w)), &Arc::new(vec![2]), 1.0)
+        ops::log_prob_and_entropy(&h, &Weight::Dense(ops::Parameter::constant(&w)), &Arc::new(vec![2]), 1.0)
             .is_err(),
         "2 is no token"
     );

@@ -3,8 +3,8 @@
 use half::bf16;
 use rand::{Rng, RngCore};
 use rloss::ops::mxfp4::BLOCK;
-use rloss::ops::packed::{PackedForm, PackedMatrix, StoredRows};
-use rloss::ops::product::{Spread, StridedMatrix, forward_product, product};
+use rloss::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows};
+use rloss::ops::product::{GemmThreads, StridedMatrix, forward_product, product};
 use rloss::random::{Purpose, stream};
 use std::convert::Infallible;
 
@@ -13,11 +13,11 @@ fn noise(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| rng.random_range(-1.0f32..1.0)).collect()
 }
 
-fn packed(form: PackedForm, shape: [usize; 3], seed: u64) -> PackedMatrix {
+fn packed(form: PackedFormat, shape: [usize; 3], seed: u64) -> PackedMatrix {
     let [experts, input, output] = shape;
     let mut rng = stream(seed, Purpose::Initialisation, &[]);
     match form {
-        PackedForm::Bf16 | PackedForm::Bf16Rows => {
+        PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
             // As a linear layer is stored: [out, in].
             let stored: Vec<bf16> =
                 noise(experts * input * output, seed).into_iter().map(bf16::from_f32).collect();
@@ -28,21 +28,21 @@ fn packed(form: PackedForm, shape: [usize; 3], seed: u64) -> PackedMatrix {
                 Ok::<_, Infallible>(())
             };
             let Ok(packed) = PackedMatrix::read(form, shape, read);
-            let decoded = packed.decoded().unwrap();
+            let decoded = packed.decode().unwrap();
             for (at, value) in stored.iter().enumerate().step_by(11) {
                 let (expert, column, k) = (at / (input * output), at / input % output, at % input);
                 assert_eq!(decoded[(expert * input + k) * output + column], value.to_f32());
             }
             packed
         }
-        PackedForm::Mxfp4 => {
+        PackedFormat::Mxfp4 => {
             let mut blocks = vec![0u8; experts * input * output / 2];
             rng.fill_bytes(&mut blocks);
             let scales: Vec<u8> =
                 (0..experts * input / BLOCK * output).map(|_| rng.random_range(118..126)).collect();
-            let packed = PackedMatrix::of_mxfp4(&blocks, &scales, shape);
+            let packed = PackedMatrix::from_mxfp4(&blocks, &scales, shape);
             let expected = rloss::ops::mxfp4::decode(&blocks, &scales, shape);
-            assert!(same(&packed.decoded().unwrap(), &expected), "{shape:?} decodes otherwise");
+            assert!(same(&packed.decode().unwrap(), &expected), "{shape:?} decodes otherwise");
             packed
         }
     }
@@ -52,14 +52,14 @@ fn same(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
-fn shapes() -> Vec<(PackedForm, usize, usize)> {
+fn shapes() -> Vec<(PackedFormat, usize, usize)> {
     let mut shapes = vec![];
     for n in [2, 3, 17, 63, 64, 65, 100, 129, 513, 600] {
         for k in [1, 2, 3, 36, 64, 511, 512, 513, 514, 515, 1030] {
-            shapes.push((PackedForm::Bf16, k, n));
+            shapes.push((PackedFormat::Bf16, k, n));
         }
         for k in [32, 64, 512, 544, 1056] {
-            shapes.push((PackedForm::Mxfp4, k, n));
+            shapes.push((PackedFormat::Mxfp4, k, n));
         }
     }
     shapes
@@ -74,12 +74,12 @@ fn the_forward_has_the_bits_of_the_decoded_matrix() {
     let pools = pools();
     for (form, k, n) in shapes() {
         let matrix = packed(form, [1, k, n], (k * 1000 + n) as u64);
-        let decoded = matrix.decoded().unwrap();
+        let decoded = matrix.decode().unwrap();
         for m in [1, 2, 3, 5, 6, 7, 13, 16, 17, 40] {
             let (x, bias) = (noise(m * k, 3), noise(m * n, 5));
             for accumulate in [false, true] {
                 let mut expected = bias.clone();
-                forward_product(Spread::Pool, &mut expected, &x, &decoded, (m, k, n), accumulate);
+                forward_product(GemmThreads::Pool, &mut expected, &x, &decoded, (m, k, n), accumulate);
                 for pool in &pools {
                     let mut out = bias.clone();
                     pool.install(|| matrix.forward(0, &mut out, &x, accumulate).unwrap());
@@ -95,17 +95,17 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
     let pools = pools();
     for (form, k, n) in shapes() {
         let matrix = packed(form, [1, k, n], (k * 1000 + n) as u64);
-        let decoded = matrix.decoded().unwrap();
+        let decoded = matrix.decode().unwrap();
         for m in [1, 2, 7, 40] {
             let dy = noise(m * n, 3);
             for pool in &pools {
                 let (mut dx, mut expected) = (vec![0f32; m * k], vec![0f32; m * k]);
                 pool.install(|| {
                     product(
-                        Spread::Pool,
+                        GemmThreads::Pool,
                         &mut expected,
                         StridedMatrix::rows(&dy, n),
-                        StridedMatrix::transposed(&decoded, n),
+                        StridedMatrix::from_transpose(&decoded, n),
                         (m, n, k),
                         false,
                     );
@@ -119,10 +119,10 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
 
 #[test]
 fn experts_multiply_their_own_rows() {
-    for form in [PackedForm::Bf16, PackedForm::Mxfp4] {
+    for form in [PackedFormat::Bf16, PackedFormat::Mxfp4] {
         let (k, n) = (64, 100);
         let matrix = packed(form, [5, k, n], 1);
-        let decoded = matrix.decoded().unwrap();
+        let decoded = matrix.decode().unwrap();
         let groups = [(0, 0..1), (2, 1..1), (3, 1..20), (4, 20..26)];
         let (x, mut expected) = (noise(26 * k, 2), noise(26 * n, 3));
         let mut out = expected.clone();
@@ -130,7 +130,7 @@ fn experts_multiply_their_own_rows() {
         for (expert, rows) in groups {
             let weight = &decoded[expert * k * n..(expert + 1) * k * n];
             let (x, out) = (&x[rows.start * k..rows.end * k], &mut expected[rows.start * n..rows.end * n]);
-            forward_product(Spread::Pool, out, x, weight, (rows.len(), k, n), true);
+            forward_product(GemmThreads::Pool, out, x, weight, (rows.len(), k, n), true);
         }
         assert!(same(&out, &expected), "{form:?}");
     }
@@ -140,15 +140,15 @@ fn experts_multiply_their_own_rows() {
 #[test]
 fn the_released_widths() {
     for (form, k, n) in
-        [(PackedForm::Mxfp4, 2880, 1152), (PackedForm::Bf16, 2880, 32), (PackedForm::Bf16, 2880, 512)]
+        [(PackedFormat::Mxfp4, 2880, 1152), (PackedFormat::Bf16, 2880, 32), (PackedFormat::Bf16, 2880, 512)]
     {
         let matrix = packed(form, [1, k, n], 9);
-        let decoded = matrix.decoded().unwrap();
+        let decoded = matrix.decode().unwrap();
         for m in [1, 4, 16, 70] {
             let x = noise(m * k, m as u64);
             let (mut out, mut expected) = (vec![0f32; m * n], vec![0f32; m * n]);
             matrix.forward(0, &mut out, &x, false).unwrap();
-            forward_product(Spread::Pool, &mut expected, &x, &decoded, (m, k, n), false);
+            forward_product(GemmThreads::Pool, &mut expected, &x, &decoded, (m, k, n), false);
             assert!(same(&out, &expected), "{form:?} m {m} k {k} n {n}");
         }
     }

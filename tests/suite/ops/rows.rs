@@ -108,10 +108,10 @@ fn silu_gated_has_the_values_and_gradients_of_its_formula() {
     check(
         "silu_gated",
         &[&gate, &up],
-        |v| ops::silu_gated(v[0], v[1]).unwrap(),
+        |v| ops::silu_and_mul(v[0], v[1]).unwrap(),
         |v| v[0].iter().zip(&v[1]).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect(),
     );
-    assert!(ops::silu_gated(&gate, &up.t().unwrap()).is_err(), "shapes must agree");
+    assert!(ops::silu_and_mul(&gate, &up.t().unwrap()).is_err(), "shapes must agree");
 }
 
 #[test]
@@ -126,8 +126,8 @@ fn repeated_ids_add_their_gradients_and_absent_ones_get_none() {
     let columns =
         |w: &[f64]| ids.iter().flat_map(|&id| (0..h).map(move |i| w[i * rows + id as usize])).collect();
     check("tied_embedding", &[&tied], |v| ops::tied_embedding(&v[0].0, &ids).unwrap(), |v| columns(&v[0]));
-    assert!(ops::tied_embedding(&rloss::ops::Parameter::frozen(&tied), &Arc::new(vec![5])).is_err());
+    assert!(ops::tied_embedding(&rloss::ops::Parameter::constant(&tied), &Arc::new(vec![5])).is_err());
     let (gradients, _, _) = gradients(&[&w], |v| ops::embedding(&v[0].0, &ids).unwrap());
     assert_eq!(gradients[0][2 * h..4 * h], [0.0; 6], "rows 2 and 3 are not looked up");
-    assert!(ops::embedding(&rloss::ops::Parameter::frozen(&w), &Arc::new(vec![5])).is_err(), "5 is no row");
+    assert!(ops::embedding(&rloss::ops::Parameter::constant(&w), &Arc::new(vec![5])).is_err(), "5 is no row");
 }

@@ -6,7 +6,7 @@ use rloss::policy::correction::{RejectOption, RejectionRule, WeightBound};
 use rloss::policy::kl_in_reward::KlController;
 use rloss::policy::loss::{CispoClip, ClipRange, PpoClip};
 use rloss::policy::ratio::OldLogprob;
-use rloss::policy::shaping::Overlong;
+use rloss::policy::shaping::OverlongPenalty;
 use rloss::policy::value::value_loss;
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use rloss::settings::Choice;
@@ -42,7 +42,7 @@ fn clip_ranges_outside_their_interval_are_refused() {
     let batch = Fixture::new(0);
     let normalizer = whole_batch(Aggregation::TokenMean, &batch.sequences());
     for (objective, reason) in [
-        (TrlObjective::Clip { range, delta: Some(1.2) }, "delta"),
+        (TrlObjective::OutputClipper { range, delta: Some(1.2) }, "delta"),
         (TrlObjective::Cispo { ratio_max: 0.0 }, "positive"),
     ] {
         let config = TrlConfig { objective, sequence_level: false, kl: None };
@@ -83,15 +83,15 @@ fn other_settings_are_checked() {
     let mask = [true, true, false];
     let sequences = Sequences::new(&[0, 3], &mask).unwrap();
     let values = [0.0; 3];
-    refused(Normalizer::new(Aggregation::Constant, BatchSize::of(&sequences, 0)), "at least 1");
+    refused(Normalizer::new(Aggregation::Constant, BatchSize::from_sequences(&sequences, 0)), "at least 1");
     refused(gae(&sequences, &values, &values, 1.5, 1.0), "gamma");
     refused(gae(&sequences, &values, &values, 1.0, -0.1), "lambda");
     let single = [true, false, false];
     refused(whiten(&Sequences::new(&[0, 3], &single).unwrap(), &values), "at least two");
     refused(KlController::adaptive(0.1, 0.0, 100.0), "target");
-    refused(Overlong::new(100, 0, 1.0), "buffer");
-    refused(Overlong::new(100, 200, 1.0), "buffer");
-    refused(Overlong::new(100, 20, -1.0), "penalty");
+    refused(OverlongPenalty::new(100, 0, 1.0), "buffer");
+    refused(OverlongPenalty::new(100, 200, 1.0), "buffer");
+    refused(OverlongPenalty::new(100, 20, -1.0), "penalty");
     let normalizer = whole_batch(Aggregation::TokenMean, &sequences);
     refused(value_loss(&sequences, &values, &values, &values, 0.0, &normalizer), "value clip");
     refused(OldLogprob::Detach.select(&values, &values, None, 4), "detach");

@@ -5,7 +5,7 @@ use anyhow::Result;
 use super::fixture::starts;
 use rloss::policy::correction::{CorrectionRules, correct};
 use rloss::policy::loss::{LossInput, PolicyLoss, PpoClip, ppo, reinforce};
-use rloss::policy::{Aggregation, BatchSize, Figures, Normalizer, Sequences};
+use rloss::policy::{Aggregation, BatchSize, MetricMap, Normalizer, Sequences};
 
 /// The loss under the correction.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,11 +28,11 @@ pub fn bypass(
     correction: &CorrectionRules,
     loss: &BypassLoss,
     aggregation: Aggregation,
-) -> Result<(PolicyLoss, Figures)> {
+) -> Result<(PolicyLoss, MetricMap)> {
     let corrected = correct(sequences, log_prob, rollout_log_prob, correction)?;
     let starts = starts(sequences);
     let kept = Sequences::new(&starts, &corrected.mask)?;
-    let normalizer = Normalizer::new(aggregation, BatchSize::of(&kept, 0))?;
+    let normalizer = Normalizer::new(aggregation, BatchSize::from_sequences(&kept, 0))?;
     let input = |weights| LossInput {
         sequences: kept,
         log_prob,

@@ -36,7 +36,7 @@ pub fn entropy(
     let entropies: Vec<f64> = rows.iter().map(|row| token_entropy(row)).collect();
     let (total, weights) = normalizer.reduce(sequences, |_, t| (entropies[t], 1.0));
     let mut grad_logits = vec![0.0; logits.len()];
-    for t in sequences.all_valid() {
+    for t in sequences.all_valid_indices() {
         let log_sum = log_sum_exp(rows[t]);
         let gradient = &mut grad_logits[t * vocabulary..(t + 1) * vocabulary];
         for (g, &x) in gradient.iter_mut().zip(rows[t]) {

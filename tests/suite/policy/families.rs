@@ -91,7 +91,7 @@ fn advantages(row: &Row) -> Outcome {
 }
 
 fn group_based(row: &Row, sequences: &Sequences, rewards: &[f32]) -> Outcome {
-    let scores = sequences.scores(rewards)?;
+    let scores = sequences.sequence_sums(rewards)?;
     let (order, sizes) = grouped(&numbers(&row.inputs["index"]));
     let ordered: Vec<f32> = order.iter().map(|&row| scores[row]).collect();
     let by_group = |estimate: fn(&[f32], &[usize]) -> Result<Vec<f32>>| -> Result<Vec<f32>> {
@@ -154,7 +154,7 @@ pub fn normalizer(mode: &str, info: &Value, sequences: &Sequences, width: usize)
     let replicas = count("dp_size").unwrap_or(1);
     let size = match (count("batch_num_tokens"), count("global_batch_size")) {
         (Some(tokens), Some(sequences)) => BatchSize { tokens, sequences, response_tokens_max },
-        (None, None) if replicas == 1 => BatchSize::of(sequences, response_tokens_max),
+        (None, None) if replicas == 1 => BatchSize::from_sequences(sequences, response_tokens_max),
         (None, None) => bail!("one replica's counts are not those of {replicas}"),
         mixed => panic!("global counts {mixed:?}"),
     };

@@ -104,10 +104,10 @@ pub const CONSTANT_TOKENS: usize = 16;
 
 /// The normalizer of `sequences`, which are the whole batch.
 pub fn whole_batch(aggregation: Aggregation, sequences: &Sequences) -> Normalizer {
-    Normalizer::new(aggregation, BatchSize::of(sequences, CONSTANT_TOKENS)).expect("a normalizer")
+    Normalizer::new(aggregation, BatchSize::from_sequences(sequences, CONSTANT_TOKENS)).expect("a normalizer")
 }
 
 /// Where the sequences start, and where the last one ends.
 pub fn starts(sequences: &Sequences) -> Vec<usize> {
-    std::iter::once(0).chain(sequences.rows().map(|row| row.end)).collect()
+    std::iter::once(0).chain(sequences.token_ranges().map(|row| row.end)).collect()
 }

@@ -70,9 +70,9 @@ fn trl_losses_have_the_gradient_of_their_value() {
         let reference: Vec<f32> = batch.old_log_prob.iter().map(|o| o - 0.25).collect();
         let normalizer = whole_batch(Aggregation::SequenceMeanTokenMean, &batch.sequences());
         for (objective, sequence_level) in [
-            (TrlObjective::Clip { range, delta: None }, false),
-            (TrlObjective::Clip { range, delta: Some(2.0) }, false),
-            (TrlObjective::Clip { range, delta: Some(2.0) }, true),
+            (TrlObjective::OutputClipper { range, delta: None }, false),
+            (TrlObjective::OutputClipper { range, delta: Some(2.0) }, false),
+            (TrlObjective::OutputClipper { range, delta: Some(2.0) }, true),
             (TrlObjective::Cispo { ratio_max: 1.28 }, false),
         ] {
             let detached = matches!(objective, TrlObjective::Cispo { .. });

@@ -9,9 +9,9 @@ use rloss::policy::advantage::{
 use rloss::policy::alarm::alarm;
 use rloss::policy::correction::{CorrectionRules, correct};
 use rloss::policy::loss::{LossInput, PolicyLoss};
-use rloss::policy::offpolicy::agreement_metrics;
+use rloss::policy::off_policy::agreement_metrics;
 use rloss::policy::ratio::OldLogprob;
-use rloss::policy::shaping::Overlong;
+use rloss::policy::shaping::OverlongPenalty;
 use rloss::policy::{Aggregation, Sequences};
 
 use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
@@ -201,7 +201,7 @@ fn on_fresh_data_every_anchor_gives_the_same_gradient_and_nothing_is_clipped() {
         for is in ["token", "sequence"] {
             let corrected = correct(&sequences, &fresh.log_prob, &rollout, &correction(is)).unwrap();
             assert_eq!(corrected.mask, fresh.mask, "nothing is rejected");
-            for token in sequences.all_valid() {
+            for token in sequences.all_valid_indices() {
                 assert_eq!(corrected.weights.as_ref().unwrap()[token], 1.0, "{is}");
             }
             assert_eq!(corrected.metrics["rollout_corr/rollout_is_eff_sample_size"].round(), 1.0);
@@ -225,7 +225,7 @@ fn on_fresh_data_every_anchor_gives_the_same_gradient_and_nothing_is_clipped() {
             assert!(losses[0].metrics.iter().all(|m| m.sum == 0.0), "{:?}", losses[0].metrics);
             if name != "geo_mean" {
                 // A ratio of exactly 1 leaves the plain policy gradient.
-                for token in sequences.all_valid() {
+                for token in sequences.all_valid_indices() {
                     let plain = f64::from(fresh.advantages[token]) / sequences.valid_tokens() as f64;
                     assert!((f64::from(losses[0].grad_log_prob[token]) + plain).abs() < 1e-7);
                 }
@@ -240,7 +240,7 @@ fn gae_with_gamma_and_lambda_one_is_reward_to_go_minus_value() {
     let sequences = batch.sequences();
     let result = gae(&sequences, &batch.advantages, &batch.log_prob, 1.0, 1.0).unwrap();
     let to_go = reinforce_plus_plus(&sequences, &batch.advantages).unwrap().returns;
-    for token in sequences.all_valid() {
+    for token in sequences.all_valid_indices() {
         assert!((result.returns[token] - to_go[token]).abs() < 1e-5);
         assert!((result.advantages[token] - (to_go[token] - batch.log_prob[token])).abs() < 1e-5);
     }
@@ -264,7 +264,7 @@ fn rejected_tokens_leave_numerator_and_denominator() {
 
 #[test]
 fn overlong_shaping_falls_linearly_inside_the_buffer() {
-    let overlong = Overlong::new(100, 20, 0.5).unwrap();
+    let overlong = OverlongPenalty::new(100, 20, 0.5).unwrap();
     let rewards = [0, 80, 90, 100, 120].map(|tokens| overlong.reward(tokens));
     assert_eq!(rewards, [0.0, 0.0, -0.25, -0.5, -0.5]);
 }

@@ -4,13 +4,13 @@ use anyhow::Result;
 
 use rloss::bad_input;
 use rloss::policy::loss::{ClipRange, LossInput, PolicyLoss, TokenMean};
-use rloss::policy::{Figures, Normalizer, Sequences};
+use rloss::policy::{MetricMap, Normalizer, Sequences};
 
 /// What becomes of the ratio.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum TrlObjective {
     /// The clipped surrogate; `delta` caps the ratio of the unclipped branch too.
-    Clip { range: ClipRange, delta: Option<f64> },
+    OutputClipper { range: ClipRange, delta: Option<f64> },
     /// The detached weight min(r, `ratio_max`): an absolute bound, not 1 + ε.
     Cispo { ratio_max: f64 },
 }
@@ -41,7 +41,11 @@ pub struct TrlConfig<'a> {
 /// Metrics: `clip_ratio/{low,high,region}_mean` (or `cispo_clip_ratio`) and `kl` per token; the map holds
 /// `clip_ratio/low_min` and `clip_ratio/high_max` over sequences. Refused unless `delta` exceeds 1 + high and
 /// `ratio_max` is positive.
-pub fn trl(input: &LossInput, config: &TrlConfig, normalizer: &Normalizer) -> Result<(PolicyLoss, Figures)> {
+pub fn trl(
+    input: &LossInput,
+    config: &TrlConfig,
+    normalizer: &Normalizer,
+) -> Result<(PolicyLoss, MetricMap)> {
     input.check()?;
     check_objective(&config.objective)?;
     if let Some((_, reference)) = config.kl {
@@ -49,15 +53,15 @@ pub fn trl(input: &LossInput, config: &TrlConfig, normalizer: &Normalizer) -> Re
     }
     let row_means = row_means(&input.sequences, |t| log_ratio(input, t));
     let mut terms = vec![TrlTerm::default(); input.sequences.tokens()];
-    for (row, &row_mean) in input.sequences.rows().zip(&row_means) {
-        for t in input.sequences.valid(row.clone()) {
+    for (row, &row_mean) in input.sequences.token_ranges().zip(&row_means) {
+        for t in input.sequences.valid_indices(row.clone()) {
             let log_ratio = if config.sequence_level { row_mean } else { log_ratio(input, t) };
             terms[t] = config.objective.term(log_ratio.exp(), input, t);
         }
-        let through_ratio = matches!(config.objective, TrlObjective::Clip { .. });
+        let through_ratio = matches!(config.objective, TrlObjective::OutputClipper { .. });
         if config.sequence_level && through_ratio {
-            let shared = mean(input.sequences.valid(row.clone()).map(|t| terms[t].slope));
-            input.sequences.valid(row).for_each(|t| terms[t].slope = shared);
+            let shared = mean(input.sequences.valid_indices(row.clone()).map(|t| terms[t].slope));
+            input.sequences.valid_indices(row).for_each(|t| terms[t].slope = shared);
         }
     }
     let kl = |t: usize| {
@@ -90,7 +94,7 @@ impl TrlObjective {
         let advantage = f64::from(input.advantages[t]);
         let weight = input.weights.map_or(1.0, |w| f64::from(w[t]));
         match *self {
-            TrlObjective::Clip { range, delta } => {
+            TrlObjective::OutputClipper { range, delta } => {
                 let cap = delta.unwrap_or(f64::INFINITY);
                 let (free, bound) = (
                     -advantage * ratio.min(cap),
@@ -119,7 +123,9 @@ impl TrlObjective {
 
 fn check_objective(objective: &TrlObjective) -> Result<()> {
     match *objective {
-        TrlObjective::Clip { range, delta: Some(delta) } if delta.is_nan() || delta <= 1.0 + range.high() => {
+        TrlObjective::OutputClipper { range, delta: Some(delta) }
+            if delta.is_nan() || delta <= 1.0 + range.high() =>
+        {
             Err(bad_input!("delta is {delta}: it caps the unclipped ratio, so it must exceed 1 + clip high"))
         }
         TrlObjective::Cispo { ratio_max } if ratio_max.is_nan() || ratio_max <= 0.0 => {
@@ -141,19 +147,19 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
 
 /// The mean of `value` over each row's valid tokens.
 fn row_means(sequences: &Sequences, value: impl Fn(usize) -> f64) -> Vec<f64> {
-    sequences.rows().map(|row| mean(sequences.valid(row).map(&value))).collect()
+    sequences.token_ranges().map(|row| mean(sequences.valid_indices(row).map(&value))).collect()
 }
 
 fn token_mean(input: &LossInput, name: &'static str, value: impl Fn(usize) -> f64) -> TokenMean {
-    let valid = input.sequences.all_valid();
+    let valid = input.sequences.all_valid_indices();
     TokenMean { name, sum: valid.clone().map(value).sum(), tokens: valid.count() as f64 }
 }
 
-fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Vec<TokenMean>, Figures) {
+fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Vec<TokenMean>, MetricMap) {
     let low = |t: usize| f64::from(terms[t].low);
     let high = |t: usize| f64::from(terms[t].high);
     if matches!(config.objective, TrlObjective::Cispo { .. }) {
-        return (vec![token_mean(input, "cispo_clip_ratio", high)], Figures::new());
+        return (vec![token_mean(input, "cispo_clip_ratio", high)], MetricMap::new());
     }
     let smallest = row_means(&input.sequences, low).into_iter().fold(f64::INFINITY, f64::min);
     let largest = row_means(&input.sequences, high).into_iter().fold(f64::NEG_INFINITY, f64::max);
@@ -163,6 +169,6 @@ fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Ve
         token_mean(input, "clip_ratio/region_mean", |t| low(t) + high(t)),
     ];
     let extremes =
-        Figures::from([("clip_ratio/low_min".into(), smallest), ("clip_ratio/high_max".into(), largest)]);
+        MetricMap::from([("clip_ratio/low_min".into(), smallest), ("clip_ratio/high_max".into(), largest)]);
     (means, extremes)
 }

@@ -34,18 +34,18 @@ fn the_two_sided_clip_is_the_dual_clip() {
     let range = ClipRange::new(0.2, 0.28).unwrap();
     for delta in [1.5, 3.0] {
         let clip = PpoClip::new(range, Some(delta)).unwrap();
-        let theirs = TrlObjective::Clip { range, delta: Some(delta) };
+        let theirs = TrlObjective::OutputClipper { range, delta: Some(delta) };
         same(true, theirs, false, |input, normalizer| ppo(input, &clip, normalizer).unwrap());
     }
     let clip = PpoClip::new(range, None).unwrap();
-    let theirs = TrlObjective::Clip { range, delta: None };
+    let theirs = TrlObjective::OutputClipper { range, delta: None };
     same(true, theirs, false, |input, normalizer| ppo(input, &clip, normalizer).unwrap());
 }
 
 #[test]
 fn importance_sampling_at_sequence_level_is_gspo() {
     let range = ClipRange::new(0.2, 0.28).unwrap();
-    let theirs = TrlObjective::Clip { range, delta: None };
+    let theirs = TrlObjective::OutputClipper { range, delta: None };
     same(false, theirs, true, |input, normalizer| gspo(input, &range, normalizer).unwrap());
 }
 
@@ -63,7 +63,8 @@ fn a_weight_bounded_above_only_is_cispo_with_an_open_lower_bound() {
 fn loss_types_are_aggregations() {
     let batch = Fixture::new(1);
     let sequences = batch.sequences();
-    let rows: Vec<Vec<usize>> = sequences.rows().map(|row| sequences.valid(row).collect()).collect();
+    let rows: Vec<Vec<usize>> =
+        sequences.token_ranges().map(|row| sequences.valid_indices(row).collect()).collect();
     let value = |token: usize| f64::from(batch.advantages[token]);
     let sums: Vec<f64> = rows.iter().map(|row| row.iter().map(|&t| value(t)).sum()).collect();
     let (tokens, with_tokens) = (sequences.valid_tokens() as f64, sequences.valid_sequences() as f64);

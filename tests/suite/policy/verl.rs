@@ -18,12 +18,13 @@ pub fn estimator(name: &str) -> Result<KlEstimator> {
     };
     // The gradient of k2 is its own.
     let plus = if word == "k2" { "" } else { plus };
-    KlEstimator::named(&format!("{word}{plus}")).with_context(|| format!("unknown divergence {name}"))
+    KlEstimator::from_name(&format!("{word}{plus}")).with_context(|| format!("unknown divergence {name}"))
 }
 
 /// `is`: `none`, `token` or `sequence`; `threshold`: `c` or `low_high`.
 pub fn importance(is: &str, threshold: &str, batch_normalize: bool) -> Result<Option<ImportanceConfig>> {
-    let is = ImportanceSampling::named(is).with_context(|| format!("unknown importance sampling {is}"))?;
+    let is =
+        ImportanceSampling::from_name(is).with_context(|| format!("unknown importance sampling {is}"))?;
     let Some(level) = is.level() else { return Ok(None) };
     Ok(Some(ImportanceConfig { level, bound: WeightBound::new(&bounds(threshold)?)?, batch_normalize }))
 }
@@ -59,7 +60,7 @@ fn each(
         bail!("{} bounds for the options {options:?}", thresholds.len());
     }
     let rule = |(i, name): (usize, &&str)| {
-        let option = RejectOption::named(name).with_context(|| format!("unknown option {name}"))?;
+        let option = RejectOption::from_name(name).with_context(|| format!("unknown option {name}"))?;
         let threshold = thresholds[if thresholds.len() == 1 { 0 } else { i }];
         RejectionRule::new(option, &convert(option, bounds(threshold)?))
     };

@@ -32,7 +32,7 @@ fn update(
     let step = PolicyStep { train: &train, pass: pass(), ..fixture.step(&policy, None) };
     let batch = prepared(&step, &fixture.groups());
     let update = step.gradients(&batch).unwrap().unwrap();
-    let agreement = batch.mismatch(&update.forward).unwrap().get("mismatch/routing_agreement");
+    let agreement = batch.mismatch_metrics(&update.forward).unwrap().get("mismatch/routing_agreement");
     let gradients = Gradients::of(&fixture.parameters).values;
     (update, gradients.into_iter().flatten().flatten().collect(), agreement)
 }

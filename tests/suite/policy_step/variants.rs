@@ -13,7 +13,7 @@ use rloss::policy::correction::{ImportanceSampling, RejectOption};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::loss::{ClipRange, PpoClip};
 use rloss::policy::ratio::OldLogprob;
-use rloss::policy::{CorrectionSettings, KlPlace, KlSettings, OverlongSettings, PolicySettings};
+use rloss::policy::{CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings};
 use rloss::trainer::step::PolicyStep;
 
 fn get(metrics: &Metrics, name: &str) -> f64 {
@@ -64,7 +64,7 @@ fn the_divergence_in_the_reward_is_the_anchors_and_has_the_steps_weight() {
     let policy = |old_logprob| PolicySettings {
         advantage: Advantage::DrGrpo,
         old_logprob,
-        kl: KlSettings { place: KlPlace::Reward, estimator: KlEstimator::K1, ..KlSettings::default() },
+        kl: KlSettings { place: KlPlacement::Reward, estimator: KlEstimator::K1, ..KlSettings::default() },
         // A forward before the update, which must not become the anchor of "rollout".
         correction: CorrectionSettings {
             reject: vec![RejectOption::TokenK2],
@@ -150,9 +150,9 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     let train = TrainSettings { minibatches: 6, ..fixture.train.clone() };
     let step = PolicyStep { train: &train, ..fixture.step(&policy, None) };
     let (batch, forward, _) = step.prepare(&fixture.groups(), None).unwrap();
-    let gap = batch.mismatch(&forward.unwrap()).unwrap();
+    let gap = batch.mismatch_metrics(&forward.unwrap()).unwrap();
     let first = batch.select(&[0]).unwrap();
-    let of_first = first.mismatch(&learned(&step, &first).unwrap().unwrap().forward).unwrap();
+    let of_first = first.mismatch_metrics(&learned(&step, &first).unwrap().unwrap().forward).unwrap();
     assert_eq!(get(&of_first, "mismatch/bit_equal_fraction"), 1.0);
     let tokens = batch.rollout_log_probs.len() as f64;
     let last = (batch.cu_seqlens[6] - batch.cu_seqlens[5]) as f64;
@@ -161,7 +161,7 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     assert!((get(&gap, "mismatch/log_ppl_abs_diff_max") - 2.0).abs() < 1e-5);
     // The same as what an update of the whole batch shows of itself.
     let whole = learned(&step, &batch).unwrap().unwrap();
-    assert_eq!(gap, batch.mismatch(&whole.forward).unwrap());
+    assert_eq!(gap, batch.mismatch_metrics(&whole.forward).unwrap());
     // An update of the whole batch needs no forward before it.
     assert!(fixture.step(&policy, None).prepare(&fixture.groups(), None).unwrap().1.is_none());
 }
@@ -218,7 +218,7 @@ fn experts_kept_at_sampling_are_compared_with_those_of_training() {
         let step = fixture.step(policy, None);
         let (batch, forward, _) = step.prepare(&fixture.groups(), None).unwrap();
         let update = learned(&step, &batch).unwrap().unwrap();
-        let agreement = |forward| batch.mismatch(forward).unwrap().get("mismatch/routing_agreement");
+        let agreement = |forward| batch.mismatch_metrics(forward).unwrap().get("mismatch/routing_agreement");
         let found = agreement(&update.forward);
         if let Some(before) = &forward {
             assert_eq!(agreement(before), found);

@@ -4,7 +4,7 @@ use super::tools::{embedded_of, processes_of};
 use super::*;
 use crate::skips;
 use rloss::settings::Choice;
-use rloss::tasks::{TaskHost, TaskName, TaskSettings, build};
+use rloss::tasks::{TaskContext, TaskName, TaskSettings, build};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -88,11 +88,11 @@ fn kinds() -> (Vec<Kind>, Vec<Kind>) {
 struct Kinds(Vec<Vec<Vec<u32>>>);
 
 impl TokenSource for Kinds {
-    fn sampling(&self) -> Sampling {
-        Sampling::whole(1.0)
+    fn sampling(&self) -> SamplingParameters {
+        SamplingParameters::with_temperature(1.0)
     }
 
-    fn choose(&self, place: SampledPlace, _: u32) -> Result<u32> {
+    fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {
         let turn = self.0[place.prompt as usize].get(place.turn as usize).context("an unscripted turn")?;
         turn.get(place.token).copied().context("an unscripted token")
     }
@@ -109,12 +109,12 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
     std::fs::write(&script, TASK).unwrap();
     let task = build(
         &TaskSettings {
-            name: TaskName::named("command").unwrap(),
+            name: TaskName::from_name("command").unwrap(),
             command: vec!["python3".into(), script.display().to_string()],
             command_timeout_s: Some(10.0),
             ..Default::default()
         },
-        &TaskHost::default(),
+        &TaskContext::default(),
     )
     .unwrap();
     // A name of its own tells these workers from those of tests beside it.
@@ -143,7 +143,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
             }
         });
         let rollout = world.rollout(task.as_ref(), Some(&tool));
-        let rollouts = rollout.groups_from(&source, &prompts, 1, &|_| (), &|| false);
+        let rollouts = rollout.sample_from_source(&source, &prompts, 1, &|_| (), &|| false);
         over.store(true, Ordering::SeqCst);
         rollouts.unwrap().expect("nobody stopped it")
     });

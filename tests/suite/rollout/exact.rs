@@ -14,14 +14,14 @@ fn training_forward(
     let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
     let sequences: Vec<_> = trajectories.iter().map(sequence).collect();
     let mut results = vec![];
-    for batch in &MicroBatch::split_sharing(&sequences, 1000, |_| usize::MAX) {
+    for batch in &MicroBatch::split_with_prefixes(&sequences, 1000, |_| usize::MAX) {
         let settings = PassSettings {
             recompute_layers: true,
             temperature,
             load_balance: 0.0,
             forward: world.policy.forward,
         };
-        let (model, weights) = (world.policy.model, &world.parameters.frozen(None).unwrap());
+        let (model, weights) = (world.policy.model, &world.parameters.frozen_weights(None).unwrap());
         let pass = Pass { model, weights, batch, settings }.forward().unwrap();
         let layers: Vec<Vec<Vec<u32>>> = pass.routes.iter().map(|layer| layer.to_vec2().unwrap()).collect();
         for i in 0..batch.sequences.len() {
@@ -29,7 +29,7 @@ fn training_forward(
             let experts = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
             results.push((
                 pass.log_probs()[rows[0]..rows[1]].to_vec(),
-                batch.sequence_rows.path(i).into_iter().map(experts).collect(),
+                batch.sequence_rows.row_indices(i).into_iter().map(experts).collect(),
             ));
         }
     }

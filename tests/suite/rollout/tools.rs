@@ -1,7 +1,7 @@
 //! Tools that sleep, die or are attacked, while others decode.
 
 use super::*;
-use rloss::interpreter::{Embedded, Settings};
+use rloss::interpreter::{EmbeddedInterpreter, Settings};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};
@@ -88,7 +88,7 @@ fn each_trajectory_has_a_session_of_its_own_which_is_closed() {
         fn close(&self, session: SessionId) {
             self.0.lock().unwrap().push((session, "close"));
         }
-        fn confinement(&self) -> String {
+        fn sandbox_description(&self) -> String {
             String::new()
         }
     }
@@ -104,16 +104,16 @@ fn each_trajectory_has_a_session_of_its_own_which_is_closed() {
     }
 }
 
-pub(super) fn embedded(change: impl FnOnce(&mut Settings)) -> Embedded {
+pub(super) fn embedded(change: impl FnOnce(&mut Settings)) -> EmbeddedInterpreter {
     embedded_of(env!("CARGO_BIN_EXE_rloss").into(), change)
 }
 
 /// The same with workers that are processes of `program`.
-pub(super) fn embedded_of(program: PathBuf, change: impl FnOnce(&mut Settings)) -> Embedded {
+pub(super) fn embedded_of(program: PathBuf, change: impl FnOnce(&mut Settings)) -> EmbeddedInterpreter {
     let mut settings = Settings { workers: 2, output_chars_max: 4096, ..Settings::default() };
     (settings.time_limit_s, settings.wall_clock_s) = (0.5, 3.0);
     change(&mut settings);
-    Embedded::new(settings, program).expect("this machine must be able to confine a worker")
+    EmbeddedInterpreter::new(settings, program).expect("this machine must be able to confine a worker")
 }
 
 /// What became of a call of `code`, and what the model read.
@@ -143,7 +143,7 @@ fn hostile_code_ends_as_a_counted_outcome_and_the_episode_goes_on() {
         let (call, reply, rollouts) = outcome_of(&world, &tool, code);
         assert_eq!(call, expected, "{code}: {reply}");
         assert!(reply.contains(text), "{code}: {reply}");
-        assert_eq!(rollouts.tool_timed_out(), expected == CallOutcome::ToolTimeout);
+        assert_eq!(rollouts.has_tool_timeout(), expected == CallOutcome::ToolTimeout);
     }
     // The next call finds a worker again.
     assert_eq!(outcome_of(&world, &tool, "2+2").1, "4");
@@ -206,7 +206,7 @@ fn a_stopped_rollout_closes_the_sessions_it_leaves_unfinished() {
         fn close(&self, _: SessionId) {
             self.1.fetch_add(1, Ordering::SeqCst);
         }
-        fn confinement(&self) -> String {
+        fn sandbox_description(&self) -> String {
             String::new()
         }
     }
@@ -216,7 +216,8 @@ fn a_stopped_rollout_closes_the_sessions_it_leaves_unfinished() {
     let task = Questions::new();
     let called = || tool.0.load(Ordering::SeqCst) > 0;
     let prompts = Questions::prompts(3);
-    let stopped = world.rollout(&task, Some(&tool)).groups_from(&script, &prompts, 2, &|_| (), &called);
+    let stopped =
+        world.rollout(&task, Some(&tool)).sample_from_source(&script, &prompts, 2, &|_| (), &called);
     assert!(stopped.unwrap().is_none());
     assert_eq!(tool.1.load(Ordering::SeqCst), 6);
 }

@@ -7,7 +7,7 @@ use rloss::error::BadInput;
 use rloss::harmony::Message;
 use rloss::metrics::Console;
 use rloss::settings::Choice;
-use rloss::tasks::{Reward, Task, TaskHost, TaskName, TaskSettings, Transcript, build};
+use rloss::tasks::{Reward, Task, TaskContext, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -82,7 +82,7 @@ impl Script {
 
 fn settings(command: &[String]) -> TaskSettings {
     TaskSettings {
-        name: TaskName::named("command").unwrap(),
+        name: TaskName::from_name("command").unwrap(),
         command: command.to_vec(),
         command_processes: Some(2),
         ..Default::default()
@@ -90,7 +90,7 @@ fn settings(command: &[String]) -> TaskSettings {
 }
 
 fn open(settings: &TaskSettings) -> anyhow::Result<Box<dyn Task>> {
-    build(settings, &TaskHost { validation_problems_max: 2, ..TaskHost::default() })
+    build(settings, &TaskContext { validation_problems_max: 2, ..TaskContext::default() })
 }
 
 fn transcript(messages: &[Message]) -> Transcript<'_> {
@@ -281,7 +281,8 @@ fn the_first_ten_failures_are_told_as_they_are_and_the_rest_counted() {
     let settings = settings(&script.command());
     let console = Console::lines(written.clone(), Duration::ZERO, 0);
     let task =
-        build(&settings, &TaskHost { validation_problems_max: 2, console, ..TaskHost::default() }).unwrap();
+        build(&settings, &TaskContext { validation_problems_max: 2, console, ..TaskContext::default() })
+            .unwrap();
     let problem = task.training_problem(0, 4);
     for _ in 0..12 {
         task.reward(&problem, &transcript(&[Message::assistant("final", "a \"quote\"\u{1b}[2J")]))

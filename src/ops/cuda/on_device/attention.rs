@@ -4,10 +4,11 @@ use crate::ops;
 use crate::ops::cuda::launch::Addresses;
 use crate::ops::cuda::modules::function;
 use crate::ops::cuda::{
-    Inputs, KvPages, KvPool, Prepared, Timer, kernel_set, open, sink_attention_backward, sink_attention_paged,
+    DeviceLaunchPlan, Inputs, KvPages, KvPool, Timer, kernel_set, open, paged_sink_attention,
+    sink_attention_backward,
 };
 use crate::ops::kv_cache::{KvBlocks, KvSequence};
-use crate::ops::pages::{PagedSequence, Pages};
+use crate::ops::page_allocator::{PageAllocator, PagedSequence};
 use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};
@@ -75,8 +76,9 @@ fn attention_of_no_tokens_is_empty_as_on_the_cpu() {
         let q = Tensor::zeros((0, 4, 64), dtype, device).unwrap();
         let kv = Tensor::zeros((0, 2, 2, 64), dtype, device).unwrap();
         let sinks = Tensor::ones(4, DType::F32, device).unwrap();
-        let out = sink_attention(&q, &kv, &sinks, &Arc::new(SequenceRows::separate(&[0, 0, 0])), ATTENTION)
-            .unwrap();
+        let out =
+            sink_attention(&q, &kv, &sinks, &Arc::new(SequenceRows::from_cu_seqlens(&[0, 0, 0])), ATTENTION)
+                .unwrap();
         assert_eq!(out.dims(), [0, 256]);
         if device.is_cuda() {
             let lse = device.as_cuda_device().unwrap().alloc_zeros::<f32>(0).unwrap();
@@ -107,7 +109,7 @@ fn differentiated(
     let sinks = numbers(&[4], DType::F32, device);
     let attend = |q: &Tensor, kv: &Tensor| {
         let ends = [0, q.dim(0).unwrap()];
-        sink_attention(q, kv, &sinks, &Arc::new(SequenceRows::separate(&ends)), attention).unwrap()
+        sink_attention(q, kv, &sinks, &Arc::new(SequenceRows::from_cu_seqlens(&ends)), attention).unwrap()
     };
     let none = Var::from_tensor(&Tensor::zeros((0, 4, 64), dtype, device).unwrap()).unwrap();
     let empty = attend(&none, &Tensor::zeros((0, 2, 2, 64), dtype, device).unwrap());
@@ -159,13 +161,13 @@ fn a_call_without_rows_changes_nothing() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
     let cache = KvPool::new(gpu, 2, 3).unwrap();
-    let (mut a, mut b) = (cache.sequence(), cache.sequence());
+    let (mut a, mut b) = (cache.new_sequence(), cache.new_sequence());
     let q = Tensor::zeros((0, 4, 64), DType::BF16, &device).unwrap();
     let kv = Tensor::zeros((0, 2, 2, 64), DType::BF16, &device).unwrap();
     let sinks = Tensor::ones(4, DType::F32, &device).unwrap();
     let kernels = kernel_set(gpu).unwrap();
     let both = &mut [&mut a, &mut b];
-    let (out, lse) = sink_attention_paged(kernels, &q, &kv, &sinks, both, &[0, 0], &ATTENTION).unwrap();
+    let (out, lse) = paged_sink_attention(kernels, &q, &kv, &sinks, both, &[0, 0], &ATTENTION).unwrap();
     assert_eq!((out.dims(), lse.dims()), (&[0, 256][..], &[0, 4][..]));
     assert_eq!((a.len(), b.len(), cache.free_pages()), (0, 0, 3));
 }
@@ -178,8 +180,8 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
     let width = 2 * kv_heads * HEAD_DIM;
     let cache = KvPool::new(gpu, kv_heads, pages).unwrap();
     let mut expected = vec![bf16::ZERO; pages * 64 * width];
-    let places = Pages::new(pages);
-    let mut sequences = [cache.sequence(), cache.sequence(), cache.sequence()];
+    let places = PageAllocator::new(pages);
+    let mut sequences = [cache.new_sequence(), cache.new_sequence(), cache.new_sequence()];
     let mut twins: [PagedSequence; 3] = Default::default();
     for counts in [[70, 0, 1], [2, 3, 63], [0, 0, 5]] {
         let tokens: usize = counts.iter().sum();
@@ -195,7 +197,7 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
     let kv = gpu.clone_htod(&counting(width)).unwrap();
     let error = cache.append(&kv.as_view(), &mut sequences.each_mut(), &[0, 2, 0]).unwrap_err().to_string();
     assert!(error.contains("256 elements for 2 rows of 256"), "{error}");
-    let mut elsewhere = KvPool::new(gpu, kv_heads, 1).unwrap().sequence();
+    let mut elsewhere = KvPool::new(gpu, kv_heads, 1).unwrap().new_sequence();
     let error = cache.append(&kv.as_view(), &mut [&mut elsewhere], &[1]).unwrap_err().to_string();
     assert!(error.contains("a sequence of another cache"), "{error}");
 }
@@ -211,7 +213,7 @@ fn samples_of_a_group_share_their_prompts_pages_and_write_in_their_own() {
         let rows = gpu.clone_htod(&values.iter().flat_map(|&x| row(x)).collect::<Vec<_>>()).unwrap();
         cache.append(&rows.as_view(), sequences, counts).unwrap();
     };
-    let mut prompt = cache.sequence();
+    let mut prompt = cache.new_sequence();
     append(&mut [&mut prompt], &[66], &(0..66).map(|i| i as f32).collect::<Vec<_>>());
     let (mut a, mut b) = (prompt.clone(), prompt.clone());
     assert_eq!(cache.free_pages(), 2);
@@ -233,12 +235,12 @@ fn the_forward_finds_its_keys_where_the_tensors_are() {
     let q = Tensor::ones((1, 4, 64), DType::BF16, &device).unwrap();
     let kv = Tensor::ones((1, 2, 2, 64), DType::BF16, &device).unwrap();
     let sinks = Tensor::full(f32::NEG_INFINITY, 4, &device).unwrap();
-    let mut held = KvSequence::Device(cache.sequence());
-    let out = ops::sink_attention_cached(&q, &kv, &sinks, &mut [&mut held], &[1], ATTENTION).unwrap();
+    let mut held = KvSequence::Device(cache.new_sequence());
+    let out = ops::cached_sink_attention(&q, &kv, &sinks, &mut [&mut held], &[1], ATTENTION).unwrap();
     assert_eq!(out.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap(), [[1.0; 256]]);
     assert_eq!(held.len(), 1);
-    let mut elsewhere = KvSequence::Host(KvBlocks::new(2, 64));
-    let error = ops::sink_attention_cached(&q, &kv, &sinks, &mut [&mut elsewhere], &[1], ATTENTION);
+    let mut elsewhere = KvSequence::HostPython(KvBlocks::new(2, 64));
+    let error = ops::cached_sink_attention(&q, &kv, &sinks, &mut [&mut elsewhere], &[1], ATTENTION);
     assert!(error.unwrap_err().to_string().contains("a cache elsewhere"));
 }
 
@@ -264,9 +266,9 @@ fn a_launch_is_given_sizes_inputs_and_sequences() {
     let inputs = Inputs { q: &q, kv: &kv, sinks: &sinks };
     let address = |memory: &CudaView<bf16>| memory.device_ptr(&stream).0;
 
-    let cached = LaunchSequences::cached(&[2, 0, 1], &[70, 0, 5]).unwrap();
+    let cached = LaunchSequences::for_cached_sequences(&[2, 0, 1], &[70, 0, 5]).unwrap();
     let table = [3, 1, 0, 0, 2, 0];
-    let prepared = Prepared::new(gpu, set, &ATTENTION, &cached, Some((&table, 2))).unwrap();
+    let prepared = DeviceLaunchPlan::new(gpu, set, &ATTENTION, &cached, Some((&table, 2))).unwrap();
     let mut at = Addresses::new(&stream);
     let p = prepared.params(&inputs, &mut at).unwrap();
     assert_eq!((p.q, p.k, p.v), (address(&q), address(&kv), address(&kv) + 2 * 2 * 64));
@@ -277,9 +279,9 @@ fn a_launch_is_given_sizes_inputs_and_sequences() {
     assert_eq!((p.tokens, p.heads, p.kv_heads, p.pages_max, p.window), (3, 4, 2, 2, 20));
     assert_eq!((p.kv_token_stride, p.kv_head_stride, p.scale), (256, 64, 0.125));
 
-    let packed = LaunchSequences::packed(&[0, 3]).unwrap();
+    let packed = LaunchSequences::for_packed_sequences(&[0, 3]).unwrap();
     let plain = Attention { window: Some(usize::MAX), sinks: false, ..ATTENTION };
-    let prepared = Prepared::new(gpu, set, &plain, &packed, None).unwrap();
+    let prepared = DeviceLaunchPlan::new(gpu, set, &plain, &packed, None).unwrap();
     let mut at = Addresses::new(&stream);
     let p = prepared.params(&inputs, &mut at).unwrap();
     assert_eq!((p.page_table, p.pages_max, p.window), (0, 0, 0));

@@ -1,9 +1,9 @@
 //! Tests of decode that is loaded, recorded and replayed, compared with single calls.
 
-use super::{assert_refused, floats, numbers, up};
+use super::{assert_refused, floats, numbers, to_gpu};
 use crate::ops::cuda::{
-    DecodeBatch, DecodeStep, KvPages, KvPool, Recorded, kernel_set, open, overwrite, sink_attention_paged,
-    upload,
+    DecodeBatch, DecodeStep, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite,
+    paged_sink_attention, upload,
 };
 use crate::ops::sink_attention::Attention;
 use candle_core::{DType, Device, Tensor};
@@ -20,7 +20,7 @@ fn rows(seed: u64, count: usize, gpu: &Device) -> [[Tensor; 2]; 2] {
     LAYERS.map(|Attention { heads, kv_heads, .. }| {
         let of = |seed: u64, shape: &[usize]| {
             let width = shape[1..].iter().product();
-            up(&numbers(seed, count, width, 1.0).reshape(shape).unwrap(), gpu)
+            to_gpu(&numbers(seed, count, width, 1.0).reshape(shape).unwrap(), gpu)
         };
         [of(seed, &[count, heads, 64]), of(seed + 1, &[count, 2, kv_heads, 64])]
     })
@@ -36,11 +36,11 @@ fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 2
     let pools = LAYERS.map(|attention| KvPool::new(device, attention.kv_heads, 40).unwrap());
     let count = lengths.iter().sum();
     let sequences = [0, 1].map(|layer| {
-        let mut sequences: Vec<KvPages> = lengths.iter().map(|_| pools[layer].sequence()).collect();
+        let mut sequences: Vec<KvPages> = lengths.iter().map(|_| pools[layer].new_sequence()).collect();
         let [q, kv] = &rows(70, count, gpu)[layer];
         let mut open: Vec<_> = sequences.iter_mut().collect();
         let kernels = kernel_set(device).unwrap();
-        sink_attention_paged(kernels, q, kv, &sinks(layer, gpu), &mut open, lengths, &LAYERS[layer]).unwrap();
+        paged_sink_attention(kernels, q, kv, &sinks(layer, gpu), &mut open, lengths, &LAYERS[layer]).unwrap();
         sequences
     });
     (pools.into(), sequences)
@@ -69,11 +69,11 @@ fn replayed_steps_have_the_bits_of_single_calls() {
         let outputs = LAYERS.map(|a| Tensor::zeros((count, a.heads * 64), DType::BF16, &gpu).unwrap());
         let mut batch = DecodeBatch::new(&gpu, &first).unwrap();
         let held = [0, 1].map(|layer| sinks(layer, &gpu));
-        let mut recorded: Option<Recorded> = None;
+        let mut recorded: Option<RecordedGraph> = None;
         let mut next = Some(first);
         for turn in 0..5 {
             let step = next.take().unwrap_or_else(|| step(&mut replayed));
-            assert!(batch.fits(&step), "{lengths:?}, turn {turn}");
+            assert!(batch.has_shape_of(&step), "{lengths:?}, turn {turn}");
             batch.load(&step).unwrap();
             let fed = rows(100 + 2 * turn, count, &gpu);
             for (input, fed) in inputs.as_flattened().iter().zip(fed.as_flattened()) {
@@ -88,7 +88,7 @@ fn replayed_steps_have_the_bits_of_single_calls() {
             match &recorded {
                 None if turn == 0 => both().unwrap(),
                 None => {
-                    let made = Recorded::of(&gpu, both).unwrap();
+                    let made = RecordedGraph::record(&gpu, both).unwrap();
                     made.launch().unwrap();
                     recorded = Some(made);
                 }
@@ -98,7 +98,7 @@ fn replayed_steps_have_the_bits_of_single_calls() {
                 let mut open: Vec<_> = plain[layer].iter_mut().collect();
                 let [q, kv] = &fed[layer];
                 let (out, _) =
-                    sink_attention_paged(kernels, q, kv, &held[layer], &mut open, &vec![1; count], attention)
+                    paged_sink_attention(kernels, q, kv, &held[layer], &mut open, &vec![1; count], attention)
                         .unwrap();
                 assert_eq!(floats(&outputs[layer]), floats(&out), "{lengths:?}, turn {turn}, layer {layer}");
             }
@@ -117,15 +117,15 @@ fn steps_of_another_shape_do_not_fit() {
     let (_, mut two) = begun(&[62, 5], &gpu);
     let of_three = step(&mut three);
     let mut batch = DecodeBatch::new(&gpu, &of_three).unwrap();
-    assert!(batch.fits(&step(&mut three)));
+    assert!(batch.has_shape_of(&step(&mut three)));
     let of_two = step(&mut two);
-    assert!(!batch.fits(&of_two));
+    assert!(!batch.has_shape_of(&of_two));
     assert_refused(batch.load(&of_two), "a step of another shape");
     // A sequence of 65 positions or more has two pages.
-    assert!(!batch.fits(&step(&mut three)));
+    assert!(!batch.has_shape_of(&step(&mut three)));
     let mut fewer = DecodeStep::default();
     fewer.add_layer(LAYERS[0], &mut three[0].iter_mut().collect::<Vec<_>>()).unwrap();
-    assert!(!batch.fits(&fewer));
+    assert!(!batch.has_shape_of(&fewer));
     assert_refused(fewer.add_layer(LAYERS[0], &mut []), "decode: no sequence");
     let [[q, kv], _] = rows(3, 3, &gpu);
     assert_refused(batch.attend(2, &q, &kv, &sinks(0, &gpu)), "decode: no layer 2");
@@ -137,7 +137,7 @@ fn steps_of_another_shape_do_not_fit() {
 fn a_full_cache_is_refused_before_a_step() {
     let gpu = open(0).unwrap();
     let pool = KvPool::new(gpu.as_cuda_device().unwrap(), 2, 1).unwrap();
-    let mut both = [pool.sequence(), pool.sequence()];
+    let mut both = [pool.new_sequence(), pool.new_sequence()];
     let mut open: Vec<_> = both.iter_mut().collect();
     assert_refused(DecodeStep::default().add_layer(LAYERS[0], &mut open), "key-value cache too small");
     assert_eq!((both[0].len(), pool.free_pages()), (0, 1));
@@ -149,10 +149,13 @@ fn work_that_fails_leaves_no_recording_begun() {
     let x = Tensor::zeros((2, 8), DType::BF16, &gpu).unwrap();
     let context = gpu.as_cuda_device().unwrap().cuda_stream().context().clone();
     let stops = || candle_core::bail!("of the work");
-    assert_eq!(Recorded::of(&gpu, stops).err().unwrap().to_string().lines().next(), Some("of the work"));
+    assert_eq!(
+        RecordedGraph::record(&gpu, stops).err().unwrap().to_string().lines().next(),
+        Some("of the work")
+    );
     assert!(context.is_event_tracking());
     // Later work runs, it is not recorded.
-    let from = up(&numbers(1, 2, 8, 1.0), &gpu);
+    let from = to_gpu(&numbers(1, 2, 8, 1.0), &gpu);
     overwrite(&x, &from).unwrap();
     assert_eq!(floats(&x), floats(&from));
 }

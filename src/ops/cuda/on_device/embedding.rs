@@ -1,10 +1,11 @@
 //! Tests of row and column selection by id, on a GPU or the emulated driver, compared with the CPU.
 
 use super::{
-    assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, walked_back,
+    assert_close, assert_refused, assert_rounded, floats, forward_and_backward, numbers,
+    output_and_gradients, to_gpu, trainable_parameter,
 };
 use crate::ops::cuda::{add_rows, open};
-use crate::ops::embedding::ById;
+use crate::ops::embedding::TokensById;
 use crate::ops::{Parameter, embedding, select_rows, tied_embedding};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -28,14 +29,15 @@ fn embeddings_give_the_cpus_values_and_add_their_gradient_in_place() {
         {
             let (table, held) = (numbers(2, shape.0, shape.1, 1.0), numbers(3, shape.0, shape.1, 1.0));
             let of = |device: &Device, table: &Tensor, dy: &Tensor| {
-                let (parameter, sum) = learning(table, &held.to_device(device).unwrap());
-                let (y, gradients) = walked_back(&[parameter.values()], dy, || lookup(&parameter, &ids));
+                let (parameter, sum) = trainable_parameter(table, &held.to_device(device).unwrap());
+                let (y, gradients) =
+                    forward_and_backward(&[parameter.values()], dy, || lookup(&parameter, &ids));
                 // The table's gradient goes to the buffer only.
                 assert!(gradients[0].is_none());
                 (y, sum)
             };
             let (y, sum) = of(&Device::Cpu, &table, &dy);
-            let (got, got_sum) = of(&gpu, &up(&table, &gpu), &up(&dy, &gpu));
+            let (got, got_sum) = of(&gpu, &to_gpu(&table, &gpu), &to_gpu(&dy, &gpu));
             assert_eq!(floats(&got), floats(&y));
             assert_close(&got_sum, &sum, 1e-6);
         }
@@ -50,8 +52,8 @@ fn selected_rows_are_the_cpus_and_their_gradients_too() {
         let x = numbers(4, 41, width, 1.0);
         let dy = numbers(5, count, width, 1.0);
         let op = |x: &[&Tensor]| select_rows(x[0], &rows);
-        let (y, gradients) = differentiated(&[&x], &dy, op);
-        let (got, got_gradients) = differentiated(&[&up(&x, &gpu)], &up(&dy, &gpu), op);
+        let (y, gradients) = output_and_gradients(&[&x], &dy, op);
+        let (got, got_gradients) = output_and_gradients(&[&to_gpu(&x, &gpu)], &to_gpu(&dy, &gpu), op);
         assert_eq!(floats(&got), floats(&y));
         assert_rounded(&got_gradients[0], &gradients[0], 1e-5);
     }
@@ -62,14 +64,14 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let gpu = open(0).unwrap();
     let none = Arc::new(vec![]);
     let held = numbers(6, 3, 8, 1.0).to_device(&gpu).unwrap();
-    let table = up(&numbers(7, 3, 8, 1.0), &gpu);
-    let (parameter, sum) = learning(&table, &held);
+    let table = to_gpu(&numbers(7, 3, 8, 1.0), &gpu);
+    let (parameter, sum) = trainable_parameter(&table, &held);
     let empty = Tensor::zeros((0, 8), DType::BF16, &gpu).unwrap();
-    let (y, _) = walked_back(&[], &empty, || embedding(&parameter, &none));
+    let (y, _) = forward_and_backward(&[], &empty, || embedding(&parameter, &none));
     assert_eq!((y.dims(), floats(&sum)), (&[0, 8][..], floats(&held)));
-    let (y, gradients) = differentiated(&[&empty], &empty, |x| select_rows(x[0], &none));
+    let (y, gradients) = output_and_gradients(&[&empty], &empty, |x| select_rows(x[0], &none));
     assert_eq!((y.dims(), gradients[0].dims()), (&[0, 8][..], &[0, 8][..]));
-    let (_, gradients) = differentiated(&[&table], &empty, |x| select_rows(x[0], &none));
+    let (_, gradients) = output_and_gradients(&[&table], &empty, |x| select_rows(x[0], &none));
     assert_eq!(floats(&gradients[0]), [0.0; 24]);
 
     let one = Arc::new(vec![2]);
@@ -81,9 +83,12 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
         "rows of 12 on a GPU; take a hidden size that is a multiple of 8",
     );
     assert_refused(select_rows(&table, &Arc::new(vec![3])), "row 3 of 3");
-    assert_refused(embedding(&Parameter::frozen(&table), &Arc::new(vec![3])), "token 3 in a vocabulary of 3");
+    assert_refused(
+        embedding(&Parameter::constant(&table), &Arc::new(vec![3])),
+        "token 3 in a vocabulary of 3",
+    );
     let dy = Tensor::zeros((1, 8), DType::BF16, &gpu).unwrap();
-    let by_id = ById::new(&[3]);
+    let by_id = TokensById::new(&[3]);
     assert_refused(add_rows(&held, &dy, &by_id), "id 3 for a gradient of 3; give the buffer of the table");
     assert_refused(add_rows(&numbers(8, 4, 8, 1.0), &dy, &by_id), "is not on the GPU; call to_device first");
 }

@@ -1,6 +1,9 @@
 //! Tests of linear layers, experts, dispatch and combine, compared with the CPU's ops on the same numbers.
 
-use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, numbers, up, walked_back};
+use super::{
+    assert_close, assert_refused, assert_rounded, floats, forward_and_backward, numbers,
+    output_and_gradients, to_gpu,
+};
 use crate::ops::cuda::open;
 use crate::ops::parameter::GradientSink;
 use crate::ops::{self, Dispatch, Parameter};
@@ -17,23 +20,23 @@ impl GradientSink for Buffers {
 }
 
 /// Trainable parameters: matrices in the type of `device`, and gradient buffers with previous contents.
-struct Learning {
+struct TrainableLayer {
     parameters: Vec<Parameter>,
     gradients: Arc<Buffers>,
 }
 
-fn learning(values: &[&Tensor], device: &Device) -> Learning {
+fn learning(values: &[&Tensor], device: &Device) -> TrainableLayer {
     let buffer = |x: &&Tensor| (x.ones_like().unwrap() * 0.5).unwrap().to_device(device).unwrap();
     let gradients = Arc::new(Buffers(values.iter().map(buffer).collect()));
     let parameter = |(i, x): (usize, &&Tensor)| {
         let vector =
             x.rank() == 1 || x.dims()[x.rank() - 2] * x.dims()[x.rank() - 1] == x.elem_count() && i == 1;
-        let x = if device.is_cuda() && !vector { up(x, device) } else { x.to_device(device).unwrap() };
+        let x = if device.is_cuda() && !vector { to_gpu(x, device) } else { x.to_device(device).unwrap() };
         let variable = Var::from_tensor(&x).unwrap();
-        Parameter::trained(&variable, gradients.clone(), i)
+        Parameter::with_gradient_sink(&variable, gradients.clone(), i)
     };
     let parameters = values.iter().enumerate().map(parameter).collect();
-    Learning { parameters, gradients }
+    TrainableLayer { parameters, gradients }
 }
 
 #[test]
@@ -43,11 +46,12 @@ fn linear_gives_the_cpus_values_and_gradients() {
         let (x, dy) = (numbers(1, rows, k, 1.0), numbers(2, rows, n, 1.0));
         let (w, b) = (numbers(3, k, n, 0.3), numbers(4, 1, n, 1.0).flatten_all().unwrap());
         let cpu = learning(&[&w, &b], &Device::Cpu);
-        let (y, dx) =
-            differentiated(&[&x], &dy, |x| ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1])));
+        let (y, dx) = output_and_gradients(&[&x], &dy, |x| {
+            ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1]))
+        });
         let own = learning(&[&w, &b], &gpu);
-        let x = up(&x, &gpu);
-        let (z, gradients) = walked_back(&[&x], &up(&dy, &gpu), || {
+        let x = to_gpu(&x, &gpu);
+        let (z, gradients) = forward_and_backward(&[&x], &to_gpu(&dy, &gpu), || {
             ops::linear(&x, &own.parameters[0], Some(&own.parameters[1]))
         });
         assert_rounded(&z, &y, 1e-4);
@@ -66,7 +70,7 @@ fn linear_gives_the_cpus_values_and_gradients() {
 }
 
 /// Results from the routed experts to the weighted sum, forward and backward.
-struct Mixed {
+struct MixtureResult {
     plan: Vec<u32>,
     y: Tensor,
     dx: Tensor,
@@ -74,20 +78,20 @@ struct Mixed {
     gradients: Vec<Tensor>,
 }
 
-fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5]) -> Mixed {
-    let held = |x: &Tensor| if device.is_cuda() { up(x, device) } else { x.clone() };
+fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5]) -> MixtureResult {
+    let held = |x: &Tensor| if device.is_cuda() { to_gpu(x, device) } else { x.clone() };
     let [x, shares, w, b, dy] = inputs;
     let own = learning(&[w, b], device);
     let (x, shares) = (held(x), shares.to_device(device).unwrap());
     let plan = Dispatch::new(&routes.to_device(device).unwrap(), experts).unwrap();
-    let (y, gradients) = walked_back(&[&x, &shares], &held(dy), || {
+    let (y, gradients) = forward_and_backward(&[&x, &shares], &held(dy), || {
         let sorted = ops::dispatch(&x, &plan)?;
         let product = ops::grouped_linear(&sorted, &own.parameters[0], &own.parameters[1], &plan)?;
         ops::combine(&product, &shares, &plan)
     });
     let [Some(dx), Some(dshares)] = &gradients[..] else { panic!("two gradients") };
     let starts = plan.starts().unwrap().to_device(&Device::Cpu).unwrap();
-    Mixed {
+    MixtureResult {
         plan: starts.to_vec1().unwrap(),
         y,
         dx: dx.clone(),
@@ -132,11 +136,11 @@ fn the_plan_is_the_cpus_and_a_token_alone_has_its_bits() {
     let routes = Tensor::from_vec(routes, (tokens, top_k), &Device::Cpu).unwrap();
     let w = numbers(7, experts * width, 8, 0.3).reshape((experts, width, 8)).unwrap();
     let (x, b) = (numbers(5, tokens, width, 1.0), numbers(8, experts, 8, 1.0));
-    let (w, b) = (Parameter::frozen(&up(&w, &gpu)), Parameter::frozen(&b.to_device(&gpu).unwrap()));
+    let (w, b) = (Parameter::constant(&to_gpu(&w, &gpu)), Parameter::constant(&b.to_device(&gpu).unwrap()));
     let of = |first: usize, count: usize| {
         let rows = |x: &Tensor| x.narrow(0, first, count).unwrap().contiguous().unwrap();
         let plan = Dispatch::new(&rows(&routes).to_device(&gpu).unwrap(), experts).unwrap();
-        let sorted = ops::dispatch(&up(&rows(&x), &gpu), &plan).unwrap();
+        let sorted = ops::dispatch(&to_gpu(&rows(&x), &gpu), &plan).unwrap();
         let product = ops::grouped_linear(&sorted, &w, &b, &plan).unwrap();
         let shares = Tensor::ones((count, top_k), DType::F32, &gpu).unwrap();
         (floats(&ops::combine(&product, &shares, &plan).unwrap()), plan)
@@ -159,16 +163,16 @@ fn nothing_to_do_is_no_launch_and_what_does_not_fit_is_refused() {
     let plan = Dispatch::new(&routes, 3).unwrap();
     assert_eq!(plan.starts().unwrap().to_vec1::<u32>().unwrap(), [0; 4]);
     let x = Tensor::zeros((0, 16), DType::BF16, &gpu).unwrap();
-    let w = Parameter::frozen(&Tensor::zeros((3, 16, 8), DType::BF16, &gpu).unwrap());
-    let b = Parameter::frozen(&Tensor::zeros((3, 8), DType::F32, &gpu).unwrap());
+    let w = Parameter::constant(&Tensor::zeros((3, 16, 8), DType::BF16, &gpu).unwrap());
+    let b = Parameter::constant(&Tensor::zeros((3, 8), DType::F32, &gpu).unwrap());
     let sorted = ops::dispatch(&x, &plan).unwrap();
     let product = ops::grouped_linear(&sorted, &w, &b, &plan).unwrap();
     let shares = Tensor::zeros((0, 2), DType::F32, &gpu).unwrap();
     assert_eq!(ops::combine(&product, &shares, &plan).unwrap().dims(), [0, 8]);
     let one = Tensor::zeros((2, 16), DType::F32, &gpu).unwrap();
-    let matrix = Parameter::frozen(&Tensor::zeros((16, 8), DType::BF16, &gpu).unwrap());
+    let matrix = Parameter::constant(&Tensor::zeros((16, 8), DType::BF16, &gpu).unwrap());
     assert_refused(ops::linear(&one, &matrix, None), "linear: x [2, 16] is F32, expected BF16 on a GPU");
-    let wide = Parameter::frozen(&Tensor::zeros((16, 8), DType::F32, &gpu).unwrap());
+    let wide = Parameter::constant(&Tensor::zeros((16, 8), DType::F32, &gpu).unwrap());
     let x = Tensor::zeros((2, 16), DType::BF16, &gpu).unwrap();
     assert_refused(ops::linear(&x, &wide, None), "linear: the weight [16, 8] is F32, expected BF16 on a GPU");
     let odd = Tensor::zeros((1, 12), DType::BF16, &gpu).unwrap();

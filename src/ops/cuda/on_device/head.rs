@@ -1,10 +1,11 @@
 //! Tests of the head compared with the CPU, and of the sampler's bits compared with training.
 
 use super::{
-    assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up, walked_back,
+    assert_close, assert_refused, assert_rounded, floats, forward_and_backward, numbers,
+    output_and_gradients, to_gpu, trainable_parameter,
 };
 use crate::ops::cuda::open;
-use crate::ops::logits::Sampling;
+use crate::ops::logits::SamplingParameters;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
 use crate::ops::{self, Parameter};
@@ -30,11 +31,11 @@ fn the_head_gives_the_cpus_values_and_gradients() {
             ops::log_prob_and_entropy(h, &Weight::Dense(w.clone()), &targets, TEMPERATURE)
         };
         let zeros = Tensor::zeros((width, vocabulary), DType::F32, &Device::Cpu).unwrap();
-        let (own, exact_dw) = learning(&w, &zeros);
-        let (y, dh) = differentiated(&[&h], &dy, |h| head(h[0], &own));
-        let (own, dw) = learning(&up(&w, &gpu), &zeros.to_device(&gpu).unwrap());
+        let (own, exact_dw) = trainable_parameter(&w, &zeros);
+        let (y, dh) = output_and_gradients(&[&h], &dy, |h| head(h[0], &own));
+        let (own, dw) = trainable_parameter(&to_gpu(&w, &gpu), &zeros.to_device(&gpu).unwrap());
         let on_gpu = dy.to_device(&gpu).unwrap();
-        let (got, got_dh) = differentiated(&[&up(&h, &gpu)], &on_gpu, |h| head(h[0], &own));
+        let (got, got_dh) = output_and_gradients(&[&to_gpu(&h, &gpu)], &on_gpu, |h| head(h[0], &own));
         assert_close(&got, &y, 1e-5);
         let size = floats(&dh[0]).iter().fold(0f32, |size, x| size.max(x.abs()));
         assert_rounded(&got_dh[0], &dh[0], size / 128.0);
@@ -43,9 +44,9 @@ fn the_head_gives_the_cpus_values_and_gradients() {
 }
 
 /// A sink that counts how often a pass adds to a parameter.
-struct Counted(AtomicUsize, Tensor);
+struct CountingSink(AtomicUsize, Tensor);
 
-impl GradientSink for Counted {
+impl GradientSink for CountingSink {
     fn add(&self, _: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
         self.0.fetch_add(1, Ordering::Relaxed);
         add(&self.1)
@@ -59,12 +60,14 @@ fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
     let (width, vocabulary) = (8, 40);
     for rows in [0, 1, 3 * 128 + 5] {
         let sum = Tensor::zeros((width, vocabulary), DType::F32, &gpu).unwrap();
-        let counted = Arc::new(Counted(AtomicUsize::new(0), sum));
-        let w = Var::from_tensor(&up(&numbers(2, width, vocabulary, 0.3), &gpu)).unwrap();
-        let head = Weight::Dense(Parameter::trained(&w, counted.clone(), 0));
-        let h = up(&numbers(1, rows, width, 0.5), &gpu);
+        let counted = Arc::new(CountingSink(AtomicUsize::new(0), sum));
+        let w = Var::from_tensor(&to_gpu(&numbers(2, width, vocabulary, 0.3), &gpu)).unwrap();
+        let head = Weight::Dense(Parameter::with_gradient_sink(&w, counted.clone(), 0));
+        let h = to_gpu(&numbers(1, rows, width, 0.5), &gpu);
         let dy = Tensor::zeros((2, rows), DType::F32, &gpu).unwrap();
-        walked_back(&[&h], &dy, || ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0));
+        forward_and_backward(&[&h], &dy, || {
+            ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0)
+        });
         assert_eq!(counted.0.load(Ordering::Relaxed), 1, "{rows} rows");
     }
 }
@@ -73,15 +76,16 @@ fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
 fn what_is_sampled_has_the_bits_that_training_computes() {
     let gpu = open(0).unwrap();
     let (rows, width, vocabulary) = (150, 32, 203);
-    let (h, w) = (up(&numbers(1, rows, width, 0.5), &gpu), up(&numbers(2, width, vocabulary, 0.3), &gpu));
-    let head = Weight::Dense(Parameter::frozen(&w));
+    let (h, w) =
+        (to_gpu(&numbers(1, rows, width, 0.5), &gpu), to_gpu(&numbers(2, width, vocabulary, 0.3), &gpu));
+    let head = Weight::Dense(Parameter::constant(&w));
     let targets = targets(rows, vocabulary);
     let trained = floats(&ops::log_prob_and_entropy(&h, &head, &targets, TEMPERATURE).unwrap());
     // All rows at once use wide tiles; one or three rows use narrow ones.
     for count in [rows, 1, 3] {
         for first in (0..rows).step_by(count) {
             let part = h.narrow(0, first, count).unwrap().copy().unwrap();
-            let sampling = Sampling::whole(TEMPERATURE);
+            let sampling = SamplingParameters::with_temperature(TEMPERATURE);
             let logits = ops::logits(&part, &head, &sampling).unwrap();
             let asked: Vec<_> = (0..count).map(|row| (row, targets[first + row])).collect();
             assert_eq!(logits.log_probs(&sampling, &asked).unwrap(), trained[first..first + count]);
@@ -100,10 +104,10 @@ fn no_rows_have_no_log_probabilities_and_f32_weights_are_refused() {
     let gpu = open(0).unwrap();
     let w = Tensor::zeros((16, 40), DType::BF16, &gpu).unwrap();
     let h = Var::from_tensor(&Tensor::zeros((0, 16), DType::BF16, &gpu).unwrap()).unwrap();
-    let head = Weight::Dense(Parameter::frozen(&w));
+    let head = Weight::Dense(Parameter::constant(&w));
     let y = ops::log_prob_and_entropy(&h, &head, &Arc::new(vec![]), 1.0).unwrap();
     assert_eq!(y.dims(), [2, 0]);
-    let wide = Weight::Dense(Parameter::frozen(&Tensor::zeros((16, 40), DType::F32, &gpu).unwrap()));
+    let wide = Weight::Dense(Parameter::constant(&Tensor::zeros((16, 40), DType::F32, &gpu).unwrap()));
     let h = Tensor::zeros((1, 16), DType::BF16, &gpu).unwrap();
     let refusal = ops::log_prob_and_entropy(&h, &wide, &Arc::new(vec![0]), 1.0);
     assert_refused(refusal, "log_prob: the head [16, 40] is F32, expected BF16 on a GPU");

@@ -1,6 +1,6 @@
 //! Tests of the auxiliary loss on a GPU or the emulated driver, compared with the CPU on the same numbers.
 
-use super::{assert_close, assert_refused, differentiated, numbers};
+use super::{assert_close, assert_refused, numbers, output_and_gradients};
 use crate::ops::cuda::open;
 use crate::ops::graph::differentiate;
 use crate::ops::{Dispatch, load_balance, route};
@@ -19,11 +19,12 @@ fn the_loss_and_its_gradient_are_the_cpus() {
         let held = Arc::new((0..rows as u32).map(|row| 1 + row % 5).collect::<Vec<_>>());
         for holders in [None, Some(&held)] {
             let (loss, gradients) =
-                differentiated(&[&logits], &dloss, |x| load_balance(x[0], &plan, holders));
-            let (got, got_gradients) =
-                differentiated(&[&logits.to_device(&gpu).unwrap()], &dloss.to_device(&gpu).unwrap(), |x| {
-                    load_balance(x[0], &there, holders)
-                });
+                output_and_gradients(&[&logits], &dloss, |x| load_balance(x[0], &plan, holders));
+            let (got, got_gradients) = output_and_gradients(
+                &[&logits.to_device(&gpu).unwrap()],
+                &dloss.to_device(&gpu).unwrap(),
+                |x| load_balance(x[0], &there, holders),
+            );
             assert_close(&got, &loss, 4e-6);
             if experts > 1 {
                 assert_close(&got_gradients[0], &gradients[0], 1e-5);
@@ -60,7 +61,8 @@ fn no_rows_are_no_loss_and_what_does_not_fit_is_refused() {
         |tokens: usize| Dispatch::new(&Tensor::zeros((tokens, 2), DType::U32, &gpu).unwrap(), 8).unwrap();
     let empty = Tensor::zeros((0, 8), DType::F32, &gpu).unwrap();
     let dloss = Tensor::new(1f32, &gpu).unwrap();
-    let (loss, gradients) = differentiated(&[&empty], &dloss, |x| load_balance(x[0], &plan_of(0), None));
+    let (loss, gradients) =
+        output_and_gradients(&[&empty], &dloss, |x| load_balance(x[0], &plan_of(0), None));
     assert_eq!((loss.to_scalar::<f32>().unwrap(), gradients[0].dims()), (0.0, &[0, 8][..]));
 
     let logits = Tensor::zeros((3, 8), DType::F32, &gpu).unwrap();

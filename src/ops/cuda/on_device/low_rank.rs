@@ -1,6 +1,9 @@
 //! Tests of low-rank corrections, compared with the CPU on the same numbers.
 
-use super::{assert_close, assert_refused, assert_rounded, differentiated, floats, learning, numbers, up};
+use super::{
+    assert_close, assert_refused, assert_rounded, floats, numbers, output_and_gradients, to_gpu,
+    trainable_parameter,
+};
 use crate::ops::cuda::open;
 use crate::ops::{self, Dispatch, Parameter};
 use candle_core::{DType, Device, Result, Tensor};
@@ -16,27 +19,25 @@ fn plan(rows: usize, experts: usize, device: &Device) -> Dispatch {
 }
 
 /// The result, the gradients of `y` and `x`, and those of the factors, whose buffers held 0.5.
-struct Computed {
+struct Results {
     z: Tensor,
     inputs: Vec<Tensor>,
     factors: [Tensor; 2],
 }
 
-fn computed(
-    device: &Device,
-    inputs: [&Tensor; 3],
-    factors: [&Tensor; 2],
-    experts: Option<usize>,
-) -> Computed {
-    let held = |x: &Tensor| if device.is_cuda() { up(x, device) } else { x.clone() };
+fn computed(device: &Device, inputs: [&Tensor; 3], factors: [&Tensor; 2], experts: Option<usize>) -> Results {
+    let held = |x: &Tensor| if device.is_cuda() { to_gpu(x, device) } else { x.clone() };
     let [y, x, dz] = inputs.map(held);
     let plan = experts.map(|experts| plan(x.dims()[0], experts, device));
     let [(a, da), (b, db)] = factors.map(|factor| {
-        learning(&held(factor), &(factor.ones_like().unwrap() * 0.5).unwrap().to_device(device).unwrap())
+        trainable_parameter(
+            &held(factor),
+            &(factor.ones_like().unwrap() * 0.5).unwrap().to_device(device).unwrap(),
+        )
     });
     let (z, inputs) =
-        differentiated(&[&y, &x], &dz, |x| ops::add_low_rank(x[0], x[1], [&a, &b], 0.7, plan.as_ref()));
-    Computed { z, inputs, factors: [da, db] }
+        output_and_gradients(&[&y, &x], &dz, |x| ops::add_low_rank(x[0], x[1], [&a, &b], 0.7, plan.as_ref()));
+    Results { z, inputs, factors: [da, db] }
 }
 
 #[test]
@@ -76,15 +77,15 @@ fn a_row_alone_has_its_bits_and_sums_may_stay_f32() {
     let gpu = open(0).unwrap();
     let (rows, input, rank, output) = (200, 72, 16, 40);
     let (y, x) =
-        (numbers(1, rows, output, 1.0).to_device(&gpu).unwrap(), up(&numbers(2, rows, input, 1.0), &gpu));
-    let [a, b] =
-        [(input, rank), (rank, output)].map(|(k, n)| Parameter::frozen(&up(&numbers(3, k, n, 0.3), &gpu)));
+        (numbers(1, rows, output, 1.0).to_device(&gpu).unwrap(), to_gpu(&numbers(2, rows, input, 1.0), &gpu));
+    let [a, b] = [(input, rank), (rank, output)]
+        .map(|(k, n)| Parameter::constant(&to_gpu(&numbers(3, k, n, 0.3), &gpu)));
     let of = |y: &Tensor, first: usize, count: usize| {
         let rows = |x: &Tensor| x.narrow(0, first, count).unwrap().copy().unwrap();
         ops::add_low_rank(&rows(y), &rows(&x), [&a, &b], 2.0, None).unwrap()
     };
     let wide = of(&y, 0, rows);
-    let narrow = of(&up(&y, &gpu), 0, rows);
+    let narrow = of(&to_gpu(&y, &gpu), 0, rows);
     assert_eq!((wide.dtype(), narrow.dtype()), (DType::F32, DType::BF16));
     assert_eq!(floats(&wide.to_dtype(DType::BF16).unwrap()), floats(&narrow));
     for (first, count) in [(0, 1), (199, 1), (60, 100)] {
@@ -96,7 +97,7 @@ fn a_row_alone_has_its_bits_and_sums_may_stay_f32() {
 fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let gpu = open(0).unwrap();
     let zeros = |rows, width, dtype| Tensor::zeros((rows, width), dtype, &gpu).unwrap();
-    let factors = |dtype| [(8, 4), (4, 16)].map(|(k, n)| Parameter::frozen(&zeros(k, n, dtype)));
+    let factors = |dtype| [(8, 4), (4, 16)].map(|(k, n)| Parameter::constant(&zeros(k, n, dtype)));
     let of = |y: &Tensor, x: &Tensor, [a, b]: &[Parameter; 2], plan: Option<&Dispatch>| -> Result<Tensor> {
         ops::add_low_rank(y, x, [a, b], 1.0, plan)
     };
@@ -105,10 +106,10 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let (y, x) = of_rows(0);
     assert_eq!(of(&y, &x, &right, None).unwrap().dims(), [0, 16]);
     // An empty call in a graph: empty gradients are added.
-    let [a, b] =
-        [(8, 4), (4, 16)].map(|(k, n)| learning(&zeros(k, n, DType::BF16), &zeros(k, n, DType::F32)));
+    let [a, b] = [(8, 4), (4, 16)]
+        .map(|(k, n)| trainable_parameter(&zeros(k, n, DType::BF16), &zeros(k, n, DType::F32)));
     let (_, gradients) =
-        differentiated(&[&y, &x], &y, |x| ops::add_low_rank(x[0], x[1], [&a.0, &b.0], 1.0, None));
+        output_and_gradients(&[&y, &x], &y, |x| ops::add_low_rank(x[0], x[1], [&a.0, &b.0], 1.0, None));
     assert_eq!(gradients[1].dims(), [0, 8]);
     assert!([a.1, b.1].iter().all(|sum| floats(sum).iter().all(|x| *x == 0.0)));
     let (y, x) = of_rows(2);

@@ -9,13 +9,13 @@ mod load_balance;
 mod log_prob;
 mod low_rank;
 mod optimizer;
-mod packed;
+mod packed_weights;
 mod parameter;
 mod rope;
 mod router;
 mod rows;
 mod sampling;
-mod silu_gated;
+mod silu_and_mul;
 
 use crate::ops;
 use crate::ops::graph::differentiate;
@@ -33,7 +33,7 @@ pub(super) fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Tensor
     values.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap()
 }
 
-pub(super) fn up(x: &Tensor, gpu: &Device) -> Tensor {
+pub(super) fn to_gpu(x: &Tensor, gpu: &Device) -> Tensor {
     x.to_dtype(DType::BF16).unwrap().to_device(gpu).unwrap()
 }
 
@@ -79,15 +79,15 @@ impl GradientSink for Buffer {
 }
 
 /// Returns `values` as a trainable parameter, and its gradient buffer, which holds `held`.
-pub(super) fn learning(values: &Tensor, held: &Tensor) -> (ops::Parameter, Tensor) {
+pub(super) fn trainable_parameter(values: &Tensor, held: &Tensor) -> (ops::Parameter, Tensor) {
     // A copy: additions in place must change no other tensor.
     let buffer = held.copy().unwrap();
     let variable = Var::from_tensor(values).unwrap();
-    (ops::Parameter::trained(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
+    (ops::Parameter::with_gradient_sink(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
 }
 
 /// Returns the output of `forward`, and the gradients of `leaves` for its gradient `dy`.
-pub(super) fn walked_back(
+pub(super) fn forward_and_backward(
     leaves: &[&Tensor],
     dy: &Tensor,
     forward: impl FnOnce() -> candle_core::Result<Tensor>,
@@ -102,11 +102,11 @@ pub(super) fn walked_back(
 }
 
 /// Returns the op's output for `inputs`, and their gradients for `dy`, on the device of the inputs.
-pub(super) fn differentiated(
+pub(super) fn output_and_gradients(
     inputs: &[&Tensor],
     dy: &Tensor,
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,
 ) -> (Tensor, Vec<Tensor>) {
-    let (y, gradients) = walked_back(inputs, dy, || op(inputs));
+    let (y, gradients) = forward_and_backward(inputs, dy, || op(inputs));
     (y, gradients.into_iter().map(Option::unwrap).collect())
 }

@@ -3,7 +3,7 @@
 use super::{floats, numbers};
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::cuda::open;
-use crate::ops::optimizer::{AdamW, accumulate, adamw, round_to_bf16, scale, sgd, sum_of_squares};
+use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, scale, sgd, sum_of_squares, update_momentum};
 use candle_core::{DType, Device, Result, Tensor};
 
 const STEP: AdamW = AdamW {
@@ -50,7 +50,7 @@ fn updates_have_the_cpus_bits() {
             adamw(&x[0], [&x[1], &x[2]], &x[3], &STEP)
         });
         same(&gpu, &[weights.clone(), first, gradient], |x| {
-            accumulate(&x[1], &x[2], 0.9)?;
+            update_momentum(&x[1], &x[2], 0.9)?;
             sgd(&x[0], &x[1], 0.99, 0.1)
         });
         same(&gpu, &[(weights / 0.0).unwrap()], |x| scale(&x[0], 0.0));
@@ -134,7 +134,7 @@ fn what_an_update_does_not_take_is_refused() {
         "is not contiguous; call contiguous() first",
     );
     let here = Tensor::zeros((2, 8), DType::F32, &Device::Cpu).unwrap();
-    refused(accumulate(&x, &here, 1.0), "is not on the GPU; call to_device first");
+    refused(update_momentum(&x, &here, 1.0), "is not on the GPU; call to_device first");
     let codes = zeros((2, 8), DType::U8);
     let moment = |scales| Moment { codes: &codes, scales };
     let scales = Tensor::zeros(2, DType::F32, &gpu).unwrap();

@@ -1,6 +1,6 @@
 //! Tests of rotary position embedding on a GPU or the emulated driver, compared with the CPU.
 
-use super::{assert_refused, assert_rounded, differentiated, floats, numbers, up};
+use super::{assert_refused, assert_rounded, floats, numbers, output_and_gradients, to_gpu};
 use crate::ops::cuda::open;
 use crate::ops::rope::{RopeTable, Rotation};
 use crate::ops::{rope, rope_keys_with_values};
@@ -27,12 +27,13 @@ fn rope_gives_the_cpus_values_and_gradients() {
         let dkv = numbers(4, rows, 2 * width, 1.0).reshape((rows, 2, heads, 2 * half)).unwrap();
         let queries = |x: &[&Tensor]| rope(x[0], heads, &rotation);
         let keys = |x: &[&Tensor]| rope_keys_with_values(x[0], x[1], heads, &rotation);
-        let (y, gradients) = differentiated(&[&k], &dk, queries);
-        let (got, got_gradients) = differentiated(&[&up(&k, &gpu)], &up(&dk, &gpu), queries);
+        let (y, gradients) = output_and_gradients(&[&k], &dk, queries);
+        let (got, got_gradients) = output_and_gradients(&[&to_gpu(&k, &gpu)], &to_gpu(&dk, &gpu), queries);
         assert_rounded(&got, &y, 1e-6);
         assert_rounded(&got_gradients[0], &gradients[0], 1e-6);
-        let (y, gradients) = differentiated(&[&k, &v], &dkv, keys);
-        let (got, got_gradients) = differentiated(&[&up(&k, &gpu), &up(&v, &gpu)], &up(&dkv, &gpu), keys);
+        let (y, gradients) = output_and_gradients(&[&k, &v], &dkv, keys);
+        let (got, got_gradients) =
+            output_and_gradients(&[&to_gpu(&k, &gpu), &to_gpu(&v, &gpu)], &to_gpu(&dkv, &gpu), keys);
         assert_rounded(&got, &y, 1e-6);
         assert_rounded(&got_gradients[0], &gradients[0], 1e-6);
         // Values and their gradient are copies.
@@ -44,10 +45,11 @@ fn rope_gives_the_cpus_values_and_gradients() {
 fn table_and_positions_are_copied_once_to_each_device() {
     let (first, second) = (open(0).unwrap(), open(0).unwrap());
     let rotation = rotation(8, positions(5));
-    let copies = || [rotation.table.on(&first).unwrap(), rotation.clone().positions_on(&first).unwrap()];
+    let copies =
+        || [rotation.table.to_device(&first).unwrap(), rotation.clone().device_positions(&first).unwrap()];
     assert_eq!(copies().map(|copy| copy.id()), copies().map(|copy| copy.id()));
     for device in [&first, &second] {
-        assert!(rotation.positions_on(device).unwrap().device().same_device(device));
+        assert!(rotation.device_positions(device).unwrap().device().same_device(device));
     }
     assert_eq!(format!("{rotation:?}").matches("Uploaded").count(), 2);
 }
@@ -56,9 +58,9 @@ fn table_and_positions_are_copied_once_to_each_device() {
 fn a_row_alone_has_the_bits_it_has_in_a_batch() {
     let gpu = open(0).unwrap();
     let (positions, x) = (positions(9), numbers(5, 9, 96, 1.0));
-    let all = floats(&rope(&up(&x, &gpu), 3, &rotation(16, positions.clone())).unwrap());
+    let all = floats(&rope(&to_gpu(&x, &gpu), 3, &rotation(16, positions.clone())).unwrap());
     for row in 0..9 {
-        let one = up(&x.narrow(0, row, 1).unwrap(), &gpu);
+        let one = to_gpu(&x.narrow(0, row, 1).unwrap(), &gpu);
         let alone = floats(&rope(&one, 3, &rotation(16, vec![positions[row]])).unwrap());
         assert_eq!(all[row * 96..(row + 1) * 96], alone);
     }
@@ -70,11 +72,11 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let empty = Tensor::zeros((0, 32), DType::BF16, &gpu).unwrap();
     let none = rotation(8, vec![]);
     let dempty = empty.reshape((0, 2, 16)).unwrap();
-    let (y, gradients) = differentiated(&[&empty], &dempty, |x| rope(x[0], 2, &none));
+    let (y, gradients) = output_and_gradients(&[&empty], &dempty, |x| rope(x[0], 2, &none));
     assert_eq!((y.dims(), gradients[0].dims()), (&[0, 2, 16][..], &[0, 32][..]));
     let dkv = Tensor::zeros((0, 2, 2, 16), DType::BF16, &gpu).unwrap();
     let (y, gradients) =
-        differentiated(&[&empty, &empty], &dkv, |x| rope_keys_with_values(x[0], x[1], 2, &none));
+        output_and_gradients(&[&empty, &empty], &dkv, |x| rope_keys_with_values(x[0], x[1], 2, &none));
     assert_eq!((y.dims(), gradients[1].dims()), (&[0, 2, 2, 16][..], &[0, 32][..]));
 
     let two = rotation(8, vec![3, 4]);

@@ -1,6 +1,6 @@
 //! Tests of top-k routing on a GPU or the emulated driver, compared with the CPU on the same numbers.
 
-use super::{assert_close, assert_refused, differentiated, floats, numbers};
+use super::{assert_close, assert_refused, floats, numbers, output_and_gradients};
 use crate::ops::cuda::{open, top_k_softmax_backward};
 use crate::ops::{route, top_k_softmax};
 use candle_core::{DType, Tensor};
@@ -14,11 +14,11 @@ fn experts_are_the_cpus_and_their_weights_and_gradients_too() {
         let dweights = numbers(2, tokens, top_k, 1.0);
         let routes = route(&logits, top_k).unwrap();
         let op = |x: &[&Tensor]| top_k_softmax(x[0], &route(x[0], top_k)?);
-        let (weights, gradients) = differentiated(&[&logits], &dweights, op);
+        let (weights, gradients) = output_and_gradients(&[&logits], &dweights, op);
         let [logits, dweights] = [logits, dweights].map(|x| x.to_device(&gpu).unwrap());
         let got = route(&logits, top_k).unwrap();
         assert_eq!(got.to_vec2::<u32>().unwrap(), routes.to_vec2::<u32>().unwrap());
-        let (got, got_gradients) = differentiated(&[&logits], &dweights, op);
+        let (got, got_gradients) = output_and_gradients(&[&logits], &dweights, op);
         assert_close(&got, &weights, 4e-6);
         if top_k > 1 {
             assert_close(&got_gradients[0], &gradients[0], 4e-6);
@@ -55,7 +55,7 @@ fn no_tokens_are_no_launch_and_what_does_not_fit_is_refused() {
     let routes = route(&empty, 2).unwrap();
     assert_eq!((routes.dims(), routes.dtype()), (&[0, 2][..], DType::U32));
     let dweights = Tensor::zeros((0, 2), DType::F32, &gpu).unwrap();
-    let (weights, gradients) = differentiated(&[&empty], &dweights, |x| top_k_softmax(x[0], &routes));
+    let (weights, gradients) = output_and_gradients(&[&empty], &dweights, |x| top_k_softmax(x[0], &routes));
     assert_eq!((weights.dims(), gradients[0].dims()), (&[0, 2][..], &[0, 8][..]));
 
     let half = Tensor::zeros((3, 8), DType::BF16, &gpu).unwrap();

@@ -1,6 +1,6 @@
 //! Tests of row-wise ops on a GPU or the emulated driver, compared with the CPU on the same numbers.
 
-use super::{assert_rounded, differentiated, floats, numbers, up};
+use super::{assert_rounded, floats, numbers, output_and_gradients, to_gpu};
 use crate::ops;
 use crate::ops::cuda::{open, rms_norm_backward, swiglu_backward};
 use candle_core::{DType, Tensor, Var};
@@ -10,10 +10,10 @@ fn swiglu_gives_the_cpus_values_and_gradient() {
     let gpu = open(0).unwrap();
     for (rows, width) in [(1, 2), (3, 10), (67, 48)] {
         let (x, dy) = (numbers(1, rows, width, 4.0), numbers(2, rows, width / 2, 1.0));
-        let (y, dx) = differentiated(&[&x], &dy, |x| ops::swiglu(x[0], 7.0, 1.702));
-        let x = up(&x, &gpu);
+        let (y, dx) = output_and_gradients(&[&x], &dy, |x| ops::swiglu(x[0], 7.0, 1.702));
+        let x = to_gpu(&x, &gpu);
         assert_rounded(&ops::swiglu(&x, 7.0, 1.702).unwrap(), &y, 1e-6);
-        assert_rounded(&swiglu_backward(&x, &up(&dy, &gpu), 7.0, 1.702).unwrap(), &dx[0], 1e-6);
+        assert_rounded(&swiglu_backward(&x, &to_gpu(&dy, &gpu), 7.0, 1.702).unwrap(), &dx[0], 1e-6);
     }
 }
 
@@ -24,8 +24,8 @@ fn rms_norm_gives_the_cpus_values_and_gradients() {
         let (x, dy, weight) =
             (numbers(3, rows, width, 1.0), numbers(4, rows, width, 1.0), numbers(5, 1, width, 1.0));
         let weight = weight.flatten_all().unwrap();
-        let (y, gradients) = differentiated(&[&x, &weight], &dy, |x| ops::rms_norm(x[0], x[1], 1e-5));
-        let (x, dy, weight) = (up(&x, &gpu), up(&dy, &gpu), weight.to_device(&gpu).unwrap());
+        let (y, gradients) = output_and_gradients(&[&x, &weight], &dy, |x| ops::rms_norm(x[0], x[1], 1e-5));
+        let (x, dy, weight) = (to_gpu(&x, &gpu), to_gpu(&dy, &gpu), weight.to_device(&gpu).unwrap());
         assert_rounded(&ops::rms_norm(&x, &weight, 1e-5).unwrap(), &y, 1e-6);
         let (dx, dweight) = rms_norm_backward([&x, &weight, &dy], 1e-5, true).unwrap();
         assert_rounded(&dx, &gradients[0], 1e-5);
@@ -43,7 +43,7 @@ fn a_row_alone_has_the_bits_it_has_in_a_batch() {
     let weight = Tensor::ones(264, DType::F32, &gpu).unwrap();
     let x = numbers(6, 9, 264, 1.0);
     let of = |x: &Tensor| {
-        let x = up(x, &gpu);
+        let x = to_gpu(x, &gpu);
         [floats(&ops::rms_norm(&x, &weight, 1e-5).unwrap()), floats(&ops::swiglu(&x, 7.0, 1.702).unwrap())]
     };
     let all = of(&x);
@@ -57,7 +57,7 @@ fn a_row_alone_has_the_bits_it_has_in_a_batch() {
 #[test]
 fn gradients_pass_through_a_graph() {
     let gpu = open(0).unwrap();
-    let x = Var::from_tensor(&up(&numbers(7, 5, 16, 1.0), &gpu)).unwrap();
+    let x = Var::from_tensor(&to_gpu(&numbers(7, 5, 16, 1.0), &gpu)).unwrap();
     let weight = Var::from_tensor(&Tensor::ones(16, DType::F32, &gpu).unwrap()).unwrap();
     let normed = ops::rms_norm(&x, &weight, 1e-5).unwrap();
     let gradients = ops::swiglu(&normed, 7.0, 1.702).unwrap().backward().unwrap();

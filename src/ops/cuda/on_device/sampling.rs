@@ -3,7 +3,7 @@
 use super::{floats, numbers};
 use crate::ops::cuda::open;
 use crate::ops::log_prob::row_stats;
-use crate::ops::logits::{Logits, Sampling};
+use crate::ops::logits::{Logits, SamplingParameters};
 use candle_core::{Device, Tensor};
 
 /// Returns equal logits on the CPU and on a GPU.
@@ -22,14 +22,14 @@ fn both(z: &Tensor, gpu: &Device) -> [Logits; 2] {
 #[test]
 fn tokens_drawn_and_their_log_probs_are_the_cpus() {
     let gpu = open(0).unwrap();
-    let all = Sampling::whole(1.0);
+    let all = SamplingParameters::with_temperature(1.0);
     let cases = [
         all,
-        Sampling::whole(0.0),
-        Sampling { top_k: 3, ..all },
-        Sampling { top_p: 0.7, ..all },
-        Sampling { min_p: 0.2, ..all },
-        Sampling { temperature: 0.0, top_k: 2, ..all },
+        SamplingParameters::with_temperature(0.0),
+        SamplingParameters { top_k: 3, ..all },
+        SamplingParameters { top_p: 0.7, ..all },
+        SamplingParameters { min_p: 0.2, ..all },
+        SamplingParameters { temperature: 0.0, top_k: 2, ..all },
     ];
     for (rows, width) in [(1, 1), (3, 13), (2, 1024), (2, 9001)] {
         let [on_cpu, on_gpu] = both(&numbers(1, rows, width, 1.0), &gpu);
@@ -43,7 +43,7 @@ fn tokens_drawn_and_their_log_probs_are_the_cpus() {
             let of_tokens = |logits: &Logits| logits.log_probs(&sampling, &tokens).unwrap();
             assert_eq!(of_tokens(&on_gpu), of_tokens(&on_cpu), "{sampling:?}");
         }
-        assert_eq!(floats(on_gpu.scores()), floats(on_cpu.scores()));
+        assert_eq!(floats(on_gpu.scaled_logits()), floats(on_cpu.scaled_logits()));
     }
 }
 
@@ -53,7 +53,7 @@ fn logits_on_a_gpu_that_are_no_numbers_or_not_there_are_errors() {
     for bad in [f32::NAN, f32::INFINITY] {
         let [_, logits] = both(&Tensor::new(&[[0.0, 1.0], [bad, 0.0]], &Device::Cpu).unwrap(), &gpu);
         for temperature in [0.0, 1.0] {
-            let sampling = Sampling::whole(temperature);
+            let sampling = SamplingParameters::with_temperature(temperature);
             assert_eq!(logits.draw(&sampling, &[]).unwrap(), []);
             assert_eq!(logits.draw(&sampling, &[(0, 0.99)]).unwrap()[0].token, 1);
             let error = logits.draw(&sampling, &[(0, 0.5), (1, 0.5)]).unwrap_err().to_string();
@@ -61,7 +61,10 @@ fn logits_on_a_gpu_that_are_no_numbers_or_not_there_are_errors() {
         }
     }
     let [_, logits] = both(&Tensor::new(&[[0f32, 1.0]], &Device::Cpu).unwrap(), &gpu);
-    for sampling in [Sampling::whole(1.0), Sampling { top_k: 1, ..Sampling::whole(1.0) }] {
+    for sampling in [
+        SamplingParameters::with_temperature(1.0),
+        SamplingParameters { top_k: 1, ..SamplingParameters::with_temperature(1.0) },
+    ] {
         assert!(logits.log_probs(&sampling, &[]).unwrap().is_empty());
         let error = |e: candle_core::Error| e.to_string();
         assert!(logits.draw(&sampling, &[(1, 0.5)]).map_err(error).unwrap_err().contains("row 1 of 1"));

@@ -106,7 +106,7 @@ impl<'a> Parser<'a> {
             '{' => self.nested(Self::braced),
             '-' => {
                 self.take("-");
-                self.argument_token().map(Expr::negative)
+                self.argument_token().map(Expr::negate)
             }
             _ => self.argument_token(),
         }
@@ -132,7 +132,7 @@ impl<'a> Parser<'a> {
     fn letter(&mut self, first: char) -> Option<Expr> {
         let rest = self.rest();
         let run = &rest[..rest.len() - rest.trim_start_matches(|c: char| c.is_alphabetic()).len()];
-        if let Some(name) = normalise::plain_function(run) {
+        if let Some(name) = normalise::word_function(run) {
             self.at += run.len();
             return self.function(name);
         }

@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Aspect {
     Start,
-    End,
+    ConnectionEnd,
     /// Upper and lower case.
     Case,
     /// Words and letters, and their frequencies.
@@ -21,7 +21,7 @@ pub(super) enum Aspect {
 
 /// Language requirement of a kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Tongue {
+pub(super) enum LanguageRule {
     Any,
     /// Refers to English words or to a script with upper and lower case.
     English,
@@ -31,7 +31,7 @@ pub(super) enum Tongue {
 
 /// The form of the wording and the arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Form {
+pub(super) enum InstructionTemplate {
     CapitalWords,
     EnglishCapital,
     EnglishLowercase,
@@ -61,74 +61,80 @@ pub(super) enum Form {
 /// A kind of instruction.
 pub(super) struct Kind {
     pub(super) id: &'static str,
-    pub(super) form: Form,
-    tongue: Tongue,
+    pub(super) form: InstructionTemplate,
+    tongue: LanguageRule,
     claims: &'static [Aspect],
 }
 
 impl Kind {
     /// Returns true when one response can follow both kinds, whatever their arguments. A kind does not fit
     /// itself.
-    pub(super) fn fits(&self, other: &Kind) -> bool {
+    pub(super) fn is_compatible(&self, other: &Kind) -> bool {
         let tongues = [self.tongue, other.tongue];
-        let languages_clash = tongues.contains(&Tongue::Other) && tongues.contains(&Tongue::English);
+        let languages_clash =
+            tongues.contains(&LanguageRule::Other) && tongues.contains(&LanguageRule::English);
         self.id != other.id
             && !languages_clash
             && !self.claims.iter().any(|claim| other.claims.contains(claim))
     }
 }
 
-const fn kind(id: &'static str, form: Form, tongue: Tongue, claims: &'static [Aspect]) -> Kind {
+const fn kind(
+    id: &'static str,
+    form: InstructionTemplate,
+    tongue: LanguageRule,
+    claims: &'static [Aspect],
+) -> Kind {
     Kind { id, form, tongue, claims }
 }
 
-use Aspect::{Bullets, Case, Commas, End, Length, Paragraphs, Shape, Start, Wording};
-use Tongue::{Any, English, Other};
+use Aspect::{Bullets, Case, Commas, ConnectionEnd, Length, Paragraphs, Shape, Start, Wording};
+use LanguageRule::{Any, English, Other};
 
 /// All kinds that can be drawn.
 pub(super) const KINDS: [Kind; 24] = [
-    kind("change_case:capital_word_frequency", Form::CapitalWords, English, &[Case]),
-    kind("change_case:english_capital", Form::EnglishCapital, English, &[Case]),
-    kind("change_case:english_lowercase", Form::EnglishLowercase, English, &[Case]),
+    kind("change_case:capital_word_frequency", InstructionTemplate::CapitalWords, English, &[Case]),
+    kind("change_case:english_capital", InstructionTemplate::EnglishCapital, English, &[Case]),
+    kind("change_case:english_lowercase", InstructionTemplate::EnglishLowercase, English, &[Case]),
     // The question's own words, commas and layout are part of the response.
     kind(
         "combination:repeat_prompt",
-        Form::RepeatPrompt,
+        InstructionTemplate::RepeatPrompt,
         English,
         &[Start, Case, Wording, Length, Paragraphs, Bullets, Commas, Shape],
     ),
-    kind("combination:two_responses", Form::TwoResponses, Any, &[Shape, Paragraphs]),
-    kind("detectable_content:number_placeholders", Form::Placeholders, Any, &[]),
-    kind("detectable_content:postscript", Form::Postscript, Any, &[End]),
+    kind("combination:two_responses", InstructionTemplate::TwoResponses, Any, &[Shape, Paragraphs]),
+    kind("detectable_content:number_placeholders", InstructionTemplate::Placeholders, Any, &[]),
+    kind("detectable_content:postscript", InstructionTemplate::Postscript, Any, &[ConnectionEnd]),
     kind(
         "detectable_format:json_format",
-        Form::JsonFormat,
+        InstructionTemplate::JsonFormat,
         Any,
-        &[Shape, Start, End, Paragraphs, Bullets, Commas],
+        &[Shape, Start, ConnectionEnd, Paragraphs, Bullets, Commas],
     ),
     // The heading is an English word whose case matters.
-    kind("detectable_format:multiple_sections", Form::Sections, English, &[Shape, Case]),
-    kind("detectable_format:number_bullet_lists", Form::Bullets, Any, &[Bullets]),
-    kind("detectable_format:number_highlighted_sections", Form::Highlights, Any, &[]),
-    kind("detectable_format:title", Form::Title, Any, &[]),
-    kind("keywords:existence", Form::Keywords, English, &[Wording]),
-    kind("keywords:forbidden_words", Form::ForbiddenWords, English, &[Wording]),
-    kind("keywords:frequency", Form::KeywordFrequency, English, &[Wording]),
-    kind("keywords:letter_frequency", Form::LetterFrequency, English, &[Wording]),
-    kind("language:response_language", Form::Language, Other, &[]),
+    kind("detectable_format:multiple_sections", InstructionTemplate::Sections, English, &[Shape, Case]),
+    kind("detectable_format:number_bullet_lists", InstructionTemplate::Bullets, Any, &[Bullets]),
+    kind("detectable_format:number_highlighted_sections", InstructionTemplate::Highlights, Any, &[]),
+    kind("detectable_format:title", InstructionTemplate::Title, Any, &[]),
+    kind("keywords:existence", InstructionTemplate::Keywords, English, &[Wording]),
+    kind("keywords:forbidden_words", InstructionTemplate::ForbiddenWords, English, &[Wording]),
+    kind("keywords:frequency", InstructionTemplate::KeywordFrequency, English, &[Wording]),
+    kind("keywords:letter_frequency", InstructionTemplate::LetterFrequency, English, &[Wording]),
+    kind("language:response_language", InstructionTemplate::Language, Other, &[]),
     kind(
         "length_constraints:nth_paragraph_first_word",
-        Form::NthParagraphFirstWord,
+        InstructionTemplate::NthParagraphFirstWord,
         English,
         &[Paragraphs, Wording, Start],
     ),
-    kind("length_constraints:number_paragraphs", Form::Paragraphs, Any, &[Paragraphs]),
+    kind("length_constraints:number_paragraphs", InstructionTemplate::Paragraphs, Any, &[Paragraphs]),
     // Sentences and words are counted by English conventions.
-    kind("length_constraints:number_sentences", Form::Sentences, English, &[Length]),
-    kind("length_constraints:number_words", Form::Words, English, &[Length]),
-    kind("punctuation:no_comma", Form::NoComma, Any, &[Commas]),
-    kind("startend:end_checker", Form::EndPhrase, English, &[End]),
-    kind("startend:quotation", Form::Quotation, Any, &[Start, End]),
+    kind("length_constraints:number_sentences", InstructionTemplate::Sentences, English, &[Length]),
+    kind("length_constraints:number_words", InstructionTemplate::Words, English, &[Length]),
+    kind("punctuation:no_comma", InstructionTemplate::NoComma, Any, &[Commas]),
+    kind("startend:end_checker", InstructionTemplate::EndPhrase, English, &[ConnectionEnd]),
+    kind("startend:quotation", InstructionTemplate::Quotation, Any, &[Start, ConnectionEnd]),
 ];
 
 #[cfg(test)]
@@ -156,9 +162,9 @@ mod tests {
             ("number_paragraphs", "nth_paragraph_first_word"),
             ("title", "title"),
         ] {
-            assert!(!find(a).fits(find(b)) && !find(b).fits(find(a)), "{a} and {b}");
+            assert!(!find(a).is_compatible(find(b)) && !find(b).is_compatible(find(a)), "{a} and {b}");
         }
-        assert!(find("english_lowercase").fits(find("existence")));
-        assert!(find("response_language").fits(find("title")));
+        assert!(find("english_lowercase").is_compatible(find("existence")));
+        assert!(find("response_language").is_compatible(find("title")));
     }
 }

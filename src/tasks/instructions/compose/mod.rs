@@ -17,7 +17,7 @@ pub const INSTRUCTIONS_MAX: usize = 3;
 
 /// A composed prompt in IFEval's row format: `kwargs[i]` belongs to `instruction_id_list[i]`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Composed {
+pub struct ComposedPrompt {
     /// The question, a blank line, and the instructions in plain English.
     pub prompt: String,
     pub instruction_id_list: Vec<&'static str>,
@@ -29,21 +29,21 @@ pub struct Composed {
 ///
 /// Of the 25 kinds, `detectable_format:constrained_response` is never drawn: its three answers fit no maths
 /// question.
-pub fn compose(question: &str, rng: &mut impl Rng) -> Composed {
+pub fn compose(question: &str, rng: &mut impl Rng) -> ComposedPrompt {
     let wanted = rng.random_range(1..=INSTRUCTIONS_MAX);
     let mut order: Vec<&Kind> = KINDS.iter().collect();
     order.shuffle(rng);
     let mut chosen: Vec<&Kind> = Vec::with_capacity(wanted);
     for kind in order {
-        if chosen.len() < wanted && chosen.iter().all(|other| kind.fits(other)) {
+        if chosen.len() < wanted && chosen.iter().all(|other| kind.is_compatible(other)) {
             chosen.push(kind);
         }
     }
     let mut composed =
-        Composed { prompt: String::new(), instruction_id_list: Vec::new(), kwargs: Vec::new() };
+        ComposedPrompt { prompt: String::new(), instruction_id_list: Vec::new(), kwargs: Vec::new() };
     let mut phrases = Vec::with_capacity(wanted);
     for kind in chosen {
-        let (kwargs, phrase) = phrase::draw(kind.form, question, rng);
+        let (kwargs, phrase) = phrase::draw_instruction(kind.form, question, rng);
         composed.instruction_id_list.push(kind.id);
         composed.kwargs.push(kwargs);
         phrases.push(phrase);

@@ -1,6 +1,6 @@
 //! Arguments and wording of one drawn instruction.
 
-use super::kinds::Form;
+use super::kinds::InstructionTemplate;
 use rand::Rng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use serde_json::{Value, json};
@@ -54,19 +54,23 @@ const LANGUAGES: [(&str, &str); 16] = [
 ];
 
 /// Returns the kwargs of a drawn instruction of `form`, and a sentence that states it.
-pub(super) fn draw(form: Form, question: &str, rng: &mut impl Rng) -> (Value, String) {
+pub(super) fn draw_instruction(
+    form: InstructionTemplate,
+    question: &str,
+    rng: &mut impl Rng,
+) -> (Value, String) {
     match form {
-        Form::CapitalWords
-        | Form::Sentences
-        | Form::Words
-        | Form::KeywordFrequency
-        | Form::LetterFrequency => counted(form, rng),
-        Form::Keywords
-        | Form::ForbiddenWords
-        | Form::NthParagraphFirstWord
-        | Form::EndPhrase
-        | Form::Language => worded(form, rng),
-        Form::RepeatPrompt => {
+        InstructionTemplate::CapitalWords
+        | InstructionTemplate::Sentences
+        | InstructionTemplate::Words
+        | InstructionTemplate::KeywordFrequency
+        | InstructionTemplate::LetterFrequency => counted(form, rng),
+        InstructionTemplate::Keywords
+        | InstructionTemplate::ForbiddenWords
+        | InstructionTemplate::NthParagraphFirstWord
+        | InstructionTemplate::EndPhrase
+        | InstructionTemplate::Language => worded(form, rng),
+        InstructionTemplate::RepeatPrompt => {
             let ask = "Before you answer, copy the question above word for word; write nothing ahead of the copy, and \
                        leave out everything after the question.";
             (json!({ "prompt_to_repeat": question.trim_end() }), ask.to_owned())
@@ -86,28 +90,28 @@ fn relation(rng: &mut impl Rng) -> (&'static str, &'static str) {
 }
 
 /// Draws a bound on a count.
-fn counted(form: Form, rng: &mut impl Rng) -> (Value, String) {
+fn counted(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
     let (relation, says) = relation(rng);
     let low = relation == "at least";
     match form {
-        Form::CapitalWords => {
+        InstructionTemplate::CapitalWords => {
             let n: u32 = rng.random_range(2..=8);
             let kwargs = json!({ "capital_frequency": n, "capital_relation": relation });
             (kwargs, format!("Write {says} {n} words entirely in capital letters."))
         }
-        Form::Sentences => {
+        InstructionTemplate::Sentences => {
             let n: u32 = if low { rng.random_range(2..=10) } else { rng.random_range(6..=15) };
             let kwargs = json!({ "num_sentences": n, "relation": relation });
             let first = format!("Use {says} {n} sentences.");
             (kwargs, either(rng, first, format!("Your reply should have {says} {n} sentences.")))
         }
-        Form::Words => {
+        InstructionTemplate::Words => {
             let n: u32 = if low { rng.random_range(3..=15) * 10 } else { rng.random_range(15..=30) * 10 };
             let kwargs = json!({ "num_words": n, "relation": relation });
             let first = format!("Keep to {says} {n} words.");
             (kwargs, either(rng, first, format!("The whole reply should run to {says} {n} words.")))
         }
-        Form::KeywordFrequency => {
+        InstructionTemplate::KeywordFrequency => {
             let (n, word): (u32, _) = (rng.random_range(2..=4), pick(&WORDS, rng));
             let kwargs = json!({ "keyword": word, "frequency": n, "relation": relation });
             (kwargs, format!("The word \"{word}\" should occur {says} {n} times."))
@@ -125,21 +129,21 @@ fn counted(form: Form, rng: &mut impl Rng) -> (Value, String) {
 }
 
 /// Draws words, phrases or a language.
-fn worded(form: Form, rng: &mut impl Rng) -> (Value, String) {
+fn worded(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
     let mut words = WORDS;
     words.shuffle(rng);
     let words = &words[..rng.random_range(1..=3)];
     let list = words.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
     match form {
-        Form::Keywords => {
+        InstructionTemplate::Keywords => {
             let first = format!("Make use of each of these words: {list}.");
             (json!({ "keywords": words }), either(rng, first, format!("Your reply has to mention {list}.")))
         }
-        Form::ForbiddenWords => {
+        InstructionTemplate::ForbiddenWords => {
             let first = format!("Do without these words: {list}.");
             (json!({ "forbidden_words": words }), either(rng, first, format!("Never use {list}.")))
         }
-        Form::NthParagraphFirstWord => {
+        InstructionTemplate::NthParagraphFirstWord => {
             let paragraphs: u32 = rng.random_range(2..=4);
             let (nth, word) = (rng.random_range(1..=paragraphs), words[0]);
             let kwargs = json!({ "num_paragraphs": paragraphs, "nth_paragraph": nth, "first_word": word });
@@ -149,7 +153,7 @@ fn worded(form: Form, rng: &mut impl Rng) -> (Value, String) {
             );
             (kwargs, ask)
         }
-        Form::EndPhrase => {
+        InstructionTemplate::EndPhrase => {
             let phrase = *pick(&END_PHRASES, rng);
             (json!({ "end_phrase": phrase }), format!("The very last words must be: {phrase}"))
         }
@@ -162,44 +166,48 @@ fn worded(form: Form, rng: &mut impl Rng) -> (Value, String) {
 }
 
 /// Draws layout, punctuation or case.
-fn shaped(form: Form, rng: &mut impl Rng) -> (Value, String) {
+fn shaped(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
     let n: u32 = rng.random_range(2..=4);
     let bare = |ask: &str| (json!({}), ask.to_owned());
     match form {
-        Form::EnglishCapital => bare("Write in English and only in capital letters."),
-        Form::EnglishLowercase => {
+        InstructionTemplate::EnglishCapital => bare("Write in English and only in capital letters."),
+        InstructionTemplate::EnglishLowercase => {
             bare("Write in English and only in lowercase letters, without a single capital.")
         }
-        Form::TwoResponses => bare("Give two different answers with ****** between them and nowhere else."),
-        Form::JsonFormat => {
+        InstructionTemplate::TwoResponses => {
+            bare("Give two different answers with ****** between them and nowhere else.")
+        }
+        InstructionTemplate::JsonFormat => {
             bare("The whole reply must be valid JSON; a Markdown code fence around it is fine.")
         }
-        Form::Title => bare("Give your reply a title in double angle brackets, like <<a short title>>."),
-        Form::NoComma => bare("Do not use any comma."),
-        Form::Quotation => bare("Put the whole reply between double quotation marks."),
-        Form::Postscript => {
+        InstructionTemplate::Title => {
+            bare("Give your reply a title in double angle brackets, like <<a short title>>.")
+        }
+        InstructionTemplate::NoComma => bare("Do not use any comma."),
+        InstructionTemplate::Quotation => bare("Put the whole reply between double quotation marks."),
+        InstructionTemplate::Postscript => {
             let marker = *pick(&["P.S.", "P.P.S"], rng);
             (
                 json!({ "postscript_marker": marker }),
                 format!("Close with a postscript that begins with {marker}"),
             )
         }
-        Form::Placeholders => {
+        InstructionTemplate::Placeholders => {
             let ask = format!("Include at least {n} placeholders in square brackets, like [name].");
             (json!({ "num_placeholders": n }), ask)
         }
-        Form::Sections => {
+        InstructionTemplate::Sections => {
             let word = *pick(&["Section", "SECTION", "Part"], rng);
             let ask = format!("Divide the reply into {n} sections headed {word} 1, {word} 2 and so on.");
             (json!({ "section_spliter": word, "num_sections": n }), ask)
         }
-        Form::Bullets => {
+        InstructionTemplate::Bullets => {
             let ask = format!(
                 "Include exactly {n} Markdown bullet points, each on a line that begins with \"* \"."
             );
             (json!({ "num_bullets": n }), ask)
         }
-        Form::Highlights => {
+        InstructionTemplate::Highlights => {
             let ask = format!("Emphasise at least {n} passages in Markdown, like *this passage*.");
             (json!({ "num_highlights": n }), ask)
         }

@@ -5,8 +5,8 @@ use rloss::policy::correction::{
     CorrectionRules, ImportanceConfig, RejectionRule, correct, importance_weights, reject,
 };
 use rloss::policy::loss::{ClipRange, PpoClip};
-use rloss::policy::offpolicy::{offpolicy_metrics, probs_diff_metrics};
-use rloss::policy::{Aggregation, Figures};
+use rloss::policy::off_policy::{off_policy_metrics, probs_diff_metrics};
+use rloss::policy::{Aggregation, MetricMap};
 use rloss::settings::Choice;
 use serde_json::Value;
 
@@ -117,7 +117,7 @@ pub fn bypass_row(row: &Row) -> Outcome {
     Ok(actual)
 }
 
-pub fn add_metrics(actual: &mut [(&'static str, Actual)], more: Figures) {
+pub fn add_metrics(actual: &mut [(&'static str, Actual)], more: MetricMap) {
     for (_, value) in actual {
         if let Actual::Metrics(metrics) = value {
             metrics.extend(more.clone());
@@ -130,7 +130,7 @@ pub fn offpolicy(row: &Row) -> Outcome {
     let rollout = &row.inputs["rollout_log_prob"];
     let rollout = (!rollout.is_null()).then(|| floats(rollout));
     let train = floats(&row.inputs["old_log_prob"]);
-    let metrics = offpolicy_metrics(&batch.sequences(), &train, rollout.as_deref())?;
+    let metrics = off_policy_metrics(&batch.sequences(), &train, rollout.as_deref())?;
     Ok(vec![("metrics", Actual::Metrics(metrics))])
 }
 

@@ -4,7 +4,7 @@ use rloss::policy::divergence::kl_loss;
 use rloss::policy::kl_in_reward::{KlController, kl_in_reward};
 use rloss::policy::loss::{ClipRange, LossInput};
 use rloss::policy::value::value_loss;
-use rloss::policy::{Aggregation, BatchSize, Figures, Normalizer};
+use rloss::policy::{Aggregation, BatchSize, MetricMap, Normalizer};
 
 use super::super::entropy::entropy;
 use super::super::trl::{TrlConfig, TrlObjective, trl};
@@ -28,7 +28,7 @@ fn number(row: &Row, key: &str) -> f64 {
 pub fn kl_penalty(row: &Row) -> Outcome {
     let divergence = verl::estimator(text(row, "kl_penalty"))?;
     let (log_prob, reference) = (floats(&row.inputs["logprob"]), floats(&row.inputs["ref_logprob"]));
-    let (values, slopes) = log_prob.iter().zip(&reference).map(|(&l, &r)| divergence.at(l, r)).unzip();
+    let (values, slopes) = log_prob.iter().zip(&reference).map(|(&l, &r)| divergence.estimate(l, r)).unzip();
     Ok(vec![("kl", Actual::Values(values)), ("grad_logprob", Actual::Values(slopes))])
 }
 
@@ -68,7 +68,7 @@ pub fn kl_in_reward_row(row: &Row) -> Outcome {
         coefficient,
     )?;
     controller.update(result.kl, batch.sequences().len());
-    let metrics = Figures::from([
+    let metrics = MetricMap::from([
         ("actor/reward_kl_penalty".into(), result.kl),
         ("actor/reward_kl_penalty_coeff".into(), coefficient),
     ]);
@@ -131,7 +131,7 @@ pub fn trl_row(row: &Row) -> Outcome {
     let loss_type = text(row, "loss_type");
     let objective = match loss_type {
         "cispo" => TrlObjective::Cispo { ratio_max: number(row, "epsilon_high") },
-        _ => TrlObjective::Clip {
+        _ => TrlObjective::OutputClipper {
             range: ClipRange::new(number(row, "epsilon"), number(row, "epsilon_high"))?,
             delta: row.params["delta"].as_f64(),
         },
@@ -147,7 +147,10 @@ pub fn trl_row(row: &Row) -> Outcome {
     // TRL counts every sequence, those without a valid token included.
     let size = BatchSize {
         sequences: sequences.len(),
-        ..BatchSize::of(&sequences, row.params["max_completion_length"].as_u64().unwrap_or(0) as usize)
+        ..BatchSize::from_sequences(
+            &sequences,
+            row.params["max_completion_length"].as_u64().unwrap_or(0) as usize,
+        )
     };
     let normalizer = Normalizer::new(aggregation, size)?;
     let (result, extremes) = trl(&input, &TrlConfig { objective, sequence_level, kl }, &normalizer)?;

@@ -1,0 +1,81 @@
+//! Counts of workers that died or could not start during a call. The model reads a reply; the user gets a
+//! warning.
+
+use super::lock;
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+use std::sync::Mutex;
+
+/// Deaths below this number are not reported: model-written code may end its own worker.
+const HANDFUL: u64 = 5;
+
+/// Number of deaths and the last one's cause.
+#[derive(Debug, Default)]
+pub struct Deaths(Mutex<Counted>);
+
+#[derive(Debug, Default)]
+struct Counted {
+    count: u64,
+    told: u64,
+    cause: String,
+}
+
+impl Deaths {
+    pub fn record(&self, cause: String) {
+        let mut counted = lock(&self.0);
+        counted.count += 1;
+        counted.cause = cause;
+    }
+
+    /// Returns a warning when there are more than a handful of deaths, and again at every tenfold increase.
+    pub fn take_warning(&self) -> Option<String> {
+        let mut counted = lock(&self.0);
+        if counted.count <= HANDFUL || counted.count < 10 * counted.told {
+            return None;
+        }
+        counted.told = counted.count;
+        let Counted { count, cause, .. } = &*counted;
+        Some(format!(
+            "{count} calls of the Python tool ended with a dead worker so far; the last one: {cause}"
+        ))
+    }
+}
+
+/// Returns the likely cause of a worker's end.
+pub fn cause(status: Option<ExitStatus>, last_words: &str) -> String {
+    let word = last_words.lines().next_back().map(|line| format!(": {line}")).unwrap_or_default();
+    match status {
+        Some(status) if status.signal() == Some(libc::SIGKILL) => {
+            "killed from outside, as the system does when memory runs out (the kernel's log tells): lower interpreter.workers or \
+             interpreter.memory_mib"
+                .to_owned()
+        }
+        Some(status) => format!("{status}{word}"),
+        None => format!("it answered with nonsense{word}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_than_a_handful_is_told_once_and_again_at_ten_times_as_many() {
+        let deaths = Deaths::default();
+        let mut told = vec![];
+        for number in 1..=100 {
+            deaths.record(format!("number {number}"));
+            told.extend(deaths.take_warning());
+        }
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(told[0].starts_with("6 calls") && told[0].ends_with("number 6"));
+        assert!(told[1].starts_with("60 calls"));
+    }
+
+    #[test]
+    fn the_cause_is_the_signal_or_the_last_words() {
+        assert!(cause(Some(ExitStatus::from_raw(9)), "").contains("memory runs out"));
+        assert!(cause(Some(ExitStatus::from_raw(11)), "").contains("signal: 11"));
+        assert!(cause(Some(ExitStatus::from_raw(256)), "a\nb").ends_with(": b"));
+    }
+}

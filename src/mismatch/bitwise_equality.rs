@@ -1,0 +1,191 @@
+//! Proves link by link that rollout and training are one forward.
+//!
+//! | link | equality |
+//! | --- | --- |
+//! | `batch_invariance` | a row alone on one thread = the row in any packing and order, on several threads |
+//! | `prefill_equals_training` | prefill into the cache = the training forward |
+//! | `decode_equals_prefill` | decode, one token at a time with the cache = prefill of the whole sequence |
+//! | `rollout_equals_training` | log-probs stored at sampling = the training forward; follows from the others, and is measured |
+//!
+//! The first three compare every token but the first of each sequence; the last one compares the sampled
+//! tokens.
+
+use crate::learner::batch_runner::BatchRunner;
+use crate::learner::forward_backward::{Pass, PassOutput, PassSettings};
+use crate::learner::micro_batch::{MicroBatch, Sequence};
+use crate::metrics::{Console, Progress};
+use crate::model::forward::ForwardOptions;
+use crate::model::policy_view::PolicyView;
+use crate::ops::threads::Threads;
+use crate::trajectory::Trajectory;
+use anyhow::Result;
+
+/// Number of sequences decoded together.
+const DECODE_SEQUENCES: usize = 64;
+
+/// The result of one link of the proof.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EqualityCheck {
+    pub name: &'static str,
+    /// Number of log-probabilities compared.
+    pub tokens: usize,
+    /// Number of tokens with the same bits on both sides.
+    pub bit_equal: usize,
+    /// Largest difference, in nats; infinite if one side is not a number.
+    pub logprob_abs_diff_max: f64,
+}
+
+impl EqualityCheck {
+    fn new(name: &'static str) -> Self {
+        Self { name, tokens: 0, bit_equal: 0, logprob_abs_diff_max: 0.0 }
+    }
+
+    fn add(&mut self, a: &[f32], b: &[f32]) {
+        // Different lengths count as differences.
+        self.tokens += a.len().max(b.len());
+        for (a, b) in a.iter().zip(b) {
+            self.bit_equal += usize::from(a.to_bits() == b.to_bits());
+            let gap = (f64::from(*a) - f64::from(*b)).abs();
+            self.logprob_abs_diff_max =
+                self.logprob_abs_diff_max.max(if gap.is_nan() { f64::INFINITY } else { gap });
+        }
+    }
+
+    /// Returns the share of tokens with the same bits; 1 if there are no tokens.
+    pub fn bit_equal_fraction(&self) -> f64 {
+        if self.tokens == 0 { 1.0 } else { self.bit_equal as f64 / self.tokens as f64 }
+    }
+
+    /// Returns whether all bits agree.
+    pub fn is_bit_equal(&self) -> bool {
+        self.bit_equal == self.tokens && self.logprob_abs_diff_max == 0.0
+    }
+}
+
+/// Both sides of the proof.
+#[derive(Clone, Copy)]
+pub struct EqualityProof<'a> {
+    pub runner: BatchRunner<'a>,
+    /// The sampling policy.
+    pub rollout: &'a PolicyView<'a>,
+    /// The ablations of the training forward.
+    pub training: ForwardOptions,
+    pub temperature: f64,
+    pub micro_batch_tokens: usize,
+    /// Shows progress, in tokens.
+    pub console: &'a Console,
+}
+
+impl EqualityProof<'_> {
+    /// Returns all links over `trajectories`, in order.
+    ///
+    /// # Errors
+    /// When a forward fails.
+    pub fn run_checks(&self, trajectories: &[&Trajectory]) -> Result<[EqualityCheck; 4]> {
+        let every = |t: &&Trajectory| Sequence {
+            tokens: t.tokens.clone(),
+            mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
+        };
+        let sequences: Vec<Sequence> = trajectories.iter().map(every).collect();
+        // In a run of several processes, all of them compute this side; it then stands for one of the
+        // packings.
+        let training = self.spread(&sequences)?;
+
+        let mut invariance = EqualityCheck::new("batch_invariance");
+        let alone = self.training("each alone", &sequences, 1, &Threads::new(1)?)?;
+        let reversed: Vec<Sequence> = sequences.iter().rev().cloned().collect();
+        let tokens_max = self.micro_batch_tokens / 2 + 7;
+        let mut packed = self.training("packed otherwise", &reversed, tokens_max, &Threads::new(3)?)?;
+        packed.reverse();
+        for (alone, others) in alone.iter().zip(training.iter().zip(&packed)) {
+            invariance.add(alone, others.0);
+            invariance.add(alone, others.1);
+        }
+
+        let tokens: Vec<&[u32]> = trajectories.iter().map(|t| &t.tokens[..]).collect();
+        let (mut prefill_link, mut decode_link) =
+            (EqualityCheck::new("prefill_equals_training"), EqualityCheck::new("decode_equals_prefill"));
+        let threads = self.runner.threads;
+        let stage = self.stage("prefill", &sequences);
+        let mut prefill = Vec::with_capacity(tokens.len());
+        for tokens in &tokens {
+            prefill.extend(threads.run_on_all(|| self.rollout.prefill(&[tokens], self.temperature))?);
+            stage.advance_tokens(inputs(tokens) as f64);
+        }
+        stage.finish();
+        prefill.iter().zip(&training).for_each(|(a, b)| prefill_link.add(a, b));
+        let stage = self.stage("token by token", &sequences);
+        for (chunk, prefill) in tokens.chunks(DECODE_SEQUENCES).zip(prefill.chunks(DECODE_SEQUENCES)) {
+            let fed = |count: usize| stage.advance_tokens(count as f64);
+            let decode = threads.run_on_all(|| self.rollout.decode(chunk, self.temperature, &fed))?;
+            decode.iter().zip(prefill).for_each(|(a, b)| decode_link.add(a, b));
+        }
+        stage.finish();
+
+        let mut rollout = EqualityCheck::new("rollout_equals_training");
+        for (t, training) in trajectories.iter().zip(&training) {
+            let sampled: Vec<usize> = (1..t.tokens.len()).filter(|&i| t.mask[i]).collect();
+            let stored: Vec<f32> = sampled.iter().map(|&i| t.logprobs[i]).collect();
+            let computed: Vec<f32> = sampled.iter().map(|&i| training[i - 1]).collect();
+            rollout.add(&stored, &computed);
+        }
+        Ok([invariance, prefill_link, decode_link, rollout])
+    }
+
+    /// Runs `sequences` through the forward as training does; returns the log-probabilities of each sequence.
+    fn spread(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
+        let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
+        let stage = self.stage("training", sequences);
+        let outputs = self.runner.forward_shown(&batches, self.settings(), &stage)?;
+        stage.finish();
+        let of = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
+            batch.cu_targets.windows(2).map(|w| output.log_probs()[w[0]..w[1]].to_vec()).collect()
+        };
+        Ok(batches.iter().zip(&outputs).flat_map(of).collect())
+    }
+
+    fn settings(&self) -> PassSettings {
+        PassSettings {
+            recompute_layers: true,
+            temperature: self.temperature,
+            load_balance: 0.0,
+            forward: self.training,
+        }
+    }
+
+    /// Runs the training forward of `sequences` in this process, packed up to `tokens_max`, with a progress
+    /// stage `name`. Returns the log-probabilities of each sequence.
+    fn training(
+        &self,
+        name: &str,
+        sequences: &[Sequence],
+        tokens_max: usize,
+        threads: &Threads,
+    ) -> Result<Vec<Vec<f32>>> {
+        let BatchRunner { model, parameters, .. } = self.runner;
+        let weights = &parameters.frozen_weights(None)?;
+        let settings = self.settings();
+        let stage = self.stage(name, sequences);
+        let mut log_probs = Vec::with_capacity(sequences.len());
+        for batch in &MicroBatch::split(sequences, tokens_max) {
+            let pass = Pass { model, weights, batch, settings };
+            let share = batch.sequence_rows.positions_count() as f64 / model.config.num_hidden_layers as f64;
+            let passed = || stage.advance_tokens(share);
+            let [found, _] = threads.run_on_all(|| pass.forward_with_progress(&passed))?.head;
+            log_probs.extend(batch.cu_targets.windows(2).map(|w| found[w[0]..w[1]].to_vec()));
+        }
+        stage.finish();
+        Ok(log_probs)
+    }
+
+    /// Starts a progress stage over all input tokens of `sequences`.
+    fn stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
+        let all: usize = sequences.iter().map(|sequence| inputs(&sequence.tokens)).sum();
+        self.console.work_tokens(name, all as u64)
+    }
+}
+
+/// Returns the number of input tokens: all but the last.
+fn inputs(tokens: &[u32]) -> usize {
+    tokens.len().saturating_sub(1)
+}

@@ -1,0 +1,136 @@
+//! Tokens with log-probabilities from another computation.
+
+use crate::learner::micro_batch::{MicroBatch, Sequence};
+use std::ops::Range;
+
+/// Sequences that are computed together.
+#[derive(Debug, Clone)]
+pub struct EngineBatch {
+    pub tokens: MicroBatch,
+    /// The temperature that the file states for the log-probs.
+    pub temperature: f64,
+    /// Whether each target was sampled. Engines give raw log-probs for a prompt: at temperature 1, over the
+    /// whole vocabulary.
+    pub sampled: Vec<bool>,
+}
+
+/// Tokens and log-probs to compare with the model.
+#[derive(Debug, Clone, Default)]
+pub struct EngineLogProbs {
+    pub batches: Vec<EngineBatch>,
+    /// Log-probs of all targets, in batch order.
+    pub log_probs: Vec<f32>,
+}
+
+impl EngineLogProbs {
+    /// Wraps batches whose targets were all sampled at one temperature.
+    pub fn from_samples(batches: Vec<MicroBatch>, temperature: f64, log_probs: Vec<f32>) -> Self {
+        let batch = |tokens: MicroBatch| {
+            let sampled = vec![true; tokens.targets.len()];
+            EngineBatch { tokens, temperature, sampled }
+        };
+        Self { batches: batches.into_iter().map(batch).collect(), log_probs }
+    }
+
+    /// Returns the number of input tokens of the longest sequence.
+    pub fn row_tokens_max(&self) -> usize {
+        let positions = self.batches.iter().flat_map(|batch| &batch.tokens.positions);
+        positions.max().map_or(0, |&last| last as usize + 1)
+    }
+
+    /// Returns the range of each sequence's targets.
+    pub fn target_ranges(&self) -> Vec<Range<usize>> {
+        let counts =
+            self.batches.iter().flat_map(|batch| batch.tokens.cu_targets.windows(2).map(|w| w[1] - w[0]));
+        let mut end = 0;
+        let mut row = |count| {
+            end += count;
+            end - count..end
+        };
+        counts.map(&mut row).collect()
+    }
+
+    /// Selects evenly spaced sequences with up to about `targets_max` targets; the last one may be truncated.
+    /// Also returns the indices of their targets among all targets.
+    pub fn select_sequences(&self, targets_max: usize) -> (Self, Vec<usize>) {
+        let stride = self.log_probs.len().div_ceil(targets_max.max(1)).max(1);
+        let (mut part, mut places) = (Self::default(), vec![]);
+        let (mut sequence, mut first) = (0, 0);
+        for batch in &self.batches {
+            let mut kept = vec![];
+            for (index, w) in batch.tokens.cu_targets.windows(2).enumerate() {
+                let count = (w[1] - w[0]).min(targets_max.saturating_sub(places.len()));
+                if sequence % stride == 0 && count > 0 {
+                    kept.push((index, count));
+                    places.extend((first + w[0]..).take(count));
+                }
+                sequence += 1;
+            }
+            first += batch.sampled.len();
+            if !kept.is_empty() {
+                part.batches.push(batch.cut(&kept));
+            }
+        }
+        part.log_probs = places.iter().map(|&place| self.log_probs[place]).collect();
+        (part, places)
+    }
+}
+
+impl EngineBatch {
+    /// Selects sequences: `kept` lists (index, number of first targets).
+    fn cut(&self, kept: &[(usize, usize)]) -> Self {
+        let whole = &self.tokens;
+        let (mut sequences, mut sampled) = (vec![], vec![]);
+        for &(index, count) in kept {
+            let own = whole.cu_targets[index]..whole.cu_targets[index] + count;
+            let path = whole.sequence_rows.row_indices(index);
+            let places =
+                whole.rows[own.clone()].iter().filter_map(|&row| path.binary_search(&(row as usize)).ok());
+            let places: Vec<usize> = places.collect();
+            let length = places.last().map_or(0, |&place| place + 1);
+            let inputs = path[..length].iter().map(|&row| whole.tokens[row]);
+            let tokens: Vec<u32> = inputs.chain(whole.targets[own.clone()].last().copied()).collect();
+            let mut mask = vec![false; tokens.len()];
+            places.iter().for_each(|&place| mask[place + 1] = true);
+            sequences.push(Sequence { tokens, mask });
+            sampled.extend_from_slice(&self.sampled[own]);
+        }
+        // One micro-batch without a limit.
+        let tokens = MicroBatch::split(&sequences, usize::MAX).swap_remove(0);
+        Self { tokens, temperature: self.temperature, sampled }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_holds_whole_sequences_and_the_last_cut_short() {
+        let sequence = |from: u32, n: u32| Sequence {
+            tokens: (from..from + n).collect(),
+            mask: (0..n).map(|i| i > 1).collect(),
+        };
+        let sequences = [sequence(0, 6), sequence(10, 5), sequence(20, 8), sequence(30, 4)];
+        let batches = MicroBatch::split(&sequences, 12);
+        let count: usize = batches.iter().map(|batch| batch.targets.len()).sum();
+        let whole = EngineLogProbs::from_samples(batches, 1.0, (0..count).map(|i| i as f32).collect());
+        let (part, places) = whole.select_sequences(8);
+        assert_eq!(whole.target_ranges(), [0..4, 4..7, 7..13, 13..15]);
+        // Every other sequence. The first has 4 targets, so 4 of the third's 6 remain.
+        assert_eq!(places, [0, 1, 2, 3, 7, 8, 9, 10]);
+        assert_eq!(part.log_probs, [0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 9.0, 10.0]);
+        let all = |of: &dyn Fn(&MicroBatch) -> Vec<u32>| -> Vec<u32> {
+            part.batches.iter().flat_map(|batch| of(&batch.tokens)).collect()
+        };
+        assert_eq!(all(&|b| b.tokens.to_vec()), [0, 1, 2, 3, 4, 20, 21, 22, 23, 24]);
+        assert_eq!(all(&|b| b.targets.to_vec()), [2, 3, 4, 5, 22, 23, 24, 25]);
+        for batch in &part.batches {
+            for (row, target) in batch.tokens.rows.iter().zip(batch.tokens.targets.iter()) {
+                assert_eq!(batch.tokens.tokens[*row as usize] + 1, *target);
+            }
+            assert_eq!(batch.sampled.len(), batch.tokens.targets.len());
+        }
+        assert_eq!(whole.select_sequences(100).0.log_probs.len(), count);
+    }
+}

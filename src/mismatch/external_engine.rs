@@ -1,0 +1,338 @@
+//! Compares another engine's rows with this model: verdict, location of the mismatch, and text for both.
+
+use super::compare::LogProbPair;
+use super::diagnose::{Diagnosis, UnmodifiedModel, Verdict, join_causes};
+use super::distance::DifferenceStats;
+use super::engine_log_probs::{EngineBatch, EngineLogProbs};
+use super::expert_comparison::ExpertComparison;
+use super::locate::{LocationResult, TargetPositions, locate};
+use super::output::ResultLine;
+use super::rounding::is_within_f32;
+use super::rows::TokenRow;
+use crate::bad_input;
+use crate::chat::Chat;
+use crate::learner::micro_batch::{MicroBatch, Sequence};
+use crate::metrics::format_number;
+use crate::model::config::LayerType;
+use anyhow::Result;
+use serde_json::{Value, json};
+
+/// The comparison of one side's rows with the model.
+pub struct Comparison {
+    /// Figures over all tokens, then by position.
+    pub lines: Vec<ResultLine>,
+    /// The answer, one paragraph.
+    pub answer: String,
+    pub diagnosis: Diagnosis,
+    pub located: LocationResult,
+    pub places: TargetPositions,
+    /// Present if the rows hold the routed experts.
+    pub routes: Option<ExpertComparison>,
+}
+
+impl Comparison {
+    /// Returns the comparison's part of `mismatch.json`.
+    pub fn to_json(&self) -> Value {
+        let Diagnosis { verdict, figures, left, f32_yard, bf16_yard, within_bf16, without_effect, .. } =
+            &self.diagnosis;
+        let of = |figures: &DifferenceStats| {
+            Value::Object(figures.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
+        };
+        let explanations = verdict.causes().iter();
+        let explanations =
+            explanations.map(|cause| json!({"causes": [cause.name], "words": cause.description()}));
+        json!({
+            "verdict": verdict.kind(),
+            "differs": verdict.has_mistake(),
+            "explanations": explanations.collect::<Vec<_>>(),
+            "logprob_abs_diff": of(figures),
+            "left": left.as_ref().map(of),
+            "f32_rounding": of(f32_yard),
+            "bf16_rounding": of(bf16_yard),
+            "within_bf16_rounding": within_bf16,
+            "ties_of_routing": self.diagnosis.ties,
+            "causes_without_effect_on_these_rows": without_effect,
+            "moved": {
+                "tokens": self.located.moved,
+                "of": self.located.targets,
+                "place": self.located.location.as_ref().map(|location| &location.place),
+            },
+            "routes": self.routes.as_ref().map(ExpertComparison::to_json),
+        })
+    }
+}
+
+/// Compares `rows` with the model.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when no row holds a log-prob after its first token.
+pub fn compare(
+    reference: UnmodifiedModel,
+    chat: &Chat,
+    rows: &[TokenRow],
+    micro_batch_tokens: usize,
+    clip: (f64, f64),
+) -> Result<Comparison> {
+    let (observed, row_of_target) = observe(rows, micro_batch_tokens);
+    if observed.log_probs.is_empty() {
+        return Err(bad_input!(
+            "no row holds a log-prob after its first token, so there is nothing to compare"
+        ));
+    }
+    let diagnosis = reference.diagnose(&observed)?;
+    let names = rows.iter().map(|row| row.name.clone()).collect();
+    let places = TargetPositions::collect(&reference, &observed, names, row_of_target)?;
+    let located = locate(&places, &diagnosis.gaps, threshold(&diagnosis));
+    let config = &reference.model.config;
+    let window = config.sliding_window;
+    let mut lines = vec![];
+    let parts: [(_, &dyn Fn(usize) -> bool); 3] = [
+        ("rollout_equals_training", &|_| true),
+        ("… positions within the window", &|position| position <= window),
+        ("… positions past the window", &|position| position > window),
+    ];
+    let slides = config.layer_types.contains(&LayerType::Sliding);
+    for (name, keep) in parts.into_iter().take(if slides { 3 } else { 1 }) {
+        lines.extend(line(name, keep, &places, &observed, &diagnosis, clip)?);
+    }
+    if let Some(first) = lines.first_mut() {
+        first.cause = Some(diagnosis.verdict.to_text());
+    }
+    let routes = ExpertComparison::from_rows(rows, &places, &diagnosis.gaps);
+    let mut answer = answer(&diagnosis, &located, &lines);
+    if let Some(routes) = &routes {
+        answer.push_str(&routes.to_text());
+    }
+    let ill_formed = ill_formed(chat, rows);
+    if let Some((row, what)) = ill_formed.first() {
+        let count = ill_formed.len();
+        answer.push_str(&format!(
+            " Rows that are no well-formed {} conversation: {count} (the first is row {row}: {what}).",
+            chat.name()
+        ));
+    }
+    Ok(Comparison { lines, answer, diagnosis, located, places, routes })
+}
+
+/// Splits `rows` into the sides that they hold: the engine's, and a trainer's if the file has both.
+pub fn split_sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
+    if rows.iter().all(|row| row.trainer_log_probs.is_none()) {
+        return vec![("rollout", rows)];
+    }
+    let of_trainer =
+        |row: &TokenRow| row.trainer_log_probs.clone().map(|log_probs| TokenRow { log_probs, ..row.clone() });
+    let trainer = rows.iter().filter_map(of_trainer).collect();
+    vec![("inference", rows), ("trainer", trainer)]
+}
+
+/// Compares the file's two sides with each other; `None` if it has only one.
+///
+/// # Errors
+/// When a log-prob is not a number.
+pub fn compare_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<ResultLine>> {
+    let (mut inference, mut trainer, mut cu_seqlens) = (vec![], vec![], vec![0]);
+    for row in rows {
+        let Some(of_trainer) = &row.trainer_log_probs else { continue };
+        let pairs = row.log_probs.iter().zip(of_trainer).skip(1);
+        for (theirs, ours) in pairs.filter_map(|(i, t)| Some(((*i)?, (*t)?))) {
+            inference.push(theirs);
+            trainer.push(ours);
+        }
+        if cu_seqlens.last() != Some(&inference.len()) {
+            cu_seqlens.push(inference.len());
+        }
+    }
+    if inference.is_empty() {
+        return Ok(None);
+    }
+    let gap = LogProbPair {
+        cu_seqlens: &cu_seqlens,
+        training: &trainer,
+        rollout: &inference,
+        old: &inference,
+        clip,
+    };
+    Ok(Some(ResultLine { name: "inference against trainer".to_owned(), metrics: named(&gap)?, cause: None }))
+}
+
+/// Packs the rows, grouped by temperature. Also returns the index in `rows` of every target's row.
+fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec<usize>) {
+    let mut order: Vec<usize> = (0..rows.len()).collect();
+    order.sort_by(|&a, &b| rows[a].temperature.total_cmp(&rows[b].temperature));
+    let (mut observed, mut row_of_target) = (EngineLogProbs::default(), vec![]);
+    for alike in order.chunk_by(|&a, &b| rows[a].temperature == rows[b].temperature) {
+        let sequence = |row: &TokenRow| Sequence {
+            tokens: row.tokens.clone(),
+            mask: row.log_probs.iter().enumerate().map(|(i, l)| i > 0 && l.is_some()).collect(),
+        };
+        let sequences: Vec<Sequence> =
+            alike.iter().map(|&row| sequence(&rows[row])).filter(|s| s.mask.contains(&true)).collect();
+        let mut sampled = vec![];
+        for &row in alike {
+            let values = rows[row].log_probs.iter().enumerate().skip(1);
+            for (at, value) in values.filter_map(|(at, value)| Some((at, (*value)?))) {
+                observed.log_probs.push(value);
+                sampled.push(at >= rows[row].raw_tokens);
+                row_of_target.push(row);
+            }
+        }
+        let mut sampled = sampled.into_iter();
+        let temperature = rows[alike[0]].temperature;
+        for tokens in MicroBatch::split(&sequences, micro_batch_tokens) {
+            let sampled = sampled.by_ref().take(tokens.targets.len()).collect();
+            observed.batches.push(EngineBatch { tokens, temperature, sampled });
+        }
+    }
+    (observed, row_of_target)
+}
+
+/// Returns the difference beyond which a target differs: more than rounding makes. This is f32 rounding if
+/// most targets agree that closely, else bf16 rounding.
+fn threshold(diagnosis: &Diagnosis) -> f64 {
+    let f32_like = diagnosis.figures.median <= 4.0 * diagnosis.f32_yard.median.max(1e-6);
+    let yard = if f32_like { &diagnosis.f32_yard } else { &diagnosis.bf16_yard };
+    (4.0 * yard.p90).max(1e-4)
+}
+
+/// Returns the figures over the targets whose position `keep` accepts; `None` if there are none.
+fn line(
+    name: &str,
+    keep: &dyn Fn(usize) -> bool,
+    places: &TargetPositions,
+    observed: &EngineLogProbs,
+    diagnosis: &Diagnosis,
+    clip: (f64, f64),
+) -> Result<Option<ResultLine>> {
+    let (mut theirs, mut ours, mut cu_seqlens, mut of_row) = (vec![], vec![], vec![0], None);
+    let floor = |log_prob: f32| log_prob.max(-1e4);
+    for target in (0..places.positions.len()).filter(|&target| keep(places.positions[target])) {
+        if of_row.is_some_and(|row| row != places.rows[target]) {
+            cu_seqlens.push(theirs.len());
+        }
+        of_row = Some(places.rows[target]);
+        theirs.push(floor(observed.log_probs[target]));
+        ours.push(floor(diagnosis.computed[target]));
+    }
+    if theirs.is_empty() {
+        return Ok(None);
+    }
+    cu_seqlens.push(theirs.len());
+    let gap = LogProbPair { cu_seqlens: &cu_seqlens, training: &ours, rollout: &theirs, old: &theirs, clip };
+    Ok(Some(ResultLine { name: name.to_owned(), metrics: named(&gap)?, cause: None }))
+}
+
+/// Returns a line's figures by name.
+fn named(gap: &LogProbPair) -> Result<Vec<(String, Option<f64>)>> {
+    let mut metrics = vec![("mismatch/tokens".to_owned(), Some(gap.rollout.len() as f64))];
+    metrics.extend(gap.metrics()?.into_iter().map(|(name, value)| (name, Some(value))));
+    Ok(metrics)
+}
+
+/// Returns the rows that are not a well-formed conversation, with the reason. Rows of one token are ignored.
+fn ill_formed(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
+    let longer = rows.iter().filter(|row| row.tokens.len() > 1);
+    longer
+        .filter_map(|row| Some((row.name.clone(), format!("{:#}", chat.check(&row.tokens).err()?))))
+        .collect()
+}
+
+/// Returns the answer: how far, where and why, in one paragraph.
+fn answer(found: &Diagnosis, located: &LocationResult, lines: &[ResultLine]) -> String {
+    let number = |value: f64| format_number(value);
+    let figures = &found.figures;
+    let (tokens, max) = (located.targets, number(figures.max));
+    let mut text = match &found.verdict {
+        Verdict::Agrees => {
+            let equal = found.left.map_or(figures.max, |left| left.max);
+            format!(
+                "Agrees: {} tokens are equal within {} nats, as rounding of f32 leaves them.",
+                tokens - found.ties,
+                number(equal)
+            )
+        }
+        Verdict::Rounding => format!(
+            "No mistake found: the gap cannot be told from rounding. Over {tokens} tokens it is no larger than what bf16 makes of this model."
+        ),
+        Verdict::Named(cause) => format!("Differs: {}.", cause.description()),
+        Verdict::OneOf(causes) => format!(
+            "Differs, and each of these alone leaves only rounding: {}. To decide: {}.",
+            join_causes(causes),
+            causes[0].decides
+        ),
+        Verdict::Unknown(guesses) => {
+            let mut text = "Differs, and the cause is unknown: no known one leaves only rounding.".to_owned();
+            if let [first, rest @ ..] = guesses.as_slice() {
+                text.push_str(&format!(" Nearest: {}", first.description()));
+                if let Some(second) = rest.first() {
+                    text.push_str(&format!("; then: {}", second.description()));
+                }
+                text.push_str(&format!(". To decide: {}.", first.decides));
+            }
+            text
+        }
+    };
+    text.push_str(&format!(
+        " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; this model in bf16 is {} (median) and {} (maximum) from itself.",
+        number(figures.median),
+        number(figures.mean),
+        number(figures.p99),
+        number(found.bf16_yard.median),
+        number(found.bf16_yard.max),
+    ));
+    if let Some(left) = &found.left
+        && matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_))
+    {
+        text.push_str(&format!(
+            " With this cause, {} (median) and {} (maximum) remain.",
+            number(left.median),
+            number(left.max)
+        ));
+    }
+    if found.ties > 0 {
+        text.push_str(&format!(
+            " {} of the tokens moved because two experts score alike: rounding of f32 decides between them.",
+            found.ties
+        ));
+    }
+    if found.verdict.has_mistake() && found.within_bf16 {
+        text.push_str(" By its size alone the gap cannot be told from rounding in bf16.");
+    }
+    if found.verdict != Verdict::Agrees {
+        text.push_str(&place(found, located, lines));
+    }
+    text
+}
+
+/// Describes which tokens differ.
+fn place(found: &Diagnosis, located: &LocationResult, lines: &[ResultLine]) -> String {
+    let share = 100.0 * located.moved as f64 / located.targets as f64;
+    let mut text = format!(" {:.3}% of the tokens moved beyond rounding", share);
+    if let Some(location) = &located.location {
+        text.push_str(&format!(
+            ": {} ({:.0}% of these {} moved, {:.1}% of the others)",
+            location.place,
+            100.0 * location.moved_inside,
+            location.targets,
+            100.0 * location.moved_outside
+        ));
+    } else if located.moved > 0 && share < 50.0 {
+        let first: Vec<String> =
+            located.first.iter().map(|(row, at, gap)| format!("row {row} token {at} ({gap:+.3})")).collect();
+        text.push_str(&format!(", scattered: {}", first.join(", ")));
+    }
+    text.push('.');
+    let mean = |name: &str| {
+        let line = lines.iter().find(|line| line.name.contains(name))?;
+        line.metrics.iter().find(|(key, _)| key == "mismatch/logprob_abs_diff_mean").and_then(|(_, v)| *v)
+    };
+    if let (Some(within), Some(past), false) =
+        (mean("within"), mean("past"), is_within_f32(&found.figures, &found.f32_yard))
+    {
+        text.push_str(&format!(
+            " Mean |Δlogp| within the window {}, past it {}.",
+            format_number(within),
+            format_number(past)
+        ));
+    }
+    text
+}

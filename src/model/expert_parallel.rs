@@ -1,0 +1,133 @@
+//! Expert parallelism: each rank holds some experts, and rows of hidden states are sent to them and back.
+//!
+//! The bits of a row's expert output depend neither on the rank nor on the rows beside it. Outputs return
+//! in the order in which rows were sent. So the sum over a token's experts has the same bits as in one
+//! process.
+
+use crate::dist::Mesh;
+use crate::dist::serialization::f32_bytes;
+use crate::dist::serialization::f32_values;
+use crate::ops::cpu::host_values;
+use crate::ops::{self, Dispatch};
+use anyhow::{Result, ensure};
+use candle_core::{Device, Tensor};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Returns the experts that `rank` of `ranks` holds: an even, contiguous range.
+pub fn expert_range(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
+    experts * rank / ranks..experts * (rank + 1) / ranks
+}
+
+/// The placement of a layer's experts on ranks.
+pub struct ExpertParallel {
+    mesh: Arc<Mesh>,
+    experts: usize,
+    /// Values in one row.
+    width: usize,
+}
+
+/// Computes the outputs of this rank's experts for rows `[R, H]`, sorted by the plan.
+pub type ExpertForward<'a> = &'a dyn Fn(&Tensor, &Dispatch) -> Result<Tensor>;
+
+impl ExpertParallel {
+    /// Places `experts` experts over the ranks of `mesh`. Each row has `width` values.
+    pub fn new(mesh: Arc<Mesh>, experts: usize, width: usize) -> Self {
+        Self { mesh, experts, width }
+    }
+
+    /// Returns the ranks that must make every pass together.
+    pub fn mesh(&self) -> &Arc<Mesh> {
+        &self.mesh
+    }
+
+    /// Returns the experts of this rank.
+    pub fn local_experts(&self) -> Range<usize> {
+        self.of(self.mesh.rank())
+    }
+
+    fn of(&self, rank: usize) -> Range<usize> {
+        expert_range(self.experts, rank, self.mesh.ranks())
+    }
+
+    /// Returns the expert outputs for rows `x [T·K, H]`, sorted by `plan`, in the same order. `products`
+    /// computes this rank's experts for the rows of all ranks. Every rank must call it, or
+    /// [`Self::answer`].
+    ///
+    /// # Errors
+    /// When a rank does not respond in time, or `products` fails.
+    pub fn forward(&self, x: &Tensor, plan: &Dispatch, products: ExpertForward) -> Result<Tensor> {
+        let (rows, width) = x.dims2()?;
+        ensure!(width == self.width, "rows of {width} values, experts take {}", self.width);
+        let back = self.exchanged(&plan.counts(None)?, &host_values(&x.contiguous()?)?, products)?;
+        let values: Vec<f32> = back.iter().flat_map(|bytes| f32_values(bytes)).collect();
+        Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
+    }
+
+    /// Serves the other ranks' rows when this rank has none.
+    ///
+    /// # Errors
+    /// As [`Self::products`].
+    pub fn serve(&self, products: ExpertForward) -> Result<()> {
+        self.exchanged(&vec![0; self.experts], &[], products).map(drop)
+    }
+
+    /// Sends the rows `x`, `counts` of them to each expert. Returns their outputs by rank, in the order
+    /// sent.
+    fn exchanged(&self, counts: &[usize], x: &[f32], products: ExpertForward) -> Result<Vec<Vec<u8>>> {
+        let (ranks, own) = (self.mesh.ranks(), self.local_experts());
+        let bytes_of = |counts: &[usize]| counts.iter().sum::<usize>() * self.width * size_of::<f32>();
+        let of_rank = |rank: usize| &counts[self.of(rank)];
+
+        let told =
+            (0..ranks).map(|rank| Arc::new(of_rank(rank).iter().flat_map(|&n| n.to_le_bytes()).collect()));
+        let came = self.exchange("numbers of experts' rows", told.collect(), vec![8 * own.len(); ranks])?;
+        let asked: Vec<Vec<usize>> = came.iter().map(|bytes| numbers(bytes)).collect();
+
+        let mut sent = f32_bytes(x);
+        let rows = (0..ranks).map(|rank| {
+            let (part, rest) = sent.split_at(bytes_of(of_rank(rank)));
+            sent = rest;
+            Arc::new(part.to_vec())
+        });
+        let lengths: Vec<usize> = asked.iter().map(|counts| bytes_of(counts)).collect();
+        let rows = self.exchange("experts' rows", rows.collect(), lengths.clone())?;
+
+        let made = self.made(&asked, &rows, products)?;
+        let mut made = f32_bytes(&made);
+        let answers = lengths.iter().map(|&length| {
+            let (part, rest) = made.split_at(length);
+            made = rest;
+            Arc::new(part.to_vec())
+        });
+        let expected = (0..ranks).map(|rank| bytes_of(of_rank(rank))).collect();
+        self.exchange("experts' products", answers.collect(), expected)
+    }
+
+    fn exchange(&self, what: &str, parts: Vec<Arc<Vec<u8>>>, lengths: Vec<usize>) -> Result<Vec<Vec<u8>>> {
+        self.mesh.start(what, &self.mesh.all_ranks(), parts, &lengths)?.wait()
+    }
+
+    /// Computes the outputs of the received rows, in the order received. `asked` has, by rank, the row
+    /// count of each of this rank's experts.
+    fn made(&self, asked: &[Vec<usize>], rows: &[Vec<u8>], products: ExpertForward) -> Result<Vec<f32>> {
+        let experts = asked.iter().flat_map(|counts| (0u32..).zip(counts));
+        let routes: Vec<u32> = experts.flat_map(|(e, &count)| std::iter::repeat_n(e, count)).collect();
+        let count = routes.len();
+        if count == 0 {
+            return Ok(vec![]);
+        }
+        let x: Vec<f32> = rows.iter().flat_map(|bytes| f32_values(bytes)).collect();
+        let x = Tensor::from_vec(x, (count, self.width), &Device::Cpu)?;
+        let plan =
+            Dispatch::new(&Tensor::from_vec(routes, (count, 1), &Device::Cpu)?, self.local_experts().len())?;
+        let made = products(&ops::dispatch(&x, &plan)?, &plan)?;
+        // Restores the order of arrival. Multiplying by 1 changes no bits.
+        let ones = Tensor::ones((count, 1), made.dtype(), &Device::Cpu)?;
+        Ok(host_values(&ops::combine(&made, &ones, &plan)?)?.to_vec())
+    }
+}
+
+fn numbers(bytes: &[u8]) -> Vec<usize> {
+    bytes.as_chunks().0.iter().map(|bytes| usize::from_le_bytes(*bytes)).collect()
+}

@@ -1,0 +1,260 @@
+//! Attention over a paged key-value cache on the GPU: chunked prefill and decode, by the training forward.
+
+use super::arguments::tensor;
+use super::launch::{Addresses, kernel_params, kernel_set, launch};
+use super::sink_attention::{DeviceLaunchPlan, Inputs, OP, Outputs};
+use crate::ops::page_allocator::{CopiedRows, PageAllocator, PagedSequence, page_table};
+use crate::ops::sink_attention::Attention;
+use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
+use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result, Tensor, bail};
+use half::bf16;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Keys and values of one layer for all sequences, in GPU memory: `[pages · 64, 2, M, 64]`.
+#[derive(Debug)]
+pub struct KvPool {
+    device: CudaDevice,
+    memory: Mutex<CudaSlice<bf16>>,
+    kv_heads: usize,
+    /// Allocation of the pages to sequences.
+    pages: Arc<PageAllocator>,
+}
+
+/// One sequence's keys and values in a pool. Clones share pages; dropping the last clone frees them.
+#[derive(Debug, Clone)]
+pub struct KvPages {
+    pool: Arc<KvPool>,
+    sequence: PagedSequence,
+}
+
+impl KvPool {
+    /// Allocates `pages` free pages for `kv_heads` heads.
+    ///
+    /// # Errors
+    /// When the device has too little memory.
+    pub fn new(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<Arc<Self>> {
+        // At least one page: an empty allocation has no address.
+        let memory = device.alloc_zeros(pages.max(1) * BLOCK_KEYS * 2 * kv_heads * HEAD_DIM)?;
+        let (device, memory, pages) = (device.clone(), Mutex::new(memory), PageAllocator::new(pages));
+        Ok(Arc::new(Self { device, memory, kv_heads, pages }))
+    }
+
+    /// Returns an empty sequence.
+    pub fn new_sequence(self: &Arc<Self>) -> KvPages {
+        KvPages { pool: self.clone(), sequence: PagedSequence::default() }
+    }
+
+    pub(super) fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// Returns the number of pages that belong to no sequence.
+    pub fn free_pages(&self) -> usize {
+        self.pages.free_pages()
+    }
+
+    /// Appends rows of `kv [T, 2, M, 64]`, `counts[i]` of them to `sequences[i]`.
+    ///
+    /// # Errors
+    /// When row counts disagree, or the cache is too small; nothing has changed then.
+    pub fn append(
+        &self,
+        kv: &CudaView<bf16>,
+        sequences: &mut [&mut KvPages],
+        counts: &[usize],
+    ) -> Result<()> {
+        self.check_rows(kv, counts.iter().sum())?;
+        let places = self.extend(sequences, counts)?;
+        if places.is_empty() {
+            return Ok(());
+        }
+        self.write(kv, &self.device.clone_htod(&places)?.as_view())
+    }
+
+    /// Allocates `counts[i]` new rows in `sequences[i]`. Returns the cache row of each.
+    ///
+    /// # Errors
+    /// When the cache is too small; nothing has changed then.
+    pub(super) fn extend(&self, sequences: &mut [&mut KvPages], counts: &[usize]) -> Result<Vec<i32>> {
+        if sequences.iter().any(|sequence| !std::ptr::eq(&*sequence.pool, self)) {
+            bail!("key-value cache: a sequence of another cache");
+        }
+        let growth = self.pages.extend(&mut paged_sequences(sequences), counts)?;
+        let mut memory = self.memory();
+        for copy in &growth.copies {
+            self.copy(&mut memory, copy)?;
+        }
+        // Fits i32: rows are below the cache's length.
+        Ok(growth.runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect())
+    }
+
+    fn check_rows(&self, kv: &CudaView<bf16>, rows: usize) -> Result<()> {
+        let width = self.row_elements();
+        if kv.len() != rows * width {
+            bail!("key-value cache: {} elements for {rows} rows of {width}", kv.len());
+        }
+        Ok(())
+    }
+
+    /// Copies rows of `kv` to the cache rows `places`, which [`KvPool::extend`] returned.
+    ///
+    /// # Errors
+    /// When the row counts differ.
+    pub(super) fn write(&self, kv: &CudaView<bf16>, places: &CudaView<i32>) -> Result<()> {
+        self.check_rows(kv, places.len())?;
+        let (width, tokens) = (self.row_elements(), places.len());
+        let mut memory = self.memory();
+        let stream = self.device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = KvAppendParams {
+            rows: at.read(kv),
+            cache: at.write(&mut *memory),
+            places: at.read(places),
+            row_vectors: (width / VECTOR) as i32,
+        };
+        // SAFETY: all three outlive the launch, `kv` and `places` have `tokens` rows, places are in the
+        // cache.
+        unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
+    }
+
+    /// Returns the contents of all pages, `[pages · 64, 2, M, 64]`.
+    ///
+    /// # Errors
+    /// When the copy fails.
+    pub fn values(&self) -> Result<Vec<bf16>> {
+        self.device.clone_dtoh(&*self.memory())
+    }
+
+    /// Copies rows between two pages. They never overlap, so the memory can be split after the first one.
+    fn copy(&self, memory: &mut CudaSlice<bf16>, copy: &CopiedRows) -> Result<()> {
+        let width = self.row_elements();
+        let (from, to, len) = (copy.from * width, copy.to * width, copy.rows * width);
+        let (mut below, mut above) = memory.split_at_mut(from.max(to));
+        let (source, mut target) = match from < to {
+            true => (below.slice(from..from + len), above.slice_mut(..len)),
+            false => (above.slice(..len), below.slice_mut(to..to + len)),
+        };
+        self.device.cuda_stream().memcpy_dtod(&source, &mut target).w()
+    }
+
+    fn row_elements(&self) -> usize {
+        2 * self.kv_heads * HEAD_DIM
+    }
+
+    pub(super) fn memory(&self) -> MutexGuard<'_, CudaSlice<bf16>> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl KvPages {
+    /// Returns the number of cached positions.
+    pub fn len(&self) -> usize {
+        self.sequence.len()
+    }
+
+    pub(super) fn pool(&self) -> &Arc<KvPool> {
+        &self.pool
+    }
+
+    /// Returns a sequence of this pool with `len` positions of arbitrary contents, for timings.
+    ///
+    /// # Errors
+    /// When there are too few free pages.
+    pub fn reserve(&self, len: usize, window: Option<usize>) -> Result<Self> {
+        Ok(Self { pool: self.pool.clone(), sequence: self.pool.pages.reserve(len, window)? })
+    }
+
+    /// Frees pages that no query at or after `position` sees through `window`; shared pages stay.
+    pub fn forget_before(&mut self, position: usize, window: usize) {
+        self.sequence.forget_before(position, window);
+    }
+}
+
+/// Returns an empty sequence of a new pool.
+///
+/// # Errors
+/// Those of [`KvPool::new`].
+pub fn kv_pages(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<KvPages> {
+    Ok(KvPool::new(device, kv_heads, pages)?.new_sequence())
+}
+
+pub(super) fn paged_sequences<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
+    sequences.iter_mut().map(|sequence| &mut sequence.sequence).collect()
+}
+
+kernel_params! {
+    /// `KvAppend` of `kernels/kv_append.cu`.
+    struct KvAppendParams {
+        rows: u64,
+        cache: u64,
+        places: u64,
+        row_vectors: i32,
+    }
+}
+
+const KV_APPEND: Kernel = Kernel { function: "kv_append", file: "kv_append", threads: 128, shared_bytes: 0 };
+/// Number of elements in 16 bytes, moved by a thread at a time.
+const VECTOR: usize = 8;
+
+/// Computes attention of new tokens over cached keys and appends the tokens to the cache. `counts[i]` rows
+/// of bf16 `q [T, N, 64]` and `kv [T, 2, M, 64]` belong to `sequences[i]`, all of one pool. `kernels` must
+/// be those of [`super::kernel_set`]. Not differentiable. Returns `[T, N·64]` and log-sum-exps `[T, N]`.
+///
+/// # Errors
+/// When shapes disagree, or the cache is too small; nothing has changed then.
+pub fn paged_sink_attention(
+    kernels: &'static KernelSet,
+    q: &Tensor,
+    kv: &Tensor,
+    sinks: &Tensor,
+    sequences: &mut [&mut KvPages],
+    counts: &[usize],
+    attention: &Attention,
+) -> Result<(Tensor, Tensor)> {
+    let Attention { heads, kv_heads, .. } = *attention;
+    let lengths: Vec<usize> = sequences.iter().map(|s| s.len()).collect();
+    let batch = LaunchSequences::for_cached_sequences(counts, &lengths)?;
+    let tokens = batch.tokens();
+    check_attention(attention)?;
+    let device = q.device();
+    let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
+    let q = OP.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
+    let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    let sinks = OP.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
+    let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
+    let Some(pool) = sequences.first().map(|sequence| sequence.pool.clone()).filter(|_| tokens > 0) else {
+        let empty = |width, dtype| Tensor::zeros((0, width), dtype, device);
+        return Ok((empty(heads * HEAD_DIM, DType::BF16)?, empty(heads, DType::F32)?));
+    };
+    if kv_heads != pool.kv_heads {
+        bail!("sink_attention: a cache of {} key-value heads for {attention:?}", pool.kv_heads);
+    }
+    pool.append(&kv, sequences, counts)?;
+    let (table, pages_max) = page_table(&paged_sequences(sequences), 0);
+    let prepared =
+        DeviceLaunchPlan::new(&pool.device, kernels, attention, &batch, Some((&table, pages_max)))?;
+    let mut outputs = prepared.outputs()?;
+    let memory = pool.memory();
+    prepared.forward(&Inputs { q: &q, kv: &memory.as_view(), sinks: &sinks }, &mut outputs)?;
+    let Outputs { out, lse } = outputs;
+    Ok((tensor(out, &pool.device, (tokens, heads * HEAD_DIM)), tensor(lse, &pool.device, (tokens, heads))))
+}
+
+/// Performs [`paged_sink_attention`] with the device's kernels; returns `[T, N·64]`.
+///
+/// # Errors
+/// Those of [`paged_sink_attention`].
+pub(in crate::ops) fn cached_sink_attention(
+    q: &Tensor,
+    kv: &Tensor,
+    sinks: &Tensor,
+    sequences: &mut [&mut KvPages],
+    counts: &[usize],
+    attention: &Attention,
+) -> Result<Tensor> {
+    let kernels = kernel_set(q.device().as_cuda_device()?)?;
+    Ok(paged_sink_attention(kernels, q, kv, sinks, sequences, counts, attention)?.0)
+}

@@ -1,0 +1,421 @@
+//! The inner loops of products by packed weights, compiled for each vector width.
+//!
+//! Every element is one chain of fused multiply-adds over a chunk of k, as in the `gemm` crate. A weight is
+//! decoded to the exact f32 of the decoded matrix. Both paths therefore give the same bits.
+
+mod lanes;
+
+use super::{PANEL_COLUMNS, PackedFormat};
+use crate::ops::mxfp4::{BLOCK, MAGNITUDES, scale};
+use crate::ops::prefetch::prefetch;
+use crate::ops::product::K_CHUNK;
+use lanes::SimdLanes;
+#[cfg(target_arch = "x86_64")]
+use lanes::x86;
+use std::ops::Range;
+
+/// Vectors of columns per pass over a panel.
+const VECTORS: usize = 4;
+
+/// Prefetch distance in a panel, bytes.
+const FETCHED_AHEAD: usize = 2048;
+
+/// Bytes per cache line.
+const LINE: usize = 64;
+
+/// One panel of a packed matrix.
+#[derive(Clone, Copy)]
+pub(super) struct Panel<'a> {
+    pub form: PackedFormat,
+    /// `[in]` rows of [`COLUMNS`], in the packed format.
+    pub bytes: &'a [u8],
+    /// Number of columns that exist.
+    pub columns: usize,
+}
+
+/// The output of a panel: columns of a matrix whose other columns belong to other threads.
+#[derive(Clone, Copy)]
+pub(super) struct OutputColumns {
+    first: *mut f32,
+    len: usize,
+    stride: usize,
+}
+
+// SAFETY: threads write through copies, but never the same columns; `PackedMatrix::products` ensures that.
+unsafe impl Send for OutputColumns {}
+// SAFETY: as above.
+unsafe impl Sync for OutputColumns {}
+
+impl OutputColumns {
+    /// Borrows `out`, rows of `stride` values, until the product is done.
+    pub fn new(out: &mut [f32], stride: usize) -> Self {
+        Self { first: out.as_mut_ptr(), len: out.len(), stride }
+    }
+
+    /// Returns the address of (`row`, `column`), where `columns` values may be written.
+    fn address(&self, row: usize, column: usize, columns: usize) -> *mut f32 {
+        let start = row * self.stride + column;
+        assert!(column + columns <= self.stride && start + columns <= self.len, "packed product: output");
+        // SAFETY: just checked.
+        unsafe { self.first.add(start) }
+    }
+
+    /// Returns the rows from `row` on.
+    pub fn starting_at(&self, row: usize) -> Self {
+        let start = row * self.stride;
+        assert!(start <= self.len, "packed product: output");
+        // SAFETY: just checked.
+        Self { first: unsafe { self.first.add(start) }, len: self.len - start, stride: self.stride }
+    }
+
+    /// Copies the first row's columns from `column` on.
+    pub fn read(&self, column: usize, to: &mut [f32]) {
+        let place = self.address(0, column, to.len());
+        for (i, value) in to.iter_mut().enumerate() {
+            // SAFETY: `place` checked all of them, and no other thread uses these columns.
+            *value = unsafe { *place.add(i) };
+        }
+    }
+
+    /// Writes `sums` to a row's columns, or adds them.
+    pub fn write(&self, row: usize, column: usize, sums: &[f32], add: bool) {
+        let place = self.address(row, column, sums.len());
+        for (i, &sum) in sums.iter().enumerate() {
+            // SAFETY: `place` checked all of them, and no other thread uses these columns.
+            unsafe {
+                let out = place.add(i);
+                *out = if add { *out + sum } else { sum };
+            }
+        }
+    }
+
+    /// Multiplies `x [m, k]` with the decoded `w [k, width]` by the library, into columns from `column` on.
+    pub fn library_product(
+        &self,
+        column: usize,
+        (x, x_stride): (&[f32], usize),
+        (w, w_stride): (&[f32], usize),
+        (m, k, width): (usize, usize, usize),
+        add: bool,
+    ) {
+        assert!(
+            width <= w_stride && w.len() >= k * w_stride && x.len() >= (m - 1) * x_stride + k,
+            "packed product: operands"
+        );
+        let first = self.address(0, column, width);
+        self.address(m - 1, column, width);
+        // SAFETY: all addresses were checked, and no other thread uses these columns.
+        unsafe {
+            gemm::gemm(
+                m,
+                width,
+                k,
+                first,
+                1,
+                self.stride as isize,
+                add,
+                x.as_ptr(),
+                1,
+                x_stride as isize,
+                w.as_ptr(),
+                1,
+                w_stride as isize,
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                gemm::Parallelism::None,
+            );
+        }
+    }
+}
+
+/// Calls `each(k, weights)` for every k of `rows` in order, with the weights of the columns from `column`
+/// on.
+///
+/// # Safety
+/// As [`SimdLanes`]; `rows` and the columns must be in the panel, and `rows` must hold whole blocks of MXFP4.
+#[inline(always)]
+unsafe fn walk<L: SimdLanes>(
+    panel: Panel,
+    rows: Range<usize>,
+    column: usize,
+    mut each: impl FnMut(usize, [L::Vector; VECTORS]),
+) {
+    let base = panel.bytes.as_ptr();
+    match panel.form {
+        PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
+            for k in rows {
+                // SAFETY: row k of the panel, COLUMNS halves long, is inside it.
+                unsafe {
+                    let row = base.add((k * PANEL_COLUMNS + column) * 2);
+                    prefetch(row.wrapping_add(FETCHED_AHEAD));
+                    prefetch(row.wrapping_add(FETCHED_AHEAD + LINE));
+                    let mut weights = [L::zero(); VECTORS];
+                    for (v, w) in weights.iter_mut().enumerate() {
+                        *w = L::bf16(row.add(v * L::LANES * 2));
+                    }
+                    each(k, weights);
+                }
+            }
+        }
+        PackedFormat::Mxfp4 => {
+            for block in rows.start / BLOCK..rows.end / BLOCK {
+                // SAFETY: the block, COLUMNS scales and BLOCK / 2 rows of COLUMNS bytes, is inside the
+                // panel.
+                unsafe {
+                    let start = base.add(block * PackedFormat::MXFP4_BLOCK_BYTES + column);
+                    let mut scales = [L::zero(); VECTORS];
+                    for (v, s) in scales.iter_mut().enumerate() {
+                        *s = L::scales(start.add(v * L::LANES));
+                    }
+                    for pair in 0..BLOCK / 2 {
+                        let row = start.add((1 + pair) * PANEL_COLUMNS);
+                        prefetch(row.wrapping_add(FETCHED_AHEAD));
+                        let (mut low, mut high) = (scales, scales);
+                        for v in 0..VECTORS {
+                            let [l, h] = L::nibbles(row.add(v * L::LANES));
+                            low[v] = L::times(l, scales[v]);
+                            high[v] = L::times(h, scales[v]);
+                        }
+                        each(block * BLOCK + 2 * pair, low);
+                        each(block * BLOCK + 2 * pair + 1, high);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Multiplies `R` rows of `x` from `row` on with the panel's k of `rows`.
+///
+/// # Safety
+/// As [`walk`]; the rows of `x`, `stride` apart, must be valid.
+#[inline(always)]
+unsafe fn some_rows<L: SimdLanes, const R: usize>(
+    panel: Panel,
+    rows: Range<usize>,
+    (x, stride): (&[f32], usize),
+    row: usize,
+    (out, first): (OutputColumns, usize),
+    add: bool,
+) {
+    for column in (0..panel.columns).step_by(VECTORS * L::LANES) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            let mut sums = [[L::zero(); VECTORS]; R];
+            let x = x.as_ptr().add(row * stride);
+            walk::<L>(
+                panel,
+                rows.clone(),
+                column,
+                #[inline(always)]
+                |k, weights| {
+                    for (r, sums) in sums.iter_mut().enumerate() {
+                        let x = L::splat(*x.add(r * stride + k));
+                        for v in 0..VECTORS {
+                            sums[v] = L::fused(x, weights[v], sums[v]);
+                        }
+                    }
+                },
+            );
+            let mut values = [0f32; PANEL_COLUMNS];
+            let columns = (panel.columns - column).min(VECTORS * L::LANES);
+            for (r, sums) in sums.into_iter().enumerate() {
+                for (v, sum) in sums.into_iter().enumerate() {
+                    L::store(values.as_mut_ptr().add(v * L::LANES), sum);
+                }
+                out.write(row + r, first + column, &values[..columns], add);
+            }
+        }
+    }
+}
+
+/// Multiplies all rows of `x` with a panel, one chunk of k after the other.
+///
+/// # Safety
+/// As [`some_rows`].
+#[inline(always)]
+unsafe fn all_rows<L: SimdLanes>(
+    panel: Panel,
+    (x, k): (&[f32], usize),
+    out: (OutputColumns, usize),
+    accumulate: bool,
+) {
+    let m = x.len() / k;
+    for start in (0..k).step_by(K_CHUNK) {
+        let rows = start..(start + K_CHUNK).min(k);
+        let add = accumulate || start > 0;
+        let mut row = 0;
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            while row < m {
+                let (rows, x) = (rows.clone(), (x, k));
+                match (m - row).min(L::ROWS) {
+                    1 => some_rows::<L, 1>(panel, rows, x, row, out, add),
+                    2 => some_rows::<L, 2>(panel, rows, x, row, out, add),
+                    3 => some_rows::<L, 3>(panel, rows, x, row, out, add),
+                    4 => some_rows::<L, 4>(panel, rows, x, row, out, add),
+                    5 => some_rows::<L, 5>(panel, rows, x, row, out, add),
+                    _ => some_rows::<L, 6>(panel, rows, x, row, out, add),
+                }
+                row += (m - row).min(L::ROWS);
+            }
+        }
+    }
+}
+
+/// Decodes the panel's weights of the k of `rows`, `[rows][width]`, to `to`.
+///
+/// # Safety
+/// As [`walk`]; `to` must have room for [`COLUMNS`] values in every row.
+#[inline(always)]
+unsafe fn decode<L: SimdLanes>(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
+    let first = rows.start;
+    for column in (0..PANEL_COLUMNS).step_by(VECTORS * L::LANES) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            walk::<L>(
+                panel,
+                rows.clone(),
+                column,
+                #[inline(always)]
+                |k, weights| {
+                    let row = to.add((k - first) * width + column);
+                    for (v, weights) in weights.into_iter().enumerate() {
+                        L::store(row.add(v * L::LANES), weights);
+                    }
+                },
+            );
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn all_rows_avx512(panel: Panel, x: (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { all_rows::<x86::Avx512>(panel, x, out, accumulate) }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn all_rows_avx2(panel: Panel, x: (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { all_rows::<x86::Avx2>(panel, x, out, accumulate) }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn decode_avx512(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { decode::<x86::Avx512>(panel, rows, to, width) }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn decode_avx2(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { decode::<x86::Avx2>(panel, rows, to, width) }
+}
+
+/// The vector instructions of this processor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum VectorInstructions {
+    Avx512,
+    Avx2,
+    /// None that is supported: weights are decoded one by one, and the library multiplies.
+    Plain,
+}
+
+impl VectorInstructions {
+    /// Returns the widest that this processor has.
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f") {
+                return VectorInstructions::Avx512;
+            }
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                return VectorInstructions::Avx2;
+            }
+        }
+        VectorInstructions::Plain
+    }
+
+    /// Multiplies rows of `x [m, in]` with `panel`, into columns from `first` on. Returns false and does
+    /// nothing without vectors.
+    pub fn skinny_gemm(
+        self,
+        panel: Panel,
+        x: (&[f32], usize),
+        out: (OutputColumns, usize),
+        accumulate: bool,
+    ) -> bool {
+        panel.check(0..x.1);
+        assert!(x.1 > 0 && x.0.len().is_multiple_of(x.1), "packed product: rows");
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the processor has the vectors, the panel is whole, and `x` holds whole rows.
+            VectorInstructions::Avx512 => unsafe { all_rows_avx512(panel, x, out, accumulate) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            VectorInstructions::Avx2 => unsafe { all_rows_avx2(panel, x, out, accumulate) },
+            _ => return false,
+        }
+        true
+    }
+
+    /// Decodes the k of `rows` into columns from `column` on of `tile`, rows of `width` values.
+    ///
+    /// Missing columns of a last panel are written as 0: the row must have room for them.
+    pub fn decode(self, panel: Panel, rows: Range<usize>, tile: &mut [f32], column: usize, width: usize) {
+        panel.check(rows.clone());
+        let last = rows.len().saturating_sub(1) * width + column + PANEL_COLUMNS;
+        assert!(column + PANEL_COLUMNS <= width && last <= tile.len(), "packed product: tile");
+        let to = tile[column..].as_mut_ptr();
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the processor has the vectors, the panel is whole, and the tile has room.
+            VectorInstructions::Avx512 => unsafe { decode_avx512(panel, rows, to, width) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            VectorInstructions::Avx2 => unsafe { decode_avx2(panel, rows, to, width) },
+            _ => {
+                for (at, k) in rows.enumerate() {
+                    let row = &mut tile[at * width + column..][..PANEL_COLUMNS];
+                    row.iter_mut().enumerate().for_each(|(c, value)| *value = panel.value(k, c));
+                }
+            }
+        }
+    }
+}
+
+impl Panel<'_> {
+    /// Panics when `rows` are outside the panel or split one of its blocks.
+    fn check(&self, rows: Range<usize>) {
+        let whole = self.form != PackedFormat::Mxfp4
+            || (rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK));
+        assert!(whole && self.columns <= PANEL_COLUMNS, "packed product: rows {rows:?} cut a block");
+        assert!(self.form.panel_bytes(rows.end) <= self.bytes.len(), "packed product: rows {rows:?}");
+    }
+
+    /// Returns one weight.
+    pub fn value(&self, k: usize, column: usize) -> f32 {
+        match self.form {
+            PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
+                let at = (k * PANEL_COLUMNS + column) * 2;
+                half::bf16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32()
+            }
+            PackedFormat::Mxfp4 => {
+                let block = &self.bytes[k / BLOCK * PackedFormat::MXFP4_BLOCK_BYTES..];
+                let byte = block[(1 + k % BLOCK / 2) * PANEL_COLUMNS + column];
+                let nibble = if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
+                let magnitude = MAGNITUDES[usize::from(nibble & 7)];
+                let value = if nibble & 8 == 0 { magnitude } else { -magnitude };
+                value * scale(block[column])
+            }
+        }
+    }
+}

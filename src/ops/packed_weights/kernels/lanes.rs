@@ -1,0 +1,178 @@
+//! The vector operations of the loops over packed weights, and their x86 implementations.
+
+/// Vectors of one kind.
+///
+/// # Safety
+/// Every function needs a processor that has the vectors; pointers must be valid for [`Self::LANES`]
+/// elements.
+pub trait SimdLanes {
+    type Vector: Copy;
+    const LANES: usize;
+    /// Number of rows whose sums fit into registers.
+    const ROWS: usize;
+    unsafe fn zero() -> Self::Vector;
+    unsafe fn splat(x: f32) -> Self::Vector;
+    unsafe fn store(to: *mut f32, x: Self::Vector);
+    /// Returns `a · b + c`, rounded once.
+    unsafe fn fused(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+    unsafe fn times(a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    unsafe fn bf16(from: *const u8) -> Self::Vector;
+    /// Loads scale bytes, none of them 255.
+    unsafe fn scales(from: *const u8) -> Self::Vector;
+    /// Loads bytes and decodes their low and high nibbles.
+    unsafe fn nibbles(from: *const u8) -> [Self::Vector; 2];
+}
+
+// Each unsafe block holds only intrinsics; the trait requires of its callers the features that these need.
+#[allow(clippy::undocumented_unsafe_blocks)]
+#[cfg(target_arch = "x86_64")]
+pub mod x86 {
+    use super::SimdLanes;
+    use crate::ops::mxfp4::MAGNITUDES;
+    use std::arch::x86_64::*;
+
+    /// The sixteen values of a nibble.
+    const NIBBLES: [f32; 16] = {
+        let mut values = [0f32; 16];
+        let mut i = 0;
+        while i < 16 {
+            values[i] = if i < 8 { MAGNITUDES[i] } else { -MAGNITUDES[i - 8] };
+            i += 1;
+        }
+        values
+    };
+    /// Bits of 2^-127, the value of scale byte 0.
+    const SMALLEST: i32 = 1 << 22;
+
+    pub struct Avx512;
+
+    // SAFETY: guaranteed by the caller, as the trait requires.
+    impl SimdLanes for Avx512 {
+        type Vector = __m512;
+        const LANES: usize = 16;
+        const ROWS: usize = 6;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m512 {
+            unsafe { _mm512_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> __m512 {
+            unsafe { _mm512_set1_ps(x) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(to: *mut f32, x: __m512) {
+            unsafe { _mm512_storeu_ps(to, x) }
+        }
+
+        #[inline(always)]
+        unsafe fn fused(a: __m512, b: __m512, c: __m512) -> __m512 {
+            unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+
+        #[inline(always)]
+        unsafe fn times(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn bf16(from: *const u8) -> __m512 {
+            unsafe {
+                let halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(halves))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn scales(from: *const u8) -> __m512 {
+            unsafe {
+                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+                let zero = _mm512_testn_epi32_mask(bytes, bytes);
+                let bits = _mm512_slli_epi32::<23>(bytes);
+                _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, zero, _mm512_set1_epi32(SMALLEST)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn nibbles(from: *const u8) -> [__m512; 2] {
+            unsafe {
+                let table = _mm512_loadu_ps(NIBBLES.as_ptr());
+                // The table lookup reads the low four bits of each index only.
+                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+                let high = _mm512_srli_epi32::<4>(bytes);
+                [_mm512_permutexvar_ps(bytes, table), _mm512_permutexvar_ps(high, table)]
+            }
+        }
+    }
+
+    pub struct Avx2;
+
+    // SAFETY: guaranteed by the caller, as the trait requires.
+    impl SimdLanes for Avx2 {
+        type Vector = __m256;
+        const LANES: usize = 8;
+        const ROWS: usize = 2;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m256 {
+            unsafe { _mm256_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> __m256 {
+            unsafe { _mm256_set1_ps(x) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(to: *mut f32, x: __m256) {
+            unsafe { _mm256_storeu_ps(to, x) }
+        }
+
+        #[inline(always)]
+        unsafe fn fused(a: __m256, b: __m256, c: __m256) -> __m256 {
+            unsafe { _mm256_fmadd_ps(a, b, c) }
+        }
+
+        #[inline(always)]
+        unsafe fn times(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_mul_ps(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn bf16(from: *const u8) -> __m256 {
+            unsafe {
+                let halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn scales(from: *const u8) -> __m256 {
+            unsafe {
+                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+                let zero = _mm256_cmpeq_epi32(bytes, _mm256_setzero_si256());
+                let smallest = _mm256_and_si256(zero, _mm256_set1_epi32(SMALLEST));
+                _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32::<23>(bytes), smallest))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn nibbles(from: *const u8) -> [__m256; 2] {
+            unsafe {
+                let table = _mm256_loadu_ps(NIBBLES.as_ptr());
+                let sign = _mm256_set1_epi32(i32::MIN);
+                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+                // The table lookup reads three bits of each index, the magnitude; the fourth is the sign.
+                let value = |index: __m256i, signed: __m256i| {
+                    let magnitude = _mm256_permutevar8x32_ps(table, index);
+                    _mm256_xor_ps(magnitude, _mm256_castsi256_ps(_mm256_and_si256(signed, sign)))
+                };
+                let low = value(bytes, _mm256_slli_epi32::<28>(bytes));
+                let high = value(_mm256_srli_epi32::<4>(bytes), _mm256_slli_epi32::<24>(bytes));
+                [low, high]
+            }
+        }
+    }
+}

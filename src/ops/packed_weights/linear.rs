@@ -1,0 +1,160 @@
+//! The linear layer with a packed `W`, whole or per expert: `y = x · W + b`. Backward: `dx = dy · Wᵀ`, and
+//! `db` if the bias is trainable.
+//!
+//! On a GPU `W` is MXFP4 in device memory and `x` is bf16. The bits are those of the product by the decoded
+//! matrix in bf16.
+
+use super::PackedMatrix;
+use crate::ops::buffer::{buffer, zeros};
+use crate::ops::cpu::{add_values, host_values};
+use crate::ops::cuda::{add_bias_gradient, packed_forward, packed_input_gradient};
+use crate::ops::experts::Dispatch;
+use crate::ops::graph::{apply, contiguous, is_tracked};
+use crate::ops::linear::{repeat_row, sum_rows};
+use crate::ops::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
+use crate::ops::parameter::{GradientTarget, Parameter};
+use crate::ops::product::GemmThreads;
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Computes the linear layer: `x [T, in]`, optional `bias [out]` → `[T, out]`.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn packed_linear(x: &Tensor, weight: &Arc<PackedMatrix>, bias: Option<&Parameter>) -> Result<Tensor> {
+    let ((_, k), [experts, input, output]) = (x.dims2()?, weight.shape());
+    if experts != 1 || k != input || bias.is_some_and(|b| b.values().dims() != [output]) {
+        bail!("packed_linear: x {:?}, weight {:?}", x.dims(), weight.shape());
+    }
+    match bias {
+        Some(bias) => apply_with_bias(x, weight, bias, None),
+        None => apply([&contiguous(x)?], PackedLinear { weight: weight.clone(), bias: None, plan: None }),
+    }
+}
+
+/// Multiplies each row by its expert's matrix: `x [T·K, in]` sorted by `plan`, `bias [E, out]` → `[T·K,
+/// out]`.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn packed_grouped_linear(
+    x: &Tensor,
+    weight: &Arc<PackedMatrix>,
+    bias: &Parameter,
+    plan: &Dispatch,
+) -> Result<Tensor> {
+    let ((rows, k), [experts, input, output]) = (x.dims2()?, weight.shape());
+    if rows != plan.rows() || k != input || bias.values().dims() != [experts, output] {
+        bail!("packed_grouped_linear: x {:?}, weight {:?}", x.dims(), weight.shape());
+    }
+    if plan.expert_count() != experts {
+        bail!(
+            "packed_grouped_linear: weight {:?}, a plan of {} experts",
+            weight.shape(),
+            plan.expert_count()
+        );
+    }
+    apply_with_bias(x, weight, bias, Some(plan.clone()))
+}
+
+fn apply_with_bias(
+    x: &Tensor,
+    weight: &Arc<PackedMatrix>,
+    bias: &Parameter,
+    plan: Option<Dispatch>,
+) -> Result<Tensor> {
+    let op = PackedLinear { weight: weight.clone(), bias: bias.gradient(), plan };
+    apply([&contiguous(x)?, bias.values()], op)
+}
+
+struct PackedLinear {
+    weight: Arc<PackedMatrix>,
+    /// Where the bias's gradient goes.
+    bias: Option<GradientTarget>,
+    /// The rows of each expert; without it all rows belong to the only one.
+    plan: Option<Dispatch>,
+}
+
+impl PackedLinear {
+    /// Returns each expert that has rows.
+    fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
+        match &self.plan {
+            None => Ok(vec![(0, 0..rows)]),
+            Some(plan) => plan.groups(rows),
+        }
+    }
+
+    /// Returns the first row of each expert, in GPU memory.
+    fn starts(&self) -> Result<Option<Tensor>> {
+        self.plan.as_ref().map(Dispatch::starts).transpose()
+    }
+}
+
+const OP: &str = "packed linear";
+
+/// Inputs: `x`, and an optional bias.
+impl<const N: usize> Operation<N> for PackedLinear {
+    const NAME: &'static str = OP;
+
+    fn cpu(&self, inputs: [HostArgument; N]) -> Result<(CpuStorage, Shape)> {
+        let (x, b) = (inputs[0], inputs.get(1));
+        let (rows, n) = (x.shape().dims2()?.0, self.weight.shape()[2]);
+        let groups = self.groups(rows)?;
+        let mut out = match b {
+            None => buffer(rows * n),
+            Some(b) => {
+                let (b, mut out) = (b.values()?, Vec::with_capacity(rows * n));
+                for (expert, rows) in &groups {
+                    out.extend(repeat_row(&b[expert * n..(expert + 1) * n], rows.len()));
+                }
+                out
+            }
+        };
+        self.weight.forward_grouped(&mut out, x.values()?, &groups, b.is_some())?;
+        Ok((CpuStorage::F32(out), Shape::from((rows, n))))
+    }
+
+    fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
+        let (x, b) = (inputs[0], inputs.get(1).copied());
+        packed_forward(OP, x, &self.weight, b, self.starts()?.as_ref())
+    }
+
+    fn backward(&self, inputs: [&Tensor; N], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
+        let x = inputs[0];
+        if let Some(bias) = &self.bias {
+            if x.device().is_cuda() {
+                let starts = self.starts()?;
+                bias.add(|db| add_bias_gradient(OP, db, grad, starts.as_ref()))?;
+            } else {
+                let (dy, [experts, _, n]) = (host_values(grad)?, self.weight.shape());
+                let mut sums = zeros(experts * n);
+                for (expert, rows) in self.groups(x.dim(0)?)? {
+                    let sum = sum_rows(GemmThreads::Pool, &dy[rows.start * n..rows.end * n], n);
+                    sums[expert * n..(expert + 1) * n].copy_from_slice(&sum);
+                }
+                bias.add(|db| add_values(db, &sums))?;
+            }
+        }
+        self.input_gradient(x, grad).map(first_input_gradient)
+    }
+}
+
+impl PackedLinear {
+    /// Computes `dx`, if an earlier layer is trainable.
+    fn input_gradient(&self, x: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        if !is_tracked(x) {
+            return Ok(None);
+        }
+        if x.device().is_cuda() {
+            return packed_input_gradient(OP, grad, &self.weight, self.starts()?.as_ref()).map(Some);
+        }
+        let ((rows, k), n) = (x.dims2()?, self.weight.shape()[2]);
+        let (dy, mut dx) = (host_values(grad)?, buffer(rows * k));
+        for (expert, rows) in self.groups(rows)? {
+            let dy = &dy[rows.start * n..rows.end * n];
+            self.weight.input_gradient(expert, &mut dx[rows.start * k..rows.end * k], dy)?;
+        }
+        Ok(Some(Tensor::from_vec(dx, (rows, k), x.device())?))
+    }
+}

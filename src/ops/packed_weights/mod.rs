@@ -1,0 +1,561 @@
+//! Matrices that stay packed in memory: bf16, or MXFP4 ([`super::mxfp4`]), in as many bytes as on disk.
+//!
+//! A product decodes the weights on the way and adds in the order of [`super::product`]. **Its bits are
+//! those of the product with the decoded matrix**, in the forward and in the gradient of the input. Packed
+//! matrices are not trainable.
+//!
+//! A matrix is stored in panels of [`COLUMNS`] columns, each from its first k to its last. A product
+//! therefore reads memory in one stream, and a vector holds neighbouring columns. An MXFP4 panel is stored
+//! block by block: [`COLUMNS`] scales, then the block's bytes, those of a pair of k side by side.
+//!
+//! A GPU stores an MXFP4 matrix in the same panels (`kernels/product_mxfp4.cuh`). It can only multiply by
+//! it: functions that need the bytes on the host refuse it.
+
+mod kernels;
+mod linear;
+mod storage;
+mod table;
+
+pub use linear::{packed_grouped_linear, packed_linear};
+pub use table::{packed_columns, packed_rows};
+
+use super::cpu::should_parallelize;
+use super::mxfp4::{self, BLOCK};
+use super::product::{GemmThreads, K_CHUNK, StridedMatrix, product};
+use kernels::{OutputColumns, Panel, VectorInstructions};
+use rayon::prelude::*;
+use std::convert::Infallible;
+use std::ops::Range;
+use storage::PackedStorage;
+
+/// Columns per panel.
+pub const PANEL_COLUMNS: usize = 64;
+/// Number of panels that are decoded together when there are many rows.
+const TILE_PANELS: usize = 8;
+/// Maximum number of rows for which weights are decoded in registers. More rows share one decoded tile.
+const FEW_ROWS_MAX: usize = 16;
+
+/// The packed format of weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PackedFormat {
+    Bf16,
+    /// bf16 rows as stored: an embedding table. Rows are looked up; products are not supported.
+    Bf16Rows,
+    Mxfp4,
+}
+
+impl PackedFormat {
+    /// Bytes per block of a panel: [`BLOCK`] values of k, as scales and two k per byte.
+    const MXFP4_BLOCK_BYTES: usize = PANEL_COLUMNS * (1 + BLOCK / 2);
+
+    /// Returns the bytes of `rows` rows of a panel.
+    const fn panel_bytes(self, rows: usize) -> usize {
+        match self {
+            PackedFormat::Bf16 | PackedFormat::Bf16Rows => rows * PANEL_COLUMNS * 2,
+            PackedFormat::Mxfp4 => rows.div_ceil(BLOCK) * Self::MXFP4_BLOCK_BYTES,
+        }
+    }
+
+    /// Returns the bytes of a packed `[experts, input, output]`.
+    pub const fn bytes(self, [experts, input, output]: [usize; 3]) -> usize {
+        match self {
+            PackedFormat::Bf16Rows => 2 * experts * input * output,
+            _ => experts * output.div_ceil(PANEL_COLUMNS) * self.panel_bytes(input),
+        }
+    }
+}
+
+/// A packed matrix `[in, out]`, or one per expert (`E` experts).
+pub struct PackedMatrix {
+    form: PackedFormat,
+    experts: usize,
+    input: usize,
+    output: usize,
+    bytes: PackedStorage,
+}
+
+/// Buffers that a reader of stored weights fills for one panel: `[columns]` rows of `[out, in]`.
+pub struct StoredRows<'a> {
+    pub expert: usize,
+    pub columns: Range<usize>,
+    /// Little-endian bf16 `[columns][in]`, or MXFP4 blocks `[columns][in / 32][16]`.
+    pub values: &'a mut [u8],
+    /// `[columns][in / 32]`; empty for bf16.
+    pub scales: &'a mut [u8],
+}
+
+impl PackedMatrix {
+    /// Packs the weights that `read` provides, one panel per call, on several threads. Beyond the matrix it
+    /// holds one panel per thread in memory.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub fn read<E: Send>(
+        form: PackedFormat,
+        [experts, input, output]: [usize; 3],
+        read: impl Fn(StoredRows) -> Result<(), E> + Sync,
+    ) -> Result<Self, E> {
+        assert!(form != PackedFormat::Bf16Rows, "a table is not read in panels");
+        assert!(form == PackedFormat::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
+        let mut bytes = vec![0u8; form.bytes([experts, input, output])];
+        let panels = output.div_ceil(PANEL_COLUMNS);
+        let (width, scales) = match form {
+            PackedFormat::Bf16 | PackedFormat::Bf16Rows => (2 * input, 0),
+            PackedFormat::Mxfp4 => (input / 2, input / BLOCK),
+        };
+        bytes.par_chunks_exact_mut(form.panel_bytes(input).max(1)).enumerate().try_for_each_init(
+            || (vec![0u8; PANEL_COLUMNS * width], vec![0u8; PANEL_COLUMNS * scales]),
+            |(values, of_scales), (index, panel)| {
+                let (expert, first) = (index / panels, index % panels * PANEL_COLUMNS);
+                let columns = first..(first + PANEL_COLUMNS).min(output);
+                let (values, of_scales) =
+                    (&mut values[..columns.len() * width], &mut of_scales[..columns.len() * scales]);
+                read(StoredRows { expert, columns, values, scales: of_scales })?;
+                match form {
+                    PackedFormat::Bf16 | PackedFormat::Bf16Rows => transpose::<2>(panel, values, width),
+                    PackedFormat::Mxfp4 => arrange_blocks(panel, values, of_scales),
+                }
+                Ok(())
+            },
+        )?;
+        Ok(Self { form, experts, input, output, bytes: PackedStorage::HostPython(bytes) })
+    }
+
+    /// Packs MXFP4 blocks and scales in the layout of [`mxfp4::encode`].
+    pub fn from_mxfp4(blocks: &[u8], scales: &[u8], shape: [usize; 3]) -> Self {
+        let [_, input, output] = shape;
+        let part = |of: &[u8], rows: &StoredRows, width: usize, to: &mut [u8]| {
+            let start = (rows.expert * output + rows.columns.start) * width;
+            to.copy_from_slice(&of[start..start + to.len()]);
+        };
+        let read = |mut rows: StoredRows| {
+            let (values, of_scales) = (std::mem::take(&mut rows.values), std::mem::take(&mut rows.scales));
+            part(blocks, &rows, input / 2, values);
+            part(scales, &rows, input / BLOCK, of_scales);
+            Ok::<_, Infallible>(())
+        };
+        let Ok(matrix) = Self::read(PackedFormat::Mxfp4, shape, read);
+        matrix
+    }
+
+    /// Packs bf16 values stored as `[E, in, out]`; `read` fills the bytes of one expert.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub fn read_columns<E>(
+        [experts, input, output]: [usize; 3],
+        mut read: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let form = PackedFormat::Bf16;
+        let mut bytes = vec![0u8; form.bytes([experts, input, output])];
+        let mut stored = vec![0u8; input * output * 2];
+        for (expert, packed) in bytes.chunks_exact_mut(form.bytes([1, input, output]).max(1)).enumerate() {
+            read(expert, &mut stored)?;
+            packed.par_chunks_exact_mut(form.panel_bytes(input)).enumerate().for_each(|(index, panel)| {
+                let columns = index * PANEL_COLUMNS..((index + 1) * PANEL_COLUMNS).min(output);
+                for (row, to) in
+                    stored.chunks_exact(2 * output).zip(panel.chunks_exact_mut(2 * PANEL_COLUMNS))
+                {
+                    to[..2 * columns.len()].copy_from_slice(&row[2 * columns.start..2 * columns.end]);
+                }
+            });
+        }
+        Ok(Self { form, experts, input, output, bytes: PackedStorage::HostPython(bytes) })
+    }
+
+    /// Rebuilds a matrix from the bytes that [`Self::bytes`] returned.
+    pub fn from_bytes(form: PackedFormat, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
+        assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
+        Self { form, experts, input, output, bytes: PackedStorage::HostPython(bytes) }
+    }
+
+    /// Returns a range of its experts.
+    ///
+    /// # Errors
+    /// When the matrix is on a device.
+    pub fn experts(&self, experts: Range<usize>) -> candle_core::Result<Self> {
+        let one = self.form.bytes([1, self.input, self.output]);
+        let bytes = self.bytes()?[experts.start * one..experts.end * one].to_vec();
+        Ok(Self { experts: experts.len(), bytes: PackedStorage::HostPython(bytes), ..*self })
+    }
+
+    /// Returns `[experts, in, out]`.
+    pub fn shape(&self) -> [usize; 3] {
+        [self.experts, self.input, self.output]
+    }
+
+    /// Returns its packed format.
+    pub fn format(&self) -> PackedFormat {
+        self.form
+    }
+
+    /// Returns its size in memory, bytes.
+    pub fn size_bytes(&self) -> usize {
+        self.form.bytes(self.shape())
+    }
+
+    /// Returns a copy with `map` applied to each value. The matrix must be bf16, and so must every result.
+    ///
+    /// # Errors
+    /// When the matrix is on a device.
+    pub fn map_values(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
+        assert!(self.form != PackedFormat::Mxfp4, "only bf16 is mapped value by value");
+        Ok(Self { bytes: PackedStorage::HostPython(table::map_bf16(self.bytes()?, map)), ..*self })
+    }
+
+    /// Decodes all weights, `[E, in, out]`.
+    ///
+    /// # Errors
+    /// When the matrix is on a device.
+    pub fn decode(&self) -> candle_core::Result<Vec<f32>> {
+        let bytes = self.bytes()?;
+        if self.form == PackedFormat::Bf16Rows {
+            return Ok(table::bf16_values(bytes).collect());
+        }
+        let mut values = vec![0f32; self.experts * self.input * self.output];
+        let one = self.input * self.output;
+        for (expert, values) in values.chunks_exact_mut(one.max(1)).enumerate() {
+            values.par_chunks_exact_mut(self.output).enumerate().for_each(|(k, row)| {
+                for (index, part) in row.chunks_mut(PANEL_COLUMNS).enumerate() {
+                    let panel = self.panel(bytes, expert, index);
+                    part.iter_mut().enumerate().for_each(|(c, value)| *value = panel.value(k, c));
+                }
+            });
+        }
+        Ok(values)
+    }
+
+    /// Decodes column `index` of the first expert, `[in]`.
+    fn column(&self, index: usize) -> candle_core::Result<impl Iterator<Item = f32>> {
+        let panel = self.panel(self.bytes()?, 0, index / PANEL_COLUMNS);
+        Ok((0..self.input).map(move |k| panel.value(k, index % PANEL_COLUMNS)))
+    }
+
+    fn panels(&self) -> usize {
+        self.output.div_ceil(PANEL_COLUMNS)
+    }
+
+    fn panel<'b>(&self, bytes: &'b [u8], expert: usize, index: usize) -> Panel<'b> {
+        let size = self.form.panel_bytes(self.input);
+        let start = (expert * self.panels() + index) * size;
+        let columns = (self.output - index * PANEL_COLUMNS).min(PANEL_COLUMNS);
+        Panel { form: self.form, bytes: &bytes[start..start + size], columns }
+    }
+
+    /// Returns true when rows may be multiplied without the library. The library uses another code path for
+    /// a last chunk of one or two k.
+    fn chains(&self) -> bool {
+        !matches!(self.input % K_CHUNK, 1 | 2)
+    }
+
+    /// Computes `out (+)= x · W` of one expert, with the bits of [`super::product::forward_product`] by the
+    /// decoded matrix.
+    ///
+    /// # Errors
+    /// When the matrix is on a device.
+    pub fn forward(
+        &self,
+        expert: usize,
+        out: &mut [f32],
+        x: &[f32],
+        accumulate: bool,
+    ) -> candle_core::Result<()> {
+        self.forward_grouped(out, x, &[(expert, 0..x.len() / self.input.max(1))], accumulate)
+    }
+
+    /// Performs [`Self::forward`] for rows of several experts. `groups` holds each expert with its range of
+    /// rows; ranges do not overlap.
+    ///
+    /// # Errors
+    /// When the matrix is on a device.
+    pub fn forward_grouped(
+        &self,
+        out: &mut [f32],
+        x: &[f32],
+        groups: &[(usize, Range<usize>)],
+        accumulate: bool,
+    ) -> candle_core::Result<()> {
+        let bytes = self.bytes()?;
+        let (k, n) = (self.input, self.output);
+        assert!(k > 0 && n > 1 && self.form != PackedFormat::Bf16Rows, "packed product: {k} x {n}");
+        let mut end = 0;
+        for (expert, rows) in groups {
+            assert!(
+                *expert < self.experts && rows.start >= end && rows.end >= rows.start,
+                "packed product: groups"
+            );
+            end = rows.end;
+        }
+        assert!(x.len() >= end * k && out.len() >= end * n, "packed product: shapes");
+        let groups = groups.iter().filter(|(_, rows)| !rows.is_empty());
+        // No two tasks share columns and rows: each element of `out` belongs to one task.
+        let tasks: Vec<Task> = groups
+            .flat_map(|(expert, rows)| {
+                let few = rows.len() <= FEW_ROWS_MAX
+                    && self.chains()
+                    && VectorInstructions::detect() != VectorInstructions::Plain;
+                let tile = if few { 1 } else { TILE_PANELS };
+                self.tiles(tile).map(move |panels| Task { expert: *expert, rows: rows.clone(), panels, few })
+            })
+            .collect();
+        let stripes = OutputColumns::new(out, n);
+        let run = |tile: &mut Vec<f32>, task: &Task| self.run((bytes, task), x, stripes, tile, accumulate);
+        if should_parallelize(
+            tasks.iter().map(|task| task.rows.len() * k * task.panels.len() * PANEL_COLUMNS).sum(),
+        ) {
+            tasks.par_iter().for_each_init(Vec::new, run);
+        } else {
+            let mut tile = Vec::new();
+            tasks.iter().for_each(|task| run(&mut tile, task));
+        }
+        Ok(())
+    }
+
+    /// Returns ranges of up to `count` panels, none of one column, where the library has another code path.
+    fn tiles(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let panels = self.panels();
+        let lone = panels > 1 && self.output % PANEL_COLUMNS == 1;
+        let ends = (count..panels).step_by(count).filter(move |&end| !(lone && end == panels - 1));
+        let ends: Vec<usize> = ends.chain([panels]).collect();
+        let starts: Vec<usize> = std::iter::once(0).chain(ends.iter().copied()).collect();
+        starts.into_iter().zip(ends).map(|(start, end)| start..end)
+    }
+
+    fn run(
+        &self,
+        (bytes, task): (&[u8], &Task),
+        x: &[f32],
+        out: OutputColumns,
+        tile: &mut Vec<f32>,
+        accumulate: bool,
+    ) {
+        let Task { expert, rows, panels, few } = task;
+        let (k, m) = (self.input, rows.len());
+        let x = &x[rows.start * k..rows.end * k];
+        let out = out.starting_at(rows.start);
+        let vectors = VectorInstructions::detect();
+        if *few {
+            for index in panels.clone() {
+                vectors.skinny_gemm(
+                    self.panel(bytes, *expert, index),
+                    (x, k),
+                    (out, index * PANEL_COLUMNS),
+                    accumulate,
+                );
+            }
+            return;
+        }
+        // A single row is computed as two, as in every forward.
+        let doubled = (m == 1).then(|| [x, x].concat());
+        let first = panels.start * PANEL_COLUMNS;
+        let columns = (panels.end * PANEL_COLUMNS).min(self.output) - first;
+        let stride = panels.len() * PANEL_COLUMNS;
+        tile.resize(K_CHUNK.min(k) * stride, 0.0);
+        let mut both = vec![0f32; if doubled.is_some() { 2 * columns } else { 0 }];
+        if doubled.is_some() && accumulate {
+            out.read(first, &mut both[..columns]);
+        }
+        for start in (0..k).step_by(K_CHUNK) {
+            let chunk = start..(start + K_CHUNK).min(k);
+            for (at, index) in panels.clone().enumerate() {
+                vectors.decode(
+                    self.panel(bytes, *expert, index),
+                    chunk.clone(),
+                    tile,
+                    at * PANEL_COLUMNS,
+                    stride,
+                );
+            }
+            let add = accumulate || start > 0;
+            let w = (&tile[..chunk.len() * stride], stride);
+            match &doubled {
+                Some(x) => {
+                    let both = OutputColumns::new(&mut both, columns);
+                    both.library_product(0, (&x[start..], k), w, (2, chunk.len(), columns), add);
+                }
+                None => out.library_product(first, (&x[start..], k), w, (m, chunk.len(), columns), add),
+            }
+        }
+        if doubled.is_some() {
+            out.write(0, first, &both[..columns], false);
+        }
+    }
+
+    /// Computes `dx = dy · Wᵀ` of one expert, with the bits of [`product`] by the decoded matrix.
+    ///
+    /// # Errors
+    /// When the matrix is on a device.
+    pub fn input_gradient(&self, expert: usize, dx: &mut [f32], dy: &[f32]) -> candle_core::Result<()> {
+        let bytes = self.bytes()?;
+        let (k, n) = (self.input, self.output);
+        let m = dy.len() / n;
+        let vectors = VectorInstructions::detect();
+        let panels_a_chunk = K_CHUNK / PANEL_COLUMNS;
+        let mut tile = vec![0f32; k * K_CHUNK.min(self.panels() * PANEL_COLUMNS)];
+        for first in (0..self.panels()).step_by(panels_a_chunk) {
+            let panels = first..(first + panels_a_chunk).min(self.panels());
+            let stride = panels.len() * PANEL_COLUMNS;
+            let tile = &mut tile[..k * stride];
+            tile.par_chunks_mut(ROWS_A_TIME * stride).enumerate().for_each(|(part, tile)| {
+                let rows = part * ROWS_A_TIME..(part * ROWS_A_TIME + tile.len() / stride);
+                for (at, index) in panels.clone().enumerate() {
+                    vectors.decode(
+                        self.panel(bytes, expert, index),
+                        rows.clone(),
+                        tile,
+                        at * PANEL_COLUMNS,
+                        stride,
+                    );
+                }
+            });
+            let start = first * PANEL_COLUMNS;
+            let chunk = (n - start).min(K_CHUNK);
+            let dy = StridedMatrix { values: &dy[start..], row_stride: n, column_stride: 1 };
+            let weight = StridedMatrix { values: tile, row_stride: 1, column_stride: stride };
+            product(GemmThreads::Pool, dx, dy, weight, (m, chunk, k), first > 0);
+        }
+        Ok(())
+    }
+}
+
+/// Rows that a thread decodes at a time for the gradient; whole blocks of MXFP4.
+const ROWS_A_TIME: usize = 8 * BLOCK;
+
+/// Panels of one expert to multiply by its rows.
+struct Task {
+    expert: usize,
+    rows: Range<usize>,
+    panels: Range<usize>,
+    few: bool,
+}
+
+/// Transposes rows of `width` bytes (elements of `N` bytes) to columns of a panel.
+fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
+    for (column, row) in rows.chunks_exact(width).enumerate() {
+        for (k, element) in row.as_chunks::<N>().0.iter().enumerate() {
+            let at = (k * PANEL_COLUMNS + column) * N;
+            panel[at..at + N].copy_from_slice(element);
+        }
+    }
+}
+
+/// Copies stored blocks `[columns][in / 32][16]` and scales `[columns][in / 32]` to a panel.
+fn arrange_blocks(panel: &mut [u8], values: &[u8], scales: &[u8]) {
+    let blocks = panel.len() / PackedFormat::MXFP4_BLOCK_BYTES;
+    let (values, _) = values.as_chunks::<{ BLOCK / 2 }>();
+    for (block, panel) in panel.chunks_exact_mut(PackedFormat::MXFP4_BLOCK_BYTES).enumerate() {
+        let (of_scales, pairs) = panel.split_at_mut(PANEL_COLUMNS);
+        for column in 0..scales.len() / blocks {
+            of_scales[column] = scales[column * blocks + block];
+            for (pair, &byte) in values[column * blocks + block].iter().enumerate() {
+                pairs[pair * PANEL_COLUMNS + column] = byte;
+            }
+        }
+    }
+}
+
+/// Returns true when a stored bf16 is finite.
+pub fn bf16_is_finite(bytes: [u8; 2]) -> bool {
+    u16::from_le_bytes(bytes) & 0x7f80 != 0x7f80
+}
+
+/// Returns true when all values of a stored block are finite.
+pub fn block_is_finite(bytes: &[u8; BLOCK / 2], scale: u8) -> bool {
+    // Only at a scale of 2^126 or more can a magnitude of 4 or 6 overflow.
+    scale < 253 || mxfp4::decode_block(bytes, scale).iter().all(|v| v.is_finite())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{Purpose, stream};
+    use rand::{Rng, RngCore};
+
+    /// A random matrix of `input × output` in `form`; its scales include 2^-127 and subnormal results.
+    fn matrix(form: PackedFormat, input: usize, output: usize) -> PackedMatrix {
+        let mut rng = stream(7, Purpose::Initialisation, &[input as u64, output as u64]);
+        let shape = [1, input, output];
+        match form {
+            PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
+                let mut value = || half::bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_le_bytes();
+                let stored: Vec<u8> = (0..input * output).flat_map(|_| value()).collect();
+                let fill = |_, to: &mut [u8]| {
+                    to.copy_from_slice(&stored);
+                    Ok::<_, Infallible>(())
+                };
+                let Ok(packed) = PackedMatrix::read_columns(shape, fill);
+                packed
+            }
+            PackedFormat::Mxfp4 => {
+                let mut blocks = vec![0u8; input * output / 2];
+                rng.fill_bytes(&mut blocks);
+                let scale = |_| {
+                    if rng.random_bool(0.1) { rng.random_range(0..3) } else { rng.random_range(118..128) }
+                };
+                let scales: Vec<u8> = (0..input / BLOCK * output).map(scale).collect();
+                PackedMatrix::from_mxfp4(&blocks, &scales, shape)
+            }
+        }
+    }
+
+    #[test]
+    fn every_kind_of_vectors_decodes_and_multiplies_alike() {
+        let kinds = match VectorInstructions::detect() {
+            VectorInstructions::Avx512 => {
+                vec![VectorInstructions::Avx512, VectorInstructions::Avx2, VectorInstructions::Plain]
+            }
+            VectorInstructions::Avx2 => vec![VectorInstructions::Avx2, VectorInstructions::Plain],
+            VectorInstructions::Plain => vec![VectorInstructions::Plain],
+        };
+        for (form, input) in [
+            (PackedFormat::Bf16, 37),
+            (PackedFormat::Bf16, 700),
+            (PackedFormat::Mxfp4, 64),
+            (PackedFormat::Mxfp4, 608),
+        ] {
+            let packed = matrix(form, input, 100);
+            let x: Vec<f32> = (0..7 * input).map(|i| (i % 13) as f32 * 0.25 - 1.0).collect();
+            for index in 0..2 {
+                let panel = packed.panel(packed.bytes().unwrap(), 0, index);
+                let expected: Vec<u32> = (0..input)
+                    .flat_map(|k| (0..panel.columns).map(move |c| panel.value(k, c).to_bits()))
+                    .collect();
+                let mut products: Vec<Vec<u32>> = vec![];
+                for vectors in &kinds {
+                    let mut tile = vec![0f32; input * PANEL_COLUMNS];
+                    vectors.decode(panel, 0..input, &mut tile, 0, PANEL_COLUMNS);
+                    let found: Vec<u32> = tile
+                        .chunks(PANEL_COLUMNS)
+                        .flat_map(|row| row[..panel.columns].iter().map(|value| value.to_bits()))
+                        .collect();
+                    assert!(found == expected, "{vectors:?} {form:?} {input}, panel {index}");
+                    let mut out = vec![0.5f32; 7 * 100];
+                    let place = (OutputColumns::new(&mut out, 100), index * PANEL_COLUMNS);
+                    if vectors.skinny_gemm(panel, (&x, input), place, true) {
+                        products.push(out.iter().map(|value| value.to_bits()).collect());
+                    }
+                }
+                assert!(
+                    products.windows(2).all(|pair| pair[0] == pair[1]),
+                    "{form:?} {input}, panel {index}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn no_tile_is_a_single_column() {
+        for output in 2..1200 {
+            let bytes = PackedStorage::HostPython(vec![]);
+            let packed = PackedMatrix { form: PackedFormat::Bf16, experts: 1, input: 1, output, bytes };
+            for count in [1, 3, TILE_PANELS] {
+                let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
+                assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));
+                assert!(tiles.windows(2).all(|pair| pair[0].end == pair[1].start));
+                let columns =
+                    |tile: &Range<usize>| (tile.end * PANEL_COLUMNS).min(output) - tile.start * PANEL_COLUMNS;
+                assert!(tiles.iter().all(|tile| columns(tile) > 1), "{output} columns by {count}");
+            }
+        }
+    }
+}

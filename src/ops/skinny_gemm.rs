@@ -1,0 +1,421 @@
+//! Skinny matrix products (few rows), as in decoding, without packing the weights.
+//!
+//! Each weight is read once, in memory order. The `gemm` crate reads strips of 64 columns for a few rows of
+//! `x`, and reads them again for the next rows.
+//!
+//! The bits equal those of products of many rows. Each element is one chain per chunk of k, starting from
+//! 0, of fused multiply-adds or of bf16 dot products. One addition to the previous value follows. In f32
+//! the reference is the `gemm` crate, compared by the tests of [`super::product`]; in bf16 it is
+//! [`super::tiles`].
+
+use super::prefetch::prefetch_second;
+use super::product::{K_CHUNK, Precision};
+use super::tiles::{LINE_WORDS, vectors::SimdWords};
+#[cfg(target_arch = "x86_64")]
+use super::tiles::{has_bf16_dot, vectors::x86};
+use rayon::prelude::*;
+
+/// Number of rows above which packing is faster.
+const ROWS_MAX: usize = 48;
+
+/// Number of weights below which the matrix stays in the caches and the crate is faster.
+const WEIGHTS_MIN: usize = 1 << 17;
+
+/// Minimum number of columns per thread. With fewer columns in all, the crate is faster.
+const COLUMNS_MIN: usize = 256;
+
+/// Granularity of the columns of a thread and of a strip: two vectors, or four short ones.
+const COLUMNS: usize = 32;
+
+/// Minimum prefetch distance, in rows of the weights.
+const ROWS_AHEAD_MIN: usize = 12;
+
+/// Maximum number of vectors in [`COLUMNS`].
+const VECTORS_MAX: usize = 4;
+
+/// Operands of a product: `x [m, k]` and `w [k, n]`, contiguous.
+struct Operands<'a> {
+    x: &'a [f32],
+    w: &'a [f32],
+    k: usize,
+    n: usize,
+    /// Whether the product is added to the output.
+    accumulate: bool,
+}
+
+/// [`add_columns`], compiled for one instruction set.
+///
+/// # Safety
+/// The processor must have that instruction set.
+type Kernel = unsafe fn(&Operands, usize, &mut [&mut [f32]]);
+
+#[cfg(target_arch = "x86_64")]
+mod compiled {
+    use super::{Operands, add_columns, x86};
+
+    /// # Safety
+    /// The processor must have AVX-512.
+    #[target_feature(enable = "avx512f")]
+    pub unsafe fn avx512(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { add_columns::<x86::F32x16>(operands, start, out) }
+    }
+
+    /// # Safety
+    /// The processor must have AVX2 and fused multiply-adds.
+    #[target_feature(enable = "avx2,fma")]
+    pub unsafe fn avx2(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { add_columns::<x86::F32x8>(operands, start, out) }
+    }
+
+    /// # Safety
+    /// The processor must have AVX-512 with dot products of bf16.
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    pub unsafe fn avx512_bf16(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { add_columns::<x86::Bf16x32>(operands, start, out) }
+    }
+}
+
+/// A skinny product kernel that this processor supports.
+pub(super) struct SkinnyGemm(Kernel);
+
+impl SkinnyGemm {
+    /// Returns the kernel for a product of shape `(m, k, n)`, if it is faster than the others and has the
+    /// same bits. In f32 the crate uses another code path for chunks of k of one or two.
+    pub(super) fn for_shape(precision: Precision, (m, k, n): (usize, usize, usize)) -> Option<Self> {
+        let same_bits = precision != Precision::F32 || !matches!(k % K_CHUNK, 1 | 2);
+        let is_faster = m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN;
+        if same_bits && is_faster { Self::detect(precision) } else { None }
+    }
+
+    /// Returns the fastest kernel of this processor.
+    #[cfg(target_arch = "x86_64")]
+    fn detect(precision: Precision) -> Option<Self> {
+        match precision {
+            Precision::Bf16Dot => has_bf16_dot().then_some(Self(compiled::avx512_bf16)),
+            Precision::F32 if is_x86_feature_detected!("avx512f") => Some(Self(compiled::avx512)),
+            Precision::F32 => Self::avx2(),
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn detect(_: Precision) -> Option<Self> {
+        None
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn avx2() -> Option<Self> {
+        let is_here = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        is_here.then_some(Self(compiled::avx2))
+    }
+
+    /// Computes `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, on up to `threads` threads.
+    pub(super) fn product(
+        &self,
+        threads: usize,
+        out: &mut [f32],
+        x: &[f32],
+        w: &[f32],
+        (k, n): (usize, usize),
+        accumulate: bool,
+    ) {
+        assert!(x.len() * n == out.len() * k && w.len() == k * n, "few rows: shapes");
+        let operands = Operands { x, w, k, n, accumulate };
+        let width = n.div_ceil(threads).max(COLUMNS_MIN).next_multiple_of(COLUMNS);
+        let mut parts: Vec<Vec<&mut [f32]>> = (0..n.div_ceil(width)).map(|_| vec![]).collect();
+        for row in out.chunks_exact_mut(n) {
+            parts.iter_mut().zip(row.chunks_mut(width)).for_each(|(part, columns)| part.push(columns));
+        }
+        let add = |(index, mut part): (usize, Vec<&mut [f32]>)| {
+            // SAFETY: a value of this type exists only when the processor has the instructions.
+            unsafe { self.0(&operands, index * width, &mut part) }
+        };
+        if parts.len() > 1 {
+            parts.into_par_iter().enumerate().for_each(add);
+        } else {
+            parts.into_iter().enumerate().for_each(add);
+        }
+    }
+}
+
+/// Computes columns from `start` on of every row. `out` holds one slice of columns per row.
+///
+/// # Safety
+/// The processor must have the instructions of `W`.
+#[inline(always)]
+unsafe fn add_columns<W: SimdWords>(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
+    let &Operands { x, w, k, n, accumulate } = operands;
+    let (rows, width) = (out.len(), out[0].len());
+    let walk = BlockSizes::for_rows::<W>(rows);
+    let strip_max = walk.strip(rows, width);
+    // Rows of sums a power of two apart would map to the same cache sets.
+    let stride = strip_max + LINE_WORDS;
+    let mut sums = vec![0f32; rows * stride];
+    // SAFETY: guaranteed by the caller.
+    let x = unsafe { words_of_rows::<W>(x, k) };
+    let words = k.div_ceil(W::PER_WORD);
+    for first in (0..width).step_by(strip_max) {
+        let strip = strip_max.min(width - first);
+        for chunk in (0..k).step_by(K_CHUNK) {
+            let depth = K_CHUNK.min(k - chunk);
+            sums.fill(0.0);
+            let weights = Weights { values: &w[chunk * n + start + first..], n, columns: strip };
+            let x = Rows { words: &x[chunk / W::PER_WORD..], stride: words };
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                match walk.depth {
+                    1 => add_rows::<W, 1>(&mut sums, stride, x, weights, depth),
+                    2 => add_rows::<W, 2>(&mut sums, stride, x, weights, depth),
+                    3 => add_rows::<W, 3>(&mut sums, stride, x, weights, depth),
+                    4 => add_rows::<W, 4>(&mut sums, stride, x, weights, depth),
+                    _ => add_rows::<W, 8>(&mut sums, stride, x, weights, depth),
+                }
+            }
+            for (out, sums) in out.iter_mut().zip(sums.chunks_exact(stride)) {
+                let (out, sums) = (&mut out[first..first + strip], &sums[..strip]);
+                if accumulate || chunk > 0 {
+                    out.iter_mut().zip(sums).for_each(|(o, s)| *o += s);
+                } else {
+                    out.copy_from_slice(sums);
+                }
+            }
+        }
+    }
+}
+
+/// Loop sizes for reading the weights.
+struct BlockSizes {
+    /// Words of a weight column that are added between a load and a store of the sums.
+    depth: usize,
+    /// Maximum number of sums in a strip of columns, over all rows.
+    sums_max: usize,
+}
+
+impl BlockSizes {
+    /// Returns the fastest measured sizes for `rows` rows. A small depth reads memory nearly in order,
+    /// where the hardware prefetcher works best. A large depth needs fewer loads and stores of sums, which
+    /// otherwise stay in the L1 cache.
+    fn for_rows<W: SimdWords>(rows: usize) -> Self {
+        let (depth, sums_max) = match (rows, W::LANES, W::PER_WORD) {
+            (..=4, 16, _) | (..=2, _, _) => (1, 6 << 10),
+            (_, _, 2) => (2, 16 << 10),
+            (..=6, _, _) => (2, 6 << 10),
+            (..=10, _, _) => (3, 8 << 10),
+            (..=14, 16, _) => (4, 4 << 10),
+            (_, 16, _) => (8, 48 << 10),
+            _ => (3, 4 << 10),
+        };
+        Self { depth, sums_max }
+    }
+
+    /// Returns the columns of a strip, for `width` columns in all.
+    fn strip(&self, rows: usize, width: usize) -> usize {
+        let strips = width.div_ceil((self.sums_max / rows).max(LINE_WORDS));
+        width.div_ceil(strips).next_multiple_of(COLUMNS)
+    }
+}
+
+/// Rows of the weights, `n` apart, of which the first `columns` values are used.
+#[derive(Clone, Copy)]
+struct Weights<'a> {
+    values: &'a [f32],
+    n: usize,
+    columns: usize,
+}
+
+impl Weights<'_> {
+    /// Returns the rows from `row` on.
+    #[inline(always)]
+    fn from(self, row: usize) -> Self {
+        Self { values: &self.values[row * self.n..], ..self }
+    }
+}
+
+/// Words of the rows of `x`, `stride` apart.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    words: &'a [u32],
+    stride: usize,
+}
+
+impl Rows<'_> {
+    /// Returns the words from `word` of each row on.
+    #[inline(always)]
+    fn from(self, word: usize) -> Self {
+        Self { words: &self.words[word..], ..self }
+    }
+}
+
+/// Converts `x [m, k]` to words, row after row.
+///
+/// # Safety
+/// The processor must have the instructions of `W`.
+#[inline(always)]
+unsafe fn words_of_rows<W: SimdWords>(x: &[f32], k: usize) -> Vec<u32> {
+    let words = k.div_ceil(W::PER_WORD);
+    // The last vector of a row extends into the next row, which is written later, or past the end.
+    let mut rows = vec![0; x.len() / k * words + W::LANES];
+    for (row, x) in x.chunks_exact(k).enumerate() {
+        for word in (0..words).step_by(W::LANES) {
+            let at = word * W::PER_WORD;
+            let to = &mut rows[row * words + word..][..W::LANES];
+            // SAFETY: guaranteed by the caller; `k - at` values are there.
+            unsafe { W::keep(to.as_mut_ptr(), W::along(x[at..].as_ptr(), k - at)) };
+        }
+    }
+    rows
+}
+
+/// Adds to each row of `sums` (`stride` apart) the products of its row of `x` with the first `depth` rows
+/// of the weights, `R` words at a time.
+///
+/// # Safety
+/// The processor must have the instructions of `W`.
+#[inline(always)]
+unsafe fn add_rows<W: SimdWords, const R: usize>(
+    sums: &mut [f32],
+    stride: usize,
+    x: Rows,
+    weights: Weights,
+    depth: usize,
+) {
+    let words = depth / W::PER_WORD;
+    let whole = words / R * R;
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        for at in (0..whole).step_by(R) {
+            add_block::<W, R>(sums, stride, x.from(at), weights.from(at * W::PER_WORD), W::PER_WORD);
+        }
+        for at in whole..words {
+            add_block::<W, 1>(sums, stride, x.from(at), weights.from(at * W::PER_WORD), W::PER_WORD);
+        }
+        if words * W::PER_WORD < depth {
+            add_block::<W, 1>(sums, stride, x.from(words), weights.from(words * W::PER_WORD), 1);
+        }
+    }
+}
+
+/// Adds the products of `R` words per row of `x`; each word covers the next `per_word` rows of the weights.
+///
+/// # Safety
+/// The processor must have the instructions of `W`.
+#[inline(always)]
+unsafe fn add_block<W: SimdWords, const R: usize>(
+    sums: &mut [f32],
+    stride: usize,
+    x: Rows,
+    weights: Weights,
+    per_word: usize,
+) {
+    let Weights { values, n, columns } = weights;
+    let end = |row: usize| (row + R * per_word - 1) * n + columns;
+    assert!(values.len() >= end(0), "few rows: weights");
+    // Prefetch distance: the same columns, this many rows ahead, where the matrix has them.
+    let ahead = (R * per_word).max(ROWS_AHEAD_MIN);
+    let later = if values.len() >= end(ahead) { ahead * n } else { 0 };
+    let mut column = 0;
+    // SAFETY: guaranteed by the caller; the columns of all rows are there.
+    unsafe {
+        while column + COLUMNS <= columns {
+            let vectors = (COLUMNS / W::LANES, W::LANES);
+            add_vectors::<W, R>(sums, stride, x, weights, column, vectors, (per_word, later));
+            column += COLUMNS;
+        }
+        while column < columns {
+            let lanes = W::LANES.min(columns - column);
+            add_vectors::<W, R>(sums, stride, x, weights, column, (1, lanes), (per_word, later));
+            column += lanes;
+        }
+    }
+}
+
+/// Performs [`add_block`] for vectors of columns from `column` on, with the given number of valid lanes.
+/// The weights are loaded once for all rows of `sums`. Weights that lie `later` elements ahead are
+/// prefetched.
+///
+/// # Safety
+/// The processor must have the instructions of `W`, and the weights must be there.
+#[inline(always)]
+unsafe fn add_vectors<W: SimdWords, const R: usize>(
+    sums: &mut [f32],
+    stride: usize,
+    x: Rows,
+    Weights { values, n, .. }: Weights,
+    column: usize,
+    (vectors, lanes): (usize, usize),
+    (per_word, later): (usize, usize),
+) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        let mut weights = [[W::zero(); VECTORS_MAX]; R];
+        for (i, weights) in weights.iter_mut().enumerate() {
+            for (v, weights) in weights.iter_mut().enumerate().take(vectors) {
+                let at = values.as_ptr().add(i * per_word * n + column + v * W::LANES);
+                *weights = W::across(at, n, per_word, lanes);
+                (0..per_word).for_each(|row| prefetch_second(at.wrapping_add(row * n + later)));
+            }
+        }
+        for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {
+            let sums = &mut sums[column..column + vectors * W::LANES];
+            let at = |v: usize| v * W::LANES;
+            let mut sum = [W::zero(); VECTORS_MAX];
+            for (v, sum) in sum.iter_mut().enumerate().take(vectors) {
+                *sum = W::load(sums.as_ptr().add(at(v)).cast());
+            }
+            let x = &x.words[row * x.stride..row * x.stride + R];
+            for (&x, weights) in x.iter().zip(&weights) {
+                let x = W::splat(x);
+                for (sum, &weights) in sum.iter_mut().zip(weights).take(vectors) {
+                    *sum = W::add_product(*sum, x, weights);
+                }
+            }
+            for (v, &sum) in sum.iter().enumerate().take(vectors) {
+                W::keep(sums.as_mut_ptr().add(at(v)).cast(), sum);
+            }
+        }
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::super::product::StridedMatrix;
+    use super::super::tiles;
+    use super::*;
+    use crate::random::{Purpose, stream};
+    use rand::Rng;
+
+    #[test]
+    fn few_rows_have_the_bits_of_tiles() {
+        let mut rng = stream(0, Purpose::Problem, &[]);
+        let mut noise = |len: usize| -> Vec<f32> { (0..len).map(|_| rng.random_range(-1f32..1.0)).collect() };
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let ways = [
+            ("f32", Precision::F32, SkinnyGemm::detect(Precision::F32)),
+            ("f32 by eights", Precision::F32, SkinnyGemm::avx2()),
+            ("bf16", Precision::Bf16Dot, SkinnyGemm::detect(Precision::Bf16Dot)),
+        ];
+        for (k, n) in [(512, 256), (515, 300), (1025, 513), (300, 1000), (1100, 271)] {
+            let (x, w, bias) = (noise(ROWS_MAX * k), noise(k * n), noise(ROWS_MAX * n));
+            for (name, precision, way) in &ways {
+                let Some(way) = way else {
+                    eprintln!("skipped: this processor does not support {name}");
+                    continue;
+                };
+                for rows in 1..=ROWS_MAX {
+                    for (threads, accumulate) in [(1, true), (2, true), (2, false)] {
+                        let x = &x[..rows * k];
+                        let mut expected = bias[..rows * n].to_vec();
+                        let mut found = expected.clone();
+                        let (a, b) = (StridedMatrix::rows(x, k), StridedMatrix::rows(&w, n));
+                        assert!(tiles::product(*precision, 1, &mut expected, a, b, (rows, k, n), accumulate));
+                        pool.install(|| way.product(threads, &mut found, x, &w, (k, n), accumulate));
+                        let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
+                        assert!(same, "{name}: {rows} rows of {k} by {n} columns, {threads} threads");
+                    }
+                }
+            }
+        }
+    }
+}

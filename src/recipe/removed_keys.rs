@@ -1,0 +1,100 @@
+//! The table of removed keys and values. A recipe that has one is refused with its replacement. In a run
+//! folder of an older version it is ignored, if that does not change the run.
+
+use toml::de::DeValue;
+
+/// A removed key, or a removed value of a key.
+struct Removed {
+    /// The dotted path.
+    key: &'static str,
+    /// The removed value; `None` if the key is removed.
+    value: Option<&'static str>,
+    /// The value, as TOML, for which removing the line does not change the run.
+    neutral: &'static str,
+    /// The replacement.
+    remedy: &'static str,
+}
+
+const REMOVED: [Removed; 2] = [
+    Removed {
+        key: "model.dense_products",
+        value: None,
+        neutral: "\"own\"",
+        remedy: "the program's own kernels make every product of a GPU; leave the key out",
+    },
+    Removed {
+        key: "parallel.rollout_weights",
+        value: Some("by_layer"),
+        neutral: "\"by_layer\"",
+        remedy: "give \"by_expert\" or \"whole\", or leave the choice to \"auto\"",
+    },
+];
+
+/// Returns the mistake and its remedy if `key` with `value` is removed.
+pub(super) fn refusal(key: &str, value: &DeValue) -> Option<String> {
+    let is_meant = |removed: &&Removed| {
+        removed.key == key && removed.value.is_none_or(|word| value.as_str() == Some(word))
+    };
+    let Removed { value, remedy, .. } = REMOVED.iter().find(is_meant)?;
+    Some(match value {
+        None => format!("this key was removed; {remedy}"),
+        Some(word) => format!("{word:?} was removed; {remedy}"),
+    })
+}
+
+/// Blanks the lines of a run folder's recipe with a removed key or value that have no effect on the run.
+/// All other lines keep their numbers.
+pub(super) fn blank_removed_keys(recipe: &str) -> String {
+    let mut table = "";
+    let mut text = String::with_capacity(recipe.len());
+    for line in recipe.lines() {
+        if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+            table = name;
+        }
+        let is_neutral = line.split_once(" = ").is_some_and(|(name, value)| {
+            let is_meant = |removed: &&Removed| {
+                removed.neutral == value && removed.key.rsplit_once('.') == Some((table, name))
+            };
+            REMOVED.iter().any(|removed| is_meant(&removed))
+        });
+        if !is_neutral {
+            text.push_str(line);
+        }
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::recipe::KeyScope;
+    use crate::recipe::plan::{resolve, resolve_run_recipe};
+    use std::path::Path;
+
+    #[test]
+    fn a_removed_key_is_refused_in_a_recipe_and_read_in_a_run_folder_where_it_changes_nothing() {
+        let file = Path::new("r.toml");
+        let refused = |text: &str| resolve(file, text, &[]).unwrap_err().to_string();
+        for (written, said) in [
+            (
+                "[model]\ndtype = \"f32\"\ndense_products = \"own\"\n",
+                "r.toml:3: model.dense_products: this key was removed; ",
+            ),
+            (
+                "[parallel]\nrollout_weights = \"by_layer\"\n",
+                "r.toml:2: parallel.rollout_weights: \"by_layer\" was removed; give \"by_expert\" or \"whole\"",
+            ),
+        ] {
+            let message = refused(written);
+            assert!(message.starts_with(said), "{message}");
+            assert_eq!(message.lines().count(), 1, "{message}");
+            let stored = resolve_run_recipe(KeyScope::Train, file, written, &[]).unwrap();
+            assert_eq!(stored.recipe, resolve(file, "", &[]).unwrap().recipe);
+        }
+        let other = "[model]\ndense_products = \"record.toml\"\n";
+        assert_eq!(
+            resolve_run_recipe(KeyScope::Train, file, other, &[]).unwrap_err().to_string(),
+            refused(other)
+        );
+    }
+}

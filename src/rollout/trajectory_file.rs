@@ -1,0 +1,153 @@
+//! Reads trajectories from JSON lines: as fixed training data, and to resume an interrupted rollout.
+
+use super::Rollouts;
+use crate::bad_input;
+use crate::bounded_file::{self, ROWS_BYTES_MAX};
+use crate::trajectory::{Group, Trajectory, TrajectoryRow};
+use anyhow::Result;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Reads every row of `path`. With `torn`, a last line without its line feed counts as cut off by a kill
+/// and is skipped. Also returns the number of bytes read.
+///
+/// # Errors
+/// [`crate::error::BadInput`] naming file and line.
+pub fn read(path: &Path, torn: bool) -> Result<(Vec<TrajectoryRow>, u64)> {
+    let shown = path.display();
+    let text = bounded_file::read(path, ROWS_BYTES_MAX).map_err(|e| {
+        bad_input!("{shown}: cannot be read: {e}; name a file of `rloss rollout` or of a run")
+    })?;
+    let (mut rows, mut bytes) = (vec![], 0);
+    for (line, number) in text.split_inclusive(|&byte| byte == b'\n').zip(1..) {
+        if torn && !line.ends_with(b"\n") {
+            break;
+        }
+        rows.push(parse(line).map_err(|what| {
+            bad_input!("{shown}: line {number}: {what}; remove the line or restore the file")
+        })?);
+        bytes += line.len() as u64;
+    }
+    Ok((rows, bytes))
+}
+
+fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
+    let row: TrajectoryRow = serde_json::from_slice(line).map_err(|e| format!("not a trajectory: {e}"))?;
+    let t = &row.trajectory;
+    let n = t.tokens.len();
+    for (name, length) in [("mask", t.mask.len()), ("logprobs", t.logprobs.len())] {
+        if length != n {
+            return Err(format!("`{name}` has {length} entries for {n} tokens"));
+        }
+    }
+    if !t.reward.is_finite() {
+        return Err("`reward` is no number".into());
+    }
+    if t.prompt_tokens == 0 || t.prompt_tokens > n || t.mask.iter().take(t.prompt_tokens).any(|&m| m) {
+        return Err(format!(
+            "`prompt_tokens` = {} does not fit {n} tokens of which the mask marks sampled ones",
+            t.prompt_tokens
+        ));
+    }
+    if t.turns.iter().any(|turn| turn.start > turn.end || turn.end > n) {
+        return Err(format!("`turns` reach past the {n} tokens"));
+    }
+    match (0..n).find(|&i| t.mask[i] && !(t.logprobs[i].is_finite() && t.logprobs[i] <= 0.0)) {
+        Some(i) => Err(format!("`logprobs`[{i}] = {} is no log-probability", t.logprobs[i])),
+        None => Ok(row),
+    }
+}
+
+/// Shape of a fed token's routed experts, for a model that replays them.
+#[derive(Debug, Clone, Copy)]
+pub struct RoutedExpertsShape {
+    /// Number of layers times experts per token.
+    pub per_token: usize,
+    /// Experts per layer.
+    pub experts: usize,
+}
+
+impl RoutedExpertsShape {
+    fn fits(&self, t: &Trajectory) -> bool {
+        let fed = t.tokens.len().saturating_sub(1);
+        let whole = |token: &Vec<u16>| {
+            token.len() == self.per_token && token.iter().all(|&expert| usize::from(expert) < self.experts)
+        };
+        t.routes.get(..fed).is_some_and(|routes| routes.iter().all(whole))
+    }
+}
+
+/// Stored trajectories that replace sampling: groups in the file's order, repeated.
+#[derive(Debug)]
+pub struct StoredRollouts {
+    /// Rows of each (step, prompt), in the order of its first row.
+    groups: Vec<Vec<TrajectoryRow>>,
+}
+
+impl StoredRollouts {
+    /// Reads `path`, whose rows are grouped by step and prompt, and checks them against the model: its
+    /// `vocabulary`, its context of `context_tokens_max` and, if routed experts are replayed, their shape
+    /// `replayed`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] naming file and line.
+    pub fn open(
+        path: &Path,
+        vocabulary: usize,
+        context_tokens_max: usize,
+        replayed: Option<RoutedExpertsShape>,
+    ) -> Result<Self> {
+        let shown = path.display();
+        let (rows, _) = read(path, false)?;
+        let (mut groups, mut places) = (Vec::<Vec<TrajectoryRow>>::new(), BTreeMap::new());
+        for (row, number) in rows.into_iter().zip(1..) {
+            let t: &Trajectory = &row.trajectory;
+            if let Some(token) = t.tokens.iter().find(|&&token| token as usize >= vocabulary) {
+                return Err(bad_input!(
+                    "{shown}: line {number}: token {token} is not among the model's {vocabulary}; use trajectories sampled with this model's tokenizer"
+                ));
+            }
+            if t.tokens.len() > context_tokens_max {
+                return Err(bad_input!(
+                    "{shown}: line {number}: {} tokens do not fit the model's context of {context_tokens_max}; remove the line or take a model with a longer context",
+                    t.tokens.len()
+                ));
+            }
+            if replayed.is_some_and(|shape| !shape.fits(t)) {
+                return Err(bad_input!(
+                    "{shown}: line {number}: `routes` are not the experts that this model chooses for its tokens, and policy.router_replay is \"rollout\"; sample with rollout.keep_routes = true, or replay none"
+                ));
+            }
+            let place = *places.entry((t.step, t.prompt)).or_insert(groups.len());
+            match groups.get_mut(place) {
+                Some(group) => group.push(row),
+                None => groups.push(vec![row]),
+            }
+        }
+        if !groups.iter().flatten().any(|row| row.trajectory.mask.contains(&true)) {
+            return Err(bad_input!(
+                "{shown}: holds no sampled token to train on; write trajectories with `rloss rollout`"
+            ));
+        }
+        Ok(Self { groups })
+    }
+
+    /// Returns `count` groups for training step `step` (from 1). After the file's last group the first
+    /// follows again. Log-probabilities and rewards keep their stored values.
+    pub fn step_groups(&self, step: u64, count: u64) -> Rollouts {
+        let mut rollouts = Rollouts { groups: vec![], messages: vec![], answers: vec![] };
+        let total = self.groups.len().max(1) as u64;
+        let first = (step - 1).saturating_mul(count);
+        for index in first..first.saturating_add(count) {
+            let Some(group) = self.groups.get((index % total) as usize) else { continue };
+            let (trajectories, messages) = group
+                .iter()
+                .map(|row| (Trajectory { step, ..row.trajectory.clone() }, row.messages.clone()))
+                .unzip();
+            rollouts.groups.push(Group { trajectories, greedy: None });
+            rollouts.messages.push(messages);
+            rollouts.answers.push(group.first().map(|row| row.answer.clone()).unwrap_or_default());
+        }
+        rollouts
+    }
+}

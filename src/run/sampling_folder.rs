@@ -1,0 +1,402 @@
+//! Sampling into a folder, resumable per problem. `rloss eval` and `rloss rollout` share it.
+//!
+//! ```text
+//! OUT/recipe.toml            the resolved recipe, with model.path set to the folder that was read
+//! OUT/sampling.json          command, step and model files; a sampling with others is refused here
+//! OUT/trajectories/NAME.jsonl.partial   one line per finished trajectory, in order of finishing
+//! OUT/trajectories/NAME.jsonl           all trajectories in order, once the last one has finished
+//! ```
+
+use super::context::RunContext;
+use super::memory::explain_out_of_memory;
+use super::run_folder::{RunFolder, contains_run, lock};
+use super::symlinks::refuse_symlink;
+use super::trust::approve;
+use crate::atomic_file::{replace_file, write_file};
+use crate::bad_input;
+use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::checkpoint::gguf::{self, is_gguf};
+use crate::integrity::add_checksum;
+use crate::metrics::{Console, Phase};
+use crate::model::policy_view::PolicyView;
+use crate::recipe::{Plan, RecipeSource};
+use crate::rollout::{Prompt, RolloutPlan, RolloutProgress, trajectory_file};
+use crate::settings::Entry;
+use crate::trajectory::{Trajectory, TrajectoryRow};
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// Returns the folder for results without `--out`. Results of a run or checkpoint go to
+/// `<run>/<kind>/<checkpoint>`, others to `runs/<recipe>-<kind>`. [`SamplingFolder::open`] appends a number
+/// when the folder is in use.
+fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
+    let model = &plan.recipe.model;
+    let checkpoint = model.adapter.as_deref().or(model.path.as_deref()).and_then(Path::file_name);
+    match (source, checkpoint) {
+        (RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }, Some(checkpoint)) => {
+            run.join(kind).join(checkpoint)
+        }
+        _ => PathBuf::from("runs").join(format!("{}-{kind}", source.stem())),
+    }
+}
+
+pub(super) const MARKER_FILE: &str = "sampling.json";
+
+/// The contents of `sampling.json`.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Marker {
+    /// `eval` or `rollout`.
+    kind: String,
+    step: u64,
+    /// Name, length in bytes and modification time in nanoseconds of each of the model's files.
+    model_files: Vec<(String, u64, u128)>,
+}
+
+/// A folder with the results of one sampling, locked by this process. Dropping it removes a folder without
+/// results.
+pub struct SamplingFolder<'a> {
+    context: &'a RunContext,
+    pub path: PathBuf,
+    _lock: File,
+}
+
+impl<'a> SamplingFolder<'a> {
+    /// Starts or resumes a sampling of `kind` (`eval` or `rollout`) after training step `step`. The results
+    /// go to `out`, or else to the default folder of the recipe's source, with a number if other results are
+    /// there.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the folder holds something else, which stays untouched.
+    pub fn open(
+        context: &'a RunContext,
+        source: &RecipeSource,
+        out: Option<&Path>,
+        (kind, step): (&str, u64),
+    ) -> Result<Self> {
+        let model = &context.recipe().model;
+        let folders = model.path.iter().chain(&model.adapter);
+        let marker = Marker {
+            kind: kind.to_owned(),
+            step,
+            model_files: folders.flat_map(|folder| model_files(folder)).collect(),
+        };
+        if let Some(out) = out {
+            return Self::open_at(context, out, &marker);
+        }
+        let first = default_out(&context.plan, source, kind);
+        let numbered = (2..).map(|n| PathBuf::from(format!("{}-{n}", first.display())));
+        let inside = matches!(source, RecipeSource::Run(_) | RecipeSource::Checkpoint { .. });
+        if let (Some(above), true) = (first.parent(), inside) {
+            refuse_symlink(above)?;
+        }
+        for path in std::iter::once(first.clone()).chain(numbered) {
+            if inside {
+                refuse_symlink(&path)?;
+            }
+            if !path.exists() || check(&path, &marker, &context.plan).is_ok() {
+                return Self::open_at(context, &path, &marker);
+            }
+        }
+        Err(bad_input!("{}: no number is free; name another folder with --out", first.display()))
+    }
+
+    fn open_at(context: &'a RunContext, path: &Path, marker: &Marker) -> Result<Self> {
+        check(path, marker, &context.plan)?;
+        fs::create_dir_all(path).map_err(|e| {
+            bad_input!("{}: cannot make the folder: {e}; name another with --out", path.display())
+        })?;
+        let lock = lock(path)?;
+        // Another process may have started here before the lock was taken.
+        check(path, marker, &context.plan)?;
+        let begun = Self { context, path: path.to_owned(), _lock: lock };
+        if !path.join(MARKER_FILE).is_file() {
+            write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
+        }
+        if !path.join("recipe.toml").is_file() {
+            approve(path, &context.plan.recipe)?;
+            write_file(&path.join("recipe.toml"), &add_checksum(&context.plan.to_toml()))?;
+        }
+        if let Some(confinement) = context.sandbox_description() {
+            write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
+        }
+        Ok(begun)
+    }
+
+    /// Returns the file of the finished trajectories called `name`.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join("trajectories").join(format!("{name}.jsonl"))
+    }
+
+    /// Samples the `prompts` that the file `name` does not hold yet. Returns the rows of every prompt, in
+    /// sample order. Returns `None` when `stop` returned true; finished trajectories are kept.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for a file with other prompts. Errors of the rollout and the disk.
+    #[allow(clippy::too_many_arguments)]
+    pub fn sample(
+        &self,
+        name: &str,
+        phase: Phase,
+        policy: &PolicyView,
+        (plan, samples): (&RolloutPlan, usize),
+        prompts: &[Prompt],
+        console: &Console,
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Vec<Vec<TrajectoryRow>>>> {
+        let (done, partial) = (self.file(name), self.path.join(format!("trajectories/{name}.jsonl.partial")));
+        if done.is_file() {
+            let rows = trajectory_file::read(&done, false)?.0;
+            return arranged(rows, prompts, samples, &done)?.into_iter().collect::<Option<_>>().map_or_else(
+                || {
+                    Err(bad_input!(
+                        "{}: trajectories are missing; restore the file, or name another folder with --out",
+                        done.display()
+                    ))
+                },
+                |rows| Ok(Some(rows)),
+            );
+        }
+        fs::create_dir_all(self.path.join("trajectories"))?;
+        let mut kept: Vec<Option<Vec<TrajectoryRow>>> = vec![None; prompts.len()];
+        let mut bytes = 0;
+        if partial.is_file() {
+            let (rows, length) = trajectory_file::read(&partial, true)?;
+            (kept, bytes) = (arranged(rows, prompts, samples, &partial)?, length);
+        }
+        let missing: Vec<Prompt> =
+            prompts.iter().zip(&kept).filter(|(_, kept)| kept.is_none()).map(|(p, _)| p.clone()).collect();
+        let file = OpenOptions::new().create(true).append(true).open(&partial);
+        let file = file.with_context(|| format!("{}", partial.display()))?;
+        // Drop a partial last line, left by a kill.
+        file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
+        let all = (prompts.len() * samples) as u64;
+        let stage = console.work_stage(name, all, all - (missing.len() * samples) as u64);
+        if let Some(new) = self.fill(&file, phase, policy, (plan, samples), &missing, &stage, stop)? {
+            let mut new = new.into_iter();
+            kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
+        }
+        stage.finish();
+        if let Some(deaths) = self.context.dead_worker_warning() {
+            console.print(&format!("warning: {deaths}"));
+        }
+        let Some(rows) = kept.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
+        self.finish(&done, &partial, &rows)?;
+        Ok(Some(rows))
+    }
+
+    /// Samples `prompts` and appends each trajectory to `file` as it finishes.
+    #[allow(clippy::too_many_arguments)]
+    fn fill(
+        &self,
+        file: &File,
+        phase: Phase,
+        policy: &PolicyView,
+        (plan, samples): (&RolloutPlan, usize),
+        prompts: &[Prompt],
+        stage: &crate::metrics::Progress,
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Vec<Vec<TrajectoryRow>>>> {
+        if prompts.is_empty() {
+            return Ok(Some(vec![]));
+        }
+        let failure = Mutex::new(None);
+        let finished = |trajectory: &Trajectory, messages: &[_]| {
+            let problem = prompts.iter().find(|prompt| prompt.index == trajectory.prompt);
+            let row = TrajectoryRow {
+                phase,
+                trajectory: trajectory.clone(),
+                messages: messages.to_vec(),
+                answer: problem.map(|prompt| prompt.problem.answer.clone()).unwrap_or_default(),
+                learned: None,
+            };
+            let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
+            if failure.is_none() {
+                *failure = append(file, &row).err();
+            }
+        };
+        let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        let rollout = self.context.rollout(policy, plan);
+        let rollouts = rollout.sample_with_observer(
+            prompts,
+            samples,
+            &RolloutProgress::show_on(stage),
+            &finished,
+            &|| stop() || failed(),
+        );
+        let rollouts = rollouts.map_err(|error| explain_out_of_memory(error, &self.context.memory))?;
+        if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(error.context(format!("writing trajectories into {}", self.path.display())));
+        }
+        let Some(rollouts) = rollouts else { return Ok(None) };
+        let mut rows = rollouts.rows(phase);
+        Ok(Some(prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect()))
+    }
+
+    /// Writes all rows in order to `done`, atomically, then removes the partial file.
+    fn finish(&self, done: &Path, partial: &Path, rows: &[Vec<TrajectoryRow>]) -> Result<()> {
+        replace_file(done, |aside| {
+            let mut out = std::io::BufWriter::new(File::create(aside)?);
+            for row in rows.iter().flatten() {
+                serde_json::to_writer(&mut out, row)?;
+                out.write_all(b"\n")?;
+            }
+            out.into_inner()?;
+            Ok(())
+        })?;
+        fs::remove_file(partial).with_context(|| format!("removing {}", partial.display()))
+    }
+}
+
+impl Drop for SamplingFolder<'_> {
+    fn drop(&mut self) {
+        RunFolder::clear_unused(&self.path);
+    }
+}
+
+/// Tells on `console` how many of `rows` failed, as [`tell_failures`] does.
+///
+/// # Errors
+/// Those of [`tell_failures`].
+pub fn check_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
+    let failed: Vec<bool> = rows.map(|row| row.trajectory.has_failure()).collect();
+    tell_failures((failed.iter().filter(|failed| **failed).count(), failed.len()), console)
+}
+
+/// Tells on `console` how many of all trajectories failed for reasons outside the policy, if any did.
+///
+/// # Errors
+/// When most of them failed, because the rewards then say little about the policy.
+pub fn tell_failures((failed, all): (usize, usize), console: &Console) -> Result<()> {
+    let told = format!("{failed} of {all} trajectories failed, whatever the policy did");
+    if failed * 2 > all {
+        bail!(
+            "{told}: the task's program or the tool's workers, see the failures above; rloss check RECIPE asks the program \
+             again"
+        );
+    }
+    if failed > 0 {
+        console.print(&format!("warning: {told}; the first failures are told above"));
+    }
+    Ok(())
+}
+
+/// Prints `text` to standard output. A closed pipe is no error.
+///
+/// # Errors
+/// When standard output cannot be written, for example a file on a full disk.
+pub fn print_text(text: &str) -> Result<()> {
+    let mut out = std::io::stdout();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e).context("writing to standard output"),
+        _ => Ok(()),
+    }
+}
+
+/// Appends a line with a single write, so a kill can damage only the last line.
+fn append(mut file: &File, row: &TrajectoryRow) -> Result<()> {
+    let mut line = serde_json::to_vec(row)?;
+    line.push(b'\n');
+    Ok(file.write_all(&line)?)
+}
+
+/// Groups `rows` by prompt, in sample order. A prompt with a missing sample gets `None`. Duplicate rows are
+/// equal, because a row is a function of the recipe.
+fn arranged(
+    rows: Vec<TrajectoryRow>,
+    prompts: &[Prompt],
+    samples: usize,
+    file: &Path,
+) -> Result<Vec<Option<Vec<TrajectoryRow>>>> {
+    let mut found = BTreeMap::new();
+    for (row, line) in rows.into_iter().zip(1..) {
+        let t = &row.trajectory;
+        let (prompt, sample) = (t.prompt, t.sample);
+        let problem = prompts.iter().find(|p| p.index == prompt).map(|p| &p.problem.id);
+        if problem != Some(&t.problem_id) || sample >= samples as u64 {
+            return Err(bad_input!(
+                "{}: line {line}: sample {sample} of problem {} is not among those requested; the data has changed: name another folder with --out",
+                file.display(),
+                t.problem_id
+            ));
+        }
+        found.insert((prompt, sample), row);
+    }
+    let group = |prompt: &Prompt| {
+        (0..samples as u64).map(|sample| found.remove(&(prompt.index, sample))).collect::<Option<Vec<_>>>()
+    };
+    Ok(prompts.iter().map(group).collect())
+}
+
+/// Lists the model's files with length and modification time, a cheap test for changes.
+fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
+    let paths: Vec<PathBuf> = match fs::read_dir(model) {
+        Ok(entries) => entries.filter_map(|entry| Some(entry.ok()?.path())).collect(),
+        Err(_) => gguf::files(model).unwrap_or_default(),
+    };
+    let file = |path: PathBuf| {
+        let name = path.file_name()?.to_string_lossy().into_owned();
+        let about = fs::metadata(&path).ok().filter(|about| about.is_file())?;
+        let read = name.ends_with(".safetensors") || name.ends_with(".json") || is_gguf(model);
+        let changed = about.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
+        read.then_some((name, about.len(), changed.as_nanos()))
+    };
+    let mut files: Vec<_> = paths.into_iter().filter_map(file).collect();
+    files.sort();
+    files
+}
+
+/// Refuses a folder that holds anything but this sampling.
+fn check(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
+    let file = path.join(MARKER_FILE);
+    let shown = file.display();
+    let text = match bounded_file::read_text(&file, JSON_BYTES_MAX) {
+        Ok(text) => text,
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            return Err(bad_input!("{shown}: cannot be read: {e}; name another folder with --out"));
+        }
+        Err(_) if contains_run(path) => {
+            return Err(bad_input!(
+                "{}: already holds a run; name another folder with --out",
+                path.display()
+            ));
+        }
+        Err(_) => return Ok(()),
+    };
+    let stored: Marker = serde_json::from_str(&text)
+        .map_err(|e| bad_input!("{shown}: damaged: {e}; remove the folder, or name another with --out"))?;
+    let differs = |what: &str| bad_input!("{shown}: the folder holds {what}; name another folder with --out");
+    if stored.kind != marker.kind {
+        return Err(differs(&format!("the results of rloss {}", stored.kind)));
+    }
+    if stored.step != marker.step || stored.model_files != marker.model_files {
+        return Err(differs("results of another model, or the model's files were changed since"));
+    }
+    if path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
+}
+
+/// Refuses a stored recipe that differs in a key on which samples depend.
+fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
+    let free = |key: &str| {
+        ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))
+            || ["eval.pass_at", "eval.every_steps", "eval.before_training", "train.steps"].contains(&key)
+    };
+    let stored = RecipeSource::Run(folder.to_owned()).resolve_for(plan.scope, &[])?;
+    let pairs = stored.recipe.entries().into_iter().zip(plan.recipe.entries());
+    let differ: Vec<String> = pairs
+        .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new && !free(old.path()))
+        .map(|(old, _)| old.path().to_owned())
+        .collect();
+    if differ.is_empty() {
+        return Ok(());
+    }
+    Err(bad_input!(
+        "{}: the folder holds results with other values of {}; name another folder with --out",
+        folder.join("recipe.toml").display(),
+        differ.join(", ")
+    ))
+}

@@ -1,0 +1,40 @@
+//! Symbolic links in a run folder. A folder from someone else may have links that lead writes out of it.
+
+use crate::bad_input;
+use anyhow::Result;
+use std::fs;
+use std::path::Path;
+
+/// Files and folders of a run that are written in place. All other writes replace a link and do not follow
+/// it.
+const WRITTEN: [&str; 5] = [".lock", "metrics.jsonl", "checkpoints", "eval", "rollout"];
+/// Folders whose entries are also written in place.
+const FILLED: [&str; 3] = ["trajectories", "tensorboard", "token_exports"];
+
+/// Refuses links in `folder` at every path that this program writes in place.
+///
+/// # Errors
+/// [`crate::error::BadInput`] that names the first link.
+pub fn refuse_symlinks(folder: &Path) -> Result<()> {
+    WRITTEN.iter().chain(&FILLED).try_for_each(|name| refuse_symlink(&folder.join(name)))?;
+    for name in FILLED {
+        let entries = fs::read_dir(folder.join(name)).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).try_for_each(|path| refuse_symlink(&path))?;
+    }
+    Ok(())
+}
+
+/// Refuses `path` if it is a link.
+///
+/// # Errors
+/// [`crate::error::BadInput`] that names the path.
+pub fn refuse_symlink(path: &Path) -> Result<()> {
+    if fs::symlink_metadata(path).is_ok_and(|about| about.is_symlink()) {
+        return Err(bad_input!(
+            "{}: is a link, and writes into a run folder follow no links; replace it by its target, \
+             remove it, or name another folder with --out",
+            path.display()
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,107 @@
+//! Trainable parameters: all except those frozen by patterns of the recipe or by an ablation.
+
+use crate::model::config::Config;
+use crate::model::names::{ParameterSpec, value_model_specs};
+use crate::recipe::Plan;
+use anyhow::Result;
+use wildmatch::WildMatchPattern;
+
+/// The parameters that `arms.freeze_attention` freezes.
+const ATTENTION: &str = "model.layers.*.self_attn.*";
+
+/// Returns the policy's trainable flags, one per spec. `train.freeze` and the ablation freeze parameters.
+/// `specs` may include adapter factors.
+pub(super) fn policy_trainable_flags(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
+    frozen_by(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), specs, &[])
+}
+
+/// Returns the trainable flags of an adapter's factors. A pattern may also match one of `others`.
+pub(super) fn adapter_trainable_flags(
+    plan: &Plan,
+    factors: &[ParameterSpec],
+    others: &[ParameterSpec],
+) -> Result<Vec<bool>> {
+    frozen_by(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), factors, others)
+}
+
+/// Returns the critic's trainable flags, from `critic.freeze`; `None` without a critic. The parameters are
+/// the critic's own, followed by the `factors` of its adapter. With an adapter, only the head and the factors
+/// are trainable.
+pub(super) fn critic_trainable_flags(
+    plan: &Plan,
+    config: &Config,
+    factors: Option<&[ParameterSpec]>,
+) -> Result<Option<Vec<bool>>> {
+    let Some(critic) = &plan.recipe.critic else { return Ok(None) };
+    let own = value_model_specs(config);
+    let specs = [&own[..], factors.unwrap_or_default()].concat();
+    let mut trainable = frozen_by(plan, "critic.freeze", &critic.freeze, None, &specs, &[])?;
+    if factors.is_some() {
+        let is_head = |spec: &ParameterSpec| spec.name.starts_with("score.");
+        trainable.iter_mut().zip(&own).for_each(|(learns, spec)| *learns &= is_head(spec));
+    }
+    Ok(Some(trainable))
+}
+
+fn arm(plan: &Plan) -> Option<&'static str> {
+    plan.recipe.arms.freeze_attention.then_some(ATTENTION)
+}
+
+/// Returns a flag per parameter of `specs`: true unless a pattern of `key` or the `arm` matches its name.
+/// Each pattern must match a parameter of `specs` or `others`.
+fn frozen_by(
+    plan: &Plan,
+    key: &str,
+    patterns: &[String],
+    arm: Option<&str>,
+    specs: &[ParameterSpec],
+    others: &[ParameterSpec],
+) -> Result<Vec<bool>> {
+    let read = plan.reads(key);
+    for pattern in patterns {
+        if read && !specs.iter().chain(others).any(|spec| matches(pattern, &spec.name)) {
+            let what = format!(
+                "the pattern {pattern:?} matches no parameter; names look like {}",
+                specs.get(1).map_or("", |spec| &spec.name)
+            );
+            return Err(plan.mistake(key, what).into());
+        }
+    }
+    let patterns: Vec<&str> = patterns.iter().map(String::as_str).chain(arm).collect();
+    let trainable: Vec<bool> =
+        specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
+    if read && !trainable.contains(&true) {
+        let what = "every parameter is frozen; leave one trainable".to_owned();
+        return Err(plan.mistake(key, what).into());
+    }
+    Ok(trainable)
+}
+
+/// Matches the whole `name`. `*` stands for any characters, dots included; all other characters match
+/// themselves. The crate requires a single-character wildcard, so it is U+0000, which no name contains.
+pub(super) fn matches(pattern: &str, name: &str) -> bool {
+    WildMatchPattern::<'*', '\0'>::new(pattern).matches(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn a_star_stands_for_any_characters() {
+        assert!(matches("*", "model.norm.weight"));
+        assert!(matches("model.layers.*.self_attn.*", "model.layers.3.self_attn.q_proj.weight"));
+        assert!(matches("*.sinks", "model.layers.3.self_attn.sinks"));
+        assert!(matches("lm_head.weight", "lm_head.weight"));
+        assert!(!matches("lm_head", "lm_head.weight"));
+        assert!(!matches("*.sink", "model.layers.3.self_attn.sinks"));
+        assert!(!matches("model.layers.*.mlp.*", "model.layers.3.self_attn.sinks"));
+        // A star must backtrack, and an early match must not count as the end.
+        assert!(!matches("*weight*weight", "lm_head.weight"));
+        assert!(matches("*.s*s", "model.layers.3.self_attn.sinks"));
+        // No other character is special, and a suffix alone does not match.
+        assert!(!matches("lm?head.weight", "lm_head.weight"));
+        assert!(!matches("lm[_]head.{weight,bias}", "lm_head.weight"));
+        assert!(!matches("head.weight", "lm_head.weight"));
+    }
+}
