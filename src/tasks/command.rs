@@ -13,7 +13,7 @@ use crate::chat::functions::check_functions;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
 use anyhow::{Context, Result, anyhow, bail};
-use reply::{REQUEST_ID, ProgramReply, with_request};
+use reply::{ProgramReply, REQUEST_ID, with_request};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -216,7 +216,12 @@ struct Program {
 impl Program {
     /// Sends a request and parses the program's answer with `read`. An error includes the request. A wrong
     /// answer ends its process, since later answers may belong to other requests too.
-    fn ask<T>(&self, mut request: Value, identified: bool, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
+    fn ask<T>(
+        &self,
+        mut request: Value,
+        identified: bool,
+        read: impl Fn(ProgramReply) -> Result<T>,
+    ) -> Result<T> {
         if identified {
             // Unique, and a program that counts instead of repeating does not meet them. The factor is odd.
             let id = self.ids.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
