@@ -68,9 +68,9 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
         |is_stock, ()| {
             library_default::USE_LIBRARY_PRODUCT.store(is_stock, Ordering::Relaxed);
             let sum = GradientSum::begin(&parameters).expect("gradients");
-            let weights = &parameters.pass_weights(Some(&sum.pass_sink(0))).expect("weights");
+            let weights = &parameters.pass_weights(Some(&sum.pass_sink(0, None))).expect("weights");
             let pass = Pass { model: &model, weights, batch, settings };
-            black_box(pass.forward_backward(&objective).expect("pass"));
+            black_box(pass.forward_backward(&objective, &|| ()).expect("pass"));
         },
     );
     println!("{name:<26} {:>14.1} {:>12.1} {:>7.3}", invariant * 1e3, default * 1e3, invariant / default);

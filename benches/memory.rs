@@ -64,11 +64,14 @@ fn run_pass(
         forward: ForwardOptions::default(),
     };
     let sum = GradientSum::begin(parameters).expect("gradients");
-    let weights = &parameters.pass_weights(Some(&sum.pass_sink(0))).expect("weights");
+    let weights = &parameters.pass_weights(Some(&sum.pass_sink(0, None))).expect("weights");
     let pass = Pass { model, weights, batch, settings };
     begin();
-    pass.forward_backward(&|[log_probs, _]| Ok([vec![-1.0; log_probs.len()], vec![0.0; log_probs.len()]]))
-        .expect("pass");
+    pass.forward_backward(
+        &|[log_probs, _]| Ok([vec![-1.0; log_probs.len()], vec![0.0; log_probs.len()]]),
+        &|| (),
+    )
+    .expect("pass");
 }
 
 fn measure(shape: Shape, tokens: usize) {

@@ -131,11 +131,6 @@ impl DeveloperContent {
         let functions = self.tools.as_ref().and_then(|tools| tools.get("functions"));
         functions.is_some_and(|namespace| !namespace.tools.is_empty())
     }
-
-    /// Returns the message.
-    pub fn message(&self) -> Message {
-        Message::new(Role::Developer, self.text())
-    }
 }
 
 fn tools_text(tools: &BTreeMap<String, ToolNamespace>) -> Option<String> {

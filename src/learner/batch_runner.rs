@@ -82,12 +82,12 @@ impl BatchRunner<'_> {
                 false => objective(turn.index, columns),
             };
             let passed = || progress.advance_tokens(shown * FORWARD_SHARE / self.layers());
-            pass.forward_backward_with_progress(&objective, &passed)
+            pass.forward_backward(&objective, &passed)
         };
         let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
         let outputs = self.each(batches, |turn| {
             let shown = tokens_shown(&batches[turn.index], &turn) * (1.0 - FORWARD_SHARE);
-            let sink = sum.of_pass_shown(turn.round, progress, shown);
+            let sink = sum.pass_sink(turn.round, Some((progress, shown)));
             let weights = self.parameters.pass_weights(Some(&sink));
             // Otherwise later passes would wait for a failed one.
             weights.and_then(|weights| pass(turn, &weights)).inspect_err(|_| sum.fail(turn.round))
@@ -127,7 +127,7 @@ impl BatchRunner<'_> {
             let batch = &*batches[turn.index].local_shard(self.parameters.mesh())?;
             let shown = tokens_shown(&batches[turn.index], &turn);
             let passed = || progress.advance_tokens(shown / self.layers());
-            Pass { model: self.model, weights: &weights, batch, settings }.forward_with_progress(&passed)
+            Pass { model: self.model, weights: &weights, batch, settings }.forward(&passed)
         })
     }
 

@@ -67,19 +67,11 @@ pub struct Pass<'a> {
 
 impl Pass<'_> {
     /// Returns the head's columns and the chosen experts; `weights` should be frozen. A critic's value of a
-    /// target is read at the row that predicts it.
+    /// target is read at the row that predicts it. Calls `on_layer` after each layer.
     ///
     /// # Errors
     /// When the batch does not fit the model, or the head gives a number of columns other than `N`.
-    pub fn forward<const N: usize>(&self) -> Result<PassOutput<N>> {
-        self.forward_with_progress(&|| ())
-    }
-
-    /// Does [`Self::forward`], and calls `on_layer` after each layer.
-    ///
-    /// # Errors
-    /// As [`Self::forward`].
-    pub fn forward_with_progress<const N: usize>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<N>> {
+    pub fn forward<const N: usize>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<N>> {
         let mut routes = vec![];
         let hidden = self.walk(&self.stack(), &mut |_, _, output| {
             routes.extend(output.routed_experts());
@@ -89,20 +81,13 @@ impl Pass<'_> {
         Ok(PassOutput { head: columns(&self.head(&hidden)?)?, routes, load_balance: 0.0 })
     }
 
-    /// Runs the forward pass, `objective` on the head's columns, and the backward pass.
+    /// Runs the forward pass, `objective` on the head's columns, and the backward pass. Calls `on_layer` after
+    /// each layer of the forward pass.
     ///
     /// # Errors
     /// When the batch does not fit the model, the head gives a number of columns other than `N`, or the
     /// objective fails.
-    pub fn forward_backward<const N: usize>(&self, objective: HeadObjective<'_, N>) -> Result<PassOutput<N>> {
-        self.forward_backward_with_progress(objective, &|| ())
-    }
-
-    /// Does [`Self::forward_backward`], and calls `on_layer` after each layer of the forward pass.
-    ///
-    /// # Errors
-    /// As [`Self::forward_backward`].
-    pub fn forward_backward_with_progress<const N: usize>(
+    pub fn forward_backward<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
         on_layer: &dyn Fn(),

@@ -116,21 +116,15 @@ impl GradientSum {
     }
 
     /// Returns the gradient sink of pass `pass` of the batch, from 0. The sink takes one gradient for each
-    /// use of a parameter.
-    pub fn pass_sink(self: &Arc<Self>, pass: usize) -> Arc<dyn GradientSink> {
-        Arc::new(PassTurn { sum: self.clone(), pass, shown: None })
-    }
-
-    /// Does [`Self::of_pass`]. The gradients of the pass together advance `progress` by `tokens`.
-    pub fn of_pass_shown(
+    /// use of a parameter. All of them together advance `progress` by its tokens.
+    pub fn pass_sink(
         self: &Arc<Self>,
         pass: usize,
-        progress: &Progress,
-        tokens: f64,
+        progress: Option<(&Progress, f64)>,
     ) -> Arc<dyn GradientSink> {
         let uses = self.buffers.iter().zip(&self.uses).filter(|(buffer, _)| buffer.is_some());
         let adds: usize = uses.map(|(_, uses)| uses).sum();
-        let shown = Some((progress.clone(), tokens / adds.max(1) as f64));
+        let shown = progress.map(|(progress, tokens)| (progress.clone(), tokens / adds.max(1) as f64));
         Arc::new(PassTurn { sum: self.clone(), pass, shown })
     }
 

@@ -65,7 +65,7 @@ impl Fixture {
             Ok([errors])
         };
         let of = (&self.model, &self.batch(), pass(recompute_layers));
-        let found = learned(&self.critic.parameters, of, |pass| pass.forward_backward(&objective));
+        let found = learned(&self.critic.parameters, of, |pass| pass.forward_backward(&objective, &|| ()));
         (loss.get(), found.gradients)
     }
 
@@ -74,7 +74,7 @@ impl Fixture {
         let weights = &self.critic.parameters.frozen_weights(None).unwrap();
         let batch = &self.batch();
         let pass = Pass { model: &self.model, weights, batch, settings: pass(true) };
-        let [values] = pass.forward().unwrap().head;
+        let [values] = pass.forward(&|| ()).unwrap().head;
         values.iter().zip(targets).map(|(v, t)| 0.5 * f64::from(v - t).powi(2)).sum()
     }
 

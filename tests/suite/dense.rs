@@ -42,7 +42,7 @@ fn pass(config: &Config, parameters: &Parameters) -> Learned<PassOutput> {
         let n = log_probs.len() as f32;
         Ok([vec![-1.0 / n; log_probs.len()], vec![0.0; entropies.len()]])
     };
-    learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective))
+    learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective, &|| ()))
 }
 
 #[test]

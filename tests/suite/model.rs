@@ -101,7 +101,7 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
             forward: ForwardOptions::default(),
         },
     };
-    pass.forward().unwrap().log_probs().to_vec()
+    pass.forward(&|| ()).unwrap().log_probs().to_vec()
 }
 
 #[test]

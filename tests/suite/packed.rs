@@ -88,7 +88,7 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
                 let policy = PolicyView::without_ablations(&model, parameters).unwrap();
                 let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
                 (
-                    pass.forward().unwrap().log_probs().to_vec(),
+                    pass.forward(&|| ()).unwrap().log_probs().to_vec(),
                     policy.prefill(&tokens, 0.8).unwrap(),
                     policy.decode(&tokens, 0.8, &|_| ()).unwrap(),
                 )
@@ -125,8 +125,10 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
             let settings = PassSettings { recompute_layers, ..settings() };
             let [expected, found]: [Gradients; 2] = [&mut plain, &mut packed].map(|parameters| {
                 parameters.set_trainable(&marks).unwrap();
-                learned(parameters, (&model, batch, settings), |pass| pass.forward_backward(&objective))
-                    .gradients
+                learned(parameters, (&model, batch, settings), |pass| {
+                    pass.forward_backward(&objective, &|| ())
+                })
+                .gradients
             });
             let moved =
                 found.values.iter().flatten().filter(|values| values.iter().any(|&v| v != 0.0)).count();

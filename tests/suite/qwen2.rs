@@ -203,7 +203,7 @@ fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
     let objective =
         |[log_probs, entropies]: [&[f32]; 2]| Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]]);
     let [a, b] = [(&tied_model, &tied), (&untied_model, &untied)].map(|(model, parameters)| {
-        tiny::learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective))
+        tiny::learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective, &|| ()))
     });
     assert_eq!(a.log_probs(), b.log_probs(), "the same forward");
     let of = |g: &Gradients, p: &Parameters, name: &str| g.values[p.index_of(name).unwrap()].clone().unwrap();

@@ -44,7 +44,7 @@ fn objective([log_probs, entropies]: [&[f32]; 2]) -> anyhow::Result<HeadColumns<
 
 fn pass(batch: &MicroBatch, settings: PassSettings) -> Learned<PassOutput> {
     let (model, parameters) = tiny::model(tiny::config(true), 3);
-    learned(&parameters, (&model, batch, settings), |pass| pass.forward_backward(&objective))
+    learned(&parameters, (&model, batch, settings), |pass| pass.forward_backward(&objective, &|| ()))
 }
 
 fn whole(sequences: &[Sequence], sharing: bool) -> MicroBatch {
@@ -93,7 +93,9 @@ fn a_load_balancing_loss_counts_a_shared_row_as_often_as_it_is_held() {
         let zero = |[log_probs, entropies]: [&[f32]; 2]| {
             Ok([vec![0.0; log_probs.len()], vec![0.0; entropies.len()]])
         };
-        learned(&parameters, (&model, batch, settings(false, 1.0)), |pass| pass.forward_backward(&zero))
+        learned(&parameters, (&model, batch, settings(false, 1.0)), |pass| {
+            pass.forward_backward(&zero, &|| ())
+        })
     };
     let (separate, shared) = (nothing(&whole(&sequences, false)), nothing(&whole(&sequences, true)));
     assert!((separate.load_balance - shared.load_balance).abs() < 1e-5);

@@ -142,7 +142,7 @@ pub fn learned<T>(
     run: impl FnOnce(&Pass) -> anyhow::Result<T>,
 ) -> Learned<T> {
     let sum = GradientSum::begin(parameters).unwrap();
-    let weights = &parameters.pass_weights(Some(&sum.pass_sink(0))).unwrap();
+    let weights = &parameters.pass_weights(Some(&sum.pass_sink(0, None))).unwrap();
     let output = run(&Pass { model, weights, batch, settings }).unwrap();
     Learned { output, gradients: Gradients::of(parameters) }
 }

@@ -30,7 +30,9 @@ fn pass(seed: u64, recompute: bool) -> Learned<PassOutput> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
     let sequences = tiny::sequences(272, &[40, 1, 2, 77, 160], seed);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
-    learned(&parameters, (&model, batch, settings(recompute)), |pass| pass.forward_backward(&objective))
+    learned(&parameters, (&model, batch, settings(recompute)), |pass| {
+        pass.forward_backward(&objective, &|| ())
+    })
 }
 
 #[test]
@@ -128,7 +130,7 @@ fn decode_and_prefill_in_any_chunks_equal_the_training_forward() {
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
     let weights = &parameters.frozen_weights(None).unwrap();
     let pass = Pass { model: &model, weights, batch, settings: settings(true) };
-    let training = pass.forward().unwrap().log_probs().to_vec();
+    let training = pass.forward(&|| ()).unwrap().log_probs().to_vec();
     let mut start = 0;
     for sequence in &sequences {
         let end = start + sequence.tokens.len() - 1;

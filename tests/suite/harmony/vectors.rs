@@ -190,7 +190,10 @@ fn conversation_vectors_render_from_messages() {
         reasoning_effort: Some(ReasoningEffort::High),
         ..Default::default()
     };
-    let developer = |text: &str| DeveloperContent { instructions: Some(text.into()), tools: None }.message();
+    let developer = |text: &str| {
+        let content = DeveloperContent { instructions: Some(text.into()), tools: None };
+        Message::new(Role::Developer, content.text())
+    };
     let capital = Message::user("What is the capital of the largest country in the world?");
     let simple = [settings.message(), developer("Answer the user's questions like a robot."), capital];
     let expected = text_of("test_simple_convo_high_effort.txt").unwrap();

@@ -328,7 +328,7 @@ impl Case {
         let objective = |[log_probs, entropies]: [&[f32]; 2]| {
             Ok([vec![-1.0 / log_probs.len() as f32; log_probs.len()], vec![0.0; entropies.len()]])
         };
-        learned(&self.parameters, of, |pass| pass.forward_backward(&objective))
+        learned(&self.parameters, of, |pass| pass.forward_backward(&objective, &|| ()))
     }
 
     /// Logits of the rows of `x`, plain.

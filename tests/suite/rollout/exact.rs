@@ -22,7 +22,7 @@ fn training_forward(
             forward: world.policy.forward,
         };
         let (model, weights) = (world.policy.model, &world.parameters.frozen_weights(None).unwrap());
-        let pass = Pass { model, weights, batch, settings }.forward().unwrap();
+        let pass = Pass { model, weights, batch, settings }.forward(&|| ()).unwrap();
         let layers: Vec<Vec<Vec<u32>>> = pass.routes.iter().map(|layer| layer.to_vec2().unwrap()).collect();
         for i in 0..batch.sequences.len() {
             let rows = &batch.cu_targets[i..i + 2];
