@@ -31,7 +31,7 @@ fn measure(name: &str, attention: Attention, sequences: usize, held: usize, new:
     let cache = || {
         let mut cache = KvBlocks::new(kv_heads, head_dim);
         cache.append(&held_kv);
-        KvSequence::HostPython(cache)
+        KvSequence::Host(cache)
     };
     let caches: Vec<KvSequence> = (0..sequences).map(|_| cache()).collect();
     let pools = [1, 2].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("pool"));

@@ -127,7 +127,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) = (1, 1);
     let forms = vec![WeightFormat::F32; parameters.len()];
     let subject = PlanInput {
-        intent: memory::ModelCommand::Train,
+        command: memory::ModelCommand::Train,
         recipe: &recipe,
         config: &model.config,
         forms: &forms,

@@ -224,7 +224,7 @@ fn main() -> Result<()> {
     let start_bytes = usage().ru_maxrss * 1024;
     let config = shapes.config();
     let threads = Threads::new(shapes.threads)?;
-    let chat = config.family.chat.read_embedded()?;
+    let chat = config.family.chat.from_embedded()?;
     // Under mpirun several processes share the update; each of them samples everything.
     let mesh = Mesh::connect()?;
     let precision = if shapes.bf16_dot { Precision::Bf16Dot } else { Precision::F32 };
@@ -234,7 +234,7 @@ fn main() -> Result<()> {
     parameters.set_trainable(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
-    let weights = PassWeights { bytes: parameters.bytes(), adapted: false, packed_pieces: false };
+    let weights = PassWeights { bytes: parameters.bytes(), adapted: false, has_packed_shards: false };
     let recompute_layers = recomputes_layers(&recipe, &model.config, weights, threads.count(), mesh.ranks());
     let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, shapes.bf16_dot)?;
     let around = chat.render_prompt(&[Message::user(String::new())])?.len();

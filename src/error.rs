@@ -61,7 +61,7 @@ mod tests {
     use super::shell_quote;
 
     #[test]
-    fn a_word_is_shell_quote_where_a_shell_would_part_or_expand_it() {
+    fn a_word_is_quoted_where_a_shell_would_part_or_expand_it() {
         assert_eq!(shell_quote("runs/a-1"), "runs/a-1");
         assert_eq!(shell_quote("my run"), "'my run'");
         assert_eq!(shell_quote("it's $HOME"), r"'it'\''s $HOME'");

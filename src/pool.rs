@@ -11,15 +11,15 @@ pub struct Pool<T> {
 }
 
 struct Workers<T> {
-    free: Vec<T>,
+    idle: Vec<T>,
     /// Number of workers alive or being started, idle or busy.
-    started: usize,
+    alive_count: usize,
 }
 
 impl<T> Pool<T> {
     /// Makes a pool with the workers `started`; the maximum is at least one.
     pub fn new(started: Vec<T>, workers_max: usize) -> Self {
-        let state = Mutex::new(Workers { started: started.len(), free: started });
+        let state = Mutex::new(Workers { alive_count: started.len(), idle: started });
         Self { state, freed: Condvar::new(), workers_max: workers_max.max(1) }
     }
 
@@ -31,11 +31,11 @@ impl<T> Pool<T> {
     pub fn acquire(&self, start: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut state = self.lock();
         loop {
-            if let Some(worker) = state.free.pop() {
+            if let Some(worker) = state.idle.pop() {
                 return Ok(worker);
             }
-            if state.started < self.workers_max {
-                state.started += 1;
+            if state.alive_count < self.workers_max {
+                state.alive_count += 1;
                 drop(state);
                 return start().inspect_err(|_| self.discard());
             }
@@ -45,13 +45,13 @@ impl<T> Pool<T> {
 
     /// Returns an acquired worker.
     pub fn release(&self, worker: T) {
-        self.lock().free.push(worker);
+        self.lock().idle.push(worker);
         self.freed.notify_one();
     }
 
     /// Reports that an acquired worker has died.
     pub fn discard(&self) {
-        self.lock().started -= 1;
+        self.lock().alive_count -= 1;
         self.freed.notify_one();
     }
 

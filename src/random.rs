@@ -9,7 +9,7 @@ pub enum Purpose {
     Initialisation = 1,
     Demonstration = 2,
     Problem = 3,
-    SamplingParameters = 4,
+    Sampling = 4,
     Shuffle = 5,
     Evaluation = 6,
     RouterNoise = 7,
@@ -49,14 +49,14 @@ mod tests {
     #[test]
     fn a_stream_depends_on_seed_purpose_and_every_coordinate() {
         let first = |seed, purpose, coordinates: &[u64]| stream(seed, purpose, coordinates).next_u64();
-        let base = first(1, Purpose::SamplingParameters, &[1, 2, 3]);
-        assert_eq!(base, first(1, Purpose::SamplingParameters, &[1, 2, 3]));
+        let base = first(1, Purpose::Sampling, &[1, 2, 3]);
+        assert_eq!(base, first(1, Purpose::Sampling, &[1, 2, 3]));
         for other in [
-            first(2, Purpose::SamplingParameters, &[1, 2, 3]),
+            first(2, Purpose::Sampling, &[1, 2, 3]),
             first(1, Purpose::Problem, &[1, 2, 3]),
-            first(1, Purpose::SamplingParameters, &[1, 3, 2]),
-            first(1, Purpose::SamplingParameters, &[1, 2]),
-            first(1, Purpose::SamplingParameters, &[1, 2, 3, 0]),
+            first(1, Purpose::Sampling, &[1, 3, 2]),
+            first(1, Purpose::Sampling, &[1, 2]),
+            first(1, Purpose::Sampling, &[1, 2, 3, 0]),
         ] {
             assert_ne!(base, other);
         }

@@ -210,5 +210,5 @@ pub struct TokenStats {
     /// Log-prob mismatch: log-probability in training, before the first update, minus that of sampling.
     /// Absent if it was not computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gaps: Option<Vec<f32>>,
+    pub log_prob_diffs: Option<Vec<f32>>,
 }

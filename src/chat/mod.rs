@@ -51,7 +51,7 @@ impl Format {
     ///
     /// # Errors
     /// As [`Self::read`].
-    pub fn of_bytes(self, json: Vec<u8>, place: &str) -> Result<Chat> {
+    pub fn from_bytes(self, json: Vec<u8>, place: &str) -> Result<Chat> {
         Ok(match self {
             Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_bytes(json, place)?),
             Format::ChatMl => Chat::ChatMl(ChatMl::from_bytes(json, place)?),
@@ -62,7 +62,7 @@ impl Format {
     ///
     /// # Errors
     /// None in practice: tests read both.
-    pub fn read_embedded(self) -> Result<Chat> {
+    pub fn from_embedded(self) -> Result<Chat> {
         Ok(match self {
             Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_embedded()?),
             Format::ChatMl => Chat::ChatMl(ChatMl::from_embedded()?),

@@ -63,8 +63,8 @@ impl ModelFolder {
             files.push(TensorFile::open(&folder.join(name))?);
         }
         let mut opened = Self { folder: folder.into(), gguf: None, files, places: BTreeMap::new() };
-        let mut mistakes = opened.place_tensors(&listed);
-        mistakes.extend(opened.mistakes(&parameter_specs(config)));
+        let mut mistakes = opened.index_tensors(&listed);
+        mistakes.extend(opened.find_mistakes(&parameter_specs(config)));
         if mistakes.is_empty() {
             return Ok(opened);
         }
@@ -86,7 +86,7 @@ impl ModelFolder {
 
     /// Records the file of each tensor. Returns a mistake for each tensor that the index assigns to another
     /// file.
-    fn place_tensors(&mut self, listed: &[(String, Option<BTreeSet<String>>)]) -> Vec<String> {
+    fn index_tensors(&mut self, listed: &[(String, Option<BTreeSet<String>>)]) -> Vec<String> {
         let mut mistakes = Vec::new();
         for (place, (file, (file_name, promised))) in self.files.iter().zip(listed).enumerate() {
             let present: BTreeSet<String> = file.metadata.offset_keys().into_iter().collect();
@@ -102,7 +102,7 @@ impl ModelFolder {
     }
 
     /// Returns the differences between the headers and the specs.
-    fn mistakes(&self, specs: &[ParameterSpec]) -> Vec<String> {
+    fn find_mistakes(&self, specs: &[ParameterSpec]) -> Vec<String> {
         let mut mistakes = Vec::new();
         let mut extra: BTreeSet<&str> = self.places.keys().map(String::as_str).collect();
         for spec in specs {
@@ -132,7 +132,7 @@ impl ModelFolder {
     /// f32.
     pub fn format_of(&self, spec: &ParameterSpec) -> WeightFormat {
         if let Some(gguf) = &self.gguf {
-            return gguf.form_of(spec);
+            return gguf.format_of(spec);
         }
         let is_packed = spec.is_expert_matrix()
             && spec.stored_tensors(WeightFormat::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
@@ -143,7 +143,7 @@ impl ModelFolder {
         }
     }
 
-    /// Reads one parameter in packed format; `None` when its format is read as f32 ([`Self::values`]).
+    /// Reads one parameter in packed format; `None` when its format is read as f32 ([`Self::read_values`]).
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
@@ -208,9 +208,9 @@ impl ModelFolder {
         )
     }
 
-    fn stored(&self, name: &str) -> Result<TensorPlace<'_>> {
+    fn stored(&self, name: &str) -> Result<TensorLocation<'_>> {
         let file = self.places.get(name).and_then(|&place| self.files.get(place));
-        file.and_then(|file| Some(TensorPlace { file, info: file.metadata.info(name)? }))
+        file.and_then(|file| Some(TensorLocation { file, info: file.metadata.info(name)? }))
             .ok_or_else(|| bad_input!("{}: `{name}` is missing", self.folder.display()))
     }
 
@@ -247,13 +247,13 @@ impl ModelFolder {
             }
         };
         if let Some(at) = values.iter().position(|v| !v.is_finite()) {
-            return Err(self.not_finite(spec, stored_place(spec, at)));
+            return Err(self.not_finite(spec, stored_index(spec, at)));
         }
         Ok(values)
     }
 
     fn bytes(&self, name: &str) -> Result<(Vec<u8>, Dtype)> {
-        let TensorPlace { file, info } = self.stored(name)?;
+        let TensorLocation { file, info } = self.stored(name)?;
         Ok((file.read(info)?, info.dtype))
     }
 }
@@ -272,12 +272,12 @@ impl TensorSource for ModelFolder {
 }
 
 /// The location of a tensor in a file.
-struct TensorPlace<'a> {
+struct TensorLocation<'a> {
     file: &'a TensorFile,
     info: &'a TensorInfo,
 }
 
-impl TensorPlace<'_> {
+impl TensorLocation<'_> {
     /// Reads the tensor's bytes from `start` on into `to`.
     fn read_at(&self, start: usize, to: &mut [u8]) -> Result<()> {
         self.file.read_at(self.info, start, to)
@@ -316,7 +316,7 @@ fn in_working_layout(spec: &ParameterSpec, stored: impl Iterator<Item = f32>) ->
 }
 
 /// Returns the stored index of the value at index `at` in memory.
-fn stored_place(spec: &ParameterSpec, at: usize) -> usize {
+fn stored_index(spec: &ParameterSpec, at: usize) -> usize {
     match (spec.layout, spec.stored_shape.as_slice()) {
         (Layout::Transposed, &[out, input]) => at % out * input + at / out,
         _ => at,

@@ -80,7 +80,7 @@ impl AdapterFolder {
         })?;
         let json: Value = serde_json::from_str(&text)
             .map_err(|e| bad_input!("{}: not valid JSON: {e}", config.display()))?;
-        let mut mistakes = foreign(&json);
+        let mut mistakes = unsupported_settings(&json);
         let rank = json["r"].as_u64().filter(|r| (1..=u64::from(u16::MAX)).contains(r));
         if rank.is_none() {
             mistakes.push(format!("r is {}; it must be a rank of 1 or more", json["r"]));
@@ -92,7 +92,7 @@ impl AdapterFolder {
                 .push(format!("lora_alpha is {alpha}; it must be a number above 0 and at most {ALPHA_MAX}"));
         }
         let (Some(rank), Some(alpha), true) = (rank, alpha, mistakes.is_empty()) else {
-            return Err(refused(&config, mistakes));
+            return Err(misfit_error(&config, mistakes));
         };
         let file = TensorFile::open(&path.join(TENSORS_FILE))?;
         let lora = Lora {
@@ -103,15 +103,15 @@ impl AdapterFolder {
         };
         let mut opened =
             Self { path: path.to_owned(), lora, base: read_base(path)?, file, stored: BTreeMap::new() };
-        let mistakes = opened.place_tensors(specs);
-        if mistakes.is_empty() { Ok(opened) } else { Err(refused(&path.join(TENSORS_FILE), mistakes)) }
+        let mistakes = opened.match_tensors(specs);
+        if mistakes.is_empty() { Ok(opened) } else { Err(misfit_error(&path.join(TENSORS_FILE), mistakes)) }
     }
 
     /// Finds the matrix and the factors of each module. Returns the mistakes.
-    fn place_tensors(&mut self, specs: &[ParameterSpec]) -> Vec<String> {
+    fn match_tensors(&mut self, specs: &[ParameterSpec]) -> Vec<String> {
         let (mut mistakes, mut modules) = (vec![], BTreeMap::<String, [Option<String>; 2]>::new());
         for name in self.file.metadata.offset_keys() {
-            match parsed(&name) {
+            match parse_factor_name(&name) {
                 Some((module, factor)) => {
                     modules.entry(module.to_owned()).or_default()[factor] = Some(name.clone());
                 }
@@ -182,7 +182,7 @@ impl AdapterFolder {
         })
     }
 
-    /// Returns the factors' values in working layout, in the order of [`Lora::specs`].
+    /// Returns the factors' values in working layout, in the order of [`Lora::factor_specs`].
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a value is NaN or infinite, or the file cannot be read.
@@ -213,8 +213,8 @@ impl AdapterFolder {
             return Err(bad_input!("{}: {name:?} holds {value}; use an earlier adapter", file.display()));
         }
         let mut values = vec![0.0; stored.len()];
-        let place = Places::of(spec);
-        stored.into_iter().enumerate().for_each(|(at, value)| values[place.working(at)] = value);
+        let place = FactorLayout::of(spec);
+        stored.into_iter().enumerate().for_each(|(at, value)| values[place.memory_index(at)] = value);
         Ok(values)
     }
 }
@@ -255,8 +255,8 @@ pub fn write(
             "{} holds NaN or an infinite value: the model diverged, nothing is saved",
             spec.name
         );
-        let place = Places::of(spec);
-        let values: Vec<f32> = (0..working.len()).map(|at| working[place.working(at)]).collect();
+        let place = FactorLayout::of(spec);
+        let values: Vec<f32> = (0..working.len()).map(|at| working[place.memory_index(at)]).collect();
         write_f32(out, &values)
     })?;
     manifest.record(TENSORS_FILE, digest);
@@ -310,7 +310,7 @@ fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &BaseModel) -> Value 
 }
 
 /// Returns the settings of a config that are not supported, each with its remedy.
-fn foreign(json: &Value) -> Vec<String> {
+fn unsupported_settings(json: &Value) -> Vec<String> {
     let mut found = vec![];
     if json["peft_type"].as_str() != Some("LORA") {
         found.push(format!("peft_type is {}; only \"LORA\" is read", json["peft_type"]));
@@ -359,7 +359,7 @@ fn foreign(json: &Value) -> Vec<String> {
     found
 }
 
-fn refused(file: &Path, mistakes: Vec<String>) -> anyhow::Error {
+fn misfit_error(file: &Path, mistakes: Vec<String>) -> anyhow::Error {
     const SHOWN_MAX: usize = 8;
     let more = mistakes.len().saturating_sub(SHOWN_MAX);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
@@ -368,7 +368,7 @@ fn refused(file: &Path, mistakes: Vec<String>) -> anyhow::Error {
 }
 
 /// Returns the module of a stored tensor, and the factor: 0 for A, 1 for B.
-fn parsed(name: &str) -> Option<(&str, usize)> {
+fn parse_factor_name(name: &str) -> Option<(&str, usize)> {
     let name = name.strip_prefix(PREFIX)?;
     let factor = |word: &str| name.strip_suffix(word);
     factor(".lora_A.weight").map(|stem| (stem, 0)).or_else(|| factor(".lora_B.weight").map(|stem| (stem, 1)))
@@ -398,7 +398,7 @@ fn stored_name(lora: &Lora, target: &str, factor: usize) -> String {
 }
 
 /// The layout of a factor in the file.
-struct Places {
+struct FactorLayout {
     /// From the working shape.
     experts: Option<usize>,
     rows: usize,
@@ -406,7 +406,7 @@ struct Places {
     is_a: bool,
 }
 
-impl Places {
+impl FactorLayout {
     fn of(spec: &ParameterSpec) -> Self {
         let (experts, rows, columns) = match *spec.working_shape() {
             [experts, rows, columns] => (Some(experts), rows, columns),
@@ -417,7 +417,7 @@ impl Places {
     }
 
     /// Returns the index in memory of the value stored at `at`.
-    fn working(&self, at: usize) -> usize {
+    fn memory_index(&self, at: usize) -> usize {
         let Self { experts, rows, columns, is_a } = *self;
         let experts = experts.unwrap_or(1);
         let (expert, row, column) = if is_a {

@@ -25,7 +25,7 @@ pub fn folder_name(phase: Phase, step: u64) -> String {
 
 /// Returns the order of the checkpoint called `name` in its run: SFT warm-up comes before reinforcement
 /// learning.
-fn place_of(name: &str) -> Option<(bool, u64)> {
+fn checkpoint_order(name: &str) -> Option<(bool, u64)> {
     let (stem, step) = name.rsplit_once('-')?;
     let phase = match stem {
         "cold-start" => Phase::ColdStart,
@@ -54,7 +54,7 @@ pub(super) fn checkpoint_folders(run: &Path) -> Result<Vec<PathBuf>> {
     let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(vec![]) };
     for entry in entries {
         let folder = entry.with_context(|| format!("{}", run.display()))?.path();
-        let place = folder.file_name().and_then(|name| place_of(name.to_str()?));
+        let place = folder.file_name().and_then(|name| checkpoint_order(name.to_str()?));
         if let (Some(place), true) = (place, has_state(&folder)) {
             found.push((place, folder));
         }
@@ -94,14 +94,14 @@ pub struct ResumePoint {
 pub fn newest_intact_checkpoint(run: &Path) -> Result<Option<ResumePoint>> {
     let folders = checkpoint_folders(run)?;
     let Some((newest, older)) = folders.split_last() else { return Ok(None) };
-    let flaw = match sound_in(run, newest) {
+    let flaw = match check_in_run(run, newest) {
         Ok(checkpoint) => return Ok(Some(checkpoint)),
         Err(flaw) => flaw,
     };
     let mut damaged = vec![newest];
     for folder in older.iter().rev() {
-        if let Ok(sound) = sound_in(run, folder) {
-            return Err(way_back(flaw, run, &damaged, &sound.folder));
+        if let Ok(sound) = check_in_run(run, folder) {
+            return Err(add_recovery_hint(flaw, run, &damaged, &sound.folder));
         }
         damaged.push(folder);
     }
@@ -115,7 +115,10 @@ pub fn newest_intact_checkpoint(run: &Path) -> Result<Option<ResumePoint>> {
 /// # Errors
 /// When the folder cannot be read.
 pub fn check_all(run: &Path) -> Result<Vec<(PathBuf, Result<ResumePoint>)>> {
-    Ok(checkpoint_folders(run)?.into_iter().map(|folder| (folder.clone(), sound_in(run, &folder))).collect())
+    Ok(checkpoint_folders(run)?
+        .into_iter()
+        .map(|folder| (folder.clone(), check_in_run(run, &folder)))
+        .collect())
 }
 
 /// Checks the checkpoint or model `folder`. Returns whether it has a manifest.
@@ -124,7 +127,7 @@ pub fn check_all(run: &Path) -> Result<Vec<(PathBuf, Result<ResumePoint>)>> {
 /// [`BadInput`] when a file was changed. For a run's checkpoint, the message names the newest intact one
 /// and how to continue from it.
 pub fn verify_folder(folder: &Path) -> Result<bool> {
-    let flaw = match alone(folder) {
+    let flaw = match check_folder(folder) {
         Ok(verified) => return Ok(verified),
         Err(flaw) => flaw,
     };
@@ -135,17 +138,17 @@ pub fn verify_folder(folder: &Path) -> Result<bool> {
     if older.len() == folders.len() {
         return Err(flaw);
     }
-    match older.into_iter().rev().find(|folder| alone(folder).is_ok()) {
+    match older.into_iter().rev().find(|folder| check_folder(folder).is_ok()) {
         Some(sound) => {
             let damaged: Vec<&PathBuf> = folders.iter().skip_while(|other| *other != sound).skip(1).collect();
-            Err(way_back(flaw, run, &damaged, sound))
+            Err(add_recovery_hint(flaw, run, &damaged, sound))
         }
         None => Err(bad_input!("{flaw:#}. No older checkpoint of the run is sound")),
     }
 }
 
 /// Checks the files of `folder` against its manifest and its name. Returns whether it has a manifest.
-fn alone(folder: &Path) -> Result<bool> {
+fn check_folder(folder: &Path) -> Result<bool> {
     let verified = Manifest::check(folder)?;
     if !folder.join(STATE_FILE).is_file() {
         return Ok(verified);
@@ -156,7 +159,7 @@ fn alone(folder: &Path) -> Result<bool> {
     }
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let written = folder_name(state.phase, state.step);
-    if place_of(&name).is_some() && name != written {
+    if checkpoint_order(&name).is_some() && name != written {
         let file = folder.join(STATE_FILE);
         return Err(bad_input!("{}: damaged: it is the state of {written}", file.display()));
     }
@@ -164,8 +167,8 @@ fn alone(folder: &Path) -> Result<bool> {
 }
 
 /// Checks the checkpoint `folder` of `run`, and the files of the run that it depends on.
-fn sound_in(run: &Path, folder: &Path) -> Result<ResumePoint> {
-    let verified = alone(folder)?;
+fn check_in_run(run: &Path, folder: &Path) -> Result<ResumePoint> {
+    let verified = check_folder(folder)?;
     let state = read_state(folder)?;
     check_metrics(&run.join(METRICS_FILE), folder, &state)?;
     let base = run.join(BASE_FOLDER);
@@ -210,7 +213,7 @@ fn check_metrics(file: &Path, folder: &Path, state: &TrainerState) -> Result<()>
 }
 
 /// Adds to `flaw` the newest intact checkpoint, and the command that continues from it.
-fn way_back(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path) -> anyhow::Error {
+fn add_recovery_hint(flaw: anyhow::Error, run: &Path, damaged: &[&PathBuf], sound: &Path) -> anyhow::Error {
     let shell = |path: &Path| shell_quote(&path.display().to_string());
     let aside = run.join("damaged");
     let folders: Vec<String> = damaged.iter().rev().map(|folder| shell(folder)).collect();

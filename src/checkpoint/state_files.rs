@@ -42,7 +42,7 @@ fn stored_dtype(dtype: DType) -> Dtype {
 }
 
 /// Writes the optimizer state of each trained tensor into `folder`, its master included, and frozen tensors
-/// that `keep` selects. Each process writes its own file. Rank 0 requests it, the others call [`answer`],
+/// that `keep` selects. Each process writes its own file. Rank 0 requests it, the others call [`serve`],
 /// and rank 0 adds all files to `manifest`.
 ///
 /// # Errors

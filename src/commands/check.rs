@@ -66,23 +66,23 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     // The task's first failure becomes the error of this command.
     let program = plan.recipe.task.command.join(" ");
     let mut preflight =
-        told_while_slow(&program, || Preflight::open(plan, ModelCommand::Train, &Console::silent()))?;
+        notify_if_slow(&program, || Preflight::open(plan, ModelCommand::Train, &Console::silent()))?;
     let available = preflight.available_memory(available_memory());
     preflight.choose_sharding(*processes as usize, available.as_ref());
     print_text(&sanitize_terminal(&resolved(&preflight.plan, *all)?))?;
-    let problem = told_while_slow(&program, || preflight.first_problem());
+    let problem = notify_if_slow(&program, || preflight.first_problem());
     print_text(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
-    print_text(&sanitize_terminal(&told_while_slow(&program, || {
-        dialogue(preflight.task.as_ref(), &problem)
+    print_text(&sanitize_terminal(&notify_if_slow(&program, || {
+        sample_dialogue(preflight.task.as_ref(), &problem)
     })?))?;
-    memory(&preflight, *processes, available.as_ref())
+    print_memory_plan(&preflight, *processes, available.as_ref())
 }
 
 /// Time until the user is told about a slow program.
 const SLOW: Duration = Duration::from_secs(2);
 
 /// Does the `work`. If it is slow and a `program` of the user is part of it, a line says so meanwhile.
-fn told_while_slow<T>(program: &str, work: impl FnOnce() -> T) -> T {
+fn notify_if_slow<T>(program: &str, work: impl FnOnce() -> T) -> T {
     let (done, ended) = channel::<()>();
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -120,7 +120,7 @@ fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {
 }
 
 /// Runs a short conversation with the task: its reply to a useless answer, and the reward.
-fn dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
+fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
     let failed =
         |error: anyhow::Error| bad_input!("the task {}, problem {}: {error:#}", task.name(), problem.id);
     let mut messages = vec![Message::assistant("final", ANSWER)];
@@ -142,7 +142,11 @@ fn dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
 
 /// Prints the memory plan of training, or of sampling if nothing is trained, and the peaks of the other
 /// commands.
-fn memory(preflight: &Preflight, processes: u32, available: Option<&AvailableMemory>) -> Result<u8> {
+fn print_memory_plan(
+    preflight: &Preflight,
+    processes: u32,
+    available: Option<&AvailableMemory>,
+) -> Result<u8> {
     let first = if preflight.plan.recipe.trains() { ModelCommand::Train } else { ModelCommand::Rollout };
     let subject = preflight.plan_input_for(first);
     let plan = MemoryPlan::new(&subject);

@@ -24,7 +24,7 @@ const ALIVE: u8 = 3;
 const BEAT: Duration = Duration::from_secs(10);
 /// A rank without a message for twice this time is stopped. Twice, as this process itself may have been
 /// stopped.
-const SILENCE: Duration = Duration::from_secs(60);
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The address where rank 0 listens, and the token of its ranks.
 #[derive(Clone, Default, Serialize, Deserialize)]
@@ -111,7 +111,7 @@ impl MonitorState {
     /// Waits for the end of `other`. After any but an orderly end this process exits at once: its work cannot
     /// continue.
     fn wait_for_end(&self, other: usize, stream: TcpStream) {
-        let end = connection_end(stream, SILENCE);
+        let end = connection_end(stream, READ_TIMEOUT);
         if end == ConnectionEnd::Orderly || self.stopped.load(Ordering::Relaxed) {
             return;
         }

@@ -122,7 +122,7 @@ impl TransportBackend for World {
     }
 
     fn abandon(&mut self, posted: PendingRequests) {
-        // PendingParts requests may still write.
+        // Pending requests may still write.
         std::mem::forget(posted);
     }
 

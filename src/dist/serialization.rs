@@ -12,7 +12,7 @@ pub fn serialize(record: &impl Serialize) -> Result<Vec<u8>> {
     rmp_serde::to_vec_named(record).context("serialising for other ranks")
 }
 
-/// Deserialises a record of [`pack`].
+/// Deserialises a record of [`serialize`].
 ///
 /// # Errors
 /// When the bytes are not such a record.

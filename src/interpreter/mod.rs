@@ -32,7 +32,7 @@ pub use embedded_interpreter::EmbeddedInterpreter;
 pub fn open(settings: Settings, sessions_max: usize) -> Result<Box<dyn Interpreter>> {
     let program = std::env::current_exe().context("finding the running binary, to start it as a worker")?;
     Ok(match settings.kind {
-        InterpreterKind::EmbeddedInterpreter => Box::new(EmbeddedInterpreter::new(settings, program)?),
+        InterpreterKind::Embedded => Box::new(EmbeddedInterpreter::new(settings, program)?),
         InterpreterKind::CPython => Box::new(CPython::new(settings, program, sessions_max)?),
     })
 }
@@ -76,7 +76,7 @@ choice! {
     /// The interpreters.
     pub enum InterpreterKind {
         /// The Python subset inside the binary: no files, no network, no processes.
-        EmbeddedInterpreter = "embedded",
+        Embedded = "embedded",
         /// The machine's own Python with all its packages, in an operating-system sandbox. Linux only.
         CPython = "cpython",
     }
@@ -96,7 +96,7 @@ table! {
     /// The Python tool, run in confined worker processes.
     pub struct Settings {
         /// Which interpreter runs the code.
-        pub kind: InterpreterKind = InterpreterKind::EmbeddedInterpreter,
+        pub kind: InterpreterKind = InterpreterKind::Embedded,
         /// State that a call shares with earlier calls.
         pub state: InterpreterState = InterpreterState::Call,
         /// Running time that the interpreter allows a call, in seconds; for `"cpython"`, time on a

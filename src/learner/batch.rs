@@ -38,9 +38,9 @@ pub struct Batch {
     pub weights: Option<Vec<f32>>,
     /// Experts chosen at sampling, one entry a sequence; present when they are compared with training's
     /// experts.
-    pub rollout_routes: Option<Vec<RoutedExperts>>,
+    pub rollout_experts: Option<Vec<RoutedExperts>>,
     /// Experts to replay, one entry a sequence.
-    replay: Option<Vec<RoutedExperts>>,
+    replayed_experts: Option<Vec<RoutedExperts>>,
     packing: PackingParameters,
     /// The packed sequences for the policy's forward, with the experts to replay.
     pub micro_batches: Vec<MicroBatch>,
@@ -76,8 +76,8 @@ impl Batch {
             advantages: vec![],
             returns: None,
             weights: None,
-            rollout_routes: None,
-            replay: None,
+            rollout_experts: None,
+            replayed_experts: None,
             packing,
         }
     }
@@ -88,13 +88,13 @@ impl Batch {
     /// When memory runs out.
     pub fn set_replay(&mut self, routes: Vec<RoutedExperts>) -> Result<()> {
         self.micro_batches = pack_replayed(&self.sequences, self.packing, &routes)?;
-        self.replay = Some(routes);
+        self.replayed_experts = Some(routes);
         Ok(())
     }
 
     /// Returns the micro-batches for a model that replays no experts and packs by `packing`.
     pub fn micro_batches_for(&self, packing: PackingParameters) -> Cow<'_, [MicroBatch]> {
-        match self.replay.is_none() && packing == self.packing {
+        match self.replayed_experts.is_none() && packing == self.packing {
             true => Cow::Borrowed(&self.micro_batches),
             false => Cow::Owned(pack(&self.sequences, packing)),
         }
@@ -156,13 +156,13 @@ impl Batch {
             returns: self.returns.as_ref().map(column),
             mask: indices.iter().flat_map(|s| self.mask[span(s)].iter().copied()).collect(),
             weights: self.weights.as_ref().map(column),
-            rollout_routes: self.rollout_routes.as_ref().map(of_sequences),
-            replay: None,
+            rollout_experts: self.rollout_experts.as_ref().map(of_sequences),
+            replayed_experts: None,
             packing: self.packing,
             micro_batches: vec![],
             sequences,
         };
-        match &self.replay {
+        match &self.replayed_experts {
             Some(routes) => minibatch.set_replay(of_sequences(routes))?,
             None => minibatch.micro_batches = pack(&minibatch.sequences, self.packing),
         }
@@ -175,7 +175,7 @@ impl Batch {
     /// # Errors
     /// When experts cannot be read.
     pub fn join_forward(&self, outputs: &[PassOutput]) -> Result<ForwardResult> {
-        let routes = match self.rollout_routes {
+        let routes = match self.rollout_experts {
             Some(_) => experts::experts_from_forward(&self.micro_batches, outputs)?,
             None => vec![],
         };
@@ -202,7 +202,7 @@ impl Batch {
         ] {
             found.into_iter().for_each(|(name, value)| metrics.set(name, value));
         }
-        if let Some(sampled) = &self.rollout_routes {
+        if let Some(sampled) = &self.rollout_experts {
             let agreement = experts::agreement(sampled, &training.routes, self.packing.top_k);
             metrics.set("mismatch/routing_agreement", agreement);
         }
@@ -223,7 +223,7 @@ impl Batch {
             };
             TokenStats {
                 advantages: spread(&|t| self.advantages[t]),
-                gaps: training.map(|training| spread(&|t| training[t] - self.rollout_log_probs[t])),
+                log_prob_diffs: training.map(|training| spread(&|t| training[t] - self.rollout_log_probs[t])),
             }
         };
         self.sequences.iter().zip(self.cu_seqlens.windows(2)).map(of_sequence).collect()

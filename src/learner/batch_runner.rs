@@ -53,14 +53,14 @@ impl BatchRunner<'_> {
         settings: PassSettings,
         objective: BatchObjective<'_, N>,
     ) -> Result<Vec<PassOutput<N>>> {
-        self.accumulate_shown(batches, settings, objective, &Progress::unseen())
+        self.accumulate_with_progress(batches, settings, objective, &Progress::unseen())
     }
 
     /// Does [`Self::accumulate`], and advances `progress` by the tokens of this process, layer by layer.
     ///
     /// # Errors
     /// As [`Self::accumulate`].
-    pub fn accumulate_shown<const N: usize>(
+    pub fn accumulate_with_progress<const N: usize>(
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
@@ -69,7 +69,7 @@ impl BatchRunner<'_> {
     ) -> Result<Vec<PassOutput<N>>> {
         let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         let mesh = self.parameters.mesh();
-        let pass = |turn: Turn, weights: &Weights| {
+        let pass = |turn: PassSlot, weights: &Weights| {
             let batch = &*batches[turn.index].local_shard(mesh)?;
             let share = batch.sequence_rows.positions_count() as f64 / tokens.max(1) as f64;
             // A masked pass adds no gradient.
@@ -85,7 +85,7 @@ impl BatchRunner<'_> {
             pass.forward_backward(&objective, &passed)
         };
         let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
-        let outputs = self.each(batches, |turn| {
+        let outputs = self.run_passes(batches, |turn| {
             let shown = tokens_shown(&batches[turn.index], &turn) * (1.0 - FORWARD_SHARE);
             let sink = sum.pass_sink(turn.round, Some((progress, shown)));
             let weights = self.parameters.pass_weights(Some(&sink));
@@ -109,21 +109,21 @@ impl BatchRunner<'_> {
         batches: &[MicroBatch],
         settings: PassSettings,
     ) -> Result<Vec<PassOutput<N>>> {
-        self.forward_shown(batches, settings, &Progress::unseen())
+        self.forward_with_progress(batches, settings, &Progress::unseen())
     }
 
     /// Does [`Self::forward`], and advances `progress` by the tokens of this process, layer by layer.
     ///
     /// # Errors
     /// When a pass fails.
-    pub fn forward_shown<const N: usize>(
+    pub fn forward_with_progress<const N: usize>(
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
         progress: &Progress,
     ) -> Result<Vec<PassOutput<N>>> {
         let weights = self.parameters.pass_weights(None)?;
-        self.each(batches, |turn| {
+        self.run_passes(batches, |turn| {
             let batch = &*batches[turn.index].local_shard(self.parameters.mesh())?;
             let shown = tokens_shown(&batches[turn.index], &turn);
             let passed = || progress.advance_tokens(shown / self.layers());
@@ -189,28 +189,28 @@ impl BatchRunner<'_> {
 
     /// Calls `run` for each of `batches` and returns the results in order. The thread that runs a batch does
     /// not change its result.
-    fn each<const N: usize>(
+    fn run_passes<const N: usize>(
         &self,
         batches: &[MicroBatch],
-        run: impl Fn(Turn) -> Result<PassOutput<N>> + Sync,
+        run: impl Fn(PassSlot) -> Result<PassOutput<N>> + Sync,
     ) -> Result<Vec<PassOutput<N>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
         let run = |turn| with_spinning_threads(self.parameters.device(), || run(turn));
-        let alone = |index: usize| run(Turn { index, round: index, masked: false });
+        let alone = |index: usize| run(PassSlot { index, round: index, masked: false });
         match mesh.ranks() {
             1 if self.is_side_by_side() => self.threads.map(count, alone),
             1 => self.threads.run_on_all(|| (0..count).map(alone).collect()),
-            _ => self.threads.run_on_all(|| self.in_turn(batches, &run)),
+            _ => self.threads.run_on_all(|| self.run_distributed(batches, &run)),
         }
     }
 
     /// Distributes the micro-batches over the processes, or groups of them, in round-robin order. All
     /// processes run the same number of passes, because passes exchange tensors. A process with no
     /// micro-batch left runs its last one masked.
-    fn in_turn<const N: usize>(
+    fn run_distributed<const N: usize>(
         &self,
         batches: &[MicroBatch],
-        run: &(dyn Fn(Turn) -> Result<PassOutput<N>> + Sync),
+        run: &(dyn Fn(PassSlot) -> Result<PassOutput<N>> + Sync),
     ) -> Result<Vec<PassOutput<N>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
         let (group, groups) = (mesh.data_rank(), mesh.data_ranks());
@@ -218,7 +218,7 @@ impl BatchRunner<'_> {
         for round in 0..count.div_ceil(groups) {
             let index = round * groups + group;
             let masked = index >= count;
-            let result = run(Turn { index: index.min(count - 1), round, masked })?;
+            let result = run(PassSlot { index: index.min(count - 1), round, masked })?;
             if !masked {
                 own.push(result.into_record()?);
             }
@@ -244,7 +244,7 @@ pub enum GradientNorm {
 }
 
 /// Returns the tokens that a pass shows as progress.
-fn tokens_shown(batch: &MicroBatch, turn: &Turn) -> f64 {
+fn tokens_shown(batch: &MicroBatch, turn: &PassSlot) -> f64 {
     if turn.masked { 0.0 } else { batch.sequence_rows.positions_count() as f64 }
 }
 
@@ -272,7 +272,7 @@ impl<S> MicroBatchValues<S> {
 
 /// One pass of a batch in this process.
 #[derive(Debug, Clone, Copy)]
-struct Turn {
+struct PassSlot {
     /// Index of its micro-batch.
     index: usize,
     /// Index of the pass among those of this process.

@@ -41,7 +41,7 @@ pub struct GradientSum {
     /// Additions of one pass to each parameter: 2 for an embedding tied to the head (the head's first), else
     /// 1.
     uses: Vec<usize>,
-    turns: Mutex<Turns>,
+    turns: Mutex<PassOrder>,
     changed: Condvar,
     /// Present where tensors are sharded over ranks.
     reduction: Option<Reduction>,
@@ -55,12 +55,12 @@ struct Reduction {
     device: Device,
     /// Maximum bytes in flight.
     bytes_max: u64,
-    on_its_way: Mutex<OnItsWay>,
+    in_flight: Mutex<InFlightGradients>,
 }
 
 /// Gradients that are not added yet, in order.
 #[derive(Default)]
-struct OnItsWay {
+struct InFlightGradients {
     /// Whole tensors that wait to be sent together, and their bytes.
     waiting: (Vec<(usize, Tensor)>, u64),
     /// The pass of the waiting tensors. One exchange holds one pass: two passes would be added by rank, not
@@ -70,7 +70,7 @@ struct OnItsWay {
     started: VecDeque<(Vec<usize>, u64, PendingExchange)>,
 }
 
-struct Turns {
+struct PassOrder {
     /// Additions to each parameter's buffer so far.
     adds: Vec<usize>,
     /// The first pass that failed before it had added all gradients.
@@ -78,7 +78,7 @@ struct Turns {
 }
 
 /// The gradient sink of one pass.
-struct PassTurn {
+struct PassGradientSink {
     sum: Arc<GradientSum>,
     pass: usize,
     /// Where the pass is shown, and the tokens for which one gradient stands.
@@ -93,7 +93,7 @@ impl GradientSum {
     pub fn begin(parameters: &Parameters) -> Result<Arc<Self>> {
         let buffers: Vec<Option<Tensor>> = parameters.gradients().map(Option::<&Tensor>::cloned).collect();
         buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
-        let turns = Mutex::new(Turns { adds: vec![0; buffers.len()], failed: None });
+        let turns = Mutex::new(PassOrder { adds: vec![0; buffers.len()], failed: None });
         let uses = (0..buffers.len()).map(|index| parameters.use_count(index)).collect();
         let learning = buffers.iter().zip(&parameters.specs).filter(|(buffer, _)| buffer.is_some());
         let values: usize = learning.map(|(_, spec)| spec.element_count()).sum();
@@ -102,7 +102,7 @@ impl GradientSum {
             specs: parameters.specs.clone(),
             device: parameters.device().clone(),
             bytes_max: exchange_bytes_max((values * size_of::<f32>()) as u64),
-            on_its_way: Mutex::default(),
+            in_flight: Mutex::default(),
         });
         Ok(Arc::new(Self { buffers, uses, turns, changed: Condvar::new(), reduction }))
     }
@@ -125,7 +125,7 @@ impl GradientSum {
         let uses = self.buffers.iter().zip(&self.uses).filter(|(buffer, _)| buffer.is_some());
         let adds: usize = uses.map(|(_, uses)| uses).sum();
         let shown = progress.map(|(progress, tokens)| (progress.clone(), tokens / adds.max(1) as f64));
-        Arc::new(PassTurn { sum: self.clone(), pass, shown })
+        Arc::new(PassGradientSink { sum: self.clone(), pass, shown })
     }
 
     /// Marks pass `pass` as failed, so that later passes do not wait for it.
@@ -137,7 +137,7 @@ impl GradientSum {
     }
 }
 
-impl GradientSink for PassTurn {
+impl GradientSink for PassGradientSink {
     fn add(
         &self,
         parameter: usize,
@@ -149,9 +149,9 @@ impl GradientSink for PassTurn {
         }
         let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
         let lock = turns.lock().unwrap_or_else(PoisonError::into_inner);
-        let in_vain = |turns: &Turns| turns.failed.is_some_and(|failed| failed < self.pass);
+        let in_vain = |turns: &PassOrder| turns.failed.is_some_and(|failed| failed < self.pass);
         let uses = uses[parameter];
-        let early = |turns: &mut Turns| turns.adds[parameter] / uses < self.pass && !in_vain(turns);
+        let early = |turns: &mut PassOrder| turns.adds[parameter] / uses < self.pass && !in_vain(turns);
         let lock = changed.wait_while(lock, early).unwrap_or_else(PoisonError::into_inner);
         if in_vain(&lock) {
             bail!("a micro-batch before this one failed");
@@ -182,7 +182,7 @@ impl Reduction {
         let whole = Tensor::zeros(self.specs[parameter].working_shape(), DType::F32, &self.device)?;
         add(&whole)?;
         let whole = to_host(&whole)?;
-        let mut state = self.on_its_way.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
         if state.pass != pass {
             self.send(&mut state, buffers)?;
             state.pass = pass;
@@ -193,10 +193,10 @@ impl Reduction {
     }
 
     /// Sends the shards of the waiting tensors in one exchange.
-    fn send(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
+    fn send(&self, state: &mut InFlightGradients, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
         let (tensors, bytes) = std::mem::take(&mut state.waiting);
         let Some((first, _)) = tensors.first() else { return Ok(()) };
-        self.settle(state, buffers, self.bytes_max.saturating_sub(2 * bytes))?;
+        self.drain(state, buffers, self.bytes_max.saturating_sub(2 * bytes))?;
         let what = format!("gradients from {} on", self.specs[*first].name);
         let (mesh, ranks) = (&self.mesh, self.mesh.ranks());
         let (mut parts, mut own_bytes) = (vec![vec![]; ranks], 0);
@@ -224,7 +224,12 @@ impl Reduction {
     }
 
     /// Adds received shards in rank order until at most `left` bytes are in flight.
-    fn settle(&self, state: &mut OnItsWay, buffers: &[Option<Tensor>], left: u64) -> candle_core::Result<()> {
+    fn drain(
+        &self,
+        state: &mut InFlightGradients,
+        buffers: &[Option<Tensor>],
+        left: u64,
+    ) -> candle_core::Result<()> {
         while state.started.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > left {
             let Some((parameters, _, started)) = state.started.pop_front() else { break };
             for part in started.wait().map_err(to_op_error)? {
@@ -244,14 +249,14 @@ impl Reduction {
     }
 
     fn finish(&self, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
-        let mut state = self.on_its_way.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
         self.send(&mut state, buffers)?;
-        self.settle(&mut state, buffers, 0)
+        self.drain(&mut state, buffers, 0)
     }
 }
 
 /// Marks a pass that panics as failed, so that later passes do not wait for it.
-impl Drop for PassTurn {
+impl Drop for PassGradientSink {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.sum.fail(self.pass);

@@ -82,7 +82,7 @@ pub struct SequenceSplit {
 
 impl std::fmt::Debug for SequenceSplit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Split").field("targets", &self.targets).finish_non_exhaustive()
+        f.debug_struct("SequenceSplit").field("targets", &self.targets).finish_non_exhaustive()
     }
 }
 
@@ -147,7 +147,7 @@ impl MicroBatch {
         let mut sequence_rows = SequenceRows::default();
         for (i, sequence) in sequences[range.clone()].iter().enumerate() {
             sequence_rows.push(sequence.inputs().len(), if i == 0 { 0 } else { shared[range.start + i] });
-            tokens.extend_from_slice(&sequence.inputs()[sequence_rows.first_own_row(i)..]);
+            tokens.extend_from_slice(&sequence.inputs()[sequence_rows.first_own_position(i)..]);
             let path = sequence_rows.row_indices(i);
             for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
                 rows.push(path[i - 1] as u32);
@@ -222,7 +222,7 @@ pub(super) fn mean_of_rows(micro_batches: &[MicroBatch], values: impl Iterator<I
 }
 
 /// Sequences that stay together in one micro-batch.
-struct Unit {
+struct SequenceGroup {
     sequences: Range<usize>,
     /// Its rows that the sequences before it do not share, or its targets if they are more.
     own_tokens: usize,
@@ -232,14 +232,14 @@ struct Unit {
 
 /// Groups `sequences` into units. A group stays together if it fits, because a split computes its prompt
 /// twice. A new group begins where far fewer tokens are shared than within it: all prompts may begin alike.
-fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<Unit> {
+fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
     let unit = |(i, sequence): (usize, &&Sequence)| {
         let tokens = sequence.inputs().len();
         let predicted = sequence.mask.iter().skip(1).filter(|m| **m).count();
         // Sequences may share all their rows, but targets count for each.
-        Unit { sequences: i..i + 1, own_tokens: (tokens - shared[i]).max(predicted), tokens }
+        SequenceGroup { sequences: i..i + 1, own_tokens: (tokens - shared[i]).max(predicted), tokens }
     };
-    let single: Vec<Unit> = sequences.iter().enumerate().map(unit).collect();
+    let single: Vec<SequenceGroup> = sequences.iter().enumerate().map(unit).collect();
     let mut units = vec![];
     let shared = |i: usize| shared.get(i).copied().unwrap_or(0);
     let begins = |i: usize| shared(i) == 0 || 2 * shared(i) < shared(i + 1);
@@ -248,9 +248,11 @@ fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<Un
         if tokens <= tokens_max {
             let sequences = group[0].sequences.start..group[group.len() - 1].sequences.end;
             let own_tokens = tokens - group[0].tokens + group[0].own_tokens;
-            units.push(Unit { sequences, own_tokens, tokens });
+            units.push(SequenceGroup { sequences, own_tokens, tokens });
         } else {
-            units.extend(group.iter().map(|unit| Unit { sequences: unit.sequences.clone(), ..*unit }));
+            units.extend(
+                group.iter().map(|unit| SequenceGroup { sequences: unit.sequences.clone(), ..*unit }),
+            );
         }
     }
     units
@@ -258,7 +260,7 @@ fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<Un
 
 /// Splits `units`, `total` tokens long, into about `parts` ranges of about equal size and up to `tokens_max`
 /// tokens.
-fn cut_into(parts: usize, total: usize, units: &[Unit], tokens_max: usize) -> Vec<Range<usize>> {
+fn cut_into(parts: usize, total: usize, units: &[SequenceGroup], tokens_max: usize) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = vec![];
     let (mut tokens, mut part, mut before) = (0, 0, 0);
     for unit in units {

@@ -95,7 +95,8 @@ pub(super) fn pack_experts(
 ) -> Result<Option<Vec<Tensor>>> {
     let Some(first) = sequences.first() else { return Ok(None) };
     let layer = |l: usize| {
-        let own = |(i, s): (usize, &RoutedExperts)| s[l][sequence_rows.first_own_row(i) * top_k..].to_vec();
+        let own =
+            |(i, s): (usize, &RoutedExperts)| s[l][sequence_rows.first_own_position(i) * top_k..].to_vec();
         let experts: Vec<u32> = sequences.iter().enumerate().flat_map(own).map(u32::from).collect();
         let tokens = experts.len() / top_k.max(1);
         Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)

@@ -33,7 +33,7 @@ pub fn gradients(
     let stage = console.pass("update", runner.own_tokens(&batches));
     let objective: BatchObjective<'_, 2> =
         &|_, [log_probs, entropies]| Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]]);
-    let outputs = runner.accumulate_shown(&batches, pass, objective, &stage)?;
+    let outputs = runner.accumulate_with_progress(&batches, pass, objective, &stage)?;
     stage.finish();
     let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
     let sum: f64 = outputs.iter().flat_map(|o| o.log_probs()).map(|&l| f64::from(l)).sum();
@@ -54,7 +54,7 @@ pub fn loss(
 ) -> Result<f64> {
     let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
     let stage = console.pass("held-out loss", runner.own_tokens(&batches));
-    let outputs = runner.forward_shown(&batches, pass, &stage)?;
+    let outputs = runner.forward_with_progress(&batches, pass, &stage)?;
     stage.finish();
     let log_probs = outputs.iter().flat_map(|o| o.log_probs());
     let (sum, count) = log_probs.fold((0.0, 0usize), |(sum, n), &l| (sum + f64::from(l), n + 1));

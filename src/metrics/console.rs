@@ -156,7 +156,7 @@ impl Console {
         bar.set_prefix(name.clone());
         // Show the bar at once, before the first unit of work.
         bar.tick();
-        let pace = Pace { start: Instant::now(), first: done, done, ..Pace::default() };
+        let pace = StageState { start: Instant::now(), first: done, done, ..StageState::default() };
         let stage = Arc::new(Stage { console: self.clone(), bar, name, total, kind, pace: Mutex::new(pace) });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
         let is_shown = !matches!(self.0.place, ConsoleOutput::Lines { every_steps: 0, .. });
@@ -282,10 +282,10 @@ struct Stage {
     name: String,
     total: u64,
     kind: StageUnit,
-    pace: Mutex<Pace>,
+    pace: Mutex<StageState>,
 }
 
-struct Pace {
+struct StageState {
     start: Instant,
     /// Steps done before this process.
     first: u64,
@@ -297,7 +297,7 @@ struct Pace {
     printed: Option<Instant>,
 }
 
-impl Default for Pace {
+impl Default for StageState {
     fn default() -> Self {
         let (start, values) = (Instant::now(), vec![]);
         Self { start, first: 0, done: 0, tokens: 0.0, tokens_left: None, values, printed: None }
@@ -375,7 +375,7 @@ impl Drop for Stage {
 impl Stage {
     /// Whether to print a plain line after `steps` more steps. Work other than steps prints its last line
     /// here; before, [`Console::tick`] prints.
-    fn is_due(&self, pace: &Pace, steps: u64, interval: Duration, every_steps: u64) -> bool {
+    fn is_due(&self, pace: &StageState, steps: u64, interval: Duration, every_steps: u64) -> bool {
         if every_steps == 0 || self.kind.inner {
             return false;
         }
@@ -387,7 +387,7 @@ impl Stage {
     }
 
     /// Returns the seconds left at `now`: of a plan's stage, over all stages of the plan.
-    fn seconds_left(&self, pace: &Pace, now: Instant) -> Option<f64> {
+    fn seconds_left(&self, pace: &StageState, now: Instant) -> Option<f64> {
         let elapsed = now.saturating_duration_since(pace.start).as_secs_f64();
         if self.kind.unit == Unit::Steps
             && let Some(eta) = &*lock(&self.console.0.eta)
@@ -409,19 +409,19 @@ impl Stage {
     }
 
     /// Formats `rl 3/100`.
-    fn label(&self, pace: &Pace) -> String {
+    fn label(&self, pace: &StageState) -> String {
         let done = if self.total == 0 { String::new() } else { format!(" {}/{}", pace.done, self.total) };
         format!("{}{done}", self.name)
     }
 
     /// Formats label and message.
-    fn line(&self, pace: &Pace, now: Instant) -> String {
+    fn line(&self, pace: &StageState, now: Instant) -> String {
         format!("{}  {}", self.label(pace), self.message(pace, now))
     }
 
     /// Formats `reward 0.5  1,204 tokens/s  1:20 left`, with the number of tokens if the stage counts other
     /// work. Of a stage without any figure it formats the time so far.
-    fn message(&self, pace: &Pace, now: Instant) -> String {
+    fn message(&self, pace: &StageState, now: Instant) -> String {
         let value = |(name, value): &(String, f64)| format!("{name} {}", format_number(*value));
         let mut parts: Vec<String> = pace.values.iter().map(value).collect();
         let elapsed = now.saturating_duration_since(pace.start).as_secs_f64();

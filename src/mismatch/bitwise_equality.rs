@@ -136,7 +136,7 @@ impl EqualityProof<'_> {
     fn spread(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
         let stage = self.stage("training", sequences);
-        let outputs = self.runner.forward_shown(&batches, self.settings(), &stage)?;
+        let outputs = self.runner.forward_with_progress(&batches, self.settings(), &stage)?;
         stage.finish();
         let of = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
             batch.cu_targets.windows(2).map(|w| output.log_probs()[w[0]..w[1]].to_vec()).collect()

@@ -29,8 +29,8 @@ const SPREAD_SHARE_MAX: f64 = 0.95;
 const SPREAD_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
 /// A cause is not distinguishable from the best one within this many nats of log-likelihood and this factor
 /// of its spread.
-const TOLD_APART: f64 = 15.0;
-const SPREAD_TOLD_APART: f64 = 1.02;
+const INDISTINGUISHABLE_NATS: f64 = 15.0;
+const INDISTINGUISHABLE_SPREAD_FACTOR: f64 = 1.02;
 /// The slope of a correct cause is 1, within this tolerance plus four standard errors.
 const SLOPE_ERROR: f64 = 0.12;
 /// Number of candidates whose rounding is computed.
@@ -133,7 +133,7 @@ pub struct Diagnosis {
 }
 
 /// A candidate with its rounding bounds.
-struct Close {
+struct BoundedCandidate {
     candidate: Candidate,
     /// Remaining mismatch without the targets whose choice of experts is a tie, and the number of those
     /// targets.
@@ -144,9 +144,9 @@ struct Close {
     yardsticks: RoundingBounds,
 }
 
-impl Close {
+impl BoundedCandidate {
     /// Wraps a candidate whose rounding is not computed.
-    fn hopeless(candidate: Candidate) -> Self {
+    fn without_bounds(candidate: Candidate) -> Self {
         let (fit, settled) = (candidate.fit, candidate.figures);
         Self { candidate, settled, ties: 0, fit, yardsticks: RoundingBounds::exact() }
     }
@@ -159,7 +159,7 @@ impl Close {
         self.yardsticks.is_within_bf16(&self.candidate.gaps)
     }
 
-    fn is_of_f32(&self) -> bool {
+    fn is_f32_rounding(&self) -> bool {
         self.yardsticks.is_f32_rounding(&self.settled)
     }
 
@@ -170,9 +170,9 @@ impl Close {
     }
 
     /// Returns whether `other` explains the data as well as `self`, the best candidate.
-    fn as_good(&self, other: &Close) -> bool {
-        self.fit.log_likelihood - other.fit.log_likelihood < TOLD_APART
-            || other.fit.spread < self.fit.spread * SPREAD_TOLD_APART
+    fn fits_as_well(&self, other: &BoundedCandidate) -> bool {
+        self.fit.log_likelihood - other.fit.log_likelihood < INDISTINGUISHABLE_NATS
+            || other.fit.spread < self.fit.spread * INDISTINGUISHABLE_SPREAD_FACTOR
     }
 }
 
@@ -206,9 +206,9 @@ impl UnmodifiedModel<'_> {
         let verdict = match decide(&null, &close) {
             Some(verdict) => verdict,
             // bf16 moves every token. If only a few tokens of an f32 file differ, the reason is another.
-            None if found.within_bf16 && !null.is_of_f32() => Verdict::Rounding,
+            None if found.within_bf16 && !null.is_f32_rounding() => Verdict::Rounding,
             None => {
-                let explains = |close: &&Close| !close.is_rounding() && evident(&null, close);
+                let explains = |close: &&BoundedCandidate| !close.is_rounding() && is_supported(&null, close);
                 let guesses = close.iter().filter(explains).take(2);
                 Verdict::Unknown(guesses.filter_map(|close| close.candidate.cause.clone()).collect())
             }
@@ -223,7 +223,12 @@ impl UnmodifiedModel<'_> {
     }
 
     /// Returns the best of `candidates`, best first. Each has the better of its fits in f32 and bf16.
-    fn nearest(&self, search: &CauseSearch, candidates: Vec<Candidate>, null: &Close) -> Result<Vec<Close>> {
+    fn nearest(
+        &self,
+        search: &CauseSearch,
+        candidates: Vec<Candidate>,
+        null: &BoundedCandidate,
+    ) -> Result<Vec<BoundedCandidate>> {
         let hopeless = |candidate: &Candidate| {
             candidate.fit.spread > HOPELESS.1 * null.fit.spread
                 && !null.yardsticks.is_near_bf16(&candidate.figures, HOPELESS.0)
@@ -232,7 +237,7 @@ impl UnmodifiedModel<'_> {
         let mut close = search.map_candidates(candidates.len(), |index| {
             let candidate = candidates[index].clone();
             match hopeless(&candidate) {
-                true => Ok(Close::hopeless(candidate)),
+                true => Ok(BoundedCandidate::without_bounds(candidate)),
                 false => self.close(search, candidate),
             }
         })?;
@@ -242,11 +247,11 @@ impl UnmodifiedModel<'_> {
         Ok(close)
     }
 
-    fn close(&self, search: &CauseSearch, candidate: Candidate) -> Result<Close> {
+    fn close(&self, search: &CauseSearch, candidate: Candidate) -> Result<BoundedCandidate> {
         let cause = candidate.cause.as_ref();
         // Rounding it again would be another explanation, so the bounds of the unchanged model apply.
         if cause.is_some_and(Cause::shortens_mantissas) {
-            return Ok(Close::hopeless(candidate));
+            return Ok(BoundedCandidate::without_bounds(candidate));
         }
         let theirs = &search.observed.log_probs;
         let yardsticks = RoundingBounds::compute(search, cause, &candidate.log_probs)?;
@@ -265,28 +270,28 @@ impl UnmodifiedModel<'_> {
                 without_ties(&candidate.gaps, theirs, &search.observed.target_ranges(), &forwards, F32_FLOOR);
             settled = DifferenceStats::from_differences(&gaps);
         }
-        Ok(Close { fit, settled, ties, yardsticks, candidate })
+        Ok(BoundedCandidate { fit, settled, ties, yardsticks, candidate })
     }
 }
 
 /// Returns the verdict from the candidates `close`, best first; `None` if none explains the data.
-fn decide(null: &Close, close: &[Close]) -> Option<Verdict> {
-    let exact: Vec<&Close> = close.iter().filter(|close| close.leaves_f32()).collect();
-    let explains = |close: &&Close| {
+fn decide(null: &BoundedCandidate, close: &[BoundedCandidate]) -> Option<Verdict> {
+    let exact: Vec<&BoundedCandidate> = close.iter().filter(|close| close.leaves_f32()).collect();
+    let explains = |close: &&BoundedCandidate| {
         let (slope, error) = slope(&null.candidate.gaps, &close.candidate.gaps);
         !close.is_rounding()
             && close.leaves_bf16()
             // If most tokens agree to f32's digits, a cause that moves them is no explanation.
-            && (close.is_of_f32() || !null.is_of_f32())
-            && evident(null, close)
+            && (close.is_f32_rounding() || !null.is_f32_rounding())
+            && is_supported(null, close)
             && (slope - 1.0).abs() <= SLOPE_ERROR + 4.0 * error
     };
-    let fitting: Vec<&Close> =
+    let fitting: Vec<&BoundedCandidate> =
         if exact.is_empty() { close.iter().filter(explains).collect() } else { exact.clone() };
     let best = fitting.first()?;
     // A candidate that fits better but fails another test makes this one uncertain.
     let overtaken = close.iter().any(|other| {
-        best.fit.log_likelihood + TOLD_APART < other.fit.log_likelihood
+        best.fit.log_likelihood + INDISTINGUISHABLE_NATS < other.fit.log_likelihood
             && !other.is_rounding()
             && other.candidate.name() != best.candidate.name()
     });
@@ -294,7 +299,8 @@ fn decide(null: &Close, close: &[Close]) -> Option<Verdict> {
         return None;
     }
     let mut causes: Vec<Cause> = vec![];
-    for cause in fitting.iter().filter(|other| best.as_good(other)).filter_map(|c| c.candidate.cause.as_ref())
+    for cause in
+        fitting.iter().filter(|other| best.fits_as_well(other)).filter_map(|c| c.candidate.cause.as_ref())
     {
         if causes.iter().all(|other| other.name != cause.name) {
             causes.push(cause.clone());
@@ -309,8 +315,8 @@ fn decide(null: &Close, close: &[Close]) -> Option<Verdict> {
 
 /// Returns whether the data favours `close` over `null`, the unchanged model. The unrounded computation must
 /// show it; a rounding that happens to fit does not count.
-fn evident(null: &Close, close: &Close) -> bool {
-    let may_be_rounding = null.leaves_bf16() && !null.is_of_f32();
+fn is_supported(null: &BoundedCandidate, close: &BoundedCandidate) -> bool {
+    let may_be_rounding = null.leaves_bf16() && !null.is_f32_rounding();
     let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };
     let speaks = |null: &Fit, close: &Fit| {
         close.log_likelihood - null.log_likelihood >= EVIDENCE_MIN && close.spread <= share * null.spread

@@ -257,7 +257,7 @@ fn answer(found: &Diagnosis, located: &LocationResult, lines: &[ResultLine]) -> 
         Verdict::OneOf(causes) => format!(
             "Differs, and each of these alone leaves only rounding: {}. To decide: {}.",
             join_causes(causes),
-            causes[0].decides
+            causes[0].deciding_experiment
         ),
         Verdict::Unknown(guesses) => {
             let mut text = "Differs, and the cause is unknown: no known one leaves only rounding.".to_owned();
@@ -266,7 +266,7 @@ fn answer(found: &Diagnosis, located: &LocationResult, lines: &[ResultLine]) -> 
                 if let Some(second) = rest.first() {
                     text.push_str(&format!("; then: {}", second.description()));
                 }
-                text.push_str(&format!(". To decide: {}.", first.decides));
+                text.push_str(&format!(". To decide: {}.", first.deciding_experiment));
             }
             text
         }

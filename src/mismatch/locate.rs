@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 
 /// A group locates the mismatch if it has at least this share of the differing targets, and at least this
 /// share of its targets differ.
-const CAUGHT_MIN: f64 = 0.8;
-const MOVED_MIN: f64 = 0.5;
+const RECALL_MIN: f64 = 0.8;
+const PRECISION_MIN: f64 = 0.5;
 /// Maximum rate of differing targets outside the group, relative to the rate inside.
 const OUTSIDE_MAX: f64 = 0.25;
 /// Minimum targets of a group.
@@ -103,7 +103,7 @@ pub fn locate(places: &TargetPositions, gaps: &[f64], threshold: f64) -> Locatio
         let outside = gaps.len() - inside.len();
         let (share, rest) = (caught as f64 / inside.len() as f64, (total - caught) as f64 / outside as f64);
         let covered = caught as f64 / total as f64;
-        if covered < CAUGHT_MIN || share < MOVED_MIN || rest > OUTSIDE_MAX * share {
+        if covered < RECALL_MIN || share < PRECISION_MIN || rest > OUTSIDE_MAX * share {
             return;
         }
         // F1 score: precision and recall count equally.
@@ -131,7 +131,7 @@ pub fn locate(places: &TargetPositions, gaps: &[f64], threshold: f64) -> Locatio
     let rows = groups(&mut places.rows.iter().copied());
     let (mut broken, mut members): (Vec<usize>, Vec<usize>) = (vec![], vec![]);
     for (row, targets) in &rows {
-        if targets.iter().filter(|&&t| moved[t]).count() as f64 >= MOVED_MIN * targets.len() as f64 {
+        if targets.iter().filter(|&&t| moved[t]).count() as f64 >= PRECISION_MIN * targets.len() as f64 {
             broken.push(*row);
             members.extend(targets);
         }

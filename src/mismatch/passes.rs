@@ -2,7 +2,7 @@
 
 use crate::learner::micro_batch::MicroBatch;
 use crate::model::attention::PackedAttention;
-use crate::model::cache::{CacheCapacity, Caches, SequenceCache};
+use crate::model::cache::{CacheCapacity, CacheFactory, SequenceCache};
 use crate::model::decoder_stack;
 use crate::model::forward::Rows;
 use crate::model::policy_view::PolicyView;
@@ -67,7 +67,7 @@ impl PolicyView<'_> {
             }
             let mut cache = self.caches(1, inputs, inputs)?.sequence();
             let fed = tokens[..inputs].to_vec();
-            let x = self.decoder_stack().feed(
+            let x = self.decoder_stack().forward_cached(
                 fed,
                 &mut [&mut cache],
                 &[inputs],
@@ -105,8 +105,12 @@ impl PolicyView<'_> {
                 .map(|(cache, _)| cache)
                 .collect();
             let counts = vec![1; indices.len()];
-            let x =
-                self.decoder_stack().feed(tokens, &mut batch, &counts, &mut decoder_stack::keep_nothing)?;
+            let x = self.decoder_stack().forward_cached(
+                tokens,
+                &mut batch,
+                &counts,
+                &mut decoder_stack::keep_nothing,
+            )?;
             let found = sampler_log_probs(self, &x, &targets, temperature)?;
             fed(indices.len());
             indices.iter().zip(found).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
@@ -115,9 +119,9 @@ impl PolicyView<'_> {
     }
 
     /// Allocates KV caches for `sequences` sequences.
-    fn caches(&self, sequences: usize, tokens: usize, fed_tokens_max: usize) -> Result<Caches> {
+    fn caches(&self, sequences: usize, tokens: usize, fed_tokens_max: usize) -> Result<CacheFactory> {
         let room = CacheCapacity { sequences, tokens, fed_tokens_max };
-        Caches::new(&self.model.config, self.weights.device(), room)
+        CacheFactory::new(&self.model.config, self.weights.device(), room)
     }
 }
 

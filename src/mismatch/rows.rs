@@ -105,7 +105,7 @@ impl<'a> RowReader<'a> {
         let mut found = TokenRows::default();
         for path in files {
             let several = files.len() > 1;
-            let mut of = OfFile { shape: None, from_texts: 0, several, path, found: &mut found };
+            let mut of = FileState { shape: None, from_texts: 0, several, path, found: &mut found };
             self.read_file(&mut of)?;
             let (shape, from_texts) = (of.shape, of.from_texts);
             if let Some(shape) = shape {
@@ -130,7 +130,7 @@ impl<'a> RowReader<'a> {
         Ok(found)
     }
 
-    fn read_file(&self, of: &mut OfFile) -> Result<()> {
+    fn read_file(&self, of: &mut FileState) -> Result<()> {
         let shown = of.path.display().to_string();
         let failed = |e: io::Error| bad_input!("{shown}: cannot be read: {e}; name a file of JSON or JSONL");
         let mut start = BufReader::new(bounded_file::open(of.path, FILE_BYTES_MAX).map_err(failed)?);
@@ -148,7 +148,7 @@ impl<'a> RowReader<'a> {
                 at += 1;
                 left.set(RECORD_BYTES_MAX);
                 self.take(of, at, value);
-                of.sane()
+                of.check_bad_row_limit()
             };
             let records = Records { text: &mut text, left: &left };
             let read = serde_json::Deserializer::from_reader(records).deserialize_seq(Elements(&mut each));
@@ -168,7 +168,7 @@ impl<'a> RowReader<'a> {
     }
 
     /// Reads one record a line, or one record over all lines.
-    fn read_lines(&self, of: &mut OfFile, text: &mut impl BufRead) -> io::Result<()> {
+    fn read_lines(&self, of: &mut FileState, text: &mut impl BufRead) -> io::Result<()> {
         let mut line = vec![];
         for number in 1.. {
             line.clear();
@@ -194,13 +194,13 @@ impl<'a> RowReader<'a> {
                 Ok(value) => self.take(of, number, value),
                 Err(e) => of.bad(number, not_json(&line, &e)),
             }
-            of.sane().map_err(io::Error::other)?;
+            of.check_bad_row_limit().map_err(io::Error::other)?;
         }
         Ok(())
     }
 
     /// Adds the rows of one record, or the reason why it has none.
-    fn take(&self, of: &mut OfFile, number: usize, value: Value) {
+    fn take(&self, of: &mut FileState, number: usize, value: Value) {
         let raws = match self.raw_rows(of, value) {
             Ok(raws) => raws,
             Err(what) => return of.bad(number, what),
@@ -216,7 +216,7 @@ impl<'a> RowReader<'a> {
         }
     }
 
-    fn raw_rows(&self, of: &mut OfFile, value: Value) -> Result<Vec<RawRow>, String> {
+    fn raw_rows(&self, of: &mut FileState, value: Value) -> Result<Vec<RawRow>, String> {
         let shape = RecordFormat::of(&value)?;
         let first = of.shape.get_or_insert(shape).name;
         if first != shape.name {
@@ -315,7 +315,7 @@ fn checked(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Optio
 }
 
 /// A file and its state while it is read.
-struct OfFile<'a> {
+struct FileState<'a> {
     shape: Option<&'static RecordFormat>,
     from_texts: usize,
     several: bool,
@@ -323,7 +323,7 @@ struct OfFile<'a> {
     found: &'a mut TokenRows,
 }
 
-impl OfFile<'_> {
+impl FileState<'_> {
     fn name(&self, number: usize, choice: Option<usize>) -> String {
         let number = choice.map_or(number.to_string(), |choice| format!("{number}.{choice}"));
         match self.path.file_name().filter(|_| self.several) {
@@ -336,7 +336,7 @@ impl OfFile<'_> {
         self.found.bad.push(format!("{}: row {number}: {what}", self.path.display()));
     }
 
-    fn sane(&self) -> Result<(), String> {
+    fn check_bad_row_limit(&self) -> Result<(), String> {
         match self.found.bad.len() > BAD_ROWS_MAX {
             true => Err(format!("more than {BAD_ROWS_MAX} rows are bad")),
             false => Ok(()),

@@ -206,14 +206,14 @@ impl<'a> CauseSearch<'a> {
         let mut asked = causes(&model.config, earlier.is_some());
         let rows = threads.run_on_all(|| FitRows::draw(&self.as_it_is.policy(), batches, normed, theirs))?;
         asked.extend(threads.run_on_all(|| rows.causes()));
-        if let Some(part) = telling_part(self.observed, &self.computed) {
+        if let Some(part) = representative_subset(self.observed, &self.computed) {
             let walk = threads.run_on_all(|| self.reference.run_forward(None, &part))?;
-            let (shown, hidden) = self.computed_on(&part, &walk, &asked)?;
+            let (shown, hidden) = self.evaluate_causes(&part, &walk, &asked)?;
             // A cause without effect on the part may have one on the whole.
             let kept = Candidate::select_best(shown, COMPUTED_MAX).into_iter().chain(hidden);
             asked = kept.filter_map(|candidate| candidate.cause).collect();
         }
-        let (shown, hidden) = self.computed_on(self.observed, &self.as_it_is, &asked)?;
+        let (shown, hidden) = self.evaluate_causes(self.observed, &self.as_it_is, &asked)?;
         let mut without_effect: Vec<&'static str> = hidden
             .iter()
             .filter_map(Candidate::name)
@@ -225,7 +225,7 @@ impl<'a> CauseSearch<'a> {
 
     /// Computes each of the causes `asked`; `base` is the unchanged forward over `observed`. Returns the
     /// causes that change a log-prob, and those that change none.
-    fn computed_on(
+    fn evaluate_causes(
         &self,
         observed: &EngineLogProbs,
         base: &HeadInput,
@@ -263,7 +263,7 @@ pub fn differences(a: &[f32], b: &[f32]) -> Vec<f64> {
 }
 
 /// Returns the smallest part of the rows with differences like those of all rows; `None` if that is all rows.
-fn telling_part(observed: &EngineLogProbs, computed: &[f32]) -> Option<EngineLogProbs> {
+fn representative_subset(observed: &EngineLogProbs, computed: &[f32]) -> Option<EngineLogProbs> {
     let gaps = differences(&observed.log_probs, computed);
     let mean = DifferenceStats::from_differences(&gaps).mean;
     let mut targets = PART_TARGETS;

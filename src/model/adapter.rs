@@ -73,12 +73,12 @@ impl Lora {
         Ok(specs)
     }
 
-    /// Returns initial values of the factors, in the order of [`Self::specs`]. `A` is uniform within
+    /// Returns initial values of the factors, in the order of [`Self::factor_specs`]. `A` is uniform within
     /// ±in^-1/2 (Kaiming with a = √5, as in PEFT). `B` is 0, so that the adapter first changes nothing.
     ///
     /// # Errors
-    /// When [`Self::specs`] fails.
-    /// Those of [`Self::specs`].
+    /// When [`Self::factor_specs`] fails.
+    /// Those of [`Self::factor_specs`].
     pub fn initial_values(&self, base: &[ParameterSpec], seed: u64, owner: Owner) -> Result<Vec<Vec<f32>>> {
         let specs: Vec<_> = self.factor_specs(base)?.into_iter().enumerate().collect();
         let draw = |(index, spec): (usize, ParameterSpec)| {

@@ -10,12 +10,12 @@ use candle_core::Device;
 /// Creates the KV caches of sequences, in host memory or in pages of a GPU. A GPU has a fixed number of
 /// pages a layer.
 #[derive(Debug, Clone)]
-pub struct Caches {
+pub struct CacheFactory {
     /// An empty cache, which each new sequence clones.
     empty: SequenceCache,
 }
 
-impl Caches {
+impl CacheFactory {
     /// Allocates pages for `room` on a GPU `device`. Host memory is allocated as sequences grow.
     ///
     /// # Errors
@@ -82,7 +82,7 @@ pub struct SequenceCache {
 impl SequenceCache {
     /// Returns an empty cache on the host.
     pub fn new(config: &Config) -> Self {
-        let layer = KvSequence::HostPython(KvBlocks::new(config.num_key_value_heads, config.head_dim));
+        let layer = KvSequence::Host(KvBlocks::new(config.num_key_value_heads, config.head_dim));
         Self { layers: vec![layer; config.num_hidden_layers] }
     }
 

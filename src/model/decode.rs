@@ -1,6 +1,6 @@
 //! Decode on a GPU with CUDA graphs: the host launches one recorded graph a step instead of every kernel.
 //!
-//! The forward pass is [`DecoderStack::layers`]. Inputs that change from step to step are copied to the GPU
+//! The forward pass is [`DecoderStack::run_layers`]. Inputs that change from step to step are copied to the GPU
 //! first. So a recording serves every later step of its shape, with the same bits. A shape is recorded on
 //! its second step.
 
@@ -25,7 +25,7 @@ pub struct Decoder {
     /// The most recently used is last.
     batches: Vec<Batch>,
     /// False after a recording failed.
-    records: bool,
+    can_record: bool,
     replayed: u64,
 }
 
@@ -47,7 +47,7 @@ impl Decoder {
     pub fn new(stack: &DecoderStack) -> Option<Self> {
         let device = stack.weights.device().clone();
         let can = device.is_cuda() && stack.weights.are_resident();
-        can.then_some(Self { device, batches: vec![], records: true, replayed: 0 })
+        can.then_some(Self { device, batches: vec![], can_record: true, replayed: 0 })
     }
 
     /// Returns the number of steps that replayed a recording.
@@ -61,7 +61,7 @@ impl Decoder {
     ///
     /// # Errors
     /// As [`DecoderStack::feed`].
-    pub fn feed(
+    pub fn decode_step(
         &mut self,
         stack: &DecoderStack,
         tokens: Vec<u32>,
@@ -81,11 +81,11 @@ impl Decoder {
         overwrite(&batch.x, &x)?;
         upload(&batch.positions, &rotation.positions)?;
         let rotation = rotation.with_device_positions(&batch.positions)?;
-        if batch.recorded.is_none() && !is_new && self.records {
+        if batch.recorded.is_none() && !is_new && self.can_record {
             match batch.record(&self.device, stack, rotation.clone()) {
                 Ok(recorded) => batch.recorded = Some(recorded),
                 Err(error) => {
-                    self.records = false;
+                    self.can_record = false;
                     let why = format!("{error:#}");
                     // The error may end in a backtrace.
                     let why = why.lines().next().unwrap_or_default();

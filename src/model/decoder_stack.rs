@@ -96,7 +96,7 @@ impl DecoderStack<'_> {
     ///
     /// # Errors
     /// When a sequence would exceed the context, or `keep` fails.
-    pub fn feed(
+    pub fn forward_cached(
         &self,
         tokens: Vec<u32>,
         caches: &mut [&mut SequenceCache],

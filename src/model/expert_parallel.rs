@@ -52,7 +52,7 @@ impl ExpertParallel {
 
     /// Returns the expert outputs for rows `x [T·K, H]`, sorted by `plan`, in the same order. `products`
     /// computes this rank's experts for the rows of all ranks. Every rank must call it, or
-    /// [`Self::answer`].
+    /// [`Self::serve`].
     ///
     /// # Errors
     /// When a rank does not respond in time, or `products` fails.
@@ -67,7 +67,7 @@ impl ExpertParallel {
     /// Serves the other ranks' rows when this rank has none.
     ///
     /// # Errors
-    /// As [`Self::products`].
+    /// As [`Self::forward`].
     pub fn serve(&self, products: ExpertForward) -> Result<()> {
         self.exchanged(&vec![0; self.experts], &[], products).map(drop)
     }

@@ -165,7 +165,7 @@ impl Experts {
         };
         let plan = Dispatch::new(&routes, config.num_local_experts)?;
         let shares = match options.softmax_before_top_k {
-            true => shares_of_all(&router_logits, &routes)?,
+            true => full_softmax_weights(&router_logits, &routes)?,
             false => ops::top_k_softmax(&router_logits, &routes)?,
         };
         let sorted = ops::dispatch(h, &plan)?;
@@ -215,7 +215,7 @@ impl Experts {
 }
 
 /// Returns the weights of the experts `routes [T, K]` in a softmax over all of `logits [T, E]`.
-fn shares_of_all(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
+fn full_softmax_weights(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
     let (tokens, experts) = logits.dims2()?;
     let all = Tensor::arange(0, experts as u32, logits.device())?.broadcast_as((tokens, experts))?;
     Ok(ops::top_k_softmax(logits, &all)?.gather(routes, 1)?)

@@ -167,10 +167,10 @@ pub struct LayerTensors<'a> {
 }
 
 impl LayerTensors<'_> {
-    /// Returns the small dense tensor `name` of the layer, as [`Tensors::vector`].
+    /// Returns the small dense tensor `name` of the layer, as [`ModelTensors::vector`].
     ///
     /// # Errors
-    /// As [`Tensors::vector`].
+    /// As [`ModelTensors::vector`].
     pub fn vector(&self, name: &str) -> Result<Parameter> {
         self.tensors.vector(&format!("{}{name}", self.prefix))
     }

@@ -94,13 +94,13 @@ impl ParameterSpec {
     }
 
     /// Whether the tensor is a matrix or bias of the experts, `[E, ..]`.
-    pub fn is_of_experts(&self) -> bool {
-        self.role != TensorRole::AdapterFactor && self.is_per_expert()
+    pub fn is_expert_parameter(&self) -> bool {
+        self.role != TensorRole::AdapterFactor && self.has_expert_axis()
     }
 
     /// Whether the tensor has one entry for each expert: [`Self::is_of_experts`], or a factor of their
     /// adapters.
-    pub fn is_per_expert(&self) -> bool {
+    pub fn has_expert_axis(&self) -> bool {
         self.name.contains(".mlp.experts.")
     }
 

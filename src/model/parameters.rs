@@ -31,7 +31,7 @@ pub const MASTER: &str = "master";
 /// The states with one value for each block of [`crate::dist::SHARD_ALIGNMENT`] elements: scales of 8-bit
 /// moments.
 pub const BLOCK_STATES: [&str; 2] = ["first_scales", "second_scales"];
-/// The kind that names the working values themselves, in [`Parameters::whole`].
+/// The kind that names the working values themselves, in [`Parameters::gather`].
 pub const VALUES: &str = "values";
 
 /// Every tensor of a model, in [`parameter_specs`] order; a critic's are in [`value_model_specs`] order.
@@ -95,7 +95,7 @@ impl Parameters {
     /// Nothing can be trained.
     ///
     /// # Errors
-    /// As [`Self::loaded`], and when a tensor outside the layers cannot be read.
+    /// As [`Self::load`], and when a tensor outside the layers cannot be read.
     pub fn leave_on_disk(
         config: &Config,
         backend: &Backend,
@@ -115,10 +115,10 @@ impl Parameters {
         Ok(Self { on_disk: Some(layers), ..parameters })
     }
 
-    /// Takes the tensors of a model with a value head, as [`Self::loaded`].
+    /// Takes the tensors of a model with a value head, as [`Self::load`].
     ///
     /// # Errors
-    /// As [`Self::loaded`].
+    /// As [`Self::load`].
     pub fn with_value_head(
         config: &Config,
         backend: &Backend,
@@ -161,7 +161,7 @@ impl Parameters {
         &self.backend.device
     }
 
-    /// Adds an adapter with the values of its factors, in the order of [`Lora::specs`]. Nothing is trained
+    /// Adds an adapter with the values of its factors, in the order of [`Lora::factor_specs`]. Nothing is trained
     /// until [`Self::set_trainable`] is called.
     ///
     /// # Errors
@@ -379,7 +379,7 @@ impl Parameters {
         self.weights(on_disk, &|index| self.changed_weight(index, change))
     }
 
-    /// Returns the weights as [`Self::frozen`], but changes each layer whenever a pass reaches it. Changed
+    /// Returns the weights as [`Self::frozen_weights`], but changes each layer whenever a pass reaches it. Changed
     /// layers are dense, and all at once would take many times the memory of the packed model.
     ///
     /// # Errors

@@ -51,7 +51,7 @@ impl<'a> PolicyView<'a> {
     /// make the same passes at the same time, unless `weights` gives each process all weights.
     ///
     /// # Errors
-    /// As [`Self::rollout`], and when a rank does not respond in time.
+    /// As [`Self::for_rollout`], and when a rank does not respond in time.
     pub fn across_processes(
         model: &'a Model,
         parameters: &Parameters,

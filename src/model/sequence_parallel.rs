@@ -162,7 +162,7 @@ impl Heads {
     }
 
     /// Returns heads of keys, followed by the heads of values.
-    fn twice(self) -> Self {
+    fn keys_and_values(self) -> Self {
         let both =
             |of: Vec<usize>| of.iter().copied().chain(of.iter().map(|head| self.count + head)).collect();
         Self { count: 2 * self.count, of_rank: self.of_rank.into_iter().map(both).collect() }
@@ -209,7 +209,7 @@ impl AttentionMode for SequenceParallelAttention {
             |heads: &Heads, to_heads| MoveHeads { split: self.split.clone(), heads: heads.clone(), to_heads };
         let q = apply([&contiguous(q)?], op(&q_heads, true))?;
         let kv = reshape(kv, (t, 2 * kv_heads, head_dim))?;
-        let kv = apply([&contiguous(&kv)?], op(&kv_of.twice(), true))?;
+        let kv = apply([&contiguous(&kv)?], op(&kv_of.keys_and_values(), true))?;
         let kv = reshape(&kv, (all, 2, own_kv.len(), head_dim))?;
         let sinks = slice(sinks, first..first + own.len())?;
         let part = Attention { heads: own.len(), kv_heads: own_kv.len(), ..attention };
@@ -294,7 +294,7 @@ mod tests {
     fn heads_go_round_in_stretches_and_few_key_value_heads_are_on_several_ranks() {
         assert_eq!(Heads::even(4, 2).of_rank, [[0, 1], [2, 3]]);
         assert_eq!(Heads::even(2, 4).of_rank, [[0], [0], [1], [1]]);
-        assert_eq!(Heads::even(2, 4).twice().of_rank, [[0, 2], [0, 2], [1, 3], [1, 3]]);
+        assert_eq!(Heads::even(2, 4).keys_and_values().of_rank, [[0, 2], [0, 2], [1, 3], [1, 3]]);
         assert_eq!(head_split_error(64, 8, 16), None);
         assert!(head_split_error(12, 2, 8).unwrap().contains("12 heads"));
         assert!(head_split_error(12, 4, 6).unwrap().contains("4 key-value heads"));

@@ -191,7 +191,7 @@ impl Dtype {
 pub enum Tokenizer {
     /// The 272-token vocabulary inside the binary.
     #[default]
-    EmbeddedInterpreter,
+    Embedded,
     /// A `tokenizer.json`, or a folder that holds one.
     Path(PathBuf),
 }
@@ -203,7 +203,7 @@ impl Scalar for Tokenizer {
 
     fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         match String::parse(found, limits)?.as_str() {
-            "embedded" => Ok(Tokenizer::EmbeddedInterpreter),
+            "embedded" => Ok(Tokenizer::Embedded),
             _ => PathBuf::parse(found, limits).map(Tokenizer::Path),
         }
     }
@@ -214,7 +214,7 @@ impl Scalar for Tokenizer {
 
     fn to_toml(&self) -> String {
         match self {
-            Tokenizer::EmbeddedInterpreter => "\"embedded\"".to_owned(),
+            Tokenizer::Embedded => "\"embedded\"".to_owned(),
             Tokenizer::Path(path) => path.to_toml(),
         }
     }

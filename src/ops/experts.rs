@@ -163,7 +163,7 @@ pub(super) fn run_expert_tasks<T: Send>(
     if should_parallelize(work) && tasks.len() >= rayon::current_num_threads() {
         // Largest first, so that no thread starts a large task last.
         tasks.sort_by_key(|task| Reverse(rows(task)));
-        tasks.into_iter().par_bridge().for_each(|task| run(GemmThreads::Alone, task));
+        tasks.into_iter().par_bridge().for_each(|task| run(GemmThreads::CallingThread, task));
     } else {
         tasks.into_iter().for_each(|task| run(GemmThreads::Pool, task));
     }

@@ -27,7 +27,7 @@ struct Tape {
     nodes: Vec<Node>,
     /// Leaves, and outputs computed from leaves or variables.
     tracked: HashSet<TensorId>,
-    walks_back: bool,
+    is_backward: bool,
 }
 
 /// A tensor and the computation that gave it.
@@ -44,7 +44,7 @@ enum Source {
     /// A reshape or a reordering in memory.
     Reshaped(Tensor),
     /// A range of the first dimension, from this index on.
-    Stretch(Tensor, usize),
+    Slice(Tensor, usize),
 }
 
 /// An operation applied to its inputs.
@@ -93,7 +93,7 @@ pub fn differentiate<E: From<candle_core::Error>>(
     TAPE.set(Some(Tape { tracked, ..Tape::default() }));
     let _recording = Recording;
     let roots = forward()?;
-    let gradients = walk_back(roots)?;
+    let gradients = run_backward(roots)?;
     Ok(leaves.iter().map(|leaf| gradients.get(&leaf.id()).cloned()).collect())
 }
 
@@ -103,7 +103,7 @@ pub fn is_tracked(x: &Tensor) -> bool {
 }
 
 fn is_recording() -> bool {
-    TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| !tape.walks_back))
+    TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| !tape.is_backward))
 }
 
 /// Records how `output` was computed, if one of `inputs` is tracked.
@@ -183,7 +183,7 @@ pub fn slice(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
     if !is_recording() {
         return Ok(output);
     }
-    Ok(recorded(output, &[x], || Source::Stretch(x.clone(), at.start)))
+    Ok(recorded(output, &[x], || Source::Slice(x.clone(), at.start)))
 }
 
 /// Makes `x` contiguous; recorded if it was not.
@@ -235,7 +235,7 @@ fn collect(gradients: &mut Gradients, x: &Tensor, gradient: Option<Tensor>) -> R
 }
 
 /// Runs the backward pass from the last node to the first. Returns the gradients of the leaves.
-fn walk_back(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
+fn run_backward(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
     let mut gradients = Gradients::new();
     for (root, gradient) in roots {
         collect(&mut gradients, &root, Some(gradient))?;
@@ -243,7 +243,7 @@ fn walk_back(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
     let next = || {
         TAPE.with_borrow_mut(|tape| {
             let tape = tape.as_mut()?;
-            tape.walks_back = true;
+            tape.is_backward = true;
             tape.nodes.pop()
         })
     };
@@ -263,7 +263,7 @@ fn walk_back(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
                 let dx = gradient.reshape(x.shape())?;
                 collect(&mut gradients, &x, Some(dx))?;
             }
-            Source::Stretch(x, start) => {
+            Source::Slice(x, start) => {
                 let after = x.dim(0)? - start - gradient.dim(0)?;
                 let dx = gradient.pad_with_zeros(0, start, after)?;
                 collect(&mut gradients, &x, Some(dx))?;

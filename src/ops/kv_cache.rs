@@ -27,7 +27,7 @@ impl KvBlock {
 /// of a group share their prompt. A shared block is copied before it is written.
 #[derive(Debug, Clone)]
 pub enum KvSequence {
-    HostPython(KvBlocks),
+    Host(KvBlocks),
     // Never constructed without feature `cuda`.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     Device(KvPages),
@@ -37,7 +37,7 @@ impl KvSequence {
     /// Returns the number of cached positions.
     pub fn len(&self) -> usize {
         match self {
-            KvSequence::HostPython(blocks) => blocks.len(),
+            KvSequence::Host(blocks) => blocks.len(),
             KvSequence::Device(pages) => pages.len(),
         }
     }
@@ -45,14 +45,14 @@ impl KvSequence {
     /// Frees blocks or pages that no query at or after `position` can see through `window`.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         match self {
-            KvSequence::HostPython(blocks) => blocks.forget_before(position, window),
+            KvSequence::Host(blocks) => blocks.forget_before(position, window),
             KvSequence::Device(pages) => pages.forget_before(position, window),
         }
     }
 
     pub(super) fn blocks_mut(&mut self) -> Option<&mut KvBlocks> {
         match self {
-            KvSequence::HostPython(blocks) => Some(blocks),
+            KvSequence::Host(blocks) => Some(blocks),
             KvSequence::Device(_) => None,
         }
     }
@@ -60,7 +60,7 @@ impl KvSequence {
     /// Returns the pages, if they are on a GPU.
     pub fn pages_mut(&mut self) -> Option<&mut KvPages> {
         match self {
-            KvSequence::HostPython(_) => None,
+            KvSequence::Host(_) => None,
             KvSequence::Device(pages) => Some(pages),
         }
     }

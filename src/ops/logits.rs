@@ -400,8 +400,7 @@ mod tests {
     }
 
     fn draws(sampling: SamplingParameters, logits: &[f32], n: u64) -> Vec<SampledToken> {
-        let draws: Vec<_> =
-            (0..n).map(|i| (0, stream(1, Purpose::SamplingParameters, &[i]).random::<f64>())).collect();
+        let draws: Vec<_> = (0..n).map(|i| (0, stream(1, Purpose::Sampling, &[i]).random::<f64>())).collect();
         let drawn = row(logits, &sampling).draw(&sampling, &draws).unwrap();
         let tokens: Vec<_> = drawn.iter().map(|d| (0, d.token)).collect();
         if sampling.temperature > 0.0 {
@@ -446,7 +445,7 @@ mod tests {
 
     #[test]
     fn a_draw_by_blocks_is_the_draw_from_all_weights() {
-        let mut random = stream(2, Purpose::SamplingParameters, &[]);
+        let mut random = stream(2, Purpose::Sampling, &[]);
         for vocabulary in [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK + 300] {
             let mut values: Vec<f32> = (0..vocabulary).map(|_| random.random_range(-4.0..4.0)).collect();
             // Blocks without weight at the start and at the end, if there are several.

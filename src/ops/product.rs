@@ -77,7 +77,7 @@ pub enum GemmThreads {
     /// All threads of the current pool, if the work is large enough.
     Pool,
     /// The calling thread only: other threads have their own products.
-    Alone,
+    CallingThread,
 }
 
 impl GemmThreads {

@@ -56,7 +56,7 @@ impl SequenceRows {
     }
 
     /// Returns the position of the first own row of sequence `index`.
-    pub fn first_own_row(&self, index: usize) -> usize {
+    pub fn first_own_position(&self, index: usize) -> usize {
         self.parts[index].shared
     }
 
@@ -142,7 +142,7 @@ mod tests {
             [5, 5, 4, 1, 1, 3, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1]
         );
         assert_eq!(sequence_rows.positions_count(), 30);
-        assert_eq!((sequence_rows.own_rows(4), sequence_rows.first_own_row(4)), (10..14, 2));
+        assert_eq!((sequence_rows.own_rows(4), sequence_rows.first_own_position(4)), (10..14, 2));
         assert_eq!(sequence_rows.cu_seqlens(), None);
         let separate = SequenceRows::from_cu_seqlens(&[0, 3, 3, 5]);
         assert_eq!(separate.cu_seqlens().unwrap(), [0, 3, 3, 5]);

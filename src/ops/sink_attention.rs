@@ -126,7 +126,7 @@ struct PackedSinkAttention {
 
 /// Log-sum-exp `[T][N]`, on the device of the forward.
 enum Lse {
-    HostPython(Vec<f32>),
+    Host(Vec<f32>),
     Device(DeviceLse),
 }
 
@@ -158,7 +158,7 @@ impl PackedSinkAttention {
         let mut caches: Vec<KvBlocks> = Vec::with_capacity(self.sequence_rows.sequences());
         for s in 0..self.sequence_rows.sequences() {
             let own = self.sequence_rows.own_rows(s);
-            let mut cache = match (caches.last(), self.sequence_rows.first_own_row(s)) {
+            let mut cache = match (caches.last(), self.sequence_rows.first_own_position(s)) {
                 (Some(before), shared @ 1..) => before.prefix(shared),
                 _ => KvBlocks::new(kv_heads, head_dim),
             };
@@ -194,7 +194,7 @@ impl Operation<3> for PackedSinkAttention {
                 &self.attention,
                 kv_head,
                 &caches[s],
-                self.sequence_rows.first_own_row(s),
+                self.sequence_rows.first_own_position(s),
                 &q[start * width..end * width],
                 sinks,
                 &out,
@@ -202,7 +202,7 @@ impl Operation<3> for PackedSinkAttention {
             );
         });
         let tokens = q.len() / (heads * d);
-        let _ = self.lse.set(Lse::HostPython(lse));
+        let _ = self.lse.set(Lse::Host(lse));
         Ok((CpuStorage::F32(out), Shape::from((tokens, heads * d))))
     }
 
@@ -220,7 +220,7 @@ impl Operation<3> for PackedSinkAttention {
         grad: &Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
         let [dq, dkv, dsinks] = match self.lse.get() {
-            Some(Lse::HostPython(lse)) => self.host_backward(lse, [q, kv, sinks, out, grad])?,
+            Some(Lse::Host(lse)) => self.host_backward(lse, [q, kv, sinks, out, grad])?,
             Some(Lse::Device(lse)) => {
                 let tensors = [q, kv, sinks, out, grad];
                 sink_attention_backward(&self.attention, &self.cu_seqlens()?, lse, tensors)?
@@ -244,7 +244,7 @@ impl PackedSinkAttention {
         // Gradients that each sequence's own queries give its shared keys, added in sequence order.
         let sequences = 0..self.sequence_rows.sequences();
         let mut shared: Vec<Vec<f32>> =
-            sequences.clone().map(|s| zeros(self.sequence_rows.first_own_row(s) * kv_width)).collect();
+            sequences.clone().map(|s| zeros(self.sequence_rows.first_own_position(s) * kv_width)).collect();
         let (dq_rows, dkv_rows) = (Rows::new(&mut dq), Rows::new(&mut dkv));
         let shared_rows: Vec<Rows> = shared.iter_mut().map(|shared| Rows::new(shared)).collect();
         let parts = self.run(&caches, |s, kv_head| {

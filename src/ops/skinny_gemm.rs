@@ -262,7 +262,7 @@ unsafe fn words_of_rows<W: SimdWords>(x: &[f32], k: usize) -> Vec<u32> {
             let at = word * W::PER_WORD;
             let to = &mut rows[row * words + word..][..W::LANES];
             // SAFETY: guaranteed by the caller; `k - at` values are there.
-            unsafe { W::keep(to.as_mut_ptr(), W::along(x[at..].as_ptr(), k - at)) };
+            unsafe { W::keep(to.as_mut_ptr(), W::load_contiguous(x[at..].as_ptr(), k - at)) };
         }
     }
     rows
@@ -353,7 +353,7 @@ unsafe fn add_vectors<W: SimdWords, const R: usize>(
         for (i, weights) in weights.iter_mut().enumerate() {
             for (v, weights) in weights.iter_mut().enumerate().take(vectors) {
                 let at = values.as_ptr().add(i * per_word * n + column + v * W::LANES);
-                *weights = W::across(at, n, per_word, lanes);
+                *weights = W::load_strided(at, n, per_word, lanes);
                 (0..per_word).for_each(|row| prefetch_second(at.wrapping_add(row * n + later)));
             }
         }

@@ -173,7 +173,7 @@ impl Job<'_> {
             // SAFETY: the processor has the vectors, the operand was checked, and `to` has room for all
             // rows' words.
             unsafe {
-                W::lay_out(self.a, row, rows, chunk, to, rows);
+                W::pack(self.a, row, rows, chunk, to, rows);
                 to = to.add(rows * steps);
             }
         }
@@ -227,7 +227,7 @@ impl Job<'_> {
         let columns = width.min(self.shape.2 - column);
         let part = chunk.subrange::<W>(&steps);
         // SAFETY: the processor has the vectors, the operand was checked, and the panel has room.
-        unsafe { W::lay_out(self.b, column, columns, part, panel.add(steps.start * width), width) };
+        unsafe { W::pack(self.b, column, columns, part, panel.add(steps.start * width), width) };
     }
 
     /// Prefetches the values that [`Self::pack_columns`] reads.
@@ -357,7 +357,7 @@ unsafe fn lay_out<W: SimdWords>(
                 let k = step * per_word;
                 for first in (0..lines).step_by(lanes) {
                     let from = side.at(line + first, chunk.start + k);
-                    let words = W::across(from, side.stride, chunk.values - k, lines - first);
+                    let words = W::load_strided(from, side.stride, chunk.values - k, lines - first);
                     W::keep(to.add(step * width + first), words);
                 }
             }
@@ -368,7 +368,7 @@ unsafe fn lay_out<W: SimdWords>(
                 let k = step * per_word;
                 let mut block = [W::zero(); 16];
                 for (i, words) in block.iter_mut().enumerate().take(lanes.min(lines - first)) {
-                    *words = W::along(side.at(line + first + i, chunk.start + k), chunk.values - k);
+                    *words = W::load_contiguous(side.at(line + first + i, chunk.start + k), chunk.values - k);
                 }
                 W::transpose(&mut block);
                 for (i, words) in block.into_iter().enumerate().take(lanes.min(steps - step)) {
@@ -467,7 +467,14 @@ mod tests {
             for start in [0.0, 0.5] {
                 let mut expected = vec![start; m * n];
                 let (a, b) = (StridedMatrix::rows(a, k), StridedMatrix::rows(b, n));
-                super::super::product::product(GemmThreads::Alone, &mut expected, a, b, shape, start != 0.0);
+                super::super::product::product(
+                    GemmThreads::CallingThread,
+                    &mut expected,
+                    a,
+                    b,
+                    shape,
+                    start != 0.0,
+                );
                 let same =
                     |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
                 for threads in [1, 2] {

@@ -94,9 +94,9 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
     }
     if recipe.model.path.is_none() {
         recipe.model.architecture.get_or_insert_with(Architecture::default);
-        recipe.model.tokenizer.get_or_insert(Tokenizer::EmbeddedInterpreter);
+        recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
     }
-    let embedded = recipe.model.tokenizer == Some(Tokenizer::EmbeddedInterpreter);
+    let embedded = recipe.model.tokenizer == Some(Tokenizer::Embedded);
     recipe.harmony.system_message.get_or_insert(!embedded);
     recipe.task.fill_defaults();
     if recipe.policy.advantage == Advantage::Gae {
@@ -138,7 +138,7 @@ pub fn resolve_run_recipe(
 }
 
 /// Maximum number of syntax mistakes that are reported individually.
-const SLIPS_MAX: usize = 10;
+const SYNTAX_ERRORS_MAX: usize = 10;
 
 /// Reads the valid part of a text; keys on a line with a syntax mistake are ignored.
 fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>) {
@@ -154,7 +154,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
     let recipe_like = document.get_ref().keys().any(|name| tables.contains(&name.get_ref().as_ref()));
     // Syntax mistakes of a recipe are reported individually; a text of another kind counts as one mistake.
     if let [first, rest @ ..] = errors.as_slice()
-        && (rest.len() >= SLIPS_MAX || (!rest.is_empty() && !recipe_like))
+        && (rest.len() >= SYNTAX_ERRORS_MAX || (!rest.is_empty() && !recipe_like))
     {
         let what = format!(
             "not TOML: {}, and {} more: is this a recipe? One holds tables such as [{}]",

@@ -246,7 +246,7 @@ impl Rules<'_> {
                 ),
             );
         }
-        if interpreter.scratch_mib > 0 && interpreter.kind == InterpreterKind::EmbeddedInterpreter {
+        if interpreter.scratch_mib > 0 && interpreter.kind == InterpreterKind::Embedded {
             self.refuse(
                 &["interpreter.scratch_mib"],
                 "only kind = \"cpython\" can write files; set it to 0".to_owned(),

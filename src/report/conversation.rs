@@ -138,9 +138,9 @@ pub(super) fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Res
 
 /// Returns the trajectories of each run that has some, for the template.
 pub(super) fn conversation_views(runs: &[Run]) -> Vec<Value> {
-    let all = runs.iter().filter(|run| !run.picked.is_empty());
+    let all = runs.iter().filter(|run| !run.sample_trajectories.is_empty());
     all.map(|run| {
-        let trajectories: Vec<Value> = run.picked.iter().map(trajectory_view).collect();
+        let trajectories: Vec<Value> = run.sample_trajectories.iter().map(trajectory_view).collect();
         context! { run => run.curve, label => run.label, trajectories }
     })
     .collect()

@@ -24,7 +24,7 @@ pub(super) struct Run {
     pub rows: Vec<Row>,
     /// The resolved recipe; empty if the folder has none.
     pub recipe: toml::Table,
-    pub picked: Vec<SelectedTrajectory>,
+    pub sample_trajectories: Vec<SelectedTrajectory>,
     /// `mismatch.json`, if present.
     pub mismatch: Option<serde_json::Value>,
     /// `eval` or `rollout` of a folder that holds samples of a model, not a run.
@@ -52,7 +52,7 @@ impl Run {
             model: None,
             rows: read_rows(&folder.join("metrics.jsonl"))?,
             recipe: read_recipe(&folder.join("recipe.toml"))?,
-            picked: Vec::new(),
+            sample_trajectories: Vec::new(),
             mismatch: None,
             sampling: sampling_kind(&folder.join("sampling.json")),
         })
@@ -75,7 +75,7 @@ impl Run {
             model: bounded_file::read(&folder.join("model.json"), JSON_BYTES_MAX)
                 .ok()
                 .and_then(|text| serde_json::from_slice(&text).ok()),
-            picked: conversation::pick(&folder.join("trajectories"))?,
+            sample_trajectories: conversation::pick(&folder.join("trajectories"))?,
             mismatch: read_mismatch(&folder.join("mismatch.json"))?,
             ..Self::load_metrics(label, folder)?
         })

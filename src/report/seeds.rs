@@ -6,7 +6,7 @@ use crate::metrics::{Metrics, Phase, Row};
 use std::collections::BTreeMap;
 
 /// Keys and tables that may differ between runs of one recipe; the tables do not affect results.
-const FREE: [(&str, Option<&str>); 4] =
+const MAY_DIFFER: [(&str, Option<&str>); 4] =
     [("train", Some("seed")), ("parallel", None), ("logging", None), ("checkpoint", None)];
 
 /// Returns one curve a recipe: a single run, or its seeds merged. Sets each run's `curve` to the index of its
@@ -25,14 +25,14 @@ pub(super) fn merge_seeds(runs: &mut [Run]) -> Vec<Run> {
     for (_, members) in groups {
         members.iter().for_each(|&i| runs[i].curve = curves.len());
         let of: Vec<&Run> = members.iter().map(|&i| &runs[i]).collect();
-        curves.push(together(&of));
+        curves.push(merge_runs(&of));
     }
     curves
 }
 
 fn without_seed(recipe: &toml::Table) -> toml::Table {
     let mut recipe = recipe.clone();
-    for (table, key) in FREE {
+    for (table, key) in MAY_DIFFER {
         match (key, recipe.get_mut(table).and_then(toml::Value::as_table_mut)) {
             (Some(key), Some(table)) => drop(table.remove(key)),
             (None, Some(_)) => drop(recipe.remove(table)),
@@ -44,7 +44,7 @@ fn without_seed(recipe: &toml::Table) -> toml::Table {
 
 /// Merges runs into one. Each metric is the mean over the runs that have it at a step. Its lowest and highest
 /// values become the ends of the interval that charts draw.
-fn together(runs: &[&Run]) -> Run {
+fn merge_runs(runs: &[&Run]) -> Run {
     let [only] = runs else {
         let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
         let (first, rows) = (runs[0], mean_rows(runs));
@@ -53,12 +53,12 @@ fn together(runs: &[&Run]) -> Run {
             label: format!("{} ({} seeds)", labels.join(", "), runs.len()),
             rows,
             seeds: seeds.join(", "),
-            picked: vec![],
+            sample_trajectories: vec![],
             mismatch: None,
             ..first.clone()
         };
     };
-    Run { picked: vec![], mismatch: None, ..(*only).clone() }
+    Run { sample_trajectories: vec![], mismatch: None, ..(*only).clone() }
 }
 
 fn mean_rows(runs: &[&Run]) -> Vec<Row> {

@@ -33,13 +33,13 @@ const HEADERS: &str = "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r
 pub struct RequestHead {
     pub method: String,
     pub path: String,
-    /// The value of its single `HostPython` header.
+    /// The value of its `Host` header, if there is exactly one.
     pub host: Option<String>,
 }
 
 /// A response.
 pub struct Response {
-    /// Status code and phrase, such as `404 Not ParsedValue`.
+    /// Status code and phrase, such as `404 Not Found`.
     pub status: &'static str,
     pub content_type: &'static str,
     pub body: Arc<str>,

@@ -145,7 +145,7 @@ fn tokenizer(run: &Run) -> Option<Vocabulary> {
         None if run.setting("model.tokenizer").as_deref() == Some("embedded") => {
             let family = run.setting("model.architecture.model_type");
             let family = family.and_then(|word| Family::from_name(&word)).unwrap_or_default();
-            Some(family.chat.read_embedded().ok()?.vocabulary().clone())
+            Some(family.chat.from_embedded().ok()?.vocabulary().clone())
         }
         None => None,
     }
@@ -202,7 +202,7 @@ impl Packer {
         };
         let learned = row.learned.as_ref();
         let (a, b) = advantages(learned.map(|learned| sampled(&learned.advantages)));
-        let gaps = learned.and_then(|learned| learned.gaps.as_ref()).map(|gaps| sampled(gaps));
+        let gaps = learned.and_then(|learned| learned.log_prob_diffs.as_ref()).map(|gaps| sampled(gaps));
         let messages = || {
             let name = |role: Role| format!("{role:?}").to_lowercase();
             row.messages

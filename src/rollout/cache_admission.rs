@@ -6,7 +6,7 @@
 
 /// The slots of a cache and their use by groups.
 pub(super) struct CacheAdmission {
-    places: usize,
+    slots: usize,
     taken: usize,
     samples: usize,
     groups: Vec<Group>,
@@ -18,24 +18,24 @@ struct Group {
     /// Number of samples that do not decode yet.
     waiting: usize,
     /// Number of decoding samples.
-    begun: usize,
+    decoding: usize,
 }
 
 impl Group {
     fn places(self) -> usize {
-        if self.waiting + self.begun == 0 { 0 } else { self.begun.max(1) }
+        if self.waiting + self.decoding == 0 { 0 } else { self.decoding.max(1) }
     }
 }
 
 impl CacheAdmission {
-    /// Returns `places` free slots for `groups` groups of `samples` each.
-    pub fn new(places: usize, groups: usize, samples: usize) -> Self {
-        Self { places, taken: 0, samples, groups: vec![Group::default(); groups] }
+    /// Returns `slots` free slots for `groups` groups of `samples` each.
+    pub fn new(slots: usize, groups: usize, samples: usize) -> Self {
+        Self { slots, taken: 0, samples, groups: vec![Group::default(); groups] }
     }
 
     /// Returns true when another group may begin.
     pub fn has_free_slot(&self) -> bool {
-        self.taken < self.places
+        self.taken < self.slots
     }
 
     /// Takes a slot for a group's prompt.
@@ -46,17 +46,17 @@ impl CacheAdmission {
 
     /// Returns true when a sample of group `index` may begin to decode.
     pub fn can_begin_sample(&self, index: usize) -> bool {
-        self.groups[index].begun == 0 || self.has_free_slot()
+        self.groups[index].decoding == 0 || self.has_free_slot()
     }
 
     /// Records that a sample of the group begins to decode.
     pub fn begin_sample(&mut self, index: usize) {
-        self.change(index, |group| (group.waiting, group.begun) = (group.waiting - 1, group.begun + 1));
+        self.change(index, |group| (group.waiting, group.decoding) = (group.waiting - 1, group.decoding + 1));
     }
 
     /// Records the end of a sample of the group; `begun` tells whether it decoded.
     pub fn end_sample(&mut self, index: usize, begun: bool) {
-        self.change(index, |group| if begun { group.begun -= 1 } else { group.waiting -= 1 });
+        self.change(index, |group| if begun { group.decoding -= 1 } else { group.waiting -= 1 });
     }
 
     fn change(&mut self, index: usize, change: impl FnOnce(&mut Group)) {
@@ -152,7 +152,7 @@ mod tests {
         let config = Config { sliding_window: 100, ..tiny() };
         let (prompt_max, response_max) = (300, 400);
         for (seed, places) in (0..24).zip([1, 2, 3, 5, 8, 13].into_iter().cycle()) {
-            let mut random = stream(seed, Purpose::SamplingParameters, &[]);
+            let mut random = stream(seed, Purpose::Sampling, &[]);
             let room =
                 CacheCapacity { sequences: places, tokens: prompt_max + response_max, fed_tokens_max: 64 };
             let pools = [LayerType::Full, LayerType::Sliding]

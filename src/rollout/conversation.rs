@@ -42,7 +42,7 @@ pub(super) enum NextAction {
     /// Ask its task for a further user message, which may take long.
     Turn,
     /// Nothing: the conversation is over.
-    ConnectionEnd,
+    Finish,
 }
 
 /// A trajectory in progress.
@@ -315,7 +315,7 @@ impl<'a> Conversation<'a> {
 
     fn end(&mut self, outcome: Outcome) -> NextAction {
         self.outcome = Some(outcome);
-        NextAction::ConnectionEnd
+        NextAction::Finish
     }
 
     fn transcript(&self, outcome: Outcome) -> Transcript<'_> {

@@ -76,7 +76,7 @@ impl Work<'_> {
 }
 
 /// The part of a batch that one forward takes: `counts[i]` tokens of entry `i`, 0 if it has to wait.
-struct Feed {
+struct ForwardInputs {
     tokens: Vec<u32>,
     counts: Vec<usize>,
     /// Entries whose tokens are all fed by this forward, and the row of each one's last token.
@@ -154,7 +154,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     }
 
     fn forward_and_draw(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
-        let mut feed = self.feed();
+        let mut feed = self.select_tokens();
         let hidden = self.forward(&mut feed)?;
         if feed.complete.is_empty() {
             return Ok(());
@@ -183,11 +183,11 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// Selects the tokens of the next forward: first the single tokens of decode, then chunks of longer
     /// inputs.
-    fn feed(&self) -> Feed {
+    fn select_tokens(&self) -> ForwardInputs {
         let pending: Vec<&[u32]> = self.batch.iter().map(|work| self.pending(work)).collect();
         let decode = pending.iter().filter(|tokens| tokens.len() == 1).count();
         let mut room = FORWARD_TOKENS_MAX.saturating_sub(decode).max(1);
-        let mut feed = Feed { tokens: vec![], counts: vec![], complete: vec![], rows: vec![] };
+        let mut feed = ForwardInputs { tokens: vec![], counts: vec![], complete: vec![], rows: vec![] };
         for (index, tokens) in pending.into_iter().enumerate() {
             let count = if tokens.len() == 1 { 1 } else { tokens.len().min(room) };
             if tokens.len() > 1 {
@@ -214,7 +214,7 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// Runs the forward and returns hidden states `[T, H]` of the feed's tokens, which are then in their
     /// caches.
-    fn forward(&mut self, feed: &mut Feed) -> Result<Tensor> {
+    fn forward(&mut self, feed: &mut ForwardInputs) -> Result<Tensor> {
         let Rollout { policy, plan, .. } = *self.rollout;
         let fed = || feed.counts.iter().copied().filter(|&count| count > 0);
         let counts: Vec<usize> = fed().collect();
@@ -225,15 +225,16 @@ impl<'e, 'a> Engine<'e, 'a> {
         if let Some(decoder) = &mut self.decoder
             && counts.iter().all(|&count| count == 1)
         {
-            return decoder.feed(&policy.decoder_stack(), tokens, &mut caches);
+            return decoder.decode_step(&policy.decoder_stack(), tokens, &mut caches);
         }
         let mut routes: Vec<Vec<u32>> = vec![];
-        let hidden = policy.decoder_stack().feed(tokens, &mut caches, &counts, &mut |_, _, output| {
-            if let (true, Some(layer)) = (plan.settings.keep_routes, output.routed_experts()) {
-                routes.push(layer.flatten_all()?.to_vec1()?);
-            }
-            Ok(())
-        })?;
+        let hidden =
+            policy.decoder_stack().forward_cached(tokens, &mut caches, &counts, &mut |_, _, output| {
+                if let (true, Some(layer)) = (plan.settings.keep_routes, output.routed_experts()) {
+                    routes.push(layer.flatten_all()?.to_vec1()?);
+                }
+                Ok(())
+            })?;
         if plan.settings.keep_routes {
             let top_k = policy.model.config.num_experts_per_tok;
             let mut token = 0;
@@ -263,7 +264,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         let draws: Vec<(usize, f64)> =
             samples.iter_mut().map(|(row, sample, _)| (*row, sample.conversation.draw_uniform())).collect();
         let mut drawn = logits.draw(&sampling, &draws)?;
-        self.replace(&sampling, &logits, &samples, &mut drawn)?;
+        self.apply_token_source(&sampling, &logits, &samples, &mut drawn)?;
         for ((_, mut sample, is_new), drawn) in samples.into_iter().zip(drawn) {
             self.sampled += 1;
             match sample.conversation.push_token(drawn) {
@@ -275,7 +276,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     }
 
     /// Replaces drawn tokens by the source's own, where it has some.
-    fn replace(
+    fn apply_token_source(
         &self,
         sampling: &SamplingParameters,
         logits: &Logits,

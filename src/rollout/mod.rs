@@ -28,7 +28,7 @@ use crate::chat::Chat;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::{Phase, Progress};
-use crate::model::cache::{CacheCapacity, Caches};
+use crate::model::cache::{CacheCapacity, CacheFactory};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::tasks::Task;
@@ -60,7 +60,7 @@ pub struct Rollout<'a> {
     pub task: &'a dyn Task,
     /// The Python tool, used by one rollout at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
-    /// Messages before those of every problem, as [`preamble`] returns them.
+    /// Messages before those of every problem, as [`system_prompt`] returns them.
     pub preamble: &'a [Message],
     pub plan: &'a RolloutPlan,
     /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
@@ -227,11 +227,11 @@ impl Rollout<'_> {
         self.sample_from_source(&self.plan.settings.sampling(), prompts, samples, progress, stop)
     }
 
-    /// Performs [`Self::groups`] and passes each trajectory to `finished` as it ends, so that results
+    /// Performs [`Self::sample_groups`] and passes each trajectory to `finished` as it ends, so that results
     /// survive a stop.
     ///
     /// # Errors
-    /// Those of [`Self::groups`].
+    /// Those of [`Self::sample_groups`].
     pub fn sample_with_observer(
         &self,
         prompts: &[Prompt],
@@ -243,11 +243,11 @@ impl Rollout<'_> {
         self.run(&self.plan.settings.sampling(), prompts, samples, Hooks { progress, finished, stop })
     }
 
-    /// Performs [`Self::groups`] with tokens of `source`, which may replay or force them. Log-probabilities
+    /// Performs [`Self::sample_groups`] with tokens of `source`, which may replay or force them. Log-probabilities
     /// are still the model's.
     ///
     /// # Errors
-    /// Those of [`Self::groups`] and of `source`.
+    /// Those of [`Self::sample_groups`] and of `source`.
     pub fn sample_from_source(
         &self,
         source: &dyn TokenSource,
@@ -275,7 +275,7 @@ impl Rollout<'_> {
             _ => 1,
         };
         let places = if device.is_cpu() { usize::MAX } else { self.room.sequences };
-        let caches = (Caches::new(config, device, self.room)?, places);
+        let caches = (CacheFactory::new(config, device, self.room)?, places);
         let queue = Queue::new(self, rendered, samples, engines, caches, hooks);
         std::thread::scope(|scope| {
             let run = || {

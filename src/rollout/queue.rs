@@ -7,7 +7,7 @@ use super::prompt::RenderedPrompt;
 use super::{Rollout, RolloutProgress, Rollouts};
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
-use crate::model::cache::Caches;
+use crate::model::cache::CacheFactory;
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Error, Result, anyhow};
 use std::collections::VecDeque;
@@ -35,7 +35,7 @@ pub(super) struct Queue<'a> {
     pub(super) rollout: &'a Rollout<'a>,
     pub(super) prompts: Vec<RenderedPrompt<'a>>,
     pub(super) samples: usize,
-    caches: Caches,
+    caches: CacheFactory,
     engines: usize,
     sequences_max: usize,
     tool_calls_max: usize,
@@ -54,7 +54,7 @@ pub(super) enum RefillResult {
     /// All remaining work waits for tools.
     Nothing,
     /// All is sampled, or the rollout was stopped.
-    ConnectionEnd,
+    Finished,
     Failure,
 }
 
@@ -100,7 +100,7 @@ impl<'a> Queue<'a> {
         prompts: Vec<RenderedPrompt<'a>>,
         samples: usize,
         engines: usize,
-        (caches, places): (Caches, usize),
+        (caches, places): (CacheFactory, usize),
         hooks: Hooks<'a>,
     ) -> Self {
         let trajectories = prompts.len() * samples;
@@ -158,7 +158,7 @@ impl<'a> Queue<'a> {
             self.wake_all();
         }
         if state.over() {
-            return if state.failure.is_some() { RefillResult::Failure } else { RefillResult::ConnectionEnd };
+            return if state.failure.is_some() { RefillResult::Failure } else { RefillResult::Finished };
         }
         let share = self.sequences_max.min(state.unfinished.div_ceil(self.engines));
         let weight = |work: &Work| if matches!(work, Work::Prompt(_)) { self.samples } else { 1 };
@@ -203,8 +203,8 @@ impl<'a> Queue<'a> {
                 self.work.notify_one();
             }
             NextAction::Call | NextAction::Turn => self.call(scope, sample, next),
-            NextAction::ConnectionEnd if self.rollout.task.may_take_long() => self.call(scope, sample, next),
-            NextAction::ConnectionEnd => self.finish(*sample),
+            NextAction::Finish if self.rollout.task.may_take_long() => self.call(scope, sample, next),
+            NextAction::Finish => self.finish(*sample),
         }
     }
 
@@ -259,10 +259,10 @@ impl<'a> Queue<'a> {
                 let next = match asked {
                     NextAction::Call => sample.conversation.run_calls(),
                     NextAction::Turn => sample.conversation.request_user_turn(),
-                    NextAction::Sample | NextAction::ConnectionEnd => asked,
+                    NextAction::Sample | NextAction::Finish => asked,
                 };
                 match next {
-                    NextAction::ConnectionEnd => self.finish(*sample),
+                    NextAction::Finish => self.finish(*sample),
                     next => self.dispatch(scope, sample, next),
                 }
             };

@@ -100,7 +100,7 @@ pub struct RolloutPlan {
 impl RolloutPlan {
     /// Returns the plan of training step `step`.
     pub fn for_training(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
-        Self { settings: settings.clone(), seed, purpose: Purpose::SamplingParameters, step }
+        Self { settings: settings.clone(), seed, purpose: Purpose::Sampling, step }
     }
 
     /// Returns the plan of step `step`'s greedy samples, whose rewards are baselines.

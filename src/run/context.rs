@@ -216,7 +216,7 @@ impl RunContext {
     /// then all processes receive all results. Returns `None` when `stop` returned true.
     ///
     /// # Errors
-    /// Those of [`Rollout::groups`], and when a rank does not answer in time.
+    /// Those of [`Rollout::sample_groups`], and when a rank does not answer in time.
     pub fn sample_groups(
         &self,
         policy: &PolicyView,

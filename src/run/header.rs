@@ -73,7 +73,7 @@ pub fn lines(context: &RunContext, intent: ModelCommand, folder: &Path) -> Vec<S
     let (layers, parameters) = (format_number(number("layers")), format_number(number("parameters")));
     let tool = match (&context.interpreter, recipe.interpreter.kind) {
         (None, _) => "",
-        (Some(_), InterpreterKind::EmbeddedInterpreter) => ", with the embedded Python tool",
+        (Some(_), InterpreterKind::Embedded) => ", with the embedded Python tool",
         (Some(_), InterpreterKind::CPython) => ", with the machine's Python as its tool",
     };
     let (mesh, threads) = (context.mesh(), context.threads.count());

@@ -151,7 +151,7 @@ impl<'a> SamplingFolder<'a> {
         let (done, partial) = (self.file(name), self.path.join(format!("trajectories/{name}.jsonl.partial")));
         if done.is_file() {
             let rows = trajectory_file::read(&done, false)?.0;
-            return arranged(rows, prompts, samples, &done)?.into_iter().collect::<Option<_>>().map_or_else(
+            return group_by_prompt(rows, prompts, samples, &done)?.into_iter().collect::<Option<_>>().map_or_else(
                 || {
                     Err(bad_input!(
                         "{}: trajectories are missing; restore the file, or name another folder with --out",
@@ -166,7 +166,7 @@ impl<'a> SamplingFolder<'a> {
         let mut bytes = 0;
         if partial.is_file() {
             let (rows, length) = trajectory_file::read(&partial, true)?;
-            (kept, bytes) = (arranged(rows, prompts, samples, &partial)?, length);
+            (kept, bytes) = (group_by_prompt(rows, prompts, samples, &partial)?, length);
         }
         let missing: Vec<Prompt> =
             prompts.iter().zip(&kept).filter(|(_, kept)| kept.is_none()).map(|(p, _)| p.clone()).collect();
@@ -264,14 +264,14 @@ impl Drop for SamplingFolder<'_> {
 /// Those of [`tell_failures`].
 pub fn check_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
     let failed: Vec<bool> = rows.map(|row| row.trajectory.has_failure()).collect();
-    tell_failures((failed.iter().filter(|failed| **failed).count(), failed.len()), console)
+    report_failures((failed.iter().filter(|failed| **failed).count(), failed.len()), console)
 }
 
 /// Tells on `console` how many of all trajectories failed for reasons outside the policy, if any did.
 ///
 /// # Errors
 /// When most of them failed, because the rewards then say little about the policy.
-pub fn tell_failures((failed, all): (usize, usize), console: &Console) -> Result<()> {
+pub fn report_failures((failed, all): (usize, usize), console: &Console) -> Result<()> {
     let told = format!("{failed} of {all} trajectories failed, whatever the policy did");
     if failed * 2 > all {
         bail!(
@@ -306,7 +306,7 @@ fn append(mut file: &File, row: &TrajectoryRow) -> Result<()> {
 
 /// Groups `rows` by prompt, in sample order. A prompt with a missing sample gets `None`. Duplicate rows are
 /// equal, because a row is a function of the recipe.
-fn arranged(
+fn group_by_prompt(
     rows: Vec<TrajectoryRow>,
     prompts: &[Prompt],
     samples: usize,

@@ -73,19 +73,19 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
             String::new(),
         ),
     ];
-    let mut peak = peak_of(&plan, &changes)?;
+    let mut peak = peak_bytes(&plan, &changes)?;
     if peak > bytes && plan.recipe.adapter.is_none() {
         let whole = format!("training every weight would take {}", gigabytes(peak as u64));
         changes.push(("adapter.rank", "8".to_owned(), whole));
         changes.push(("adapter.alpha", "16.0".to_owned(), String::new()));
         let rate = "about ten times that of full training".to_owned();
         changes.push(("train.optimizer.lr", format!("{:e}", 10.0 * plan.recipe.train.optimizer.lr), rate));
-        peak = peak_of(&plan, &changes)?;
+        peak = peak_bytes(&plan, &changes)?;
     }
     if peak > bytes {
         changes.push(("policy.kl.place", "\"none\"".to_owned(), "keeps no reference".to_owned()));
         changes.push(("train.recompute_layers", "true".to_owned(), String::new()));
-        peak = peak_of(&plan, &changes)?;
+        peak = peak_bytes(&plan, &changes)?;
     }
     Ok(Sizing { changes, memory: gigabytes(peak as u64), machine })
 }
@@ -97,6 +97,6 @@ fn preflight(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<
     Preflight::open(plan, ModelCommand::Train, &Console::silent())
 }
 
-fn peak_of(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<f64> {
+fn peak_bytes(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<f64> {
     Ok(MemoryPlan::new(&preflight(plan, changes)?.plan_input()).peak_bytes() as f64)
 }

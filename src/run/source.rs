@@ -86,8 +86,8 @@ impl ModelSource {
             },
             (None, Some(architecture)) => {
                 let family = architecture.model_type;
-                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::EmbeddedInterpreter) {
-                    Tokenizer::EmbeddedInterpreter => family.chat.read_embedded()?,
+                let chat = match recipe.model.tokenizer.as_ref().unwrap_or(&Tokenizer::Embedded) {
+                    Tokenizer::Embedded => family.chat.from_embedded()?,
                     Tokenizer::Path(path) if path.is_dir() => {
                         family.chat.read(&path.join("tokenizer.json"))?
                     }
@@ -214,7 +214,7 @@ impl ModelSource {
     /// Opens a GGUF file. Its template is kept for checkpoints and compared with the family's.
     fn from_gguf(path: &Path) -> Result<Self> {
         let GgufModel { weights, config, tokenizer, template } = GgufModel::open(path)?;
-        let chat = config.family.chat.of_bytes(tokenizer, &path.display().to_string())?;
+        let chat = config.family.chat.from_bytes(tokenizer, &path.display().to_string())?;
         let tokens = chat.vocabulary().vocab_size();
         if tokens > config.vocab_size {
             return Err(bad_input!(

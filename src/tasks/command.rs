@@ -42,7 +42,7 @@ const FAILED: &str = "task_failed";
 
 /// The task `command`.
 pub struct CommandTask {
-    described: Described,
+    described: TaskDescription,
     validation: Vec<ValidationSet>,
     program: Program,
     warnings: AtomicUsize,
@@ -50,7 +50,7 @@ pub struct CommandTask {
 }
 
 /// A program's answer to `describe`.
-struct Described {
+struct TaskDescription {
     name: String,
     validation_problems: u64,
     python: bool,
@@ -61,7 +61,7 @@ struct Described {
     identified: bool,
 }
 
-impl Described {
+impl TaskDescription {
     fn read(mut reply: ProgramReply) -> Result<Self> {
         let version = reply.count("version")?.unwrap_or(1);
         if !(1..=VERSION).contains(&version) {
@@ -109,7 +109,7 @@ impl CommandTask {
         let pool = ProcessPool::new(command.clone(), processes, timeout);
         let program = Program { pool, ids: AtomicU64::new(0) };
         let request = json!({ "request": "describe", "version": VERSION });
-        let described = program.ask(request, true, Described::read).map_err(wrong)?;
+        let described = program.ask(request, true, TaskDescription::read).map_err(wrong)?;
         let count = described.validation_problems;
         let mut task =
             Self { described, validation: vec![], program, warnings: AtomicUsize::new(0), console };

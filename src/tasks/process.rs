@@ -98,7 +98,7 @@ impl Process {
                     let reader = std::thread::Builder::new().name("task-stderr".into());
                     let reader = reader.spawn(move || forward(stderr, &holds, &is_quiet));
                     if tell.send(reader.map(|_| child).context("cannot start a thread")).is_ok() {
-                        converse(stdin, stdout, &inbox, &outbox);
+                        serve_requests(stdin, stdout, &inbox, &outbox);
                     }
                 }
                 Err(error) => drop(tell.send(Err(error))),
@@ -216,7 +216,7 @@ fn watch(id: u32) -> Result<ProcessGroup> {
 }
 
 /// Forwards each request and each answer, until either side ends.
-fn converse(
+fn serve_requests(
     mut stdin: ChildStdin,
     stdout: ChildStdout,
     inbox: &mpsc::Receiver<String>,

@@ -30,7 +30,7 @@ use crate::run::context::RunContext;
 use crate::run::evaluation::{ValidationResult, evaluate, validation_prompts};
 use crate::run::memory::{PassWeights, recomputes_layers};
 use crate::run::run_folder::RunFolder;
-use crate::run::sampling_folder::tell_failures;
+use crate::run::sampling_folder::report_failures;
 use crate::run::signals::StopFlag;
 use anyhow::{Result, ensure};
 use candle_core::Device;
@@ -179,7 +179,7 @@ impl Trainer {
     }
 
     /// Sets the current activity, which is printed when a signal asks for a stop.
-    fn now(&self, at: String) {
+    fn set_activity(&self, at: String) {
         *self.at.lock().unwrap_or_else(PoisonError::into_inner) = at;
     }
 
@@ -208,7 +208,7 @@ impl Trainer {
         let steps = recipe.train.steps;
         let progress = self.console.stage("rl", steps, start);
         for step in start + 1..=steps {
-            self.now(format!("step {step}"));
+            self.set_activity(format!("step {step}"));
             let begun = std::time::Instant::now();
             let (sampled, update, learned) = self.step(step, &mut optimizer, critic.as_mut())?;
             let mut metrics = sampled.metrics()?;
@@ -219,7 +219,7 @@ impl Trainer {
             let tokens = counts.prefilled_tokens + counts.sampled_tokens;
             metrics.set("perf/throughput", tokens as f64 / seconds);
             metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
-            self.watch(step, &sampled.drawn, &metrics);
+            self.warn_about_step(step, &sampled.drawn, &metrics);
             self.watch_workers(step);
             let shown: Vec<(&str, f64)> = SHOWN
                 .iter()
@@ -241,7 +241,7 @@ impl Trainer {
             }
         }
         progress.finish();
-        tell_failures(self.monitor.failure_counts(), &self.console)?;
+        report_failures(self.monitor.failure_counts(), &self.console)?;
         Ok(false)
     }
 
@@ -249,7 +249,7 @@ impl Trainer {
         if validation_prompts(&self.context).iter().all(|(_, held_out)| held_out.is_empty()) {
             return Ok(());
         }
-        self.now(match step {
+        self.set_activity(match step {
             0 => "the first evaluation and step 1".to_owned(),
             _ => format!("the evaluation after step {step}"),
         });
@@ -296,7 +296,7 @@ impl Trainer {
         let weights = PassWeights {
             bytes: parameters.bytes(),
             adapted: parameters.adapter().is_some(),
-            packed_pieces: parameters.has_packed_shards(),
+            has_packed_shards: parameters.has_packed_shards(),
         };
         let (threads, processes) = (threads.count(), parameters.mesh().ranks());
         PassSettings {
@@ -315,7 +315,7 @@ impl Trainer {
     }
 
     /// Warns about unusual values of a step.
-    fn watch(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) {
+    fn warn_about_step(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) {
         if rollouts.has_tool_timeout() && !self.timed_out {
             self.timed_out = true;
             self.console.print(&format!(

@@ -94,7 +94,7 @@ impl Monitor {
         let mut due = vec![];
         for (streak, cause) in self.causes.iter_mut().zip(causes) {
             *streak = if cause.is_some() { *streak + 1 } else { 0 };
-            due.extend(cause.filter(|_| told(*streak)));
+            due.extend(cause.filter(|_| is_reported(*streak)));
         }
         due
     }
@@ -105,7 +105,7 @@ impl Monitor {
         let failed = (get("trajectory/failed_fraction") * count).round();
         (self.trajectories, self.failed) = (self.trajectories + count, self.failed + failed);
         self.failing = if failed * 2.0 > count { self.failing + 1 } else { 0 };
-        told(self.failing).then(|| {
+        is_reported(self.failing).then(|| {
             format!(
                 "{} of {} trajectories failed, whatever the policy did: outcome/task_failed = {}, tool/worker_died = {}; \
                  look at the failures above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
@@ -120,7 +120,7 @@ impl Monitor {
     fn signal(&mut self, metrics: &Metrics) -> Option<String> {
         let flat = self.groups_compared && metrics.get("group/zero_signal_fraction") == Some(1.0);
         self.flat = if flat { self.flat + 1 } else { 0 };
-        if !told(self.flat) {
+        if !is_reported(self.flat) {
             return None;
         }
         let span = if self.flat == 1 { String::new() } else { format!(", for {} steps now", self.flat) };
@@ -174,7 +174,7 @@ fn trajectories(metrics: &Metrics) -> f64 {
 }
 
 /// Returns whether the `streak`th consecutive step of a problem is reported; the intervals grow.
-fn told(streak: u64) -> bool {
+fn is_reported(streak: u64) -> bool {
     matches!(streak, 1 | 3) || (streak > 0 && streak.is_multiple_of(10))
 }
 

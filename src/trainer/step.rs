@@ -103,7 +103,7 @@ pub struct PolicyStep<'a> {
 }
 
 /// The model that updates change.
-struct Updated<'a> {
+struct UpdateTarget<'a> {
     /// First part of its metrics' names.
     name: &'a str,
     runner: BatchRunner<'a>,
@@ -111,7 +111,7 @@ struct Updated<'a> {
 }
 
 /// One update before the optimizer runs; the policy's parameters hold its gradients.
-pub struct Update {
+pub struct PolicyUpdate {
     /// Means over the update's own tokens.
     pub metrics: Metrics,
     pub forward: ForwardResult,
@@ -152,7 +152,7 @@ impl PolicyStep<'_> {
     /// Returns the batch for all updates, the policy's forward over it if one ran, and the metrics.
     ///
     /// # Errors
-    /// As [`Self::learn`].
+    /// As [`Self::run`].
     pub fn prepare(
         &self,
         groups: &[&Group],
@@ -195,7 +195,7 @@ impl PolicyStep<'_> {
         );
         match replay == RouterReplay::Rollout {
             true => batch.set_replay(sampled?)?,
-            false => batch.rollout_routes = sampled.ok(),
+            false => batch.rollout_experts = sampled.ok(),
         }
         let mut forward = None;
         if self.needs_forward(critic) {
@@ -234,7 +234,7 @@ impl PolicyStep<'_> {
         pass: PassSettings,
     ) -> Result<Vec<PassOutput>> {
         let stage = self.console.pass(shown, runner.own_tokens(batches));
-        let outputs = self.timings.time(timing, || runner.forward_shown(batches, pass, &stage))?;
+        let outputs = self.timings.time(timing, || runner.forward_with_progress(batches, pass, &stage))?;
         stage.finish();
         Ok(outputs)
     }
@@ -265,7 +265,7 @@ impl PolicyStep<'_> {
             let stage = self.console.inner_stage("critic's update", 0);
             view.gradients(minibatch).inspect(|_| stage.finish())
         };
-        let model = Updated { name: "critic", runner: view.runner, skip_above: self.skip_above.critic };
+        let model = UpdateTarget { name: "critic", runner: view.runner, skip_above: self.skip_above.critic };
         let (means, ..) = self.update(model, batch, optimizer, schedule, gradients)?;
         means.finish()
     }
@@ -284,7 +284,7 @@ impl PolicyStep<'_> {
             first.get_or_insert(update.forward);
             Ok(Some(update.metrics))
         };
-        let model = Updated { name: "actor", runner: self.runner, skip_above: self.skip_above.actor };
+        let model = UpdateTarget { name: "actor", runner: self.runner, skip_above: self.skip_above.actor };
         let (means, made, skipped) =
             self.update(model, batch, optimizer, (minibatches, epochs), gradients)?;
         let mut metrics = means.finish()?;
@@ -301,7 +301,7 @@ impl PolicyStep<'_> {
     /// rejected). A bad gradient is counted in the means.
     fn update(
         &self,
-        Updated { name, runner, skip_above }: Updated,
+        UpdateTarget { name, runner, skip_above }: UpdateTarget,
         batch: &Batch,
         optimizer: &mut Optimizer,
         (minibatches, epochs): (usize, usize),
@@ -342,7 +342,7 @@ impl PolicyStep<'_> {
     ///
     /// # Errors
     /// When a pass fails, or a log-probability is not a number.
-    pub fn gradients(&self, batch: &Batch) -> Result<Option<Update>> {
+    pub fn gradients(&self, batch: &Batch) -> Result<Option<PolicyUpdate>> {
         if batch.tokens()?.valid_tokens() == 0 {
             return Ok(None);
         }
@@ -355,10 +355,11 @@ impl PolicyStep<'_> {
             Ok(gradient)
         };
         let stage = self.console.pass("update", self.runner.own_tokens(&batch.micro_batches));
-        let outputs = self.runner.accumulate_shown(&batch.micro_batches, self.pass, objective, &stage)?;
+        let outputs =
+            self.runner.accumulate_with_progress(&batch.micro_batches, self.pass, objective, &stage)?;
         stage.finish();
         let metrics = loss.metrics(&shares.into_values()?, &outputs, self.pass.load_balance > 0.0);
-        Ok(Some(Update { metrics, forward: batch.join_forward(&outputs)? }))
+        Ok(Some(PolicyUpdate { metrics, forward: batch.join_forward(&outputs)? }))
     }
 
     fn critic_step<'c>(&'c self, settings: &'c CriticSettings, parameters: &'c Parameters) -> CriticStep<'c> {

@@ -22,7 +22,7 @@ impl Trainer {
             self.write_row(0, Phase::ColdStart, metrics)?;
         }
         for step in start + 1..=cold_start.steps {
-            self.now(format!("step {step} of the cold start"));
+            self.set_activity(format!("step {step} of the cold start"));
             let begun = std::time::Instant::now();
             let first = (step - 1) * cold_start.batch_size as u64;
             let batch = self.timings.time("demonstrations", || {

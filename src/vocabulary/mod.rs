@@ -179,7 +179,7 @@ impl Vocabulary {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Normalises, splits and merges, without the search for added tokens of [`Tokenizer::encode`].
+    /// Normalises, splits and merges, without the search for added tokens of [`Self::encode_with_special`].
     fn encode_ordinary(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
         let inner = &self.0.inner;
         let mut normalized = NormalizedString::from(text);

@@ -58,7 +58,7 @@ impl Fixture {
             threads: Threads::new(2).unwrap(),
             model: Model::new(config, 256),
             parameters,
-            chat: Format::Harmony.read_embedded().unwrap(),
+            chat: Format::Harmony.from_embedded().unwrap(),
         }
     }
 

@@ -316,5 +316,5 @@ fn functions_are_listed_after_the_system_text() {
         text.contains("\n<tools>\n{\"type\": \"function\", \"function\": {\"name\": \"python\", "),
         "{text}"
     );
-    assert_eq!(Format::ChatMl.read_embedded().unwrap().stop_tokens(), [2, 0]);
+    assert_eq!(Format::ChatMl.from_embedded().unwrap().stop_tokens(), [2, 0]);
 }

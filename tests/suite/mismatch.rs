@@ -56,7 +56,7 @@ impl World {
         let rollout = Rollout {
             threads: &self.threads,
             policy: &PolicyView::for_rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
-            chat: &Format::Harmony.read_embedded().unwrap(),
+            chat: &Format::Harmony.from_embedded().unwrap(),
             task: task.as_ref(),
             interpreter: None,
             preamble: &[],

@@ -296,7 +296,7 @@ fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
 
 #[test]
 fn companions_travel_unchanged_and_missing_ones_are_derived() {
-    let chat = Format::Harmony.read_embedded().unwrap();
+    let chat = Format::Harmony.from_embedded().unwrap();
     let config = config();
     let parameters: BTreeMap<String, Tensor> =
         init(&config, &INIT, 1).unwrap().into_iter().map(|(s, t)| (s.name, t)).collect();

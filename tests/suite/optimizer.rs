@@ -314,7 +314,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         recipe.train.optimizer = settings.clone();
         recipe.cold_start.steps = 0;
         let subject = PlanInput {
-            intent: ModelCommand::Train,
+            command: ModelCommand::Train,
             recipe: &recipe,
             config: &config,
             forms: &vec![WeightFormat::F32; parameters.len()],

@@ -23,7 +23,7 @@ use rloss::policy::{
     Aggregation, CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
 };
 use rloss::settings::Choice;
-use rloss::trainer::step::{PolicyStep, SkipAbove, Update};
+use rloss::trainer::step::{PolicyStep, PolicyUpdate, SkipAbove};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 fn loss(name: &str) -> Loss {
@@ -96,7 +96,7 @@ impl Fixture {
         }
     }
 
-    fn update(&self, policy: &PolicySettings) -> Learned<Update> {
+    fn update(&self, policy: &PolicySettings) -> Learned<PolicyUpdate> {
         let step = self.step(policy, Some(&self.parameters));
         learned(&step, &prepared(&step, &self.groups())).unwrap().unwrap()
     }
@@ -142,13 +142,13 @@ fn prepared(step: &PolicyStep, groups: &[&Group]) -> Batch {
 }
 
 /// An update, and its gradients.
-fn learned(step: &PolicyStep, batch: &Batch) -> anyhow::Result<Option<Learned<Update>>> {
+fn learned(step: &PolicyStep, batch: &Batch) -> anyhow::Result<Option<Learned<PolicyUpdate>>> {
     let update = step.gradients(batch)?;
     let gradients = Gradients::of(step.runner.parameters);
     Ok(update.map(|output| Learned { output, gradients }))
 }
 
-fn values(update: &Learned<Update>) -> Vec<f32> {
+fn values(update: &Learned<PolicyUpdate>) -> Vec<f32> {
     update.gradients.values.iter().flatten().flatten().copied().collect()
 }
 

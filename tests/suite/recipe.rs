@@ -30,7 +30,7 @@ fn paths(recipe: &Recipe, tables: bool) -> Vec<String> {
 fn an_empty_recipe_is_the_defaults_with_the_embedded_model() {
     let recipe = read("", &[]).recipe;
     assert_eq!(recipe.model.architecture, Some(Default::default()));
-    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::EmbeddedInterpreter));
+    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Embedded));
     assert_eq!(recipe.harmony.system_message, Some(false), "a byte is a token there");
     let harmony = recipe.harmony.clone();
     assert_eq!(recipe, Recipe { model: recipe.model.clone(), harmony, ..Recipe::default() });
@@ -308,7 +308,7 @@ fn the_quickstart_is_the_measured_configuration() {
     assert_eq!((recipe.train.optimizer.lr, recipe.train.optimizer.lr_final_fraction), (7e-4, 0.1));
     assert_eq!((recipe.cold_start.optimizer.beta2, recipe.train.optimizer.beta2), (0.98, 0.99));
     assert_eq!((recipe.eval.problems_max, recipe.eval.every_steps), (512, 10));
-    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::EmbeddedInterpreter));
+    assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Embedded));
 }
 
 #[test]

@@ -41,7 +41,7 @@ impl World {
         let policy = PolicyView::without_ablations(Box::leak(Box::new(model)), &parameters).unwrap();
         let tokenizer = HarmonyTokenizer::from_embedded().unwrap();
         let settings = RolloutSettings { turns_max: 4, prompt_tokens_max: 120, ..RolloutSettings::default() };
-        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::SamplingParameters, step: 3 };
+        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step: 3 };
         let chat = Chat::Harmony(tokenizer.clone());
         Self { parameters, policy, tokenizer, chat, threads: Threads::new(threads).unwrap(), plan }
     }

@@ -111,7 +111,7 @@ fn cached_log_probs(chunk: usize, tokens: &[u32], seed: u64) -> Vec<f32> {
     let mut log_probs = vec![];
     for part in tokens.chunks(chunk) {
         let x = stack
-            .feed(part.to_vec(), &mut [&mut cache], &[part.len()], &mut decoder_stack::keep_nothing)
+            .forward_cached(part.to_vec(), &mut [&mut cache], &[part.len()], &mut decoder_stack::keep_nothing)
             .unwrap();
         let rows = std::sync::Arc::new((0..part.len() as u32).collect());
         let logits = stack.logits(&stack.final_norm_rows(&x, &rows).unwrap(), &sampling).unwrap();

@@ -3,7 +3,7 @@
 use crate::model::names::ParameterSpec;
 
 /// One tensor of a parameter.
-pub(super) struct Part {
+pub(super) struct GgufTensorSpec {
     pub(super) name: String,
     /// The outermost dimension comes first.
     pub(super) shape: Vec<usize>,
@@ -26,17 +26,17 @@ const LAYER_NAMES: [(&str, &str); 11] = [
 
 /// Returns the tensors of `spec`. The experts' gate and up are two tensors, whose rows alternate in the
 /// parameter. GGUF stores every matrix as [.., out, in].
-pub(super) fn parts(spec: &ParameterSpec, has_experts: bool) -> Vec<Part> {
+pub(super) fn parts(spec: &ParameterSpec, has_experts: bool) -> Vec<GgufTensorSpec> {
     let [experts, output, input] = geometry(spec);
     let names = part_names(&spec.name, has_experts);
     let output = output / names.len();
-    let shape = match (spec.is_of_experts(), spec.is_matrix()) {
+    let shape = match (spec.is_expert_parameter(), spec.is_matrix()) {
         (true, true) => vec![experts, output, input],
         (true, false) => vec![experts, output],
         (false, true) => vec![output, input],
         (false, false) => vec![output],
     };
-    names.into_iter().map(|name| Part { name, shape: shape.clone() }).collect()
+    names.into_iter().map(|name| GgufTensorSpec { name, shape: shape.clone() }).collect()
 }
 
 /// Returns `[experts, out, in]` of a parameter; a vector has `in` = 1.

@@ -2,7 +2,7 @@
 //! bf16, also the F32 vectors of a quantized file; a file of F32 and F16 alone is held as f32.
 
 use super::file::{GgufFile, GgufTensor, MetadataValue};
-use super::names::{Part, geometry, parts};
+use super::names::{GgufTensorSpec, geometry, parts};
 use super::tensor_type::{MXFP4_BYTES, TensorType, from_gguf_block};
 use crate::bad_input;
 use crate::model::config::{Config, WeightFormat};
@@ -32,7 +32,7 @@ pub struct GgufWeights {
     files: Vec<GgufFile>,
     has_experts: bool,
     /// Whether all tensors are F32 or F16, which are held as f32.
-    is_full: bool,
+    is_float: bool,
 }
 
 impl GgufWeights {
@@ -56,8 +56,8 @@ impl GgufWeights {
             files.push(file);
         }
         let mut types = files.iter().flat_map(|file| file.tensors.values()).map(|tensor| tensor.dtype);
-        let is_full = types.all(|dtype| [TensorType::F32, TensorType::F16].contains(dtype));
-        Ok((Self { path: path.to_owned(), files, has_experts: false, is_full }, metadata))
+        let is_float = types.all(|dtype| [TensorType::F32, TensorType::F16].contains(dtype));
+        Ok((Self { path: path.to_owned(), files, has_experts: false, is_float }, metadata))
     }
 
     /// Sets the family, which decides the names of tensors.
@@ -79,7 +79,7 @@ impl GgufWeights {
             self.files.iter().flat_map(|file| file.tensors.keys()).map(String::as_str).collect();
         let mut mistakes = vec![];
         for spec in parameter_specs(config) {
-            for Part { name, shape } in parts(&spec, self.has_experts) {
+            for GgufTensorSpec { name, shape } in parts(&spec, self.has_experts) {
                 extra.remove(name.as_str());
                 match self.find(&name) {
                     None => mistakes.push(format!("`{name}` is missing")),
@@ -108,12 +108,13 @@ impl GgufWeights {
     }
 
     /// Returns the format in memory.
-    pub fn form_of(&self, spec: &ParameterSpec) -> WeightFormat {
-        let is_mxfp4 =
-            |part: &Part| self.find(&part.name).is_some_and(|(_, tensor)| *tensor.dtype == TensorType::MXFP4);
+    pub fn format_of(&self, spec: &ParameterSpec) -> WeightFormat {
+        let is_mxfp4 = |part: &GgufTensorSpec| {
+            self.find(&part.name).is_some_and(|(_, tensor)| *tensor.dtype == TensorType::MXFP4)
+        };
         match spec.is_expert_matrix() && parts(spec, self.has_experts).iter().all(is_mxfp4) {
             true => WeightFormat::Mxfp4,
-            false if self.is_full => WeightFormat::F32,
+            false if self.is_float => WeightFormat::F32,
             false => WeightFormat::Bf16,
         }
     }
@@ -123,7 +124,8 @@ impl GgufWeights {
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
     pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
-        let (Some(form), Some(shape)) = (spec.packed_format(self.form_of(spec)), spec.matrix_shape()) else {
+        let (Some(form), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
+        else {
             return Ok(None);
         };
         let [_, output, input] = geometry(spec);
@@ -159,7 +161,7 @@ impl GgufWeights {
     /// Reads one parameter as f32 in its working layout.
     ///
     /// # Errors
-    /// As [`Self::packed`].
+    /// As [`Self::read_packed`].
     pub fn read_values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         let [experts, output, input] = geometry(spec);
         let is_transposed = spec.layout == Layout::Transposed || spec.is_expert_matrix();
@@ -185,7 +187,7 @@ impl GgufWeights {
     /// Decodes rows of one expert of the parameter `[experts, out, in]`.
     fn rows(&self, spec: &ParameterSpec, expert: usize, rows: Range<usize>) -> Result<Vec<f32>> {
         let [_, _, input] = geometry(spec);
-        let rounds = self.form_of(spec) != WeightFormat::F32;
+        let rounds = self.format_of(spec) != WeightFormat::F32;
         let mut values = vec![0.0; rows.len() * input];
         self.read(spec, expert, rows, |dtype, bytes, step, first| {
             let decoded = dtype.decode(bytes)?;

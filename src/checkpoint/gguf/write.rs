@@ -1,7 +1,7 @@
 //! Writes a model as a GGUF file that llama.cpp serves.
 
 use super::metadata::{CONTROL, NORMAL, SPLITTERS, UNUSED, USER_DEFINED};
-use super::names::{Part, geometry, parts};
+use super::names::{GgufTensorSpec, geometry, parts};
 use super::tensor_type::TensorType;
 use crate::atomic_file::replace_file;
 use crate::bad_input;
@@ -91,7 +91,7 @@ pub fn write(
     replace_file(path, |aside| {
         let mut out = BufWriter::new(File::create_new(aside)?);
         let mut header = vec![];
-        let all: Vec<(Part, &TensorType)> = specs
+        let all: Vec<(GgufTensorSpec, &TensorType)> = specs
             .iter()
             .flat_map(|spec| {
                 parts(spec, config.family.has_experts).into_iter().map(|part| (part, form.of(spec)))

@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// New tokens per sequence and call.
 #[derive(Clone, Copy)]
 enum Pace {
-    KRange(usize),
+    Fixed(usize),
     /// A random number up to this one, 0 included, as in a batch that changes between calls.
     Random(usize),
 }
@@ -36,11 +36,11 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
         let problem = AttentionProblem::new(shape, 11);
         let of = format!("{}, {}", shape.name, kernels.name);
         let paces = [
-            ("decode", Pace::KRange(1)),
-            ("prefill in chunks of 7", Pace::KRange(7)),
-            ("prefill in chunks of 64", Pace::KRange(64)),
-            ("prefill in chunks of 100", Pace::KRange(100)),
-            ("whole prefill", Pace::KRange(1 << 20)),
+            ("decode", Pace::Fixed(1)),
+            ("prefill in chunks of 7", Pace::Fixed(7)),
+            ("prefill in chunks of 64", Pace::Fixed(64)),
+            ("prefill in chunks of 100", Pace::Fixed(100)),
+            ("whole prefill", Pace::Fixed(1 << 20)),
             ("a batch that changes", Pace::Random(90)),
         ];
         for (name, pace) in paces.into_iter().take(if small { 2 } else { 6 }) {
@@ -167,7 +167,7 @@ fn rollout_against_training(
             .iter()
             .zip(&shape.lengths)
             .map(|(s, &length)| match pace {
-                Pace::KRange(chunk) => chunk.min(length - s.len()),
+                Pace::Fixed(chunk) => chunk.min(length - s.len()),
                 Pace::Random(most) => rng.random_range(0..=most).min(length - s.len()),
             })
             .collect();

@@ -17,7 +17,7 @@ const TRIALS: usize = 512;
 /// Launches of one set of products.
 const LAUNCHES: usize = 20;
 
-type Verdict = Result<Result<String, String>>;
+type CheckResult = Result<Result<String, String>>;
 
 pub(super) fn run(gpu: &CudaDevice, verdicts: &mut Verdicts) -> Result<()> {
     for on in &INSTRUCTIONS {

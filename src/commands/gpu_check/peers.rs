@@ -19,7 +19,7 @@ pub(super) struct Peers {
 #[derive(Debug, Deserialize)]
 struct Row {
     /// The implementation's name, a column of the table.
-    what: String,
+    implementation: String,
     heads: usize,
     kv_heads: usize,
     window: Option<usize>,
@@ -28,7 +28,7 @@ struct Row {
     /// `None` if it did not run.
     milliseconds: Option<f32>,
     /// The reason why it did not run.
-    trouble: Option<String>,
+    error: Option<String>,
 }
 
 /// A measured case of attention.

@@ -108,7 +108,7 @@ impl Server {
             filter: filter.iter().map(|byte| format!("{byte:02x}")).collect(),
             keep: settings.state == InterpreterState::Trajectory,
             scratch: with_scratch.then(|| Scratch {
-                place: sandbox::SCRATCH_PLACE,
+                place: sandbox::SCRATCH_PATH,
                 bytes: settings.scratch_mib << 20,
                 inodes: settings.scratch_mib * sandbox::INODES_PER_MIB,
                 rules: RULES_DESCRIPTOR,

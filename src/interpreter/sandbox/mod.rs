@@ -21,7 +21,7 @@ mod scratch;
 
 pub use computing::confine_worker;
 pub use python::{confine_fork_server, snippet_filter};
-pub use scratch::{INODES_PER_MIB, SCRATCH_PATH as SCRATCH_PLACE};
+pub use scratch::{INODES_PER_MIB, SCRATCH_PATH};
 
 /// Leaves the parent's session and terminal, and makes this process die with the parent `parent_id`.
 fn detach(parent_id: u32) -> Result<()> {

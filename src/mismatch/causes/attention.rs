@@ -1,6 +1,6 @@
 //! Mistakes of attention: sinks, windows, biases.
 
-use super::{Cause, WeightEdit, missing_biases, taken};
+use super::{Cause, WeightEdit, missing_biases, select_columns};
 use crate::model::config::{Config, LayerType};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::names::{ParameterSpec, TensorRole};
@@ -58,7 +58,7 @@ fn sinks(config: &Config) -> Vec<Cause> {
     ];
     let mut per_kv_head = |detail: &str, sink: &dyn Fn(usize) -> usize| {
         let order: Vec<u32> = (0..heads).map(|head| sink(head) as u32).collect();
-        let change = move |values: &_| taken(values, &order);
+        let change = move |values: &_| select_columns(values, &order);
         found.push(Cause::in_values("sinks per KV head", detail, SINKS, is_sinks, change));
     };
     per_kv_head("query head h takes sink h / group", &|h| h / group);

@@ -30,7 +30,7 @@ pub struct Cause {
     /// The difference from the correct computation.
     detail: String,
     /// The rows, or the run of the engine, that distinguish this mistake from others.
-    pub decides: &'static str,
+    pub deciding_experiment: &'static str,
     change: Change,
 }
 
@@ -39,14 +39,19 @@ pub type WeightEdit = Arc<dyn Fn(&Parameters) -> Result<WeightChange> + Send + S
 
 #[derive(Clone)]
 enum Change {
-    ForwardResult(Arc<dyn Fn(&mut Variant) + Send + Sync>),
+    Forward(Arc<dyn Fn(&mut Variant) + Send + Sync>),
     Weights(WeightEdit),
     Head(HeadSettings),
 }
 
 impl Cause {
-    fn new(name: &'static str, detail: impl Into<String>, decides: &'static str, change: Change) -> Self {
-        Self { name, detail: detail.into(), decides, change }
+    fn new(
+        name: &'static str,
+        detail: impl Into<String>,
+        deciding_experiment: &'static str,
+        change: Change,
+    ) -> Self {
+        Self { name, detail: detail.into(), deciding_experiment, change }
     }
 
     /// Declares a mistake in configuration, forward or batch.
@@ -56,7 +61,7 @@ impl Cause {
         decides: &'static str,
         change: impl Fn(&mut Variant) + Send + Sync + 'static,
     ) -> Self {
-        Self::new(name, detail, decides, Change::ForwardResult(Arc::new(change)))
+        Self::new(name, detail, decides, Change::Forward(Arc::new(change)))
     }
 
     /// Declares a mistake in the values of the tensors for which `concerns` is true.
@@ -120,7 +125,7 @@ impl Cause {
     /// Applies the mistake to `variant`.
     pub fn apply(&self, variant: &mut Variant) {
         match &self.change {
-            Change::ForwardResult(change) => change(variant),
+            Change::Forward(change) => change(variant),
             Change::Weights(edit) => variant.weights.push(edit.clone()),
             Change::Head(settings) => variant.head = *settings,
         }
@@ -166,6 +171,6 @@ fn missing_biases(name: &'static str, detail: &'static str, endings: &'static [&
 }
 
 /// Selects the indices `order` of the last axis.
-fn taken(values: &Tensor, order: &[u32]) -> Result<Tensor> {
+fn select_columns(values: &Tensor, order: &[u32]) -> Result<Tensor> {
     Ok(values.index_select(&Tensor::new(order, values.device())?, values.rank() - 1)?)
 }

@@ -1,6 +1,6 @@
 //! Mistakes of the rotary position embedding (RoPE).
 
-use super::{Cause, taken};
+use super::{Cause, select_columns};
 use crate::model::config::{Config, Rope};
 use crate::model::rope;
 
@@ -22,7 +22,7 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
         |spec| ["q_proj", "k_proj"].iter().any(|part| spec.name.contains(part)),
         move |values| {
             let order: Vec<u32> = (0..values.dim(candle_core::D::Minus1)?).map(place).collect();
-            taken(values, &order)
+            select_columns(values, &order)
         },
     )];
     if config.rope.yarn.is_some() {

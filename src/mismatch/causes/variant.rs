@@ -91,10 +91,10 @@ impl Variant {
     /// Returns `batch` with the variant's changes, and whether each target has a value: a shift has none at
     /// the end of a row.
     pub fn batch(&self, batch: &MicroBatch) -> (MicroBatch, Vec<bool>) {
-        let mut batch = if self.double_start { doubled(batch) } else { batch.clone() };
+        let mut batch = if self.double_start { repeat_first_tokens(batch) } else { batch.clone() };
         match self.shift {
             Some(shift) => {
-                let has_value = shifted(&mut batch, shift);
+                let has_value = shift_rows(&mut batch, shift);
                 (batch, has_value)
             }
             None => {
@@ -106,7 +106,7 @@ impl Variant {
 }
 
 /// Repeats the first token of every sequence. No rows are shared here.
-fn doubled(batch: &MicroBatch) -> MicroBatch {
+fn repeat_first_tokens(batch: &MicroBatch) -> MicroBatch {
     let (mut tokens, mut positions, mut cu_seqlens) = (vec![], vec![], vec![0]);
     let mut rows = Vec::with_capacity(batch.rows.len());
     for i in 0..batch.sequence_rows.sequences() {
@@ -128,7 +128,7 @@ fn doubled(batch: &MicroBatch) -> MicroBatch {
 }
 
 /// Shifts the row of each target by `by`. With `with_target` the target moves along.
-fn shifted(batch: &mut MicroBatch, (by, with_target): (i32, bool)) -> Vec<bool> {
+fn shift_rows(batch: &mut MicroBatch, (by, with_target): (i32, bool)) -> Vec<bool> {
     let (mut rows, mut targets) = (batch.rows.to_vec(), batch.targets.to_vec());
     let mut has_value = vec![false; rows.len()];
     for own in (0..batch.sequence_rows.sequences()).map(|i| batch.sequence_rows.own_rows(i)) {
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn a_doubled_start_moves_rows_and_leaves_targets() {
-        let found = doubled(&batch());
+        let found = repeat_first_tokens(&batch());
         assert_eq!(*found.tokens, [10, 10, 11, 12, 20, 20, 21, 22]);
         assert_eq!(found.positions, [0, 1, 2, 3, 0, 1, 2, 3]);
         assert_eq!(*found.rows, [1, 2, 3, 5, 6, 7]);
@@ -176,11 +176,11 @@ mod tests {
     #[test]
     fn a_shift_reads_the_row_beside_and_has_no_value_past_the_end() {
         let mut found = batch();
-        assert_eq!(shifted(&mut found, (1, true)), [true, true, false, true, true, false]);
+        assert_eq!(shift_rows(&mut found, (1, true)), [true, true, false, true, true, false]);
         assert_eq!((found.rows[0], found.targets[0]), (1, 12));
         assert_eq!((found.rows[1], found.targets[1]), (2, 13));
         let mut found = batch();
-        assert_eq!(shifted(&mut found, (-1, false)), [false, true, true, false, true, true]);
+        assert_eq!(shift_rows(&mut found, (-1, false)), [false, true, true, false, true, true]);
         assert_eq!((found.rows[1], found.targets[1]), (0, 12));
     }
 }

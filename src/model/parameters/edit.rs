@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};
 
 impl Parameters {
-    /// Writes `bytes`, little-endian f32 or 8-bit codes, over the tensor that [`Self::own`] returns.
+    /// Writes `bytes`, little-endian f32 or 8-bit codes, over the tensor that [`Self::local_state`] returns.
     ///
     /// # Errors
     /// When there is no such tensor, or the number of values differs.

@@ -35,7 +35,7 @@ impl Parameters {
     /// When a rank does not respond in time, or `change` fails.
     pub fn expert_parallel_weights(&self, change: &WeightChange) -> Result<Weights> {
         let is_here = |(index, spec): (usize, &ParameterSpec)| {
-            spec.is_of_experts() && self.share(index).is_some_and(|stored| !stored.is_sharded())
+            spec.is_expert_parameter() && self.share(index).is_some_and(|stored| !stored.is_sharded())
         };
         if self.specs.iter().enumerate().any(is_here) {
             return self.frozen_weights(Some(change));
@@ -45,7 +45,7 @@ impl Parameters {
             Arc::new(ExpertParallel::new(self.mesh().clone(), config.num_local_experts, config.hidden_size));
         let find = |name: &str| {
             let index = self.place(name)?;
-            if !self.specs[index].is_per_expert() {
+            if !self.specs[index].has_expert_axis() {
                 return self.changed_weight(index, Some(change));
             }
             let (spec, weight) = self.own_experts(index, &ranks)?;
@@ -104,7 +104,7 @@ impl Parameters {
 
     /// Returns tensor `index` under `kind`: its [`MASTER`], its [`VALUES`] or a state of its optimizer. A
     /// sharded tensor is gathered. The result is on the host; gathered optimizer states are flat. Either
-    /// every rank calls it, or rank 0 does and the others call [`Self::answer`].
+    /// every rank calls it, or rank 0 does and the others call [`Self::serve`].
     ///
     /// # Errors
     /// When there is no such tensor, or a rank does not respond in time.
@@ -190,7 +190,7 @@ impl Parameters {
     /// Serves a request of rank 0 for a tensor of this store, or of `critic`.
     ///
     /// # Errors
-    /// As [`Self::whole`].
+    /// As [`Self::gather`].
     pub fn serve(&self, critic: Option<&Parameters>, asked: &ShardRequest) -> Result<()> {
         let ShardRequest::Tensor { of_critic, index, kind } = asked else {
             bail!("a request for a file reached a store of tensors")

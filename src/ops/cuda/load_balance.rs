@@ -49,7 +49,7 @@ enum LaunchOutput {
     /// Addresses of the rows' losses and of their sum.
     Loss { of_rows: u64, loss: u64 },
     /// Addresses of the loss's gradient and of the logits' gradient.
-    GradientTarget { dloss: u64, dlogits: u64 },
+    Gradient { dloss: u64, dlogits: u64 },
 }
 
 /// Counts how often each expert is chosen, then computes `wanted`.
@@ -112,7 +112,7 @@ unsafe fn run(
                 launch(device, &ROWS, &params, blocks)?;
                 launch(device, &SUM, &params, 1)
             }
-            LaunchOutput::GradientTarget { dloss, dlogits } => {
+            LaunchOutput::Gradient { dloss, dlogits } => {
                 launch(device, &BACKWARD, &Params { dloss, dlogits, ..params }, blocks)
             }
         }
@@ -152,7 +152,7 @@ pub(in crate::ops) fn load_balance_backward(
     if rows > 0 {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
-        let wanted = LaunchOutput::GradientTarget { dloss: at.read(&dloss), dlogits: at.write(&mut dlogits) };
+        let wanted = LaunchOutput::Gradient { dloss: at.read(&dloss), dlogits: at.write(&mut dlogits) };
         // SAFETY: both outlive the launches and have those sizes.
         unsafe { run(op, device, &logits, (rows, experts), wanted)? };
     }

@@ -14,7 +14,7 @@ use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
 const OP: Op = Op("low rank");
 
 /// Returns `u`, `[T, r]`.
-fn reduced(
+fn project_down(
     x: DeviceArgument,
     a: &Tensor,
     scale: f32,

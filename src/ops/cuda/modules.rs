@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 /// Shared memory that a block has by default, bytes.
-const SHARED_BYTES_UNASKED: usize = 48 << 10;
+const SHARED_BYTES_DEFAULT: usize = 48 << 10;
 /// Percent of a multiprocessor's on-chip memory used as shared memory, so that several large blocks fit.
 const SHARED_CARVEOUT_PERCENT: i32 = 100;
 
@@ -21,14 +21,14 @@ type Context = usize;
 
 /// Loaded modules by file, and functions by kernel.
 #[derive(Default)]
-struct LoadedModule {
+struct LoadedModules {
     modules: HashMap<(Context, &'static str), Arc<CudaModule>>,
     functions: HashMap<(Context, &'static str), CudaFunction>,
 }
 
-static LOADED: Mutex<Option<LoadedModule>> = Mutex::new(None);
+static LOADED: Mutex<Option<LoadedModules>> = Mutex::new(None);
 
-fn loaded() -> MutexGuard<'static, Option<LoadedModule>> {
+fn loaded() -> MutexGuard<'static, Option<LoadedModules>> {
     // A panic elsewhere leaves only complete entries.
     LOADED.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -46,7 +46,7 @@ pub(super) fn function(device: &CudaDevice, kernel: &Kernel) -> Result<CudaFunct
     let context = device.cuda_stream().context().clone();
     let key = context.cu_ctx() as Context;
     let mut guard = loaded();
-    let LoadedModule { modules, functions } = guard.get_or_insert_default();
+    let LoadedModules { modules, functions } = guard.get_or_insert_default();
     if let Some(function) = functions.get(&(key, kernel.function)) {
         return Ok(function.clone());
     }

@@ -27,7 +27,7 @@ const LINE: usize = 64;
 #[derive(Clone, Copy)]
 pub(super) struct Panel<'a> {
     pub form: PackedFormat,
-    /// `[in]` rows of [`COLUMNS`], in the packed format.
+    /// `[in]` rows of [`PANEL_COLUMNS`], in the packed format.
     pub bytes: &'a [u8],
     /// Number of columns that exist.
     pub columns: usize,
@@ -176,8 +176,8 @@ unsafe fn walk<L: SimdLanes>(
                         let (mut low, mut high) = (scales, scales);
                         for v in 0..VECTORS {
                             let [l, h] = L::nibbles(row.add(v * L::LANES));
-                            low[v] = L::times(l, scales[v]);
-                            high[v] = L::times(h, scales[v]);
+                            low[v] = L::mul(l, scales[v]);
+                            high[v] = L::mul(h, scales[v]);
                         }
                         each(block * BLOCK + 2 * pair, low);
                         each(block * BLOCK + 2 * pair + 1, high);
@@ -215,7 +215,7 @@ unsafe fn some_rows<L: SimdLanes, const R: usize>(
                     for (r, sums) in sums.iter_mut().enumerate() {
                         let x = L::splat(*x.add(r * stride + k));
                         for v in 0..VECTORS {
-                            sums[v] = L::fused(x, weights[v], sums[v]);
+                            sums[v] = L::fma(x, weights[v], sums[v]);
                         }
                     }
                 },
@@ -269,7 +269,7 @@ unsafe fn all_rows<L: SimdLanes>(
 /// Decodes the panel's weights of the k of `rows`, `[rows][width]`, to `to`.
 ///
 /// # Safety
-/// As [`walk`]; `to` must have room for [`COLUMNS`] values in every row.
+/// As [`walk`]; `to` must have room for [`PANEL_COLUMNS`] values in every row.
 #[inline(always)]
 unsafe fn decode<L: SimdLanes>(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
     let first = rows.start;

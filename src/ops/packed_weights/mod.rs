@@ -4,9 +4,9 @@
 //! those of the product with the decoded matrix**, in the forward and in the gradient of the input. Packed
 //! matrices are not trainable.
 //!
-//! A matrix is stored in panels of [`COLUMNS`] columns, each from its first k to its last. A product
+//! A matrix is stored in panels of [`PANEL_COLUMNS`] columns, each from its first k to its last. A product
 //! therefore reads memory in one stream, and a vector holds neighbouring columns. An MXFP4 panel is stored
-//! block by block: [`COLUMNS`] scales, then the block's bytes, those of a pair of k side by side.
+//! block by block: [`PANEL_COLUMNS`] scales, then the block's bytes, those of a pair of k side by side.
 //!
 //! A GPU stores an MXFP4 matrix in the same panels (`kernels/product_mxfp4.cuh`). It can only multiply by
 //! it: functions that need the bytes on the host refuse it.
@@ -118,7 +118,7 @@ impl PackedMatrix {
                 Ok(())
             },
         )?;
-        Ok(Self { form, experts, input, output, bytes: PackedStorage::HostPython(bytes) })
+        Ok(Self { form, experts, input, output, bytes: PackedStorage::Host(bytes) })
     }
 
     /// Packs MXFP4 blocks and scales in the layout of [`mxfp4::encode`].
@@ -160,13 +160,13 @@ impl PackedMatrix {
                 }
             });
         }
-        Ok(Self { form, experts, input, output, bytes: PackedStorage::HostPython(bytes) })
+        Ok(Self { form, experts, input, output, bytes: PackedStorage::Host(bytes) })
     }
 
     /// Rebuilds a matrix from the bytes that [`Self::bytes`] returned.
     pub fn from_bytes(form: PackedFormat, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
         assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
-        Self { form, experts, input, output, bytes: PackedStorage::HostPython(bytes) }
+        Self { form, experts, input, output, bytes: PackedStorage::Host(bytes) }
     }
 
     /// Returns a range of its experts.
@@ -176,7 +176,7 @@ impl PackedMatrix {
     pub fn experts(&self, experts: Range<usize>) -> candle_core::Result<Self> {
         let one = self.form.bytes([1, self.input, self.output]);
         let bytes = self.bytes()?[experts.start * one..experts.end * one].to_vec();
-        Ok(Self { experts: experts.len(), bytes: PackedStorage::HostPython(bytes), ..*self })
+        Ok(Self { experts: experts.len(), bytes: PackedStorage::Host(bytes), ..*self })
     }
 
     /// Returns `[experts, in, out]`.
@@ -200,7 +200,7 @@ impl PackedMatrix {
     /// When the matrix is on a device.
     pub fn map_values(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
         assert!(self.form != PackedFormat::Mxfp4, "only bf16 is mapped value by value");
-        Ok(Self { bytes: PackedStorage::HostPython(table::map_bf16(self.bytes()?, map)), ..*self })
+        Ok(Self { bytes: PackedStorage::Host(table::map_bf16(self.bytes()?, map)), ..*self })
     }
 
     /// Decodes all weights, `[E, in, out]`.
@@ -244,7 +244,7 @@ impl PackedMatrix {
 
     /// Returns true when rows may be multiplied without the library. The library uses another code path for
     /// a last chunk of one or two k.
-    fn chains(&self) -> bool {
+    fn supports_own_kernels(&self) -> bool {
         !matches!(self.input % K_CHUNK, 1 | 2)
     }
 
@@ -292,7 +292,7 @@ impl PackedMatrix {
         let tasks: Vec<Task> = groups
             .flat_map(|(expert, rows)| {
                 let few = rows.len() <= FEW_ROWS_MAX
-                    && self.chains()
+                    && self.supports_own_kernels()
                     && VectorInstructions::detect() != VectorInstructions::Plain;
                 let tile = if few { 1 } else { TILE_PANELS };
                 self.tiles(tile).map(move |panels| Task { expert: *expert, rows: rows.clone(), panels, few })
@@ -546,7 +546,7 @@ mod tests {
     #[test]
     fn no_tile_is_a_single_column() {
         for output in 2..1200 {
-            let bytes = PackedStorage::HostPython(vec![]);
+            let bytes = PackedStorage::Host(vec![]);
             let packed = PackedMatrix { form: PackedFormat::Bf16, experts: 1, input: 1, output, bytes };
             for count in [1, 3, TILE_PANELS] {
                 let tiles: Vec<Range<usize>> = packed.tiles(count).collect();

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 /// The storage of its bytes.
 pub(super) enum PackedStorage {
-    HostPython(Vec<u8>),
+    Host(Vec<u8>),
     /// This process's shard of a matrix that several processes hold together.
     Shard(Vec<u8>),
     /// u8, on a device.
@@ -26,11 +26,11 @@ impl PackedMatrix {
             );
         }
         let bytes = match (&self.bytes, device) {
-            (PackedStorage::HostPython(bytes), Device::Cpu) => PackedStorage::HostPython(bytes.clone()),
-            (PackedStorage::HostPython(bytes), _) => {
+            (PackedStorage::Host(bytes), Device::Cpu) => PackedStorage::Host(bytes.clone()),
+            (PackedStorage::Host(bytes), _) => {
                 PackedStorage::Device(Tensor::from_slice(bytes, bytes.len(), device)?)
             }
-            (PackedStorage::Device(bytes), Device::Cpu) => PackedStorage::HostPython(bytes.to_vec1()?),
+            (PackedStorage::Device(bytes), Device::Cpu) => PackedStorage::Host(bytes.to_vec1()?),
             (PackedStorage::Device(bytes), _) => PackedStorage::Device(bytes.to_device(device)?),
             (PackedStorage::Shard(_), _) => {
                 bail!("packed matrix {:?}: a shard is gathered first", self.shape())
@@ -41,7 +41,7 @@ impl PackedMatrix {
 
     /// Returns true when the host holds all of it.
     pub fn is_on_host(&self) -> bool {
-        matches!(self.bytes, PackedStorage::HostPython(_))
+        matches!(self.bytes, PackedStorage::Host(_))
     }
 
     /// Returns its bytes in their format in memory.
@@ -50,7 +50,7 @@ impl PackedMatrix {
     /// When it is on a device, or only a shard is here.
     pub fn bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
-            PackedStorage::HostPython(bytes) => Ok(bytes),
+            PackedStorage::Host(bytes) => Ok(bytes),
             PackedStorage::Shard(_) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
             PackedStorage::Device(_) => bail!(
                 "packed matrix {:?} is on a GPU, which can only multiply by it; call to_device(&Device::Cpu) first",
@@ -74,7 +74,7 @@ impl PackedMatrix {
     pub fn shard_bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
             PackedStorage::Shard(bytes) => Ok(bytes),
-            PackedStorage::HostPython(_) | PackedStorage::Device(_) => {
+            PackedStorage::Host(_) | PackedStorage::Device(_) => {
                 bail!("packed matrix {:?} is not sharded", self.shape())
             }
         }
@@ -93,7 +93,7 @@ impl PackedMatrix {
     pub(in super::super) fn device_tensor(&self) -> Result<&Tensor> {
         match &self.bytes {
             PackedStorage::Device(bytes) => Ok(bytes),
-            PackedStorage::HostPython(_) | PackedStorage::Shard(_) => {
+            PackedStorage::Host(_) | PackedStorage::Shard(_) => {
                 bail!("packed matrix {:?} is not on the GPU; call to_device first", self.shape())
             }
         }

@@ -34,9 +34,9 @@ pub fn cached_sink_attention(
         || counts.iter().sum::<usize>() != tokens
         || counts.len() != caches.len()
     {
-        bail!("sink_attention_cached: q {:?}, kv {:?}, counts {counts:?}", q.dims(), kv.dims());
+        bail!("cached_sink_attention: q {:?}, kv {:?}, counts {counts:?}", q.dims(), kv.dims());
     }
-    let elsewhere = || Error::Msg(format!("sink_attention_cached: q on {:?}, a cache elsewhere", q.device()));
+    let elsewhere = || Error::Msg(format!("cached_sink_attention: q on {:?}, a cache elsewhere", q.device()));
     if q.device().is_cuda() {
         let pages = caches.iter_mut().map(|cache| cache.pages_mut().ok_or_else(elsewhere));
         let mut pages = pages.collect::<Result<Vec<_>>>()?;

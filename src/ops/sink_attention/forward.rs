@@ -45,7 +45,7 @@ pub(super) fn query_key_products<const G: usize>(
     }
 }
 
-/// Performs [`products`] with the first `V` vectors of keys. Indices instead of iterators let the compiler
+/// Does [`query_key_products`] with the first `V` vectors of keys. Indices instead of iterators let the compiler
 /// keep the sums in registers.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]

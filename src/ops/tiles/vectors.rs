@@ -25,17 +25,17 @@ pub trait SimdWords {
     /// Writes the first `columns` sums to `to`, or adds them.
     unsafe fn put(to: *mut f32, sums: Self::Vector, columns: usize, add: bool);
     /// Loads words of one line from neighbouring values, of which `left` exist.
-    unsafe fn along(from: *const f32, left: usize) -> Self::Vector;
+    unsafe fn load_contiguous(from: *const f32, left: usize) -> Self::Vector;
     /// Loads one word of each of at most `lines` neighbouring lines, from values `stride` apart, of which
     /// `left` exist.
-    unsafe fn across(from: *const f32, stride: usize, left: usize, lines: usize) -> Self::Vector;
+    unsafe fn load_strided(from: *const f32, stride: usize, left: usize, lines: usize) -> Self::Vector;
     /// Transposes the first [`Self::LANES`] vectors: word `i` of vector `j` swaps with word `j` of vector
     /// `i`.
     unsafe fn transpose(block: &mut [Self::Vector; 16]);
     /// Calls [`super::tile`] for `rows` rows, compiled for the vectors.
     unsafe fn tile(rows: usize, panels: TileOperands, to: TileOutput, columns: usize, add: bool);
     /// Calls [`super::lay_out`], compiled for the vectors.
-    unsafe fn lay_out(
+    unsafe fn pack(
         side: UnpackedOperand,
         line: usize,
         lines: usize,
@@ -71,7 +71,7 @@ pub mod x86 {
             }
 
             #[inline]
-            unsafe fn lay_out(side: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
+            unsafe fn pack(side: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
                 #[target_feature(enable = $features)]
                 unsafe fn compiled<W: SimdWords>(side: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
                     unsafe { lay_out::<W>(side, line, lines, chunk, to, width) }
@@ -181,12 +181,12 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn along(from: *const f32, left: usize) -> __m512 {
+        unsafe fn load_contiguous(from: *const f32, left: usize) -> __m512 {
             unsafe { some(from, left) }
         }
 
         #[inline(always)]
-        unsafe fn across(from: *const f32, _: usize, _: usize, lines: usize) -> __m512 {
+        unsafe fn load_strided(from: *const f32, _: usize, _: usize, lines: usize) -> __m512 {
             unsafe { some(from, lines) }
         }
 
@@ -250,7 +250,7 @@ pub mod x86 {
         #[inline(always)]
         unsafe fn put(to: *mut f32, sums: __m256, columns: usize, add: bool) {
             unsafe {
-                let sums = if add { _mm256_add_ps(Self::along(to, columns), sums) } else { sums };
+                let sums = if add { _mm256_add_ps(Self::load_contiguous(to, columns), sums) } else { sums };
                 if columns >= Self::LANES {
                     _mm256_storeu_ps(to, sums);
                 } else {
@@ -260,7 +260,7 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn along(from: *const f32, left: usize) -> __m256 {
+        unsafe fn load_contiguous(from: *const f32, left: usize) -> __m256 {
             unsafe {
                 if left >= Self::LANES {
                     _mm256_loadu_ps(from)
@@ -271,8 +271,8 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn across(from: *const f32, _: usize, _: usize, lines: usize) -> __m256 {
-            unsafe { Self::along(from, lines) }
+        unsafe fn load_strided(from: *const f32, _: usize, _: usize, lines: usize) -> __m256 {
+            unsafe { Self::load_contiguous(from, lines) }
         }
 
         #[inline(always)]
@@ -347,7 +347,7 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn along(from: *const f32, left: usize) -> __m512 {
+        unsafe fn load_contiguous(from: *const f32, left: usize) -> __m512 {
             unsafe {
                 let (low, high) = (some(from, left), some(from.wrapping_add(16), left.saturating_sub(16)));
                 words(_mm512_cvtne2ps_pbh(high, low))
@@ -355,7 +355,7 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn across(from: *const f32, stride: usize, left: usize, lines: usize) -> __m512 {
+        unsafe fn load_strided(from: *const f32, stride: usize, left: usize, lines: usize) -> __m512 {
             unsafe {
                 let low = some(from, lines);
                 let high = some(from.wrapping_add(stride), if left > 1 { lines } else { 0 });

@@ -106,7 +106,7 @@ impl PlanInput<'_> {
             let forward = self.pass(rollout.sequences_max, 0).forward();
             part("CUDA graph", forward + self.attention_in_parts_bytes());
         }
-        if !self.intent.trains() {
+        if !self.command.trains() {
             return parts;
         }
         let stages = [
@@ -151,7 +151,7 @@ impl PlanInput<'_> {
     }
 
     fn samples(&self) -> bool {
-        !self.intent.trains() || self.recipe.train.steps > 0
+        !self.command.trains() || self.recipe.train.steps > 0
     }
 
     fn pass(&self, tokens: usize, targets: usize) -> PassShape<'_> {
@@ -184,7 +184,7 @@ impl PlanInput<'_> {
         let (prompts, samples) = self.rollout_size();
         let tokens = recipe.train.micro_batch_tokens.max(self.longest_sequence());
         let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest_sequence()));
-        match self.intent {
+        match self.command {
             ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => {}
             ModelCommand::CheckMismatch(_) => {
                 let decoded = DECODED_SEQUENCES.min(prompts * samples);
@@ -199,7 +199,8 @@ impl PlanInput<'_> {
             }
             ModelCommand::Train => {
                 let bytes = self.gpu_resident().first().map_or(0, |weights| weights.bytes);
-                let weights = PassWeights { bytes, adapted: self.adapter.is_some(), packed_pieces: false };
+                let weights =
+                    PassWeights { bytes, adapted: self.adapter.is_some(), has_packed_shards: false };
                 let recomputes = recomputes_layers(recipe, config, weights, 1, 1);
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
                 let bytes = self.pass(tokens, tokens).forward_backward(recomputes);

@@ -1,7 +1,7 @@
 //! Memory plan: the peak memory of a command, computed from recipe and config before any work.
 //!
 //! The peak is the resident memory (weights, gradients, optimizer, critic, reference) plus the largest phase.
-//! Phases follow one another: sampling, the policy's update, the critic's update. [`MemoryPlan::admit`]
+//! Phases follow one another: sampling, the policy's update, the critic's update. [`MemoryPlan::check_available`]
 //! compares the peak with the available memory.
 
 mod gpu;
@@ -51,7 +51,7 @@ pub struct PassWeights {
     /// True when matrices have adapters.
     pub adapted: bool,
     /// True when packed weights are sharded.
-    pub packed_pieces: bool,
+    pub has_packed_shards: bool,
 }
 
 /// Returns whether the backward recomputes activations. The recipe decides; without the key, it depends on
@@ -68,7 +68,7 @@ pub fn recomputes_layers(
         let tokens = recipe.train.micro_batch_tokens;
         let pass = PassShape { config, tokens, targets: tokens, adapted: weights.adapted, on_gpu: false };
         // The base of an adapter is gathered only if it is sharded.
-        let gathered = !weights.adapted || weights.packed_pieces;
+        let gathered = !weights.adapted || weights.has_packed_shards;
         let kept = match processes {
             1 => passes_at_once(weights.bytes, threads).saturating_mul(pass.forward_backward(false)),
             // A graph of all layers holds all their weights.
@@ -129,7 +129,7 @@ impl ModelCommand {
 /// The input of a memory plan.
 #[derive(Clone)]
 pub struct PlanInput<'a> {
-    pub intent: ModelCommand,
+    pub command: ModelCommand,
     pub recipe: &'a Recipe,
     pub config: &'a Config,
     /// Storage format of each of the policy's tensors while frozen.
@@ -168,7 +168,7 @@ pub struct AdapterInput {
 
 impl AdapterInput {
     fn bytes(&self) -> u64 {
-        plain_bytes(&self.specs)
+        f32_bytes(&self.specs)
     }
 }
 
@@ -176,7 +176,7 @@ impl AdapterInput {
 type TrainableTensor = (usize, ParameterSpec);
 
 /// Returns the specs that `trainable` marks, with indices that start at `first`.
-fn marked(
+fn select_trainable(
     specs: impl IntoIterator<Item = ParameterSpec>,
     trainable: &[bool],
     first: usize,
@@ -190,7 +190,7 @@ fn gathered_bytes(learning: &[TrainableTensor]) -> u64 {
 }
 
 /// Returns the bytes of `specs` in f32.
-fn plain_bytes(specs: &[ParameterSpec]) -> u64 {
+fn f32_bytes(specs: &[ParameterSpec]) -> u64 {
     specs.iter().map(|spec| spec.resident_bytes(WeightFormat::F32)).sum()
 }
 
@@ -314,9 +314,9 @@ impl PlanInput<'_> {
     fn trainable_tensors(&self, stage: Stage) -> Vec<TrainableTensor> {
         match &self.adapter {
             Some(adapter) if stage == Stage::Reinforcement || !adapter.after_cold_start => {
-                marked(adapter.specs.clone(), &adapter.trainable, self.forms.len())
+                select_trainable(adapter.specs.clone(), &adapter.trainable, self.forms.len())
             }
-            _ => marked(parameter_specs(self.config), &self.trainable, 0),
+            _ => select_trainable(parameter_specs(self.config), &self.trainable, 0),
         }
     }
 
@@ -342,7 +342,7 @@ impl PlanInput<'_> {
     }
 
     /// Returns the bytes of the largest shard of `learning` in f32.
-    fn plain_share(&self, learning: &[TrainableTensor]) -> u64 {
+    fn f32_shard_bytes(&self, learning: &[TrainableTensor]) -> u64 {
         self.share(learning, |_, here| here as u64 * size_of::<f32>() as u64)
     }
 
@@ -386,7 +386,7 @@ impl PlanInput<'_> {
         };
         let mut parts = vec![MemoryItem { name: "program", bytes: PROGRAM_BYTES }, weights];
         let mut part = |name, bytes| parts.push(MemoryItem { name, bytes });
-        if self.intent.trains() {
+        if self.command.trains() {
             // Gradients and optimizer of the stage that needs more memory.
             let stages = [
                 (Stage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
@@ -394,7 +394,7 @@ impl PlanInput<'_> {
             ];
             let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
                 let learning = self.trainable_tensors(stage);
-                (self.plain_share(&learning), self.optimizer(optimizer, &learning))
+                (self.f32_shard_bytes(&learning), self.optimizer(optimizer, &learning))
             });
             let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
             part("gradients", gradients);
@@ -402,8 +402,8 @@ impl PlanInput<'_> {
             if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
                 let learning = self.critic_trainable_tensors(trainable);
                 let all = self.critic_weights(trainable).saturating_sub(gathered_bytes(&learning));
-                part("critic's weights", all + self.plain_share(&learning));
-                part("critic's gradients", self.plain_share(&learning));
+                part("critic's weights", all + self.f32_shard_bytes(&learning));
+                part("critic's gradients", self.f32_shard_bytes(&learning));
                 part("critic's optimizer", self.optimizer(&critic.optimizer, &learning));
             }
             // With an adapter, the reference is the model without it.
@@ -411,10 +411,10 @@ impl PlanInput<'_> {
                 // The reference is sharded like the trainable weights.
                 let learning = self.trainable_tensors(Stage::Reinforcement);
                 let all = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&learning));
-                part("reference", all + self.plain_share(&learning));
+                part("reference", all + self.f32_shard_bytes(&learning));
             }
         }
-        match self.intent {
+        match self.command {
             ModelCommand::CheckMismatch(SecondWeights::Rounded(rounding)) => {
                 part("weights, rounded", self.rounded_weights(rounding));
             }
@@ -430,7 +430,7 @@ impl PlanInput<'_> {
     /// Returns the critic's trainable tensors: its own, and the factors of its adapter.
     fn critic_trainable_tensors(&self, trainable: &[bool]) -> Vec<TrainableTensor> {
         let factors = self.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
-        marked(value_model_specs(self.config).into_iter().chain(factors), trainable, 0)
+        select_trainable(value_model_specs(self.config).into_iter().chain(factors), trainable, 0)
     }
 
     /// Returns the tokens of the longest sequence: prompt, samples and tool replies, limited by the context.
@@ -445,11 +445,11 @@ impl PlanInput<'_> {
     fn phases(&self) -> Vec<(&'static str, Vec<MemoryItem>)> {
         let recipe = self.recipe;
         let mut phases = vec![];
-        let steps = if self.intent.trains() { recipe.train.steps } else { 1 };
+        let steps = if self.command.trains() { recipe.train.steps } else { 1 };
         if steps > 0 {
             phases.push(("sampling", self.sampling()));
         }
-        let trajectories = match self.intent {
+        let trajectories = match self.command {
             ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => return phases,
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
@@ -469,14 +469,14 @@ impl PlanInput<'_> {
         // Passes of several processes exchange data, so each process runs one at a time.
         let meets = self.processes > 1;
         let at_once = if meets { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
-        if matches!(self.intent, ModelCommand::CheckMismatch(_)) {
+        if matches!(self.command, ModelCommand::CheckMismatch(_)) {
             phases.push(("comparison", vec![MemoryItem { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
         let weights = PassWeights {
             bytes: self.weight_bytes(),
             adapted: self.adapter.is_some(),
-            packed_pieces: !self.sharded_packed_tensors().is_empty(),
+            has_packed_shards: !self.sharded_packed_tensors().is_empty(),
         };
         let recomputes = recomputes_layers(recipe, self.config, weights, self.threads, self.processes);
         let bytes = at_once * pass.forward_backward(recomputes);
@@ -494,7 +494,7 @@ impl PlanInput<'_> {
     /// Returns the number of prompts of a rollout, and of samples per prompt.
     pub fn rollout_size(&self) -> (usize, usize) {
         let recipe = self.recipe;
-        match self.intent {
+        match self.command {
             ModelCommand::Eval => (recipe.eval.problems_max, recipe.eval.samples),
             ModelCommand::Chat => (1, 1),
             _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
@@ -506,10 +506,10 @@ impl PlanInput<'_> {
         let (recipe, config) = (self.recipe, self.config);
         let (prompts, samples) = self.rollout_size();
         let prompts = prompts.div_ceil(self.processes);
-        let cut = self.processes > 1 && self.intent.trains();
+        let cut = self.processes > 1 && self.command.trains();
         let gathered = cut.then(|| self.sampling_gather_item());
         let together = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
-        let rounded = match self.intent {
+        let rounded = match self.command {
             // Weights gathered per expert are rounded on arrival, without a second set.
             ModelCommand::Train if together => 0,
             ModelCommand::Train | ModelCommand::Rollout => {

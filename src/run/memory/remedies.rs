@@ -62,11 +62,11 @@ impl PlanInput<'_> {
         });
         let prompt = half(recipe.rollout.prompt_tokens_max);
         with(format!("rollout.prompt_tokens_max = {prompt}"), &|r| r.rollout.prompt_tokens_max = prompt);
-        if !matches!(self.intent, ModelCommand::Eval | ModelCommand::Chat) {
+        if !matches!(self.command, ModelCommand::Eval | ModelCommand::Chat) {
             let tokens = half(recipe.train.micro_batch_tokens);
             with(format!("train.micro_batch_tokens = {tokens}"), &|r| r.train.micro_batch_tokens = tokens);
         }
-        if self.intent.trains() {
+        if self.command.trains() {
             with("train.recompute_layers = true".into(), &|r| r.train.recompute_layers = Some(true));
             if recipe.train.optimizer.kind == OptimizerKind::Sgd {
                 with("train.optimizer.momentum = 0".into(), &|r| r.train.optimizer.momentum = 0.0);

@@ -53,7 +53,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 held = [held[0].max(own[0]), held[1].max(own[1]), held[2].max(own[2])];
             }
             let subject = PlanInput {
-                intent: ModelCommand::Train,
+                command: ModelCommand::Train,
                 recipe: &recipe,
                 config: &config,
                 forms: &vec![WeightFormat::F32; values.len()],
@@ -155,7 +155,7 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     let subject = preflight.plan_input();
     let forms = vec![WeightFormat::Bf16; subject.forms.len()];
     let trainable: Vec<bool> =
-        parameter_specs(subject.config).iter().map(|spec| !spec.is_of_experts()).collect();
+        parameter_specs(subject.config).iter().map(|spec| !spec.is_expert_parameter()).collect();
     let sampling = |rollout_weights| {
         let subject =
             PlanInput { rollout_weights, forms: &forms, trainable: trainable.clone(), ..subject.clone() };
@@ -219,7 +219,7 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
         };
         let most = (0..processes).map(held).max().unwrap();
         // Other commands hold packed weights unsharded, and get no such remedy.
-        assert!(!PlanInput { intent: ModelCommand::Rollout, ..subject.clone() }.can_shard_packed());
+        assert!(!PlanInput { command: ModelCommand::Rollout, ..subject.clone() }.can_shard_packed());
         let planned = weights(&subject);
         // The largest shard of factors and the largest of the base may be on different processes.
         assert!(

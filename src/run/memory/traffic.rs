@@ -74,7 +74,7 @@ fn sampling(subject: &PlanInput, all: u64) -> [u64; 2] {
             let of_experts: u64 = subject
                 .sharded_tensors()
                 .iter()
-                .filter(|one| one.spec.is_per_expert())
+                .filter(|one| one.spec.has_expert_axis())
                 .map(ShardedTensor::bytes)
                 .sum();
             // A row is sent to its expert, and the product is sent back.

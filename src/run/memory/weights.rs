@@ -1,6 +1,6 @@
 //! The weights in a memory plan: resident, streamed from disk, gathered, and second sets.
 
-use super::{AdapterInput, MemoryItem, PlanInput, TrainableTensor, gathered_bytes, plain_bytes};
+use super::{AdapterInput, MemoryItem, PlanInput, TrainableTensor, f32_bytes, gathered_bytes};
 use crate::dist::shard_range;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::WeightFormat;
@@ -54,7 +54,7 @@ pub(super) fn gather_peak_bytes(pieced: &[ShardedTensor]) -> u64 {
 impl PlanInput<'_> {
     /// Returns the bytes of the policy's weights in memory, with its adapter, unsharded.
     pub(super) fn weight_bytes(&self) -> u64 {
-        let learns = |index: usize| self.intent.trains() && self.trainable[index];
+        let learns = |index: usize| self.command.trains() && self.trainable[index];
         let specs = parameter_specs(self.config).into_iter().zip(self.forms).enumerate();
         let of = |(index, (spec, form)): (usize, (ParameterSpec, &WeightFormat))| {
             spec.resident_bytes(if learns(index) { WeightFormat::F32 } else { *form })
@@ -65,7 +65,7 @@ impl PlanInput<'_> {
     /// Returns the bytes of the policy's weights in this process: shards of trainable and sharded packed
     /// tensors, and all others.
     pub(super) fn local_weight_bytes(&self) -> u64 {
-        if self.processes == 1 || !self.intent.trains() {
+        if self.processes == 1 || !self.command.trains() {
             return self.weight_bytes();
         }
         let (learning, packed) = (self.ever_trainable_tensors(), self.sharded_packed_tensors());
@@ -77,13 +77,13 @@ impl PlanInput<'_> {
             packed.iter().map(here).sum()
         };
         let packed_share = (0..self.processes).map(of).max().unwrap_or(0);
-        self.weight_bytes() - shared + self.plain_share(&learning) + packed_share
+        self.weight_bytes() - shared + self.f32_shard_bytes(&learning) + packed_share
     }
 
     /// Returns the policy's packed tensors that are sharded.
     pub(super) fn sharded_packed_tensors(&self) -> Vec<ShardedTensor> {
         if self.processes == 1
-            || !self.intent.trains()
+            || !self.command.trains()
             || self.packed_weights != PackedWeightPlacement::Sharded
         {
             return vec![];
@@ -106,7 +106,7 @@ impl PlanInput<'_> {
     /// cannot be remote.
     pub(super) fn effective_rollout_weights(&self) -> RolloutWeightPlacement {
         match self.rollout_weights {
-            _ if self.processes == 1 || !self.intent.trains() => RolloutWeightPlacement::Whole,
+            _ if self.processes == 1 || !self.command.trains() => RolloutWeightPlacement::Whole,
             RolloutWeightPlacement::ByExpert if !self.has_remote_experts() => RolloutWeightPlacement::Whole,
             RolloutWeightPlacement::Auto => RolloutWeightPlacement::Whole,
             held => held,
@@ -122,7 +122,7 @@ impl PlanInput<'_> {
             }
             RolloutWeightPlacement::ByExpert => {
                 let (experts, rest): (Vec<ShardedTensor>, Vec<ShardedTensor>) =
-                    pieced.into_iter().partition(|one| one.spec.is_per_expert());
+                    pieced.into_iter().partition(|one| one.spec.has_expert_axis());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
                 let bytes = |one: &ShardedTensor| one.spec.with_expert_count(own).resident_bytes(one.form);
                 MemoryItem {
@@ -137,8 +137,9 @@ impl PlanInput<'_> {
     /// experts, packed.
     pub fn has_remote_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
-        let is_packed =
-            |(index, spec): (usize, ParameterSpec)| spec.is_of_experts() && self.is_packed(&spec, index);
+        let is_packed = |(index, spec): (usize, ParameterSpec)| {
+            spec.is_expert_parameter() && self.is_packed(&spec, index)
+        };
         let is_cut = self.packed_weights == PackedWeightPlacement::Sharded;
         self.config.family.has_experts && (is_cut || !specs.any(is_packed))
     }
@@ -146,7 +147,7 @@ impl PlanInput<'_> {
     /// Returns whether the command can shard packed weights: it trains, and some are packed.
     pub fn can_shard_packed(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
-        self.intent.trains() && specs.any(|(index, spec)| self.is_packed(&spec, index))
+        self.command.trains() && specs.any(|(index, spec)| self.is_packed(&spec, index))
     }
 
     /// Returns the bytes of streamed weights: all tensors outside layers, and the largest layer.
@@ -162,7 +163,7 @@ impl PlanInput<'_> {
 
     /// Returns whether the policy's tensor `index` stays packed.
     pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
-        let learns = self.intent.trains() && self.trainable[index];
+        let learns = self.command.trains() && self.trainable[index];
         !learns && spec.packed_format(self.forms[index]).is_some()
     }
 
@@ -180,7 +181,7 @@ impl PlanInput<'_> {
         if let Some(adapter) = &self.adapter {
             let head: Vec<ParameterSpec> =
                 own.into_iter().filter(|spec| spec.name.starts_with("score.")).collect();
-            return plain_bytes(&head) + adapter.bytes();
+            return f32_bytes(&head) + adapter.bytes();
         }
         let policy = parameter_specs(self.config);
         let shared = |spec: &ParameterSpec| {

@@ -199,9 +199,9 @@ impl Preflight {
     }
 
     /// Returns the memory plan's input for another command.
-    pub fn plan_input_for(&self, intent: ModelCommand) -> PlanInput<'_> {
+    pub fn plan_input_for(&self, command: ModelCommand) -> PlanInput<'_> {
         PlanInput {
-            intent,
+            command,
             recipe: &self.plan.recipe,
             config: &self.source.config,
             forms: &self.source.forms,

@@ -19,11 +19,11 @@ const COMPARISONS_MAX: usize = 20_000;
 /// Returns true when `answer` is the same answer as `gold`.
 pub fn is_same_answer(gold: &Expr, answer: &Expr, options: &Options) -> bool {
     let comparison = Comparison { options, left: Cell::new(COMPARISONS_MAX) };
-    comparison.same(&spread_signs(gold), &spread_signs(answer), false)
+    comparison.same(&expand_plus_minus(gold), &expand_plus_minus(answer), false)
 }
 
 /// Converts `1 ± √2` to the list of its two values.
-fn spread_signs(expr: &Expr) -> Expr {
+fn expand_plus_minus(expr: &Expr) -> Expr {
     let spread = |items: &[Expr]| items.iter().flat_map(Expr::expand_signs).collect();
     match expr {
         Expr::List(items) => Expr::List(spread(items)),
@@ -67,7 +67,7 @@ impl Comparison<'_> {
             (Percent(g), a) => self.same(g, a, listed) || self.same_values(gold, a),
             (g, Percent(a)) => self.same(g, a, listed) || self.same_values(g, answer),
             (SetOperation('∪', ..), SetOperation('∪', ..)) => {
-                self.same_in_any_order(&pieces(gold), &pieces(answer))
+                self.same_in_any_order(&union_members(gold), &union_members(answer))
             }
             (SetOperation(g, g1, g2), SetOperation(a, a1, a2)) => {
                 g == a && self.same(g1, a1, listed) && self.same(g2, a2, listed)
@@ -253,9 +253,9 @@ fn quotient(parts: &[Expr]) -> Expr {
 }
 
 /// Returns the members of a union.
-fn pieces(expr: &Expr) -> Vec<Expr> {
+fn union_members(expr: &Expr) -> Vec<Expr> {
     match expr {
-        Expr::SetOperation('∪', left, right) => [pieces(left), pieces(right)].concat(),
+        Expr::SetOperation('∪', left, right) => [union_members(left), union_members(right)].concat(),
         other => vec![other.clone()],
     }
 }

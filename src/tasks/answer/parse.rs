@@ -12,7 +12,7 @@ use atom::command;
 /// Maximum nesting of brackets, arguments and exponents; deeper text is not parsed.
 const DEPTH_MAX: usize = 48;
 
-/// Parses `text`, cleaned by [`normalise::clean`].
+/// Parses `text`, which is normalised.
 ///
 /// `thousands`: whether `1,234` is one number, or else a list of two.
 pub fn parse(text: &str, thousands: bool) -> Option<Expr> {

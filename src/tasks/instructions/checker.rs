@@ -16,7 +16,7 @@ pub fn check_strictly(instructions: &[Instruction], response: &str) -> Vec<bool>
 }
 
 impl Instruction {
-    /// Returns true when `response` follows the instruction. [`strict`] also refuses blank responses.
+    /// Returns true when `response` follows the instruction. [`check_strictly`] also refuses blank responses.
     pub fn is_followed_by(&self, response: &str) -> bool {
         match self {
             Self::CapitalWords(bound) => bound.contains(count_capital_words(response)),

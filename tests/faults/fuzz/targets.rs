@@ -102,7 +102,7 @@ fn recipes(scratch: &Path) -> Vec<Target> {
 fn model_files(scratch: &Path) -> Vec<Target> {
     let parent = |path: &Path| path.parent().expect("a folder").to_owned();
     let vocabularies = [Format::Harmony, Format::ChatMl]
-        .map(|format| format.read_embedded().expect("embedded").vocabulary().json_bytes().to_vec());
+        .map(|format| format.from_embedded().expect("embedded").vocabulary().json_bytes().to_vec());
     let configs = ["gpt_oss_yarn", "gpt_oss_plain", "qwen2", "qwen2_tied"]
         .map(|name| example(&format!("tests/fixtures/{name}/config.json")));
     let gguf = example("tests/fixtures/gguf/gpt_oss.gguf");
@@ -227,7 +227,7 @@ fn data(scratch: &Path) -> Vec<Target> {
         .collect();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/engines/model");
     let config = Config::read(&folder).expect("a config");
-    let chat = Format::Harmony.read_embedded().expect("embedded");
+    let chat = Format::Harmony.from_embedded().expect("embedded");
     vec![
         target("rows", 6, [problems], file(scratch, "rows.jsonl", read)),
         target("packed rows", 4, [packed(problems)], file(scratch, "rows.jsonl.gz", read)),
@@ -245,7 +245,7 @@ fn data(scratch: &Path) -> Vec<Target> {
 
 /// Conversations in `format`: of files, as text that was sampled, as ids that were.
 fn conversations(format: Format) -> [Target; 3] {
-    let chat = format.read_embedded().expect("embedded");
+    let chat = format.from_embedded().expect("embedded");
     let (rendering, sampling) = (chat.clone(), chat.clone());
     let (names, turns) = match format {
         Format::Harmony => (

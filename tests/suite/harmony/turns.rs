@@ -162,7 +162,7 @@ fn lenient_parsing_saves_a_message_closed_in_its_header() {
 #[test]
 fn random_turns_end_in_a_defined_state() {
     let tokenizer = embedded();
-    let mut random = stream(3, Purpose::SamplingParameters, &[1]);
+    let mut random = stream(3, Purpose::Sampling, &[1]);
     let mut ends = std::collections::BTreeMap::new();
     let pieces: Vec<Vec<u32>> = [
         "<|message|>",
@@ -225,7 +225,7 @@ fn random_turns_end_in_a_defined_state() {
 #[test]
 fn a_rendered_turn_is_read_back() {
     let tokenizer = embedded();
-    let mut random = stream(5, Purpose::SamplingParameters, &[2]);
+    let mut random = stream(5, Purpose::Sampling, &[2]);
     let opening = tokenizer.turn_start(Role::Assistant);
     for round in 0..200 {
         let text: String = (0..random.random_range(1..20)).map(|_| random.random::<char>()).collect();

@@ -304,7 +304,7 @@ impl Case {
         let policy = PolicyView::without_ablations(&self.model, &self.parameters).unwrap();
         let mut cache = SequenceCache::new(&self.model.config);
         let step = |token: &u32| {
-            let fed = policy.decoder_stack().feed(
+            let fed = policy.decoder_stack().forward_cached(
                 vec![*token],
                 &mut [&mut cache],
                 &[1],

@@ -290,8 +290,8 @@ impl Case {
             tool_calls_concurrent_max: 16,
             ..RolloutSettings::default()
         };
-        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::SamplingParameters, step };
-        let chat = self.config.family.chat.read_embedded()?;
+        let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step };
+        let chat = self.config.family.chat.from_embedded()?;
         let rollout = Rollout {
             threads,
             policy,

@@ -5,7 +5,7 @@ use crate::tiny::{self, Gradients};
 use rloss::learner::TrainSettings;
 use rloss::learner::micro_batch::Sequence;
 use rloss::policy::{PolicySettings, RouterReplay};
-use rloss::trainer::step::{PolicyStep, Update};
+use rloss::trainer::step::{PolicyStep, PolicyUpdate};
 
 /// Two groups of three: prompts of 20 and 33 tokens.
 fn sequences() -> Vec<Sequence> {
@@ -26,7 +26,7 @@ fn update(
     fixture: &Fixture,
     replay: RouterReplay,
     micro_batch_tokens: usize,
-) -> (Update, Vec<f32>, Option<f64>) {
+) -> (PolicyUpdate, Vec<f32>, Option<f64>) {
     let policy = PolicySettings { router_replay: replay, ..PolicySettings::default() };
     let train = TrainSettings { micro_batch_tokens, ..TrainSettings::default() };
     let step = PolicyStep { train: &train, pass: pass(), ..fixture.step(&policy, None) };

@@ -179,7 +179,7 @@ fn micro_batches_of_any_size_give_the_loss_and_gradient_of_the_batch() {
         let whole = update(1000);
         for micro_batch_tokens in [1, 64, 100] {
             let split = update(micro_batch_tokens);
-            let loss = |update: &super::Update| get(&update.metrics, "actor/pg_loss");
+            let loss = |update: &super::PolicyUpdate| get(&update.metrics, "actor/pg_loss");
             assert!((loss(&split) - loss(&whole)).abs() < 1e-6);
             assert!(distance(&values(&split), &values(&whole)) < 1e-6, "{micro_batch_tokens}");
         }

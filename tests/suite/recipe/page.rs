@@ -39,7 +39,7 @@ a change there, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
 pub fn document() -> String {
     let mut recipe = Recipe::default();
     recipe.model.architecture = Some(Architecture { yarn: Some(Yarn::default()), ..Architecture::default() });
-    recipe.model.tokenizer = Some(Tokenizer::EmbeddedInterpreter);
+    recipe.model.tokenizer = Some(Tokenizer::Embedded);
     recipe.critic = Some(CriticSettings::default());
     let mut text = HEAD.to_owned();
     let columns = "| key | value | default | |\n| --- | --- | --- | --- |\n";

@@ -239,7 +239,7 @@ fn the_forward_finds_its_keys_where_the_tensors_are() {
     let out = ops::cached_sink_attention(&q, &kv, &sinks, &mut [&mut held], &[1], ATTENTION).unwrap();
     assert_eq!(out.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap(), [[1.0; 256]]);
     assert_eq!(held.len(), 1);
-    let mut elsewhere = KvSequence::HostPython(KvBlocks::new(2, 64));
+    let mut elsewhere = KvSequence::Host(KvBlocks::new(2, 64));
     let error = ops::cached_sink_attention(&q, &kv, &sinks, &mut [&mut elsewhere], &[1], ATTENTION);
     assert!(error.unwrap_err().to_string().contains("a cache elsewhere"));
 }

@@ -14,8 +14,8 @@ pub trait SimdLanes {
     unsafe fn splat(x: f32) -> Self::Vector;
     unsafe fn store(to: *mut f32, x: Self::Vector);
     /// Returns `a · b + c`, rounded once.
-    unsafe fn fused(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
-    unsafe fn times(a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    unsafe fn fma(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+    unsafe fn mul(a: Self::Vector, b: Self::Vector) -> Self::Vector;
     unsafe fn bf16(from: *const u8) -> Self::Vector;
     /// Loads scale bytes, none of them 255.
     unsafe fn scales(from: *const u8) -> Self::Vector;
@@ -68,12 +68,12 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn fused(a: __m512, b: __m512, c: __m512) -> __m512 {
+        unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
             unsafe { _mm512_fmadd_ps(a, b, c) }
         }
 
         #[inline(always)]
-        unsafe fn times(a: __m512, b: __m512) -> __m512 {
+        unsafe fn mul(a: __m512, b: __m512) -> __m512 {
             unsafe { _mm512_mul_ps(a, b) }
         }
 
@@ -131,12 +131,12 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn fused(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
             unsafe { _mm256_fmadd_ps(a, b, c) }
         }
 
         #[inline(always)]
-        unsafe fn times(a: __m256, b: __m256) -> __m256 {
+        unsafe fn mul(a: __m256, b: __m256) -> __m256 {
             unsafe { _mm256_mul_ps(a, b) }
         }
 

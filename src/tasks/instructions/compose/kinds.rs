@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Aspect {
     Start,
-    ConnectionEnd,
+    End,
     /// Upper and lower case.
     Case,
     /// Words and letters, and their frequencies.
@@ -62,7 +62,7 @@ pub(super) enum InstructionTemplate {
 pub(super) struct Kind {
     pub(super) id: &'static str,
     pub(super) form: InstructionTemplate,
-    tongue: LanguageRule,
+    language: LanguageRule,
     claims: &'static [Aspect],
 }
 
@@ -70,7 +70,7 @@ impl Kind {
     /// Returns true when one response can follow both kinds, whatever their arguments. A kind does not fit
     /// itself.
     pub(super) fn is_compatible(&self, other: &Kind) -> bool {
-        let tongues = [self.tongue, other.tongue];
+        let tongues = [self.language, other.language];
         let languages_clash =
             tongues.contains(&LanguageRule::Other) && tongues.contains(&LanguageRule::English);
         self.id != other.id
@@ -82,13 +82,13 @@ impl Kind {
 const fn kind(
     id: &'static str,
     form: InstructionTemplate,
-    tongue: LanguageRule,
+    language: LanguageRule,
     claims: &'static [Aspect],
 ) -> Kind {
-    Kind { id, form, tongue, claims }
+    Kind { id, form, language, claims }
 }
 
-use Aspect::{Bullets, Case, Commas, ConnectionEnd, Length, Paragraphs, Shape, Start, Wording};
+use Aspect::{Bullets, Case, Commas, End, Length, Paragraphs, Shape, Start, Wording};
 use LanguageRule::{Any, English, Other};
 
 /// All kinds that can be drawn.
@@ -105,12 +105,12 @@ pub(super) const KINDS: [Kind; 24] = [
     ),
     kind("combination:two_responses", InstructionTemplate::TwoResponses, Any, &[Shape, Paragraphs]),
     kind("detectable_content:number_placeholders", InstructionTemplate::Placeholders, Any, &[]),
-    kind("detectable_content:postscript", InstructionTemplate::Postscript, Any, &[ConnectionEnd]),
+    kind("detectable_content:postscript", InstructionTemplate::Postscript, Any, &[End]),
     kind(
         "detectable_format:json_format",
         InstructionTemplate::JsonFormat,
         Any,
-        &[Shape, Start, ConnectionEnd, Paragraphs, Bullets, Commas],
+        &[Shape, Start, End, Paragraphs, Bullets, Commas],
     ),
     // The heading is an English word whose case matters.
     kind("detectable_format:multiple_sections", InstructionTemplate::Sections, English, &[Shape, Case]),
@@ -133,8 +133,8 @@ pub(super) const KINDS: [Kind; 24] = [
     kind("length_constraints:number_sentences", InstructionTemplate::Sentences, English, &[Length]),
     kind("length_constraints:number_words", InstructionTemplate::Words, English, &[Length]),
     kind("punctuation:no_comma", InstructionTemplate::NoComma, Any, &[Commas]),
-    kind("startend:end_checker", InstructionTemplate::EndPhrase, English, &[ConnectionEnd]),
-    kind("startend:quotation", InstructionTemplate::Quotation, Any, &[Start, ConnectionEnd]),
+    kind("startend:end_checker", InstructionTemplate::EndPhrase, English, &[End]),
+    kind("startend:quotation", InstructionTemplate::Quotation, Any, &[Start, End]),
 ];
 
 #[cfg(test)]

@@ -64,18 +64,18 @@ pub(super) fn draw_instruction(
         | InstructionTemplate::Sentences
         | InstructionTemplate::Words
         | InstructionTemplate::KeywordFrequency
-        | InstructionTemplate::LetterFrequency => counted(form, rng),
+        | InstructionTemplate::LetterFrequency => draw_count(form, rng),
         InstructionTemplate::Keywords
         | InstructionTemplate::ForbiddenWords
         | InstructionTemplate::NthParagraphFirstWord
         | InstructionTemplate::EndPhrase
-        | InstructionTemplate::Language => worded(form, rng),
+        | InstructionTemplate::Language => draw_words(form, rng),
         InstructionTemplate::RepeatPrompt => {
             let ask = "Before you answer, copy the question above word for word; write nothing ahead of the copy, and \
                        leave out everything after the question.";
             (json!({ "prompt_to_repeat": question.trim_end() }), ask.to_owned())
         }
-        _ => shaped(form, rng),
+        _ => draw_layout(form, rng),
     }
 }
 
@@ -90,7 +90,7 @@ fn relation(rng: &mut impl Rng) -> (&'static str, &'static str) {
 }
 
 /// Draws a bound on a count.
-fn counted(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
+fn draw_count(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
     let (relation, says) = relation(rng);
     let low = relation == "at least";
     match form {
@@ -129,7 +129,7 @@ fn counted(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
 }
 
 /// Draws words, phrases or a language.
-fn worded(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
+fn draw_words(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
     let mut words = WORDS;
     words.shuffle(rng);
     let words = &words[..rng.random_range(1..=3)];
@@ -166,7 +166,7 @@ fn worded(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
 }
 
 /// Draws layout, punctuation or case.
-fn shaped(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
+fn draw_layout(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
     let n: u32 = rng.random_range(2..=4);
     let bare = |ask: &str| (json!({}), ask.to_owned());
     match form {
