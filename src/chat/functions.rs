@@ -6,7 +6,7 @@
 use super::chatml::json_text;
 use serde_json::Value;
 
-/// Longest type of an array's items that is written out.
+/// Maximum characters of the type of an array's items; a longer one becomes `any`.
 const ITEM_CHARS_MAX: usize = 50;
 
 /// Checks functions in OpenAI's form: `{"type": "function", "function": {"name": …, "parameters": …}}`.

@@ -330,8 +330,8 @@ impl Mesh {
         self.agree("the work of rank 0", Ok(()))
     }
 
-    /// Sends a request of rank 0 to the others, within [`Self::run_on_rank_zero`]. Elsewhere it does nothing,
-    /// as all ranks make the same calls.
+    /// Sends rank 0's request to the others. Outside [`Self::run_on_rank_zero`] it does nothing, because all
+    /// ranks make the same calls.
     ///
     /// # Errors
     /// As [`Self::all_gather`].

@@ -95,8 +95,7 @@ pub struct ParsedCompletion {
 }
 
 enum State {
-    /// `opened` means that `<|start|>` was sampled, so the author's name comes first. A turn that begins with
-    /// it repeats the start of the turn at the end of the prompt.
+    /// `opened`: `<|start|>` was sampled again after the prompt's own, so the author's name comes first.
     Header {
         opened: bool,
         bytes: Vec<u8>,

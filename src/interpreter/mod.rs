@@ -130,6 +130,8 @@ table! {
 }
 
 impl Settings {
+    /// Checks the limits.
+    ///
     /// # Errors
     /// [`crate::error::BadInput`] that names a limit out of range.
     fn check(&self) -> Result<()> {

@@ -87,8 +87,7 @@ impl EqualityProof<'_> {
             mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
         };
         let sequences: Vec<Sequence> = trajectories.iter().map(every).collect();
-        // In a run of several processes, all of them compute this side; it then stands for one of the
-        // packings.
+        // Several processes compute `training` together. It is also one of the packings that are compared.
         let training = self.spread(&sequences)?;
 
         let mut invariance = EqualityCheck::new("batch_invariance");

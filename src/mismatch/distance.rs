@@ -97,8 +97,8 @@ impl DifferenceStats {
         }
     }
 
-    /// Returns whether each figure is at most `floor`, or at most `body` times (median, p90, mean) or `tail`
-    /// times (the rest) the figure of `other`.
+    /// Returns whether every figure is at most the larger of `floor` and a factor times `other`'s figure. The
+    /// factor is `body` for median, p90 and mean, and `tail` for the rest.
     pub fn is_within(&self, other: &DifferenceStats, (body, tail): (f64, f64), floor: f64) -> bool {
         let at_most = |mine: f64, theirs: f64, factor: f64| mine <= (factor * theirs).max(floor);
         at_most(self.median, other.median, body)
@@ -145,8 +145,7 @@ fn weight(gap: f64, spread: f64) -> f64 {
     4.0 / (3.0 + (gap / spread).powi(2))
 }
 
-/// Returns the regression slope of `before` on the step from one explanation to another, and its standard
-/// error. Outliers have less weight. The slope is 1 if the step is correct and 0 if it is unrelated to the
+/// Regresses `before` on `before - after`. Returns the slope and its standard error. Outliers have less weight. The slope is 1 if the step is correct and 0 if it is unrelated to the
 /// data.
 pub fn slope(before: &[f64], after: &[f64]) -> (f64, f64) {
     let spread = Fit::from_differences(after).spread;

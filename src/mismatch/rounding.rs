@@ -27,13 +27,13 @@ const COARSE_BITS: u32 = 6;
 /// the median change of a score in bf16.
 const LEAD_MIN: f32 = 12.0;
 
-/// Mismatch of this model with rounding against itself without, unchanged or under a cause.
+/// Differences between the model with and without rounding, unchanged or under a cause.
 pub struct RoundingBounds {
     pub f32: DifferenceStats,
     pub bf16: DifferenceStats,
     /// Figures of the targets that are `decided`.
     bf16_decided: DifferenceStats,
-    /// Whether each target has the same experts in bf16.
+    /// Whether rounding to bf16 leaves the target's experts unchanged.
     decided: Vec<bool>,
     /// Log-probs in bf16, with fine and coarse activations.
     pub in_bf16: [Vec<f32>; 2],

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 /// Mantissa bits of forwards that choose different sides of a tie.
 pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
-/// A forward explains a tie if it leaves at most this share of the token's difference, or of its row's
-/// differences: tokens after a tie attend to it.
+/// A forward explains a tie if at most this share of the difference remains, of the token or of its row:
+/// tokens after a tie attend to it.
 const LEFT_MAX: f64 = 0.1;
 /// In a row that it explains, a forward leaves at most this multiple of the 90th percentile on any token.
 const NOISE_MAX: f64 = 4.0;

@@ -77,7 +77,6 @@ impl Lora {
     /// ±in^-1/2 (Kaiming with a = √5, as in PEFT). `B` is 0, so that the adapter first changes nothing.
     ///
     /// # Errors
-    /// When [`Self::factor_specs`] fails.
     /// Those of [`Self::factor_specs`].
     pub fn initial_values(&self, base: &[ParameterSpec], seed: u64, owner: Owner) -> Result<Vec<Vec<f32>>> {
         let specs: Vec<_> = self.factor_specs(base)?.into_iter().enumerate().collect();

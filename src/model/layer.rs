@@ -106,7 +106,7 @@ impl AttentionWeights {
         }
     }
 
-    /// Returns attention of normed rows `h [T, H]`, `[T, H]`.
+    /// Returns attention, `[T, H]`, of normed rows `h [T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.

@@ -379,8 +379,8 @@ impl Parameters {
         self.weights(on_disk, &|index| self.changed_weight(index, change))
     }
 
-    /// Returns the weights as [`Self::frozen_weights`], but changes each layer whenever a pass reaches it. Changed
-    /// layers are dense, and all at once would take many times the memory of the packed model.
+    /// Returns the weights as [`Self::frozen_weights`], but applies `change` to a layer when a pass reaches it.
+    /// Changed layers are dense, so only one at a time is in memory.
     ///
     /// # Errors
     /// When `change` fails, or a tensor outside the layers cannot be read.

@@ -62,7 +62,8 @@ table! {
         pub rope_theta: f64 = 10_000.0 => above(1.0).to(1e12),
         /// Added to the mean square in every RMSNorm.
         pub rms_norm_eps: f64 = 1e-5 => from(1e-12).to(0.1),
-        /// Clamp of the expert's gate (above) and up (both sides). GPT-OSS only.
+        /// Limit of the inputs of SwiGLU: the gate is clamped from above, the up projection on both sides.
+        /// GPT-OSS only.
         pub swiglu_limit: f64 = 7.0 => above(0.0).to(1e6),
         /// YaRN context extension; absent means plain rotary embedding.
         pub yarn: Option<Yarn>,

@@ -40,8 +40,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::sync::{Mutex, PoisonError};
 
-/// Models up to this size use one engine per thread. Larger models use one engine whose ops use all
-/// threads, so weights are read once per batch. Bytes of all weights, times the number of threads.
+/// Maximum bytes of all weights, times the number of threads, for which each thread runs an engine of its own.
+/// Larger models use one engine whose ops use all threads, so weights are read once per batch.
 const SIDE_BY_SIDE_BYTES_MAX: u64 = 512 << 20;
 
 /// Returns the number of engines that decode in parallel, for a model of `weight_bytes` and `threads`
@@ -70,8 +70,9 @@ pub struct Rollout<'a> {
 /// Progress of a rollout.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RolloutProgress {
-    /// Number of trajectories that ended, and of all.
+    /// Number of finished trajectories.
     pub finished: usize,
+    /// Number of all trajectories.
     pub trajectories: usize,
     /// Tokens sampled, including those of unfinished trajectories.
     pub sampled_tokens: u64,

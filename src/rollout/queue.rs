@@ -302,7 +302,7 @@ impl<'a> Queue<'a> {
         self.calls.notify_all();
     }
 
-    /// Drops the tool's state of trajectories that will not end.
+    /// Closes the tool's sessions of unfinished trajectories.
     pub(super) fn close_sessions(&self, interpreter: &dyn Interpreter) {
         let state = self.lock();
         let unfinished = state.finished.iter().enumerate().filter(|(_, result)| result.is_none());

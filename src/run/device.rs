@@ -97,7 +97,7 @@ fn device(
     Ok(ComputeDevice::cpu())
 }
 
-/// Lists what a GPU cannot do: pairs of a recipe key and the value to write there.
+/// Lists what a GPU cannot do: pairs of a recipe key and the reason.
 fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, String)> {
     let recipe = &plan.recipe;
     let mut found = vec![];

@@ -127,7 +127,8 @@ fn repeat_first_tokens(batch: &MicroBatch) -> MicroBatch {
     }
 }
 
-/// Shifts the row of each target by `by`. With `with_target` the target moves along.
+/// Shifts the row of each target by `by`. With `with_target` the target moves along. Returns whether each
+/// target has a value.
 fn shift_rows(batch: &mut MicroBatch, (by, with_target): (i32, bool)) -> Vec<bool> {
     let (mut rows, mut targets) = (batch.rows.to_vec(), batch.targets.to_vec());
     let mut has_value = vec![false; rows.len()];

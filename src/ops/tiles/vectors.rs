@@ -24,10 +24,10 @@ pub trait SimdWords {
     unsafe fn plus(a: Self::Vector, b: Self::Vector) -> Self::Vector;
     /// Writes the first `columns` sums to `to`, or adds them.
     unsafe fn put(to: *mut f32, sums: Self::Vector, columns: usize, add: bool);
-    /// Loads words of one line from neighbouring values, of which `left` exist.
+    /// Loads one vector from `left` values that are contiguous in memory.
     unsafe fn load_contiguous(from: *const f32, left: usize) -> Self::Vector;
-    /// Loads one word of each of at most `lines` neighbouring lines, from values `stride` apart, of which
-    /// `left` exist.
+    /// Loads one word of each of at most `lines` lines (a row of A, or a column of B). A line's values are
+    /// `stride` apart, and `left` of them exist.
     unsafe fn load_strided(from: *const f32, stride: usize, left: usize, lines: usize) -> Self::Vector;
     /// Transposes the first [`Self::LANES`] vectors: word `i` of vector `j` swaps with word `j` of vector
     /// `i`.

@@ -41,7 +41,7 @@ const WARNED_SHARE: f64 = 0.9;
 /// Tokens around a tool's reply.
 const REPLY_FRAME_TOKENS: usize = 32;
 
-/// Limit of saved activations of all concurrent passes, unless `train.recompute_layers` is set.
+/// Limit of saved activations of all concurrent passes in bytes, unless `train.recompute_layers` is set.
 const KEPT_BYTES_MAX: u64 = 1 << 30;
 
 /// The weights of a pass.
@@ -329,8 +329,8 @@ impl PlanInput<'_> {
         found
     }
 
-    /// Returns the largest sum over all processes of `bytes(spec, n)`, where `n` is the number of the
-    /// tensor's elements in the process's shard.
+    /// Returns the largest total of any process. A process's total is the sum of `bytes(spec, n)` over
+    /// `learning`, where `n` is the number of elements in its shard.
     fn share(&self, learning: &[TrainableTensor], bytes: impl Fn(&ParameterSpec, usize) -> u64) -> u64 {
         let of = |rank: usize| -> u64 {
             let here = |spec: &ParameterSpec, index: usize| {

@@ -204,7 +204,7 @@ impl PlanInput<'_> {
         here.map(of).sum()
     }
 
-    /// Returns the peak of weights changed by a known fault: a decoded layer and a copy of its largest
+    /// Returns the peak of weights changed by a mismatch cause: a decoded layer and a copy of its largest
     /// tensor, or an embedding as head with its transpose.
     pub(super) fn changed_weights(&self) -> u64 {
         let mut layers = BTreeMap::<usize, (u64, u64)>::new();
