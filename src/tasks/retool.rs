@@ -200,7 +200,7 @@ impl Task for Retool {
         let gold = problem.answer.as_str().unwrap_or_default();
         let success = answer.is_some_and(|answer| self.equality.matches(gold, answer));
         let tried = -1.0 + 0.1 * transcript.calls_answered as f32;
-        Ok(Reward { value: if success { 1.0 } else { tried.min(-0.6) }, success })
+        Ok(Reward::new(if success { 1.0 } else { tried.min(-0.6) }, success))
     }
 }
 
