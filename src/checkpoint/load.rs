@@ -149,7 +149,7 @@ impl ModelFolder {
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
     pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
         if let Some(gguf) = &self.gguf {
-            return gguf.packed(spec);
+            return gguf.read_packed(spec);
         }
         let (Some(form), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
         else {
@@ -221,7 +221,7 @@ impl ModelFolder {
     /// [`crate::error::BadInput`] where a value is NaN or infinite.
     pub fn read_values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         if let Some(gguf) = &self.gguf {
-            return gguf.values(spec);
+            return gguf.read_values(spec);
         }
         let values = match (self.format_of(spec), spec.stored_shape.as_slice()) {
             (WeightFormat::Mxfp4, &[experts, input, output]) => {

@@ -75,8 +75,8 @@ impl TransportBackend for World {
                 // SAFETY: a request may have any bits before MPI writes it.
                 let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
                 let (start, count) = (part.as_mut_ptr().cast::<c_void>(), part.len() as c_int);
-                // SAFETY: the buffer has `count` bytes and no other user. `PendingRequests` keeps it until its request
-                // has ended; `abandon` leaks it.
+                // SAFETY: the buffer has `count` bytes and no other user. `PendingRequests` keeps it until
+                // its request has ended; `abandon` leaks it.
                 let code = unsafe {
                     let world = ffi::RSMPI_COMM_WORLD;
                     ffi::MPI_Irecv(start, count, ffi::RSMPI_UINT8_T, from as c_int, tag, world, &mut request)

@@ -1,8 +1,8 @@
 //! The Python tool: model-written code runs in confined worker processes; the reply is text.
 //!
-//! [`Interpreter`] is the interface for rollout. [`EmbeddedInterpreter`] runs a small Python written in Rust, without
-//! any installation. [`CPython`] runs the machine's own Python with all its packages. `docs/SANDBOX.md`
-//! documents the confinement and its limits.
+//! [`Interpreter`] is the interface for rollout. [`EmbeddedInterpreter`] runs a small Python written in Rust,
+//! without any installation. [`CPython`] runs the machine's own Python with all its packages.
+//! `docs/SANDBOX.md` documents the confinement and its limits.
 
 use crate::bad_input;
 use crate::settings::{above, choice, from, table};

@@ -82,7 +82,7 @@ impl BatchRunner<'_> {
                 false => objective(turn.index, columns),
             };
             let passed = || progress.advance_tokens(shown * FORWARD_SHARE / self.layers());
-            pass.forward_backward_observed(&objective, &passed)
+            pass.forward_backward_with_progress(&objective, &passed)
         };
         let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
         let outputs = self.each(batches, |turn| {
@@ -127,7 +127,7 @@ impl BatchRunner<'_> {
             let batch = &*batches[turn.index].local_shard(self.parameters.mesh())?;
             let shown = tokens_shown(&batches[turn.index], &turn);
             let passed = || progress.advance_tokens(shown / self.layers());
-            Pass { model: self.model, weights: &weights, batch, settings }.forward_observed(&passed)
+            Pass { model: self.model, weights: &weights, batch, settings }.forward_with_progress(&passed)
         })
     }
 

@@ -72,18 +72,18 @@ impl Pass<'_> {
     /// # Errors
     /// When the batch does not fit the model, or the head gives a number of columns other than `N`.
     pub fn forward<const N: usize>(&self) -> Result<PassOutput<N>> {
-        self.forward_observed(&|| ())
+        self.forward_with_progress(&|| ())
     }
 
-    /// Does [`Self::forward`], and calls `passed` after each layer.
+    /// Does [`Self::forward`], and calls `on_layer` after each layer.
     ///
     /// # Errors
     /// As [`Self::forward`].
-    pub fn forward_observed<const N: usize>(&self, passed: &dyn Fn()) -> Result<PassOutput<N>> {
+    pub fn forward_with_progress<const N: usize>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<N>> {
         let mut routes = vec![];
         let hidden = self.walk(&self.stack(), &mut |_, _, output| {
             routes.extend(output.routed_experts());
-            passed();
+            on_layer();
             Ok(())
         })?;
         Ok(PassOutput { head: columns(&self.head(&hidden)?)?, routes, load_balance: 0.0 })
@@ -95,21 +95,21 @@ impl Pass<'_> {
     /// When the batch does not fit the model, the head gives a number of columns other than `N`, or the
     /// objective fails.
     pub fn forward_backward<const N: usize>(&self, objective: HeadObjective<'_, N>) -> Result<PassOutput<N>> {
-        self.forward_backward_observed(objective, &|| ())
+        self.forward_backward_with_progress(objective, &|| ())
     }
 
-    /// Does [`Self::forward_backward`], and calls `passed` after each layer of the forward pass.
+    /// Does [`Self::forward_backward`], and calls `on_layer` after each layer of the forward pass.
     ///
     /// # Errors
     /// As [`Self::forward_backward`].
-    pub fn forward_backward_observed<const N: usize>(
+    pub fn forward_backward_with_progress<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
-        passed: &dyn Fn(),
+        on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
         match self.settings.recompute_layers {
-            true => self.recomputed(objective, passed),
-            false => self.whole_graph(objective, passed),
+            true => self.recomputed(objective, on_layer),
+            false => self.whole_graph(objective, on_layer),
         }
     }
 
@@ -148,7 +148,7 @@ impl Pass<'_> {
     fn whole_graph<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
-        passed: &dyn Fn(),
+        on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
         let (mut routes, mut balances, mut values) = (vec![], vec![], None);
         differentiate(&[], || {
@@ -156,7 +156,7 @@ impl Pass<'_> {
             let hidden = self.walk(&self.stack(), &mut |_, _, output| {
                 roots.extend(self.load_balance(output, &mut balances)?);
                 routes.extend(output.routed_experts());
-                passed();
+                on_layer();
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
@@ -171,7 +171,7 @@ impl Pass<'_> {
     fn recomputed<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
-        passed: &dyn Fn(),
+        on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, mut routes) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
@@ -180,7 +180,7 @@ impl Pass<'_> {
             self.walk(&DecoderStack { weights: &frozen, ..self.stack() }, &mut |_, input, output| {
                 inputs.push(input.clone());
                 routes.extend(output.routed_experts());
-                passed();
+                on_layer();
                 Ok(())
             })?;
         let mut values = None;

@@ -30,7 +30,7 @@ pub fn parse_rows(text: &str, recipe: &Ablations) -> Vec<AblationRow> {
 fn setting(arm: &str, recipe: &Ablations) -> Option<String> {
     let value = match arm {
         _ if arm.contains('=') => return Some(format!("arms.{arm}")),
-        _ if recipe.enabled().iter().any(|(key, _)| key == arm) => return None,
+        _ if recipe.list_enabled().iter().any(|(key, _)| key == arm) => return None,
         "router_noise" | "router_noise_rollout" | "router_noise_train" => ROUTER_NOISE,
         "rollout_mantissa_bits" => MANTISSA_BITS,
         _ => "true",

@@ -171,7 +171,7 @@ impl EqualityProof<'_> {
             let pass = Pass { model, weights, batch, settings };
             let share = batch.sequence_rows.positions_count() as f64 / model.config.num_hidden_layers as f64;
             let passed = || stage.advance_tokens(share);
-            let [found, _] = threads.run_on_all(|| pass.forward_observed(&passed))?.head;
+            let [found, _] = threads.run_on_all(|| pass.forward_with_progress(&passed))?.head;
             log_probs.extend(batch.cu_targets.windows(2).map(|w| found[w[0]..w[1]].to_vec()));
         }
         stage.finish();

@@ -1,8 +1,9 @@
 //! Decides which known mistake explains log-probabilities, if any.
 //!
-//! This model's log-probs of the same tokens are computed under each cause. [`RoundingBounds`] bound the mismatch
-//! that rounding makes. A cause is named under three conditions: the remaining mismatch is within rounding by
-//! every figure of [`DifferenceStats`], the regression slope is 1, and no other cause explains the data as well.
+//! This model's log-probs of the same tokens are computed under each cause. [`RoundingBounds`] bound the
+//! mismatch that rounding makes. A cause is named under three conditions: the remaining mismatch is within
+//! rounding by every figure of [`DifferenceStats`], the regression slope is 1, and no other cause explains
+//! the data as well.
 
 use super::causes::Cause;
 use super::distance::{DifferenceStats, Fit, slope};

@@ -37,7 +37,7 @@ impl Ablations {
     }
 
     /// Returns the ablations that are switched on.
-    pub fn enabled(&self) -> Vec<(String, &'static str)> {
+    pub fn list_enabled(&self) -> Vec<(String, &'static str)> {
         changed_entries(self).into_iter().map(|entry| entry.into_key()).collect()
     }
 

@@ -343,7 +343,7 @@ impl Rules<'_> {
     }
 
     fn arms(&mut self) {
-        for (arm, what) in self.recipe.arms.enabled() {
+        for (arm, what) in self.recipe.arms.list_enabled() {
             self.warn(&[&format!("arms.{arm}")], format!("a failure is switched on. {what}"));
         }
     }

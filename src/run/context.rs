@@ -108,7 +108,7 @@ impl RunContext {
     }
 
     /// Returns how conversations are rendered as supervised examples.
-    pub fn rendering(&self) -> ConversationRenderer<'_> {
+    pub fn renderer(&self) -> ConversationRenderer<'_> {
         ConversationRenderer {
             chat: &self.chat,
             preamble: &self.preamble,

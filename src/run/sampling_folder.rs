@@ -32,8 +32,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 /// Returns the folder for results without `--out`. Results of a run or checkpoint go to
-/// `<run>/<kind>/<checkpoint>`, others to `runs/<recipe>-<kind>`. [`SamplingFolder::open`] appends a number when
-/// the folder is in use.
+/// `<run>/<kind>/<checkpoint>`, others to `runs/<recipe>-<kind>`. [`SamplingFolder::open`] appends a number
+/// when the folder is in use.
 fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
     let model = &plan.recipe.model;
     let checkpoint = model.adapter.as_deref().or(model.path.as_deref()).and_then(Path::file_name);

@@ -1,8 +1,8 @@
 //! A user's own task: a program that provides problems, continues conversations and grades them over JSON
 //! lines.
 //!
-//! docs/TASKS.md defines the protocol, and `command/protocol.rs` alone reads it. The reply to a request must not depend on earlier requests: several
-//! processes run in any order and are restarted after a failure.
+//! docs/TASKS.md defines the protocol, and `command/protocol.rs` alone reads it. The reply to a request must
+//! not depend on earlier requests: several processes run in any order and are restarted after a failure.
 
 mod protocol;
 
@@ -163,7 +163,12 @@ struct Program {
 impl Program {
     /// Sends a request and parses the program's answer with `read`. An error includes the request. A wrong
     /// answer ends its process, since later answers may belong to other requests too.
-    fn ask<T>(&self, mut request: Value, identified: bool, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
+    fn ask<T>(
+        &self,
+        mut request: Value,
+        identified: bool,
+        read: impl Fn(ProgramReply) -> Result<T>,
+    ) -> Result<T> {
         if identified {
             // Unique, and a program that counts instead of repeating does not meet them. The factor is odd.
             let id = self.ids.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);

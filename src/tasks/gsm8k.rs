@@ -4,7 +4,7 @@ use super::boxed_answer::find_last_boxed;
 use super::number::Number;
 use super::rows::{self, Order};
 use super::{
-    Demonstration, Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet,
+    Demonstration, Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet,
 };
 use crate::harmony::Message;
 use crate::random::Purpose;

@@ -5,7 +5,7 @@
 use super::answer::AnswerEquality;
 use super::boxed_answer::find_last_boxed;
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
 use crate::random::Purpose;

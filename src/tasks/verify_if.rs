@@ -4,7 +4,7 @@
 use super::instructions::compose::compose;
 use super::instructions::{Instruction, check_strictly};
 use super::rows::{self, Order};
-use super::{Problem, Reward, Task, TaskEntry, TaskContext, TaskSettings, Transcript, ValidationSet};
+use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::{Message, Role};
 use crate::random::{Purpose, stream};

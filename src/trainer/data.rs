@@ -26,7 +26,7 @@ impl TrainingData {
     /// [`crate::error::BadInput`] with file and row, or with the problem whose prompt is too long.
     pub fn open(context: &RunContext) -> Result<Self> {
         let file = context.recipe().cold_start.train_file.as_deref();
-        let examples = Examples::open(file, &context.rendering())?;
+        let examples = Examples::open(file, &context.renderer())?;
         let held_out = held_out(context, &examples)?;
         let stored = stored(context)?;
         check_prompts(context, stored.is_none())?;
@@ -69,20 +69,20 @@ fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
 /// Returns the held-out examples: rows of a file, or the task's held-out demonstrations.
 fn held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> {
     let cold_start = &context.recipe().cold_start;
-    let rendering = context.rendering();
+    let renderer = context.renderer();
     if cold_start.steps == 0 {
         return Ok(vec![]);
     }
     // Refuse a task without demonstrations before any work.
-    examples.batch(&rendering, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
+    examples.batch(&renderer, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
-        return rendering.read_rows(path, Some(cold_start.validation_rows_max));
+        return renderer.read_rows(path, Some(cold_start.validation_rows_max));
     }
     if cold_start.train_file.is_some() {
         return Ok(vec![]);
     }
     (0..cold_start.validation_rows_max as u64)
         .map_while(|index| context.task.held_out_demonstration(index))
-        .map(|demonstration| rendering.render_demonstration(&demonstration))
+        .map(|demonstration| renderer.render_demonstration(&demonstration))
         .collect()
 }

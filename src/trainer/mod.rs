@@ -241,7 +241,7 @@ impl Trainer {
             }
         }
         progress.finish();
-        tell_failures(self.monitor.failed(), &self.console)?;
+        tell_failures(self.monitor.failure_counts(), &self.console)?;
         Ok(false)
     }
 

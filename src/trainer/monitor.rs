@@ -85,7 +85,7 @@ impl Monitor {
     }
 
     /// Returns the number of failed trajectories, and of all.
-    pub fn failed(&self) -> (usize, usize) {
+    pub fn failure_counts(&self) -> (usize, usize) {
         (self.failed as usize, self.trajectories as usize)
     }
 
@@ -209,12 +209,12 @@ mod tests {
         {
             assert!(told[0].contains(part), "{part} in {told:?}");
         }
-        assert_eq!(monitor.failed(), (48, 64));
+        assert_eq!(monitor.failure_counts(), (48, 64));
         assert!(monitor.record(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
         let mut monitor = self::monitor();
         let lines: usize = (1..=10).map(|at| monitor.record(at, &step(1.0, 1.0, 0.0)).len()).sum();
         assert_eq!(lines, 3, "steps 1, 3 and 10 of the same trouble");
-        assert_eq!(monitor.failed(), (640, 640));
+        assert_eq!(monitor.failure_counts(), (640, 640));
     }
 
     #[test]

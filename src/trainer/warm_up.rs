@@ -28,7 +28,7 @@ impl Trainer {
             let batch = self.timings.time("demonstrations", || {
                 let task = self.context.task.as_ref();
                 self.data.examples.batch(
-                    &self.context.rendering(),
+                    &self.context.renderer(),
                     task,
                     recipe.train.seed,
                     first,

@@ -146,7 +146,10 @@ fn a_curve_starts_from_the_cold_start_of_its_own_model_and_task() {
         let recipe = resolved(name, folder.path());
         if name.starts_with("cold_start_") {
             assert_eq!((recipe.cold_start.steps, recipe.train.steps), (1000, 0), "{name}");
-            assert!(recipe.arms.enabled().is_empty(), "{name}: a cold start is made with nothing broken");
+            assert!(
+                recipe.arms.list_enabled().is_empty(),
+                "{name}: a cold start is made with nothing broken"
+            );
             continue;
         }
         let (_, path) = text.split_once("path = \"runs/figures/").expect("a cold start");

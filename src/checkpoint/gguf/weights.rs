@@ -122,7 +122,7 @@ impl GgufWeights {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
-    pub fn packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
+    pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
         let (Some(form), Some(shape)) = (spec.packed_format(self.form_of(spec)), spec.matrix_shape()) else {
             return Ok(None);
         };
@@ -160,7 +160,7 @@ impl GgufWeights {
     ///
     /// # Errors
     /// As [`Self::packed`].
-    pub fn values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
+    pub fn read_values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         let [experts, output, input] = geometry(spec);
         let is_transposed = spec.layout == Layout::Transposed || spec.is_expert_matrix();
         let mut values = vec![0.0; spec.element_count()];

@@ -51,8 +51,8 @@ pub(super) const SYSTEM_CALLS: &[libc::c_long] = &[
     libc::SYS_rename,
 ];
 
-/// Moves this process, which has one thread, into its own namespaces, where it may mount. [`SCRATCH_PATH`] is an
-/// empty folder there.
+/// Moves this process, which has one thread, into its own namespaces, where it may mount. [`SCRATCH_PATH`] is
+/// an empty folder there.
 pub(super) fn enter_namespaces(files: &AllowedFiles) -> Result<()> {
     const REMEDY: &str = "allow them, or set interpreter.scratch_mib = 0";
     let hidden = files.read.iter().chain(&files.execute).find(|path| path.starts_with(AROUND));

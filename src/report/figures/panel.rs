@@ -55,7 +55,7 @@ impl FigureLayout {
                 context! {
                     colour,
                     label => curve.label,
-                    has_strong_ablation => curve.has_strong_ablation(),
+                    exaggerated => curve.has_strong_ablation(),
                     x => GAP + (place % legend_columns) as f64 * (WIDTH + GAP),
                     y => TITLE + GAP + (place / legend_columns) as f64 * LEGEND_ROW,
                 }

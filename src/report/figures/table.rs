@@ -39,7 +39,7 @@ pub(super) fn table(curves: &[Curve]) -> Value {
         context! {
             colour,
             label => curve.label,
-            has_strong_ablation => curve.has_strong_ablation(),
+            exaggerated => curve.has_strong_ablation(),
             seeds => list(curve.seeds.iter().map(|(seed, _)| seed.to_string())),
             cells => columns.iter().map(|column| cell(curve, column)).collect::<Vec<_>>(),
         }

@@ -145,8 +145,8 @@ fn model_files(scratch: &Path) -> Vec<Target> {
             file(scratch, "a.gguf", |path| {
                 let Ok(GgufModel { weights, config, .. }) = GgufModel::open(path) else { return };
                 for spec in parameter_specs(&config) {
-                    let _ = weights.packed(&spec);
-                    let _ = weights.values(&spec);
+                    let _ = weights.read_packed(&spec);
+                    let _ = weights.read_values(&spec);
                 }
             }),
         ),
