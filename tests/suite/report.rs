@@ -145,7 +145,7 @@ fn named_rewards_have_charts_of_their_own() {
     assert_eq!(serde_json::from_str::<TrajectoryRow>(&line).unwrap(), sample);
     write_trajectories(&run, "step-000001.jsonl", &[sample]);
     let page = page(&[run]);
-    assert_eq!(page.matches("Reward format").count(), 1, "one chart, which 0 does not hide");
+    assert_eq!(page.matches("<b>Reward format</b>").count(), 1, "one chart, which 0 does not hide");
     assert!(!page.contains("Exactly 0 at every step: Reward format"));
     assert!(page.contains("reward format 0.5"), "a fact of the conversation");
 }
