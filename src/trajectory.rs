@@ -15,6 +15,7 @@ use crate::harmony::Message;
 use crate::metrics::Phase;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// How a trajectory ended. The metrics count it as `outcome/<snake_case name>`; no trajectory is dropped
 /// silently.
@@ -158,6 +159,9 @@ pub struct Trajectory {
     pub reward: f32,
     /// Whether the answer was right; independent of the reward's shaping.
     pub success: bool,
+    /// The task's named rewards, whose weighted sum is `reward`; empty if it has none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub rewards: BTreeMap<String, f32>,
     /// Seconds spent in tool calls.
     #[serde(default)]
     pub tool_s: f64,

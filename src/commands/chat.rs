@@ -233,6 +233,6 @@ impl Task for Talk<'_> {
     }
 
     fn reward(&self, _problem: &Problem, _transcript: &Transcript) -> Result<Reward> {
-        Ok(Reward { value: 0.0, success: false })
+        Ok(Reward::new(0.0, false))
     }
 }

@@ -132,9 +132,10 @@ fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
         lines.extend([("user", next.content.clone()), ("model", ANSWER.to_owned())]);
         messages.extend([next, Message::assistant("final", ANSWER)]);
     }
-    let Reward { value, success } = task.reward(problem, &transcript(&messages)).map_err(failed)?;
+    let Reward { value, success, named } = task.reward(problem, &transcript(&messages)).map_err(failed)?;
     let success = if success { "a success" } else { "no success" };
-    lines.push(("reward", format!("{value}, {success}")));
+    let named: String = named.iter().map(|(name, value)| format!(", {name} {value}")).collect();
+    lines.push(("reward", format!("{value}, {success}{named}")));
     lines.push(("answer", problem.answer.to_string()));
     let lines: String = lines.iter().map(|(who, text)| format!("{who:<8}{text}\n")).collect();
     Ok(format!("\nThe task {} after a useless answer; its reference answer is last:\n\n{lines}", task.name()))

@@ -192,14 +192,18 @@ fn problem_document(set: &ValidationResult, problem: &ProblemResult) -> Value {
         document.insert(format!("maj@{}", set.samples), json!(accuracy::majority(&problem.votes)));
     }
     let samples = problem.rows.iter().zip(&problem.samples).map(|(row, sample)| {
-        json!({
+        let mut document = json!({
             "right": sample.success,
             "reward": row.trajectory.reward,
             "outcome": row.trajectory.outcome.name(),
             "answer": sample.answer,
             "turns": row.trajectory.turns.len(),
             "sampled_tokens": row.trajectory.sampled_tokens(),
-        })
+        });
+        if !row.trajectory.rewards.is_empty() {
+            document["rewards"] = json!(row.trajectory.rewards);
+        }
+        document
     });
     document.insert("samples".into(), samples.collect());
     Value::Object(document)

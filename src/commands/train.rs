@@ -141,7 +141,10 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         Some(Resume::Auto) => contains_run(&out),
     };
     let (resumed, point) = match resumes {
-        true => prepare_resume(&out, &mut plan)?,
+        true => {
+            let _stage = console.inner_stage("reading the checkpoint", 0);
+            prepare_resume(&out, &mut plan)?
+        }
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
     let afresh = match &source {

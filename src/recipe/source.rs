@@ -10,7 +10,7 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 /// The built-in recipes by name.
-pub const BUILT_IN: [(&str, &str); 15] = [
+pub const BUILT_IN: [(&str, &str); 16] = [
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
     ("quickstart_cuda", include_str!("../../recipes/quickstart_cuda.toml")),
     ("quickstart_dense", include_str!("../../recipes/quickstart_dense.toml")),
@@ -25,6 +25,7 @@ pub const BUILT_IN: [(&str, &str); 15] = [
     ("retool", include_str!("../../recipes/retool.toml")),
     ("retool_ppo", include_str!("../../recipes/retool_ppo.toml")),
     ("retool_qwen", include_str!("../../recipes/retool_qwen.toml")),
+    ("retool_qwen_lora", include_str!("../../recipes/retool_qwen_lora.toml")),
     ("verify_if", include_str!("../../recipes/verify_if.toml")),
 ];
 

@@ -100,7 +100,10 @@ const SPECS: [Spec; 21] = {
 
 /// Returns whether 0 at every step means that nothing was learned.
 fn is_alarm_at_zero(metric: &str) -> bool {
-    is_held_out(metric) || metric.ends_with("rewards/mean") || metric.ends_with("grad_norm")
+    is_held_out(metric)
+        || named_reward(metric).is_some()
+        || metric.ends_with("rewards/mean")
+        || metric.ends_with("grad_norm")
 }
 
 /// Returns whether 0 at every step is a result to see.
@@ -130,9 +133,12 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
         }
     }
     let recorded = recorded(runs);
-    add_held_out(runs, &recorded, &mut sections[0]);
+    add_to_reward(runs, &recorded, &mut sections[0]);
     let others = recorded.iter().filter(|&(phase, metric)| {
-        !shown.contains(&(*phase, metric.clone())) && !is_held_out(metric) && !is_interval_end(metric)
+        !shown.contains(&(*phase, metric.clone()))
+            && !is_held_out(metric)
+            && !is_interval_end(metric)
+            && named_reward(metric).is_none()
     });
     let charts = others.filter_map(|(phase, metric)| {
         let title = if *phase == Phase::Rl { metric.clone() } else { format!("{metric} ({})", phase.name()) };
@@ -174,10 +180,15 @@ fn recorded(runs: &[Run]) -> BTreeSet<(Phase, String)> {
     rows.flat_map(|row| row.metrics.iter().map(|(name, _)| (row.phase, name.to_owned()))).collect()
 }
 
-/// Inserts held-out success right after the reward.
-fn add_held_out(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &mut Section) {
+/// Returns the name of the task's reward in `reward/<name>/mean`.
+fn named_reward(metric: &str) -> Option<&str> {
+    metric.strip_prefix("reward/")?.strip_suffix("/mean")
+}
+
+/// Inserts held-out success and the named rewards right after the reward.
+fn add_to_reward(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &mut Section) {
     let held_out = recorded.iter().filter(|(_, metric)| is_held_out(metric));
-    let charts: Vec<Chart> = held_out
+    let mut charts: Vec<Chart> = held_out
         .filter_map(|(phase, metric)| {
             let title = format!("Held-out {}", held_out_name(metric));
             chart(runs, &title, &[metric.as_str()], "success", *phase, Scale::Unit)
@@ -186,6 +197,10 @@ fn add_held_out(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &m
     if charts.is_empty() {
         learning.absent.push("Held-out success");
     }
+    charts.extend(recorded.iter().filter_map(|(phase, metric)| {
+        let title = format!("Reward {}", named_reward(metric)?);
+        chart(runs, &title, &[metric.as_str()], "mean, unweighted", *phase, Scale::Linear)
+    }));
     let at = learning.charts.iter().take_while(|chart| chart.title == "Reward").count();
     learning.charts.splice(at..at, charts);
 }

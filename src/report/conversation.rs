@@ -166,6 +166,8 @@ fn trajectory_view(picked: &SelectedTrajectory) -> Value {
         .for_each(|call| *calls.entry(call).or_default() += 1);
     facts
         .extend(calls.iter().map(|(call, count)| format!("call {} ×{count}", call.name().replace('_', " "))));
+    let named = trajectory.rewards.iter();
+    facts.extend(named.map(|(name, value)| format!("reward {name} {}", format_number(f64::from(*value)))));
     let (step, prompt, sample) = (trajectory.step, trajectory.prompt, trajectory.sample);
     context! {
         heading => format!("{phase} {step}, prompt {prompt}, sample {sample}"),
@@ -174,7 +176,7 @@ fn trajectory_view(picked: &SelectedTrajectory) -> Value {
         outcome => trajectory.outcome.name(),
         reward => format_number(f64::from(trajectory.reward)),
         success => trajectory.success,
-        // Counts of sampled tokens, turns and calls, and the outcome.
+        // Counts of sampled tokens, turns and calls, and the named rewards.
         facts,
         messages => messages.iter().map(message_view).collect::<Vec<_>>(),
     }

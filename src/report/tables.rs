@@ -53,7 +53,7 @@ fn mismatch_of_steps(run: &Run) -> Option<String> {
     let series = run.series(Phase::Rl, "mismatch/log_ppl_abs_diff_max");
     let largest =
         series.iter().map(|point| point.1).reduce(|a, b| if b > a || b.is_nan() { b } else { a })?;
-    let steps = if series.len() == 1 { "step".to_owned() } else { format!("{} steps", series.len()) };
+    let steps = format!("{} step{}", series.len(), if series.len() == 1 { "" } else { "s" });
     Some(match largest == 0.0 {
         true => format!("exactly 0 ({steps})"),
         false => format!("up to {} ({steps})", format_number(largest)),

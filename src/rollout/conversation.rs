@@ -30,7 +30,7 @@ use rand_chacha::ChaCha8Rng;
 use std::time::Instant;
 
 /// Reward of a trajectory whose task failed.
-const FAILED: Reward = Reward { value: 0.0, success: false };
+const FAILED: Reward = Reward::new(0.0, false);
 
 /// The next action of a conversation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -359,6 +359,7 @@ impl<'a> Conversation<'a> {
             outcome,
             reward: reward.value,
             success: reward.success,
+            rewards: reward.named,
             tool_s: self.tool_s,
         };
         (trajectory, messages)

@@ -8,6 +8,7 @@ use crate::trajectory::{CallOutcome, Group, Outcome};
 /// | name | of |
 /// | --- | --- |
 /// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | trajectories |
+/// | `reward/<name>/mean` | trajectories with the task's reward of this name, before its weight |
 /// | `response_length/{mean,max,min}` | sampled tokens of a trajectory, insertions left out |
 /// | `prompt_length/{mean,max,min}` | tokens of a trajectory's prompt |
 /// | `num_turns/{mean,max,min}` | turns of a trajectory: runs of sampled tokens |
@@ -43,6 +44,9 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
                 ("num_turns", trajectory.turns.len() as f64),
             ] {
                 spread(&mut metrics, name, value);
+            }
+            for (name, &value) in &trajectory.rewards {
+                metrics.mean(&format!("reward/{name}/mean"), f64::from(value), 1.0);
             }
             metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
             metrics.mean("trajectory/failed_fraction", f64::from(u8::from(trajectory.has_failure())), 1.0);
@@ -91,6 +95,7 @@ mod tests {
             outcome,
             reward,
             success: reward > 0.0,
+            rewards: Default::default(),
             tool_s: 0.0,
         }
     }
@@ -141,6 +146,23 @@ mod tests {
             assert_eq!(metrics.get(name), Some(value), "{name}");
         }
         assert_eq!(metrics.len(), 15 + Outcome::ALL.len() + CallOutcome::ALL.len());
+    }
+
+    #[test]
+    fn named_rewards_are_kept_apart() {
+        let named = |rewards: &[(&str, f32)]| Trajectory {
+            rewards: rewards.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect(),
+            ..trajectory(0.5, 1, &[None], Outcome::Finished)
+        };
+        let trajectories = vec![
+            named(&[("right", 1.0), ("short", 0.25)]),
+            named(&[("right", 0.0), ("short", 0.75)]),
+            // The program failed to grade it.
+            named(&[]),
+        ];
+        let metrics = metrics(&[Group { trajectories, greedy: None }]).finish().unwrap();
+        assert_eq!(metrics.get("reward/right/mean"), Some(0.5));
+        assert_eq!(metrics.get("reward/short/mean"), Some(0.5));
     }
 
     #[test]

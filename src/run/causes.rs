@@ -149,6 +149,7 @@ mod tests {
                 outcome,
                 reward: 0.0,
                 success: false,
+                rewards: Default::default(),
                 tool_s: 0.0,
             };
             (

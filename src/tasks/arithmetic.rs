@@ -199,7 +199,7 @@ pub(super) fn copy_with_errors(value: i64, rng: &mut impl Rng) -> String {
 pub(super) fn exact_reward(problem: &Problem, transcript: &Transcript, answer: Option<&str>) -> Reward {
     let right = answer.is_some_and(|text| problem.answer.as_str() == Some(text));
     let success = right && transcript.outcome == Outcome::Finished;
-    Reward { value: if success { 1.0 } else { -1.0 }, success }
+    Reward::new(if success { 1.0 } else { -1.0 }, success)
 }
 
 /// The task `arithmetic`. At most three turns fit its 72 sampled tokens and a context of 160. Its held-out
@@ -300,8 +300,8 @@ mod tests {
             let transcript = Transcript { messages: &messages, outcome, calls_answered: 0 };
             task.reward(&problem, &transcript).unwrap()
         };
-        assert_eq!(reward("final", "79", Outcome::Finished), Reward { value: 1.0, success: true });
-        let wrong = Reward { value: -1.0, success: false };
+        assert_eq!(reward("final", "79", Outcome::Finished), Reward::new(1.0, true));
+        let wrong = Reward::new(-1.0, false);
         assert_eq!(reward("final", "79", Outcome::TruncatedLength), wrong);
         assert_eq!(reward("analysis", "79", Outcome::Finished), wrong);
         assert_eq!(reward("final", "80", Outcome::Finished), wrong);

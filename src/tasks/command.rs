@@ -1,19 +1,18 @@
 //! A user's own task: a program that provides problems, continues conversations and grades them over JSON
 //! lines.
 //!
-//! docs/TASKS.md defines the protocol. The reply to a request must not depend on earlier requests: several
-//! processes run in any order and are restarted after a failure.
+//! docs/TASKS.md defines the protocol, and `command/protocol.rs` alone reads it. The reply to a request must
+//! not depend on earlier requests: several processes run in any order and are restarted after a failure.
 
-mod reply;
+mod protocol;
 
 use super::process::ProcessPool;
 use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
-use crate::chat::functions::check_functions;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
-use anyhow::{Context, Result, anyhow, bail};
-use reply::{ProgramReply, REQUEST_ID, with_request};
+use anyhow::{Result, bail};
+use protocol::{Described, ProgramReply, REQUEST_ID, VERSION, with_request};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -30,8 +29,6 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 /// Attempts to get a problem during a run before it counts as failed. The first problems, before any work,
 /// get one attempt.
 const PROBLEM_ATTEMPTS: usize = 3;
-/// The newest version of the protocol; the oldest is 1.
-const VERSION: u64 = 2;
 /// Failures reported on the console; the metrics count all.
 const WARNINGS_MAX: usize = 10;
 /// Defaults of `task.command_timeout_s` and `task.command_processes`.
@@ -47,47 +44,6 @@ pub struct CommandTask {
     program: Program,
     warnings: AtomicUsize,
     console: Console,
-}
-
-/// A program's answer to `describe`.
-struct TaskDescription {
-    name: String,
-    validation_problems: u64,
-    python: bool,
-    tools: Vec<Value>,
-    functions: bool,
-    turns: bool,
-    /// Whether the program repeats each request's id: since version 2.
-    identified: bool,
-}
-
-impl TaskDescription {
-    fn read(mut reply: ProgramReply) -> Result<Self> {
-        let version = reply.count("version")?.unwrap_or(1);
-        if !(1..=VERSION).contains(&version) {
-            bail!("`version` of the answer is {version}; give 1 or {VERSION}");
-        }
-        let name = reply.text("name")?.unwrap_or_else(|| "command".to_owned());
-        if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
-            bail!("`name` of the answer is {name:?}; write letters, digits and _ only");
-        }
-        let tools = match reply.take("tools") {
-            None => vec![],
-            Some(Value::Array(tools)) => tools,
-            Some(other) => bail!("`tools` of the answer is {other}, not a list"),
-        };
-        check_functions(&tools).map_err(|reason| anyhow!("`tools` of the answer: {reason}"))?;
-        let flag = |key| Ok::<_, anyhow::Error>(reply.flag(key)?.unwrap_or(false));
-        Ok(Self {
-            name,
-            validation_problems: reply.count("validation_problems")?.unwrap_or(0),
-            python: flag("python")?,
-            functions: flag("functions")? || !tools.is_empty(),
-            tools,
-            turns: flag("turns")?,
-            identified: version > 1,
-        })
-    }
 }
 
 impl CommandTask {
@@ -132,17 +88,8 @@ impl CommandTask {
     /// Asks for a problem, up to `attempts` times.
     fn problem(&self, (split, seed, index): (&str, u64, u64), attempts: usize) -> Result<Problem> {
         let request = json!({ "request": "problem", "split": split, "seed": seed, "index": index });
-        let read = |mut reply: ProgramReply| {
-            let messages = match (reply.take("messages"), reply.text("prompt")?) {
-                (None, Some(prompt)) => vec![Message::user(prompt)],
-                (None, None) => bail!("a problem has neither `prompt`, a text, nor `messages`"),
-                (Some(messages), _) => {
-                    serde_json::from_value(messages).context("`messages` of the answer")?
-                }
-            };
-            let id = reply.text("id")?.unwrap_or_else(|| format!("{}/{split}/{index}", self.described.name));
-            Ok(Problem { id, messages, answer: reply.take("answer").unwrap_or(Value::Null) })
-        };
+        let default_id = format!("{}/{split}/{index}", self.described.name);
+        let read = |reply: ProgramReply| reply.problem(&default_id);
         let mut problem = self.ask(request.clone(), read);
         for _ in 1..attempts {
             if problem.is_ok() {
@@ -203,7 +150,7 @@ impl CommandTask {
 
     /// Returns the text or null under `content` in the answer to `request`.
     fn content(&self, request: &str, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
-        self.ask_about(request, problem, transcript, |reply| reply.text("content"))
+        self.ask_about(request, problem, transcript, |reply| reply.content())
     }
 }
 
@@ -281,9 +228,6 @@ impl Task for CommandTask {
     }
 
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        self.ask_about("reward", problem, transcript, |reply| {
-            let value = reply.number("reward")?;
-            Ok(Reward { value, success: reply.flag("success")?.unwrap_or(value > 0.0) })
-        })
+        self.ask_about("reward", problem, transcript, |reply| reply.reward(&self.described.rewards))
     }
 }

@@ -156,7 +156,7 @@ impl GeneratedProblem for Request {
             Rules::deserialize(&problem.answer).with_context(|| format!("{}: no rules", problem.id))?;
         let success = transcript.outcome == Outcome::Finished
             && transcript.final_text().is_some_and(|line| rules.hold(line));
-        Ok(Reward { value: if success { 1.0 } else { -1.0 }, success })
+        Ok(Reward::new(if success { 1.0 } else { -1.0 }, success))
     }
 }
 
@@ -192,7 +192,7 @@ mod tests {
             task.reward(&problem, &transcript).unwrap()
         };
         let all = rules(true, Some(3), Some("YES"));
-        let (right, wrong) = (Reward { value: 1.0, success: true }, Reward { value: -1.0, success: false });
+        let (right, wrong) = (Reward::new(1.0, true), Reward::new(-1.0, false));
         assert_eq!(reward(&all, "final", "YES OLD SHIP", Outcome::Finished), right);
         assert_eq!(reward(&all, "final", "YES OLD SHIP", Outcome::TruncatedLength), wrong);
         assert_eq!(reward(&all, "analysis", "YES OLD SHIP", Outcome::Finished), wrong);

@@ -177,7 +177,7 @@ impl Task for Gsm8k {
         let answer = transcript.final_text().and_then(|text| extract(text, self.extraction));
         let right = answer.is_some_and(|n| problem.answer.as_str() == Some(&n.to_string()));
         let success = finished && right;
-        Ok(Reward { value: if success { 1.0 } else { 0.0 }, success })
+        Ok(Reward::new(if success { 1.0 } else { 0.0 }, success))
     }
 }
 

@@ -22,6 +22,7 @@ use crate::harmony::Message;
 use crate::settings::registered;
 use crate::trajectory::Outcome;
 use anyhow::Result;
+use std::collections::BTreeMap;
 
 /// A prompt with the data that its grader needs.
 #[derive(Debug, Clone, PartialEq)]
@@ -53,12 +54,21 @@ impl Transcript<'_> {
 }
 
 /// A grader's verdict.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Reward {
     /// The reward for training.
     pub value: f32,
     /// Whether the answer is right, for evaluation.
     pub success: bool,
+    /// Named rewards, whose weighted sum is the value; empty for a task with one reward.
+    pub named: BTreeMap<String, f32>,
+}
+
+impl Reward {
+    /// Returns a reward without named ones.
+    pub const fn new(value: f32, success: bool) -> Self {
+        Self { value, success, named: BTreeMap::new() }
+    }
 }
 
 /// A named set of held-out problems.

@@ -35,6 +35,8 @@ choice! {
     pub enum PromptFormat default Boxed {
         /// ReTool's suffix: the answer is the last `\boxed{}`, near the end.
         Boxed = "boxed",
+        /// A suffix without a placeholder, which small models copy; the answer is as in `boxed`.
+        BoxedPlain = "boxed_plain",
         /// DAPO's wrapper: the answer is on the last line, after `Answer:`.
         AnswerLine = "answer_line",
     }
@@ -46,6 +48,7 @@ impl PromptFormat {
             PromptFormat::Boxed => {
                 format!("{problem}\nThe answer format must be: \\boxed{{'The final answer goes here.'}}")
             }
+            PromptFormat::BoxedPlain => format!("{problem}\nPut the final answer within \\boxed{{}}."),
             PromptFormat::AnswerLine => format!(
                 "Solve the following math problem step by step. The last line of your response should be of the \
                  form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n\
@@ -60,7 +63,7 @@ impl PromptFormat {
         let end = &text[text.ceil_char_boundary(text.len().saturating_sub(END_BYTES))..];
         let near = |after: &str| after.chars().nth(AFTER_CHARS_MAX).is_none();
         match self {
-            PromptFormat::Boxed => {
+            PromptFormat::Boxed | PromptFormat::BoxedPlain => {
                 let (start, content) = find_last_boxed(end)?;
                 let after = end[start..].split_once(content).map_or("", |(_, after)| after);
                 near(after).then_some(content)
@@ -200,7 +203,7 @@ impl Task for Retool {
         let gold = problem.answer.as_str().unwrap_or_default();
         let success = answer.is_some_and(|answer| self.equality.matches(gold, answer));
         let tried = -1.0 + 0.1 * transcript.calls_answered as f32;
-        Ok(Reward { value: if success { 1.0 } else { tried.min(-0.6) }, success })
+        Ok(Reward::new(if success { 1.0 } else { tried.min(-0.6) }, success))
     }
 }
 

@@ -229,10 +229,10 @@ impl Task for VerifyIf {
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
         let verdicts = self.verdicts(problem, transcript)?;
         if transcript.outcome != Outcome::Finished {
-            return Ok(Reward { value: 0.0, success: false });
+            return Ok(Reward::new(0.0, false));
         }
         let sum: f32 = verdicts.iter().map(|turn| self.grading.reward(turn)).sum();
         let success = verdicts.last().is_some_and(|turn| turn.iter().all(|&v| v));
-        Ok(Reward { value: sum / verdicts.len().max(1) as f32, success })
+        Ok(Reward::new(sum / verdicts.len().max(1) as f32, success))
     }
 }

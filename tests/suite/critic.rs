@@ -269,6 +269,7 @@ fn groups(fixture: &Fixture) -> Vec<Group> {
         outcome: Outcome::Finished,
         reward: [1.0, -1.0, 0.5][i % 3],
         success: false,
+        rewards: Default::default(),
         tool_s: 0.0,
     };
     fixture

@@ -133,6 +133,7 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
         outcome: Outcome::Finished,
         reward: [1.0, 0.0, 0.5][index % 3] * (1.0 + index as f32),
         success: false,
+        rewards: Default::default(),
         tool_s: 0.0,
     }
 }

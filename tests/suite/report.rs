@@ -113,6 +113,7 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         outcome: Outcome::Finished,
         reward,
         success: reward > 0.0,
+        rewards: Default::default(),
         tool_s: 0.25,
     };
     let messages = vec![
@@ -130,6 +131,23 @@ fn write_trajectories(run: &Path, file: &str, rows: &[TrajectoryRow]) {
     std::fs::create_dir_all(&folder).unwrap();
     let lines: Vec<String> = rows.iter().map(|row| serde_json::to_string(row).unwrap() + "\n").collect();
     std::fs::write(folder.join(file), lines.concat()).unwrap();
+}
+
+/// The page shows each named reward of a task as a chart and in the conversations.
+#[test]
+fn named_rewards_have_charts_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let named = |step| row(step, Phase::Rl, &[("critic/rewards/mean", 1.0), ("reward/format/mean", 0.0)]);
+    let run = run(folder.path(), "named", &(1..=9).map(named).collect::<Vec<_>>());
+    let mut sample = trajectory(Phase::Rl, 1, 0, 1.0, "79");
+    sample.trajectory.rewards = [("format".to_owned(), 0.5)].into();
+    let line = serde_json::to_string(&sample).unwrap();
+    assert_eq!(serde_json::from_str::<TrajectoryRow>(&line).unwrap(), sample);
+    write_trajectories(&run, "step-000001.jsonl", &[sample]);
+    let page = page(&[run]);
+    assert_eq!(page.matches("<b>Reward format</b>").count(), 1, "one chart, which 0 does not hide");
+    assert!(!page.contains("Exactly 0 at every step: Reward format"));
+    assert!(page.contains("reward format 0.5"), "a fact of the conversation");
 }
 
 #[test]

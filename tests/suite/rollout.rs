@@ -116,7 +116,7 @@ impl Task for Questions {
         let text = transcript.final_text();
         anyhow::ensure!(text != Some("ungradable"), "cannot grade that");
         let success = text == Some("ok") && transcript.outcome == Outcome::Finished;
-        Ok(Reward { value: if success { 1.0 } else { -1.0 }, success })
+        Ok(Reward::new(if success { 1.0 } else { -1.0 }, success))
     }
 }
 

@@ -264,3 +264,27 @@ fn every_gold_answer_earns_the_reward(train: &Path, aime: &Path, math: &Path, si
         }
     }
 }
+
+/// A small model copied the placeholder of ReTool's prompt as its answer.
+#[test]
+fn a_plain_boxed_prompt_has_no_placeholder() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, problem: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, format!("{{\"problem\": \"{problem}\", \"answer\": 42}}\n")).unwrap();
+        Some(path)
+    };
+    let settings = TaskSettings {
+        name: TaskName::from_name("retool").unwrap(),
+        train_file: file("train.jsonl", "6 * 7?"),
+        validation_file: file("held-out.jsonl", "7 * 6?"),
+        prompt: Some(rloss::tasks::retool::PromptFormat::BoxedPlain),
+        ..Default::default()
+    };
+    let task = build(&settings, &TaskContext::default()).unwrap();
+    let problem = task.training_problem(0, 0);
+    assert_eq!(problem.messages[0].content, "6 * 7?\nPut the final answer within \\boxed{}.");
+    let messages = [Message::assistant("final", "So it is \\boxed{42}.")];
+    let said = Transcript { messages: &messages, outcome: Outcome::Finished, calls_answered: 0 };
+    assert_eq!(task.reward(&problem, &said).unwrap().value, 1.0);
+}

@@ -41,7 +41,7 @@ fn open(train: &Path, validation: &Path, grading: Grading) -> anyhow::Result<Ver
 }
 
 fn reward(task: &VerifyIf, problem: &Problem, messages: &[Message], outcome: Outcome) -> (f32, bool) {
-    let Reward { value, success } =
+    let Reward { value, success, .. } =
         task.reward(problem, &Transcript { messages, outcome, calls_answered: 0 }).unwrap();
     (value, success)
 }

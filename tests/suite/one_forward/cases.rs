@@ -424,7 +424,7 @@ impl Task for Questions {
     }
 
     fn reward(&self, _: &Problem, _: &Transcript) -> Result<Reward> {
-        Ok(Reward { value: 0.0, success: false })
+        Ok(Reward::new(0.0, false))
     }
 }
 

@@ -123,7 +123,7 @@ fn a_program_gives_problems_tool_replies_turns_and_rewards() {
     messages.extend([Message::user("And twice that?"), Message::assistant("final", "42")]);
     assert_eq!(next(&messages), None);
     let reward = task.reward(&problem, &transcript(&messages)).unwrap();
-    assert_eq!(reward, Reward { value: 0.75, success: true });
+    assert_eq!(reward, Reward::new(0.75, true));
 }
 
 #[test]
@@ -360,45 +360,80 @@ fn a_hanging_program_goes_with_its_children_and_none_outlives_the_task() {
     assert!(!runs(&path));
 }
 
+/// Returns the program of this number, from 1, in docs/TASKS.md.
+fn documented(number: usize) -> Box<dyn Task> {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/TASKS.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let example = page.split("```python\n").nth(number).and_then(|rest| rest.split("```").next()).unwrap();
+    assert!(example.lines().count() <= 40, "{example}");
+    Script::new(example).build().unwrap()
+}
+
 #[test]
 fn the_documented_example_works() {
     if !skips::python3() {
         return;
     }
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/TASKS.md");
-    let page = std::fs::read_to_string(page).unwrap();
-    let example = page.split("```python\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
-    let task = Script::new(example).build().unwrap();
+    let task = documented(1);
     assert_eq!((task.name(), task.validation_sets()[0].problems.len()), ("doubling", 2));
     let problem = task.training_problem(3, 4);
     assert_ne!(problem, task.training_problem(3, 5));
     for (text, success) in [(problem.answer.to_string(), true), ("-1".into(), false)] {
         let messages = [Message::assistant("analysis", "so"), Message::assistant("final", text)];
         let value = f32::from(u8::from(success));
-        assert_eq!(task.reward(&problem, &transcript(&messages)).unwrap(), Reward { value, success });
+        assert_eq!(task.reward(&problem, &transcript(&messages)).unwrap(), Reward::new(value, success));
     }
 }
 
 #[test]
-fn the_documented_example_with_a_tool_works() {
+fn the_documented_example_with_a_tool_and_named_rewards_works() {
     if !skips::python3() {
         return;
     }
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/TASKS.md");
-    let page = std::fs::read_to_string(page).unwrap();
-    let example = page.split("```python\n").nth(2).and_then(|rest| rest.split("```").next()).unwrap();
-    let task = Script::new(example).build().unwrap();
+    let task = documented(2);
     assert!(task.answers_calls() && !task.uses_python());
+    assert_eq!(task.tools()[0]["function"]["name"], "price");
     let problem = task.training_problem(0, 1);
-    assert_eq!(problem.messages[0].role, rloss::harmony::Role::Developer);
     let call = |to: &str, text: &str| {
         task.tool_reply(&problem, &transcript(&[Message::call(to, "commentary", text)])).unwrap()
     };
     assert_eq!(call("functions.price", "{\"fruit\": \"pear\"}").as_deref(), Some("4"));
-    assert!(call("functions.price", "pear").unwrap().starts_with("Error: "));
+    assert!(call("price", "pear").unwrap().starts_with("Error: "));
     assert_eq!(call("functions.weight", "{}"), None);
-    for (text, success) in [(problem.answer.to_string(), true), ("0".into(), false)] {
+    for (text, right, calls_answered) in [(problem.answer.to_string(), 1.0, 1), ("0".into(), 0.0, 0)] {
         let messages = [Message::assistant("final", text)];
-        assert_eq!(task.reward(&problem, &transcript(&messages)).unwrap().success, success);
+        let asked = calls_answered as f32;
+        let said = Transcript { calls_answered, ..transcript(&messages) };
+        let named = [("right".to_owned(), right), ("asked".to_owned(), asked)].into();
+        let expected = Reward { value: right + 0.2 * asked, success: right > 0.0, named };
+        assert_eq!(task.reward(&problem, &said).unwrap(), expected);
+    }
+}
+
+#[test]
+fn named_rewards_are_those_that_describe_weighs() {
+    if !skips::python3() {
+        return;
+    }
+    let weighed = FRAME.replace("\"turns\": True}", "\"turns\": True, \"rewards\": {\"a\": 2, \"b\": -0.5}}");
+    let of = |reward: &str| {
+        let text = weighed.replace("{\"rewrd\": 1.0}", reward);
+        let task = Script::new(&text).build().unwrap();
+        task.reward(&task.training_problem(0, 6), &transcript(&[]))
+    };
+    let named = [("a".to_owned(), 3.0), ("b".to_owned(), 4.0)].into();
+    assert_eq!(
+        of("{\"rewards\": {\"a\": 3, \"b\": 4}}").unwrap(),
+        Reward { value: 4.0, success: true, named }
+    );
+    for (reward, reason) in [
+        ("{\"rewards\": {\"a\": 3}}", "`rewards` of the answer has no `b`"),
+        ("{\"reward\": 1}", "`rewards` of the answer has no `a`"),
+        ("{\"rewards\": {\"a\": 3, \"b\": 4, \"c\": 5}}", "`rewards` of the answer has `c`; give its weight"),
+        ("{\"rewards\": {\"a\": 3, \"b\": \"x\"}}", "not numbers by name"),
+        ("{\"reward\": 1, \"rewards\": {\"a\": 3, \"b\": 4}}", "has `reward` beside `rewards`"),
+    ] {
+        let error = format!("{:#}", of(reward).unwrap_err());
+        assert!(error.contains(reason), "{reward}: {error}");
     }
 }

@@ -1,0 +1,203 @@
+//! Replies of a task program: each request's keys and their types, checked as strictly as a recipe, and the
+//! request's id.
+
+use crate::chat::functions::check_functions;
+use crate::harmony::Message;
+use crate::settings::closest_word;
+use crate::tasks::{Problem, Reward};
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// The newest version of the protocol; the oldest is 1.
+pub(super) const VERSION: u64 = 2;
+
+/// Maximum number of characters of a request shown in an error.
+const REQUEST_CHARS_MAX: usize = 400;
+
+/// The keys of the answer to each request; `error` is allowed in all.
+const KEYS: [(&str, &[&str]); 5] = [
+    ("describe", &["version", "name", "validation_problems", "python", "tools", "functions", "turns", "rewards"]),
+    ("problem", &["prompt", "messages", "answer", "id"]),
+    ("call", &["content"]),
+    ("turn", &["content"]),
+    ("reward", &["reward", "rewards", "success"]),
+];
+
+const ERROR: &str = "error";
+/// Key of a request's id, which the answer repeats since version 2.
+pub(super) const REQUEST_ID: &str = "request_id";
+
+/// A program's answer without unknown keys. A key with the value null counts as absent.
+pub(super) struct ProgramReply(Map<String, Value>);
+
+impl ProgramReply {
+    /// Returns the answer to `request`; the inner error is a failure that the program itself reports.
+    ///
+    /// # Errors
+    /// For an answer to another request, and for an unknown key, with the most similar known key.
+    pub(super) fn new(request: &Value, answer: Value) -> Result<Result<Self>> {
+        let Value::Object(mut answer) = answer else { bail!("the answer is not a JSON object") };
+        answer.retain(|_, value| !value.is_null());
+        let name = request["request"].as_str().unwrap_or_default();
+        // Version 1 describes itself by an answer without id and version.
+        let first = name == "describe" && !answer.contains_key("version");
+        match (&request[REQUEST_ID], answer.remove(REQUEST_ID)) {
+            (Value::Null, None) => {}
+            (_, None) if first => {}
+            (asked, None) => bail!("the answer has no `{REQUEST_ID}`; repeat {asked}, the request's"),
+            (_, Some(_)) if first => {
+                bail!("the answer has `{REQUEST_ID}` but no `version`; add \"version\": 2 to it")
+            }
+            (asked, Some(answered)) if *asked != answered => {
+                bail!("the answer is to request {answered}, not to {asked}")
+            }
+            (_, Some(_)) => {}
+        }
+        if let Some(error) = answer.get(ERROR) {
+            let text = error.as_str().map_or_else(|| error.to_string(), str::to_owned);
+            return Ok(Err(anyhow!("the program says: {text}")));
+        }
+        let known = KEYS.iter().find(|(known, _)| *known == name).map_or(&[][..], |(_, keys)| keys);
+        if let Some(key) = answer.keys().find(|key| !known.contains(&key.as_str())) {
+            match closest_word(key, known.iter().copied()) {
+                Some(near) => bail!("unknown key `{key}` in the answer; did you mean `{near}`?"),
+                None => bail!("unknown key `{key}` in the answer; it may hold {}", known.join(", ")),
+            }
+        }
+        Ok(Ok(Self(answer)))
+    }
+
+    /// Reads a problem, with `default_id` if it names no other.
+    pub(super) fn problem(mut self, default_id: &str) -> Result<Problem> {
+        let messages = match (self.take("messages"), self.text("prompt")?) {
+            (None, Some(prompt)) => vec![Message::user(prompt)],
+            (None, None) => bail!("a problem has neither `prompt`, a text, nor `messages`"),
+            (Some(messages), _) => serde_json::from_value(messages).context("`messages` of the answer")?,
+        };
+        let id = self.text("id")?.unwrap_or_else(|| default_id.to_owned());
+        Ok(Problem { id, messages, answer: self.take("answer").unwrap_or(Value::Null) })
+    }
+
+    /// Returns a text, or `None` for null.
+    pub(super) fn content(&self) -> Result<Option<String>> {
+        self.text("content")
+    }
+
+    /// Reads a reward: one number, or a number for each name of `weights`, summed with them.
+    pub(super) fn reward(&self, weights: &BTreeMap<String, f32>) -> Result<Reward> {
+        let one = self.number("reward")?;
+        let named = self.numbers("rewards")?;
+        if let Some(name) = weights.keys().find(|name| !named.contains_key(*name)) {
+            bail!("`rewards` of the answer has no `{name}`, which the answer to `describe` weighs");
+        }
+        if let Some(name) = named.keys().find(|name| !weights.contains_key(*name)) {
+            bail!("`rewards` of the answer has `{name}`; give its weight in `rewards` of `describe`");
+        }
+        let value = match (one, weights.is_empty()) {
+            (Some(one), true) => one,
+            (None, true) => bail!("the answer has no `reward`"),
+            (None, false) => weights.iter().map(|(name, weight)| weight * named[name]).sum(),
+            (Some(_), false) => bail!("the answer has `reward` beside `rewards`, whose weighted sum it is; leave it out"),
+        };
+        Ok(Reward { value, success: self.flag("success")?.unwrap_or(value > 0.0), named })
+    }
+
+    /// Removes and returns the value of `key`, if there is one.
+    fn take(&mut self, key: &str) -> Option<Value> {
+        self.0.remove(key)
+    }
+
+    fn text(&self, key: &str) -> Result<Option<String>> {
+        self.read(key, "a text", |value| value.as_str().map(str::to_owned))
+    }
+
+    fn flag(&self, key: &str) -> Result<Option<bool>> {
+        self.read(key, "a boolean", Value::as_bool)
+    }
+
+    fn count(&self, key: &str) -> Result<Option<u64>> {
+        self.read(key, "a whole number of at least 0", Value::as_u64)
+    }
+
+    fn number(&self, key: &str) -> Result<Option<f32>> {
+        self.read(key, "a number", finite)
+    }
+
+    /// Returns numbers by name; none if the key is absent.
+    fn numbers(&self, key: &str) -> Result<BTreeMap<String, f32>> {
+        let all = |value: &Value| {
+            let numbers = value.as_object()?.iter();
+            numbers.map(|(name, value)| Some((name.clone(), finite(value)?))).collect()
+        };
+        Ok(self.read(key, "numbers by name", all)?.unwrap_or_default())
+    }
+
+    fn read<T>(&self, key: &str, kind: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
+        let value = self.0.get(key);
+        value
+            .map(|value| read(value).with_context(|| format!("`{key}` of the answer is {value}, not {kind}")))
+            .transpose()
+    }
+}
+
+fn finite(value: &Value) -> Option<f32> {
+    value.as_f64().map(|n| n as f32).filter(|n| n.is_finite())
+}
+
+/// A program's answer to `describe`.
+pub(super) struct Described {
+    pub name: String,
+    pub validation_problems: u64,
+    pub python: bool,
+    pub tools: Vec<Value>,
+    pub functions: bool,
+    pub turns: bool,
+    /// Weights of the named rewards; empty if there is one reward.
+    pub rewards: BTreeMap<String, f32>,
+    /// Whether the program repeats each request's id: since version 2.
+    pub identified: bool,
+}
+
+impl Described {
+    pub(super) fn read(mut reply: ProgramReply) -> Result<Self> {
+        let version = reply.count("version")?.unwrap_or(1);
+        if !(1..=VERSION).contains(&version) {
+            bail!("`version` of the answer is {version}; give 1 or {VERSION}");
+        }
+        let named = |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        let name = reply.text("name")?.unwrap_or_else(|| "command".to_owned());
+        if !named(&name) {
+            bail!("`name` of the answer is {name:?}; write letters, digits and _ only");
+        }
+        let tools = match reply.take("tools") {
+            None => vec![],
+            Some(Value::Array(tools)) => tools,
+            Some(other) => bail!("`tools` of the answer is {other}, not a list"),
+        };
+        check_functions(&tools).map_err(|reason| anyhow!("`tools` of the answer: {reason}"))?;
+        let rewards = reply.numbers("rewards")?;
+        if let Some(name) = rewards.keys().find(|name| !named(name)) {
+            bail!("`rewards` of the answer has {name:?}; write letters, digits and _ only");
+        }
+        let flag = |key| Ok::<_, anyhow::Error>(reply.flag(key)?.unwrap_or(false));
+        Ok(Self {
+            name,
+            validation_problems: reply.count("validation_problems")?.unwrap_or(0),
+            python: flag("python")?,
+            functions: flag("functions")? || !tools.is_empty(),
+            tools,
+            turns: flag("turns")?,
+            rewards,
+            identified: version > 1,
+        })
+    }
+}
+
+/// Adds the request to `error`.
+pub(super) fn with_request(error: anyhow::Error, request: &Value) -> anyhow::Error {
+    let text = request.to_string();
+    let shown: String = text.chars().take(REQUEST_CHARS_MAX).collect();
+    let rest = if shown.len() < text.len() { "…" } else { "" };
+    anyhow!("{error:#}; the request was {shown}{rest}")
+}
