@@ -6,6 +6,7 @@ COPY . .
 # build
 RUN cargo build --release --locked
 RUN strip target/release/rloss
+RUN scripts/licences.py target/licences
 # end
 
 FROM debian:bookworm-slim
@@ -13,6 +14,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends python3 && r
 COPY --from=build /src/target/release/rloss /usr/local/bin/rloss
 COPY --from=build /src/recipes /usr/share/rloss/recipes
 COPY --from=build /src/LICENSE /usr/share/rloss/LICENSE
+COPY --from=build /src/target/licences /usr/share/rloss/licences
 # Model-written Python is confined by landlock and seccomp; Docker's default profile lets both through.
 USER 1000:1000
 WORKDIR /work

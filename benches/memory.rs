@@ -134,7 +134,8 @@ fn planned(seed: u64, recompute_layers: bool) {
         trainable: vec![true; parameters.len()],
         adapter: None,
         critic_trainable: None,
-        uses_python: false,
+        tokenizer_bytes: 0,
+        python_workers: 0,
         threads: 1,
         streamed: false,
         processes: 1,
@@ -143,8 +144,10 @@ fn planned(seed: u64, recompute_layers: bool) {
         gpu_sequences: None,
     };
     let plan = MemoryPlan::new(&subject);
-    let program = plan.resident.iter().find(|part| part.name == "program").map_or(0, |part| part.bytes);
-    let planned = plan.peak_bytes() - program;
+    // Without the program, its threads, and what the allocator keeps.
+    let of_pass = ["weights", "gradients", "optimizer"];
+    let others = plan.resident.iter().filter(|part| !of_pass.contains(&part.name));
+    let planned = plan.peak_bytes() - others.map(|part| part.bytes).sum::<u64>();
     let Shape { hidden, layers, heads, experts, vocabulary } = shape;
     println!(
         "{:<52} {:>9} {:>14.1} {:>14.1} {:>7.3}",

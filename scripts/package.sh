@@ -22,32 +22,14 @@ fi
 cargo build --release --locked ${features:+--features "$features"}
 
 rm -rf "$folder"
-mkdir -p "$folder/licences" "$folder/scripts"
+mkdir -p "$folder/scripts"
 target_folder=$(cargo metadata --format-version 1 --no-deps | sed -n 's/.*"target_directory":"\([^"]*\)".*/\1/p')
 cp "$target_folder/release/rloss" "$folder/rloss"
 strip "$folder/rloss"
 cp -r recipes docs README.md LICENSE "$folder/"
 cp scripts/fetch_data.sh scripts/random_checkpoint.py "$folder/scripts/"
 
-# Each dependency's own licence files, by crate and version; a crate without any is named with its licence's name.
-cargo metadata --format-version 1 --locked ${features:+--features "$features"} --filter-platform "$target" |
-    python3 -c '
-import glob, json, os, shutil, sys
-folder = sys.argv[1]
-missing = []
-for package in json.load(sys.stdin)["packages"]:
-    if package["source"] is None:
-        continue
-    here = os.path.dirname(package["manifest_path"])
-    files = [f for stem in ("LICEN[SC]E*", "COPYING*", "NOTICE*", "UNLICENSE*") for f in glob.glob(os.path.join(here, stem))]
-    name = "{name}-{version}".format(**package)
-    for file in filter(os.path.isfile, files):
-        shutil.copy(file, os.path.join(folder, name + "." + os.path.basename(file)))
-    if not files:
-        missing.append("{}: {}".format(name, package["license"] or package["license_file"]))
-with open(os.path.join(folder, "without-a-file.txt"), "w") as out:
-    out.write("\n".join(sorted(missing)) + "\n")
-' "$folder/licences"
+scripts/licences.py "$folder/licences" ${features:+"$features"}
 
 tar -C "$out" -czf "$out/$name.tar.gz" "$name"
 "$folder/rloss" --version

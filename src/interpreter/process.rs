@@ -6,6 +6,7 @@ use crate::process_group::ProcessGroup;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
@@ -51,12 +52,28 @@ impl Spawner {
         command.env_clear().env(ALLOCATOR.0, ALLOCATOR.1).current_dir("/");
         #[cfg(any(feature = "cuda", feature = "nccl"))]
         command.envs(std::env::var_os(LIBRARIES).map(|folders| (LIBRARIES, folders)));
+        // SAFETY: the function makes plain system calls alone.
+        unsafe { command.pre_exec(be_killed_first) };
         let (answer, child) = mpsc::channel();
         let gone = || io::Error::other("the spawner thread has ended");
         let requests = self.requests.as_ref().ok_or_else(gone)?;
         requests.send((command, answer)).map_err(|_| gone())?;
         Ok(ProcessGroup { child: child.recv().map_err(|_| gone())?? })
     }
+}
+
+/// Lets the kernel end this process before the others when memory runs out. A failure is ignored: some
+/// systems lack the file.
+fn be_killed_first() -> io::Result<()> {
+    // SAFETY: plain system calls on constants and on an own descriptor.
+    unsafe {
+        let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        if file >= 0 {
+            libc::write(file, c"1000".as_ptr().cast(), 4);
+            libc::close(file);
+        }
+    }
+    Ok(())
 }
 
 impl Drop for Spawner {

@@ -12,6 +12,7 @@ mod first_hour;
 mod hostile;
 mod integrity;
 mod limits;
+mod memory;
 mod policy;
 mod policy_view;
 mod processes;

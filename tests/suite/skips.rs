@@ -9,6 +9,8 @@ use std::sync::{Mutex, Once};
 /// A reason to skip; each says how to have what is lacking.
 pub const NO_PYTHON: &str = "no python3 on the PATH (install Python 3)";
 pub const NO_NAMESPACES: &str = "no user namespaces for this user (Docker: --security-opt seccomp=unconfined; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0)";
+pub const NO_MEMORY_GROUP: &str =
+    "no memory control group can be made (run the tests as root, where /sys/fs/cgroup can be written)";
 pub const NO_BF16: &str = "no dot products of bf16 in this processor (it takes AVX-512 BF16)";
 
 /// Reason → the tests.

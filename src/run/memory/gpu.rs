@@ -68,11 +68,11 @@ impl PlanInput<'_> {
         fitting
     }
 
-    /// Returns the bytes of host memory: the weights as they are read; with several processes, this one's
-    /// shards too.
+    /// Returns the bytes of host memory: the program, and the weights as they are read; with several
+    /// processes, this one's shards too.
     pub fn host_bytes(&self) -> u64 {
         match self.processes {
-            1 => self.weight_bytes(),
+            1 => self.program().iter().map(|part| part.bytes).sum::<u64>() + self.weight_bytes(),
             _ => self.resident().iter().map(|part| part.bytes).sum(),
         }
     }

@@ -5,7 +5,7 @@ use anyhow::Result;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The memory that is left to a process, and the limit that bounds it.
+/// The memory that a process can have, what it already holds included, and the limit that bounds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AvailableMemory {
     pub bytes: u64,
@@ -37,17 +37,18 @@ pub fn min_over_processes(mesh: &Mesh, own: Option<AvailableMemory>) -> Result<O
 }
 
 /// Returns the smallest of the limits set by the machine, control groups and `ulimit -v`; `None` if none is
-/// known.
+/// known. What this process already holds counts as available, because a plan includes it.
 pub fn available_memory() -> Option<AvailableMemory> {
+    let status = read("/proc/self/status");
     let bounds = [
         machine(&read("/proc/meminfo")).map(|bytes| (bytes, "free on this machine")),
         control_groups(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"))
             .map(|bytes| (bytes, "left in the control group")),
-        address_space(&read("/proc/self/limits"), &read("/proc/self/status"))
-            .map(|bytes| (bytes, "left under ulimit -v")),
+        address_space(&read("/proc/self/limits"), &status).map(|bytes| (bytes, "left under ulimit -v")),
     ];
-    let least = bounds.into_iter().flatten().min_by_key(|(bytes, _)| *bytes)?;
-    Some(AvailableMemory { bytes: least.0, bound: least.1.to_owned() })
+    let (bytes, bound) = bounds.into_iter().flatten().min_by_key(|(bytes, _)| *bytes)?;
+    let held = kib(&status, "RssAnon").unwrap_or(0);
+    Some(AvailableMemory { bytes: bytes.saturating_add(held), bound: bound.to_owned() })
 }
 
 fn read(path: &str) -> String {

@@ -1,18 +1,20 @@
 //! Memory plan: the peak memory of a command, computed from recipe and config before any work.
 //!
-//! The peak is the resident memory (weights, gradients, optimizer, critic, reference) plus the largest phase.
-//! Phases follow one another: sampling, the policy's update, the critic's update. [`MemoryPlan::check_available`]
-//! compares the peak with the available memory.
+//! The peak is the resident memory (program, weights, gradients, optimizer, critic, reference) plus the
+//! largest phase. Phases follow one another: sampling, the policy's update, the critic's update.
+//! [`MemoryPlan::check_available`] compares the peak with the available memory.
 
 mod gpu;
 mod machine;
 mod passes;
+mod program;
 mod remedies;
 mod traffic;
 mod weights;
 
 pub use machine::{AvailableMemory, available_memory, min_over_processes};
 pub use passes::PassShape;
+pub use program::tokenizer_bytes;
 pub use remedies::Remedy;
 pub use traffic::Traffic;
 
@@ -32,10 +34,9 @@ use crate::policy::KlPlacement;
 use crate::recipe::Recipe;
 use crate::rollout::{FORWARD_TOKENS_MAX, engine_count};
 use anyhow::Result;
+use program::retained_bytes;
 use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
 
-/// Memory of the program itself: code, tokenizer, task data, threads.
-const PROGRAM_BYTES: u64 = 64 << 20;
 /// A plan above this fraction of the available memory gets a warning.
 const WARNED_SHARE: f64 = 0.9;
 /// Tokens around a tool's reply.
@@ -140,7 +141,10 @@ pub struct PlanInput<'a> {
     pub critic_trainable: Option<Vec<bool>>,
     /// The adapter that is trained, or that came with the model.
     pub adapter: Option<AdapterInput>,
-    pub uses_python: bool,
+    /// Memory of the tokenizer; see [`tokenizer_bytes`].
+    pub tokenizer_bytes: u64,
+    /// Number of worker processes of the Python tool; 0 without the tool.
+    pub python_workers: usize,
     pub threads: usize,
     /// True when layers stay on disk and are read on demand.
     pub streamed: bool,
@@ -225,7 +229,12 @@ impl MemoryPlan {
     /// Computes the plan of `subject`.
     pub fn new(subject: &PlanInput) -> Self {
         match subject.gpu_sequences {
-            None => Self { resident: subject.resident(), phases: subject.phases() },
+            None => {
+                let (mut resident, phases) = (subject.resident(), subject.phases());
+                let bytes = retained_bytes(&phases);
+                resident.push(MemoryItem { name: "kept by the allocator", bytes });
+                Self { resident, phases }
+            }
             Some(sequences) => {
                 Self { resident: subject.gpu_resident(), phases: subject.gpu_phases(sequences) }
             }
@@ -384,7 +393,8 @@ impl PlanInput<'_> {
             true => MemoryItem { name: "weights, a layer at a time", bytes: self.streamed_weights() },
             false => MemoryItem { name: "weights", bytes: self.local_weight_bytes() },
         };
-        let mut parts = vec![MemoryItem { name: "program", bytes: PROGRAM_BYTES }, weights];
+        let mut parts = self.program();
+        parts.push(weights);
         let mut part = |name, bytes| parts.push(MemoryItem { name, bytes });
         if self.command.trains() {
             // Gradients and optimizer of the stage that needs more memory.
@@ -436,7 +446,7 @@ impl PlanInput<'_> {
     /// Returns the tokens of the longest sequence: prompt, samples and tool replies, limited by the context.
     fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
-        let replies = if self.uses_python { rollout.turns_max.saturating_sub(1) } else { 0 };
+        let replies = if self.python_workers > 0 { rollout.turns_max.saturating_sub(1) } else { 0 };
         let reply = self.recipe.interpreter.output_chars_max + REPLY_FRAME_TOKENS;
         let tokens = rollout.prompt_tokens_max + rollout.response_tokens_max + replies * reply;
         tokens.min(self.config.max_position_embeddings)
@@ -501,11 +511,27 @@ impl PlanInput<'_> {
         }
     }
 
+    /// Returns the number of engines that decode in parallel.
+    fn engines(&self) -> usize {
+        match self.effective_rollout_weights() {
+            RolloutWeightPlacement::Whole => engine_count(self.weight_bytes(), self.threads),
+            _ => 1,
+        }
+    }
+
+    /// Returns the number of sequences that this process samples together, in a rollout or an evaluation.
+    fn concurrent_sequences(&self) -> usize {
+        let (rollout, eval) = (&self.recipe.rollout, &self.recipe.eval);
+        let own =
+            |(prompts, samples): (usize, usize)| prompts.div_ceil(self.processes).saturating_mul(samples);
+        let evaluates = self.intent.trains() && (eval.every_steps > 0 || eval.before_training);
+        let evaluated = if evaluates { own((eval.problems_max, eval.samples)) } else { 0 };
+        (rollout.sequences_max * self.engines()).min(own(self.rollout_size()).max(evaluated))
+    }
+
     /// Returns the memory of sampling: KV caches at full length, one forward pass, and the logits.
     fn sampling(&self) -> Vec<MemoryItem> {
         let (recipe, config) = (self.recipe, self.config);
-        let (prompts, samples) = self.rollout_size();
-        let prompts = prompts.div_ceil(self.processes);
         let cut = self.processes > 1 && self.command.trains();
         let gathered = cut.then(|| self.sampling_gather_item());
         let together = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
@@ -517,8 +543,7 @@ impl PlanInput<'_> {
             }
             ModelCommand::Eval | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => 0,
         };
-        let engines = if together { 1 } else { engine_count(self.weight_bytes(), self.threads) };
-        let sequences = (recipe.rollout.sequences_max * engines).min(prompts.saturating_mul(samples));
+        let (engines, sequences) = (self.engines(), self.concurrent_sequences());
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest_sequence());
         // The sampling thread copies each row of logits once.
         let drawn = (self.threads * config.vocab_size * size_of::<f32>()) as u64;

@@ -60,7 +60,8 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 trainable: trainable.clone(),
                 critic_trainable: None,
                 adapter: None,
-                uses_python: false,
+                tokenizer_bytes: 0,
+                python_workers: 0,
                 threads: 1,
                 streamed: false,
                 processes,
@@ -175,7 +176,10 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
         .iter()
         .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 })
         .collect();
-    let weights = |subject: &PlanInput| MemoryPlan::new(subject).resident[1].bytes;
+    let weights = |subject: &PlanInput| {
+        let resident = MemoryPlan::new(subject).resident;
+        resident.iter().find(|part| part.name == "weights").unwrap().bytes
+    };
     let alone = {
         preflight.choose_sharding(1, None);
         weights(&preflight.plan_input())

@@ -18,7 +18,7 @@ use crate::rollout::{PromptLimits, system_prompt};
 use crate::run::adapter::RunAdapter;
 use crate::run::device::{ComputeDevice, choose};
 use crate::run::family::unsupported_keys;
-use crate::run::memory::{ModelCommand, PlanInput, SecondWeights};
+use crate::run::memory::{ModelCommand, PlanInput, SecondWeights, tokenizer_bytes};
 use crate::run::source::ModelSource;
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
 use crate::tasks::{self, Problem, Task, TaskContext};
@@ -209,7 +209,11 @@ impl Preflight {
             trainable: self.trainable.clone(),
             critic_trainable: self.critic_trainable.clone(),
             adapter: self.adapter.as_ref().map(RunAdapter::adapter_input),
-            uses_python: self.interpreter.is_some(),
+            tokenizer_bytes: tokenizer_bytes(self.source.chat.vocabulary()),
+            python_workers: match &self.interpreter {
+                Some(_) => worker_count(&self.plan.recipe, self.threads.count(), self.mesh.ranks_on_host()),
+                None => 0,
+            },
             threads: self.threads.count(),
             streamed: self.streamed,
             processes: self.processes,
@@ -270,13 +274,18 @@ fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
     }
 }
 
+/// Returns the number of the Python tool's workers in one of `processes` on this machine.
+fn worker_count(recipe: &Recipe, threads: usize, processes: usize) -> usize {
+    match recipe.interpreter.workers {
+        0 => threads,
+        workers => workers.div_ceil(processes),
+    }
+}
+
 /// Opens the Python tool. The `processes` of a machine divide its workers among themselves.
 fn open_interpreter(recipe: &Recipe, threads: usize, processes: usize) -> Result<Box<dyn Interpreter>> {
     let mut settings = recipe.interpreter.clone();
-    settings.workers = match settings.workers {
-        0 => threads,
-        workers => workers.div_ceil(processes),
-    };
+    settings.workers = worker_count(recipe, threads, processes);
     let (rollout, eval) = (&recipe.rollout, &recipe.eval);
     let sessions_max = (rollout.prompts_per_step * rollout.samples_per_prompt)
         .max(eval.problems_max.saturating_mul(eval.samples));

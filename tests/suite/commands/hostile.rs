@@ -160,7 +160,7 @@ fn report_shows_the_escapes_of_a_path() {
 }
 
 /// An amount of memory in a process's status.
-fn kib(status: &str, name: &str) -> Option<u64> {
+pub(super) fn kib(status: &str, name: &str) -> Option<u64> {
     status.lines().find_map(|line| line.strip_prefix(name))?.trim().trim_end_matches(" kB").parse().ok()
 }
 
