@@ -12,7 +12,7 @@ use crate::bad_input;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
 use anyhow::{Result, bail};
-use protocol::{Described, ProgramReply, REQUEST_ID, VERSION, with_request};
+use protocol::{ProgramReply, REQUEST_ID, TaskDescription, VERSION, with_request};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;

@@ -197,21 +197,21 @@ mod tests {
         assert_eq!(reward(&all, "final", "YES OLD SHIP", Outcome::TruncatedLength), wrong);
         assert_eq!(reward(&all, "analysis", "YES OLD SHIP", Outcome::Finished), wrong);
         for (rules, line, expected) in [
-            (&all, "YESTERDAY'S SHIP, 7", right),
-            (&all, "YES OLD SHIp", wrong),
-            (&all, "YES OLD", wrong),
-            (&all, "YES OLD RED SHIP", wrong),
-            (&all, "OLD YES SHIP", wrong),
-            (&all, "", wrong),
-            (&rules(true, None, None), "7 + 7", wrong),
-            (&rules(true, None, None), "7 A", right),
-            (&rules(false, Some(2), None), "any  thing", right),
-            (&rules(false, Some(2), None), "anything", wrong),
-            (&rules(false, None, Some("yes")), "yes", right),
-            (&rules(false, None, Some("yes")), "YES", wrong),
-            (&rules(false, None, Some("yes")), " yes", wrong),
+            (&all, "YESTERDAY'S SHIP, 7", &right),
+            (&all, "YES OLD SHIp", &wrong),
+            (&all, "YES OLD", &wrong),
+            (&all, "YES OLD RED SHIP", &wrong),
+            (&all, "OLD YES SHIP", &wrong),
+            (&all, "", &wrong),
+            (&rules(true, None, None), "7 + 7", &wrong),
+            (&rules(true, None, None), "7 A", &right),
+            (&rules(false, Some(2), None), "any  thing", &right),
+            (&rules(false, Some(2), None), "anything", &wrong),
+            (&rules(false, None, Some("yes")), "yes", &right),
+            (&rules(false, None, Some("yes")), "YES", &wrong),
+            (&rules(false, None, Some("yes")), " yes", &wrong),
         ] {
-            assert_eq!(reward(rules, "final", line, Outcome::Finished), expected, "{rules:?}: {line:?}");
+            assert_eq!(reward(rules, "final", line, Outcome::Finished), *expected, "{rules:?}: {line:?}");
         }
     }
 

@@ -524,7 +524,7 @@ impl PlanInput<'_> {
         let (rollout, eval) = (&self.recipe.rollout, &self.recipe.eval);
         let own =
             |(prompts, samples): (usize, usize)| prompts.div_ceil(self.processes).saturating_mul(samples);
-        let evaluates = self.intent.trains() && (eval.every_steps > 0 || eval.before_training);
+        let evaluates = self.command.trains() && (eval.every_steps > 0 || eval.before_training);
         let evaluated = if evaluates { own((eval.problems_max, eval.samples)) } else { 0 };
         (rollout.sequences_max * self.engines()).min(own(self.rollout_size()).max(evaluated))
     }

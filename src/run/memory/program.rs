@@ -48,7 +48,7 @@ impl PlanInput<'_> {
         // One pool with all threads, and as many pools of one thread.
         let threads = (COMMON_THREADS + 2 * self.threads + calls) as u64;
         let worker = match self.recipe.interpreter.kind {
-            InterpreterKind::EmbeddedInterpreter => EMBEDDED_WORKER_BYTES,
+            InterpreterKind::Embedded => EMBEDDED_WORKER_BYTES,
             InterpreterKind::CPython => CPYTHON_WORKER_BYTES,
         };
         vec![

@@ -17,7 +17,10 @@ const REQUEST_CHARS_MAX: usize = 400;
 
 /// The keys of the answer to each request; `error` is allowed in all.
 const KEYS: [(&str, &[&str]); 5] = [
-    ("describe", &["version", "name", "validation_problems", "python", "tools", "functions", "turns", "rewards"]),
+    (
+        "describe",
+        &["version", "name", "validation_problems", "python", "tools", "functions", "turns", "rewards"],
+    ),
     ("problem", &["prompt", "messages", "answer", "id"]),
     ("call", &["content"]),
     ("turn", &["content"]),
@@ -98,7 +101,9 @@ impl ProgramReply {
             (Some(one), true) => one,
             (None, true) => bail!("the answer has no `reward`"),
             (None, false) => weights.iter().map(|(name, weight)| weight * named[name]).sum(),
-            (Some(_), false) => bail!("the answer has `reward` beside `rewards`, whose weighted sum it is; leave it out"),
+            (Some(_), false) => {
+                bail!("the answer has `reward` beside `rewards`, whose weighted sum it is; leave it out")
+            }
         };
         Ok(Reward { value, success: self.flag("success")?.unwrap_or(value > 0.0), named })
     }
@@ -146,7 +151,7 @@ fn finite(value: &Value) -> Option<f32> {
 }
 
 /// A program's answer to `describe`.
-pub(super) struct Described {
+pub(super) struct TaskDescription {
     pub name: String,
     pub validation_problems: u64,
     pub python: bool,
@@ -159,13 +164,14 @@ pub(super) struct Described {
     pub identified: bool,
 }
 
-impl Described {
+impl TaskDescription {
     pub(super) fn read(mut reply: ProgramReply) -> Result<Self> {
         let version = reply.count("version")?.unwrap_or(1);
         if !(1..=VERSION).contains(&version) {
             bail!("`version` of the answer is {version}; give 1 or {VERSION}");
         }
-        let named = |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        let named =
+            |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         let name = reply.text("name")?.unwrap_or_else(|| "command".to_owned());
         if !named(&name) {
             bail!("`name` of the answer is {name:?}; write letters, digits and _ only");
