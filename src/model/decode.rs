@@ -56,11 +56,11 @@ impl Decoder {
         self.replayed
     }
 
-    /// Does [`DecoderStack::feed`] of one token for each of `caches`. Returns hidden states `[T, H]`, which
+    /// Does [`DecoderStack::forward_cached`] of one token for each of `caches`. Returns hidden states `[T, H]`, which
     /// are valid until the next step.
     ///
     /// # Errors
-    /// As [`DecoderStack::feed`].
+    /// As [`DecoderStack::forward_cached`].
     pub fn decode_step(
         &mut self,
         stack: &DecoderStack,

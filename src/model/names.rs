@@ -98,7 +98,7 @@ impl ParameterSpec {
         self.role != TensorRole::AdapterFactor && self.has_expert_axis()
     }
 
-    /// Whether the tensor has one entry for each expert: [`Self::is_of_experts`], or a factor of their
+    /// Whether the tensor has one entry for each expert: [`Self::is_expert_parameter`], or a factor of their
     /// adapters.
     pub fn has_expert_axis(&self) -> bool {
         self.name.contains(".mlp.experts.")
