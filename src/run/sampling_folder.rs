@@ -258,10 +258,10 @@ impl Drop for SamplingFolder<'_> {
     }
 }
 
-/// Tells on `console` how many of `rows` failed, as [`tell_failures`] does.
+/// Tells on `console` how many of `rows` failed, as [`report_failures`] does.
 ///
 /// # Errors
-/// Those of [`tell_failures`].
+/// Those of [`report_failures`].
 pub fn check_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
     let failed: Vec<bool> = rows.map(|row| row.trajectory.has_failure()).collect();
     report_failures((failed.iter().filter(|failed| **failed).count(), failed.len()), console)
