@@ -81,8 +81,8 @@ impl Pass<'_> {
         Ok(PassOutput { head: columns(&self.head(&hidden)?)?, routes, load_balance: 0.0 })
     }
 
-    /// Runs the forward pass, `objective` on the head's columns, and the backward pass. Calls `on_layer` after
-    /// each layer of the forward pass.
+    /// Runs the forward pass, `objective` on the head's columns, and the backward pass. Calls `on_layer`
+    /// after each layer of the forward pass.
     ///
     /// # Errors
     /// When the batch does not fit the model, the head gives a number of columns other than `N`, or the

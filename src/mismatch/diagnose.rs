@@ -17,8 +17,8 @@ use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// A candidate is dropped early if it exceeds both thresholds: a multiple of the rounding bound, and a fraction
-/// of the spread.
+/// A candidate is dropped early if it exceeds both thresholds: a multiple of the rounding bound, and a
+/// fraction of the spread.
 const HOPELESS: (f64, f64) = (2.0, 0.5);
 /// A named cause improves the log-likelihood over no cause by at least this many nats. It leaves at most this
 /// share of the spread.
@@ -115,8 +115,8 @@ pub struct Diagnosis {
     /// `theirs − ours` for all targets, in nats.
     pub gaps: Vec<f64>,
     pub figures: DifferenceStats,
-    /// Remaining mismatch under the verdict's first explanation, or under the unchanged model if the verdict is `Agrees`.
-    /// It excludes [`Self::ties`].
+    /// Remaining mismatch under the verdict's first explanation, or under the unchanged model if the
+    /// verdict is `Agrees`. It excludes [`Self::ties`].
     pub left: Option<DifferenceStats>,
     /// Mismatch of this model in slightly shortened f32 against itself.
     pub f32_yard: DifferenceStats,

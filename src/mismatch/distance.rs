@@ -145,8 +145,8 @@ fn weight(gap: f64, spread: f64) -> f64 {
     4.0 / (3.0 + (gap / spread).powi(2))
 }
 
-/// Regresses `before` on `before - after`. Returns the slope and its standard error. Outliers have less weight. The slope is 1 if the step is correct and 0 if it is unrelated to the
-/// data.
+/// Regresses `before` on `before - after`. Returns the slope and its standard error. Outliers have less
+/// weight. The slope is 1 if the step is correct and 0 if it is unrelated to the data.
 pub fn slope(before: &[f64], after: &[f64]) -> (f64, f64) {
     let spread = Fit::from_differences(after).spread;
     let (mut xy, mut xx) = (0.0, 0.0);

@@ -1,8 +1,8 @@
 //! Decode on a GPU with CUDA graphs: the host launches one recorded graph a step instead of every kernel.
 //!
-//! The forward pass is [`DecoderStack::run_layers`]. Inputs that change from step to step are copied to the GPU
-//! first. So a recording serves every later step of its shape, with the same bits. A shape is recorded on
-//! its second step.
+//! The forward pass is [`DecoderStack::run_layers`]. Inputs that change from step to step are copied to
+//! the GPU first. So a recording serves every later step of its shape, with the same bits. A shape is
+//! recorded on its second step.
 
 use super::attention::AttentionMode;
 use super::cache::SequenceCache;
@@ -56,8 +56,8 @@ impl Decoder {
         self.replayed
     }
 
-    /// Does [`DecoderStack::forward_cached`] of one token for each of `caches`. Returns hidden states `[T, H]`, which
-    /// are valid until the next step.
+    /// Does [`DecoderStack::forward_cached`] of one token for each of `caches`. Returns hidden states `[T,
+    /// H]`, which are valid until the next step.
     ///
     /// # Errors
     /// As [`DecoderStack::forward_cached`].

@@ -161,8 +161,8 @@ impl Parameters {
         &self.backend.device
     }
 
-    /// Adds an adapter with the values of its factors, in the order of [`Lora::factor_specs`]. Nothing is trained
-    /// until [`Self::set_trainable`] is called.
+    /// Adds an adapter with the values of its factors, in the order of [`Lora::factor_specs`]. Nothing is
+    /// trained until [`Self::set_trainable`] is called.
     ///
     /// # Errors
     /// When there is an adapter already, or the values do not fit the factors.
@@ -379,8 +379,8 @@ impl Parameters {
         self.weights(on_disk, &|index| self.changed_weight(index, change))
     }
 
-    /// Returns the weights as [`Self::frozen_weights`], but applies `change` to a layer when a pass reaches it.
-    /// Changed layers are dense, so only one at a time is in memory.
+    /// Returns the weights as [`Self::frozen_weights`], but applies `change` to a layer when a pass
+    /// reaches it. Changed layers are dense, so only one at a time is in memory.
     ///
     /// # Errors
     /// When `change` fails, or a tensor outside the layers cannot be read.

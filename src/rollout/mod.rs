@@ -40,8 +40,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::sync::{Mutex, PoisonError};
 
-/// Maximum bytes of all weights, times the number of threads, for which each thread runs an engine of its own.
-/// Larger models use one engine whose ops use all threads, so weights are read once per batch.
+/// Maximum bytes of all weights, times the number of threads, for which each thread runs an engine of its
+/// own. Larger models use one engine whose ops use all threads, so weights are read once per batch.
 const SIDE_BY_SIDE_BYTES_MAX: u64 = 512 << 20;
 
 /// Returns the number of engines that decode in parallel, for a model of `weight_bytes` and `threads`
@@ -244,8 +244,8 @@ impl Rollout<'_> {
         self.run(&self.plan.settings.sampling(), prompts, samples, Hooks { progress, finished, stop })
     }
 
-    /// Performs [`Self::sample_groups`] with tokens of `source`, which may replay or force them. Log-probabilities
-    /// are still the model's.
+    /// Performs [`Self::sample_groups`] with tokens of `source`, which may replay or force them.
+    /// Log-probabilities are still the model's.
     ///
     /// # Errors
     /// Those of [`Self::sample_groups`] and of `source`.

@@ -242,8 +242,8 @@ impl PackedMatrix {
         Panel { form: self.form, bytes: &bytes[start..start + size], columns }
     }
 
-    /// Returns whether our kernels add in the order of the `gemm` crate. They do not for a last chunk of one or
-    /// two k.
+    /// Returns whether our kernels add in the order of the `gemm` crate. They do not for a last chunk of
+    /// one or two k.
     fn supports_own_kernels(&self) -> bool {
         !matches!(self.input % K_CHUNK, 1 | 2)
     }

@@ -45,8 +45,8 @@ pub(super) fn query_key_products<const G: usize>(
     }
 }
 
-/// Does [`query_key_products`] with the first `V` vectors of keys. Indices instead of iterators let the compiler
-/// keep the sums in registers.
+/// Does [`query_key_products`] with the first `V` vectors of keys. Indices instead of iterators let the
+/// compiler keep the sums in registers.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]
 fn products_of_vectors<const G: usize, const V: usize>(

@@ -1,8 +1,8 @@
 //! The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911) as pure functions of a response.
 //!
 //! A row of an IFEval file names instructions by id and gives each its `kwargs`. [`Instruction::parse`]
-//! parses one. [`Instruction::is_followed_by`] and [`check_strictly`] grade a response by the rules of the reference
-//! implementation, including its quirks. [`compose`] draws instructions for training prompts.
+//! parses one. [`Instruction::is_followed_by`] and [`check_strictly`] grade a response by the rules of the
+//! reference implementation, including its quirks. [`compose`] draws instructions for training prompts.
 //!
 //! Known differences from the reference:
 //! - A kwarg that the reference would replace by a random value is refused; a letter outside a-z is counted
