@@ -4,7 +4,7 @@
 mod adapted;
 
 use super::attention::PackedAttention;
-use super::cache::{CacheCapacity, Caches, SequenceCache};
+use super::cache::{CacheCapacity, CacheFactory, SequenceCache};
 use super::config::{Config, LayerType, Rope};
 use super::decode::Decoder;
 use super::decoder_stack::{DecoderStack, keep_nothing};
@@ -133,7 +133,7 @@ impl Learner {
     /// time. A `decoder`, if given, feeds single tokens.
     fn sampled(
         &self,
-        caches: &Caches,
+        caches: &CacheFactory,
         tokens: &[u32],
         lengths: &[usize],
         pace: usize,
@@ -158,8 +158,8 @@ impl Learner {
             let mut open: Vec<_> = open.map(|(cache, _)| cache).collect();
             let counts: Vec<usize> = counts.iter().copied().filter(|&count| count > 0).collect();
             let hidden = match &mut decoder {
-                Some(decoder) => decoder.feed(&self.stack(), fed, &mut open).unwrap(),
-                None => self.stack().feed(fed, &mut open, &counts, &mut keep_nothing).unwrap(),
+                Some(decoder) => decoder.decode_step(&self.stack(), fed, &mut open).unwrap(),
+                None => self.stack().forward_cached(fed, &mut open, &counts, &mut keep_nothing).unwrap(),
             };
             let all = Arc::new((0..rows.len() as u32).collect());
             let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
@@ -199,12 +199,12 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     assert!(trained.iter().all(|x| x.is_finite()));
     for pace in [1, 7, 64, 100] {
         let room = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
-        let caches = Caches::new(config, gpu, room).unwrap();
+        let caches = CacheFactory::new(config, gpu, room).unwrap();
         let sampled = learner.sampled(&caches, &tokens, &lengths, pace, None);
         assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
     }
     let room = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 };
-    let caches = Caches::new(config, gpu, room).unwrap();
+    let caches = CacheFactory::new(config, gpu, room).unwrap();
     let mut decoder = Decoder::new(&learner.stack()).unwrap();
     let sampled = learner.sampled(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sampled, trained[..tokens.len()], "{:?} recorded", config.family);
@@ -222,9 +222,9 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
     let learner = learner(&shape, &gpu);
     let stack = DecoderStack { model: &Model::new(shape.clone(), 1100), ..learner.stack() };
     let room = CacheCapacity { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
-    let caches = Caches::new(&shape, &gpu, room).unwrap();
+    let caches = CacheFactory::new(&shape, &gpu, room).unwrap();
     let mut long = caches.sequence();
-    stack.feed(ids(1021), &mut [&mut long], &[1021], &mut keep_nothing).unwrap();
+    stack.forward_cached(ids(1021), &mut [&mut long], &[1021], &mut keep_nothing).unwrap();
     // One sequence is new, and the other two share the page in which the prompt ends.
     let mut recorded = [long.clone(), long.clone(), caches.sequence()];
     let mut plain = [long.clone(), long, caches.sequence()];
@@ -232,23 +232,23 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
     for step in 0..7u32 {
         let tokens = vec![step, step + 9, step + 20];
         let mut open: Vec<_> = recorded.iter_mut().collect();
-        let got = floats(&decoder.feed(&stack, tokens.clone(), &mut open).unwrap());
+        let got = floats(&decoder.decode_step(&stack, tokens.clone(), &mut open).unwrap());
         let mut open: Vec<_> = plain.iter_mut().collect();
         assert_eq!(
             got,
-            floats(&stack.feed(tokens, &mut open, &[1; 3], &mut keep_nothing).unwrap()),
+            floats(&stack.forward_cached(tokens, &mut open, &[1; 3], &mut keep_nothing).unwrap()),
             "step {step}"
         );
         if step == 1 {
             // Another prompt takes pages between two steps.
             let mut other = caches.sequence();
-            stack.feed(ids(80), &mut [&mut other], &[80], &mut keep_nothing).unwrap();
+            stack.forward_cached(ids(80), &mut [&mut other], &[80], &mut keep_nothing).unwrap();
         }
     }
     assert_eq!(decoder.replay_count(), 2 + 3);
     let full = &mut [&mut caches.sequence()];
-    stack.feed(ids(1100), full, &[1100], &mut keep_nothing).unwrap();
-    let error = decoder.feed(&stack, vec![1], full).unwrap_err().to_string();
+    stack.forward_cached(ids(1100), full, &[1100], &mut keep_nothing).unwrap();
+    let error = decoder.decode_step(&stack, vec![1], full).unwrap_err().to_string();
     assert!(error.contains("positions up to 1101"), "{error}");
 }
 

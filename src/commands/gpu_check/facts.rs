@@ -21,7 +21,7 @@ type CheckResult = Result<Result<String, String>>;
 
 pub(super) fn run(gpu: &CudaDevice, verdicts: &mut Verdicts) -> Result<()> {
     for on in &INSTRUCTIONS {
-        let mut fact = |what: &str, check: fn(&Instruction, &CudaDevice) -> Verdict| {
+        let mut fact = |what: &str, check: fn(&Instruction, &CudaDevice) -> CheckResult| {
             verdicts.check(&format!("{}: {what}", on.name), || check(on, gpu));
         };
         fact("the sums round", sums_round);
@@ -39,7 +39,7 @@ fn all_of(trials: usize, wrong: usize) -> Result<String, String> {
 
 /// Checks that sums round. Without it the other facts would prove nothing, because exact sums agree in any
 /// order.
-fn sums_round(on: &Instruction, gpu: &CudaDevice) -> Verdict {
+fn sums_round(on: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(1, Purpose::Evaluation, &[]);
     let problem = Operands::random(on, &mut rng);
     let seen = on.run(gpu, std::slice::from_ref(&problem))?.remove(0);
@@ -66,7 +66,7 @@ fn sums_round(on: &Instruction, gpu: &CudaDevice) -> Verdict {
     })
 }
 
-fn same_everywhere(on: &Instruction, gpu: &CudaDevice) -> Verdict {
+fn same_everywhere(on: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(2, Purpose::Evaluation, &[]);
     let problem = Operands::random(on, &mut rng);
     let problems = vec![problem; TRIALS];
@@ -85,14 +85,14 @@ fn compare(
     before: &[Operands],
     after: &[Operands],
     places: &[(usize, usize)],
-) -> Verdict {
+) -> CheckResult {
     let (a, b) = (on.run(gpu, before)?, on.run(gpu, after)?);
     let at = |i: usize| places[i].0 * on.columns + places[i].1;
     let wrong = (0..places.len()).filter(|&i| a[i][at(i)] != b[i][at(i)]).count();
     Ok(all_of(places.len(), wrong))
 }
 
-fn own_products_only(on: &Instruction, gpu: &CudaDevice) -> Verdict {
+fn own_products_only(on: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(3, Purpose::Evaluation, &[]);
     let (mut before, mut after, mut places) = (vec![], vec![], vec![]);
     for trial in 0..TRIALS {
@@ -115,7 +115,7 @@ fn own_products_only(on: &Instruction, gpu: &CudaDevice) -> Verdict {
     compare(on, gpu, &before, &after, &places)
 }
 
-fn zeros_are_invisible(on: &Instruction, gpu: &CudaDevice) -> Verdict {
+fn zeros_are_invisible(on: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(4, Purpose::Evaluation, &[]);
     let (mut before, mut after, mut places) = (vec![], vec![], vec![]);
     let mut accumulators = 0;
@@ -151,7 +151,7 @@ fn zeros_are_invisible(on: &Instruction, gpu: &CudaDevice) -> Verdict {
     }))
 }
 
-fn same_in_any_place(on: &Instruction, gpu: &CudaDevice) -> Verdict {
+fn same_in_any_place(on: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(5, Purpose::Evaluation, &[]);
     let (mut before, mut after, mut moves) = (vec![], vec![], vec![]);
     for _ in 0..TRIALS / 8 {

@@ -10,7 +10,7 @@ use crate::learner::forward_backward::PassSettings;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::learner::optimizer::Optimizer;
 use crate::model::adapter::{Lora, Owner, default_targets};
-use crate::model::cache::{CacheCapacity, Caches, SequenceCache};
+use crate::model::cache::{CacheCapacity, CacheFactory, SequenceCache};
 use crate::model::config::{Config, LayerType, Rope, WeightFormat};
 use crate::model::decode::Decoder;
 use crate::model::decoder_stack::keep_nothing;
@@ -213,7 +213,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
                 println!("| decode | {sequences} | {context} | does not fit | | |");
                 continue;
             }
-            let caches = Caches::new(config, device, room)?;
+            let caches = CacheFactory::new(config, device, room)?;
             let mut held: Vec<SequenceCache> = (0..sequences).map(|_| caches.sequence()).collect();
             held.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
             let mut decoder = Decoder::new(&policy.decoder_stack());
@@ -227,7 +227,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     }
     let tokens = cases.prefill;
     let room = CacheCapacity { sequences: 1, tokens, fed_tokens_max: tokens };
-    let caches = Caches::new(config, device, room)?;
+    let caches = CacheFactory::new(config, device, room)?;
     let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens, None))?;
     row(device, "prefill", 1, tokens, seconds, tokens)?;
     Ok(())
@@ -238,17 +238,23 @@ fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
     const STEPS: usize = 4;
     let (stack, config) = (policy.decoder_stack(), &policy.model.config);
     let room = CacheCapacity { sequences: 4, tokens: 80, fed_tokens_max: 140 };
-    let caches = Caches::new(config, device, room)?;
+    let caches = CacheFactory::new(config, device, room)?;
     let mut plain = [caches.sequence(), caches.sequence()];
     let id = |i: usize| (i * 7919 % config.vocab_size) as u32;
-    stack.feed((0..70).map(id).collect(), &mut plain.each_mut()[..], &[61, 9], &mut keep_nothing)?;
+    stack.forward_cached(
+        (0..70).map(id).collect(),
+        &mut plain.each_mut()[..],
+        &[61, 9],
+        &mut keep_nothing,
+    )?;
     let mut recorded = plain.clone();
     let mut decoder = Decoder::new(&stack).context("decode cannot be recorded here")?;
     for step in 0..STEPS {
         let fed = vec![id(step), id(step + 9)];
         let bits = |x: Tensor| x.flatten_all()?.to_vec1::<half::bf16>();
-        let one = bits(decoder.feed(&stack, fed.clone(), &mut recorded.each_mut()[..])?)?;
-        let other = bits(stack.feed(fed, &mut plain.each_mut()[..], &[1, 1], &mut keep_nothing)?)?;
+        let one = bits(decoder.decode_step(&stack, fed.clone(), &mut recorded.each_mut()[..])?)?;
+        let other =
+            bits(stack.forward_cached(fed, &mut plain.each_mut()[..], &[1, 1], &mut keep_nothing)?)?;
         ensure!(one == other, "step {step}: recorded decode has other bits than decode kernel by kernel");
     }
     ensure!(decoder.replay_count() > 0, "decode was not recorded");
@@ -268,8 +274,13 @@ fn step(
     let fed = (0..sequences * count).map(|i| (i * 7919 % vocabulary) as u32).collect();
     let mut caches: Vec<&mut SequenceCache> = held.iter_mut().collect();
     let hidden = match decoder {
-        Some(decoder) => decoder.feed(&policy.decoder_stack(), fed, &mut caches)?,
-        None => policy.decoder_stack().feed(fed, &mut caches, &vec![count; sequences], &mut keep_nothing)?,
+        Some(decoder) => decoder.decode_step(&policy.decoder_stack(), fed, &mut caches)?,
+        None => policy.decoder_stack().forward_cached(
+            fed,
+            &mut caches,
+            &vec![count; sequences],
+            &mut keep_nothing,
+        )?,
     };
     let last: Vec<u32> = (0..sequences).map(|i| ((i + 1) * count - 1) as u32).collect();
     let sampling = SamplingParameters::with_temperature(1.0);

@@ -46,8 +46,8 @@ impl Peers {
     pub fn names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = vec![];
         for row in &self.rows {
-            if !names.contains(&row.what.as_str()) {
-                names.push(&row.what);
+            if !names.contains(&row.implementation.as_str()) {
+                names.push(&row.implementation);
             }
         }
         names
@@ -57,7 +57,7 @@ impl Peers {
     pub fn milliseconds(&self, name: &str, timed: TimingCase) -> Option<f32> {
         let TimingCase { heads, kv_heads, window, length, backward } = timed;
         let row = self.rows.iter().find(|row| {
-            (row.what.as_str(), row.heads, row.kv_heads) == (name, heads, kv_heads)
+            (row.implementation.as_str(), row.heads, row.kv_heads) == (name, heads, kv_heads)
                 && (row.window, row.length, row.backward) == (window, length, backward)
         })?;
         row.milliseconds
@@ -65,7 +65,10 @@ impl Peers {
 
     /// Returns each failed implementation with the last reason.
     pub fn failures(&self) -> BTreeMap<&str, &str> {
-        self.rows.iter().filter_map(|row| Some((row.what.as_str(), row.trouble.as_deref()?))).collect()
+        self.rows
+            .iter()
+            .filter_map(|row| Some((row.implementation.as_str(), row.error.as_deref()?)))
+            .collect()
     }
 }
 

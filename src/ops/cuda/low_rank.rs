@@ -33,7 +33,7 @@ pub(in crate::ops) fn low_rank_forward(
     scale: f32,
     starts: Option<&Tensor>,
 ) -> Result<(CudaStorage, Shape)> {
-    let (u, shape) = reduced(x, a, scale, starts)?;
+    let (u, shape) = project_down(x, a, scale, starts)?;
     let opened = b.storage_and_layout();
     let b = OP.gpu_storage("the second factor", &opened, DType::BF16, b.dims())?;
     let finish = Epilogue { scale: 1.0, bias: None, addend: Some(y) };
@@ -54,7 +54,8 @@ pub(in crate::ops) fn low_rank_backward(
     }
     if let Some(db) = db {
         let opened = x.storage_and_layout();
-        let (u, shape) = reduced(OP.gpu_storage("x", &opened, DType::BF16, x.dims())?, a, scale, starts)?;
+        let (u, shape) =
+            project_down(OP.gpu_storage("x", &opened, DType::BF16, x.dims())?, a, scale, starts)?;
         let u = from_storage(u, shape);
         db.add(|sum| add_weight_gradient(OP.0, sum, &u, dy, starts))?;
     }

@@ -56,7 +56,7 @@ pub(super) fn function(device: &CudaDevice, kernel: &Kernel) -> Result<CudaFunct
     };
     modules.insert((key, kernel.file), module.clone());
     let function = module.load_function(kernel.function).w()?;
-    if kernel.shared_bytes > SHARED_BYTES_UNASKED {
+    if kernel.shared_bytes > SHARED_BYTES_DEFAULT {
         let attributes = [
             (
                 CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
