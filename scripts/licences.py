@@ -48,9 +48,11 @@ def main(folder, features=""):
         if not copy(licence_files(Path(package["manifest_path"]).parent), folder, name):
             licence = package["license"] or package["license_file"] or sys.exit(f"{name} names no licence")
             missing.append(f"{name}: {licence}; {', '.join(package['authors'])}\n")
+    library = Path(output("rustc", "--print", "sysroot").strip(), "share", "doc", "rust", "COPYRIGHT-library.html")
+    # A toolchain may come without its documentation.
+    if not copy([library] if library.is_file() else [], folder, "rust"):
+        missing.append("Rust's standard library: MIT OR Apache-2.0; The Rust Project Developers\n")
     (folder / "without-a-file.txt").write_text("".join(sorted(missing)), encoding="utf-8")
-    sysroot = Path(output("rustc", "--print", "sysroot").strip())
-    copy([sysroot / "share" / "doc" / "rust" / "COPYRIGHT-library.html"], folder, "rust")
     print(f"licences of {len(packages) - 1} crates in {folder}, {len(missing)} of them by name alone")
 
 
