@@ -67,26 +67,6 @@ impl BatchRunner<'_> {
         objective: BatchObjective<'_, N>,
         progress: &Progress,
     ) -> Result<Vec<PassOutput<N>>> {
-        use super::sums_prototype::{Plan, plan, run_arm};
-        match plan() {
-            Plan::Off => self.accumulate_once(batches, settings, objective, progress),
-            Plan::Train(arm) => {
-                arm.set();
-                self.accumulate_once(batches, settings, objective, progress)
-            }
-            Plan::Each { rounds, arms, errors } => run_arm(self, *rounds, arms, *errors, &|| {
-                self.accumulate_once(batches, settings, objective, progress)
-            }),
-        }
-    }
-
-    fn accumulate_once<const N: usize>(
-        &self,
-        batches: &[MicroBatch],
-        settings: PassSettings,
-        objective: BatchObjective<'_, N>,
-        progress: &Progress,
-    ) -> Result<Vec<PassOutput<N>>> {
         let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         let mesh = self.parameters.mesh();
         let pass = |turn: Turn, weights: &Weights| {
@@ -112,9 +92,7 @@ impl BatchRunner<'_> {
             // Otherwise later passes would wait for a failed one.
             weights.and_then(|weights| pass(turn, &weights)).inspect_err(|_| sum.fail(turn.round))
         })?;
-        let before = super::sums_prototype::spent();
-        self.threads.run_on_all(|| sum.finish())?;
-        super::sums_prototype::note_finish(before);
+        sum.finish()?;
         let is_foreign = |index: usize| index % mesh.data_ranks() != mesh.data_rank();
         for (index, output) in outputs.iter().enumerate().filter(|(index, _)| is_foreign(*index)) {
             objective(index, output.head.each_ref().map(Vec::as_slice))?;

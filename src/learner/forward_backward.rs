@@ -107,18 +107,6 @@ impl Pass<'_> {
         objective: HeadObjective<'_, N>,
         passed: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
-        let rows = &self.batch.sequence_rows;
-        let mut keys = vec![];
-        for s in 0..rows.sequences() {
-            let first = rows.first_own_row(s);
-            keys.extend(rows.own_rows(s).enumerate().map(|(i, _)| (s, first + i)));
-        }
-        let mut targets = vec![];
-        for (s, span) in self.batch.cu_targets.windows(2).enumerate() {
-            let rows = &self.batch.rows[span[0]..span[1]];
-            targets.extend(rows.iter().map(|&row| (s, self.batch.positions[row as usize] as usize)));
-        }
-        ops::fixed::begin_pass(&keys, &targets);
         match self.settings.recompute_layers {
             true => self.recomputed(objective, passed),
             false => self.whole_graph(objective, passed),

@@ -17,7 +17,6 @@ use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::model::sharded_layers::to_op_error;
 use crate::ops::cpu::{edit, host_values, to_host};
-use crate::ops::fixed;
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use anyhow::Result;
@@ -113,27 +112,6 @@ impl GradientSum {
     /// # Errors
     /// When a rank does not answer within the time limit.
     pub fn finish(&self) -> candle_core::Result<()> {
-        if fixed::vectors_on() && !fixed::is_reference() {
-            let hash = std::env::var("RLOSS_SUMS_HASH").is_ok();
-            let (mut hasher, mut bad, mut most) = (blake3::Hasher::new(), 0, 0);
-            for (index, buffer) in self.buffers.iter().enumerate() {
-                let Some(buffer) = buffer else { continue };
-                if let Some(found) = edit(buffer, |g| Ok(fixed::finish(index, g, hash)))? {
-                    hasher.update(&found.hash.to_le_bytes());
-                    if hash && std::env::var("RLOSS_SUMS_HASH").is_ok_and(|v| v == "all") {
-                        eprintln!("sum {index} 2^{} max {:e} blocks {} {:x}", found.exponent, found.max, found.blocks, found.hash);
-                    }
-                    bad += usize::from(found.overflow);
-                    most = most.max(found.blocks);
-                }
-            }
-            if bad > 0 {
-                eprintln!("fixed: {bad} tensors beyond their limit");
-            }
-            if hash {
-                eprintln!("fixed: hash {} blocks at most {most}", hasher.finalize());
-            }
-        }
         self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))
     }
 

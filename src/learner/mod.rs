@@ -14,7 +14,6 @@ pub mod policy_loss;
 pub mod rollout_correction;
 pub mod routed_experts;
 mod settings;
-pub mod sums_prototype;
 pub mod supervised;
 
 pub use settings::{

@@ -78,17 +78,6 @@ impl Operation<1> for Rows {
             table.add(|dw| add_rows(dw, grad, &by_id))?;
             return Ok([None]);
         }
-        if let Some(table) = self.table.as_ref().filter(|_| super::fixed::on()) {
-            let grad = host_values(grad)?;
-            let blocks = super::fixed::vector_blocks(self.ids.len());
-            super::fixed::with(table.index(), weight.elem_count(), 1, |mut sum| {
-                for block in blocks.iter() {
-                    let g = &grad[block.start * width..block.end * width];
-                    each_sum(&self.ids[block.clone()], g, width, |id, s| sum.strided(s, id * width, 1));
-                }
-            });
-            return Ok([None]);
-        }
         let grad = host_values(grad)?;
         let Some(table) = &self.table else {
             let mut dw = zeros(weight.elem_count());
@@ -178,17 +167,6 @@ impl Operation<1> for Columns {
         if weight.device().is_cuda() {
             let by_id = TokensById::new(&self.ids);
             table.add(|dw| add_columns(dw, grad, &by_id))?;
-            return Ok([None]);
-        }
-        if let Some(table) = self.table.as_ref().filter(|_| super::fixed::on()) {
-            let grad = host_values(grad)?;
-            let blocks = super::fixed::vector_blocks(self.ids.len());
-            super::fixed::with(table.index(), weight.elem_count(), 1, |mut sum| {
-                for block in blocks.iter() {
-                    let g = &grad[block.start * width..block.end * width];
-                    each_sum(&self.ids[block.clone()], g, width, |id, s| sum.strided(s, id, vocabulary));
-                }
-            });
             return Ok([None]);
         }
         let grad = host_values(grad)?;

@@ -333,28 +333,7 @@ impl Operation<3> for GroupedLinear {
                 backward_product(spread.with_precision(self.precision), dx, dy, w, (at.len(), n, k));
             },
         );
-        let cuts: Vec<Vec<Range<usize>>> = if super::fixed::vectors_on() {
-            plan.experts().map(|(_, at)| super::fixed::blocks_of_tokens(&plan.token_of()[at])).collect()
-        } else {
-            vec![]
-        };
-        let blocks = super::fixed::blocks;
-        if let Some(weight) = self.weight.as_ref().filter(|_| super::fixed::on()) {
-            let count = blocks(rows / self.plan.top_k).len();
-            super::fixed::with(weight.index(), experts * k * n, count, |sum| {
-                let tasks = plan.experts().zip(sum.parts(k * n));
-                let tasks = tasks.filter(|((_, at), _)| !at.is_empty()).collect();
-                run_expert_tasks(
-                    tasks,
-                    |((_, at), _)| at.len(),
-                    work,
-                    |spread, ((e, at), mut sum)| {
-                        let (x, dy) = (&xs[at.start * k..at.end * k], &dy[at.start * n..at.end * n]);
-                        sum.product(spread, x, dy, (k, at.len(), n), &cuts[e]);
-                    },
-                );
-            });
-        } else if let Some(weight) = &self.weight {
+        if let Some(weight) = &self.weight {
             weight.add(|dw| {
                 edit(dw, |dw| {
                     let tasks = plan.experts().zip(dw.chunks_exact_mut(k * n));
@@ -373,23 +352,7 @@ impl Operation<3> for GroupedLinear {
                 })
             })?;
         }
-        if let Some(bias) = self.bias.as_ref().filter(|_| super::fixed::vectors_on()) {
-            let count = blocks(rows / self.plan.top_k).len();
-            super::fixed::with(bias.index(), experts * n, count, |sum| {
-                let tasks = plan.experts().zip(sum.parts(n));
-                run_expert_tasks(
-                    tasks.collect(),
-                    |((_, at), _)| at.len(),
-                    rows * n,
-                    |spread, ((e, at), mut sum)| {
-                        for block in &cuts[e] {
-                            let rows = at.start + block.start..at.start + block.end;
-                            sum.vector(&sum_rows(spread, &dy[rows.start * n..rows.end * n], n));
-                        }
-                    },
-                );
-            });
-        } else if let Some(bias) = &self.bias {
+        if let Some(bias) = &self.bias {
             let mut sums = buffer(experts * n);
             let tasks = plan.experts().zip(sums.chunks_exact_mut(n));
             run_expert_tasks(

@@ -105,13 +105,7 @@ impl Linear {
         } else {
             None
         };
-        if let Some(weight) = self.weight.as_ref().filter(|_| super::fixed::on()) {
-            let xs = host_values(x)?;
-            let blocks = super::fixed::blocks(m);
-            super::fixed::with(weight.index(), k * n, blocks.len(), |mut sum| {
-                sum.product(GemmThreads::Pool, &xs, &dy, (k, m, n), &blocks);
-            });
-        } else if let Some(weight) = &self.weight {
+        if let Some(weight) = &self.weight {
             let xs = host_values(x)?;
             weight.add(|dw| {
                 let (x, dy) = (StridedMatrix::from_transpose(&xs, k), StridedMatrix::rows(&dy, n));
@@ -128,15 +122,7 @@ impl Linear {
                 })
             })?;
         }
-        if let Some(bias) = self.bias.as_ref().filter(|_| super::fixed::vectors_on()) {
-            let blocks = super::fixed::vector_blocks(m);
-            super::fixed::with(bias.index(), n, blocks.len(), |mut sum| {
-                for block in blocks.iter() {
-                    let dy = &dy[block.start * n..block.end * n];
-                    sum.vector(&sum_rows(GemmThreads::Pool, dy, n));
-                }
-            });
-        } else if let Some(bias) = &self.bias {
+        if let Some(bias) = &self.bias {
             let sums = sum_rows(GemmThreads::Pool, &dy, n);
             bias.add(|db| add_values(db, &sums))?;
         }

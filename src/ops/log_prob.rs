@@ -197,31 +197,6 @@ impl Head {
             self.weight.input_gradient(&mut dh[start * k..(start + m) * k], z)
         };
         let rows_from = |start: usize| chunk.min(rows - start);
-        if let Some(weight) = self.gradient.as_ref().filter(|_| super::fixed::on()) {
-            let mut blocks = vec![];
-            for block in super::fixed::target_blocks(rows).iter() {
-                let starts = block.clone().step_by(chunk);
-                blocks.extend(starts.map(|start| start..block.end.min(start + chunk)));
-            }
-            let mut first = 0;
-            while first < blocks.len() {
-                let start = blocks[first].start;
-                let mut last = first;
-                while last < blocks.len() && blocks[last].end - start <= chunk {
-                    last += 1;
-                }
-                let (m, own) = (blocks[last - 1].end - start, &blocks[first..last]);
-                let own: Vec<_> = own.iter().map(|b| b.start - start..b.end - start).collect();
-                let z = &mut z[..m * n];
-                through(z, start)?;
-                let h = &hs[start * k..(start + m) * k];
-                super::fixed::with(weight.index(), k * n, own.len(), |mut sum| {
-                    sum.product(super::product::GemmThreads::Pool, h, z, (k, m, n), &own);
-                });
-                first = last;
-            }
-            return dh.map(|dh| Tensor::from_vec(dh, (rows, k), h.device())).transpose();
-        }
         // The first chunk is computed before the weight's gradient is locked.
         through(&mut z[..rows_from(0) * n], 0)?;
         let mut others = (0..rows).step_by(chunk).skip(1);

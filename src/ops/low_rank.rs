@@ -179,35 +179,6 @@ impl Operation<3> for LowRank {
         };
         // Adds leftᵀ · right over the rows of `expert` to the gradient of its matrix.
         let add = |gradient: &GradientTarget, (left, k): (&[f32], usize), (right, n): (&[f32], usize)| {
-            if super::fixed::on() {
-                let cuts: Vec<Vec<Range<usize>>> = match &self.plan {
-                    None => vec![super::fixed::blocks(count).to_vec()],
-                    Some(plan) => {
-                        let tokens = plan.token_of()?;
-                        let tokens = super::cpu::host_ids(&tokens)?;
-                        groups.iter().map(|(_, at)| super::fixed::blocks_of_tokens(&tokens[at.clone()])).collect()
-                    }
-                };
-                let experts = self.plan.as_ref().map_or(1, Dispatch::expert_count);
-                super::fixed::with(gradient.index(), experts * k * n, cuts[0].len(), |sum| {
-                    let mut tasks: Vec<_> = vec![];
-                    let mut groups = groups.iter().zip(&cuts).peekable();
-                    for (expert, sum) in sum.parts(k * n).into_iter().enumerate() {
-                        if let Some(((_, at), cut)) = groups.next_if(|((own, _), _)| *own == expert) {
-                            tasks.push((at, cut, sum));
-                        }
-                    }
-                    run_expert_tasks(
-                        tasks,
-                        |(at, ..)| at.len(),
-                        count * k * n,
-                        |spread, (at, cut, mut sum)| {
-                            sum.product(spread, rows(left, at, k), rows(right, at, n), (k, at.len(), n), cut);
-                        },
-                    );
-                });
-                return Ok(());
-            }
             gradient.add(|sum| {
                 edit(sum, |sum| {
                     let mut tasks: Vec<_> = vec![];

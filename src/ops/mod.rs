@@ -16,7 +16,6 @@ pub mod cpu;
 pub mod cuda;
 pub mod embedding;
 pub mod experts;
-pub mod fixed;
 pub mod graph;
 pub mod kv_cache;
 pub mod linear;

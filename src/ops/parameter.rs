@@ -8,7 +8,7 @@ use super::cuda::{add_tensor, copy_argument};
 use super::graph::apply;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::product::Precision;
-use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor};
 use std::sync::Arc;
 
 /// Receives the gradients of one pass.
@@ -100,10 +100,6 @@ impl Parameter {
 }
 
 impl GradientTarget {
-    pub(super) fn index(&self) -> usize {
-        self.parameter
-    }
-
     /// Calls `add` with the gradient buffer.
     pub(super) fn add(&self, mut add: impl FnMut(&Tensor) -> Result<()>) -> Result<()> {
         self.sink.add(self.parameter, &mut add)
@@ -129,14 +125,6 @@ impl Operation<1> for Leaf {
     fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 1]> {
         if gradient.device().is_cuda() {
             self.gradient.add(|sum| add_tensor(sum, gradient))?;
-            return Ok([None]);
-        }
-        if super::fixed::vectors_on() {
-            let Some(sums) = super::fixed::unstash(gradient) else { bail!("a leaf without blocks") };
-            let n = gradient.elem_count();
-            super::fixed::with(self.gradient.index(), n, sums.len() / n, |mut sum| {
-                sums.chunks_exact(n).for_each(|block| sum.vector(block));
-            });
             return Ok([None]);
         }
         let gradient = host_values(gradient)?;

@@ -80,20 +80,6 @@ impl Operation<2> for RmsNorm {
         }
         let (xs, ws, dys) = (host_values(x)?, host_values(w)?, host_values(grad)?);
         let mut dx = buffer(tokens * h);
-        if super::fixed::vectors_on() && is_tracked(w) {
-            let blocks = super::fixed::vector_blocks(tokens);
-            let mut sums = zeros(blocks.len() * h);
-            for (block, sums) in blocks.iter().zip(sums.chunks_exact_mut(h)) {
-                for row in block.clone() {
-                    let at = row * h..(row + 1) * h;
-                    let dw = Some(&mut *sums);
-                    backward_row(&xs[at.clone()], &ws, &dys[at.clone()], self.eps, &mut dx[at], dw);
-                }
-            }
-            let dw = Tensor::zeros(h, candle_core::DType::F32, w.device())?;
-            super::fixed::stash(&dw, sums);
-            return Ok([Some(Tensor::from_vec(dx, (tokens, h), x.device())?), Some(dw)]);
-        }
         let mut dw = is_tracked(w).then(|| zeros(h));
         for row in 0..tokens {
             let at = row * h..(row + 1) * h;

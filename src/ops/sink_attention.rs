@@ -270,28 +270,14 @@ impl PackedSinkAttention {
             }
         }
         let mut dsinks = vec![0f32; heads];
-        let mut by_sequence = vec![0f32; heads * self.sequence_rows.sequences()];
-        for ((s, kv_head), part) in self.tasks().into_iter().zip(parts) {
+        for ((_, kv_head), part) in self.tasks().into_iter().zip(parts) {
             for (g, x) in part.into_iter().enumerate() {
                 dsinks[kv_head * group + g] += x;
-                by_sequence[s * heads + kv_head * group + g] += x;
             }
         }
         let sinks_learn = self.attention.sinks && self.attention.sink_gradient;
         let dsinks = if sinks_learn { dsinks } else { vec![0.0; heads] };
         let device = q.device();
-        if super::fixed::vectors_on() {
-            let dsinks = Tensor::from_vec(dsinks, heads, device)?;
-            if !sinks_learn {
-                by_sequence.fill(0.0);
-            }
-            super::fixed::stash(&dsinks, by_sequence);
-            return Ok([
-                Tensor::from_vec(dq, q.shape(), device)?,
-                Tensor::from_vec(dkv, kv.shape(), device)?,
-                dsinks,
-            ]);
-        }
         Ok([
             Tensor::from_vec(dq, q.shape(), device)?,
             Tensor::from_vec(dkv, kv.shape(), device)?,

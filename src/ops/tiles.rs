@@ -245,128 +245,6 @@ impl Job<'_> {
     }
 }
 
-/// PROTOTYPE: true when this processor converts vectors of f32 to i64.
-pub(super) fn has_fixed() -> bool {
-    is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq")
-}
-
-/// PROTOTYPE: adds each block's product, rounded once to units of `1 / scale`. Returns the bits of the
-/// largest absolute value.
-pub(super) fn product_fixed(
-    threads: usize,
-    out: &mut [i64],
-    a: StridedMatrix,
-    b: StridedMatrix,
-    (m, k, n): (usize, usize, usize),
-    blocks: &[Range<usize>],
-    scale: f32,
-) -> u32 {
-    type W = x86::F32x16;
-    let (a, b) = (UnpackedOperand::rows(a).unwrap(), UnpackedOperand::columns(b).unwrap());
-    let job = Job { threads, a, b, shape: (m, k, n), accumulate: true };
-    let last = |side: &UnpackedOperand, lines: usize| side.at(lines - 1, k - 1) as usize;
-    let end = |side: &UnpackedOperand| side.values.as_ptr_range().end as usize;
-    assert!(last(&a, m) < end(&a) && last(&b, n) < end(&b), "product: operands");
-    assert_eq!(out.len(), m * n, "product: output");
-    let out = FixedOutput { first: out.as_mut_ptr(), stride: n, scale };
-    let width = VECTORS * W::LANES;
-    let panels = n.div_ceil(width);
-    let steps_max = K_CHUNK.min(k);
-    let mut rows = lines(m * steps_max);
-    let max = std::sync::atomic::AtomicU32::new(0);
-    let mut first = 0;
-    while first < blocks.len() {
-        let start = blocks[first].start;
-        let mut last = first;
-        while last < blocks.len() && blocks[last].end - start <= K_CHUNK {
-            last += 1;
-        }
-        assert!(last > first, "a block is too long");
-        let chunk = KRange { start, values: blocks[last - 1].end - start };
-        let own = &blocks[first..last];
-        job.pack_rows::<W>(&mut rows, chunk);
-        let room = || [lines(steps_max * width), lines(steps_max * width)];
-        let run = |room: &mut [Vec<Line>; 2], panels| {
-            let found = job.strips_fixed(&rows, room, chunk, own, panels, out);
-            max.fetch_max(found, std::sync::atomic::Ordering::Relaxed);
-        };
-        if threads > 1 && panels > 1 {
-            let each = panels.div_ceil(threads * TASKS_A_THREAD);
-            let tasks = (0..panels.div_ceil(each)).into_par_iter().with_max_len(1);
-            tasks.for_each_init(room, |room, task| run(room, task * each..panels.min((task + 1) * each)));
-        } else {
-            run(&mut room(), 0..panels);
-        }
-        first = last;
-    }
-    max.into_inner()
-}
-
-/// PROTOTYPE: as [`TileOutput`], in fixed point.
-#[derive(Clone, Copy)]
-pub(super) struct FixedOutput {
-    pub first: *mut i64,
-    pub stride: usize,
-    pub scale: f32,
-}
-
-// SAFETY: as for `TileOutput`.
-unsafe impl Send for FixedOutput {}
-// SAFETY: as above.
-unsafe impl Sync for FixedOutput {}
-
-impl Job<'_> {
-    fn strips_fixed(
-        &self,
-        rows: &[Line],
-        room: &mut [Vec<Line>; 2],
-        chunk: KRange,
-        blocks: &[Range<usize>],
-        panels: Range<usize>,
-        out: FixedOutput,
-    ) -> u32 {
-        type W = x86::F32x16;
-        let (m, _, n) = self.shape;
-        let width = VECTORS * W::LANES;
-        let steps = chunk.steps::<W>();
-        let stretch = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
-        let [mut panel, mut next] = room.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
-        self.pack_columns::<W>(panel, chunk, panels.start * width, 0..steps);
-        let mut max = 0;
-        for index in panels.clone() {
-            let column = index * width;
-            let has_next = index + 1 < panels.end;
-            let mut x: *const u32 = rows.as_ptr().cast();
-            for (pass, row) in (0..m).step_by(W::ROWS).enumerate() {
-                let rows = W::ROWS.min(m - row);
-                let ahead = (pass * stretch).min(steps)..((pass + 1) * stretch).min(steps);
-                if has_next {
-                    self.prefetch_columns::<W>(chunk, column + width, ahead.clone());
-                }
-                // SAFETY: the panels have this layout, and the tile is inside the output.
-                unsafe {
-                    let to = FixedOutput { first: out.first.add(row * n + column), ..out };
-                    let columns = width.min(n - column);
-                    for row in 0..rows {
-                        (0..columns).step_by(8).for_each(|c| prefetch(to.first.add(row * to.stride + c).cast::<f32>()));
-                    }
-                    for block in blocks {
-                        let (first, steps) = (block.start - chunk.start, block.len());
-                        let operands = TileOperands { x: x.add(first * rows), w: panel.add(first * width), steps };
-                        max = max.max(x86::fixed_tile(rows, operands, to, columns));
-                    }
-                    x = x.add(rows * steps);
-                }
-                if has_next {
-                    self.pack_columns::<W>(next, chunk, column + width, ahead);
-                }
-            }
-            std::mem::swap(&mut panel, &mut next);
-        }
-        max
-    }
-}
-
 /// Tasks per thread in a product on several threads.
 const TASKS_A_THREAD: usize = 4;
 
@@ -396,9 +274,9 @@ impl KRange {
 /// Operands of a tile: `x [steps][rows]` and `w [steps][VECTORS · LANES]`.
 #[derive(Clone, Copy)]
 pub(super) struct TileOperands {
-    pub x: *const u32,
-    pub w: *const u32,
-    pub steps: usize,
+    x: *const u32,
+    w: *const u32,
+    steps: usize,
 }
 
 /// Multiplies `R` rows of a tile, of which `columns` columns exist.

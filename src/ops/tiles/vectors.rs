@@ -198,64 +198,6 @@ pub mod x86 {
         compiled_for!("avx512f", 1 2 3 4 5 6 7 8 9 10 11 12);
     }
 
-    /// PROTOTYPE: a block's product of a tile, rounded to units and added.
-    #[inline]
-    pub unsafe fn fixed_tile(rows: usize, panels: TileOperands, to: super::super::FixedOutput, columns: usize) -> u32 {
-        #[target_feature(enable = "avx512f,avx512dq")]
-        unsafe fn compiled<const R: usize>(panels: TileOperands, to: super::super::FixedOutput, columns: usize) -> u32 {
-            unsafe {
-                let TileOperands { x, w, steps } = panels;
-                let mut sums = [[_mm512_setzero_ps(); 2]; R];
-                for step in 0..steps {
-                    let at: *const f32 = w.add(step * 32).cast();
-                    let (w0, w1) = (_mm512_loadu_ps(at), _mm512_loadu_ps(at.add(16)));
-                    let x: *const f32 = x.add(step * R).cast();
-                    for (row, sums) in sums.iter_mut().enumerate() {
-                        let x = _mm512_set1_ps(*x.add(row));
-                        sums[0] = _mm512_fmadd_ps(x, w0, sums[0]);
-                        sums[1] = _mm512_fmadd_ps(x, w1, sums[1]);
-                    }
-                }
-                let scale = _mm512_set1_ps(to.scale);
-                let mut max = _mm512_setzero_si512();
-                let sign = _mm512_set1_epi32(0x7fff_ffff);
-                for (row, sums) in sums.into_iter().enumerate() {
-                    let to = to.first.add(row * to.stride);
-                    for (v, sum) in sums.into_iter().enumerate() {
-                        max = _mm512_max_epu32(max, _mm512_and_si512(_mm512_castps_si512(sum), sign));
-                        let units = _mm512_mul_ps(sum, scale);
-                        let low = _mm512_cvtps_epi64(_mm512_castps512_ps256(units));
-                        let high = _mm512_cvtps_epi64(_mm512_extractf32x8_ps::<1>(units));
-                        let at = to.add(v * 16);
-                        if columns == 32 {
-                            _mm512_storeu_si512(at.cast(), _mm512_add_epi64(_mm512_loadu_si512(at.cast()), low));
-                            let at = at.add(8);
-                            _mm512_storeu_si512(at.cast(), _mm512_add_epi64(_mm512_loadu_si512(at.cast()), high));
-                        } else {
-                            let mask = if columns > v * 16 { first(columns - v * 16) } else { 0 };
-                            for (half, units) in [low, high].into_iter().enumerate() {
-                                let mask = (mask >> (8 * half)) as u8;
-                                let at = to.wrapping_add(v * 16 + half * 8);
-                                let sum = _mm512_add_epi64(_mm512_maskz_loadu_epi64(mask, at), units);
-                                _mm512_mask_storeu_epi64(at, mask, sum);
-                            }
-                        }
-                    }
-                }
-                _mm512_reduce_max_epu32(max)
-            }
-        }
-        macro_rules! by_rows {
-            ($($rows:literal)+) => {
-                match rows {
-                    $($rows => compiled::<$rows>(panels, to, columns),)+
-                    _ => 0,
-                }
-            };
-        }
-        unsafe { by_rows!(1 2 3 4 5 6 7 8 9 10 11 12) }
-    }
-
     /// Returns the mask of the first `count` of eight lanes.
     #[inline(always)]
     unsafe fn first_of_8(count: usize) -> __m256i {
