@@ -17,6 +17,10 @@ unwritten:
 format:
     cargo fmt -- src/model/families/*.rs src/policy/loss/*.rs src/tasks/*.rs
 
+# Licences, sources, duplicates and advisories of the dependencies: needs `cargo install --locked cargo-deny`.
+deny:
+    cargo deny --locked check
+
 # Everything that CI runs.
 ci:
     bash .ci/run
