@@ -231,18 +231,18 @@ impl Batch {
 }
 
 fn pack(sequences: &[Arc<Sequence>], packing: PackingParameters) -> Vec<MicroBatch> {
-    MicroBatch::split_with_prefixes(sequences, packing.cut, |_| packing.shared_positions_max)
+    MicroBatch::split_with_prefixes(sequences, packing.limits, |_| packing.shared_positions_max)
 }
 
 /// Packs the sequences with experts to replay. Sequences share only rows with the same experts.
 fn pack_replayed(
     sequences: &[Arc<Sequence>],
-    PackingParameters { cut, shared_positions_max, top_k }: PackingParameters,
+    PackingParameters { limits, shared_positions_max, top_k }: PackingParameters,
     routes: &[RoutedExperts],
 ) -> Result<Vec<MicroBatch>> {
     let common = |i: usize| experts::common_prefix_length(&routes[i - 1], &routes[i], top_k);
     let mut micro_batches =
-        MicroBatch::split_with_prefixes(sequences, cut, |i| common(i).min(shared_positions_max));
+        MicroBatch::split_with_prefixes(sequences, limits, |i| common(i).min(shared_positions_max));
     for batch in &mut micro_batches {
         batch.replay = experts::pack_experts(&routes[batch.sequences.clone()], &batch.sequence_rows, top_k)?;
     }

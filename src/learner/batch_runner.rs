@@ -184,7 +184,7 @@ impl BatchRunner<'_> {
     pub fn packing_parameters(&self, tokens_max: usize) -> PackingParameters {
         let shared_positions_max = if self.parameters.device().is_cpu() { usize::MAX } else { 0 };
         let top_k = self.model.config.num_experts_per_tok;
-        PackingParameters { cut: self.limits(tokens_max), shared_positions_max, top_k }
+        PackingParameters { limits: self.limits(tokens_max), shared_positions_max, top_k }
     }
 
     /// Calls `run` for each of `batches` and returns the results in order. The thread that runs a batch does

@@ -49,7 +49,7 @@ pub struct MicroBatch {
 /// The parameters of packing. Equal sequences, experts and packing give equal micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PackingParameters {
-    pub cut: MicroBatchLimits,
+    pub limits: MicroBatchLimits,
     /// Maximum positions that a sequence may share with the one before it.
     pub shared_positions_max: usize,
     /// Number of experts of a token.
@@ -169,10 +169,10 @@ impl MicroBatch {
         }
     }
 
-    /// Splits `sequences`, in order, into micro-batches of about equal size within the limit `cut`. A longer
+    /// Splits `sequences`, in order, into micro-batches of about equal size within `limits`. A longer
     /// sequence becomes a micro-batch by itself.
-    pub fn split(sequences: &[Sequence], cut: impl Into<MicroBatchLimits>) -> Vec<Self> {
-        Self::split_with_prefixes(sequences, cut, |_| 0)
+    pub fn split(sequences: &[Sequence], limits: impl Into<MicroBatchLimits>) -> Vec<Self> {
+        Self::split_with_prefixes(sequences, limits, |_| 0)
     }
 
     /// Like [`Self::split`], but a sequence shares its common prefix with the one before it, up to
@@ -180,7 +180,7 @@ impl MicroBatch {
     /// sequence.
     pub fn split_with_prefixes(
         sequences: &[impl Borrow<Sequence>],
-        cut: impl Into<MicroBatchLimits>,
+        limits: impl Into<MicroBatchLimits>,
         shared_max: impl Fn(usize) -> usize,
     ) -> Vec<Self> {
         let sequences: Vec<&Sequence> = sequences.iter().map(Borrow::borrow).collect();
@@ -189,10 +189,10 @@ impl MicroBatch {
             let tokens = pair[0].inputs().iter().zip(pair[1].inputs());
             shared[i + 1] = tokens.take_while(|(a, b)| a == b).count().min(shared_max(i + 1));
         }
-        Self::cut(&sequences, &shared, cut.into())
+        Self::split_rows(&sequences, &shared, limits.into())
     }
 
-    fn cut(
+    fn split_rows(
         sequences: &[&Sequence],
         shared: &[usize],
         MicroBatchLimits { tokens_max, in_pairs }: MicroBatchLimits,
@@ -200,14 +200,14 @@ impl MicroBatch {
         let units = units(sequences, shared, tokens_max);
         let total: usize = units.iter().map(|unit| unit.own_tokens).sum();
         let fewest = total.div_ceil(tokens_max.max(1));
-        let cut = |parts: usize| cut_into(parts, total, &units, tokens_max);
+        let split = |parts: usize| split_into(parts, total, &units, tokens_max);
         let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
         // If lengths and limit make the number of micro-batches odd, try up to three more.
-        let full = (fewest..fewest + 4).map(cut).find(is_even).unwrap_or_else(|| cut(fewest));
+        let full = (fewest..fewest + 4).map(split).find(is_even).unwrap_or_else(|| split(fewest));
         // A micro-batch that begins within a group repeats its prompt. It may exceed the limit, which leaves
         // a small micro-batch over; the other passes then wait. A larger number of micro-batches avoids that.
         let holding = (fewest..=full.len())
-            .map(|parts| (parts, cut(parts)))
+            .map(|parts| (parts, split(parts)))
             .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
         let ranges = holding.map_or(full, |(_, ranges)| ranges);
         ranges.into_iter().map(|range| Self::new(sequences, range, shared)).collect()
@@ -260,7 +260,7 @@ fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<Se
 
 /// Splits `units`, `total` tokens long, into about `parts` ranges of about equal size and up to `tokens_max`
 /// tokens.
-fn cut_into(parts: usize, total: usize, units: &[SequenceGroup], tokens_max: usize) -> Vec<Range<usize>> {
+fn split_into(parts: usize, total: usize, units: &[SequenceGroup], tokens_max: usize) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = vec![];
     let (mut tokens, mut part, mut before) = (0, 0, 0);
     for unit in units {
@@ -335,8 +335,8 @@ mod tests {
         };
         let groups: Vec<Sequence> = (0..6).flat_map(|group| (0..4).map(move |i| sample(group, i))).collect();
         let spans = |tokens_max: usize, in_pairs: bool| -> Vec<Range<usize>> {
-            let cut = MicroBatchLimits { tokens_max, in_pairs };
-            let batches = MicroBatch::split_with_prefixes(&groups, cut, |_| usize::MAX);
+            let limits = MicroBatchLimits { tokens_max, in_pairs };
+            let batches = MicroBatch::split_with_prefixes(&groups, limits, |_| usize::MAX);
             batches.into_iter().map(|batch| batch.sequences).collect()
         };
         // A group has 64 rows, and 58 rows after another group.

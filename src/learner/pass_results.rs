@@ -19,6 +19,8 @@ pub(super) struct PassRecord {
 }
 
 impl<const N: usize> PassOutput<N> {
+    /// Copies the results to the host, to send them to other processes.
+    ///
     /// # Errors
     /// When the experts cannot be read.
     pub(super) fn into_record(self) -> Result<PassRecord> {

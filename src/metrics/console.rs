@@ -24,7 +24,7 @@ const TICK: Duration = Duration::from_secs(1);
 pub struct Console(Arc<ConsoleState>);
 
 struct ConsoleState {
-    place: ConsoleOutput,
+    output: ConsoleOutput,
     /// The time left over all stages of a plan, if there is one.
     eta: Mutex<Option<Eta>>,
     /// Stages under way, the outermost first.
@@ -77,8 +77,8 @@ impl Console {
         Self::with_output(ConsoleOutput::Lines { out: Mutex::new(Box::new(out)), interval, every_steps })
     }
 
-    fn with_output(place: ConsoleOutput) -> Self {
-        Self(Arc::new(ConsoleState { place, eta: Mutex::new(None), stages: Mutex::default() }))
+    fn with_output(output: ConsoleOutput) -> Self {
+        Self(Arc::new(ConsoleState { output, eta: Mutex::new(None), stages: Mutex::default() }))
     }
 
     /// Shows one time left over alternating `stages`: name, steps left, and the work of a step in a unit
@@ -107,33 +107,33 @@ impl Console {
 
     /// Starts a stage of `total` steps, of which a resumed run has done `done`.
     pub fn stage(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, StageUnit { unit: Unit::Steps, inner: false })
+        self.progress(name, total, done, StageKind { unit: Unit::Steps, inner: false })
     }
 
     /// Starts a stage of `total` units of work other than steps, such as trajectories.
     pub fn work_stage(&self, name: &str, total: u64, done: u64) -> Progress {
-        self.progress(name, total, done, StageUnit { unit: Unit::Pieces, inner: false })
+        self.progress(name, total, done, StageKind { unit: Unit::Items, inner: false })
     }
 
     /// Starts a stage of work within a step, such as rollout; a `total` of 0 counts nothing.
     pub fn inner_stage(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, StageUnit { unit: Unit::Pieces, inner: true })
+        self.progress(name, total, 0, StageKind { unit: Unit::Items, inner: true })
     }
 
     /// Starts a stage within a step that takes `total` tokens through the model.
     pub fn pass(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, StageUnit { unit: Unit::Tokens, inner: true })
+        self.progress(name, total, 0, StageKind { unit: Unit::Tokens, inner: true })
     }
 
     /// Starts a stage that takes `total` tokens through the model.
     pub fn work_tokens(&self, name: &str, total: u64) -> Progress {
-        self.progress(name, total, 0, StageUnit { unit: Unit::Tokens, inner: false })
+        self.progress(name, total, 0, StageKind { unit: Unit::Tokens, inner: false })
     }
 
     /// Prints text above the bars; control characters in it are made visible.
     pub fn print(&self, text: &str) {
         let text = sanitize_terminal(text);
-        match &self.0.place {
+        match &self.0.output {
             // A terminal that is gone must not end the run.
             ConsoleOutput::Bars(bars) => {
                 let columns = console::Term::stderr().size().1;
@@ -146,8 +146,8 @@ impl Console {
         }
     }
 
-    fn progress(&self, name: &str, total: u64, done: u64, kind: StageUnit) -> Progress {
-        let bar = match &self.0.place {
+    fn progress(&self, name: &str, total: u64, done: u64, kind: StageKind) -> Progress {
+        let bar = match &self.0.output {
             ConsoleOutput::Bars(bars) => {
                 bars.add(ProgressBar::new(total).with_style(style(kind, total)).with_position(done))
             }
@@ -160,7 +160,7 @@ impl Console {
         let pace = StageState { start: Instant::now(), first: done, done, ..StageState::default() };
         let stage = Arc::new(Stage { console: self.clone(), bar, name, total, kind, pace: Mutex::new(pace) });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
-        let is_shown = !matches!(self.0.place, ConsoleOutput::Lines { every_steps: 0, .. });
+        let is_shown = !matches!(self.0.output, ConsoleOutput::Lines { every_steps: 0, .. });
         if is_shown {
             self.start_ticks();
         }
@@ -189,7 +189,7 @@ impl Console {
     /// Renews the bars, the line of a log and the status file, as due at `now`.
     fn tick(&self, now: Instant) {
         let open: Vec<Arc<Stage>> = lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
-        if let ConsoleOutput::Bars(_) = self.0.place {
+        if let ConsoleOutput::Bars(_) = self.0.output {
             open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.pace), now)));
         }
         let Some(line) = self.under_way(&open, now) else { return };
@@ -197,7 +197,7 @@ impl Console {
         if let Some(status) = &mut stages.status {
             status.renew(&line, now);
         }
-        let ConsoleOutput::Lines { every_steps: 1.., .. } = self.0.place else { return };
+        let ConsoleOutput::Lines { every_steps: 1.., .. } = self.0.output else { return };
         if stages.printed.is_none_or(|at| now.saturating_duration_since(at) >= SILENCE_MAX) {
             stages.printed = Some(now);
             drop(stages);
@@ -240,7 +240,7 @@ fn colour_first_word(text: &str) -> String {
 }
 
 /// Returns the style of a bar, which fills the rest of the terminal's width.
-fn style(kind: StageUnit, total: u64) -> ProgressStyle {
+fn style(kind: StageKind, total: u64) -> ProgressStyle {
     let template = match (kind.inner, total) {
         (_, 0) => "{prefix:>10} {msg}",
         (false, _) => "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len}  {msg}",
@@ -254,9 +254,9 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Decides where and when a stage is shown.
+/// The kind of a stage, which decides where and when it is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct StageUnit {
+struct StageKind {
     unit: Unit,
     /// Whether it is part of a step: no line of it stays.
     inner: bool,
@@ -268,7 +268,7 @@ enum Unit {
     /// Steps of a run.
     Steps,
     /// Other work, such as trajectories.
-    Pieces,
+    Items,
     /// Tokens through the model.
     Tokens,
 }
@@ -282,7 +282,7 @@ struct Stage {
     bar: ProgressBar,
     name: String,
     total: u64,
-    kind: StageUnit,
+    kind: StageKind,
     pace: Mutex<StageState>,
 }
 
@@ -328,7 +328,7 @@ impl Progress {
         if let (Unit::Steps, Some(eta)) = (stage.kind.unit, &mut *lock(&stage.console.0.eta)) {
             eta.advance(&stage.name, steps);
         }
-        match &stage.console.0.place {
+        match &stage.console.0.output {
             ConsoleOutput::Bars(_) => {
                 stage.bar.set_message(stage.message(&pace, now));
                 stage.bar.set_position(pace.done);
@@ -359,7 +359,7 @@ impl Progress {
         let this = Arc::downgrade(&self.0);
         lock(&stage.console.0.stages).open.retain(|open| !open.ptr_eq(&this));
         stage.bar.finish_and_clear();
-        if !stage.kind.inner && matches!(stage.console.0.place, ConsoleOutput::Bars(_)) {
+        if !stage.kind.inner && matches!(stage.console.0.output, ConsoleOutput::Bars(_)) {
             let done = stage.bar.position();
             stage.console.print(&format!("{} {done}/{}  {}", stage.name, stage.total, stage.bar.message()));
         }
@@ -428,7 +428,7 @@ impl Stage {
         let elapsed = now.saturating_duration_since(pace.start).as_secs_f64();
         let tokens = pace.tokens.round();
         if tokens > 0.0 && elapsed > 0.0 {
-            if self.kind.unit == Unit::Pieces && tokens != (pace.done - pace.first) as f64 {
+            if self.kind.unit == Unit::Items && tokens != (pace.done - pace.first) as f64 {
                 parts.push(format!("{} tokens", format_number(tokens)));
             }
             let rate = tokens / elapsed;

@@ -40,9 +40,9 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     let plan = source.resolve_for(KeyScope::Export, sets)?;
     let (threads, parameters) = {
         let preflight = preflight(&plan, &[])?;
-        let subject = preflight.plan_input();
+        let input = preflight.plan_input();
         let parameters: usize = preflight.source.specs().iter().map(|spec| spec.element_count()).sum();
-        (subject.threads, parameters as f64)
+        (input.threads, parameters as f64)
     };
     let free = available_memory();
     let machine = match &free {

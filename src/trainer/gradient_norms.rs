@@ -66,6 +66,8 @@ impl GradientNorms {
         Some(format!("updates skipped of {name} (train.on_bad_step): {count}; {why}"))
     }
 
+    /// Ends a run whose updates are skipped step after step.
+    ///
     /// # Errors
     /// When too many consecutive steps were skipped.
     pub fn refuse_many(&self) -> Result<()> {
