@@ -44,8 +44,8 @@ pub struct CheckArgs {
 /// Stands in for a model's answer, because no model is loaded.
 const ANSWER: &str = "I do not know.";
 
-/// Prints the recipe (its differences from the defaults, or all of it) and its warnings. Then prints the first
-/// prompt, a dialogue with the task, and each command's memory plan. Nothing is trained, sampled or
+/// Prints the recipe (its differences from the defaults, or all of it) and its warnings. Then prints the
+/// first prompt, a dialogue with the task, and each command's memory plan. Nothing is trained, sampled or
 /// written, and no weights are read.
 ///
 /// # Errors
