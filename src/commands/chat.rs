@@ -1,6 +1,7 @@
-//! `rloss chat FOLDER|RECIPE|RUN`: a chat in the terminal with a model, and its tool if a recipe gives one.
+//! `rloss chat MODEL|RECIPE|RUN`: a chat in the terminal with a model, and its tool if a recipe gives one.
 
 use crate::bounded_file;
+use crate::checkpoint::gguf::is_gguf;
 use crate::commands::arguments::recipe_help;
 use crate::error::EXIT_DONE;
 use crate::harmony::{Message, Role};
@@ -23,7 +24,7 @@ use std::path::{Path, PathBuf};
 /// Arguments of `rloss chat`.
 #[derive(Args, Debug, Clone)]
 pub struct ChatArgs {
-    #[arg(help = format!("A model's folder; or as for other commands: {}", recipe_help()))]
+    #[arg(help = format!("A model's folder or GGUF file; or as for other commands: {}", recipe_help()))]
     recipe: PathBuf,
     /// Replace a recipe's value, such as --set eval.temperature=0
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -90,23 +91,20 @@ fn is_command(line: &str) -> bool {
     line.strip_prefix('/').is_some_and(|word| !word.is_empty() && word.chars().all(char::is_alphanumeric))
 }
 
-/// Resolves the recipe or the run, whose programs may need consent. A folder with a model alone just talks,
-/// without a tool.
+/// Resolves the recipe or the run, whose programs may need consent. A model alone, a folder or a GGUF file,
+/// just talks, without a tool.
 fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
-    match locate(&args.recipe) {
-        Err(_) if args.recipe.join("config.json").is_file() => {
-            let folder = format!("model.path={}", args.recipe.display());
-            let sets = [&[folder], &args.sets[..]].concat();
-            Ok(resolve_for(KeyScope::Chat, Path::new("rloss chat"), TALK, &sets)?)
-        }
-        source => {
-            let source = source?;
-            let mut plan = source.resolve_for(KeyScope::Chat, &args.sets)?;
-            pin_model(&mut plan, &source, &args.sets)?;
-            ask_consent(&source, &plan.recipe, &args.sets, args.trust, console)?;
-            Ok(plan)
-        }
+    let source = locate(&args.recipe);
+    if is_gguf(&args.recipe) || source.is_err() && args.recipe.join("config.json").is_file() {
+        let model = format!("model.path={}", args.recipe.display());
+        let sets = [&[model], &args.sets[..]].concat();
+        return Ok(resolve_for(KeyScope::Chat, Path::new("rloss chat"), TALK, &sets)?);
     }
+    let source = source?;
+    let mut plan = source.resolve_for(KeyScope::Chat, &args.sets)?;
+    pin_model(&mut plan, &source, &args.sets)?;
+    ask_consent(&source, &plan.recipe, &args.sets, args.trust, console)?;
+    Ok(plan)
 }
 
 /// The conversation so far.

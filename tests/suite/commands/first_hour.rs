@@ -226,6 +226,11 @@ fn chat_needs_a_model_alone() {
     assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
     assert!(text(&said.stdout).contains("cut off after 4 tokens"), "{}", text(&said.stdout));
     assert!(!stderr(&said).contains("Python tool"), "{}", stderr(&said));
+    // A bug: a GGUF file was read as a recipe.
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf/gpt_oss.gguf");
+    let file = file.display().to_string();
+    let said = chat(&[&[&*file], &short[..], &["--set", "rollout.prompt_tokens_max=256"]].concat(), "1+1?\n");
+    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
     // A recipe's data is not read, nor are keys of training.
     let path = format!("model.path={model}");
     let sets = [path.as_str(), "task.train_file=none", "train.minibatches=100000", "eval.samples=4"];
