@@ -11,6 +11,7 @@ mod data;
 mod dense;
 mod figures;
 mod gguf;
+mod gguf_parity;
 mod harmony;
 mod instructions;
 mod interpreter;
