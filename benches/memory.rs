@@ -130,7 +130,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         command: memory::ModelCommand::Train,
         recipe: &recipe,
         config: &model.config,
-        forms: &forms,
+        formats: &forms,
         trainable: vec![true; parameters.len()],
         adapter: None,
         critic_trainable: None,

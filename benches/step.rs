@@ -270,9 +270,9 @@ fn main() -> Result<()> {
                 chat: &chat,
                 task: &task,
                 interpreter: None,
-                preamble: &[],
+                system_prompt: &[],
                 plan,
-                room: CacheCapacity::default(),
+                cache_capacity: CacheCapacity::default(),
             };
             let note = |progress: RolloutProgress| {
                 let mut stamps = stamps.lock().unwrap_or_else(PoisonError::into_inner);

@@ -93,6 +93,13 @@ def read_tensors(path):
     return values
 
 
+def partial_tokens(path):
+    """Returns the tokens that are no whole ASCII text: llama.cpp omits the log-prob of a part of a character."""
+    field = gguf.GGUFReader(str(path)).get_field("tokenizer.ggml.tokens")
+    whole = lambda text: all(" " < char < "\x7f" or char in "ĠĊ" for char in text) and not text.startswith("<|")
+    return [token for token, text in enumerate(field.contents()) if not whole(text)]
+
+
 class Server:
     """llama.cpp's server with its cache in f32."""
 
@@ -111,6 +118,17 @@ class Server:
                                          {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as answer:
             return answer.read().decode()
+
+
+    def row(self, prompt, tokens, seed, banned):
+        """Samples an answer without the tokens `banned`. Returns it as rloss's simplest row: llama.cpp reports a prompt's
+        text, not its ids. Its log-probs are those before the ban."""
+        bias = [[token, False] for token in banned]
+        answer = json.loads(self.complete(prompt, tokens, temperature=1.0, seed=seed, logit_bias=bias))
+        probs = answer["completion_probabilities"]
+        assert [one["id"] for one in probs] == answer["tokens"], "a token without its log-prob"
+        return dict(tokens=prompt + [one["id"] for one in probs], temperature=1.0,
+                    logprobs=[None] * len(prompt) + [one["logprob"] for one in probs])
 
 
 def rloss(binary, *arguments, codes=(0,)):
@@ -137,9 +155,9 @@ def exported_runs(binary, root):
             rng = np.random.default_rng(7)
             answers = root / f"{family}-{kind}.jsonl"
             prompts = [rng.integers(20, min(vocabulary, 250), 16).tolist() for _ in range(6)]
-            lines = [server.complete(prompt, 40, temperature=1.0, seed=seed, ignore_eos=True)
-                     for seed, prompt in enumerate(prompts)]
-            answers.write_text("\n".join(lines) + "\n")
+            banned = partial_tokens(path)
+            rows = [server.row(prompt, 40, seed, banned) for seed, prompt in enumerate(prompts)]
+            answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
             model = root / f"{family}-{kind}.toml"
             model.write_text(f"[model]\npath = {json.dumps(str(path))}\n")
             out = root / f"{family}-{kind}-mismatch"

@@ -204,15 +204,15 @@ pub fn estimate_bytes(form: WeightFormat, parameters: &Parameters) -> u64 {
 ///
 /// # Errors
 /// When a rank does not respond in time.
-pub fn serve(parameters: &Parameters, critic: Option<&Parameters>, asked: &ShardRequest) -> Result<()> {
-    match asked {
+pub fn serve(parameters: &Parameters, critic: Option<&Parameters>, request: &ShardRequest) -> Result<()> {
+    match request {
         ShardRequest::File { folder, stem, of_critic } => state_files::serve(
             folder,
             stem,
             if *of_critic { critic.unwrap_or(parameters) } else { parameters },
             *of_critic,
         ),
-        asked => parameters.serve(critic, asked),
+        request => parameters.serve(critic, request),
     }
 }
 

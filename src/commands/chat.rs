@@ -137,7 +137,7 @@ impl Talk<'_> {
         }
         let rollouts =
             self.sampler(&plan).sample_groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
-        let given = self.context.preamble.len() + self.messages.len();
+        let given = self.context.system_prompt.len() + self.messages.len();
         let trajectory = rollouts.trajectories().next().context("no answer")?;
         let all = rollouts.messages.iter().flatten().next().context("no answer")?;
         let new = all.get(given..).unwrap_or_default();

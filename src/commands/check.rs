@@ -164,15 +164,15 @@ fn print_memory_plan(
         ))?;
     }
     let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&preflight.plan.recipe.arms));
-    for intent in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
+    for command in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
         // These commands run in one process.
         let peak = MemoryPlan::new(&PlanInput {
             processes: 1,
             rollout_weights: RolloutWeightPlacement::Whole,
-            ..preflight.plan_input_for(intent)
+            ..preflight.plan_input_for(command)
         })
         .peak_bytes();
-        print_text(&format!("`rloss {}`: {}\n", intent.name(), gigabytes(peak)))?;
+        print_text(&format!("`rloss {}`: {}\n", command.name(), gigabytes(peak)))?;
     }
     if let Some(found) = available {
         print_text(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound))?;

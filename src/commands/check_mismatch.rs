@@ -120,7 +120,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
         write_file(&out.join(name), text)?;
     }
     let file = out.join("mismatch.json");
-    write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad))?;
+    write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad_rows))?;
     print_text(&sanitize_terminal(&format!("{}\n", file.display())))?;
     Ok(found.code)
 }
@@ -169,7 +169,7 @@ struct Checked {
     verdict: String,
     diagnosis: Option<serde_json::Value>,
     /// Rows that could not be compared.
-    bad: Vec<String>,
+    bad_rows: Vec<String>,
     /// Other files to write into the folder, as name and text.
     files: Vec<(String, String)>,
     code: u8,
@@ -179,9 +179,9 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     let (config, tokens_max) = (&context.model.config, context.model.context_tokens_max());
     let found = RowReader::new(config, tokens_max, context.chat.vocabulary(), args.temperature)
         .read(&args.against)?;
-    found.seen.iter().for_each(|seen| note(seen));
-    for bad in found.bad_row_messages() {
-        note(&format!("error: {bad}"));
+    found.formats.iter().for_each(|formats| note(formats));
+    for bad_rows in found.bad_row_messages() {
+        note(&format!("error: {bad_rows}"));
     }
     let tokens = context.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| context.load_weights(folder, console)).transpose()?;
@@ -209,9 +209,9 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     print_text(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
     let mut files = pictures;
     if args.out.is_some() {
-        files.push(("mismatch.md".to_owned(), page::page(&answer, &table(usize::MAX), &found.seen)));
+        files.push(("mismatch.md".to_owned(), page::page(&answer, &table(usize::MAX), &found.formats)));
     }
-    let code = match (found.bad.is_empty(), differs) {
+    let code = match (found.bad_rows.is_empty(), differs) {
         (false, _) => EXIT_BAD_INPUT,
         (true, true) => EXIT_DIFFERS,
         (true, false) => EXIT_DONE,
@@ -220,7 +220,7 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
         true => Some(serde_json::Value::Object(diagnoses)),
         false => diagnoses.into_iter().next().map(|(_, diagnosis)| diagnosis),
     };
-    Ok(Checked { lines, verdict: answer, diagnosis, bad: found.bad, files, code })
+    Ok(Checked { lines, verdict: answer, diagnosis, bad_rows: found.bad_rows, files, code })
 }
 
 /// Returns the width of the terminal on standard output; unlimited for a file.
@@ -275,7 +275,7 @@ fn check_arms(context: &RunContext, rows: &[(String, Ablations)], console: &Cons
     };
     lines.extend(gaps);
     tell(&format!("{}\n", sanitize_terminal(&verdict)))?;
-    Ok(Checked { lines, verdict, diagnosis: None, bad: vec![], files: vec![], code: EXIT_DONE })
+    Ok(Checked { lines, verdict, diagnosis: None, bad_rows: vec![], files: vec![], code: EXIT_DONE })
 }
 
 /// Samples the rollouts of one training step.

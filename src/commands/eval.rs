@@ -82,7 +82,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
 }
 
 /// Counts trajectories and successes by a property.
-fn counted<K: Ord>(set: &ValidationResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeMap<K, (usize, usize)> {
+fn totals<K: Ord>(set: &ValidationResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeMap<K, (usize, usize)> {
     let mut counts = BTreeMap::new();
     for row in set.rows() {
         let (all, right): &mut (usize, usize) = counts.entry(key(row)).or_default();
@@ -110,13 +110,13 @@ fn tables(set: &ValidationResult) -> String {
         table.add_row(std::iter::once(set.key(&measure)).chain(cells));
     }
     let mut outcomes = Table::new(["outcome", "trajectories", "right"]);
-    let by_outcome: BTreeMap<Outcome, _> = counted(set, |row| row.trajectory.outcome);
+    let by_outcome: BTreeMap<Outcome, _> = totals(set, |row| row.trajectory.outcome);
     for outcome in Outcome::ALL {
         let (all, right) = by_outcome.get(&outcome).copied().unwrap_or_default();
         outcomes.add_row([outcome.name().to_owned(), whole(all), whole(right)]);
     }
     let mut turns = Table::new(["turns", "trajectories", "right"]);
-    for (n, (all, right)) in counted(set, |row| row.trajectory.turns.len()) {
+    for (n, (all, right)) in totals(set, |row| row.trajectory.turns.len()) {
         turns.add_row([whole(n), whole(all), whole(right)]);
     }
     let mut text = format!(
@@ -161,11 +161,11 @@ fn set_document(set: &ValidationResult) -> Value {
     let share = |(all, right): (usize, usize)| json!({ "trajectories": all, "right": right });
     let estimates: Map<String, Value> =
         set.estimates().into_iter().map(|(measure, e)| (measure, json!(e))).collect();
-    let outcomes: Map<String, Value> = counted(set, |row| row.trajectory.outcome)
+    let outcomes: Map<String, Value> = totals(set, |row| row.trajectory.outcome)
         .into_iter()
         .map(|(outcome, counts)| (outcome.name().to_owned(), share(counts)))
         .collect();
-    let turns: Map<String, Value> = counted(set, |row| row.trajectory.turns.len())
+    let turns: Map<String, Value> = totals(set, |row| row.trajectory.turns.len())
         .into_iter()
         .map(|(n, counts)| (n.to_string(), share(counts)))
         .collect();

@@ -24,7 +24,7 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     page(runs, true)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| taken(port, &e))?;
     let address = listener.local_addr().context("the server's address")?;
-    let follower = Follower { runs, token: token()?, address, made: Mutex::new(None) };
+    let follower = Follower { runs, token: token()?, address, cache: Mutex::new(None) };
     let stop = StopFlag::listen()?;
     let console = Console::plain();
     console.print(&format!("http://{address}/{}/", follower.token));
@@ -54,7 +54,7 @@ struct Follower<'a> {
     token: String,
     address: SocketAddr,
     /// The last page, after the state of the runs that it shows.
-    made: Mutex<Option<(String, Arc<str>)>>,
+    cache: Mutex<Option<(String, Arc<str>)>>,
 }
 
 impl Follower<'_> {
@@ -82,15 +82,15 @@ impl Follower<'_> {
 
     /// Returns the page of the runs' current state, from the cache if the state has not changed.
     fn page(&self) -> Result<Arc<str>> {
-        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let now = state_digest(self.runs);
-        if let Some((of, page)) = &*made
+        if let Some((of, page)) = &*cache
             && *of == now
         {
             return Ok(page.clone());
         }
         let page: Arc<str> = page(self.runs, true)?.into();
-        *made = Some((now, page.clone()));
+        *cache = Some((now, page.clone()));
         Ok(page)
     }
 }

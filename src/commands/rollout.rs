@@ -62,11 +62,11 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let recipe = context.recipe();
     let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let plan = context.training_rollout(step);
-    let asked = (&plan, recipe.rollout.samples_per_prompt);
+    let samples = (&plan, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
     let policy = context.rollout_policy()?;
     let found =
-        collection.sample(&name, Phase::Rl, &policy, asked, &prompts, &console, &|| stop.is_requested())?;
+        collection.sample(&name, Phase::Rl, &policy, samples, &prompts, &console, &|| stop.is_requested())?;
     let Some(rows) = found else {
         console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);

@@ -87,10 +87,10 @@ pub(super) enum Transport {
 /// # Errors
 /// [`BadInput`] when this build has no transport for the launcher.
 pub(super) fn transport() -> Result<Transport> {
-    let asked = variable("RLOSS_RANKS_BY");
+    let requested = variable("RLOSS_RANKS_BY");
     let launcher = launch_info(variable).map(|info| info.launcher);
     let built = (cfg!(feature = "mpi"), cfg!(feature = "nccl"));
-    transport_by(built, launcher, asked.as_deref()).ok_or_else(|| {
+    transport_by(built, launcher, requested.as_deref()).ok_or_else(|| {
         let (has, remedy) = match built {
             (false, false) => {
                 ("neither MPI nor NCCL", "build with --features mpi or nccl, or start one process")
@@ -101,7 +101,7 @@ pub(super) fn transport() -> Result<Transport> {
                 ("MPI for mpirun and srun, NCCL for torchrun and srun", "set RLOSS_RANKS_BY to mpi or nccl")
             }
         };
-        let by = asked.map_or(String::new(), |asked| format!(" by RLOSS_RANKS_BY={asked}"));
+        let by = requested.map_or(String::new(), |requested| format!(" by RLOSS_RANKS_BY={requested}"));
         report_once(format!(
             "this is one of {} processes, but this build cannot connect them{by}: it has {has}; {remedy}",
             process_count()
@@ -112,11 +112,13 @@ pub(super) fn transport() -> Result<Transport> {
 fn transport_by(
     (mpi, nccl): (bool, bool),
     launcher: Option<Launcher>,
-    asked: Option<&str>,
+    requested: Option<&str>,
 ) -> Option<Transport> {
     // mpirun gives no address of rank 0; torchrun starts no MPI.
-    let by_mpi = mpi && launcher != Some(Launcher::Torchrun) && asked.is_none_or(|asked| asked == "mpi");
-    let by_nccl = nccl && launcher != Some(Launcher::Mpi) && asked.is_none_or(|asked| asked == "nccl");
+    let by_mpi =
+        mpi && launcher != Some(Launcher::Torchrun) && requested.is_none_or(|requested| requested == "mpi");
+    let by_nccl =
+        nccl && launcher != Some(Launcher::Mpi) && requested.is_none_or(|requested| requested == "nccl");
     let nccl = by_nccl.then_some(Transport::Nccl);
     if by_mpi { Some(Transport::Mpi) } else { nccl }
 }
@@ -246,7 +248,7 @@ mod tests {
     fn processes_are_connected_by_what_is_built_and_can_connect_what_started_them() {
         let (torchrun, mpi, slurm) = (Some(Launcher::Torchrun), Some(Launcher::Mpi), Some(Launcher::Slurm));
         let (both, by_mpi, by_nccl) = ((true, true), Some(Transport::Mpi), Some(Transport::Nccl));
-        for (built, launcher, asked, expected) in [
+        for (built, launcher, requested, expected) in [
             ((false, false), slurm, None, None),
             ((true, false), slurm, None, by_mpi),
             ((true, false), torchrun, None, None),
@@ -260,7 +262,11 @@ mod tests {
             (both, torchrun, Some("mpi"), None),
             (both, slurm, Some("gloo"), None),
         ] {
-            assert_eq!(transport_by(built, launcher, asked), expected, "{built:?} {launcher:?} {asked:?}");
+            assert_eq!(
+                transport_by(built, launcher, requested),
+                expected,
+                "{built:?} {launcher:?} {requested:?}"
+            );
         }
     }
 
@@ -274,13 +280,17 @@ mod tests {
             ("MASTER_PORT", "29500"),
         ];
         let found = |variables: &[(&str, &str)]| rank_address_by(given(variables), || Ok(b"secret".to_vec()));
-        let place = found(&torchrun).unwrap();
-        assert_eq!((place.rank, place.ranks, place.local_rank), (9, 16, 1));
-        assert_eq!((place.host.as_str(), place.port), ("gpu1", 29501), "torchrun has its own port");
+        let environment = found(&torchrun).unwrap();
+        assert_eq!((environment.rank, environment.ranks, environment.local_rank), (9, 16, 1));
+        assert_eq!(
+            (environment.host.as_str(), environment.port),
+            ("gpu1", 29501),
+            "torchrun has its own port"
+        );
         let with = |name, value| found(&[&torchrun[..], &[(name, value)]].concat());
-        assert_ne!(with("TORCHELASTIC_RUN_ID", "8").unwrap().token, place.token);
+        assert_ne!(with("TORCHELASTIC_RUN_ID", "8").unwrap().token, environment.token);
         let other = rank_address_by(given(&torchrun), || Ok(b"another".to_vec())).unwrap();
-        assert_ne!(other.token, place.token, "the launcher's words are public");
+        assert_ne!(other.token, environment.token, "the launcher's words are public");
         assert_eq!(with("LOCAL_WORLD_SIZE", "8").unwrap().host, "gpu1");
         assert_eq!(
             with("LOCAL_WORLD_SIZE", "16").unwrap().host,
@@ -299,8 +309,8 @@ mod tests {
             ("SLURM_STEP_ID", "0"),
             ("SLURM_JOB_NODELIST", "gpu[07-09,12],login1"),
         ];
-        let place = found(&slurm).unwrap();
-        assert_eq!((place.rank, place.local_rank, place.host.as_str()), (3, 1, "gpu07"));
+        let environment = found(&slurm).unwrap();
+        assert_eq!((environment.rank, environment.local_rank, environment.host.as_str()), (3, 1, "gpu07"));
         let one = found(&[&slurm[..], &[("SLURM_JOB_NUM_NODES", "1")]].concat()).unwrap();
         assert_eq!(one.host, "127.0.0.1");
         assert!(found(&slurm[..5]).unwrap_err().contains("SLURM_JOB_NODELIST is not set"));

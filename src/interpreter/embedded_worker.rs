@@ -73,7 +73,7 @@ pub fn main() -> i32 {
 /// Moves the two pipes away from the standard streams, which become `/dev/null`.
 fn take_pipes() -> Result<(File, File)> {
     let null = File::options().read(true).write(true).open("/dev/null")?;
-    let moved = |stream: i32| -> Result<File> {
+    let duplicate_above_stdio = |stream: i32| -> Result<File> {
         // SAFETY: dup and dup2 on descriptors this process owns; the new one is owned by the File alone.
         unsafe {
             let copy = libc::dup(stream);
@@ -81,7 +81,7 @@ fn take_pipes() -> Result<(File, File)> {
             Ok(File::from(OwnedFd::from_raw_fd(copy)))
         }
     };
-    Ok((moved(libc::STDIN_FILENO)?, moved(libc::STDOUT_FILENO)?))
+    Ok((duplicate_above_stdio(libc::STDIN_FILENO)?, duplicate_above_stdio(libc::STDOUT_FILENO)?))
 }
 
 fn serve(mut input: File, mut output: File) -> Result<()> {

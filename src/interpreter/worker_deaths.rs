@@ -16,25 +16,25 @@ pub struct Deaths(Mutex<Counted>);
 #[derive(Debug, Default)]
 struct Counted {
     count: u64,
-    told: u64,
+    reported: u64,
     cause: String,
 }
 
 impl Deaths {
     pub fn record(&self, cause: String) {
-        let mut counted = lock(&self.0);
-        counted.count += 1;
-        counted.cause = cause;
+        let mut recorded = lock(&self.0);
+        recorded.count += 1;
+        recorded.cause = cause;
     }
 
     /// Returns a warning when there are more than a handful of deaths, and again at every tenfold increase.
     pub fn take_warning(&self) -> Option<String> {
-        let mut counted = lock(&self.0);
-        if counted.count <= HANDFUL || counted.count < 10 * counted.told {
+        let mut recorded = lock(&self.0);
+        if recorded.count <= HANDFUL || recorded.count < 10 * recorded.reported {
             return None;
         }
-        counted.told = counted.count;
-        let Counted { count, cause, .. } = &*counted;
+        recorded.reported = recorded.count;
+        let Counted { count, cause, .. } = &*recorded;
         Some(format!(
             "{count} calls of the Python tool ended with a dead worker so far; the last one: {cause}"
         ))
@@ -62,14 +62,14 @@ mod tests {
     #[test]
     fn more_than_a_handful_is_told_once_and_again_at_ten_times_as_many() {
         let deaths = Deaths::default();
-        let mut told = vec![];
+        let mut reported = vec![];
         for number in 1..=100 {
             deaths.record(format!("number {number}"));
-            told.extend(deaths.take_warning());
+            reported.extend(deaths.take_warning());
         }
-        assert_eq!(told.len(), 2, "{told:?}");
-        assert!(told[0].starts_with("6 calls") && told[0].ends_with("number 6"));
-        assert!(told[1].starts_with("60 calls"));
+        assert_eq!(reported.len(), 2, "{reported:?}");
+        assert!(reported[0].starts_with("6 calls") && reported[0].ends_with("number 6"));
+        assert!(reported[1].starts_with("60 calls"));
     }
 
     #[test]

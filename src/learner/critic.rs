@@ -47,16 +47,16 @@ impl Critic {
         if let Some(lora) = policy.adapter() {
             return Self::adapted((config, policy, lora), trainable, settings, seed, round_to_bf16);
         }
-        let learns: HashSet<String> = value_model_specs(config)
+        let is_trainable: HashSet<String> = value_model_specs(config)
             .into_iter()
             .zip(trainable)
-            .filter(|(_, learns)| **learns)
+            .filter(|(_, is_trainable)| **is_trainable)
             .map(|(s, _)| s.name)
             .collect();
         let values = value_model(config, seed, |spec| {
             let index = policy.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             // Frozen tensors are shared with the policy.
-            match policy.share(index).filter(|_| !learns.contains(&spec.name)) {
+            match policy.share(index).filter(|_| !is_trainable.contains(&spec.name)) {
                 Some(shared) => Ok(shared),
                 None => TensorStorage::to_variable(spec, &policy.weight(index)?),
             }

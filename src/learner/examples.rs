@@ -24,7 +24,7 @@ pub enum Examples {
 pub struct ConversationRenderer<'a> {
     pub chat: &'a Chat,
     /// System and developer messages before a demonstration.
-    pub preamble: &'a [Message],
+    pub system_prompt: &'a [Message],
     /// Maximum tokens of a sequence.
     pub context_tokens_max: usize,
     /// Size of the model's vocabulary.
@@ -37,8 +37,9 @@ impl ConversationRenderer<'_> {
     /// # Errors
     /// When a message cannot be rendered, or the conversation is longer than the context.
     pub fn render_demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
-        let messages: Vec<Message> = self.preamble.iter().chain(&demonstration.messages).cloned().collect();
-        let place = match self.preamble.is_empty() {
+        let messages: Vec<Message> =
+            self.system_prompt.iter().chain(&demonstration.messages).cloned().collect();
+        let place = match self.system_prompt.is_empty() {
             true => "a demonstration",
             false => {
                 "a demonstration after the messages of [harmony], which system_message = false takes away"

@@ -95,8 +95,8 @@ impl SequenceSplit {
     /// Joins the ranks' columns into the column of all targets.
     pub fn join_columns(&self, parts: &[Vec<f32>]) -> Vec<f32> {
         let mut whole = vec![0.0; self.targets.iter().map(Vec::len).sum()];
-        for (places, part) in self.targets.iter().zip(parts) {
-            places.iter().zip(part).for_each(|(&place, &value)| whole[place] = value);
+        for (target_indices, part) in self.targets.iter().zip(parts) {
+            target_indices.iter().zip(part).for_each(|(&index, &value)| whole[index] = value);
         }
         whole
     }
@@ -113,10 +113,10 @@ impl MicroBatch {
         }
         let rows = SequenceShards::new(mesh, self.tokens.len())?;
         let holds = |range: &Range<usize>, row: u32| range.contains(&(row as usize));
-        let places = |range: &Range<usize>| -> Vec<usize> {
-            (0..self.rows.len()).filter(|&place| holds(range, self.rows[place])).collect()
+        let target_indices = |range: &Range<usize>| -> Vec<usize> {
+            (0..self.rows.len()).filter(|&index| holds(range, self.rows[index])).collect()
         };
-        let targets = rows.ranges().iter().map(places).collect();
+        let targets = rows.ranges().iter().map(target_indices).collect();
         Ok(Some(SequenceSplit { rows: Arc::new(rows), targets }))
     }
 
@@ -126,14 +126,14 @@ impl MicroBatch {
     /// When there are fewer rows than ranks.
     pub fn local_shard(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
         let Some(split) = self.shards(mesh)? else { return Ok(Cow::Borrowed(self)) };
-        let (own, places) = (split.rows.local_range(), split.local_targets());
+        let (own, target_indices) = (split.rows.local_range(), split.local_targets());
         let cut = |routes: &Tensor| Ok(routes.narrow(0, own.start, own.len())?.contiguous()?);
         let replay = self.replay.as_ref().map(|layers| layers.iter().map(cut).collect::<Result<_>>());
         Ok(Cow::Owned(Self {
             tokens: Arc::new(self.tokens[own.clone()].to_vec()),
             positions: self.positions[own.clone()].to_vec(),
-            rows: Arc::new(places.iter().map(|&place| self.rows[place] - own.start as u32).collect()),
-            targets: Arc::new(places.iter().map(|&place| self.targets[place]).collect()),
+            rows: Arc::new(target_indices.iter().map(|&index| self.rows[index] - own.start as u32).collect()),
+            targets: Arc::new(target_indices.iter().map(|&index| self.targets[index]).collect()),
             replay: replay.transpose()?,
             split: Some(Arc::new(split)),
             ..self.clone()

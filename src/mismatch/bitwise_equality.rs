@@ -45,9 +45,9 @@ impl EqualityCheck {
         self.tokens += a.len().max(b.len());
         for (a, b) in a.iter().zip(b) {
             self.bit_equal += usize::from(a.to_bits() == b.to_bits());
-            let gap = (f64::from(*a) - f64::from(*b)).abs();
+            let difference = (f64::from(*a) - f64::from(*b)).abs();
             self.logprob_abs_diff_max =
-                self.logprob_abs_diff_max.max(if gap.is_nan() { f64::INFINITY } else { gap });
+                self.logprob_abs_diff_max.max(if difference.is_nan() { f64::INFINITY } else { difference });
         }
     }
 
@@ -82,13 +82,13 @@ impl EqualityProof<'_> {
     /// # Errors
     /// When a forward fails.
     pub fn run_checks(&self, trajectories: &[&Trajectory]) -> Result<[EqualityCheck; 4]> {
-        let every = |t: &&Trajectory| Sequence {
+        let all_targets = |t: &&Trajectory| Sequence {
             tokens: t.tokens.clone(),
             mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
         };
-        let sequences: Vec<Sequence> = trajectories.iter().map(every).collect();
+        let sequences: Vec<Sequence> = trajectories.iter().map(all_targets).collect();
         // Several processes compute `training` together. It is also one of the packings that are compared.
-        let training = self.spread(&sequences)?;
+        let training = self.distributed_log_probs(&sequences)?;
 
         let mut invariance = EqualityCheck::new("batch_invariance");
         let alone = self.training("each alone", &sequences, 1, &Threads::new(1)?)?;
@@ -109,7 +109,7 @@ impl EqualityProof<'_> {
         let mut prefill = Vec::with_capacity(tokens.len());
         for tokens in &tokens {
             prefill.extend(threads.run_on_all(|| self.rollout.prefill(&[tokens], self.temperature))?);
-            stage.advance_tokens(inputs(tokens) as f64);
+            stage.advance_tokens(input_count(tokens) as f64);
         }
         stage.finish();
         prefill.iter().zip(&training).for_each(|(a, b)| prefill_link.add(a, b));
@@ -132,7 +132,7 @@ impl EqualityProof<'_> {
     }
 
     /// Runs `sequences` through the forward as training does; returns the log-probabilities of each sequence.
-    fn spread(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
+    fn distributed_log_probs(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
         let stage = self.stage("training", sequences);
         let outputs = self.runner.forward_with_progress(&batches, self.settings(), &stage)?;
@@ -179,12 +179,12 @@ impl EqualityProof<'_> {
 
     /// Starts a progress stage over all input tokens of `sequences`.
     fn stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
-        let all: usize = sequences.iter().map(|sequence| inputs(&sequence.tokens)).sum();
+        let all: usize = sequences.iter().map(|sequence| input_count(&sequence.tokens)).sum();
         self.console.work_tokens(name, all as u64)
     }
 }
 
 /// Returns the number of input tokens: all but the last.
-fn inputs(tokens: &[u32]) -> usize {
+fn input_count(tokens: &[u32]) -> usize {
     tokens.len().saturating_sub(1)
 }

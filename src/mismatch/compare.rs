@@ -60,8 +60,8 @@ impl LogProbPair<'_> {
         for (name, value) in importance_weights(&sequences, &log_ratio, &settings)?.metrics {
             found.push((format!("rollout_corr/{name}"), value));
         }
-        let gaps = log_ratio.iter().map(|gap| f64::from(gap.abs())).sum::<f64>();
-        found.push(("mismatch/logprob_abs_diff_mean".to_owned(), gaps / tokens as f64));
+        let difference_sum = log_ratio.iter().map(|difference| f64::from(difference.abs())).sum::<f64>();
+        found.push(("mismatch/logprob_abs_diff_mean".to_owned(), difference_sum / tokens as f64));
         let clipped = |(t, o): (&f32, &f32)| {
             let ratio = (f64::from(*t) - f64::from(*o)).exp();
             ratio < 1.0 - self.clip.0 || ratio > 1.0 + self.clip.1

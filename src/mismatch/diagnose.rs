@@ -10,7 +10,7 @@ use super::distance::{DifferenceStats, Fit, slope};
 use super::engine_log_probs::EngineLogProbs;
 use super::rounding::{F32_FLOOR, RoundingBounds, is_within_f32};
 use super::search::{Candidate, CauseSearch};
-use super::ties::{TIE_BITS, without_ties};
+use super::ties::{TIE_BITS, clear_ties};
 use crate::metrics::Console;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
@@ -34,9 +34,9 @@ const INDISTINGUISHABLE_SPREAD_FACTOR: f64 = 1.02;
 /// The slope of a correct cause is 1, within this tolerance plus four standard errors.
 const SLOPE_ERROR: f64 = 0.12;
 /// Number of candidates whose rounding is computed.
-const CLOSE_MAX: usize = 8;
+const CANDIDATES_MAX: usize = 8;
 /// Maximum number of indistinguishable causes that are named.
-const SET_MAX: usize = 3;
+const NAMED_CAUSES_MAX: usize = 3;
 
 /// The model without any mistake, and the means to compute it.
 #[derive(Clone, Copy)]
@@ -113,15 +113,15 @@ pub fn join_causes(causes: &[Cause]) -> String {
 pub struct Diagnosis {
     pub verdict: Verdict,
     /// `theirs − ours` for all targets, in nats.
-    pub gaps: Vec<f64>,
+    pub differences: Vec<f64>,
     pub figures: DifferenceStats,
     /// Remaining mismatch under the verdict's first explanation, or under the unchanged model if the
     /// verdict is `Agrees`. It excludes [`Self::ties`].
-    pub left: Option<DifferenceStats>,
+    pub remaining: Option<DifferenceStats>,
     /// Mismatch of this model in slightly shortened f32 against itself.
-    pub f32_yard: DifferenceStats,
+    pub f32_bound: DifferenceStats,
     /// Mismatch of this model in bf16 against itself.
-    pub bf16_yard: DifferenceStats,
+    pub bf16_bound: DifferenceStats,
     /// Whether no figure exceeds what bf16 makes, independent of the verdict.
     pub within_bf16: bool,
     /// Causes that change no log-prob of these rows; these rows cannot confirm or exclude them.
@@ -137,30 +137,30 @@ struct BoundedCandidate {
     candidate: Candidate,
     /// Remaining mismatch without the targets whose choice of experts is a tie, and the number of those
     /// targets.
-    settled: DifferenceStats,
+    figures_without_ties: DifferenceStats,
     ties: usize,
     /// Fit with the candidate computed in bf16 or f32, whichever is better.
     fit: Fit,
-    yardsticks: RoundingBounds,
+    bounds: RoundingBounds,
 }
 
 impl BoundedCandidate {
     /// Wraps a candidate whose rounding is not computed.
     fn without_bounds(candidate: Candidate) -> Self {
-        let (fit, settled) = (candidate.fit, candidate.figures);
-        Self { candidate, settled, ties: 0, fit, yardsticks: RoundingBounds::exact() }
+        let (fit, figures_without_ties) = (candidate.fit, candidate.figures);
+        Self { candidate, figures_without_ties, ties: 0, fit, bounds: RoundingBounds::exact() }
     }
 
     fn leaves_f32(&self) -> bool {
-        is_within_f32(&self.settled, &self.yardsticks.f32)
+        is_within_f32(&self.figures_without_ties, &self.bounds.f32)
     }
 
     fn leaves_bf16(&self) -> bool {
-        self.yardsticks.is_within_bf16(&self.candidate.gaps)
+        self.bounds.is_within_bf16(&self.candidate.differences)
     }
 
     fn is_f32_rounding(&self) -> bool {
-        self.yardsticks.is_f32_rounding(&self.settled)
+        self.bounds.is_f32_rounding(&self.figures_without_ties)
     }
 
     /// Returns whether the cause is a form of rounding. Such a cause must match to the last digits, since any
@@ -183,119 +183,134 @@ impl UnmodifiedModel<'_> {
     /// When a forward fails.
     pub fn diagnose(&self, observed: &EngineLogProbs) -> Result<Diagnosis> {
         let search = CauseSearch::new(*self, observed)?;
-        let null = self.close(&search, search.baseline())?;
+        let baseline = self.candidate_bounds(&search, search.baseline())?;
         let mut found = Diagnosis {
             verdict: Verdict::Agrees,
-            gaps: null.candidate.gaps.clone(),
-            figures: null.candidate.figures,
-            left: None,
-            f32_yard: null.yardsticks.f32,
-            bf16_yard: null.yardsticks.bf16,
-            within_bf16: null.leaves_bf16(),
+            differences: baseline.candidate.differences.clone(),
+            figures: baseline.candidate.figures,
+            remaining: None,
+            f32_bound: baseline.bounds.f32,
+            bf16_bound: baseline.bounds.bf16,
+            within_bf16: baseline.leaves_bf16(),
             without_effect: vec![],
             computed: search.computed.clone(),
-            ties: null.ties,
+            ties: baseline.ties,
         };
-        if null.leaves_f32() {
-            found.left = Some(null.settled);
+        if baseline.leaves_f32() {
+            found.remaining = Some(baseline.figures_without_ties);
             return Ok(found);
         }
         let candidates;
         (candidates, found.without_effect) = search.candidates()?;
-        let close = self.nearest(&search, candidates, &null)?;
-        let verdict = match decide(&null, &close) {
+        let candidate_bounds = self.bound_candidates(&search, candidates, &baseline)?;
+        let verdict = match decide(&baseline, &candidate_bounds) {
             Some(verdict) => verdict,
             // bf16 moves every token. If only a few tokens of an f32 file differ, the reason is another.
-            None if found.within_bf16 && !null.is_f32_rounding() => Verdict::Rounding,
+            None if found.within_bf16 && !baseline.is_f32_rounding() => Verdict::Rounding,
             None => {
-                let explains = |close: &&BoundedCandidate| !close.is_rounding() && is_supported(&null, close);
-                let guesses = close.iter().filter(explains).take(2);
-                Verdict::Unknown(guesses.filter_map(|close| close.candidate.cause.clone()).collect())
+                let explains = |candidate_bounds: &&BoundedCandidate| {
+                    !candidate_bounds.is_rounding() && is_supported(&baseline, candidate_bounds)
+                };
+                let guesses = candidate_bounds.iter().filter(explains).take(2);
+                Verdict::Unknown(
+                    guesses.filter_map(|candidate_bounds| candidate_bounds.candidate.cause.clone()).collect(),
+                )
             }
         };
         if let Some(first) = verdict.causes().first()
-            && let Some(close) = close.iter().find(|close| close.candidate.cause.as_ref() == Some(first))
+            && let Some(candidate_bounds) = candidate_bounds
+                .iter()
+                .find(|candidate_bounds| candidate_bounds.candidate.cause.as_ref() == Some(first))
         {
-            (found.left, found.ties) = (Some(close.settled), close.ties);
+            (found.remaining, found.ties) =
+                (Some(candidate_bounds.figures_without_ties), candidate_bounds.ties);
         }
         found.verdict = verdict;
         Ok(found)
     }
 
     /// Returns the best of `candidates`, best first. Each has the better of its fits in f32 and bf16.
-    fn nearest(
+    fn bound_candidates(
         &self,
         search: &CauseSearch,
         candidates: Vec<Candidate>,
-        null: &BoundedCandidate,
+        baseline: &BoundedCandidate,
     ) -> Result<Vec<BoundedCandidate>> {
         let hopeless = |candidate: &Candidate| {
-            candidate.fit.spread > HOPELESS.1 * null.fit.spread
-                && !null.yardsticks.is_near_bf16(&candidate.figures, HOPELESS.0)
+            candidate.fit.spread > HOPELESS.1 * baseline.fit.spread
+                && !baseline.bounds.is_near_bf16(&candidate.figures, HOPELESS.0)
         };
-        let candidates = Candidate::select_best(candidates, CLOSE_MAX);
-        let mut close = search.map_candidates(candidates.len(), |index| {
+        let candidates = Candidate::select_best(candidates, CANDIDATES_MAX);
+        let mut candidate_bounds = search.map_candidates(candidates.len(), |index| {
             let candidate = candidates[index].clone();
             match hopeless(&candidate) {
                 true => Ok(BoundedCandidate::without_bounds(candidate)),
-                false => self.close(search, candidate),
+                false => self.candidate_bounds(search, candidate),
             }
         })?;
         // The bounds are never smaller than those of the unchanged model.
-        close.iter_mut().for_each(|close| close.yardsticks.raise_to(&null.yardsticks));
-        close.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
-        Ok(close)
+        candidate_bounds
+            .iter_mut()
+            .for_each(|candidate_bounds| candidate_bounds.bounds.raise_to(&baseline.bounds));
+        candidate_bounds.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
+        Ok(candidate_bounds)
     }
 
-    fn close(&self, search: &CauseSearch, candidate: Candidate) -> Result<BoundedCandidate> {
+    fn candidate_bounds(&self, search: &CauseSearch, candidate: Candidate) -> Result<BoundedCandidate> {
         let cause = candidate.cause.as_ref();
         // Rounding it again would be another explanation, so the bounds of the unchanged model apply.
         if cause.is_some_and(Cause::shortens_mantissas) {
             return Ok(BoundedCandidate::without_bounds(candidate));
         }
         let theirs = &search.observed.log_probs;
-        let yardsticks = RoundingBounds::compute(search, cause, &candidate.log_probs)?;
-        let in_bf16 = yardsticks.in_bf16.iter().map(|rounded| candidate.refit(theirs, rounded));
-        let better = |a: Fit, b: Fit| if b.log_likelihood > a.log_likelihood { b } else { a };
-        let fit = in_bf16.fold(candidate.fit, better);
-        let (mut settled, mut ties) = (candidate.figures, 0);
+        let bounds = RoundingBounds::compute(search, cause, &candidate.log_probs)?;
+        let in_bf16 = bounds.in_bf16.iter().map(|rounded| candidate.refit(theirs, rounded));
+        let better_fit = |a: Fit, b: Fit| if b.log_likelihood > a.log_likelihood { b } else { a };
+        let fit = in_bf16.fold(candidate.fit, better_fit);
+        let (mut figures_without_ties, mut ties) = (candidate.figures, 0);
         let may_have_ties = self.model.config.family.has_experts
-            && yardsticks.is_f32_rounding(&candidate.figures)
-            && !is_within_f32(&candidate.figures, &yardsticks.f32);
+            && bounds.is_f32_rounding(&candidate.figures)
+            && !is_within_f32(&candidate.figures, &bounds.f32);
         if may_have_ties {
             let rounded = |bits| Ok(search.trace_with_rounding(cause, (bits, bits))?.log_probs);
             let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
-            let gaps;
-            (gaps, ties) =
-                without_ties(&candidate.gaps, theirs, &search.observed.target_ranges(), &forwards, F32_FLOOR);
-            settled = DifferenceStats::from_differences(&gaps);
+            let differences;
+            (differences, ties) = clear_ties(
+                &candidate.differences,
+                theirs,
+                &search.observed.target_ranges(),
+                &forwards,
+                F32_FLOOR,
+            );
+            figures_without_ties = DifferenceStats::from_differences(&differences);
         }
-        Ok(BoundedCandidate { fit, settled, ties, yardsticks, candidate })
+        Ok(BoundedCandidate { fit, figures_without_ties, ties, bounds, candidate })
     }
 }
 
-/// Returns the verdict from the candidates `close`, best first; `None` if none explains the data.
-fn decide(null: &BoundedCandidate, close: &[BoundedCandidate]) -> Option<Verdict> {
-    let exact: Vec<&BoundedCandidate> = close.iter().filter(|close| close.leaves_f32()).collect();
-    let explains = |close: &&BoundedCandidate| {
-        let (slope, error) = slope(&null.candidate.gaps, &close.candidate.gaps);
-        !close.is_rounding()
-            && close.leaves_bf16()
+/// Returns the verdict from the candidates `candidate_bounds`, best first; `None` if none explains the data.
+fn decide(baseline: &BoundedCandidate, candidate_bounds: &[BoundedCandidate]) -> Option<Verdict> {
+    let exact: Vec<&BoundedCandidate> =
+        candidate_bounds.iter().filter(|candidate_bounds| candidate_bounds.leaves_f32()).collect();
+    let explains = |candidate_bounds: &&BoundedCandidate| {
+        let (slope, error) = slope(&baseline.candidate.differences, &candidate_bounds.candidate.differences);
+        !candidate_bounds.is_rounding()
+            && candidate_bounds.leaves_bf16()
             // If most tokens agree to f32's digits, a cause that moves them is no explanation.
-            && (close.is_f32_rounding() || !null.is_f32_rounding())
-            && is_supported(null, close)
+            && (candidate_bounds.is_f32_rounding() || !baseline.is_f32_rounding())
+            && is_supported(baseline, candidate_bounds)
             && (slope - 1.0).abs() <= SLOPE_ERROR + 4.0 * error
     };
     let fitting: Vec<&BoundedCandidate> =
-        if exact.is_empty() { close.iter().filter(explains).collect() } else { exact.clone() };
+        if exact.is_empty() { candidate_bounds.iter().filter(explains).collect() } else { exact.clone() };
     let best = fitting.first()?;
     // A candidate that fits better but fails another test makes this one uncertain.
-    let overtaken = close.iter().any(|other| {
+    let has_better_fit = candidate_bounds.iter().any(|other| {
         best.fit.log_likelihood + INDISTINGUISHABLE_NATS < other.fit.log_likelihood
             && !other.is_rounding()
             && other.candidate.name() != best.candidate.name()
     });
-    if exact.is_empty() && overtaken {
+    if exact.is_empty() && has_better_fit {
         return None;
     }
     let mut causes: Vec<Cause> = vec![];
@@ -308,18 +323,20 @@ fn decide(null: &BoundedCandidate, close: &[BoundedCandidate]) -> Option<Verdict
     }
     match causes.len() {
         1 => causes.pop().map(Verdict::Named),
-        2..=SET_MAX => Some(Verdict::OneOf(causes)),
+        2..=NAMED_CAUSES_MAX => Some(Verdict::OneOf(causes)),
         _ => None,
     }
 }
 
-/// Returns whether the data favours `close` over `null`, the unchanged model. The unrounded computation must
+/// Returns whether the data favours `candidate_bounds` over `baseline`, the unchanged model. The unrounded computation must
 /// show it; a rounding that happens to fit does not count.
-fn is_supported(null: &BoundedCandidate, close: &BoundedCandidate) -> bool {
-    let may_be_rounding = null.leaves_bf16() && !null.is_f32_rounding();
+fn is_supported(baseline: &BoundedCandidate, candidate_bounds: &BoundedCandidate) -> bool {
+    let may_be_rounding = baseline.leaves_bf16() && !baseline.is_f32_rounding();
     let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };
-    let speaks = |null: &Fit, close: &Fit| {
-        close.log_likelihood - null.log_likelihood >= EVIDENCE_MIN && close.spread <= share * null.spread
+    let improves = |baseline: &Fit, candidate_bounds: &Fit| {
+        candidate_bounds.log_likelihood - baseline.log_likelihood >= EVIDENCE_MIN
+            && candidate_bounds.spread <= share * baseline.spread
     };
-    speaks(&null.fit, &close.fit) && speaks(&null.candidate.fit, &close.candidate.fit)
+    improves(&baseline.fit, &candidate_bounds.fit)
+        && improves(&baseline.candidate.fit, &candidate_bounds.candidate.fit)
 }

@@ -2,7 +2,7 @@
 //! that ranks explanations.
 
 /// Maximum difference, in nats; it stands for −∞ against a number.
-const GAP_MAX: f64 = 50.0;
+const DIFFERENCE_MAX: f64 = 50.0;
 /// Log-probs below this mean "impossible": JSON has no −∞, so engines write −9999 or similar.
 const IMPOSSIBLE: f32 = -1000.0;
 /// Minimum spread: the resolution of f32.
@@ -10,16 +10,16 @@ const SPREAD_MIN: f64 = 2e-7;
 
 /// Returns the differences `theirs − ours`, in nats; 0 where `has_value` is false.
 pub fn log_prob_differences(theirs: &[f32], ours: &[f32], has_value: &[bool]) -> Vec<f64> {
-    let gap = |(&t, &o): (&f32, &f32)| match (t < IMPOSSIBLE, o < IMPOSSIBLE) {
+    let difference = |(&t, &o): (&f32, &f32)| match (t < IMPOSSIBLE, o < IMPOSSIBLE) {
         (true, true) => 0.0,
         (false, false) if t.is_finite() && o.is_finite() => {
-            (f64::from(t) - f64::from(o)).clamp(-GAP_MAX, GAP_MAX)
+            (f64::from(t) - f64::from(o)).clamp(-DIFFERENCE_MAX, DIFFERENCE_MAX)
         }
-        (true, _) => -GAP_MAX,
-        _ => GAP_MAX,
+        (true, _) => -DIFFERENCE_MAX,
+        _ => DIFFERENCE_MAX,
     };
     let pairs = theirs.iter().zip(ours).zip(has_value);
-    pairs.map(|(pair, has_value)| if *has_value { gap(pair) } else { 0.0 }).collect()
+    pairs.map(|(pair, has_value)| if *has_value { difference(pair) } else { 0.0 }).collect()
 }
 
 /// Statistics of |Δlogp|. Each of them alone can refute agreement.
@@ -36,8 +36,8 @@ pub struct DifferenceStats {
 }
 
 impl DifferenceStats {
-    pub fn from_differences(gaps: &[f64]) -> Self {
-        let mut sorted: Vec<f64> = gaps.iter().map(|gap| gap.abs()).collect();
+    pub fn from_differences(differences: &[f64]) -> Self {
+        let mut sorted: Vec<f64> = differences.iter().map(|difference| difference.abs()).collect();
         sorted.sort_unstable_by(f64::total_cmp);
         let count = sorted.len();
         // The smallest value that at least this share of the values does not exceed.
@@ -45,7 +45,7 @@ impl DifferenceStats {
             _ if count == 0 => 0.0,
             rank => sorted[rank - 1],
         };
-        let weights = gaps.iter().map(|gap| gap.exp());
+        let weights = differences.iter().map(|difference| difference.exp());
         let (sum, squares) = weights.fold((0.0, 0.0), |(sum, squares), w| (sum + w, squares + w * w));
         Self {
             median: quantile(0.5),
@@ -71,16 +71,16 @@ impl DifferenceStats {
         ]
     }
 
-    /// Scales the figures by `times`. For the effective sample, it scales the loss.
-    pub fn scale(&self, times: f64) -> Self {
+    /// Scales the figures by `factor`. For the effective sample, it scales the loss.
+    pub fn scale(&self, factor: f64) -> Self {
         Self {
-            median: times * self.median,
-            p90: times * self.p90,
-            p99: times * self.p99,
-            p999: times * self.p999,
-            max: times * self.max,
-            mean: times * self.mean,
-            effective_sample_share: 1.0 - times * times * (1.0 - self.effective_sample_share),
+            median: factor * self.median,
+            p90: factor * self.p90,
+            p99: factor * self.p99,
+            p999: factor * self.p999,
+            max: factor * self.max,
+            mean: factor * self.mean,
+            effective_sample_share: 1.0 - factor * factor * (1.0 - self.effective_sample_share),
         }
     }
 
@@ -122,9 +122,9 @@ pub struct Fit {
 }
 
 impl Fit {
-    pub fn from_differences(gaps: &[f64]) -> Self {
-        let count = gaps.len().max(1) as f64;
-        let mut sorted: Vec<f64> = gaps.iter().map(|gap| gap.abs()).collect();
+    pub fn from_differences(differences: &[f64]) -> Self {
+        let count = differences.len().max(1) as f64;
+        let mut sorted: Vec<f64> = differences.iter().map(|difference| difference.abs()).collect();
         let middle = sorted.len() / 2;
         let start =
             if sorted.is_empty() { 0.0 } else { *sorted.select_nth_unstable_by(middle, f64::total_cmp).1 };
@@ -132,17 +132,21 @@ impl Fit {
         for _ in 0..30 {
             // The expectation step reduces the weight of outliers; the maximisation step takes the weighted
             // variance.
-            let weighted: f64 = gaps.iter().map(|gap| gap * gap * weight(*gap, spread)).sum();
+            let weighted: f64 = differences
+                .iter()
+                .map(|difference| difference * difference * weight(*difference, spread))
+                .sum();
             spread = (weighted / count).sqrt().max(SPREAD_MIN);
         }
-        let log_density =
-            |gap: &f64| -spread.ln() - 2.0 * (gap / spread).powi(2).mul_add(1.0 / 3.0, 1.0).ln();
-        Self { spread, log_likelihood: gaps.iter().map(log_density).sum() }
+        let log_density = |difference: &f64| {
+            -spread.ln() - 2.0 * (difference / spread).powi(2).mul_add(1.0 / 3.0, 1.0).ln()
+        };
+        Self { spread, log_likelihood: differences.iter().map(log_density).sum() }
     }
 }
 
-fn weight(gap: f64, spread: f64) -> f64 {
-    4.0 / (3.0 + (gap / spread).powi(2))
+fn weight(difference: f64, spread: f64) -> f64 {
+    4.0 / (3.0 + (difference / spread).powi(2))
 }
 
 /// Regresses `before` on `before - after`. Returns the slope and its standard error. Outliers have less
@@ -165,12 +169,14 @@ mod tests {
     #[test]
     fn one_figure_alone_can_veto() {
         let rounding: Vec<f64> = (0..1000).map(|i| f64::from(i % 10) * 1e-3).collect();
-        let yard = DifferenceStats::from_differences(&rounding);
-        let within = |gaps: &[f64]| DifferenceStats::from_differences(gaps).is_within(&yard, (2.0, 3.0), 0.0);
+        let bound = DifferenceStats::from_differences(&rounding);
+        let within = |differences: &[f64]| {
+            DifferenceStats::from_differences(differences).is_within(&bound, (2.0, 3.0), 0.0)
+        };
         assert!(within(&rounding));
         for share in [1, 10, 200, 450] {
             let mut broken = rounding.clone();
-            broken.iter_mut().step_by(1000 / share).take(share).for_each(|gap| *gap = 5.0);
+            broken.iter_mut().step_by(1000 / share).take(share).for_each(|difference| *difference = 5.0);
             assert!(!within(&broken), "{share} of 1000");
         }
     }

@@ -54,44 +54,44 @@ impl EngineLogProbs {
     /// Also returns the indices of their targets among all targets.
     pub fn select_sequences(&self, targets_max: usize) -> (Self, Vec<usize>) {
         let stride = self.log_probs.len().div_ceil(targets_max.max(1)).max(1);
-        let (mut part, mut places) = (Self::default(), vec![]);
+        let (mut part, mut indices) = (Self::default(), vec![]);
         let (mut sequence, mut first) = (0, 0);
         for batch in &self.batches {
-            let mut kept = vec![];
+            let mut selected = vec![];
             for (index, w) in batch.tokens.cu_targets.windows(2).enumerate() {
-                let count = (w[1] - w[0]).min(targets_max.saturating_sub(places.len()));
+                let count = (w[1] - w[0]).min(targets_max.saturating_sub(indices.len()));
                 if sequence % stride == 0 && count > 0 {
-                    kept.push((index, count));
-                    places.extend((first + w[0]..).take(count));
+                    selected.push((index, count));
+                    indices.extend((first + w[0]..).take(count));
                 }
                 sequence += 1;
             }
             first += batch.sampled.len();
-            if !kept.is_empty() {
-                part.batches.push(batch.cut(&kept));
+            if !selected.is_empty() {
+                part.batches.push(batch.select_targets(&selected));
             }
         }
-        part.log_probs = places.iter().map(|&place| self.log_probs[place]).collect();
-        (part, places)
+        part.log_probs = indices.iter().map(|&index| self.log_probs[index]).collect();
+        (part, indices)
     }
 }
 
 impl EngineBatch {
-    /// Selects sequences: `kept` lists (index, number of first targets).
-    fn cut(&self, kept: &[(usize, usize)]) -> Self {
+    /// Selects sequences: `selected` lists (index, number of first targets).
+    fn select_targets(&self, selected: &[(usize, usize)]) -> Self {
         let whole = &self.tokens;
         let (mut sequences, mut sampled) = (vec![], vec![]);
-        for &(index, count) in kept {
+        for &(index, count) in selected {
             let own = whole.cu_targets[index]..whole.cu_targets[index] + count;
             let path = whole.sequence_rows.row_indices(index);
-            let places =
+            let indices =
                 whole.rows[own.clone()].iter().filter_map(|&row| path.binary_search(&(row as usize)).ok());
-            let places: Vec<usize> = places.collect();
-            let length = places.last().map_or(0, |&place| place + 1);
+            let indices: Vec<usize> = indices.collect();
+            let length = indices.last().map_or(0, |&index| index + 1);
             let inputs = path[..length].iter().map(|&row| whole.tokens[row]);
             let tokens: Vec<u32> = inputs.chain(whole.targets[own.clone()].last().copied()).collect();
             let mut mask = vec![false; tokens.len()];
-            places.iter().for_each(|&place| mask[place + 1] = true);
+            indices.iter().for_each(|&index| mask[index + 1] = true);
             sequences.push(Sequence { tokens, mask });
             sampled.extend_from_slice(&self.sampled[own]);
         }
@@ -115,10 +115,10 @@ mod tests {
         let batches = MicroBatch::split(&sequences, 12);
         let count: usize = batches.iter().map(|batch| batch.targets.len()).sum();
         let whole = EngineLogProbs::from_samples(batches, 1.0, (0..count).map(|i| i as f32).collect());
-        let (part, places) = whole.select_sequences(8);
+        let (part, indices) = whole.select_sequences(8);
         assert_eq!(whole.target_ranges(), [0..4, 4..7, 7..13, 13..15]);
         // Every other sequence. The first has 4 targets, so 4 of the third's 6 remain.
-        assert_eq!(places, [0, 1, 2, 3, 7, 8, 9, 10]);
+        assert_eq!(indices, [0, 1, 2, 3, 7, 8, 9, 10]);
         assert_eq!(part.log_probs, [0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 9.0, 10.0]);
         let all = |of: &dyn Fn(&MicroBatch) -> Vec<u32>| -> Vec<u32> {
             part.batches.iter().flat_map(|batch| of(&batch.tokens)).collect()

@@ -12,43 +12,43 @@ use serde_json::{Value, json};
 pub struct ExpertComparison {
     pub targets: usize,
     /// Share of targets with another set of experts, by layer.
-    pub differ_by_layer: Vec<f64>,
+    pub differing_by_layer: Vec<f64>,
     /// Share of targets with another set in any layer.
-    pub differ: f64,
+    pub differing_share: f64,
     /// Median |Δlogp| of targets with other experts in some layer, and of the remaining targets.
     pub medians: (f64, f64),
 }
 
 impl ExpertComparison {
-    /// Compares the routed experts of `rows`; `None` if no row has any. `gaps` are those of the targets at
-    /// `places`.
-    pub fn from_rows(rows: &[TokenRow], places: &TargetPositions, gaps: &[f64]) -> Option<Self> {
+    /// Compares the routed experts of `rows`; `None` if no row has any. `differences` are those of the targets at
+    /// `targets`.
+    pub fn from_rows(rows: &[TokenRow], targets: &TargetPositions, differences: &[f64]) -> Option<Self> {
         let layers = rows.iter().find_map(|row| row.routes.as_ref())?.layers;
         let mut differing = vec![0usize; layers];
-        let (mut elsewhere, mut alike) = (vec![], vec![]);
-        for (target, gap) in gaps.iter().enumerate() {
-            let Some(routes) = &rows[places.rows[target]].routes else { continue };
+        let (mut with_other_experts, mut with_same_experts) = (vec![], vec![]);
+        for (target, difference) in differences.iter().enumerate() {
+            let Some(routes) = &rows[targets.rows[target]].routes else { continue };
             let mut same = true;
             for (layer, count) in differing.iter_mut().enumerate() {
                 // The target is predicted from the position before it.
-                let theirs = routes.at(places.positions[target] - 1, layer)?;
-                let ours = places.experts(layer, target)?;
+                let theirs = routes.at(targets.positions[target] - 1, layer)?;
+                let ours = targets.experts(layer, target)?;
                 if !ours.iter().all(|expert| theirs.contains(expert)) {
                     *count += 1;
                     same = false;
                 }
             }
-            if same { alike.push(*gap) } else { elsewhere.push(*gap) }
+            if same { with_same_experts.push(*difference) } else { with_other_experts.push(*difference) }
         }
-        let targets = elsewhere.len() + alike.len();
+        let targets = with_other_experts.len() + with_same_experts.len();
         let share = |count: usize| count as f64 / targets.max(1) as f64;
         Some(Self {
             targets,
-            differ_by_layer: differing.into_iter().map(share).collect(),
-            differ: share(elsewhere.len()),
+            differing_by_layer: differing.into_iter().map(share).collect(),
+            differing_share: share(with_other_experts.len()),
             medians: (
-                DifferenceStats::from_differences(&elsewhere).median,
-                DifferenceStats::from_differences(&alike).median,
+                DifferenceStats::from_differences(&with_other_experts).median,
+                DifferenceStats::from_differences(&with_same_experts).median,
             ),
         })
     }
@@ -56,20 +56,20 @@ impl ExpertComparison {
     /// Returns the comparison as text.
     pub fn to_text(&self) -> String {
         let layers: Vec<String> =
-            self.differ_by_layer.iter().map(|share| format!("{:.1}%", 100.0 * share)).collect();
-        let (elsewhere, alike) = self.medians;
-        let lives = match () {
-            () if self.differ == 0.0 => "the gap is not one of routing",
-            () if alike * 4.0 < elsewhere => "the gap lives on them",
-            () => "the gap does not live on them alone",
+            self.differing_by_layer.iter().map(|share| format!("{:.1}%", 100.0 * share)).collect();
+        let (with_other_experts, with_same_experts) = self.medians;
+        let relation = match () {
+            () if self.differing_share == 0.0 => "the mismatch does not come from routing",
+            () if with_same_experts * 4.0 < with_other_experts => "the mismatch is on these tokens",
+            () => "the mismatch is not on these tokens alone",
         };
         format!(
-            " Experts: {:.1}% of {} tokens went through others in some layer (by layer {}); {lives} (median |Δlogp| {} there, {} elsewhere).",
-            100.0 * self.differ,
+            " Experts: the engine routed {:.1}% of {} tokens to other experts in some layer (by layer {}); {relation} (median |Δlogp| {} on them, {} on the others).",
+            100.0 * self.differing_share,
             self.targets,
             layers.join(", "),
-            format_number(elsewhere),
-            format_number(alike)
+            format_number(with_other_experts),
+            format_number(with_same_experts)
         )
     }
 
@@ -77,8 +77,8 @@ impl ExpertComparison {
     pub fn to_json(&self) -> Value {
         json!({
             "tokens": self.targets,
-            "differ": self.differ,
-            "differ_by_layer": self.differ_by_layer,
+            "differ": self.differing_share,
+            "differ_by_layer": self.differing_by_layer,
             "median_where_they_differ": self.medians.0,
             "median_elsewhere": self.medians.1,
         })

@@ -24,8 +24,8 @@ pub struct Comparison {
     /// The answer, one paragraph.
     pub answer: String,
     pub diagnosis: Diagnosis,
-    pub located: LocationResult,
-    pub places: TargetPositions,
+    pub location_result: LocationResult,
+    pub target_positions: TargetPositions,
     /// Present if the rows hold the routed experts.
     pub routes: Option<ExpertComparison>,
 }
@@ -33,8 +33,9 @@ pub struct Comparison {
 impl Comparison {
     /// Returns the comparison's part of `mismatch.json`.
     pub fn to_json(&self) -> Value {
-        let Diagnosis { verdict, figures, left, f32_yard, bf16_yard, within_bf16, without_effect, .. } =
-            &self.diagnosis;
+        let Diagnosis {
+            verdict, figures, remaining, f32_bound, bf16_bound, within_bf16, without_effect, ..
+        } = &self.diagnosis;
         let of = |figures: &DifferenceStats| {
             Value::Object(figures.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
         };
@@ -46,16 +47,16 @@ impl Comparison {
             "differs": verdict.has_mistake(),
             "explanations": explanations.collect::<Vec<_>>(),
             "logprob_abs_diff": of(figures),
-            "left": left.as_ref().map(of),
-            "f32_rounding": of(f32_yard),
-            "bf16_rounding": of(bf16_yard),
+            "left": remaining.as_ref().map(of),
+            "f32_rounding": of(f32_bound),
+            "bf16_rounding": of(bf16_bound),
             "within_bf16_rounding": within_bf16,
             "ties_of_routing": self.diagnosis.ties,
             "causes_without_effect_on_these_rows": without_effect,
             "moved": {
-                "tokens": self.located.moved,
-                "of": self.located.targets,
-                "place": self.located.location.as_ref().map(|location| &location.place),
+                "tokens": self.location_result.differing,
+                "of": self.location_result.targets,
+                "place": self.location_result.location.as_ref().map(|location| &location.description),
             },
             "routes": self.routes.as_ref().map(ExpertComparison::to_json),
         })
@@ -76,13 +77,13 @@ pub fn compare(
     let (observed, row_of_target) = observe(rows, micro_batch_tokens);
     if observed.log_probs.is_empty() {
         return Err(bad_input!(
-            "no row holds a log-prob after its first token, so there is nothing to compare"
+            "no row holds a log-prob after its first token; ask the engine for log-probs"
         ));
     }
     let diagnosis = reference.diagnose(&observed)?;
     let names = rows.iter().map(|row| row.name.clone()).collect();
-    let places = TargetPositions::collect(&reference, &observed, names, row_of_target)?;
-    let located = locate(&places, &diagnosis.gaps, threshold(&diagnosis));
+    let target_positions = TargetPositions::collect(&reference, &observed, names, row_of_target)?;
+    let location_result = locate(&target_positions, &diagnosis.differences, threshold(&diagnosis));
     let config = &reference.model.config;
     let window = config.sliding_window;
     let mut lines = vec![];
@@ -91,15 +92,15 @@ pub fn compare(
         ("… positions within the window", &|position| position <= window),
         ("… positions past the window", &|position| position > window),
     ];
-    let slides = config.layer_types.contains(&LayerType::Sliding);
-    for (name, keep) in parts.into_iter().take(if slides { 3 } else { 1 }) {
-        lines.extend(line(name, keep, &places, &observed, &diagnosis, clip)?);
+    let has_windows = config.layer_types.contains(&LayerType::Sliding);
+    for (name, keep) in parts.into_iter().take(if has_windows { 3 } else { 1 }) {
+        lines.extend(figures_line(name, keep, &target_positions, &observed, &diagnosis, clip)?);
     }
     if let Some(first) = lines.first_mut() {
         first.cause = Some(diagnosis.verdict.to_text());
     }
-    let routes = ExpertComparison::from_rows(rows, &places, &diagnosis.gaps);
-    let mut answer = answer(&diagnosis, &located, &lines);
+    let routes = ExpertComparison::from_rows(rows, &target_positions, &diagnosis.differences);
+    let mut answer = answer(&diagnosis, &location_result, &lines);
     if let Some(routes) = &routes {
         answer.push_str(&routes.to_text());
     }
@@ -107,11 +108,11 @@ pub fn compare(
     if let Some((row, what)) = ill_formed.first() {
         let count = ill_formed.len();
         answer.push_str(&format!(
-            " Rows that are no well-formed {} conversation: {count} (the first is row {row}: {what}).",
+            " {count} rows are not a well-formed {} conversation (the first is row {row}: {what}).",
             chat.name()
         ));
     }
-    Ok(Comparison { lines, answer, diagnosis, located, places, routes })
+    Ok(Comparison { lines, answer, diagnosis, location_result, target_positions, routes })
 }
 
 /// Splits `rows` into the sides that they hold: the engine's, and a trainer's if the file has both.
@@ -145,14 +146,18 @@ pub fn compare_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Resul
     if inference.is_empty() {
         return Ok(None);
     }
-    let gap = LogProbPair {
+    let pair = LogProbPair {
         cu_seqlens: &cu_seqlens,
         training: &trainer,
         rollout: &inference,
         old: &inference,
         clip,
     };
-    Ok(Some(ResultLine { name: "inference against trainer".to_owned(), metrics: named(&gap)?, cause: None }))
+    Ok(Some(ResultLine {
+        name: "inference against trainer".to_owned(),
+        metrics: named_metrics(&pair)?,
+        cause: None,
+    }))
 }
 
 /// Packs the rows, grouped by temperature. Also returns the index in `rows` of every target's row.
@@ -160,15 +165,18 @@ fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec
     let mut order: Vec<usize> = (0..rows.len()).collect();
     order.sort_by(|&a, &b| rows[a].temperature.total_cmp(&rows[b].temperature));
     let (mut observed, mut row_of_target) = (EngineLogProbs::default(), vec![]);
-    for alike in order.chunk_by(|&a, &b| rows[a].temperature == rows[b].temperature) {
+    for same_temperature in order.chunk_by(|&a, &b| rows[a].temperature == rows[b].temperature) {
         let sequence = |row: &TokenRow| Sequence {
             tokens: row.tokens.clone(),
             mask: row.log_probs.iter().enumerate().map(|(i, l)| i > 0 && l.is_some()).collect(),
         };
-        let sequences: Vec<Sequence> =
-            alike.iter().map(|&row| sequence(&rows[row])).filter(|s| s.mask.contains(&true)).collect();
+        let sequences: Vec<Sequence> = same_temperature
+            .iter()
+            .map(|&row| sequence(&rows[row]))
+            .filter(|s| s.mask.contains(&true))
+            .collect();
         let mut sampled = vec![];
-        for &row in alike {
+        for &row in same_temperature {
             let values = rows[row].log_probs.iter().enumerate().skip(1);
             for (at, value) in values.filter_map(|(at, value)| Some((at, (*value)?))) {
                 observed.log_probs.push(value);
@@ -177,7 +185,7 @@ fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec
             }
         }
         let mut sampled = sampled.into_iter();
-        let temperature = rows[alike[0]].temperature;
+        let temperature = rows[same_temperature[0]].temperature;
         for tokens in MicroBatch::split(&sequences, micro_batch_tokens) {
             let sampled = sampled.by_ref().take(tokens.targets.len()).collect();
             observed.batches.push(EngineBatch { tokens, temperature, sampled });
@@ -189,27 +197,29 @@ fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec
 /// Returns the difference beyond which a target differs: more than rounding makes. This is f32 rounding if
 /// most targets agree that closely, else bf16 rounding.
 fn threshold(diagnosis: &Diagnosis) -> f64 {
-    let f32_like = diagnosis.figures.median <= 4.0 * diagnosis.f32_yard.median.max(1e-6);
-    let yard = if f32_like { &diagnosis.f32_yard } else { &diagnosis.bf16_yard };
-    (4.0 * yard.p90).max(1e-4)
+    let f32_like = diagnosis.figures.median <= 4.0 * diagnosis.f32_bound.median.max(1e-6);
+    let bound = if f32_like { &diagnosis.f32_bound } else { &diagnosis.bf16_bound };
+    (4.0 * bound.p90).max(1e-4)
 }
 
 /// Returns the figures over the targets whose position `keep` accepts; `None` if there are none.
-fn line(
+fn figures_line(
     name: &str,
     keep: &dyn Fn(usize) -> bool,
-    places: &TargetPositions,
+    target_positions: &TargetPositions,
     observed: &EngineLogProbs,
     diagnosis: &Diagnosis,
     clip: (f64, f64),
 ) -> Result<Option<ResultLine>> {
     let (mut theirs, mut ours, mut cu_seqlens, mut of_row) = (vec![], vec![], vec![0], None);
     let floor = |log_prob: f32| log_prob.max(-1e4);
-    for target in (0..places.positions.len()).filter(|&target| keep(places.positions[target])) {
-        if of_row.is_some_and(|row| row != places.rows[target]) {
+    for target in
+        (0..target_positions.positions.len()).filter(|&target| keep(target_positions.positions[target]))
+    {
+        if of_row.is_some_and(|row| row != target_positions.rows[target]) {
             cu_seqlens.push(theirs.len());
         }
-        of_row = Some(places.rows[target]);
+        of_row = Some(target_positions.rows[target]);
         theirs.push(floor(observed.log_probs[target]));
         ours.push(floor(diagnosis.computed[target]));
     }
@@ -217,14 +227,14 @@ fn line(
         return Ok(None);
     }
     cu_seqlens.push(theirs.len());
-    let gap = LogProbPair { cu_seqlens: &cu_seqlens, training: &ours, rollout: &theirs, old: &theirs, clip };
-    Ok(Some(ResultLine { name: name.to_owned(), metrics: named(&gap)?, cause: None }))
+    let pair = LogProbPair { cu_seqlens: &cu_seqlens, training: &ours, rollout: &theirs, old: &theirs, clip };
+    Ok(Some(ResultLine { name: name.to_owned(), metrics: named_metrics(&pair)?, cause: None }))
 }
 
 /// Returns a line's figures by name.
-fn named(gap: &LogProbPair) -> Result<Vec<(String, Option<f64>)>> {
-    let mut metrics = vec![("mismatch/tokens".to_owned(), Some(gap.rollout.len() as f64))];
-    metrics.extend(gap.metrics()?.into_iter().map(|(name, value)| (name, Some(value))));
+fn named_metrics(pair: &LogProbPair) -> Result<Vec<(String, Option<f64>)>> {
+    let mut metrics = vec![("mismatch/tokens".to_owned(), Some(pair.rollout.len() as f64))];
+    metrics.extend(pair.metrics()?.into_iter().map(|(name, value)| (name, Some(value))));
     Ok(metrics)
 }
 
@@ -237,21 +247,21 @@ fn ill_formed(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
 }
 
 /// Returns the answer: how far, where and why, in one paragraph.
-fn answer(found: &Diagnosis, located: &LocationResult, lines: &[ResultLine]) -> String {
+fn answer(found: &Diagnosis, location_result: &LocationResult, lines: &[ResultLine]) -> String {
     let number = |value: f64| format_number(value);
     let figures = &found.figures;
-    let (tokens, max) = (located.targets, number(figures.max));
+    let (tokens, max) = (location_result.targets, number(figures.max));
     let mut text = match &found.verdict {
         Verdict::Agrees => {
-            let equal = found.left.map_or(figures.max, |left| left.max);
+            let equal = found.remaining.map_or(figures.max, |remaining| remaining.max);
             format!(
-                "Agrees: {} tokens are equal within {} nats, as rounding of f32 leaves them.",
+                "Agrees: {} tokens differ by at most {} nats, which f32 rounding explains.",
                 tokens - found.ties,
                 number(equal)
             )
         }
         Verdict::Rounding => format!(
-            "No mistake found: the gap cannot be told from rounding. Over {tokens} tokens it is no larger than what bf16 makes of this model."
+            "No mistake found: over {tokens} tokens the mismatch is no larger than what bf16 rounding makes of this model."
         ),
         Verdict::Named(cause) => format!("Differs: {}.", cause.description()),
         Verdict::OneOf(causes) => format!(
@@ -272,61 +282,68 @@ fn answer(found: &Diagnosis, located: &LocationResult, lines: &[ResultLine]) -> 
         }
     };
     text.push_str(&format!(
-        " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; this model in bf16 is {} (median) and {} (maximum) from itself.",
+        " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; rounding this model to bf16 moves it by {} (median) and {} (maximum).",
         number(figures.median),
         number(figures.mean),
         number(figures.p99),
-        number(found.bf16_yard.median),
-        number(found.bf16_yard.max),
+        number(found.bf16_bound.median),
+        number(found.bf16_bound.max),
     ));
-    if let Some(left) = &found.left
+    if let Some(remaining) = &found.remaining
         && matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_))
     {
         text.push_str(&format!(
             " With this cause, {} (median) and {} (maximum) remain.",
-            number(left.median),
-            number(left.max)
+            number(remaining.median),
+            number(remaining.max)
         ));
     }
     if found.ties > 0 {
         text.push_str(&format!(
-            " {} of the tokens moved because two experts score alike: rounding of f32 decides between them.",
+            " {} of the tokens differ because two experts have nearly equal scores: f32 rounding decides between them.",
             found.ties
         ));
     }
     if found.verdict.has_mistake() && found.within_bf16 {
-        text.push_str(" By its size alone the gap cannot be told from rounding in bf16.");
+        text.push_str(" By its size alone the mismatch could be bf16 rounding.");
     }
     if found.verdict != Verdict::Agrees {
-        text.push_str(&place(found, located, lines));
+        text.push_str(&describe_location(found, location_result, lines));
     }
     text
 }
 
 /// Describes which tokens differ.
-fn place(found: &Diagnosis, located: &LocationResult, lines: &[ResultLine]) -> String {
-    let share = 100.0 * located.moved as f64 / located.targets as f64;
-    let mut text = format!(" {:.3}% of the tokens moved beyond rounding", share);
-    if let Some(location) = &located.location {
+fn describe_location(found: &Diagnosis, location_result: &LocationResult, lines: &[ResultLine]) -> String {
+    let share = 100.0 * location_result.differing as f64 / location_result.targets as f64;
+    let mut text = format!(" {:.3}% of the tokens differ by more than rounding", share);
+    if let Some(location) = &location_result.location {
         text.push_str(&format!(
-            ": {} ({:.0}% of these {} moved, {:.1}% of the others)",
-            location.place,
-            100.0 * location.moved_inside,
+            ": {} ({:.0}% of these {} differ, {:.1}% of the others)",
+            location.description,
+            100.0 * location.differing_inside,
             location.targets,
-            100.0 * location.moved_outside
+            100.0 * location.differing_outside
         ));
-    } else if located.moved > 0 && share < 50.0 {
-        let first: Vec<String> =
-            located.first.iter().map(|(row, at, gap)| format!("row {row} token {at} ({gap:+.3})")).collect();
+    } else if location_result.differing > 0 && share < 50.0 {
+        let first: Vec<String> = location_result
+            .first
+            .iter()
+            .map(|(row, at, pair)| format!("row {row} token {at} ({pair:+.3})"))
+            .collect();
         text.push_str(&format!(", scattered: {}", first.join(", ")));
     }
     text.push('.');
     let mean = |name: &str| {
-        let line = lines.iter().find(|line| line.name.contains(name))?;
-        line.metrics.iter().find(|(key, _)| key == "mismatch/logprob_abs_diff_mean").and_then(|(_, v)| *v)
+        let figures_line = lines.iter().find(|figures_line| figures_line.name.contains(name))?;
+        figures_line
+            .metrics
+            .iter()
+            .find(|(key, _)| key == "mismatch/logprob_abs_diff_mean")
+            .and_then(|(_, v)| *v)
     };
     if let (Some(within), Some(past), false) =
-        (mean("within"), mean("past"), is_within_f32(&found.figures, &found.f32_yard))
+        (mean("within"), mean("past"), is_within_f32(&found.figures, &found.f32_bound))
     {
         text.push_str(&format!(
             " Mean |Δlogp| within the window {}, past it {}.",

@@ -22,13 +22,13 @@ pub const DISTINGUISHING_INPUT: &str = "the log-probs of several tokens at one p
 
 /// Declares the cause: log-probs over the tokens that `filter` keeps.
 fn filtered(filter: Filter) -> Cause {
-    let (name, kept) = match filter {
+    let (name, kept_count) = match filter {
         Filter::TopP(p) => ("log-probs after top-p", format!("top_p = {p:.3}")),
         Filter::TopK(k) => ("log-probs after top-k", format!("top_k = {k}")),
         Filter::MinP(p) => ("log-probs after min-p", format!("min_p = {p:.3}")),
     };
     let settings = HeadSettings { filter: Some(filter), ..HeadSettings::default() };
-    Cause::in_head(name, format!("renormalised over what {kept} keeps"), DISTINGUISHING_INPUT, settings)
+    Cause::in_head(name, format!("renormalised over what {kept_count} keeps"), DISTINGUISHING_INPUT, settings)
 }
 
 /// The computation of log-probabilities from logits.
@@ -54,9 +54,9 @@ impl HeadSettings {
     /// When shapes disagree.
     pub fn log_probs(&self, policy: &PolicyView, normed: &Tensor, batch: &EngineBatch) -> Result<Vec<f32>> {
         let temperature = batch.temperature * self.temperature_factor;
-        let mut found = self.of_all(policy, normed, batch, temperature)?;
+        let mut found = self.log_probs_as_sampled(policy, normed, batch, temperature)?;
         if (temperature != 1.0 || self.filter.is_some()) && batch.sampled.contains(&false) {
-            let raw = Self { filter: None, ..*self }.of_all(policy, normed, batch, 1.0)?;
+            let raw = Self { filter: None, ..*self }.log_probs_as_sampled(policy, normed, batch, 1.0)?;
             let of_prompt = found.iter_mut().zip(raw).zip(&batch.sampled).filter(|(_, sampled)| !**sampled);
             of_prompt.for_each(|((log_prob, raw), _)| *log_prob = raw);
         }
@@ -64,7 +64,7 @@ impl HeadSettings {
     }
 
     /// Returns the log-probabilities as if all targets were sampled.
-    fn of_all(
+    fn log_probs_as_sampled(
         &self,
         policy: &PolicyView,
         normed: &Tensor,
@@ -111,25 +111,25 @@ fn each_row(
 /// Returns the log-probability of `target` under `softmax(z / τ)` after `filter`.
 fn log_prob(z: &[f32], target: usize, temperature: f64, filter: Option<Filter>) -> f64 {
     match filter {
-        None => Sorted::unsorted_log_prob(z, target, temperature),
-        Some(filter) => Sorted::new(z, target, temperature).log_prob(filter),
+        None => SortedDistribution::unsorted_log_prob(z, target, temperature),
+        Some(filter) => SortedDistribution::new(z, target, temperature).log_prob(filter),
     }
 }
 
 /// A token with at least this share of the last kept token's probability may be kept instead.
-const EDGE: f64 = 0.7;
+const EDGE_PROBABILITY_RATIO: f64 = 0.7;
 
 /// One row's distribution, most likely token first.
-struct Sorted {
+struct SortedDistribution {
     /// Rank of the target.
-    place: usize,
+    rank: usize,
     log_prob: f64,
     probabilities: Vec<f64>,
     /// Cumulative probability up to and including each rank.
     cumulative: Vec<f64>,
 }
 
-impl Sorted {
+impl SortedDistribution {
     fn log_sum_exp(z: &[f32], temperature: f64) -> f64 {
         let highest = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = z.iter().map(|&z| (f64::from(z - highest) / temperature).exp()).sum();
@@ -152,7 +152,7 @@ impl Sorted {
             total
         });
         Self {
-            place: order.iter().position(|&i| i == target).unwrap_or(z.len()),
+            rank: order.iter().position(|&i| i == target).unwrap_or(z.len()),
             log_prob: f64::from(z[target]) / temperature - sum,
             cumulative: cumulative.collect(),
             probabilities,
@@ -160,7 +160,7 @@ impl Sorted {
     }
 
     /// Returns the number of tokens that `filter` keeps.
-    fn kept(&self, filter: Filter) -> usize {
+    fn kept_count(&self, filter: Filter) -> usize {
         let count = self.probabilities.len();
         match filter {
             Filter::TopK(k) => k.clamp(1, count),
@@ -175,11 +175,14 @@ impl Sorted {
     /// Returns the target's log-probability after `filter`. The engine reported the target, so it kept it. A
     /// target at the edge counts as kept, since rounding moves the edge.
     fn log_prob(&self, filter: Filter) -> f64 {
-        let kept = self.kept(filter);
-        let at_edge =
-            || self.place == kept || self.probabilities[self.place] >= EDGE * self.probabilities[kept - 1];
-        match self.place < kept || self.place < self.probabilities.len() && at_edge() {
-            true => self.log_prob - self.cumulative[kept - 1].ln(),
+        let kept_count = self.kept_count(filter);
+        let at_edge = || {
+            self.rank == kept_count
+                || self.probabilities[self.rank]
+                    >= EDGE_PROBABILITY_RATIO * self.probabilities[kept_count - 1]
+        };
+        match self.rank < kept_count || self.rank < self.probabilities.len() && at_edge() {
+            true => self.log_prob - self.cumulative[kept_count - 1].ln(),
             false => f64::NEG_INFINITY,
         }
     }
@@ -192,7 +195,7 @@ pub struct FitRows {
 }
 
 /// Relative tolerance within which a fitted temperature counts as the stated one.
-const TEMPERATURE_ALIKE: f64 = 0.005;
+const TEMPERATURE_TOLERANCE: f64 = 0.005;
 /// Maximum rows for the fit of a parameter.
 const FIT_ROWS_MAX: usize = 384;
 /// Maximum logit values kept for the fit.
@@ -203,20 +206,20 @@ impl FitRows {
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn draw(
+    pub fn select_rows(
         policy: &PolicyView,
         batches: &[EngineBatch],
         normed: &[Tensor],
         theirs: &[f32],
     ) -> Result<Self> {
-        let most = FIT_ROWS_MAX.min(FIT_VALUES_MAX / policy.model.config.vocab_size).max(16);
+        let rows_max = FIT_ROWS_MAX.min(FIT_VALUES_MAX / policy.model.config.vocab_size).max(16);
         let sampled: usize = batches.iter().flat_map(|batch| &batch.sampled).map(|s| usize::from(*s)).sum();
-        let stride = sampled.div_ceil(most).max(1);
-        let (mut rows, mut first, mut seen) = (vec![], 0, 0);
+        let stride = sampled.div_ceil(rows_max).max(1);
+        let (mut rows, mut first, mut sampled_seen) = (vec![], 0, 0);
         for (batch, normed) in batches.iter().zip(normed) {
             for row in (0..batch.sampled.len()).filter(|&row| batch.sampled[row]) {
-                seen += 1;
-                if seen % stride != 0 {
+                sampled_seen += 1;
+                if sampled_seen % stride != 0 {
                     continue;
                 }
                 each_row(policy, normed, row..row + 1, &mut |row, z| {
@@ -237,7 +240,7 @@ impl FitRows {
         }
         let mut found = self.filters().map(filtered).to_vec();
         let factor = self.temperature_factor();
-        if factor.ln().abs() > TEMPERATURE_ALIKE {
+        if factor.ln().abs() > TEMPERATURE_TOLERANCE {
             let detail = format!("log-probs are those of {factor:.3} times the temperature stated");
             let settings = HeadSettings { temperature_factor: factor, ..HeadSettings::default() };
             found.push(Cause::in_head("another temperature", detail, DISTINGUISHING_INPUT, settings));
@@ -248,43 +251,49 @@ impl FitRows {
     /// Returns the factor on the stated temperature that fits best: a grid over 0.1 to 10, then
     /// golden-section search.
     fn temperature_factor(&self) -> f64 {
-        let gap = |log: f64| {
+        let objective = |log: f64| {
             spread(self.rows.iter().map(|(z, target, temperature, theirs)| {
-                Sorted::unsorted_log_prob(z, *target, temperature * log.exp()) - theirs
+                SortedDistribution::unsorted_log_prob(z, *target, temperature * log.exp()) - theirs
             }))
         };
         let step = 10f64.ln() / 24.0;
-        let nearest = (-24..=24).map(|i| f64::from(i) * step).min_by(|a, b| gap(*a).total_cmp(&gap(*b)));
+        let nearest =
+            (-24..=24).map(|i| f64::from(i) * step).min_by(|a, b| objective(*a).total_cmp(&objective(*b)));
         let (mut low, mut high) = (nearest.unwrap_or(0.0) - step, nearest.unwrap_or(0.0) + step);
         let golden = (5f64.sqrt() - 1.0) / 2.0;
         for _ in 0..30 {
             let (a, b) = (high - golden * (high - low), low + golden * (high - low));
-            if gap(a) < gap(b) { high = b } else { low = a }
+            if objective(a) < objective(b) { high = b } else { low = a }
         }
         ((low + high) / 2.0).exp()
     }
 
     /// Returns the best filter of each kind.
     fn filters(&self) -> [Filter; 3] {
-        let sorted: Vec<(Sorted, f64)> = self
+        let sorted: Vec<(SortedDistribution, f64)> = self
             .rows
             .iter()
-            .map(|(z, target, temperature, theirs)| (Sorted::new(z, *target, *temperature), *theirs))
+            .map(|(z, target, temperature, theirs)| {
+                (SortedDistribution::new(z, *target, *temperature), *theirs)
+            })
             .collect();
         let vocabulary = self.rows.first().map_or(1, |(z, ..)| z.len());
         let best = |filters: Vec<Filter>| {
-            let gap = |filter: Filter| {
+            let objective = |filter: Filter| {
                 spread(sorted.iter().map(|(row, theirs)| match row.log_prob(filter) {
                     f64::NEG_INFINITY => 50.0,
                     log_prob => log_prob - theirs,
                 }))
             };
-            let gaps = filters.into_iter().map(|filter| (filter, gap(filter)));
+            let differences = filters.into_iter().map(|filter| (filter, objective(filter)));
             // Filters that keep the same tokens are equivalent; the middle one is named.
-            let gaps: Vec<(Filter, f64)> = gaps.collect();
-            let least = gaps.iter().map(|(_, gap)| *gap).fold(f64::INFINITY, f64::min);
-            let equal: Vec<Filter> =
-                gaps.iter().filter(|(_, gap)| *gap <= least * 1.000_001).map(|(filter, _)| *filter).collect();
+            let differences: Vec<(Filter, f64)> = differences.collect();
+            let least = differences.iter().map(|(_, objective)| *objective).fold(f64::INFINITY, f64::min);
+            let equal: Vec<Filter> = differences
+                .iter()
+                .filter(|(_, objective)| *objective <= least * 1.000_001)
+                .map(|(filter, _)| *filter)
+                .collect();
             equal.get(equal.len() / 2).copied().unwrap_or(Filter::TopK(vocabulary))
         };
         let steps = |from: f64, count: usize| (1..count).map(move |i| from * i as f64);

@@ -73,17 +73,17 @@ impl TargetPositions {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Location {
     /// Description, such as "positions from 513 on".
-    pub place: String,
+    pub description: String,
     /// Shares of the targets that differ, inside and outside the location.
-    pub moved_inside: f64,
-    pub moved_outside: f64,
+    pub differing_inside: f64,
+    pub differing_outside: f64,
     pub targets: usize,
 }
 
 /// The targets that differ by more than a threshold, and the location that explains them, if there is one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LocationResult {
-    pub moved: usize,
+    pub differing: usize,
     pub targets: usize,
     pub location: Option<Location>,
     /// The first few differing targets: name of the row, position, difference in nats.
@@ -91,26 +91,31 @@ pub struct LocationResult {
 }
 
 /// Locates the differences beyond `threshold`, in nats.
-pub fn locate(places: &TargetPositions, gaps: &[f64], threshold: f64) -> LocationResult {
-    let moved: Vec<bool> = gaps.iter().map(|gap| gap.abs() > threshold).collect();
-    let total = moved.iter().filter(|m| **m).count();
+pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) -> LocationResult {
+    let differing: Vec<bool> = differences.iter().map(|difference| difference.abs() > threshold).collect();
+    let total = differing.iter().filter(|m| **m).count();
     let mut best: Option<(f64, Location)> = None;
-    let mut weigh = |place: &dyn Fn() -> String, inside: &[usize]| {
-        if inside.len() < GROUP_TARGETS_MIN || inside.len() == gaps.len() || total == 0 {
+    let mut consider = |description: &dyn Fn() -> String, inside: &[usize]| {
+        if inside.len() < GROUP_TARGETS_MIN || inside.len() == differences.len() || total == 0 {
             return;
         }
-        let caught = inside.iter().filter(|&&t| moved[t]).count();
-        let outside = gaps.len() - inside.len();
-        let (share, rest) = (caught as f64 / inside.len() as f64, (total - caught) as f64 / outside as f64);
-        let covered = caught as f64 / total as f64;
-        if covered < RECALL_MIN || share < PRECISION_MIN || rest > OUTSIDE_MAX * share {
+        let hits = inside.iter().filter(|&&t| differing[t]).count();
+        let outside = differences.len() - inside.len();
+        let (precision, outside_rate) =
+            (hits as f64 / inside.len() as f64, (total - hits) as f64 / outside as f64);
+        let recall = hits as f64 / total as f64;
+        if recall < RECALL_MIN || precision < PRECISION_MIN || outside_rate > OUTSIDE_MAX * precision {
             return;
         }
         // F1 score: precision and recall count equally.
-        let score = 2.0 * share * covered / (share + covered);
+        let score = 2.0 * precision * recall / (precision + recall);
         if best.as_ref().is_none_or(|(other, _)| score > *other) {
-            let location =
-                Location { place: place(), moved_inside: share, moved_outside: rest, targets: inside.len() };
+            let location = Location {
+                description: description(),
+                differing_inside: precision,
+                differing_outside: outside_rate,
+                targets: inside.len(),
+            };
             best = Some((score, location));
         }
     };
@@ -120,63 +125,71 @@ pub fn locate(places: &TargetPositions, gaps: &[f64], threshold: f64) -> Locatio
         groups
     };
     // A boundary by position: the differing targets begin or end there.
-    let longest = places.positions.iter().copied().max().unwrap_or(0);
-    for cut in cuts(places, &moved, longest) {
+    let longest = targets.positions.iter().copied().max().unwrap_or(0);
+    for boundary in boundaries(targets, &differing, longest) {
         let side = |keep: &dyn Fn(usize) -> bool| -> Vec<usize> {
-            (0..gaps.len()).filter(|&t| keep(places.positions[t])).collect()
+            (0..differences.len()).filter(|&t| keep(targets.positions[t])).collect()
         };
-        weigh(&|| format!("positions from {cut} on"), &side(&|p| p >= cut));
-        weigh(&|| format!("positions before {cut}"), &side(&|p| p < cut));
+        consider(&|| format!("positions from {boundary} on"), &side(&|p| p >= boundary));
+        consider(&|| format!("positions before {boundary}"), &side(&|p| p < boundary));
     }
-    let rows = groups(&mut places.rows.iter().copied());
+    let rows = groups(&mut targets.rows.iter().copied());
     let (mut broken, mut members): (Vec<usize>, Vec<usize>) = (vec![], vec![]);
     for (row, targets) in &rows {
-        if targets.iter().filter(|&&t| moved[t]).count() as f64 >= PRECISION_MIN * targets.len() as f64 {
+        if targets.iter().filter(|&&t| differing[t]).count() as f64 >= PRECISION_MIN * targets.len() as f64 {
             broken.push(*row);
             members.extend(targets);
         }
     }
     if broken.len() < rows.len() {
-        weigh(
-            &|| format!("row{} {}", if broken.len() == 1 { "" } else { "s" }, listed(&broken, &places.names)),
+        consider(
+            &|| {
+                format!(
+                    "row{} {}",
+                    if broken.len() == 1 { "" } else { "s" },
+                    list_rows(&broken, &targets.names)
+                )
+            },
             &members,
         );
     }
-    for (token, targets) in groups(&mut places.tokens.iter().map(|&token| token as usize)) {
-        weigh(&|| format!("targets of token {token}"), &targets);
+    for (token, targets) in groups(&mut targets.tokens.iter().map(|&token| token as usize)) {
+        consider(&|| format!("targets of token {token}"), &targets);
     }
-    for (layer, of_layer) in places.experts.iter().enumerate() {
+    for (layer, layer_experts) in targets.experts.iter().enumerate() {
         let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-        for (target, experts) in of_layer.iter().enumerate() {
+        for (target, experts) in layer_experts.iter().enumerate() {
             experts.iter().for_each(|&expert| groups.entry(expert).or_default().push(target));
         }
         for (expert, targets) in groups {
-            weigh(&|| format!("tokens that go through expert {expert} of layer {layer}"), &targets);
+            consider(&|| format!("tokens that go through expert {expert} of layer {layer}"), &targets);
         }
     }
-    let first = (0..gaps.len()).filter(|&t| moved[t]).take(5);
+    let first = (0..differences.len()).filter(|&t| differing[t]).take(5);
     LocationResult {
-        moved: total,
-        targets: gaps.len(),
+        differing: total,
+        targets: differences.len(),
         location: best.map(|(_, location)| location),
-        first: first.map(|t| (places.names[places.rows[t]].clone(), places.positions[t], gaps[t])).collect(),
+        first: first
+            .map(|t| (targets.names[targets.rows[t]].clone(), targets.positions[t], differences[t]))
+            .collect(),
     }
 }
 
 /// Returns the positions where differences may begin or end: each row's first differing one, and the one
 /// after its last.
-fn cuts(places: &TargetPositions, moved: &[bool], longest: usize) -> Vec<usize> {
-    let mut share = vec![(0usize, 0usize); longest + 2];
-    for (position, moved) in places.positions.iter().zip(moved) {
-        share[*position].0 += usize::from(*moved);
-        share[*position].1 += 1;
+fn boundaries(targets: &TargetPositions, differing: &[bool], longest: usize) -> Vec<usize> {
+    let mut precision = vec![(0usize, 0usize); longest + 2];
+    for (position, differing) in targets.positions.iter().zip(differing) {
+        precision[*position].0 += usize::from(*differing);
+        precision[*position].1 += 1;
     }
-    let total: usize = share.iter().map(|s| s.0).sum();
-    let count: usize = share.iter().map(|s| s.1).sum();
+    let total: usize = precision.iter().map(|s| s.0).sum();
+    let count: usize = precision.iter().map(|s| s.1).sum();
     // The best boundary: the largest difference between the differing targets up to it and their number if
     // they were spread evenly.
     let (mut before, mut seen, mut best) = (0usize, 0usize, (0.0f64, 0usize, 0.0f64, 0usize));
-    for (position, (m, n)) in share.iter().enumerate() {
+    for (position, (m, n)) in precision.iter().enumerate() {
         let excess = before as f64 / total.max(1) as f64 - seen as f64 / count.max(1) as f64;
         if excess < best.0 {
             (best.0, best.1) = (excess, position);
@@ -187,20 +200,20 @@ fn cuts(places: &TargetPositions, moved: &[bool], longest: usize) -> Vec<usize> 
         before += m;
         seen += n;
     }
-    vec![best.1, best.3].into_iter().filter(|&cut| cut > 1).collect()
+    vec![best.1, best.3].into_iter().filter(|&boundary| boundary > 1).collect()
 }
 
-fn listed(rows: &[usize], names: &[String]) -> String {
+fn list_rows(rows: &[usize], names: &[String]) -> String {
     let shown: Vec<&str> = rows.iter().take(8).map(|&row| names[row].as_str()).collect();
-    let rest = rows.len().saturating_sub(shown.len());
-    if rest == 0 { shown.join(", ") } else { format!("{} and {rest} more", shown.join(", ")) }
+    let outside_rate = rows.len().saturating_sub(shown.len());
+    if outside_rate == 0 { shown.join(", ") } else { format!("{} and {outside_rate} more", shown.join(", ")) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn places() -> TargetPositions {
+    fn targets() -> TargetPositions {
         let rows = 8;
         let length = 100;
         let targets = rows * length;
@@ -215,19 +228,20 @@ mod tests {
 
     #[test]
     fn a_gap_is_found_where_it_was_put() {
-        let places = places();
-        let found = |moved: &dyn Fn(usize) -> bool| {
-            let gaps: Vec<f64> = (0..800).map(|t| if moved(t) { -0.5 } else { 1e-5 }).collect();
-            locate(&places, &gaps, 1e-3)
+        let targets = targets();
+        let found = |differing: &dyn Fn(usize) -> bool| {
+            let differences: Vec<f64> = (0..800).map(|t| if differing(t) { -0.5 } else { 1e-5 }).collect();
+            locate(&targets, &differences, 1e-3)
         };
-        let place = |located: LocationResult| located.location.map(|l| l.place).unwrap_or_default();
-        assert_eq!(place(found(&|t| t % 100 >= 59)), "positions from 60 on");
-        assert_eq!(place(found(&|t| t % 100 < 20)), "positions before 21");
-        assert_eq!(place(found(&|t| t / 100 == 2 || t / 100 == 6)), "rows 3, 7");
-        assert_eq!(place(found(&|t| t % 5 == 3)), "tokens that go through expert 3 of layer 0");
-        assert_eq!(place(found(&|t| t * 7 % 11 == 4)), "targets of token 4");
+        let description =
+            |located: LocationResult| located.location.map(|l| l.description).unwrap_or_default();
+        assert_eq!(description(found(&|t| t % 100 >= 59)), "positions from 60 on");
+        assert_eq!(description(found(&|t| t % 100 < 20)), "positions before 21");
+        assert_eq!(description(found(&|t| t / 100 == 2 || t / 100 == 6)), "rows 3, 7");
+        assert_eq!(description(found(&|t| t % 5 == 3)), "tokens that go through expert 3 of layer 0");
+        assert_eq!(description(found(&|t| t * 7 % 11 == 4)), "targets of token 4");
         let scattered = found(&|t| t * 31 % 97 == 5);
         assert_eq!(scattered.location, None);
-        assert_eq!((scattered.moved, scattered.first.len()), (8, 5));
+        assert_eq!((scattered.differing, scattered.first.len()), (8, 5));
     }
 }

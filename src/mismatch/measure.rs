@@ -31,7 +31,7 @@ pub struct AblationMeasurement<'a> {
     observed: EngineLogProbs,
     cu_seqlens: Vec<usize>,
     /// The model's log-probs without ablations.
-    plain: Vec<f32>,
+    unmodified: Vec<f32>,
 }
 
 impl<'a> AblationMeasurement<'a> {
@@ -56,12 +56,12 @@ impl<'a> AblationMeasurement<'a> {
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
         let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
         let stage = stage(&reference, "without arms", &batches, 1);
-        let plain = policy
+        let unmodified = policy
             .all_log_probs(reference.threads, &batches, temperature, &|batch| advance(&stage, batch))?;
         stage.finish();
         let observed = EngineLogProbs::from_samples(batches, temperature, log_probs);
         let sampled_under = arms.clone();
-        Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, plain })
+        Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, unmodified })
     }
 
     /// Returns the figures of one combination of ablations.
@@ -76,21 +76,21 @@ impl<'a> AblationMeasurement<'a> {
             self.observed.batches.iter().map(|batch| batch.tokens.clone()).collect();
         let second = ForwardOptions::for_old_log_probs(arms, self.seed);
         let stage = stage(&self.reference, name, &batches, 2 + usize::from(second.is_some()));
-        let passed = |batch: &MicroBatch| advance(&stage, batch);
+        let on_batch = |batch: &MicroBatch| advance(&stage, batch);
         let ([mut stored, computed], divergence) =
-            both(threads, [&rollout, &training], &batches, self.temperature, &passed)?;
-        if self.samples_alike(arms) {
+            compare_forwards(threads, [&rollout, &training], &batches, self.temperature, &on_batch)?;
+        if self.is_sampled_alike(arms) {
             stored.clone_from(&self.observed.log_probs);
         }
         let old = match second {
             Some(forward) => {
                 let second = PolicyView { forward, ..training };
-                second.all_log_probs(threads, &batches, self.temperature, &passed)?
+                second.all_log_probs(threads, &batches, self.temperature, &on_batch)?
             }
             None => stored.clone(),
         };
         stage.finish();
-        let gap = LogProbPair {
+        let pair = LogProbPair {
             cu_seqlens: &self.cu_seqlens,
             training: &computed,
             rollout: &stored,
@@ -98,7 +98,7 @@ impl<'a> AblationMeasurement<'a> {
             clip: self.clip,
         };
         let mut metrics: Vec<_> =
-            gap.metrics().context(name.to_owned())?.into_iter().map(|(k, v)| (k, Some(v))).collect();
+            pair.metrics().context(name.to_owned())?.into_iter().map(|(k, v)| (k, Some(v))).collect();
         metrics.push(("mismatch/routing_agreement".into(), Some(divergence.routing_agreement)));
         metrics.push(("mismatch/first_divergent_layer".into(), divergence.first_layer.map(|l| l as f64)));
         let mut cause = self.cause(arms, [&stored, &computed], &divergence)?;
@@ -109,7 +109,7 @@ impl<'a> AblationMeasurement<'a> {
     }
 
     /// Returns whether the tokens were sampled with the rollout settings of `arms`.
-    fn samples_alike(&self, arms: &Ablations) -> bool {
+    fn is_sampled_alike(&self, arms: &Ablations) -> bool {
         let side =
             |arms: &Ablations| (arms.rollout_noise(), arms.rollout_mantissa_limit(), arms.rollout_mxfp4);
         side(arms) == side(&self.sampled_under)
@@ -117,15 +117,15 @@ impl<'a> AblationMeasurement<'a> {
 
     /// Returns the likely cause, derived from the log-probs alone.
     fn cause(&self, arms: &Ablations, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
-        let mut words = vec![];
+        let mut causes = vec![];
         for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
-            if same_bits(&self.plain, log_probs) {
+            if same_bits(&self.unmodified, log_probs) {
                 continue;
             }
             let observed =
                 EngineLogProbs { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
             let found = self.reference.diagnose(&observed)?;
-            words.push(match found.verdict {
+            causes.push(match found.verdict {
                 Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}) and no rounding explains it: router noise",
                     divergence.routing_agreement
@@ -133,15 +133,15 @@ impl<'a> AblationMeasurement<'a> {
                 verdict => format!("{side}: {}", verdict.to_text()),
             });
         }
-        if words.is_empty() {
+        if causes.is_empty() {
             let backward = arms.no_sink_gradient || arms.freeze_attention;
             return Ok(if backward {
                 "both forwards have the same bits; this ablation changes only the backward".to_owned()
             } else {
-                "none: both paths are the same bits".to_owned()
+                "none: both forwards have the same bits".to_owned()
             });
         }
-        Ok(words.join("; "))
+        Ok(causes.join("; "))
     }
 }
 
@@ -155,16 +155,16 @@ struct Divergence {
 }
 
 /// Runs both forwards over the same batches. Returns their log-probabilities and where they diverge. Calls
-/// `passed` after each pass.
+/// `on_batch` after each pass.
 ///
 /// # Errors
 /// When a forward fails.
-fn both(
+fn compare_forwards(
     threads: &Threads,
     [a, b]: [&PolicyView; 2],
     batches: &[MicroBatch],
     temperature: f64,
-    passed: &dyn Fn(&MicroBatch),
+    on_batch: &dyn Fn(&MicroBatch),
 ) -> Result<([Vec<f32>; 2], Divergence)> {
     let (mut log_probs, mut divergence) = ([vec![], vec![]], Divergence::default());
     let (mut same, mut all) = (0usize, 0usize);
@@ -173,7 +173,7 @@ fn both(
         let (x, y) = threads.run_on_all(|| -> Result<_> { Ok((layers(a, batch)?, layers(b, batch)?)) })?;
         for ((policy, normed), log_probs) in [(a, &x.0), (b, &y.0)].into_iter().zip(&mut log_probs) {
             log_probs.extend(policy.log_probs(normed, batch, temperature)?);
-            passed(batch);
+            on_batch(batch);
         }
         for (layer, (x, y)) in x.1.iter().zip(&y.1).enumerate() {
             for (x, y) in x.routes.chunks_exact(top_k).zip(y.routes.chunks_exact(top_k)) {

@@ -11,14 +11,14 @@ const LEFT: f64 = 56.0;
 const TOP: f64 = 14.0;
 const FOOT: f64 = 36.0;
 /// Maximum number of position ranges; the chart shows the median and the maximum of each.
-const STRETCHES_MAX: usize = 80;
+const RANGES_MAX: usize = 80;
 /// Lower end of the axis. Smaller values are drawn there.
 const GAP_MIN: f64 = 1e-7;
 
 /// Returns `mismatch.md`: the answer, the table and the rounding bounds. `table` is the terminal's table;
-/// `seen` lists the formats that were read.
-pub fn page(answer: &str, table: &str, seen: &[String]) -> String {
-    let read: String = seen.iter().map(|line| format!("- {line}\n")).collect();
+/// `formats` lists the formats that were read.
+pub fn page(answer: &str, table: &str, formats: &[String]) -> String {
+    let read: String = formats.iter().map(|line| format!("- {line}\n")).collect();
     format!(
         "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{read}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, all figures are in mismatch.json.\n",
         table.trim_end(),
@@ -29,15 +29,18 @@ pub fn page(answer: &str, table: &str, seen: &[String]) -> String {
 /// Returns `mismatch.svg`: median and maximum of |Δlogp| over ranges of positions, on a logarithmic axis,
 /// with the bf16 bound.
 pub fn chart(found: &Comparison) -> String {
-    let (positions, gaps) = (&found.places.positions, &found.diagnosis.gaps);
+    let (positions, differences) = (&found.target_positions.positions, &found.diagnosis.differences);
     let longest = positions.iter().copied().max().unwrap_or(1);
-    let width = longest.div_ceil(STRETCHES_MAX).max(1);
-    let mut stretches: Vec<Vec<f64>> = vec![vec![]; longest / width + 1];
-    positions.iter().zip(gaps).for_each(|(position, gap)| stretches[position / width].push(*gap));
-    let highest = found.diagnosis.figures.max.max(found.diagnosis.bf16_yard.max).max(10.0 * GAP_MIN);
+    let width = longest.div_ceil(RANGES_MAX).max(1);
+    let mut ranges: Vec<Vec<f64>> = vec![vec![]; longest / width + 1];
+    positions
+        .iter()
+        .zip(differences)
+        .for_each(|(position, difference)| ranges[position / width].push(*difference));
+    let highest = found.diagnosis.figures.max.max(found.diagnosis.bf16_bound.max).max(10.0 * GAP_MIN);
     let decades = (highest / GAP_MIN).log10().ceil().max(1.0);
-    let y = |gap: f64| {
-        let share = (gap.max(GAP_MIN) / GAP_MIN).log10() / decades;
+    let y = |difference: f64| {
+        let share = (difference.max(GAP_MIN) / GAP_MIN).log10() / decades;
         HEIGHT - FOOT - share * (HEIGHT - FOOT - TOP)
     };
     let x = |position: f64| LEFT + position / longest as f64 * (WIDTH - LEFT - 10.0);
@@ -58,7 +61,7 @@ pub fn chart(found: &Comparison) -> String {
         );
     }
     for (name, value) in
-        [("bf16 median", found.diagnosis.bf16_yard.median), ("bf16 99%", found.diagnosis.bf16_yard.p99)]
+        [("bf16 median", found.diagnosis.bf16_bound.median), ("bf16 99%", found.diagnosis.bf16_bound.p99)]
     {
         let (at, right) = (y(value), WIDTH - 10.0);
         let _ = writeln!(
@@ -67,9 +70,9 @@ pub fn chart(found: &Comparison) -> String {
             at - 3.0
         );
     }
-    for (stretch, gaps) in stretches.iter().enumerate().filter(|(_, gaps)| !gaps.is_empty()) {
-        let figures = DifferenceStats::from_differences(gaps);
-        let at = x((stretch as f64 + 0.5) * width as f64);
+    for (range, differences) in ranges.iter().enumerate().filter(|(_, differences)| !differences.is_empty()) {
+        let figures = DifferenceStats::from_differences(differences);
+        let at = x((range as f64 + 0.5) * width as f64);
         let _ = writeln!(
             svg,
             "<circle cx=\"{at:.1}\" cy=\"{:.1}\" r=\"2.2\" fill=\"#c33\"/><circle cx=\"{at:.1}\" cy=\"{:.1}\" r=\"2.2\" fill=\"#236\"/>",

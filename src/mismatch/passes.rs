@@ -15,15 +15,15 @@ use std::sync::Arc;
 /// The steps of a policy's forward as separate functions.
 impl PolicyView<'_> {
     /// Returns the head's input after the forward of whole sequences, `[R, H]`, with the ops of the training
-    /// forward in the same order. Calls `keep` with the output of each layer.
+    /// forward in the same order. Calls `on_layer` with the output of each layer.
     ///
     /// # Errors
-    /// When the batch does not fit the model, or `keep` fails.
-    pub fn head_input(&self, batch: &MicroBatch, keep: decoder_stack::LayerCallback) -> Result<Tensor> {
+    /// When the batch does not fit the model, or `on_layer` fails.
+    pub fn head_input(&self, batch: &MicroBatch, on_layer: decoder_stack::LayerCallback) -> Result<Tensor> {
         let attend = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
         let rotation = self.model.rotation(batch.positions.clone());
         let stack = self.decoder_stack();
-        let last = stack.forward(&batch.tokens, &mut Rows { rotation, attend, replay: None }, keep)?;
+        let last = stack.forward(&batch.tokens, &mut Rows { rotation, attend, replay: None }, on_layer)?;
         stack.final_norm_rows(&last, &batch.rows)
     }
 
@@ -35,7 +35,7 @@ impl PolicyView<'_> {
         Ok(self.decoder_stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
-    /// Returns the log-probabilities of all batches' targets, in order. Calls `passed` after each batch.
+    /// Returns the log-probabilities of all batches' targets, in order. Calls `on_batch` after each batch.
     ///
     /// # Errors
     /// When a batch does not fit the model.
@@ -44,11 +44,11 @@ impl PolicyView<'_> {
         threads: &Threads,
         batches: &[MicroBatch],
         temperature: f64,
-        passed: &(dyn Fn(&MicroBatch) + Sync),
+        on_batch: &(dyn Fn(&MicroBatch) + Sync),
     ) -> Result<Vec<f32>> {
         let one = |batch: &MicroBatch| {
             let normed = self.head_input(batch, &mut decoder_stack::keep_nothing)?;
-            self.log_probs(&normed, batch, temperature).inspect(|_| passed(batch))
+            self.log_probs(&normed, batch, temperature).inspect(|_| on_batch(batch))
         };
         let found: Vec<Vec<f32>> = threads.run_on_all(|| batches.iter().map(one).collect::<Result<_>>())?;
         Ok(found.concat())
@@ -66,9 +66,9 @@ impl PolicyView<'_> {
                 return Ok(vec![]);
             }
             let mut cache = self.caches(1, inputs, inputs)?.sequence();
-            let fed = tokens[..inputs].to_vec();
+            let on_forward = tokens[..inputs].to_vec();
             let x = self.decoder_stack().forward_cached(
-                fed,
+                on_forward,
                 &mut [&mut cache],
                 &[inputs],
                 &mut decoder_stack::keep_nothing,
@@ -79,7 +79,7 @@ impl PolicyView<'_> {
     }
 
     /// Returns the log-probability of every token but the first of each sequence. All sequences decode one
-    /// token at a time in one batch, and leave it when they end. Calls `fed` with the tokens of each forward.
+    /// token at a time in one batch, and leave it when they end. Calls `on_forward` with the tokens of each forward.
     ///
     /// # Errors
     /// When a sequence does not fit the model.
@@ -87,7 +87,7 @@ impl PolicyView<'_> {
         &self,
         sequences: &[&[u32]],
         temperature: f64,
-        fed: &(dyn Fn(usize) + Sync),
+        on_forward: &(dyn Fn(usize) + Sync),
     ) -> Result<Vec<Vec<f32>>> {
         let mut log_probs = vec![vec![]; sequences.len()];
         let longest = sequences.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
@@ -112,7 +112,7 @@ impl PolicyView<'_> {
                 &mut decoder_stack::keep_nothing,
             )?;
             let found = sampler_log_probs(self, &x, &targets, temperature)?;
-            fed(indices.len());
+            on_forward(indices.len());
             indices.iter().zip(found).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
         }
         Ok(log_probs)
@@ -120,8 +120,8 @@ impl PolicyView<'_> {
 
     /// Allocates KV caches for `sequences` sequences.
     fn caches(&self, sequences: usize, tokens: usize, fed_tokens_max: usize) -> Result<CacheFactory> {
-        let room = CacheCapacity { sequences, tokens, fed_tokens_max };
-        CacheFactory::new(&self.model.config, self.weights.device(), room)
+        let capacity = CacheCapacity { sequences, tokens, fed_tokens_max };
+        CacheFactory::new(&self.model.config, self.weights.device(), capacity)
     }
 }
 
@@ -134,8 +134,8 @@ fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperatu
         let first = (chunk * rows_max) as u32;
         let rows = Arc::new((first..first + targets.len() as u32).collect());
         let logits = stack.logits(&stack.final_norm_rows(x, &rows)?, &sampling)?;
-        let asked: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
-        log_probs.extend(logits.log_probs(&sampling, &asked)?);
+        let pairs: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
+        log_probs.extend(logits.log_probs(&sampling, &pairs)?);
     }
     Ok(log_probs)
 }

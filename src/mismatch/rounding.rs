@@ -7,7 +7,7 @@
 
 use super::causes::Cause;
 use super::distance::DifferenceStats;
-use super::search::{CauseSearch, LogProbTrace, differences};
+use super::search::{CauseSearch, LogProbTrace, elementwise_differences};
 use anyhow::Result;
 
 /// Multiples of the bound that count as rounding: for the body's figures and for the tail's.
@@ -49,17 +49,17 @@ impl RoundingBounds {
         let bf16 = search.trace_with_rounding(cause, (BF16_BITS, BF16_BITS))?;
         let coarse = search.trace_with_rounding(cause, (BF16_BITS, COARSE_BITS))?.log_probs;
         let decided = decided(&f32, &bf16, search.experts_per_token());
-        let gaps = |other: &[f32]| differences(other, exact);
+        let differences = |other: &[f32]| elementwise_differences(other, exact);
         let in_bf16 = [bf16.log_probs, coarse];
         let of = |keep: &dyn Fn(&[f64]) -> Vec<f64>| {
             let [fine, coarse] =
-                in_bf16.each_ref().map(|other| DifferenceStats::from_differences(&keep(&gaps(other))));
+                in_bf16.each_ref().map(|other| DifferenceStats::from_differences(&keep(&differences(other))));
             fine.elementwise_max(&coarse)
         };
         Ok(Self {
-            f32: DifferenceStats::from_differences(&gaps(&f32.log_probs)),
+            f32: DifferenceStats::from_differences(&differences(&f32.log_probs)),
             bf16: of(&<[f64]>::to_vec),
-            bf16_decided: of(&|gaps| kept(gaps, &decided)),
+            bf16_decided: of(&|differences| select(differences, &decided)),
             decided,
             in_bf16,
         })
@@ -84,36 +84,36 @@ impl RoundingBounds {
         self.bf16_decided = self.bf16_decided.elementwise_max(&other.bf16_decided);
     }
 
-    /// Returns whether bf16 rounding explains `gaps`.
-    pub fn is_within_bf16(&self, gaps: &[f64]) -> bool {
-        DifferenceStats::from_differences(gaps).is_within(&self.bf16, BF16_FACTORS, F32_FLOOR)
-            && DifferenceStats::from_differences(&kept(gaps, &self.decided)).is_within(
+    /// Returns whether bf16 rounding explains `differences`.
+    pub fn is_within_bf16(&self, differences: &[f64]) -> bool {
+        DifferenceStats::from_differences(differences).is_within(&self.bf16, BF16_FACTORS, F32_FLOOR)
+            && DifferenceStats::from_differences(&select(differences, &self.decided)).is_within(
                 &self.bf16_decided,
                 DECIDED_FACTORS,
                 F32_FLOOR,
             )
     }
 
-    /// Returns whether `figures` are at most `times` the bf16 bound.
-    pub fn is_near_bf16(&self, figures: &DifferenceStats, times: f64) -> bool {
-        figures.is_within(&self.bf16.scale(times), BF16_FACTORS, F32_FLOOR)
+    /// Returns whether `figures` are at most `factor` the bf16 bound.
+    pub fn is_near_bf16(&self, figures: &DifferenceStats, factor: f64) -> bool {
+        figures.is_within(&self.bf16.scale(factor), BF16_FACTORS, F32_FLOOR)
     }
 
     /// Returns whether most of `figures` are within the f32 bound where bf16 would exceed it. Such a file was
     /// not computed in bf16.
     pub fn is_f32_rounding(&self, figures: &DifferenceStats) -> bool {
-        let most = (F32_FACTORS.0 * self.f32.median).max(F32_FLOOR);
-        figures.median <= most && self.bf16.median > 4.0 * most
+        let bound_max = (F32_FACTORS.0 * self.f32.median).max(F32_FLOOR);
+        figures.median <= bound_max && self.bf16.median > 4.0 * bound_max
     }
 }
 
-/// Returns whether f32 rounding explains `figures`, given its bound `yard`.
-pub fn is_within_f32(figures: &DifferenceStats, yard: &DifferenceStats) -> bool {
-    figures.is_within(yard, F32_FACTORS, F32_FLOOR)
+/// Returns whether f32 rounding explains `figures`, given its bound `bound`.
+pub fn is_within_f32(figures: &DifferenceStats, bound: &DifferenceStats) -> bool {
+    figures.is_within(bound, F32_FACTORS, F32_FLOOR)
 }
 
-fn kept(gaps: &[f64], keep: &[bool]) -> Vec<f64> {
-    gaps.iter().zip(keep).filter(|(_, keep)| **keep).map(|(gap, _)| *gap).collect()
+fn select(differences: &[f64], keep: &[bool]) -> Vec<f64> {
+    differences.iter().zip(keep).filter(|(_, keep)| **keep).map(|(difference, _)| *difference).collect()
 }
 
 /// Returns whether each target's `chosen` experts lead the others in every layer by far more than bf16
@@ -121,17 +121,17 @@ fn kept(gaps: &[f64], keep: &[bool]) -> Vec<f64> {
 fn decided(exact: &LogProbTrace, bf16: &LogProbTrace, chosen: usize) -> Vec<bool> {
     let mut decided = vec![true; exact.log_probs.len()];
     for (exact, bf16) in exact.scores.iter().zip(&bf16.scores) {
-        let mut moves: Vec<f32> =
+        let mut changes: Vec<f32> =
             exact.iter().flatten().zip(bf16.iter().flatten()).map(|(e, b)| (e - b).abs()).collect();
-        let middle = moves.len() / 2;
-        if chosen == 0 || moves.is_empty() || exact[0].len() <= chosen {
+        let middle = changes.len() / 2;
+        if chosen == 0 || changes.is_empty() || exact[0].len() <= chosen {
             continue;
         }
-        let moved = *moves.select_nth_unstable_by(middle, f32::total_cmp).1;
+        let median_change = *changes.select_nth_unstable_by(middle, f32::total_cmp).1;
         for (decided, scores) in decided.iter_mut().zip(exact) {
             let mut scores = scores.clone();
             scores.sort_unstable_by(|a, b| b.total_cmp(a));
-            *decided &= scores[chosen - 1] - scores[chosen] > LEAD_MIN * moved;
+            *decided &= scores[chosen - 1] - scores[chosen] > LEAD_MIN * median_change;
         }
     }
     decided
@@ -156,15 +156,16 @@ mod tests {
         let noise = |i: usize| 0.01 * (i as f64 * 0.7).sin();
         let decided: Vec<bool> = (0..400).map(|i| i % 10 > 0).collect();
         let bf16: Vec<f64> = (0..400).map(|i| if i % 40 == 0 { 3.0 } else { noise(i) }).collect();
-        let yard = RoundingBounds {
+        let bound = RoundingBounds {
             bf16: DifferenceStats::from_differences(&bf16),
-            bf16_decided: DifferenceStats::from_differences(&kept(&bf16, &decided)),
+            bf16_decided: DifferenceStats::from_differences(&select(&bf16, &decided)),
             decided,
             ..RoundingBounds::exact()
         };
-        let mut gaps: Vec<f64> = (0..400).map(|i| if i % 40 == 20 { 3.5 } else { noise(i + 1) }).collect();
-        assert!(yard.is_within_bf16(&gaps), "other flips of the same size are rounding");
-        gaps[33] = 1.0;
-        assert!(!yard.is_within_bf16(&gaps), "what no flip can move is no rounding");
+        let mut differences: Vec<f64> =
+            (0..400).map(|i| if i % 40 == 20 { 3.5 } else { noise(i + 1) }).collect();
+        assert!(bound.is_within_bf16(&differences), "other flips of the same size are rounding");
+        differences[33] = 1.0;
+        assert!(!bound.is_within_bf16(&differences), "what no flip can move is no rounding");
     }
 }

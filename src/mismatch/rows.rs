@@ -21,7 +21,7 @@ const FILE_BYTES_MAX: u64 = 2 << 30;
 /// Maximum number of bad rows that are stored; a file with more has other content.
 const BAD_ROWS_MAX: usize = 100_000;
 /// Maximum number of bad rows that are printed; `mismatch.json` has all.
-const BAD_TOLD_MAX: usize = 10;
+const BAD_ROWS_PRINTED_MAX: usize = 10;
 
 /// A valid row.
 #[derive(Debug, Clone, PartialEq)]
@@ -61,17 +61,17 @@ impl ChosenExperts {
 pub struct TokenRows {
     pub rows: Vec<TokenRow>,
     /// The formats that were read, as text, with any conversion.
-    pub seen: Vec<String>,
+    pub formats: Vec<String>,
     /// Rows that cannot be compared, each with its name and the reason.
-    pub bad: Vec<String>,
+    pub bad_rows: Vec<String>,
 }
 
 impl TokenRows {
-    /// Returns [`Self::bad`] for printing: the first rows, and the number of the others.
+    /// Returns [`Self::bad_rows`] for printing: the first rows, and the number of the others.
     pub fn bad_row_messages(&self) -> Vec<String> {
-        let more = self.bad.len().saturating_sub(BAD_TOLD_MAX);
+        let more = self.bad_rows.len().saturating_sub(BAD_ROWS_PRINTED_MAX);
         let rest = (more > 0).then(|| format!("{more} more rows are bad"));
-        self.bad.iter().take(BAD_TOLD_MAX).cloned().chain(rest).collect()
+        self.bad_rows.iter().take(BAD_ROWS_PRINTED_MAX).cloned().chain(rest).collect()
     }
 }
 
@@ -104,22 +104,22 @@ impl<'a> RowReader<'a> {
     pub fn read(&self, files: &[PathBuf]) -> Result<TokenRows> {
         let mut found = TokenRows::default();
         for path in files {
-            let several = files.len() > 1;
-            let mut of = FileState { shape: None, from_texts: 0, several, path, found: &mut found };
-            self.read_file(&mut of)?;
-            let (shape, from_texts) = (of.shape, of.from_texts);
+            let has_several = files.len() > 1;
+            let mut file = FileState { shape: None, from_texts: 0, has_several, path, found: &mut found };
+            self.read_file(&mut file)?;
+            let (shape, from_texts) = (file.shape, file.from_texts);
             if let Some(shape) = shape {
-                let mut seen = format!("{}: {}", path.display(), shape.name);
+                let mut formats = format!("{}: {}", path.display(), shape.name);
                 if from_texts > 0 {
                     let how = "each id was found from its text, which leaves no doubt";
-                    seen.push_str(&format!("; text without ids in {from_texts} rows: {how}"));
+                    formats.push_str(&format!("; text without ids in {from_texts} rows: {how}"));
                 }
-                found.seen.push(seen);
+                found.formats.push(formats);
             }
         }
         if found.rows.is_empty() {
             let shown = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");
-            let what = match found.bad.is_empty() {
+            let what = match found.bad_rows.is_empty() {
                 true => format!("{shown}: holds no rows"),
                 false => found.bad_row_messages().join("\n"),
             };
@@ -130,10 +130,10 @@ impl<'a> RowReader<'a> {
         Ok(found)
     }
 
-    fn read_file(&self, of: &mut FileState) -> Result<()> {
-        let shown = of.path.display().to_string();
+    fn read_file(&self, file: &mut FileState) -> Result<()> {
+        let shown = file.path.display().to_string();
         let failed = |e: io::Error| bad_input!("{shown}: cannot be read: {e}; name a file of JSON or JSONL");
-        let mut start = BufReader::new(bounded_file::open(of.path, FILE_BYTES_MAX).map_err(failed)?);
+        let mut start = BufReader::new(bounded_file::open(file.path, FILE_BYTES_MAX).map_err(failed)?);
         let magic = start.fill_buf().map_err(failed)?;
         let compressed = magic.starts_with(&[0x1f, 0x8b]);
         if magic.starts_with(b"PK") || magic.starts_with(&[0x80]) {
@@ -144,19 +144,20 @@ impl<'a> RowReader<'a> {
         let mut text = BufReader::new(text.take(FILE_BYTES_MAX + 1));
         if text.fill_buf().map_err(failed)?.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[') {
             let (mut at, left) = (0, Cell::new(RECORD_BYTES_MAX));
-            let mut each = |value: Value| {
+            let mut add_element = |value: Value| {
                 at += 1;
                 left.set(RECORD_BYTES_MAX);
-                self.take(of, at, value);
-                of.check_bad_row_limit()
+                self.add_record(file, at, value);
+                file.check_bad_row_limit()
             };
             let records = Records { text: &mut text, left: &left };
-            let read = serde_json::Deserializer::from_reader(records).deserialize_seq(Elements(&mut each));
+            let read =
+                serde_json::Deserializer::from_reader(records).deserialize_seq(Elements(&mut add_element));
             if let Err(e) = read {
-                of.bad(at + 1, format!("not JSON from here on: {e}"));
+                file.bad_rows(at + 1, format!("not JSON from here on: {e}"));
             }
         } else {
-            self.read_lines(of, &mut text).map_err(failed)?;
+            self.read_lines(file, &mut text).map_err(failed)?;
         }
         if text.get_ref().limit() == 0 {
             return Err(bad_input!(
@@ -168,7 +169,7 @@ impl<'a> RowReader<'a> {
     }
 
     /// Reads one record a line, or one record over all lines.
-    fn read_lines(&self, of: &mut FileState, text: &mut impl BufRead) -> io::Result<()> {
+    fn read_lines(&self, file: &mut FileState, text: &mut impl BufRead) -> io::Result<()> {
         let mut line = vec![];
         for number in 1.. {
             line.clear();
@@ -177,7 +178,7 @@ impl<'a> RowReader<'a> {
             }
             if line.len() as u64 > RECORD_BYTES_MAX {
                 text.skip_until(b'\n')?;
-                of.bad(number, format!("longer than {} MiB; split it", RECORD_BYTES_MAX >> 20));
+                file.bad_rows(number, format!("longer than {} MiB; split it", RECORD_BYTES_MAX >> 20));
                 continue;
             }
             if line.iter().all(u8::is_ascii_whitespace) {
@@ -185,40 +186,40 @@ impl<'a> RowReader<'a> {
             }
             let mut parsed = serde_json::from_slice::<Value>(&line);
             // A record of many lines begins with an incomplete line.
-            let first = of.shape.is_none() && of.found.bad.is_empty();
+            let first = file.shape.is_none() && file.found.bad_rows.is_empty();
             if first && parsed.as_ref().is_err_and(serde_json::Error::is_eof) {
                 text.take(RECORD_BYTES_MAX).read_to_end(&mut line)?;
                 parsed = serde_json::from_slice(&line);
             }
             match parsed {
-                Ok(value) => self.take(of, number, value),
-                Err(e) => of.bad(number, not_json(&line, &e)),
+                Ok(value) => self.add_record(file, number, value),
+                Err(e) => file.bad_rows(number, parse_error_text(&line, &e)),
             }
-            of.check_bad_row_limit().map_err(io::Error::other)?;
+            file.check_bad_row_limit().map_err(io::Error::other)?;
         }
         Ok(())
     }
 
     /// Adds the rows of one record, or the reason why it has none.
-    fn take(&self, of: &mut FileState, number: usize, value: Value) {
-        let raws = match self.raw_rows(of, value) {
+    fn add_record(&self, file: &mut FileState, number: usize, value: Value) {
+        let raws = match self.raw_rows(file, value) {
             Ok(raws) => raws,
-            Err(what) => return of.bad(number, what),
+            Err(what) => return file.bad_rows(number, what),
         };
-        let several = raws.len() > 1;
+        let has_several = raws.len() > 1;
         for (index, raw) in raws.into_iter().enumerate() {
-            let name = of.name(number, several.then_some(index));
-            of.from_texts += usize::from(raw.from_texts);
+            let name = file.name(number, has_several.then_some(index));
+            file.from_texts += usize::from(raw.from_texts);
             match self.row(raw, name.clone()) {
-                Ok(row) => of.found.rows.push(row),
-                Err(what) => of.found.bad.push(format!("{}: row {name}: {what}", of.path.display())),
+                Ok(row) => file.found.rows.push(row),
+                Err(what) => file.found.bad_rows.push(format!("{}: row {name}: {what}", file.path.display())),
             }
         }
     }
 
-    fn raw_rows(&self, of: &mut FileState, value: Value) -> Result<Vec<RawRow>, String> {
+    fn raw_rows(&self, file: &mut FileState, value: Value) -> Result<Vec<RawRow>, String> {
         let shape = RecordFormat::of(&value)?;
-        let first = of.shape.get_or_insert(shape).name;
+        let first = file.shape.get_or_insert(shape).name;
         if first != shape.name {
             let name = shape.name;
             return Err(format!("one of {name}, but the file began with {first}; use one format a file"));
@@ -233,11 +234,11 @@ impl<'a> RowReader<'a> {
             return Err("no tokens; leave the row out".into());
         }
         if count > self.context_tokens_max + 1 {
-            let most = self.context_tokens_max;
-            return Err(format!("{count} tokens are more than the model's context of {most}"));
+            let max = self.context_tokens_max;
+            return Err(format!("{count} tokens are more than the model's context of {max}"));
         }
-        let beyond = |(_, token): &(usize, &u64)| **token >= vocab_size as u64;
-        if let Some((at, token)) = raw.tokens.iter().enumerate().find(beyond) {
+        let is_out_of_vocabulary = |(_, token): &(usize, &u64)| **token >= vocab_size as u64;
+        if let Some((at, token)) = raw.tokens.iter().enumerate().find(is_out_of_vocabulary) {
             return Err(format!(
                 "token {at} is {token}, but vocab_size = {vocab_size}; was another tokenizer used?"
             ));
@@ -248,8 +249,8 @@ impl<'a> RowReader<'a> {
         }
         let tokens: Vec<u32> = raw.tokens.iter().map(|&token| token as u32).collect();
         self.check_texts(&tokens, &raw.texts)?;
-        let log_probs = checked(&raw.log_probs, count, "logprobs")?;
-        let trainer = raw.trainer_log_probs.map(|values| checked(&values, count, "trainer_logprobs"));
+        let log_probs = check_log_probs(&raw.log_probs, count, "logprobs")?;
+        let trainer = raw.trainer_log_probs.map(|values| check_log_probs(&values, count, "trainer_logprobs"));
         if count > 1 && log_probs.iter().skip(1).all(Option::is_none) {
             return Err("all log-probs after the first are null; ask the engine for them".into());
         }
@@ -264,8 +265,8 @@ impl<'a> RowReader<'a> {
         for (at, text) in texts {
             let bytes = tokens.get(*at).and_then(|&token| self.tokenizer.token_bytes(token));
             let Some(bytes) = bytes else { continue };
-            let blurred = text.is_empty() || text.contains('\u{fffd}') || text.starts_with("bytes:");
-            if std::str::from_utf8(bytes).is_ok() && !blurred && bytes != text.as_bytes() {
+            let is_lossy = text.is_empty() || text.contains('\u{fffd}') || text.starts_with("bytes:");
+            if std::str::from_utf8(bytes).is_ok() && !is_lossy && bytes != text.as_bytes() {
                 return Err(format!(
                     "token {at} is {}, which is {:?} here and {text:?} in the file; it comes from another tokenizer",
                     tokens[*at],
@@ -292,16 +293,16 @@ impl<'a> RowReader<'a> {
                 count - 1
             ));
         }
-        let most = self.config.num_local_experts;
-        match experts.iter().find(|&&expert| expert as usize >= most) {
-            Some(expert) => Err(format!("routed expert {expert}, but the model has {most}")),
+        let max = self.config.num_local_experts;
+        match experts.iter().find(|&&expert| expert as usize >= max) {
+            Some(expert) => Err(format!("routed expert {expert}, but the model has {max}")),
             None => Ok(ChosenExperts { layers, slots, experts }),
         }
     }
 }
 
 /// Checks that `values` are possible log-probs.
-fn checked(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Option<f32>>, String> {
+fn check_log_probs(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Option<f32>>, String> {
     if values.len() != count {
         let given = values.len();
         return Err(format!("{count} tokens but {given} {what}; give one a token, null where there is none"));
@@ -318,7 +319,7 @@ fn checked(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Optio
 struct FileState<'a> {
     shape: Option<&'static RecordFormat>,
     from_texts: usize,
-    several: bool,
+    has_several: bool,
     path: &'a Path,
     found: &'a mut TokenRows,
 }
@@ -326,18 +327,18 @@ struct FileState<'a> {
 impl FileState<'_> {
     fn name(&self, number: usize, choice: Option<usize>) -> String {
         let number = choice.map_or(number.to_string(), |choice| format!("{number}.{choice}"));
-        match self.path.file_name().filter(|_| self.several) {
+        match self.path.file_name().filter(|_| self.has_several) {
             Some(file) => format!("{}:{number}", file.to_string_lossy()),
             None => number,
         }
     }
 
-    fn bad(&mut self, number: usize, what: String) {
-        self.found.bad.push(format!("{}: row {number}: {what}", self.path.display()));
+    fn bad_rows(&mut self, number: usize, what: String) {
+        self.found.bad_rows.push(format!("{}: row {number}: {what}", self.path.display()));
     }
 
     fn check_bad_row_limit(&self) -> Result<(), String> {
-        match self.found.bad.len() > BAD_ROWS_MAX {
+        match self.found.bad_rows.len() > BAD_ROWS_MAX {
             true => Err(format!("more than {BAD_ROWS_MAX} rows are bad")),
             false => Ok(()),
         }
@@ -345,7 +346,7 @@ impl FileState<'_> {
 }
 
 /// Returns why a line cannot be parsed.
-fn not_json(line: &[u8], error: &serde_json::Error) -> String {
+fn parse_error_text(line: &[u8], error: &serde_json::Error) -> String {
     // Some writers emit these for a value that is not a number; they are not JSON.
     let text = String::from_utf8_lossy(line);
     match ["NaN", "Infinity"].iter().any(|word| text.contains(word)) {

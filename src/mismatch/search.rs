@@ -18,16 +18,16 @@ use candle_core::Tensor;
 use std::sync::Arc;
 
 /// Maximum parameters of a model that runs causes in parallel, one a thread; copies of its weights are cheap.
-const SIDE_BY_SIDE_PARAMETERS_MAX: u128 = 1 << 24;
+const PARALLEL_PARAMETERS_MAX: u128 = 1 << 24;
 /// A cause has no effect if it moves no log-prob by more than this, in nats.
 const NO_EFFECT: f64 = 1e-6;
 
 /// Causes first run on about this many targets. The number doubles until the mean difference there is at
 /// least this share of the mean over all: a mistake may affect only few rows, or only late positions.
-const PART_TARGETS: usize = 256;
-const PART_GAP_SHARE_MIN: f64 = 0.5;
+const SUBSET_TARGETS: usize = 256;
+const SUBSET_DIFFERENCE_SHARE_MIN: f64 = 0.5;
 /// Number of best causes of the part that then run on all targets.
-const COMPUTED_MAX: usize = 12;
+const FULL_RUN_CAUSES_MAX: usize = 12;
 
 /// One explanation with its fit.
 #[derive(Clone)]
@@ -36,7 +36,7 @@ pub struct Candidate {
     pub cause: Option<Cause>,
     pub log_probs: Vec<f32>,
     /// `theirs − ours`, in nats; 0 where the explanation gives no value.
-    pub gaps: Vec<f64>,
+    pub differences: Vec<f64>,
     pub figures: DifferenceStats,
     pub fit: Fit,
     /// Whether the explanation gives a value for each target.
@@ -53,13 +53,13 @@ pub struct LogProbTrace {
 impl Candidate {
     /// Compares a cause's log-probs with `theirs`. Tokens with `has_value` false are ignored.
     fn of(theirs: &[f32], cause: Option<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
-        let gaps = log_prob_differences(theirs, &log_probs, &has_value);
+        let differences = log_prob_differences(theirs, &log_probs, &has_value);
         Self {
-            figures: DifferenceStats::from_differences(&gaps),
-            fit: Fit::from_differences(&gaps),
+            figures: DifferenceStats::from_differences(&differences),
+            fit: Fit::from_differences(&differences),
             cause,
             log_probs,
-            gaps,
+            differences,
             has_value,
         }
     }
@@ -116,7 +116,7 @@ impl HeadInput {
 pub struct CauseSearch<'a> {
     reference: UnmodifiedModel<'a>,
     pub observed: &'a EngineLogProbs,
-    as_it_is: HeadInput,
+    unmodified_input: HeadInput,
     /// The unchanged model's log-probs.
     pub computed: Vec<f32>,
 }
@@ -128,12 +128,13 @@ impl<'a> CauseSearch<'a> {
     /// When a forward fails.
     pub fn new(reference: UnmodifiedModel<'a>, observed: &'a EngineLogProbs) -> Result<Self> {
         let computed = || -> Result<_> {
-            let walk = reference.run_forward(None, observed)?;
-            let log_probs = walk.log_probs(HeadSettings::default())?;
-            Ok((walk, log_probs))
+            let head_input = reference.run_forward(None, observed)?;
+            let log_probs = head_input.log_probs(HeadSettings::default())?;
+            Ok((head_input, log_probs))
         };
-        let (as_it_is, computed) = reference.threads.run_on_all(computed).context("the model as it is")?;
-        Ok(Self { reference, observed, as_it_is, computed })
+        let (unmodified_input, computed) =
+            reference.threads.run_on_all(computed).context("the model as it is")?;
+        Ok(Self { reference, observed, unmodified_input, computed })
     }
 
     /// Returns the candidate of the unchanged model.
@@ -188,7 +189,7 @@ impl<'a> CauseSearch<'a> {
         f: impl Fn(usize) -> Result<R> + Sync + Send,
     ) -> Result<Vec<R>> {
         let threads = self.reference.threads;
-        match parameter_count(&self.reference.model.config) <= SIDE_BY_SIDE_PARAMETERS_MAX {
+        match parameter_count(&self.reference.model.config) <= PARALLEL_PARAMETERS_MAX {
             true => threads.map(count, f),
             false => threads.run_on_all(|| (0..count).map(f).collect()),
         }
@@ -201,39 +202,44 @@ impl<'a> CauseSearch<'a> {
     /// When a forward fails.
     pub fn candidates(&self) -> Result<(Vec<Candidate>, Vec<&'static str>)> {
         let UnmodifiedModel { model, threads, earlier, .. } = self.reference;
-        let HeadInput { batches, normed, .. } = &self.as_it_is;
+        let HeadInput { batches, normed, .. } = &self.unmodified_input;
         let theirs = &self.observed.log_probs;
-        let mut asked = causes(&model.config, earlier.is_some());
-        let rows = threads.run_on_all(|| FitRows::draw(&self.as_it_is.policy(), batches, normed, theirs))?;
-        asked.extend(threads.run_on_all(|| rows.causes()));
-        if let Some(part) = representative_subset(self.observed, &self.computed) {
-            let walk = threads.run_on_all(|| self.reference.run_forward(None, &part))?;
-            let (shown, hidden) = self.evaluate_causes(&part, &walk, &asked)?;
+        let mut causes_to_try = causes(&model.config, earlier.is_some());
+        let rows = threads
+            .run_on_all(|| FitRows::select_rows(&self.unmodified_input.policy(), batches, normed, theirs))?;
+        causes_to_try.extend(threads.run_on_all(|| rows.causes()));
+        if let Some(subset) = representative_subset(self.observed, &self.computed) {
+            let head_input = threads.run_on_all(|| self.reference.run_forward(None, &subset))?;
+            let (with_effect, without_effect_candidates) =
+                self.evaluate_causes(&subset, &head_input, &causes_to_try)?;
             // A cause without effect on the part may have one on the whole.
-            let kept = Candidate::select_best(shown, COMPUTED_MAX).into_iter().chain(hidden);
-            asked = kept.filter_map(|candidate| candidate.cause).collect();
+            let kept = Candidate::select_best(with_effect, FULL_RUN_CAUSES_MAX)
+                .into_iter()
+                .chain(without_effect_candidates);
+            causes_to_try = kept.filter_map(|candidate| candidate.cause).collect();
         }
-        let (shown, hidden) = self.evaluate_causes(self.observed, &self.as_it_is, &asked)?;
-        let mut without_effect: Vec<&'static str> = hidden
+        let (with_effect, without_effect_candidates) =
+            self.evaluate_causes(self.observed, &self.unmodified_input, &causes_to_try)?;
+        let mut without_effect: Vec<&'static str> = without_effect_candidates
             .iter()
             .filter_map(Candidate::name)
-            .filter(|name| shown.iter().all(|other| other.name() != Some(name)))
+            .filter(|name| with_effect.iter().all(|other| other.name() != Some(name)))
             .collect();
         without_effect.dedup();
-        Ok((shown, without_effect))
+        Ok((with_effect, without_effect))
     }
 
-    /// Computes each of the causes `asked`; `base` is the unchanged forward over `observed`. Returns the
+    /// Computes each of the causes `causes_to_try`; `base` is the unchanged forward over `observed`. Returns the
     /// causes that change a log-prob, and those that change none.
     fn evaluate_causes(
         &self,
         observed: &EngineLogProbs,
         base: &HeadInput,
-        asked: &[Cause],
+        causes_to_try: &[Cause],
     ) -> Result<(Vec<Candidate>, Vec<Candidate>)> {
         let one = |cause: &Cause| -> Result<Candidate> {
             let own;
-            let (walk, head) = match cause.head_settings() {
+            let (head_input, head) = match cause.head_settings() {
                 Some(head) => (base, head),
                 None => {
                     own = self
@@ -243,35 +249,43 @@ impl<'a> CauseSearch<'a> {
                     (&own, HeadSettings::default())
                 }
             };
-            let log_probs = walk.log_probs(head)?;
-            Ok(Candidate::of(&observed.log_probs, Some(cause.clone()), log_probs, walk.has_value.clone()))
+            let log_probs = head_input.log_probs(head)?;
+            Ok(Candidate::of(
+                &observed.log_probs,
+                Some(cause.clone()),
+                log_probs,
+                head_input.has_value.clone(),
+            ))
         };
-        let stage = self.reference.console.work_stage("causes tried", asked.len() as u64, 0);
-        let found = self
-            .map_candidates(asked.len(), |index| one(&asked[index]).inspect(|_| stage.advance(1, 0, &[])))?;
+        let stage = self.reference.console.work_stage("causes tried", causes_to_try.len() as u64, 0);
+        let found = self.map_candidates(causes_to_try.len(), |index| {
+            one(&causes_to_try[index]).inspect(|_| stage.advance(1, 0, &[]))
+        })?;
         stage.finish();
         let unchanged = base.log_probs(HeadSettings::default())?;
         Ok(found.into_iter().partition(|candidate| {
-            differences(&candidate.log_probs, &unchanged).iter().any(|step| step.abs() > NO_EFFECT)
+            elementwise_differences(&candidate.log_probs, &unchanged)
+                .iter()
+                .any(|step| step.abs() > NO_EFFECT)
         }))
     }
 }
 
 /// Returns `a − b`, element by element.
-pub fn differences(a: &[f32], b: &[f32]) -> Vec<f64> {
+pub fn elementwise_differences(a: &[f32], b: &[f32]) -> Vec<f64> {
     log_prob_differences(a, b, &vec![true; a.len()])
 }
 
 /// Returns the smallest part of the rows with differences like those of all rows; `None` if that is all rows.
 fn representative_subset(observed: &EngineLogProbs, computed: &[f32]) -> Option<EngineLogProbs> {
-    let gaps = differences(&observed.log_probs, computed);
-    let mean = DifferenceStats::from_differences(&gaps).mean;
-    let mut targets = PART_TARGETS;
-    while targets < gaps.len() {
-        let (part, places) = observed.select_sequences(targets);
-        let of_part: Vec<f64> = places.iter().map(|&place| gaps[place]).collect();
-        if DifferenceStats::from_differences(&of_part).mean >= PART_GAP_SHARE_MIN * mean {
-            return Some(part);
+    let differences = elementwise_differences(&observed.log_probs, computed);
+    let mean = DifferenceStats::from_differences(&differences).mean;
+    let mut targets = SUBSET_TARGETS;
+    while targets < differences.len() {
+        let (subset, indices) = observed.select_sequences(targets);
+        let subset_differences: Vec<f64> = indices.iter().map(|&index| differences[index]).collect();
+        if DifferenceStats::from_differences(&subset_differences).mean >= SUBSET_DIFFERENCE_SHARE_MIN * mean {
+            return Some(subset);
         }
         targets *= 2;
     }
@@ -285,10 +299,10 @@ impl UnmodifiedModel<'_> {
         let (mut batches, mut has_value, mut normed) = (vec![], vec![], vec![]);
         let policy = variant.policy(&model, self.parameters, self.earlier)?;
         for batch in &observed.batches {
-            let (fed, valued) = variant.batch(&batch.tokens);
+            let (fed, has_values) = variant.batch(&batch.tokens);
             normed.push(policy.head_input(&fed, &mut decoder_stack::keep_nothing)?);
             batches.push(EngineBatch { tokens: fed, ..batch.clone() });
-            has_value.extend(valued);
+            has_value.extend(has_values);
         }
         let (weights, forward) = (policy.weights, policy.forward);
         Ok(HeadInput { model, weights, forward, batches, normed, has_value })

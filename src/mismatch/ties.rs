@@ -8,37 +8,40 @@ use std::ops::Range;
 pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
 /// A forward explains a tie if at most this share of the difference remains, of the token or of its row:
 /// tokens after a tie attend to it.
-const LEFT_MAX: f64 = 0.1;
+const UNEXPLAINED_SHARE_MAX: f64 = 0.1;
 /// In a row that it explains, a forward leaves at most this multiple of the 90th percentile on any token.
 const NOISE_MAX: f64 = 4.0;
 
-/// Sets to 0 the `gaps` that one of `forwards` explains as ties, for the log-probs `theirs` in `rows`. Also
+/// Sets to 0 the `differences` that one of `forwards` explains as ties, for the log-probs `theirs` in `rows`. Also
 /// returns the number of those targets. Gaps up to `floor` are ignored.
-pub fn without_ties(
-    gaps: &[f64],
+pub fn clear_ties(
+    differences: &[f64],
     theirs: &[f32],
     rows: &[Range<usize>],
     forwards: &[Vec<f32>],
     floor: f64,
 ) -> (Vec<f64>, usize) {
-    let (mut settled, mut ties) = (gaps.to_vec(), 0);
+    let (mut remaining, mut ties) = (differences.to_vec(), 0);
     for row in rows {
-        let whole: f64 = gaps[row.clone()].iter().map(|gap| gap.abs()).sum();
+        let row_sum: f64 = differences[row.clone()].iter().map(|difference| difference.abs()).sum();
         for forward in forwards {
-            let left = |target: usize| (f64::from(theirs[target]) - f64::from(forward[target])).abs();
-            let of_row: Vec<f64> = row.clone().map(left).collect();
-            let explained = of_row.iter().sum::<f64>() <= LEFT_MAX * whole;
-            let noise = NOISE_MAX * DifferenceStats::from_differences(&of_row).p90;
-            for (target, left) in row.clone().zip(of_row) {
-                let gap = settled[target].abs();
-                if gap > floor && (left <= LEFT_MAX * gap || explained && left <= noise) {
-                    settled[target] = 0.0;
+            let unexplained = |target: usize| (f64::from(theirs[target]) - f64::from(forward[target])).abs();
+            let unexplained_of_row: Vec<f64> = row.clone().map(unexplained).collect();
+            let explained = unexplained_of_row.iter().sum::<f64>() <= UNEXPLAINED_SHARE_MAX * row_sum;
+            let noise = NOISE_MAX * DifferenceStats::from_differences(&unexplained_of_row).p90;
+            for (target, unexplained) in row.clone().zip(unexplained_of_row) {
+                let difference = remaining[target].abs();
+                if difference > floor
+                    && (unexplained <= UNEXPLAINED_SHARE_MAX * difference
+                        || explained && unexplained <= noise)
+                {
+                    remaining[target] = 0.0;
                     ties += 1;
                 }
             }
         }
     }
-    (settled, ties)
+    (remaining, ties)
 }
 
 #[cfg(test)]
@@ -56,9 +59,14 @@ mod tests {
         let mut theirs = tied;
         theirs[30] = -2.4;
         let noisy: Vec<f32> = tied.iter().enumerate().map(|(i, l)| l + 2e-5 * (i as f32).sin()).collect();
-        let gaps: Vec<f64> = theirs.iter().zip(ours).map(|(t, o)| f64::from(*t) - f64::from(o)).collect();
-        let (settled, ties) = without_ties(&gaps, &theirs, &[0..20, 20..40], &[ours.to_vec(), noisy], 2e-5);
+        let differences: Vec<f64> =
+            theirs.iter().zip(ours).map(|(t, o)| f64::from(*t) - f64::from(o)).collect();
+        let (remaining, ties) =
+            clear_ties(&differences, &theirs, &[0..20, 20..40], &[ours.to_vec(), noisy], 2e-5);
         assert_eq!(ties, 15);
-        assert!(settled.iter().enumerate().all(|(i, gap)| (gap.abs() > 0.1) == (i == 30)), "{settled:?}");
+        assert!(
+            remaining.iter().enumerate().all(|(i, difference)| (difference.abs() > 0.1) == (i == 30)),
+            "{remaining:?}"
+        );
     }
 }

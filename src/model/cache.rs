@@ -16,14 +16,14 @@ pub struct CacheFactory {
 }
 
 impl CacheFactory {
-    /// Allocates pages for `room` on a GPU `device`. Host memory is allocated as sequences grow.
+    /// Allocates pages for `capacity` on a GPU `device`. Host memory is allocated as sequences grow.
     ///
     /// # Errors
     /// When the GPU's memory does not suffice.
-    pub fn new(config: &Config, device: &Device, room: CacheCapacity) -> Result<Self> {
+    pub fn new(config: &Config, device: &Device, capacity: CacheCapacity) -> Result<Self> {
         let Device::Cuda(device) = device else { return Ok(Self { empty: SequenceCache::new(config) }) };
         let layer = |layer: &LayerType| {
-            let pages = room.pages(config, layer);
+            let pages = capacity.pages(config, layer);
             Ok(KvSequence::Device(kv_pages(device, config.num_key_value_heads, pages)?))
         };
         let layers = config.layer_types.iter().map(layer).collect::<Result<_>>()?;

@@ -79,10 +79,11 @@ impl ExpertParallel {
         let bytes_of = |counts: &[usize]| counts.iter().sum::<usize>() * self.width * size_of::<f32>();
         let of_rank = |rank: usize| &counts[self.of(rank)];
 
-        let told =
+        let counts =
             (0..ranks).map(|rank| Arc::new(of_rank(rank).iter().flat_map(|&n| n.to_le_bytes()).collect()));
-        let came = self.exchange("numbers of experts' rows", told.collect(), vec![8 * own.len(); ranks])?;
-        let asked: Vec<Vec<usize>> = came.iter().map(|bytes| numbers(bytes)).collect();
+        let received_counts =
+            self.exchange("numbers of experts' rows", counts.collect(), vec![8 * own.len(); ranks])?;
+        let requested_rows: Vec<Vec<usize>> = received_counts.iter().map(|bytes| numbers(bytes)).collect();
 
         let mut sent = f32_bytes(x);
         let rows = (0..ranks).map(|rank| {
@@ -90,14 +91,14 @@ impl ExpertParallel {
             sent = rest;
             Arc::new(part.to_vec())
         });
-        let lengths: Vec<usize> = asked.iter().map(|counts| bytes_of(counts)).collect();
+        let lengths: Vec<usize> = requested_rows.iter().map(|counts| bytes_of(counts)).collect();
         let rows = self.exchange("experts' rows", rows.collect(), lengths.clone())?;
 
-        let made = self.made(&asked, &rows, products)?;
-        let mut made = f32_bytes(&made);
+        let outputs = self.outputs(&requested_rows, &rows, products)?;
+        let mut outputs = f32_bytes(&outputs);
         let answers = lengths.iter().map(|&length| {
-            let (part, rest) = made.split_at(length);
-            made = rest;
+            let (part, rest) = outputs.split_at(length);
+            outputs = rest;
             Arc::new(part.to_vec())
         });
         let expected = (0..ranks).map(|rank| bytes_of(of_rank(rank))).collect();
@@ -108,10 +109,15 @@ impl ExpertParallel {
         self.mesh.start(what, &self.mesh.all_ranks(), parts, &lengths)?.wait()
     }
 
-    /// Computes the outputs of the received rows, in the order received. `asked` has, by rank, the row
+    /// Computes the outputs of the received rows, in the order received. `requested_rows` has, by rank, the row
     /// count of each of this rank's experts.
-    fn made(&self, asked: &[Vec<usize>], rows: &[Vec<u8>], products: ExpertForward) -> Result<Vec<f32>> {
-        let experts = asked.iter().flat_map(|counts| (0u32..).zip(counts));
+    fn outputs(
+        &self,
+        requested_rows: &[Vec<usize>],
+        rows: &[Vec<u8>],
+        products: ExpertForward,
+    ) -> Result<Vec<f32>> {
+        let experts = requested_rows.iter().flat_map(|counts| (0u32..).zip(counts));
         let routes: Vec<u32> = experts.flat_map(|(e, &count)| std::iter::repeat_n(e, count)).collect();
         let count = routes.len();
         if count == 0 {
@@ -121,10 +127,10 @@ impl ExpertParallel {
         let x = Tensor::from_vec(x, (count, self.width), &Device::Cpu)?;
         let plan =
             Dispatch::new(&Tensor::from_vec(routes, (count, 1), &Device::Cpu)?, self.local_experts().len())?;
-        let made = products(&ops::dispatch(&x, &plan)?, &plan)?;
+        let outputs = products(&ops::dispatch(&x, &plan)?, &plan)?;
         // Restores the order of arrival. Multiplying by 1 changes no bits.
-        let ones = Tensor::ones((count, 1), made.dtype(), &Device::Cpu)?;
-        Ok(host_values(&ops::combine(&made, &ones, &plan)?)?.to_vec())
+        let ones = Tensor::ones((count, 1), outputs.dtype(), &Device::Cpu)?;
+        Ok(host_values(&ops::combine(&outputs, &ones, &plan)?)?.to_vec())
     }
 }
 

@@ -198,13 +198,13 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     let trained = floats(&learner.training(&tokens, &lengths));
     assert!(trained.iter().all(|x| x.is_finite()));
     for pace in [1, 7, 64, 100] {
-        let room = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
-        let caches = CacheFactory::new(config, gpu, room).unwrap();
+        let capacity = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
+        let caches = CacheFactory::new(config, gpu, capacity).unwrap();
         let sampled = learner.sampled(&caches, &tokens, &lengths, pace, None);
         assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
     }
-    let room = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 };
-    let caches = CacheFactory::new(config, gpu, room).unwrap();
+    let capacity = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 };
+    let caches = CacheFactory::new(config, gpu, capacity).unwrap();
     let mut decoder = Decoder::new(&learner.stack()).unwrap();
     let sampled = learner.sampled(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sampled, trained[..tokens.len()], "{:?} recorded", config.family);
@@ -221,8 +221,8 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
         Config { max_position_embeddings: 1100, num_hidden_layers: 2, ..config(Family::default(), 2, 1, 70) };
     let learner = learner(&shape, &gpu);
     let stack = DecoderStack { model: &Model::new(shape.clone(), 1100), ..learner.stack() };
-    let room = CacheCapacity { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
-    let caches = CacheFactory::new(&shape, &gpu, room).unwrap();
+    let capacity = CacheCapacity { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
+    let caches = CacheFactory::new(&shape, &gpu, capacity).unwrap();
     let mut long = caches.sequence();
     stack.forward_cached(ids(1021), &mut [&mut long], &[1021], &mut keep_nothing).unwrap();
     // One sequence is new, and the other two share the page in which the prompt ends.

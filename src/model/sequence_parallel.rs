@@ -24,7 +24,7 @@ pub struct SequenceShards {
     /// The ranks that share the rows, in the order of their ranges.
     group: Vec<usize>,
     /// The index of this rank in the group.
-    place: usize,
+    group_index: usize,
     /// The range of rows of each rank.
     ranges: Vec<Range<usize>>,
 }
@@ -35,11 +35,11 @@ impl SequenceShards {
     /// # Errors
     /// When there are fewer rows than ranks.
     pub fn new(mesh: &Arc<Mesh>, rows: usize) -> Result<Self> {
-        let (group, place) = (mesh.sequence_group(), mesh.sequence_rank());
+        let (group, group_index) = (mesh.sequence_group(), mesh.sequence_rank());
         let ranks = group.len();
         ensure!(rows >= ranks, "a micro-batch of {rows} rows cannot be split over {ranks} processes");
         let ranges = (0..ranks).map(|i| rows * i / ranks..rows * (i + 1) / ranks).collect();
-        Ok(Self { mesh: mesh.clone(), group, place, ranges })
+        Ok(Self { mesh: mesh.clone(), group, group_index, ranges })
     }
 
     /// Returns the range of rows of each rank.
@@ -49,12 +49,12 @@ impl SequenceShards {
 
     /// Returns the index of this rank in the group.
     pub fn group_index(&self) -> usize {
-        self.place
+        self.group_index
     }
 
     /// Returns the range of rows of this rank.
     pub fn local_range(&self) -> Range<usize> {
-        self.ranges[self.place].clone()
+        self.ranges[self.group_index].clone()
     }
 
     fn rows(&self) -> usize {
@@ -109,7 +109,7 @@ impl SequenceShards {
             rows.flat_map(|row| of.iter().flat_map(|&h| row[h * dim..(h + 1) * dim].iter().copied()))
                 .collect()
         };
-        let own = heads.of_rank[self.place].len();
+        let own = heads.of_rank[self.group_index].len();
         let lengths: Vec<usize> = self.ranges.iter().map(|range| range.len() * own * dim).collect();
         Ok(self.exchange("heads", heads.of_rank.iter().map(part).collect(), &lengths)?.concat())
     }
@@ -117,7 +117,7 @@ impl SequenceShards {
     /// Exchanges all rows of this rank's heads, `x [T, h, D]`, for this rank's rows of all heads, `[t, H,
     /// D]`. A head that several ranks have becomes the sum of theirs in rank order.
     fn to_rows(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
-        let own = heads.of_rank[self.place].len() * dim;
+        let own = heads.of_rank[self.group_index].len() * dim;
         let parts = self.ranges.iter().map(|range| x[range.start * own..range.end * own].to_vec()).collect();
         let rows = self.local_range().len();
         let lengths: Vec<usize> = heads.of_rank.iter().map(|of| rows * of.len() * dim).collect();
@@ -201,7 +201,7 @@ impl AttentionMode for SequenceParallelAttention {
         let ranks = self.split.group.len();
         let q_heads = Heads::even(heads, ranks);
         let kv_of = Heads::even(kv_heads, ranks);
-        let of_rank = |heads: &Heads| heads.of_rank[self.split.place].clone();
+        let of_rank = |heads: &Heads| heads.of_rank[self.split.group_index].clone();
         let (own, own_kv) = (of_rank(&q_heads), of_rank(&kv_of));
         let first = *own.first().context("a rank without heads")?;
         let (all, t) = (self.split.rows(), self.split.local_range().len());
@@ -232,7 +232,9 @@ impl MoveHeads {
     fn moved(&self, x: &[f32], dim: usize, to_heads: bool) -> candle_core::Result<(Vec<f32>, Shape)> {
         let (split, heads) = (&self.split, &self.heads);
         let (values, shape) = match to_heads {
-            true => (split.to_heads(x, heads, dim), (split.rows(), heads.of_rank[split.place].len(), dim)),
+            true => {
+                (split.to_heads(x, heads, dim), (split.rows(), heads.of_rank[split.group_index].len(), dim))
+            }
             false => (split.to_rows(x, heads, dim), (split.local_range().len(), heads.count, dim)),
         };
         Ok((values.map_err(to_op_error)?, Shape::from(shape)))

@@ -173,8 +173,8 @@ impl Head {
     fn hidden_gradient(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((rows, k), (_, n)) = (h.dims2()?, self.weight.head_shape()?);
         if h.device().is_cuda() {
-            let (tensors, learns) = ([h, self.weight.device_tensor()?, grad], self.gradient.as_ref());
-            return head_backward(tensors, &self.targets, self.inverse_temperature, learns, is_tracked(h));
+            let (tensors, gradient) = ([h, self.weight.device_tensor()?, grad], self.gradient.as_ref());
+            return head_backward(tensors, &self.targets, self.inverse_temperature, gradient, is_tracked(h));
         }
         let (hs, g) = (host_values(h)?, host_values(grad)?);
         let mut dh = is_tracked(h).then(|| buffer(rows * k));

@@ -148,11 +148,11 @@ impl Logits {
     /// to the host; only truncated sampling, used in evaluation, does that.
     fn map_rows<A: Sync, R: Send>(
         &self,
-        asked: &[(usize, A)],
+        pairs: &[(usize, A)],
         f: impl Fn(Row, &A) -> Result<R> + Sync,
     ) -> Result<Vec<R>> {
         let (rows, vocabulary) = self.z.dims2()?;
-        if let Some((row, _)) = asked.iter().find(|(row, _)| *row >= rows) {
+        if let Some((row, _)) = pairs.iter().find(|(row, _)| *row >= rows) {
             bail!("logits: row {row} of {rows}");
         }
         if self.z.device().is_cuda() {
@@ -162,7 +162,7 @@ impl Logits {
                 let (z, log_sum_exp) = (copied(&self.z)?, copied(&self.log_sum_exp)?);
                 f(Row { z: &host_values(&z)?, log_sum_exp: host_values(&log_sum_exp)?[0], blocks: None }, of)
             };
-            return asked.iter().map(of_row).collect();
+            return pairs.iter().map(of_row).collect();
         }
         let (z, log_sum_exp) = (host_values(&self.z)?, host_values(&self.log_sum_exp)?);
         let (z, log_sum_exp): (&[f32], &[f32]) = (&z, &log_sum_exp);
@@ -171,10 +171,10 @@ impl Logits {
             let blocks = self.blocks.as_ref().map(|sums| sums.of_row(*row, vocabulary));
             f(Row { z, log_sum_exp: log_sum_exp[*row], blocks }, of)
         };
-        if should_parallelize(asked.len() * 4 * vocabulary) {
-            asked.par_iter().map(one).collect()
+        if should_parallelize(pairs.len() * 4 * vocabulary) {
+            pairs.par_iter().map(one).collect()
         } else {
-            asked.iter().map(one).collect()
+            pairs.iter().map(one).collect()
         }
     }
 }

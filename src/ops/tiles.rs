@@ -150,15 +150,18 @@ impl Job<'_> {
         for start in (0..k).step_by(K_CHUNK) {
             let chunk = KRange { start, values: K_CHUNK.min(k - start) };
             self.pack_rows::<W>(&mut rows, chunk);
-            let room = || [lines(steps_max * width), lines(steps_max * width)];
-            let run = |room: &mut [Vec<Line>; 2], panels| self.strips::<W>(&rows, room, chunk, panels, out);
+            let scratch = || [lines(steps_max * width), lines(steps_max * width)];
+            let run =
+                |scratch: &mut [Vec<Line>; 2], panels| self.strips::<W>(&rows, scratch, chunk, panels, out);
             if self.threads > 1 && panels > 1 {
                 // Few tasks: the first panel of each is packed without overlap.
                 let each = panels.div_ceil(self.threads * TASKS_A_THREAD);
                 let tasks = (0..panels.div_ceil(each)).into_par_iter().with_max_len(1);
-                tasks.for_each_init(room, |room, task| run(room, task * each..panels.min((task + 1) * each)));
+                tasks.for_each_init(scratch, |scratch, task| {
+                    run(scratch, task * each..panels.min((task + 1) * each))
+                });
             } else {
-                run(&mut room(), 0..panels);
+                run(&mut scratch(), 0..panels);
             }
         }
     }
@@ -184,7 +187,7 @@ impl Job<'_> {
     fn strips<W: SimdWords>(
         &self,
         rows: &[Line],
-        room: &mut [Vec<Line>; 2],
+        scratch: &mut [Vec<Line>; 2],
         chunk: KRange,
         panels: Range<usize>,
         out: TileOutput,
@@ -195,7 +198,7 @@ impl Job<'_> {
         let add = self.accumulate || chunk.start > 0;
         // Whole blocks of steps, so that all tiles but the last few pack a part.
         let stretch = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
-        let [mut panel, mut next] = room.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
+        let [mut panel, mut next] = scratch.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
         self.pack_columns::<W>(panel, chunk, panels.start * width, 0..steps);
         for index in panels.clone() {
             let column = index * width;

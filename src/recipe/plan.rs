@@ -23,7 +23,7 @@ pub struct Plan {
     pub warnings: Vec<String>,
     /// The keys that the command reads.
     pub scope: KeyScope,
-    places: KeyLocations,
+    locations: KeyLocations,
 }
 
 /// Resolves the recipe `text` for a command that reads every key, as [`resolve_for`] does.
@@ -44,11 +44,12 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
 pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
     let mut recipe = Recipe::default();
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
-    let (mut places, mut mistakes, mut unsure) = (KeyLocations::new(path), Mistakes::default(), Vec::new());
+    let (mut locations, mut mistakes, mut unsure) =
+        (KeyLocations::new(path), Mistakes::default(), Vec::new());
     let mut read = |origin: Origin, text: &str, base_fault: Option<&str>| {
         let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
         let mut reader = Reader {
-            places: &mut places,
+            locations: &mut locations,
             mistakes: &mut mistakes,
             unsure: &mut unsure,
             known: &known,
@@ -77,7 +78,7 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
             ),
             None => {
                 let what = format!("{set:?} is not key=value; write it like --set train.steps=80");
-                not_sets.push(Mistake { place: SourceLocation::Set(index), key: String::new(), what });
+                not_sets.push(Mistake { location: SourceLocation::Set(index), key: String::new(), what });
             }
         }
     }
@@ -106,9 +107,9 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
     let in_a_base =
         |place: &SourceLocation| matches!(place, SourceLocation::File { path: file, .. } if file != path);
     let base_is_lost = bases.fault.is_some()
-        || mistakes.0.iter().any(|mistake| mistake.key.is_empty() && in_a_base(&mistake.place));
+        || mistakes.0.iter().any(|mistake| mistake.key.is_empty() && in_a_base(&mistake.location));
     let found = match base_is_lost {
-        false => rules::check(&recipe, &places, &unsure, scope),
+        false => rules::check(&recipe, &locations, &unsure, scope),
         true => Findings::default(),
     };
     mistakes.0.extend(found.mistakes);
@@ -117,7 +118,7 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
             recipe,
             warnings: found.warnings.iter().map(Mistake::to_string).collect(),
             scope,
-            places,
+            locations,
         });
     }
     mistakes.0.sort();
@@ -167,7 +168,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
     for error in &errors {
         reader.refuse_syntax(start(error), format!("not TOML: {}", error.message()));
     }
-    let broken: Vec<_> = reader.mistakes.0.iter().map(|mistake| mistake.place.clone()).collect();
+    let broken: Vec<_> = reader.mistakes.0.iter().map(|mistake| mistake.location.clone()).collect();
     let before = reader.mistakes.0.len();
     read_document(recipe, reader, document.into_inner(), base_fault);
     let read = reader.mistakes.0.split_off(before);
@@ -177,8 +178,9 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
         text.get(line..).is_some_and(|line| line.trim_start().starts_with('['))
     };
     let a_head_is_lost = errors.iter().map(start).any(in_a_head);
-    let follows =
-        |mistake: &Mistake| broken.contains(&mistake.place) || (a_head_is_lost && !mistake.key.contains('.'));
+    let follows = |mistake: &Mistake| {
+        broken.contains(&mistake.location) || (a_head_is_lost && !mistake.key.contains('.'))
+    };
     reader.mistakes.0.extend(read.into_iter().filter(|mistake| !follows(mistake)));
 }
 
@@ -252,7 +254,7 @@ impl Plan {
     /// Returns a mistake at `key`, found later in the model, the data or the machine, with the place of
     /// `key`.
     pub fn mistake(&self, key: &str, what: String) -> Mistake {
-        Mistake { place: self.places.of(key), key: key.to_owned(), what }
+        Mistake { location: self.locations.of(key), key: key.to_owned(), what }
     }
 }
 

@@ -25,8 +25,13 @@ pub(crate) struct Findings {
 
 /// Checks the whole recipe. Rules that depend on an `unsure` key are skipped, so one slip gives one
 /// mistake. Rules that depend on a key outside `scope` are skipped, too.
-pub(crate) fn check(recipe: &Recipe, places: &KeyLocations, unsure: &[String], scope: KeyScope) -> Findings {
-    let mut rules = Rules { recipe, places, unsure, scope, findings: Findings::default() };
+pub(crate) fn check(
+    recipe: &Recipe,
+    key_locations: &KeyLocations,
+    unsure: &[String],
+    scope: KeyScope,
+) -> Findings {
+    let mut rules = Rules { recipe, key_locations, unsure, scope, findings: Findings::default() };
     rules.model();
     rules.adapter();
     rules.harmony();
@@ -44,7 +49,7 @@ pub(crate) fn check(recipe: &Recipe, places: &KeyLocations, unsure: &[String], s
 
 struct Rules<'a> {
     recipe: &'a Recipe,
-    places: &'a KeyLocations,
+    key_locations: &'a KeyLocations,
     unsure: &'a [String],
     scope: KeyScope,
     findings: Findings,
@@ -78,7 +83,11 @@ impl Rules<'_> {
         let sure =
             |key: &&str| self.scope.reads(key) && !self.unsure.iter().any(|unsure| is_in_table(key, unsure));
         let key = keys.first()?;
-        keys.iter().all(sure).then(|| Mistake { place: self.places.of(key), key: (*key).to_owned(), what })
+        keys.iter().all(sure).then(|| Mistake {
+            location: self.key_locations.of(key),
+            key: (*key).to_owned(),
+            what,
+        })
     }
 
     fn model(&mut self) {

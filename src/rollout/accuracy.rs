@@ -58,8 +58,8 @@ pub fn count_votes(task: &dyn Task, samples: &[Sample]) -> Vec<Vote> {
 /// Returns 1 if the answer with the most votes is right, else 0. A tie is broken by a random draw, so this
 /// is then the share of right answers among the tied ones. 0 without any answer.
 pub fn majority(votes: &[Vote]) -> f64 {
-    let most = votes.first().map_or(0, |vote| vote.votes);
-    let first = votes.iter().take_while(|vote| vote.votes == most);
+    let votes_max = votes.first().map_or(0, |vote| vote.votes);
+    let first = votes.iter().take_while(|vote| vote.votes == votes_max);
     first.clone().filter(|vote| vote.right).count() as f64 / first.count().max(1) as f64
 }
 
@@ -129,8 +129,8 @@ mod tests {
                     (0..n).map(|i| i < c).collect()
                 };
                 for k in 1..=n {
-                    let (found, counted) = (pass_at(k, &samples(&right)), pass_by_counting(k, &right));
-                    assert!((found - counted).abs() < 1e-12, "n {n} c {c} k {k}: {found} {counted}");
+                    let (found, expected) = (pass_at(k, &samples(&right)), pass_by_counting(k, &right));
+                    assert!((found - expected).abs() < 1e-12, "n {n} c {c} k {k}: {found} {expected}");
                 }
             }
         }

@@ -7,7 +7,7 @@
 /// The slots of a cache and their use by groups.
 pub(super) struct CacheAdmission {
     slots: usize,
-    taken: usize,
+    used: usize,
     samples: usize,
     groups: Vec<Group>,
 }
@@ -22,7 +22,7 @@ struct Group {
 }
 
 impl Group {
-    fn places(self) -> usize {
+    fn slots(self) -> usize {
         if self.waiting + self.decoding == 0 { 0 } else { self.decoding.max(1) }
     }
 }
@@ -30,12 +30,12 @@ impl Group {
 impl CacheAdmission {
     /// Returns `slots` free slots for `groups` groups of `samples` each.
     pub fn new(slots: usize, groups: usize, samples: usize) -> Self {
-        Self { slots, taken: 0, samples, groups: vec![Group::default(); groups] }
+        Self { slots, used: 0, samples, groups: vec![Group::default(); groups] }
     }
 
     /// Returns true when another group may begin.
     pub fn has_free_slot(&self) -> bool {
-        self.taken < self.slots
+        self.used < self.slots
     }
 
     /// Takes a slot for a group's prompt.
@@ -54,16 +54,16 @@ impl CacheAdmission {
         self.change(index, |group| (group.waiting, group.decoding) = (group.waiting - 1, group.decoding + 1));
     }
 
-    /// Records the end of a sample of the group; `begun` tells whether it decoded.
-    pub fn end_sample(&mut self, index: usize, begun: bool) {
-        self.change(index, |group| if begun { group.decoding -= 1 } else { group.waiting -= 1 });
+    /// Records the end of a sample of the group; `has_decoded` tells whether it decoded.
+    pub fn end_sample(&mut self, index: usize, has_decoded: bool) {
+        self.change(index, |group| if has_decoded { group.decoding -= 1 } else { group.waiting -= 1 });
     }
 
     fn change(&mut self, index: usize, change: impl FnOnce(&mut Group)) {
         let group = &mut self.groups[index];
-        self.taken -= group.places();
+        self.used -= group.slots();
         change(group);
-        self.taken += group.places();
+        self.used += group.slots();
     }
 }
 
@@ -104,46 +104,46 @@ mod tests {
 
     #[test]
     fn a_group_takes_a_place_for_its_prompt_and_each_sample_under_way() {
-        let mut room = CacheAdmission::new(3, 3, 2);
-        room.begin_group(0);
-        assert!(room.can_begin_sample(0));
-        room.begin_sample(0);
-        assert!(room.can_begin_sample(0), "the prompt's place is the first sample's");
-        room.begin_sample(0);
-        assert!(room.has_free_slot());
-        room.begin_group(1);
-        assert!(!room.has_free_slot());
-        assert!(room.can_begin_sample(1), "its first sample has its prompt's place");
-        room.begin_sample(1);
-        assert!(!room.can_begin_sample(1), "a second one waits");
-        room.end_sample(0, true);
-        assert!(room.can_begin_sample(1));
-        room.begin_sample(1);
-        assert!(!room.has_free_slot());
+        let mut admission = CacheAdmission::new(3, 3, 2);
+        admission.begin_group(0);
+        assert!(admission.can_begin_sample(0));
+        admission.begin_sample(0);
+        assert!(admission.can_begin_sample(0), "the prompt's place is the first sample's");
+        admission.begin_sample(0);
+        assert!(admission.has_free_slot());
+        admission.begin_group(1);
+        assert!(!admission.has_free_slot());
+        assert!(admission.can_begin_sample(1), "its first sample has its prompt's place");
+        admission.begin_sample(1);
+        assert!(!admission.can_begin_sample(1), "a second one waits");
+        admission.end_sample(0, true);
+        assert!(admission.can_begin_sample(1));
+        admission.begin_sample(1);
+        assert!(!admission.has_free_slot());
         // A sample that ended before it decoded had no slot of its own; the group's last one frees the
         // slot.
-        room.end_sample(0, true);
-        room.begin_group(2);
-        room.end_sample(2, false);
-        assert!(!room.has_free_slot());
-        room.end_sample(2, false);
-        assert!(room.has_free_slot());
+        admission.end_sample(0, true);
+        admission.begin_group(2);
+        admission.end_sample(2, false);
+        assert!(!admission.has_free_slot());
+        admission.end_sample(2, false);
+        assert!(admission.has_free_slot());
     }
 
     #[test]
     fn with_one_place_everything_ends_one_after_the_other() {
-        let mut room = CacheAdmission::new(1, 2, 3);
+        let mut admission = CacheAdmission::new(1, 2, 3);
         for group in 0..2 {
-            assert!(room.has_free_slot());
-            room.begin_group(group);
+            assert!(admission.has_free_slot());
+            admission.begin_group(group);
             for _ in 0..3 {
-                assert!(room.can_begin_sample(group));
-                room.begin_sample(group);
-                assert!(!room.can_begin_sample(group) && !room.has_free_slot());
-                room.end_sample(group, true);
+                assert!(admission.can_begin_sample(group));
+                admission.begin_sample(group);
+                assert!(!admission.can_begin_sample(group) && !admission.has_free_slot());
+                admission.end_sample(group, true);
             }
         }
-        assert!(room.has_free_slot());
+        assert!(admission.has_free_slot());
     }
 
     /// Regression test: waiting samples held prompt pages that others had freed, and the pages ran out.
@@ -151,21 +151,21 @@ mod tests {
     fn whoever_begins_finds_the_pages_it_needs() {
         let config = Config { sliding_window: 100, ..tiny() };
         let (prompt_max, response_max) = (300, 400);
-        for (seed, places) in (0..24).zip([1, 2, 3, 5, 8, 13].into_iter().cycle()) {
+        for (seed, slots) in (0..24).zip([1, 2, 3, 5, 8, 13].into_iter().cycle()) {
             let mut random = stream(seed, Purpose::Sampling, &[]);
-            let room =
-                CacheCapacity { sequences: places, tokens: prompt_max + response_max, fed_tokens_max: 64 };
+            let admission =
+                CacheCapacity { sequences: slots, tokens: prompt_max + response_max, fed_tokens_max: 64 };
             let pools = [LayerType::Full, LayerType::Sliding]
-                .map(|layer| (layer, PageAllocator::new(room.pages(&config, &layer))));
+                .map(|layer| (layer, PageAllocator::new(admission.pages(&config, &layer))));
             let (groups, samples) = (12, 4);
             let mut waits: Vec<usize> = (0..groups).collect();
-            let mut taken = CacheAdmission::new(places, groups, samples);
+            let mut used = CacheAdmission::new(slots, groups, samples);
             // For each active sample: its group, whether it decodes, its pages per layer, and its remaining
             // tokens.
             let mut under_way: Vec<(usize, bool, [PagedSequence; 2], usize)> = vec![];
             let feed = |sequence: &mut [PagedSequence; 2], mut count: usize| {
                 while count > 0 {
-                    let now = count.min(room.fed_tokens_max);
+                    let now = count.min(admission.fed_tokens_max);
                     for ((layer, pool), pages) in pools.iter().zip(sequence.iter_mut()) {
                         pool.extend(&mut [&mut *pages], &[now]).unwrap();
                         if *layer == LayerType::Sliding {
@@ -176,8 +176,8 @@ mod tests {
                 }
             };
             while !waits.is_empty() || !under_way.is_empty() {
-                if let Some(group) = waits.pop_if(|_| taken.has_free_slot()) {
-                    taken.begin_group(group);
+                if let Some(group) = waits.pop_if(|_| used.has_free_slot()) {
+                    used.begin_group(group);
                     let mut prompt: [PagedSequence; 2] = Default::default();
                     feed(&mut prompt, random.random_range(1..=prompt_max));
                     let sample = |_| (group, false, prompt.clone(), random.random_range(1..=response_max));
@@ -187,19 +187,19 @@ mod tests {
                 let mut index = 0;
                 let mut moved = false;
                 while index < under_way.len() {
-                    let (group, begun, sequence, left) = &mut under_way[index];
-                    if !*begun && taken.can_begin_sample(*group) {
-                        taken.begin_sample(*group);
-                        *begun = true;
+                    let (group, has_decoded, sequence, left) = &mut under_way[index];
+                    if !*has_decoded && used.can_begin_sample(*group) {
+                        used.begin_sample(*group);
+                        *has_decoded = true;
                     }
-                    if *begun {
+                    if *has_decoded {
                         let now = random.random_range(1..=64.min(*left));
                         feed(sequence, now);
                         *left -= now;
                         moved = true;
                     }
                     if *left == 0 {
-                        taken.end_sample(*group, true);
+                        used.end_sample(*group, true);
                         under_way.swap_remove(index);
                     } else {
                         index += 1;
@@ -207,7 +207,7 @@ mod tests {
                 }
                 assert!(moved || before == 0, "all wait");
             }
-            assert!(taken.has_free_slot());
+            assert!(used.has_free_slot());
         }
     }
 }

@@ -108,8 +108,8 @@ impl<'a> Conversation<'a> {
     fn open_turn(&mut self) {
         self.turn_start = self.tokens.len();
         self.parser = self.rollout.chat.turn_parser();
-        let place = [self.rollout.plan.step, self.prompt, self.sample, self.turns.len() as u64];
-        self.rng = stream(self.rollout.plan.seed, self.rollout.plan.purpose, &place);
+        let stream_key = [self.rollout.plan.step, self.prompt, self.sample, self.turns.len() as u64];
+        self.rng = stream(self.rollout.plan.seed, self.rollout.plan.purpose, &stream_key);
     }
 
     /// Records the routed experts of the next token fed.
@@ -156,7 +156,7 @@ impl<'a> Conversation<'a> {
     }
 
     /// Returns true when the present turn is the last one allowed.
-    fn last_turn(&self) -> bool {
+    fn is_last_turn(&self) -> bool {
         self.turns.len() + 1 >= self.rollout.plan.settings.turns_max
     }
 
@@ -168,24 +168,24 @@ impl<'a> Conversation<'a> {
     }
 
     fn handle_call(&mut self, end: TurnEnd) -> NextAction {
-        if self.last_turn() || self.is_exhausted() {
+        if self.is_last_turn() || self.is_exhausted() {
             let (calls, outcome) = match end {
                 TurnEnd::Called => (vec![], Outcome::TurnsExhausted),
                 _ => (vec![CallOutcome::MalformedCall], Outcome::Malformed),
             };
-            let outcome = if self.last_turn() { outcome } else { Outcome::TruncatedLength };
+            let outcome = if self.is_last_turn() { outcome } else { Outcome::TruncatedLength };
             self.close_turn(calls);
             return self.end(outcome);
         }
-        let asks = |call: &Call| match call {
-            Call::Ready(message) => self.runs(message) || self.rollout.task.answers_calls(),
+        let needs_thread = |call: &Call| match call {
+            Call::Ready(message) => self.calls_python(message) || self.rollout.task.answers_calls(),
             Call::Malformed { .. } => false,
         };
-        if self.parser.calls().iter().any(asks) { NextAction::Call } else { self.run_calls() }
+        if self.parser.calls().iter().any(needs_thread) { NextAction::Call } else { self.run_calls() }
     }
 
     /// Returns true when a call goes to the Python tool.
-    fn runs(&self, call: &Message) -> bool {
+    fn calls_python(&self, call: &Message) -> bool {
         self.rollout.interpreter.is_some() && call.recipient.as_deref() == Some(PYTHON)
     }
 
@@ -290,16 +290,16 @@ impl<'a> Conversation<'a> {
         self.messages.extend(parser.finish());
     }
 
-    /// Appends messages and the assistant's next opening, all masked. `refused` is the outcome when a
+    /// Appends messages and the assistant's next opening, all masked. `encoding_failure` is the outcome when a
     /// message cannot be encoded.
-    fn insert(&mut self, messages: Vec<Message>, refused: Outcome) -> NextAction {
-        let room = self.rollout.context_tokens_max().saturating_sub(self.tokens.len());
+    fn insert(&mut self, messages: Vec<Message>, encoding_failure: Outcome) -> NextAction {
+        let tokens_left = self.rollout.context_tokens_max().saturating_sub(self.tokens.len());
         let bytes = messages.iter().map(|message| message.content.len()).sum();
-        if !self.rollout.chat.vocabulary().may_fit(bytes, room) {
+        if !self.rollout.chat.vocabulary().may_fit(bytes, tokens_left) {
             return self.end(Outcome::TruncatedLength);
         }
         let Ok(rendered) = self.rollout.chat.render_continuation(&messages) else {
-            return self.end(refused);
+            return self.end(encoding_failure);
         };
         let tokens = self.tokens.len() + rendered.len();
         if tokens >= self.rollout.context_tokens_max() {
@@ -342,7 +342,7 @@ impl<'a> Conversation<'a> {
             // The last token was never fed.
             self.routes.resize(self.tokens.len(), Vec::new());
         }
-        let mut messages = self.rollout.preamble.to_vec();
+        let mut messages = self.rollout.system_prompt.to_vec();
         messages.extend_from_slice(&self.problem.messages);
         messages.append(&mut self.messages);
         let trajectory = Trajectory {

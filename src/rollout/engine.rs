@@ -40,16 +40,16 @@ pub(super) struct SampleWork<'a> {
     pub(super) conversation: Conversation<'a>,
     cache: SequenceCache,
     /// Index among all trajectories of the rollout.
-    pub(super) place: usize,
+    pub(super) trajectory_index: usize,
     /// Whether it has its own KV-cache slot. Until it decodes it uses its prompt's slot.
-    pub(super) has_room: bool,
+    pub(super) has_slot: bool,
     samples: usize,
 }
 
 impl SampleWork<'_> {
     /// Returns the index of its group.
     pub(super) fn group(&self) -> usize {
-        self.place / self.samples
+        self.trajectory_index / self.samples
     }
 }
 
@@ -132,13 +132,13 @@ impl<'e, 'a> Engine<'e, 'a> {
 
     /// Runs one forward on all ranks, if any has work. Returns whether to continue.
     fn step_on_mesh(&mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) -> Result<bool> {
-        let own = self.queue.try_refill(&mut self.batch, std::mem::take(&mut self.sampled));
-        if own == RefillResult::Failure {
+        let result = self.queue.try_refill(&mut self.batch, std::mem::take(&mut self.sampled));
+        if result == RefillResult::Failure {
             return Ok(false);
         }
-        let found = mesh.all_gather_byte("who samples", own as u8)?;
-        let any = |kind: RefillResult| found.contains(&(kind as u8));
-        match (any(RefillResult::Work), own) {
+        let results = mesh.all_gather_byte("who samples", result as u8)?;
+        let any = |kind: RefillResult| results.contains(&(kind as u8));
+        match (any(RefillResult::Work), result) {
             (true, RefillResult::Work) => self.step(scope)?,
             (true, _) => self.rollout.policy.decoder_stack().forward_without_rows()?,
             (false, RefillResult::Nothing) => self.queue.wait_for_work(),
@@ -186,12 +186,12 @@ impl<'e, 'a> Engine<'e, 'a> {
     fn select_tokens(&self) -> ForwardInputs {
         let pending: Vec<&[u32]> = self.batch.iter().map(|work| self.pending(work)).collect();
         let decode = pending.iter().filter(|tokens| tokens.len() == 1).count();
-        let mut room = FORWARD_TOKENS_MAX.saturating_sub(decode).max(1);
+        let mut token_budget = FORWARD_TOKENS_MAX.saturating_sub(decode).max(1);
         let mut feed = ForwardInputs { tokens: vec![], counts: vec![], complete: vec![], rows: vec![] };
         for (index, tokens) in pending.into_iter().enumerate() {
-            let count = if tokens.len() == 1 { 1 } else { tokens.len().min(room) };
+            let count = if tokens.len() == 1 { 1 } else { tokens.len().min(token_budget) };
             if tokens.len() > 1 {
-                room -= count;
+                token_budget -= count;
             }
             feed.tokens.extend_from_slice(&tokens[..count]);
             feed.counts.push(count);
@@ -218,9 +218,9 @@ impl<'e, 'a> Engine<'e, 'a> {
         let Rollout { policy, plan, .. } = *self.rollout;
         let fed = || feed.counts.iter().copied().filter(|&count| count > 0);
         let counts: Vec<usize> = fed().collect();
-        let taking = self.batch.iter_mut().zip(&feed.counts).filter(|(_, count)| **count > 0);
-        let mut taking: Vec<&mut Work> = taking.map(|(work, _)| work).collect();
-        let mut caches: Vec<_> = taking.iter_mut().map(|work| work.cache()).collect();
+        let fed_entries = self.batch.iter_mut().zip(&feed.counts).filter(|(_, count)| **count > 0);
+        let mut fed_entries: Vec<&mut Work> = fed_entries.map(|(work, _)| work).collect();
+        let mut caches: Vec<_> = fed_entries.iter_mut().map(|work| work.cache()).collect();
         let tokens = std::mem::take(&mut feed.tokens);
         if let Some(decoder) = &mut self.decoder
             && counts.iter().all(|&count| count == 1)
@@ -238,7 +238,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         if plan.settings.keep_routes {
             let top_k = policy.model.config.num_experts_per_tok;
             let mut token = 0;
-            for (work, count) in taking.into_iter().zip(counts) {
+            for (work, count) in fed_entries.into_iter().zip(counts) {
                 for t in token..token + count {
                     let experts = routes.iter().flat_map(|layer| &layer[t * top_k..(t + 1) * top_k]);
                     work.record_experts(experts.map(|&expert| expert as u16).collect());
@@ -283,16 +283,16 @@ impl<'e, 'a> Engine<'e, 'a> {
         samples: &[(usize, Box<SampleWork<'a>>, bool)],
         drawn: &mut [SampledToken],
     ) -> Result<()> {
-        let (mut places, mut tokens) = (vec![], vec![]);
+        let (mut indices, mut tokens) = (vec![], vec![]);
         for (index, ((row, sample, _), drawn)) in samples.iter().zip(&*drawn).enumerate() {
             let token = self.source.choose(sample.conversation.position(), drawn.token)?;
             if token != drawn.token {
-                places.push(index);
+                indices.push(index);
                 tokens.push((*row, token));
             }
         }
         let log_probs = logits.log_probs(sampling, &tokens)?;
-        for ((index, (_, token)), log_prob) in places.into_iter().zip(tokens).zip(log_probs) {
+        for ((index, (_, token)), log_prob) in indices.into_iter().zip(tokens).zip(log_probs) {
             drawn[index] = SampledToken { token, log_prob };
         }
         Ok(())
@@ -302,18 +302,18 @@ impl<'e, 'a> Engine<'e, 'a> {
     fn group(&self, prompt: &PromptWork) -> impl Iterator<Item = Box<SampleWork<'a>>> {
         let samples = self.queue.samples;
         let sample = |sample: usize| {
-            let place = prompt.index * samples + sample;
+            let trajectory_index = prompt.index * samples + sample;
             Box::new(SampleWork {
                 conversation: Conversation::new(
                     self.queue.rollout,
                     &self.queue.prompts[prompt.index],
                     sample as u64,
-                    SessionId(place as u64),
+                    SessionId(trajectory_index as u64),
                     prompt.routes.clone(),
                 ),
                 cache: prompt.cache.clone(),
-                place,
-                has_room: false,
+                trajectory_index,
+                has_slot: false,
                 samples,
             })
         };

@@ -29,10 +29,10 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
     for group in groups {
         let mut rewards = group.trajectories.iter().chain(&group.greedy).map(|t| t.reward);
         let first = rewards.next();
-        let flat = rewards.all(|reward| Some(reward) == first);
-        metrics.mean("group/zero_signal_fraction", f64::from(u8::from(flat)), 1.0);
+        let all_equal = rewards.all(|reward| Some(reward) == first);
+        metrics.mean("group/zero_signal_fraction", f64::from(u8::from(all_equal)), 1.0);
         if let Some(greedy) = &group.greedy {
-            spread(&mut metrics, "critic/reward_baselines", f64::from(greedy.reward));
+            add_mean_max_min(&mut metrics, "critic/reward_baselines", f64::from(greedy.reward));
             metrics.sum("group/greedy_samples", 1.0);
             metrics.sum("group/greedy_tokens", greedy.sampled_tokens() as f64);
         }
@@ -43,7 +43,7 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
                 ("prompt_length", trajectory.prompt_tokens as f64),
                 ("num_turns", trajectory.turns.len() as f64),
             ] {
-                spread(&mut metrics, name, value);
+                add_mean_max_min(&mut metrics, name, value);
             }
             for (name, &value) in &trajectory.rewards {
                 metrics.mean(&format!("reward/{name}/mean"), f64::from(value), 1.0);
@@ -59,7 +59,7 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
     metrics
 }
 
-fn spread(metrics: &mut Accumulator, name: &str, value: f64) {
+fn add_mean_max_min(metrics: &mut Accumulator, name: &str, value: f64) {
     metrics.mean(&format!("{name}/mean"), value, 1.0);
     metrics.max(&format!("{name}/max"), value);
     metrics.min(&format!("{name}/min"), value);

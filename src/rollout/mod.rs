@@ -42,12 +42,12 @@ use std::sync::{Mutex, PoisonError};
 
 /// Maximum bytes of all weights, times the number of threads, for which each thread runs an engine of its
 /// own. Larger models use one engine whose ops use all threads, so weights are read once per batch.
-const SIDE_BY_SIDE_BYTES_MAX: u64 = 512 << 20;
+const PARALLEL_ENGINES_BYTES_MAX: u64 = 512 << 20;
 
 /// Returns the number of engines that decode in parallel, for a model of `weight_bytes` and `threads`
 /// threads.
 pub fn engine_count(weight_bytes: u64, threads: usize) -> usize {
-    if weight_bytes.saturating_mul(threads as u64) <= SIDE_BY_SIDE_BYTES_MAX { threads } else { 1 }
+    if weight_bytes.saturating_mul(threads as u64) <= PARALLEL_ENGINES_BYTES_MAX { threads } else { 1 }
 }
 
 /// The inputs of a rollout.
@@ -61,10 +61,10 @@ pub struct Rollout<'a> {
     /// The Python tool, used by one rollout at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
     /// Messages before those of every problem, as [`system_prompt`] returns them.
-    pub preamble: &'a [Message],
+    pub system_prompt: &'a [Message],
     pub plan: &'a RolloutPlan,
     /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
-    pub room: CacheCapacity,
+    pub cache_capacity: CacheCapacity,
 }
 
 /// Progress of a rollout.
@@ -101,8 +101,8 @@ impl RolloutProgress {
     /// Estimates the tokens still to sample; `None` before a trajectory has ended. A trajectory under way
     /// counts as half a length: the short ones end first, so finished ones alone would give too small a mean.
     fn tokens_left(&self) -> Option<f64> {
-        let under_way = self.started.saturating_sub(self.finished) as f64;
-        let length = self.sampled_tokens as f64 / (self.finished as f64 + under_way / 2.0);
+        let in_progress = self.started.saturating_sub(self.finished) as f64;
+        let length = self.sampled_tokens as f64 / (self.finished as f64 + in_progress / 2.0);
         let unfinished = (self.trajectories - self.finished) as f64;
         let sampled = self.sampled_tokens.saturating_sub(self.finished_tokens) as f64;
         (self.finished > 0).then(|| (unfinished * length - sampled).max(unfinished * length / 4.0))
@@ -275,8 +275,8 @@ impl Rollout<'_> {
             // A GPU runs one forward at a time.
             _ => 1,
         };
-        let places = if device.is_cpu() { usize::MAX } else { self.room.sequences };
-        let caches = (CacheFactory::new(config, device, self.room)?, places);
+        let cache_slots = if device.is_cpu() { usize::MAX } else { self.cache_capacity.sequences };
+        let caches = (CacheFactory::new(config, device, self.cache_capacity)?, cache_slots);
         let queue = Queue::new(self, rendered, samples, engines, caches, hooks);
         std::thread::scope(|scope| {
             let run = || {

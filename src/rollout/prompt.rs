@@ -29,7 +29,7 @@ pub fn system_prompt(
     tools: &[Value],
 ) -> Vec<Message> {
     match chat {
-        Chat::Harmony(_) => harmony_preamble(harmony, uses_python, tools),
+        Chat::Harmony(_) => harmony_system_prompt(harmony, uses_python, tools),
         Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
         Chat::ChatMl(_) => {
             let identity = harmony.model_identity.as_deref().unwrap_or(chatml::QWEN_IDENTITY);
@@ -45,7 +45,7 @@ pub fn system_prompt(
     }
 }
 
-fn harmony_preamble(harmony: &SystemPromptSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
+fn harmony_system_prompt(harmony: &SystemPromptSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
     let mut messages = Vec::new();
     if harmony.system_message.unwrap_or(true) {
         let or = |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
@@ -72,7 +72,7 @@ fn harmony_preamble(harmony: &SystemPromptSettings, uses_python: bool, tools: &[
 pub struct PromptLimits<'a> {
     pub chat: &'a Chat,
     /// Messages before every problem: system prompt and developer message.
-    pub preamble: &'a [Message],
+    pub system_prompt: &'a [Message],
     /// `rollout.prompt_tokens_max`.
     pub prompt_tokens_max: usize,
     pub context_tokens_max: usize,
@@ -85,38 +85,38 @@ impl PromptLimits<'_> {
     /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
     /// the tokenizer cannot encode it.
     pub fn tokens(&self, problem: &Problem) -> Result<Vec<u32>> {
-        let messages = [self.preamble, &problem.messages].concat();
+        let messages = [self.system_prompt, &problem.messages].concat();
         let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
-        let (id, allowed, context) = (&problem.id, self.prompt_tokens_max, self.context_tokens_max);
+        let (id, prompt_tokens_max, context) = (&problem.id, self.prompt_tokens_max, self.context_tokens_max);
         // Tokenising megabytes of text takes seconds, and the prompt would be refused anyway.
-        if !self.chat.vocabulary().may_fit(bytes, allowed) {
+        if !self.chat.vocabulary().may_fit(bytes, prompt_tokens_max) {
             return Err(bad_input!(
-                "problem {id}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {allowed} tokens can hold; \
+                "problem {id}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {prompt_tokens_max} tokens can hold; \
                  leave the problem out"
             ));
         }
         let tokens = self.chat.render_prompt(&messages).with_context(|| format!("problem {id}"))?;
         let n = tokens.len();
-        if n > allowed {
+        if n > prompt_tokens_max {
             return Err(bad_input!(
-                "problem {id}: its prompt has {n} tokens{}; more than rollout.prompt_tokens_max = {allowed}: raise the key or \
+                "problem {id}: its prompt has {n} tokens{}; more than rollout.prompt_tokens_max = {prompt_tokens_max}: raise the key or \
                  leave the problem out",
-                self.in_front()
+                self.system_prompt_note()
             ));
         }
         if n >= context {
             return Err(bad_input!(
                 "problem {id}: its prompt has {n} tokens{}; no room is left in the model's context of {context}: leave the problem \
                  out or take a model with a longer context",
-                self.in_front()
+                self.system_prompt_note()
             ));
         }
         Ok(tokens)
     }
 
     /// Returns a note on the length of the recipe's own messages, which may make the prompt too long.
-    fn in_front(&self) -> String {
-        match self.chat.render_training(self.preamble).map_or(0, |rendered| rendered.tokens.len()) {
+    fn system_prompt_note(&self) -> String {
+        match self.chat.render_training(self.system_prompt).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),
             n => format!(
                 ", {n} of them before the problem; [harmony] sets these messages, and system_message = false removes the system message"
@@ -137,7 +137,7 @@ impl Rollout<'_> {
     pub(super) fn render<'p>(&self, prompt: &'p Prompt) -> Result<RenderedPrompt<'p>> {
         let limits = PromptLimits {
             chat: self.chat,
-            preamble: self.preamble,
+            system_prompt: self.system_prompt,
             prompt_tokens_max: self.plan.settings.prompt_tokens_max,
             context_tokens_max: self.context_tokens_max(),
         };
@@ -155,22 +155,23 @@ mod tests {
     #[test]
     fn the_preamble_is_what_the_recipe_asks_for() {
         let chat = Chat::Harmony(HarmonyTokenizer::from_embedded().unwrap());
-        let preamble = |harmony: &SystemPromptSettings, python| system_prompt(&chat, harmony, python, &[]);
+        let system_prompt =
+            |harmony: &SystemPromptSettings, python| system_prompt(&chat, harmony, python, &[]);
         let mut harmony = SystemPromptSettings::default();
-        let messages = preamble(&harmony, true);
+        let messages = system_prompt(&harmony, true);
         assert_eq!(messages.len(), 1);
         let text = &messages[0].content;
         for part in [OPENAI_IDENTITY, "Knowledge cutoff: 2024-06", "Reasoning: medium", "## python"] {
             assert!(text.contains(part), "{part} in {text}");
         }
         assert!(!text.contains("Current date"));
-        assert!(!preamble(&harmony, false)[0].content.contains("python"));
+        assert!(!system_prompt(&harmony, false)[0].content.contains("python"));
         harmony.system_message = Some(false);
         harmony.developer_instructions = Some("Be brief.".into());
-        let messages = preamble(&harmony, true);
+        let messages = system_prompt(&harmony, true);
         assert_eq!(messages, [Message::new(Role::Developer, "# Instructions\n\nBe brief.")]);
         harmony.developer_instructions = None;
-        assert!(preamble(&harmony, true).is_empty());
+        assert!(system_prompt(&harmony, true).is_empty());
     }
 
     #[test]

@@ -61,7 +61,7 @@ pub(super) enum RefillResult {
 struct State<'a> {
     next_prompt: usize,
     ready: VecDeque<Box<SampleWork<'a>>>,
-    room: CacheAdmission,
+    admission: CacheAdmission,
     /// Conversations that wait for a tool or their task, each with the action it waits for.
     pending_calls: VecDeque<(Box<SampleWork<'a>>, NextAction)>,
     tool_threads: usize,
@@ -75,20 +75,22 @@ struct State<'a> {
 }
 
 impl<'a> State<'a> {
-    fn over(&self) -> bool {
+    fn is_over(&self) -> bool {
         self.unfinished == 0 || self.failure.is_some() || self.stopped
     }
 
     /// Returns the index in `ready` of the first conversation that can be admitted to the KV cache.
     fn next_ready(&self) -> Option<usize> {
-        self.ready.iter().position(|sample| sample.has_room || self.room.can_begin_sample(sample.group()))
+        self.ready
+            .iter()
+            .position(|sample| sample.has_slot || self.admission.can_begin_sample(sample.group()))
     }
 
     /// Takes the conversation that [`Self::next_ready`] selects.
     fn take_ready(&mut self) -> Option<Box<SampleWork<'a>>> {
         let mut sample = self.ready.remove(self.next_ready()?)?;
-        if !std::mem::replace(&mut sample.has_room, true) {
-            self.room.begin_sample(sample.group());
+        if !std::mem::replace(&mut sample.has_slot, true) {
+            self.admission.begin_sample(sample.group());
         }
         Some(sample)
     }
@@ -100,14 +102,14 @@ impl<'a> Queue<'a> {
         prompts: Vec<RenderedPrompt<'a>>,
         samples: usize,
         engines: usize,
-        (caches, places): (CacheFactory, usize),
+        (caches, cache_slots): (CacheFactory, usize),
         hooks: Hooks<'a>,
     ) -> Self {
         let trajectories = prompts.len() * samples;
         let state = State {
             next_prompt: 0,
             ready: VecDeque::new(),
-            room: CacheAdmission::new(places, prompts.len(), samples),
+            admission: CacheAdmission::new(cache_slots, prompts.len(), samples),
             pending_calls: VecDeque::new(),
             tool_threads: 0,
             tool_threads_idle: 0,
@@ -157,7 +159,7 @@ impl<'a> Queue<'a> {
             state.stopped = true;
             self.wake_all();
         }
-        if state.over() {
+        if state.is_over() {
             return if state.failure.is_some() { RefillResult::Failure } else { RefillResult::Finished };
         }
         let share = self.sequences_max.min(state.unfinished.div_ceil(self.engines));
@@ -169,9 +171,9 @@ impl<'a> Queue<'a> {
             batch.push(Work::Sample(sample));
             load += 1;
         }
-        while load < share && state.next_prompt < self.prompts.len() && state.room.has_free_slot() {
+        while load < share && state.next_prompt < self.prompts.len() && state.admission.has_free_slot() {
             let index = state.next_prompt;
-            state.room.begin_group(index);
+            state.admission.begin_group(index);
             batch.push(Work::Prompt(Box::new(PromptWork::new(index, self.caches.sequence()))));
             state.next_prompt += 1;
             state.progress.started += self.samples;
@@ -183,7 +185,7 @@ impl<'a> Queue<'a> {
     /// Waits until there may be work, but not longer than the interval of stop checks.
     pub(super) fn wait_for_work(&self) {
         let state = self.lock();
-        if state.next_ready().is_none() && !state.over() {
+        if state.next_ready().is_none() && !state.is_over() {
             drop(self.work.wait_timeout(state, STOP_POLL));
         }
     }
@@ -243,8 +245,8 @@ impl<'a> Queue<'a> {
         loop {
             let mut state = self.lock();
             state.tool_threads_idle += 1;
-            let (sample, asked) = loop {
-                if state.over() {
+            let (sample, action) = loop {
+                if state.is_over() {
                     return;
                 }
                 match state.pending_calls.pop_front() {
@@ -256,10 +258,10 @@ impl<'a> Queue<'a> {
             drop(state);
             let answer = || {
                 let mut sample = sample;
-                let next = match asked {
+                let next = match action {
                     NextAction::Call => sample.conversation.run_calls(),
                     NextAction::Turn => sample.conversation.request_user_turn(),
-                    NextAction::Sample | NextAction::Finish => asked,
+                    NextAction::Sample | NextAction::Finish => action,
                 };
                 match next {
                     NextAction::Finish => self.finish(*sample),
@@ -273,16 +275,16 @@ impl<'a> Queue<'a> {
     }
 
     fn finish(&self, sample: SampleWork<'a>) {
-        let (place, group, has_room) = (sample.place, sample.group(), sample.has_room);
+        let (trajectory_index, group, has_slot) = (sample.trajectory_index, sample.group(), sample.has_slot);
         let (trajectory, messages) = sample.conversation.finish();
         (self.hooks.finished)(&trajectory, &messages);
         let mut state = self.lock();
         state.unfinished -= 1;
-        state.room.end_sample(group, has_room);
+        state.admission.end_sample(group, has_slot);
         state.progress.finished += 1;
         state.progress.finished_tokens += trajectory.sampled_tokens() as u64;
         state.progress.reward_sum += f64::from(trajectory.reward);
-        if let Some(result) = state.finished.get_mut(place) {
+        if let Some(result) = state.finished.get_mut(trajectory_index) {
             *result = Some((trajectory, messages));
         }
         if state.unfinished == 0 {
@@ -306,7 +308,7 @@ impl<'a> Queue<'a> {
     pub(super) fn close_sessions(&self, interpreter: &dyn Interpreter) {
         let state = self.lock();
         let unfinished = state.finished.iter().enumerate().filter(|(_, result)| result.is_none());
-        unfinished.for_each(|(place, _)| interpreter.close(SessionId(place as u64)));
+        unfinished.for_each(|(trajectory_index, _)| interpreter.close(SessionId(trajectory_index as u64)));
     }
 
     /// Returns the results, `None` when stopped.

@@ -8,19 +8,19 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Reads every row of `path`. With `torn`, a last line without its line feed counts as cut off by a kill
+/// Reads every row of `path`. With `may_be_partial`, a last line without its line feed counts as cut off by a kill
 /// and is skipped. Also returns the number of bytes read.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] naming file and line.
-pub fn read(path: &Path, torn: bool) -> Result<(Vec<TrajectoryRow>, u64)> {
+pub fn read(path: &Path, may_be_partial: bool) -> Result<(Vec<TrajectoryRow>, u64)> {
     let shown = path.display();
     let text = bounded_file::read(path, ROWS_BYTES_MAX).map_err(|e| {
         bad_input!("{shown}: cannot be read: {e}; name a file of `rloss rollout` or of a run")
     })?;
     let (mut rows, mut bytes) = (vec![], 0);
     for (line, number) in text.split_inclusive(|&byte| byte == b'\n').zip(1..) {
-        if torn && !line.ends_with(b"\n") {
+        if may_be_partial && !line.ends_with(b"\n") {
             break;
         }
         rows.push(parse(line).map_err(|what| {
@@ -70,10 +70,10 @@ pub struct RoutedExpertsShape {
 impl RoutedExpertsShape {
     fn fits(&self, t: &Trajectory) -> bool {
         let fed = t.tokens.len().saturating_sub(1);
-        let whole = |token: &Vec<u16>| {
+        let is_valid = |token: &Vec<u16>| {
             token.len() == self.per_token && token.iter().all(|&expert| usize::from(expert) < self.experts)
         };
-        t.routes.get(..fed).is_some_and(|routes| routes.iter().all(whole))
+        t.routes.get(..fed).is_some_and(|routes| routes.iter().all(is_valid))
     }
 }
 
@@ -87,7 +87,7 @@ pub struct StoredRollouts {
 impl StoredRollouts {
     /// Reads `path`, whose rows are grouped by step and prompt, and checks them against the model: its
     /// `vocabulary`, its context of `context_tokens_max` and, if routed experts are replayed, their shape
-    /// `replayed`.
+    /// `expert_shape`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] naming file and line.
@@ -95,11 +95,11 @@ impl StoredRollouts {
         path: &Path,
         vocabulary: usize,
         context_tokens_max: usize,
-        replayed: Option<RoutedExpertsShape>,
+        expert_shape: Option<RoutedExpertsShape>,
     ) -> Result<Self> {
         let shown = path.display();
         let (rows, _) = read(path, false)?;
-        let (mut groups, mut places) = (Vec::<Vec<TrajectoryRow>>::new(), BTreeMap::new());
+        let (mut groups, mut group_indices) = (Vec::<Vec<TrajectoryRow>>::new(), BTreeMap::new());
         for (row, number) in rows.into_iter().zip(1..) {
             let t: &Trajectory = &row.trajectory;
             if let Some(token) = t.tokens.iter().find(|&&token| token as usize >= vocabulary) {
@@ -113,12 +113,12 @@ impl StoredRollouts {
                     t.tokens.len()
                 ));
             }
-            if replayed.is_some_and(|shape| !shape.fits(t)) {
+            if expert_shape.is_some_and(|shape| !shape.fits(t)) {
                 return Err(bad_input!(
                     "{shown}: line {number}: `routes` are not the experts that this model chooses for its tokens, and policy.router_replay is \"rollout\"; sample with rollout.keep_routes = true, or replay none"
                 ));
             }
-            let place = *places.entry((t.step, t.prompt)).or_insert(groups.len());
+            let place = *group_indices.entry((t.step, t.prompt)).or_insert(groups.len());
             match groups.get_mut(place) {
                 Some(group) => group.push(row),
                 None => groups.push(vec![row]),

@@ -23,7 +23,7 @@ pub struct RunAdapter {
 }
 
 impl RunAdapter {
-    /// Returns the adapter `found` in the model's folder. Without one, and when the command `learns`, returns
+    /// Returns the adapter `found` in the model's folder. Without one, and when the command `trains`, returns
     /// the adapter of the recipe.
     ///
     /// # Errors
@@ -33,24 +33,24 @@ impl RunAdapter {
         plan: &Plan,
         config: &Config,
         found: Option<&Lora>,
-        learns: bool,
+        trains: bool,
     ) -> Result<Option<Self>> {
         let base = parameter_specs(config);
-        let asked = plan.recipe.adapter.as_ref().filter(|_| learns);
-        let asked = asked.map(|asked| lora(plan, asked, config, &base)).transpose()?;
-        if let (Some(found), Some(asked)) = (found, &asked)
-            && found != asked
+        let settings = plan.recipe.adapter.as_ref().filter(|_| trains);
+        let settings = settings.map(|settings| lora(plan, settings, config, &base)).transpose()?;
+        if let (Some(found), Some(settings)) = (found, &settings)
+            && found != settings
         {
             let what = format!(
                 "the model comes with an adapter of {}, and the recipe asks for {}; remove [adapter], or make them equal",
-                told(found),
-                told(asked)
+                message(found),
+                message(settings)
             );
             return Err(plan.mistake("adapter", what).into());
         }
-        let Some(lora) = found.cloned().or(asked) else { return Ok(None) };
+        let Some(lora) = found.cloned().or(settings) else { return Ok(None) };
         let specs = lora.factor_specs(&base)?;
-        let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|asked| !asked.cold_start);
+        let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|settings| !settings.cold_start);
         let after_cold_start = found.is_none() && trains_base_first && plan.recipe.cold_start.steps > 0;
         let trainable = adapter_trainable_flags(plan, &specs, if after_cold_start { &base } else { &[] })?;
         Ok(Some(Self { lora, specs, trainable, after_cold_start }))
@@ -82,9 +82,9 @@ impl RunAdapter {
 }
 
 /// Returns the adapter that the recipe asks for.
-fn lora(plan: &Plan, asked: &AdapterSettings, config: &Config, base: &[ParameterSpec]) -> Result<Lora> {
+fn lora(plan: &Plan, settings: &AdapterSettings, config: &Config, base: &[ParameterSpec]) -> Result<Lora> {
     let mistake = |what: String| plan.mistake("adapter.targets", what);
-    for pattern in &asked.targets {
+    for pattern in &settings.targets {
         let mut named = base.iter().filter(|spec| matches(pattern, &spec.name)).peekable();
         if named.peek().is_none() {
             let known = default_targets(config);
@@ -100,7 +100,7 @@ fn lora(plan: &Plan, asked: &AdapterSettings, config: &Config, base: &[Parameter
             return Err(mistake(what).into());
         }
     }
-    let targets = match asked.targets.as_slice() {
+    let targets = match settings.targets.as_slice() {
         [] => default_targets(config),
         patterns => {
             let named = |spec: &&ParameterSpec| patterns.iter().any(|pattern| matches(pattern, &spec.name));
@@ -111,10 +111,10 @@ fn lora(plan: &Plan, asked: &AdapterSettings, config: &Config, base: &[Parameter
                 .collect()
         }
     };
-    Ok(Lora { rank: asked.rank, alpha: asked.alpha, rslora: asked.rslora, targets })
+    Ok(Lora { rank: settings.rank, alpha: settings.alpha, rslora: settings.rslora, targets })
 }
 
-fn told(lora: &Lora) -> String {
+fn message(lora: &Lora) -> String {
     let Lora { rank, alpha, rslora, targets } = lora;
     let scaled = if *rslora { ", rslora" } else { "" };
     format!("rank {rank}, alpha {alpha}{scaled} on {} matrices", targets.len())

@@ -14,7 +14,7 @@ pub const CAUSES: usize = 3;
 pub struct SampleCauses {
     all: usize,
     right: usize,
-    cut: usize,
+    truncated: usize,
     /// Trajectories without a call, and those of them with code blocks.
     uncalled: usize,
     code_blocks: usize,
@@ -42,7 +42,7 @@ impl SampleCauses {
         let outcome = trajectory.outcome;
         self.all += 1;
         self.right += usize::from(trajectory.success);
-        self.cut += usize::from(outcome == Outcome::TruncatedLength);
+        self.truncated += usize::from(outcome == Outcome::TruncatedLength);
         let is_call = trajectory.turns.iter().any(|turn| !turn.calls.is_empty());
         if !is_call && outcome != Outcome::TurnsExhausted {
             self.uncalled += 1;
@@ -58,16 +58,16 @@ impl SampleCauses {
 
     /// Returns a sentence for each cause that at least nine tenths of the trajectories have.
     pub fn words(&self, has_tool: bool, response_tokens_max: usize) -> [Option<String>; CAUSES] {
-        let Self { all, right, cut, uncalled, code_blocks, ended, unread } = *self;
+        let Self { all, right, truncated, uncalled, code_blocks, ended, unread } = *self;
         let most = |part: usize, of: usize| of > 0 && part * 10 >= of * 9;
         let blocks = match code_blocks {
             0 => String::new(),
             some => format!(", and {some} of them have code blocks in place of calls"),
         };
         [
-            most(cut, all).then(|| {
+            most(truncated, all).then(|| {
                 format!(
-                    "{cut} of {all} trajectories were cut at response_tokens_max = {response_tokens_max}; raise \
+                    "{truncated} of {all} trajectories were cut at response_tokens_max = {response_tokens_max}; raise \
                      rollout.response_tokens_max, or ask for shorter answers"
                 )
             }),
@@ -166,9 +166,12 @@ mod tests {
     fn samples_that_are_cut_call_no_tool_or_cannot_be_read_are_said() {
         use Outcome::{Finished, TruncatedLength};
         assert!(words(&[(Finished, true, "12"), (TruncatedLength, true, "")]).is_empty(), "half is not most");
-        let cut = words(&[(TruncatedLength, true, "and so on"); 16]);
-        assert_eq!(cut.len(), 1, "{cut:?}");
-        assert!(cut[0].starts_with("16 of 16 trajectories were cut at response_tokens_max = 64"), "{cut:?}");
+        let truncated = words(&[(TruncatedLength, true, "and so on"); 16]);
+        assert_eq!(truncated.len(), 1, "{truncated:?}");
+        assert!(
+            truncated[0].starts_with("16 of 16 trajectories were cut at response_tokens_max = 64"),
+            "{truncated:?}"
+        );
         let block = (Finished, false, "```python\nprint(12)\n```");
         let uncalled = words(&[(Finished, false, "12"), block, block, block]);
         assert_eq!(uncalled.len(), 1, "{uncalled:?}");

@@ -40,11 +40,11 @@ pub struct RunContext {
     pub model: Model,
     pub parameters: Parameters,
     /// Name of the device that computes.
-    pub place: String,
+    pub device_name: String,
     /// The memory plan as text.
     pub memory: String,
     /// Capacity of the GPU's KV cache.
-    pub room: CacheCapacity,
+    pub cache_capacity: CacheCapacity,
     /// How each process holds the weights while it samples.
     pub rollout_weights: RolloutWeightPlacement,
     /// Trainable flags of the policy's parameters, from `train.freeze`.
@@ -59,7 +59,7 @@ pub struct RunContext {
     /// The Python tool; `None` when the task does not use it.
     pub interpreter: Option<Box<dyn Interpreter>>,
     /// System and developer messages in front of every prompt.
-    pub preamble: Vec<Message>,
+    pub system_prompt: Vec<Message>,
 }
 
 impl RunContext {
@@ -68,8 +68,8 @@ impl RunContext {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
-    pub fn open(plan: Plan, intent: ModelCommand, console: &Console) -> Result<Self> {
-        Self::open_on_mesh(plan, intent, &Mesh::single(), None, console)
+    pub fn open(plan: Plan, command: ModelCommand, console: &Console) -> Result<Self> {
+        Self::open_on_mesh(plan, command, &Mesh::single(), None, console)
     }
 
     /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
@@ -78,7 +78,7 @@ impl RunContext {
     /// As [`Self::open`].
     pub fn open_on_mesh(
         plan: Plan,
-        intent: ModelCommand,
+        command: ModelCommand,
         mesh: &Arc<Mesh>,
         checkpoint: Option<&Path>,
         console: &Console,
@@ -88,7 +88,7 @@ impl RunContext {
             mesh,
             available_memory().map(|found| found.process_share(mesh.ranks_on_host())),
         )?;
-        let mut preflight = Preflight::open_on_mesh(plan, intent, mesh, checkpoint, console)?;
+        let mut preflight = Preflight::open_on_mesh(plan, command, mesh, checkpoint, console)?;
         preflight.check_memory(available)?;
         preflight.load(console)
     }
@@ -111,7 +111,7 @@ impl RunContext {
     pub fn renderer(&self) -> ConversationRenderer<'_> {
         ConversationRenderer {
             chat: &self.chat,
-            preamble: &self.preamble,
+            system_prompt: &self.system_prompt,
             context_tokens_max: self.model.context_tokens_max(),
             vocabulary: self.model.config.vocab_size,
         }
@@ -201,9 +201,9 @@ impl RunContext {
             chat: &self.chat,
             task: self.task.as_ref(),
             interpreter: self.interpreter.as_deref(),
-            preamble: &self.preamble,
+            system_prompt: &self.system_prompt,
             plan,
-            room: self.room,
+            cache_capacity: self.cache_capacity,
         }
     }
 

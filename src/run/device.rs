@@ -32,8 +32,8 @@ impl ComputeDevice {
     /// Returns the GPU that the plan names.
     fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
         // A launcher may show each process only its own GPU.
-        let place = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
-        let index = plan.recipe.parallel.device_index + place;
+        let compute_device = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
+        let index = plan.recipe.parallel.device_index + compute_device;
         let Gpu { device, name, free_bytes } = open_gpu(index)?;
         let available = AvailableMemory { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
         Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
@@ -51,13 +51,13 @@ pub(super) fn choose(
     mesh: &Mesh,
     streams: bool,
 ) -> Result<ComputeDevice, Vec<String>> {
-    let place = device(plan, config, mesh, streams)?;
-    if place.device.is_cpu() && !precision(&plan.recipe).is_supported() {
+    let compute_device = device(plan, config, mesh, streams)?;
+    if compute_device.device.is_cpu() && !precision(&plan.recipe).is_supported() {
         let what = "needs the instructions of AVX-512 BF16, which this processor lacks; write \"bf16\", which only \
                     rounds the weights, or \"f32\"";
         return Err(vec![plan.mistake("model.dtype", what.to_owned()).to_string()]);
     }
-    Ok(place)
+    Ok(compute_device)
 }
 
 /// Chooses by the key `device` alone, without checking the processor's instructions.
@@ -67,20 +67,20 @@ fn device(
     mesh: &Mesh,
     streams: bool,
 ) -> Result<ComputeDevice, Vec<String>> {
-    let asked = plan.recipe.device;
-    if asked == DeviceKind::Cpu || (asked == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
+    let device_kind = plan.recipe.device;
+    if device_kind == DeviceKind::Cpu || (device_kind == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
         return Ok(ComputeDevice::cpu());
     }
     let mut found = unsuited(plan, config, mesh);
     if streams {
         found.push(("device", "comparing with changed weights works only on the CPU".to_owned()));
     }
-    let told = |(key, what): (&str, String)| {
+    let mistake = |(key, what): (&str, String)| {
         plan.mistake(key, format!("{what}, or compute on the CPU with device = \"cpu\"")).to_string()
     };
     let found = match found.is_empty() {
         true => match ComputeDevice::gpu(plan, mesh) {
-            Ok(place) => return Ok(place),
+            Ok(compute_device) => return Ok(compute_device),
             Err(error) => {
                 // Later lines may be a backtrace.
                 let text = error.to_string();
@@ -88,9 +88,9 @@ fn device(
                 vec![plan.mistake("device", why).to_string()]
             }
         },
-        false => found.into_iter().map(told).collect(),
+        false => found.into_iter().map(mistake).collect(),
     };
-    if asked == DeviceKind::Cuda {
+    if device_kind == DeviceKind::Cuda {
         return Err(found);
     }
     plan.warnings.push(format!("the CPU computes: {}", found.join("; ")));

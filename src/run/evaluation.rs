@@ -81,7 +81,7 @@ impl ValidationResult {
     ) -> Self {
         let eval = &context.recipe().eval;
         let problem = |(prompt, rows): (&Prompt, Vec<TrajectoryRow>)| {
-            let given = context.preamble.len() + prompt.problem.messages.len();
+            let given = context.system_prompt.len() + prompt.problem.messages.len();
             let samples: Vec<Sample> = rows.iter().map(|row| sample(context, row, given)).collect();
             let votes = accuracy::count_votes(context.task.as_ref(), &samples);
             ProblemResult { id: prompt.problem.id.clone(), rows, samples, votes }

@@ -26,7 +26,7 @@ pub fn model(context: &RunContext) -> Value {
     json!({
         "name": folder,
         "model_type": config.family.name(),
-        "device": context.place,
+        "device": context.device_name,
         "layers": config.num_hidden_layers,
         "parameters": count(false),
         "learning": count(true),
@@ -34,11 +34,11 @@ pub fn model(context: &RunContext) -> Value {
 }
 
 /// Returns the header's line about the work to do, as label and text.
-fn work(context: &RunContext, intent: ModelCommand) -> (&'static str, String) {
+fn work(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
     let recipe = context.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
     let sampled = format!("{prompts_per_step} prompts × {samples_per_prompt}");
-    match intent {
+    match command {
         ModelCommand::Train => {
             let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
             let whole = |steps: u64| format_number(steps as f64);
@@ -59,12 +59,12 @@ fn work(context: &RunContext, intent: ModelCommand) -> (&'static str, String) {
 
 /// Returns the lines of the console header: model, task, work, device, threads, folder, and the sandbox if
 /// any.
-pub fn lines(context: &RunContext, intent: ModelCommand, folder: &Path) -> Vec<String> {
+pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<String> {
     let (recipe, facts) = (context.recipe(), model(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
     let learning = match number("learning") {
-        _ if !intent.trains() => String::new(),
+        _ if !command.trains() => String::new(),
         _ if !recipe.trains() => ", none trainable".to_owned(),
         all if all == number("parameters") => ", all trainable".to_owned(),
         some => format!(", {} trainable", format_number(some)),
@@ -87,8 +87,8 @@ pub fn lines(context: &RunContext, intent: ModelCommand, folder: &Path) -> Vec<S
     let head = [
         ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters{learning}")),
         ("task", format!("{}{tool}", context.task.name())),
-        work(context, intent),
-        ("device", context.place.clone()),
+        work(context, command),
+        ("device", context.device_name.clone()),
         ("threads", threads),
         ("folder", folder.display().to_string()),
     ];

@@ -284,8 +284,9 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     // An adapter's base may have moved. Its digest identifies it.
     let adapted = checkpoint::newest_folder(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| adapted);
-    let moved: Vec<String> = base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
-    let stored = RecipeSource::Run(path.to_owned()).resolve(&moved)?;
+    let is_changed: Vec<String> =
+        base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
+    let stored = RecipeSource::Run(path.to_owned()).resolve(&is_changed)?;
     let differences = resume_differences(&stored, plan);
     if differences.is_empty() {
         return Ok(Some(stored));
@@ -361,10 +362,10 @@ fn keep_course(
         return None;
     }
     let end = old.schedule_steps.unwrap_or(old_steps);
-    if new.schedule_steps.is_some_and(|asked| asked != end) {
-        let asked = new.schedule_steps.unwrap_or(end);
+    if new.schedule_steps.is_some_and(|requested| requested != end) {
+        let requested = new.schedule_steps.unwrap_or(end);
         return Some(format!(
-            "the learning rate jumps to another schedule: {table}.optimizer.schedule_steps is now {asked}, and was {end}"
+            "the learning rate jumps to another schedule: {table}.optimizer.schedule_steps is now {requested}, and was {end}"
         ));
     }
     if end == steps {

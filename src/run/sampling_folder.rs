@@ -272,15 +272,15 @@ pub fn check_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console
 /// # Errors
 /// When most of them failed, because the rewards then say little about the policy.
 pub fn report_failures((failed, all): (usize, usize), console: &Console) -> Result<()> {
-    let told = format!("{failed} of {all} trajectories failed, whatever the policy did");
+    let reported = format!("{failed} of {all} trajectories failed, whatever the policy did");
     if failed * 2 > all {
         bail!(
-            "{told}: the task's program or the tool's workers, see the failures above; rloss check RECIPE asks the program \
+            "{reported}: the task's program or the tool's workers, see the failures above; rloss check RECIPE asks the program \
              again"
         );
     }
     if failed > 0 {
-        console.print(&format!("warning: {told}; the first failures are told above"));
+        console.print(&format!("warning: {reported}; the first failures are told above"));
     }
     Ok(())
 }

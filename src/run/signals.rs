@@ -21,7 +21,7 @@ pub struct StopFlag(Arc<Request>);
 
 #[derive(Default)]
 struct Request {
-    asked: AtomicBool,
+    requested: AtomicBool,
     /// Announces the stop, once.
     notice: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
@@ -46,7 +46,7 @@ impl StopFlag {
             for kind in signals.forever() {
                 let (first_kind, begun) = *first.get_or_insert_with(|| (kind, Instant::now()));
                 let repeated = kind == first_kind && begun.elapsed() < REPETITION_MAX;
-                if request.asked.swap(true, Ordering::Relaxed)
+                if request.requested.swap(true, Ordering::Relaxed)
                     && !repeated
                     && [SIGINT, SIGTERM].contains(&kind)
                 {
@@ -77,8 +77,8 @@ impl StopFlag {
 
     /// Returns true after the first signal, and after the notice.
     pub fn is_requested(&self) -> bool {
-        let asked = self.0.asked.load(Ordering::Relaxed);
-        if asked {
+        let requested = self.0.requested.load(Ordering::Relaxed);
+        if requested {
             // A short step ends before the waiting thread wakes. The lock is held until the notice is
             // written.
             let mut notice = self.0.notice.lock().unwrap_or_else(PoisonError::into_inner);
@@ -86,7 +86,7 @@ impl StopFlag {
                 notice();
             }
         }
-        asked
+        requested
     }
 }
 

@@ -45,7 +45,7 @@ pub(super) struct ModelSource {
     /// The GGUF file if its chat template is not the family's, for a warning.
     pub(super) foreign_template: Option<PathBuf>,
     /// The storage format of each tensor; f32 for random weights.
-    pub(super) forms: Vec<WeightFormat>,
+    pub(super) formats: Vec<WeightFormat>,
     /// The folder of the weights.
     pub(super) folder: Option<PathBuf>,
     /// The adapter on these weights.
@@ -71,7 +71,7 @@ impl ModelSource {
     /// Marks all tensors as unpacked if the recipe multiplies in bf16, because packed products are in f32.
     pub(super) fn unpack_for_precision(mut self, recipe: &Recipe) -> Self {
         if precision(recipe) == Precision::Bf16Dot {
-            self.forms.fill(WeightFormat::F32);
+            self.formats.fill(WeightFormat::F32);
         }
         self
     }
@@ -96,7 +96,7 @@ impl ModelSource {
                 let config = config_of(architecture, &chat);
                 config.check()?;
                 let companions = CompanionFiles::from_chat(&chat);
-                let forms = vec![WeightFormat::F32; parameter_specs(&config).len()];
+                let formats = vec![WeightFormat::F32; parameter_specs(&config).len()];
                 Ok(Self {
                     config,
                     chat,
@@ -104,7 +104,7 @@ impl ModelSource {
                     weights: None,
                     lacks_weights: None,
                     foreign_template: None,
-                    forms,
+                    formats,
                     folder: None,
                     adapter: None,
                 })
@@ -190,10 +190,10 @@ impl ModelSource {
         }
         let companions = CompanionFiles::read(folder, &chat)?;
         let specs = parameter_specs(&config);
-        let (weights, lacks_weights, forms) = if has_weights(folder) {
+        let (weights, lacks_weights, formats) = if has_weights(folder) {
             let weights = ModelFolder::open(folder, &config)?;
-            let forms = specs.iter().map(|spec| weights.format_of(spec)).collect();
-            (Some(Arc::new(weights)), None, forms)
+            let formats = specs.iter().map(|spec| weights.format_of(spec)).collect();
+            (Some(Arc::new(weights)), None, formats)
         } else {
             (None, Some(folder.to_owned()), vec![WeightFormat::F32; specs.len()])
         };
@@ -205,7 +205,7 @@ impl ModelSource {
             weights,
             lacks_weights,
             foreign_template: None,
-            forms,
+            formats,
             folder,
             adapter: None,
         })
@@ -225,7 +225,7 @@ impl ModelSource {
         }
         let foreign_template = template.as_deref().is_some_and(|template| !chat.renders_as(template));
         let weights = ModelFolder::of_gguf(path, weights);
-        let forms = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
+        let formats = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
         Ok(Self {
             companions: CompanionFiles::of_gguf(&chat, template),
             config,
@@ -233,7 +233,7 @@ impl ModelSource {
             weights: Some(Arc::new(weights)),
             lacks_weights: None,
             foreign_template: foreign_template.then(|| path.to_owned()),
-            forms,
+            formats,
             folder: Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned())),
             adapter: None,
         })
@@ -245,7 +245,7 @@ impl ModelSource {
 
     /// Returns the bytes of all weights in memory when none are trainable.
     pub(super) fn resident_bytes(&self) -> u64 {
-        self.specs().iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).sum()
+        self.specs().iter().zip(&self.formats).map(|(spec, form)| spec.resident_bytes(*form)).sum()
     }
 
     /// Reads the weights, or initializes them at random. Also reads the adapter.
@@ -253,13 +253,14 @@ impl ModelSource {
         &self,
         recipe: &Recipe,
         trainable: &[bool],
-        intent: ModelCommand,
+        command: ModelCommand,
         (mesh, device): (&Arc<Mesh>, &Device),
         placement: Placement,
         console: &Console,
     ) -> Result<Parameters> {
         let backend = Backend { device: device.clone(), mesh: mesh.clone(), precision: precision(recipe) };
-        let mut parameters = self.base_parameters(recipe, trainable, intent, &backend, placement, console)?;
+        let mut parameters =
+            self.base_parameters(recipe, trainable, command, &backend, placement, console)?;
         if let Some(adapter) = &self.adapter {
             parameters.attach_adapter(adapter.lora.clone(), adapter.read_values(&self.specs())?)?;
         }
@@ -271,7 +272,7 @@ impl ModelSource {
         &self,
         recipe: &Recipe,
         trainable: &[bool],
-        intent: ModelCommand,
+        command: ModelCommand,
         backend: &Backend,
         placement: Placement,
         console: &Console,
@@ -310,7 +311,7 @@ impl ModelSource {
         let megabytes = |bytes: u64| bytes / 1_000_000;
         let specs = self.specs();
         let bytes: Vec<u64> =
-            specs.iter().zip(&self.forms).map(|(spec, form)| spec.resident_bytes(*form)).collect();
+            specs.iter().zip(&self.formats).map(|(spec, form)| spec.resident_bytes(*form)).collect();
         let all = megabytes(bytes.iter().sum());
         let shown = if all >= SHOWN_MEGABYTES {
             console.work_stage("MB read", all, 0)
@@ -319,7 +320,7 @@ impl ModelSource {
         };
         let mut read = 0;
         let found = specs.into_iter().enumerate().map(|(index, spec)| {
-            let is_dense = (intent.trains() && trainable[index]) || self.forms[index] == WeightFormat::F32;
+            let is_dense = (command.trains() && trainable[index]) || self.formats[index] == WeightFormat::F32;
             let packed = if is_dense { None } else { folder.read_packed(&spec)? };
             let is_sharded =
                 if packed.is_some() { placement == Placement::Sharded } else { trainable[index] };

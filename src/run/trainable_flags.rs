@@ -12,7 +12,7 @@ const ATTENTION: &str = "model.layers.*.self_attn.*";
 /// Returns the policy's trainable flags, one per spec. `train.freeze` and the ablation freeze parameters.
 /// `specs` may include adapter factors.
 pub(super) fn policy_trainable_flags(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
-    frozen_by(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), specs, &[])
+    trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), specs, &[])
 }
 
 /// Returns the trainable flags of an adapter's factors. A pattern may also match one of `others`.
@@ -21,7 +21,7 @@ pub(super) fn adapter_trainable_flags(
     factors: &[ParameterSpec],
     others: &[ParameterSpec],
 ) -> Result<Vec<bool>> {
-    frozen_by(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), factors, others)
+    trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), factors, others)
 }
 
 /// Returns the critic's trainable flags, from `critic.freeze`; `None` without a critic. The parameters are
@@ -35,10 +35,10 @@ pub(super) fn critic_trainable_flags(
     let Some(critic) = &plan.recipe.critic else { return Ok(None) };
     let own = value_model_specs(config);
     let specs = [&own[..], factors.unwrap_or_default()].concat();
-    let mut trainable = frozen_by(plan, "critic.freeze", &critic.freeze, None, &specs, &[])?;
+    let mut trainable = trainable_flags(plan, "critic.freeze", &critic.freeze, None, &specs, &[])?;
     if factors.is_some() {
         let is_head = |spec: &ParameterSpec| spec.name.starts_with("score.");
-        trainable.iter_mut().zip(&own).for_each(|(learns, spec)| *learns &= is_head(spec));
+        trainable.iter_mut().zip(&own).for_each(|(is_trainable, spec)| *is_trainable &= is_head(spec));
     }
     Ok(Some(trainable))
 }
@@ -49,7 +49,7 @@ fn arm(plan: &Plan) -> Option<&'static str> {
 
 /// Returns a flag per parameter of `specs`: true unless a pattern of `key` or the `arm` matches its name.
 /// Each pattern must match a parameter of `specs` or `others`.
-fn frozen_by(
+fn trainable_flags(
     plan: &Plan,
     key: &str,
     patterns: &[String],

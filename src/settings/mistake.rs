@@ -26,7 +26,7 @@ impl fmt::Display for SourceLocation {
 /// A mistake.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mistake {
-    pub place: SourceLocation,
+    pub location: SourceLocation,
     /// The key's dotted path; empty for a mistake of syntax.
     pub key: String,
     /// The mistake and its remedy.
@@ -35,7 +35,7 @@ pub struct Mistake {
 
 impl fmt::Display for Mistake {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: ", self.place)?;
+        write!(f, "{}: ", self.location)?;
         if !self.key.is_empty() {
             write!(f, "{}: ", self.key)?;
         }
@@ -73,8 +73,8 @@ impl KeyLocations {
     }
 
     /// Records where `key` was written last.
-    pub fn note(&mut self, key: &str, place: SourceLocation) {
-        self.written.insert(key.to_owned(), place);
+    pub fn note(&mut self, key: &str, location: SourceLocation) {
+        self.written.insert(key.to_owned(), location);
     }
 
     /// Returns where `key` was written, or else the nearest table around it, or else the file.

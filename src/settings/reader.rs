@@ -44,7 +44,7 @@ const MISTAKES_MAX: usize = 100;
 
 /// Reads several texts into a recipe, in order.
 pub(crate) struct Reader<'a> {
-    pub places: &'a mut KeyLocations,
+    pub locations: &'a mut KeyLocations,
     pub mistakes: &'a mut Mistakes,
     /// Keys with an unreliable value: one with a mistake, or the likely meaning of an unknown key.
     pub unsure: &'a mut Vec<String>,
@@ -92,8 +92,8 @@ impl Reader<'_> {
 
     /// Records where a key was written.
     pub fn accept(&mut self, written: &ParsedKey) {
-        let place = self.location(written.name.start);
-        self.places.note(&written.path, place);
+        let location = self.location(written.name.start);
+        self.locations.note(&written.path, location);
     }
 
     /// Records a mistake at a key.
@@ -102,17 +102,17 @@ impl Reader<'_> {
             self.mistakes.1 += 1;
             return;
         }
-        let place = self.location(written.name.start);
-        self.places.note(&written.path, place.clone());
+        let location = self.location(written.name.start);
+        self.locations.note(&written.path, location.clone());
         self.unsure.push(written.path.clone());
-        self.mistakes.0.push(Mistake { place, key: written.path.clone(), what });
+        self.mistakes.0.push(Mistake { location, key: written.path.clone(), what });
     }
 
     /// Records a mistake of syntax at a byte of the text; only the first one of a line.
     pub fn refuse_syntax(&mut self, at: usize, what: String) {
-        let (place, key) = (self.location(at), String::new());
-        if !self.mistakes.0.iter().any(|mistake| mistake.place == place && mistake.key.is_empty()) {
-            self.mistakes.0.push(Mistake { place, key, what });
+        let (location, key) = (self.location(at), String::new());
+        if !self.mistakes.0.iter().any(|mistake| mistake.location == location && mistake.key.is_empty()) {
+            self.mistakes.0.push(Mistake { location, key, what });
         }
     }
 

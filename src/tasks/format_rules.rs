@@ -112,8 +112,8 @@ impl Request {
             rules.words.map(|n| format!("in {n} words")),
             rules.prefix.as_ref().map(|prefix| format!("prefix {prefix}")),
         ];
-        let asked: Vec<String> = parts.into_iter().flatten().collect();
-        format!("Describe the {adjective} {noun}: {}.", asked.join(", "))
+        let requested: Vec<String> = parts.into_iter().flatten().collect();
+        format!("Describe the {adjective} {noun}: {}.", requested.join(", "))
     }
 
     /// Returns the id, such as `format_rules/old-ship/capitals/3/YES`; `-` stands for an absent rule.
@@ -262,9 +262,9 @@ mod tests {
     #[test]
     fn demonstrations_keep_each_rule_half_the_time() {
         let shown: Vec<_> = (0..40_000).map(shown).collect();
-        let share = |asked: fn(&Rules) -> Option<Rules>| {
+        let share = |requested: fn(&Rules) -> Option<Rules>| {
             let kept: Vec<_> =
-                shown.iter().filter_map(|(rules, line)| asked(rules).map(|r| r.hold(line))).collect();
+                shown.iter().filter_map(|(rules, line)| requested(rules).map(|r| r.hold(line))).collect();
             assert!(kept.len() > 20_000, "asked for in four of seven requests: {}", kept.len());
             kept.iter().filter(|&&kept| kept).count() as f64 / kept.len() as f64
         };

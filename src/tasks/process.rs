@@ -56,9 +56,9 @@ impl ProcessPool {
     pub fn ask<T>(&self, request: &Value, read: impl FnOnce(Value) -> Result<T>) -> Result<T> {
         let mut process = self.processes.acquire(|| Process::start(&self.command, &self.quiet))?;
         let answer = process.ask(request, self.timeout).and_then(read);
-        let held = std::mem::take(&mut *process.held.lock().unwrap_or_else(PoisonError::into_inner));
+        let lines = std::mem::take(&mut *process.lines.lock().unwrap_or_else(PoisonError::into_inner));
         if answer.is_ok() {
-            show(&held);
+            show(&lines);
         }
         match answer {
             Ok(_) => self.processes.release(process),
@@ -79,15 +79,15 @@ struct Process {
     requests: mpsc::Sender<String>,
     answers: mpsc::Receiver<Result<String>>,
     /// Standard error since the last answer, if it is not shown at once.
-    held: Arc<Mutex<Vec<u8>>>,
+    lines: Arc<Mutex<Vec<u8>>>,
 }
 
 impl Process {
     fn start(command: &[String], quiet: &Arc<AtomicBool>) -> Result<Self> {
         let command = command.to_vec();
-        let held = Arc::new(Mutex::new(vec![]));
-        let (holds, is_quiet) = (held.clone(), quiet.clone());
-        let (tell, told) = mpsc::channel();
+        let lines = Arc::new(Mutex::new(vec![]));
+        let (holds, is_quiet) = (lines.clone(), quiet.clone());
+        let (sender, receiver) = mpsc::channel();
         let (requests, inbox) = mpsc::channel::<String>();
         let (outbox, answers) = mpsc::channel();
         // The process dies with the thread that started it, so a long-lived thread starts it.
@@ -97,17 +97,17 @@ impl Process {
                 Ok((child, stdin, stdout, stderr)) => {
                     let reader = std::thread::Builder::new().name("task-stderr".into());
                     let reader = reader.spawn(move || forward(stderr, &holds, &is_quiet));
-                    if tell.send(reader.map(|_| child).context("cannot start a thread")).is_ok() {
+                    if sender.send(reader.map(|_| child).context("cannot start a thread")).is_ok() {
                         serve_requests(stdin, stdout, &inbox, &outbox);
                     }
                 }
-                Err(error) => drop(tell.send(Err(error))),
+                Err(error) => drop(sender.send(Err(error))),
             })
             .context("cannot start a thread")?;
-        let child = told.recv().context("the thread of the process has ended")??;
+        let child = receiver.recv().context("the thread of the process has ended")??;
         let group = ProcessGroup { child };
         let watcher = watch(group.id())?;
-        Ok(Self { group, _watcher: watcher, requests, answers, held })
+        Ok(Self { group, _watcher: watcher, requests, answers, lines })
     }
 
     fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value> {
@@ -178,7 +178,7 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout, ChildStd
 }
 
 /// Shows a program's standard error as it comes, or holds it until its request is answered.
-fn forward(mut stderr: ChildStderr, held: &Mutex<Vec<u8>>, quiet: &AtomicBool) {
+fn forward(mut stderr: ChildStderr, lines: &Mutex<Vec<u8>>, quiet: &AtomicBool) {
     let mut bytes = [0; 8192];
     while let Ok(read) = stderr.read(&mut bytes)
         && let Some(bytes) = bytes.get(..read).filter(|bytes| !bytes.is_empty())
@@ -187,9 +187,9 @@ fn forward(mut stderr: ChildStderr, held: &Mutex<Vec<u8>>, quiet: &AtomicBool) {
             show(bytes);
             continue;
         }
-        let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
-        let room = HELD_BYTES_MAX.saturating_sub(held.len());
-        held.extend(bytes.iter().take(room));
+        let mut lines = lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes_left = HELD_BYTES_MAX.saturating_sub(lines.len());
+        lines.extend(bytes.iter().take(bytes_left));
     }
 }
 

@@ -105,8 +105,8 @@ mod tests {
         assert_eq!(norms.limit(), f64::INFINITY, "seven norms are too few");
         norms.note(&step(100.0));
         assert_eq!(norms.limit(), 50.0);
-        let told = norms.note(&bad(Some(50.5))).unwrap();
-        assert!(told.contains("gradient norm 50.5 exceeds 50, 10 times the median"), "{told}");
+        let reported = norms.note(&bad(Some(50.5))).unwrap();
+        assert!(reported.contains("gradient norm 50.5 exceeds 50, 10 times the median"), "{reported}");
         assert_eq!(norms.limit(), 50.0, "the norm of a skipped update does not count");
         (0..32).for_each(|_| drop(norms.note(&step(0.5))));
         assert_eq!(norms.limit(), 5.0, "older norms are forgotten");
@@ -116,8 +116,8 @@ mod tests {
     fn the_sixth_skipped_step_in_a_row_is_refused() {
         let mut norms = GradientNorms::new("actor");
         for _ in 0..5 {
-            let told = norms.note(&bad(None)).unwrap();
-            assert!(told.contains("the gradient norm is not finite"), "{told}");
+            let reported = norms.note(&bad(None)).unwrap();
+            assert!(reported.contains("the gradient norm is not finite"), "{reported}");
             norms.refuse_many().unwrap();
         }
         norms.note(&step(1.0));

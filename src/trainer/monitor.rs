@@ -202,12 +202,12 @@ mod tests {
     #[test]
     fn failures_are_told_and_counted() {
         let mut monitor = monitor();
-        let told = monitor.record(1, &step(0.75, 0.0, 0.1));
-        assert_eq!(told.len(), 1);
+        let reported = monitor.record(1, &step(0.75, 0.0, 0.1));
+        assert_eq!(reported.len(), 1);
         for part in
             ["48 of 64 trajectories failed", "outcome/task_failed = 48", "docs/TASKS.md", "step-000001"]
         {
-            assert!(told[0].contains(part), "{part} in {told:?}");
+            assert!(reported[0].contains(part), "{part} in {reported:?}");
         }
         assert_eq!(monitor.failure_counts(), (48, 64));
         assert!(monitor.record(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
@@ -234,13 +234,13 @@ mod tests {
     #[test]
     fn a_collapse_is_told_once_and_chance_is_not() {
         let mut monitor = monitor();
-        let mut told = vec![];
+        let mut reported = vec![];
         for at in 1..=30 {
             let success = if at <= 15 { 0.6 } else { 0.05 };
-            told.extend(monitor.record(at, &step(0.0, 0.0, success)).into_iter().map(|line| (at, line)));
+            reported.extend(monitor.record(at, &step(0.0, 0.0, success)).into_iter().map(|line| (at, line)));
         }
-        assert_eq!(told.len(), 1, "{told:?}");
-        assert!(told[0].0 > 15 && told[0].1.contains("the success fell from 0.6"), "{told:?}");
+        assert_eq!(reported.len(), 1, "{reported:?}");
+        assert!(reported[0].0 > 15 && reported[0].1.contains("the success fell from 0.6"), "{reported:?}");
         let mut noisy = self::monitor();
         for at in 1..=30 {
             let success = if at % 2 == 0 { 0.03 } else { 0.015 };
@@ -252,10 +252,10 @@ mod tests {
     fn weights_that_are_all_0_are_told() {
         let mut metrics = step(0.0, 0.0, 0.5);
         metrics.set("rollout_corr/rollout_is_mean", 0.0);
-        let told = monitor().record(1, &metrics);
+        let reported = monitor().record(1, &metrics);
         assert!(
-            told.iter().any(|line| line.starts_with("every weight of the rollout correction is 0")),
-            "{told:?}"
+            reported.iter().any(|line| line.starts_with("every weight of the rollout correction is 0")),
+            "{reported:?}"
         );
     }
 }

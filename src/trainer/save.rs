@@ -20,16 +20,16 @@ impl Trainer {
         critic: Option<&Critic>,
     ) -> Result<bool> {
         // Some processes may not have received the signal yet.
-        let asked = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
+        let request = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
         let every = self.context.plan.recipe.checkpoint.every_steps;
-        if asked || last || (every > 0 && step.is_multiple_of(every)) {
+        if request || last || (every > 0 && step.is_multiple_of(every)) {
             let begun = std::time::Instant::now();
             let stage = self.console.inner_stage("checkpoint", 0);
             self.save(phase, step, optimizer, critic)?;
             stage.finish();
             self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());
         }
-        Ok(asked)
+        Ok(request)
     }
 
     /// Returns the format of saved weights.
@@ -91,6 +91,8 @@ impl Trainer {
                 .map_err(|error| folder.explain_write_error(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
-        context.mesh().run_on_rank_zero(write, |asked| checkpoint::serve(&context.parameters, critic, &asked))
+        context
+            .mesh()
+            .run_on_rank_zero(write, |request| checkpoint::serve(&context.parameters, critic, &request))
     }
 }

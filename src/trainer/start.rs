@@ -51,7 +51,7 @@ impl Trainer {
                 manifest.write(aside)
             })
         };
-        context.mesh().run_on_rank_zero(write, |asked| base.serve(None, &asked))?;
+        context.mesh().run_on_rank_zero(write, |request| base.serve(None, &request))?;
         context.base = Some(BaseModel::of(&folder)?);
         Ok(())
     }
@@ -96,7 +96,7 @@ impl Trainer {
                     digest = Some(reference::write(run, &reference)?);
                     Ok(())
                 };
-                parameters.mesh().run_on_rank_zero(write, |asked| reference.serve(None, &asked))?;
+                parameters.mesh().run_on_rank_zero(write, |request| reference.serve(None, &request))?;
                 (reference, digest)
             }
         };

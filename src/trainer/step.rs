@@ -266,8 +266,8 @@ impl PolicyStep<'_> {
             view.gradients(minibatch).inspect(|_| stage.finish())
         };
         let model = UpdateTarget { name: "critic", runner: view.runner, skip_above: self.skip_above.critic };
-        let (means, ..) = self.update(model, batch, optimizer, schedule, gradients)?;
-        means.finish()
+        let (metric_means, ..) = self.update(model, batch, optimizer, schedule, gradients)?;
+        metric_means.finish()
     }
 
     /// Runs the policy's updates. Returns their metrics and the forward of the first update.
@@ -285,12 +285,12 @@ impl PolicyStep<'_> {
             Ok(Some(update.metrics))
         };
         let model = UpdateTarget { name: "actor", runner: self.runner, skip_above: self.skip_above.actor };
-        let (means, made, skipped) =
+        let (metric_means, updates, skipped) =
             self.update(model, batch, optimizer, (minibatches, epochs), gradients)?;
-        let mut metrics = means.finish()?;
+        let mut metrics = metric_means.finish()?;
         metrics.set("actor/lr", lr);
         if minibatches * epochs > 1 || skipped > 0 {
-            metrics.set("actor/updates", made as f64);
+            metrics.set("actor/updates", updates as f64);
             metrics.set("actor/updates_skipped", skipped as f64);
         }
         Ok((metrics, first))
@@ -308,7 +308,7 @@ impl PolicyStep<'_> {
         mut gradients: impl FnMut(&Batch) -> Result<Option<Metrics>>,
     ) -> Result<(Accumulator, usize, usize)> {
         let lr = optimizer.learning_rate(self.step, self.train.steps);
-        let (mut means, mut made, mut skipped) = (Accumulator::new(), 0, 0);
+        let (mut metric_means, mut updates, mut skipped) = (Accumulator::new(), 0, 0);
         for epoch in 0..epochs as u64 {
             for indices in batch.minibatches(minibatches, self.train.seed, self.step, epoch) {
                 let minibatch = batch.select(&indices)?;
@@ -321,20 +321,20 @@ impl PolicyStep<'_> {
                 let norm = match self.phase(("optimizer", "optimizer"), update)? {
                     GradientNorm::Used(norm) => norm,
                     GradientNorm::Skipped(norm) => {
-                        means.sum(&format!("{name}/updates_bad"), 1.0);
+                        metric_means.sum(&format!("{name}/updates_bad"), 1.0);
                         if norm.is_finite() {
-                            means.max(&format!("{name}/grad_norm_bad"), norm);
+                            metric_means.max(&format!("{name}/grad_norm_bad"), norm);
                         }
                         continue;
                     }
                 };
-                means.mean(&format!("{name}/grad_norm"), norm, 1.0);
-                means.mean(&format!("{name}/lr"), lr, 1.0);
-                found.iter().for_each(|(name, value)| means.mean(name, value, 1.0));
-                made += 1;
+                metric_means.mean(&format!("{name}/grad_norm"), norm, 1.0);
+                metric_means.mean(&format!("{name}/lr"), lr, 1.0);
+                found.iter().for_each(|(name, value)| metric_means.mean(name, value, 1.0));
+                updates += 1;
             }
         }
-        Ok((means, made, skipped))
+        Ok((metric_means, updates, skipped))
     }
 
     /// Computes loss and gradients of the policy over `batch` or a minibatch; `None` if every token was

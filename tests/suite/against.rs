@@ -83,7 +83,7 @@ impl Fixture {
 #[test]
 fn every_engines_shape_is_read_as_the_same_rows() {
     let own = read(&[fixtures().join("rows.jsonl")]).unwrap();
-    assert_eq!((own.rows.len(), own.bad.len()), (3, 0));
+    assert_eq!((own.rows.len(), own.bad_rows.len()), (3, 0));
     // With the prompt's log-probs, or without them: the first four tokens are the prompt.
     for (file, with_prompt, routes) in [
         ("vllm_completions.jsonl", true, true),
@@ -97,7 +97,7 @@ fn every_engines_shape_is_read_as_the_same_rows() {
         ("verl.jsonl", false, false),
     ] {
         let found = read(&[fixtures().join(file)]).unwrap();
-        assert_eq!(found.bad, [] as [&str; 0], "{file}");
+        assert_eq!(found.bad_rows, [] as [&str; 0], "{file}");
         assert_eq!(found.rows.len(), own.rows.len(), "{file}");
         for (row, own) in found.rows.iter().zip(&own.rows) {
             assert_eq!(row.tokens, own.tokens, "{file}");
@@ -108,8 +108,8 @@ fn every_engines_shape_is_read_as_the_same_rows() {
             assert_eq!(row.trainer_log_probs.is_some(), file.starts_with("prime_rl"), "{file}");
         }
     }
-    let seen = read(&[fixtures().join("llama_cpp_python.jsonl")]).unwrap().seen;
-    assert!(seen[0].contains("text without ids in 3 rows"), "{seen:?}");
+    let formats = read(&[fixtures().join("llama_cpp_python.jsonl")]).unwrap().formats;
+    assert!(formats[0].contains("text without ids in 3 rows"), "{formats:?}");
 }
 
 #[test]
@@ -117,12 +117,15 @@ fn routes_are_compared_with_ours() {
     let fixture = Fixture::new();
     let mut rows = read(&[fixtures().join("sglang.json")]).unwrap().rows;
     let routes = fixture.compare(&rows).routes.unwrap();
-    assert_eq!((routes.targets, routes.differ), (220, 0.0));
+    assert_eq!((routes.targets, routes.differing_share), (220, 0.0));
     for expert in rows[0].routes.as_mut().unwrap().experts.iter_mut().step_by(2) {
         *expert = (*expert + 1) % 4;
     }
     let routes = fixture.compare(&rows).routes.unwrap();
-    assert!(routes.differ > 0.1 && routes.differ_by_layer.iter().all(|share| *share > 0.0), "{routes:?}");
+    assert!(
+        routes.differing_share > 0.1 && routes.differing_by_layer.iter().all(|share| *share > 0.0),
+        "{routes:?}"
+    );
 }
 
 #[test]
@@ -144,8 +147,8 @@ fn bad_rows_are_named_and_the_others_are_compared() {
     ];
     let found = read_text(&rows.join("\n")).unwrap();
     assert_eq!(found.rows.iter().map(|row| row.name.as_str()).collect::<Vec<_>>(), ["1", "13"]);
-    assert_eq!(found.bad.len(), 11);
-    for (bad, (row, what)) in found.bad.iter().zip([
+    assert_eq!(found.bad_rows.len(), 11);
+    for (bad_rows, (row, what)) in found.bad_rows.iter().zip([
         (2, "token 1 is 272, but vocab_size = 272"),
         (3, "3 tokens but 2 logprobs"),
         (4, "NaN"),
@@ -158,7 +161,7 @@ fn bad_rows_are_named_and_the_others_are_compared() {
         (11, "one of verl's agent-loop rows, but the file began with rows of tokens and logprobs"),
         (12, "text alone"),
     ]) {
-        assert!(bad.contains(&format!("row {row}: ")) && bad.contains(what), "{bad}");
+        assert!(bad_rows.contains(&format!("row {row}: ")) && bad_rows.contains(what), "{bad_rows}");
     }
     let error = read_text("{}\n").unwrap_err();
     assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains("row 1"), "{error}");
@@ -171,7 +174,7 @@ fn of_many_bad_rows_the_first_are_told_and_the_rest_counted() {
     assert!(refused.contains("\n20 more rows are bad\n"), "{refused}");
     let good = "{\"tokens\": [1, 7], \"logprobs\": [null, -1]}\n";
     let found = read_text(&(good.to_owned() + &"nonsense\n".repeat(10))).unwrap();
-    assert_eq!((found.bad.len(), found.bad_row_messages()), (10, found.bad));
+    assert_eq!((found.bad_rows.len(), found.bad_row_messages()), (10, found.bad_rows));
 }
 
 #[test]
@@ -291,13 +294,13 @@ fn a_prompts_log_probs_are_raw_whatever_the_sampler_did() {
 fn a_few_tokens_moved_in_a_file_of_f32_are_not_called_rounding() {
     let fixture = Fixture::new();
     let mut rows = read(&[fixtures().join("rows.jsonl")]).unwrap().rows;
-    let yard = fixture.compare(&rows).diagnosis.bf16_yard;
+    let yard = fixture.compare(&rows).diagnosis.bf16_bound;
     let every_tenth = rows.iter_mut().flat_map(|row| row.log_probs.iter_mut().skip(1).step_by(10));
     every_tenth.for_each(|log_prob| *log_prob = log_prob.map(|l| l - yard.p90 as f32));
     let found = fixture.compare(&rows);
     assert!(found.diagnosis.within_bf16);
     assert_eq!(found.diagnosis.verdict, Verdict::Unknown(vec![]));
-    assert_eq!(found.located.moved, 22);
+    assert_eq!(found.location_result.differing, 22);
 }
 
 /// Two experts score alike to the last bit but one, and the engine's rounding takes the other.

@@ -32,7 +32,7 @@ struct Opened {
 impl Opened {
     fn gguf(path: &Path) -> Self {
         let GgufModel { weights, config, tokenizer, .. } = GgufModel::open(path).unwrap();
-        let chat = config.family.chat.of_bytes(tokenizer, "model.gguf").unwrap();
+        let chat = config.family.chat.from_bytes(tokenizer, "model.gguf").unwrap();
         Self { files: ModelFolder::of_gguf(path, weights), config, chat }
     }
 

@@ -59,9 +59,9 @@ impl World {
             chat: &Format::Harmony.from_embedded().unwrap(),
             task: task.as_ref(),
             interpreter: None,
-            preamble: &[],
+            system_prompt: &[],
             plan: &plan,
-            room: CacheCapacity::default(),
+            cache_capacity: CacheCapacity::default(),
         };
         let rollouts = rollout.sample_groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
         rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()
@@ -93,7 +93,7 @@ fn every_arm_opens_the_gap_that_its_name_says() {
     let clean = Ablations::default();
     let trajectories = world.sample(&clean);
     for (arm, words) in [
-        (clean.clone(), "none: both paths are the same bits"),
+        (clean.clone(), "none: both forwards have the same bits"),
         (
             arms(|a| a.no_sink_gradient = true),
             "both forwards have the same bits; this ablation changes only the backward",
@@ -102,7 +102,7 @@ fn every_arm_opens_the_gap_that_its_name_says() {
             arms(|a| a.freeze_attention = true),
             "both forwards have the same bits; this ablation changes only the backward",
         ),
-        (arms(|a| a.second_forward_old_logprobs = true), "none: both paths are the same bits"),
+        (arms(|a| a.second_forward_old_logprobs = true), "none: both forwards have the same bits"),
     ] {
         let line = world.line(&trajectories, &clean, &arm);
         assert_eq!(value(&line, "mismatch/logprob_abs_diff_max"), 0.0, "{arm:?}");

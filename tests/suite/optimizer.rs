@@ -317,7 +317,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             command: ModelCommand::Train,
             recipe: &recipe,
             config: &config,
-            forms: &vec![WeightFormat::F32; parameters.len()],
+            formats: &vec![WeightFormat::F32; parameters.len()],
             trainable,
             adapter: None,
             critic_trainable: Some(critic_trainable),

@@ -207,7 +207,7 @@ fn gae_brings_a_critic_and_no_other_advantage_does() {
 #[test]
 fn a_later_mistake_is_placed_where_the_key_was_written() {
     let plan = read("[train]\nfreeze = [\"x\"]\n[rollout]\n", &["rollout.turns_max=4"]);
-    let place = |key| plan.mistake(key, "…".to_owned()).place;
+    let place = |key| plan.mistake(key, "…".to_owned()).location;
     let line = |line| SourceLocation::File { path: PathBuf::from("r.toml"), line };
     assert_eq!(place("train.freeze"), line(Some(2)));
     assert_eq!(place("train.steps"), line(Some(1)));
@@ -369,7 +369,7 @@ fn a_recipe_with_a_base_holds_only_what_differs() {
     assert_eq!((plan.recipe.train.steps, plan.recipe.train.seed, plan.recipe.policy.clip_low), (9, 4, 0.1));
     // The resolved recipe stands alone.
     assert_eq!(read(&plan.to_toml(), &[]).recipe, plan.recipe);
-    let place = plan.mistake("policy.clip_low", String::new()).place;
+    let place = plan.mistake("policy.clip_low", String::new()).location;
     assert_eq!(
         place,
         SourceLocation::File { path: folder.path().join("arms/../ground.toml"), line: Some(5) }

@@ -58,9 +58,9 @@ impl World {
             chat: &self.chat,
             task,
             interpreter,
-            preamble: &[],
+            system_prompt: &[],
             plan: &self.plan,
-            room: CacheCapacity::default(),
+            cache_capacity: CacheCapacity::default(),
         }
     }
 }

@@ -207,13 +207,13 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     for &context in cases.context {
         for &sequences in cases.sequences {
             let tokens = context + 2 * (WARM_UPS + TIMES);
-            let room = CacheCapacity { sequences, tokens, fed_tokens_max: sequences };
+            let capacity = CacheCapacity { sequences, tokens, fed_tokens_max: sequences };
             let free = free_memory(device.as_cuda_device()?)?;
-            if room.device_bytes(config) + SPARE_BYTES.min(free / 2) > free {
+            if capacity.device_bytes(config) + SPARE_BYTES.min(free / 2) > free {
                 println!("| decode | {sequences} | {context} | does not fit | | |");
                 continue;
             }
-            let caches = CacheFactory::new(config, device, room)?;
+            let caches = CacheFactory::new(config, device, capacity)?;
             let mut held: Vec<SequenceCache> = (0..sequences).map(|_| caches.sequence()).collect();
             held.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
             let mut decoder = Decoder::new(&policy.decoder_stack());
@@ -226,8 +226,8 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
         }
     }
     let tokens = cases.prefill;
-    let room = CacheCapacity { sequences: 1, tokens, fed_tokens_max: tokens };
-    let caches = CacheFactory::new(config, device, room)?;
+    let capacity = CacheCapacity { sequences: 1, tokens, fed_tokens_max: tokens };
+    let caches = CacheFactory::new(config, device, capacity)?;
     let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens, None))?;
     row(device, "prefill", 1, tokens, seconds, tokens)?;
     Ok(())
@@ -237,8 +237,8 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
 fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
     const STEPS: usize = 4;
     let (stack, config) = (policy.decoder_stack(), &policy.model.config);
-    let room = CacheCapacity { sequences: 4, tokens: 80, fed_tokens_max: 140 };
-    let caches = CacheFactory::new(config, device, room)?;
+    let capacity = CacheCapacity { sequences: 4, tokens: 80, fed_tokens_max: 140 };
+    let caches = CacheFactory::new(config, device, capacity)?;
     let mut plain = [caches.sequence(), caches.sequence()];
     let id = |i: usize| (i * 7919 % config.vocab_size) as u32;
     stack.forward_cached(

@@ -1,6 +1,6 @@
 //! llama.cpp's `/completion` with `n_probs`: sampled tokens with their ids; the prompt as text.
 
-use super::{RawRow, parsed, prompt_and_response};
+use super::{RawRow, parse, prompt_and_response};
 use crate::vocabulary::Vocabulary;
 use serde::Deserialize;
 use serde_json::Value;
@@ -58,10 +58,10 @@ fn without<'a>(bytes: &'a [u8], id: u64, tokenizer: &Vocabulary) -> Option<&'a [
 }
 
 pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String> {
-    let response: Response = parsed(value, "a response of llama.cpp")?;
+    let response: Response = parse(value, "a response of llama.cpp")?;
     let (prompt, from_texts) = match response.prompt {
         Some(Value::String(text)) => (ids_of(&text, response.tokens_evaluated, tokenizer)?, true),
-        Some(ids @ Value::Array(_)) => (parsed(ids, "a list of ids")?, false),
+        Some(ids @ Value::Array(_)) => (parse(ids, "a list of ids")?, false),
         _ => {
             return Err(
                 "the prompt is missing, and a log-prob depends on it; keep the response's \"prompt\"".into(),

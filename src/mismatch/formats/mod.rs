@@ -44,56 +44,56 @@ pub struct RawExperts {
 pub struct RecordFormat {
     /// Name for messages.
     pub name: &'static str,
-    is: fn(&Value) -> bool,
+    matches: fn(&Value) -> bool,
     read: fn(Value, &TokenTexts) -> Result<Vec<RawRow>, String>,
 }
 
 /// The formats, in the order in which a record is compared with them.
-static SHAPES: [RecordFormat; 9] = [
+static FORMATS: [RecordFormat; 9] = [
     RecordFormat {
         name: "responses of /v1/chat/completions (vLLM)",
-        is: |value| openai::has_log_probs(value, "content"),
+        matches: |value| openai::has_log_probs(value, "content"),
         read: openai::chat,
     },
     RecordFormat {
         name: "responses of /v1/completions (vLLM, llama-cpp-python)",
-        is: |value| openai::has_log_probs(value, "token_logprobs"),
+        matches: |value| openai::has_log_probs(value, "token_logprobs"),
         read: openai::completions,
     },
     RecordFormat {
         name: "responses of SGLang's /generate",
-        is: |value| has(value, "meta_info"),
-        read: |value, _| sglang::row(value).map(one),
+        matches: |value| has(value, "meta_info"),
+        read: |value, _| sglang::row(value).map(single_row),
     },
     RecordFormat {
         name: "responses of llama.cpp's /completion",
-        is: |value| has(value, "completion_probabilities"),
-        read: |value, texts| llama_cpp::row(value, &texts.tokenizer).map(one),
+        matches: |value| has(value, "completion_probabilities"),
+        read: |value, texts| llama_cpp::row(value, &texts.tokenizer).map(single_row),
     },
     RecordFormat {
         name: "prime-rl's token exports",
-        is: |value| has(value, "inference_logprobs"),
-        read: |value, _| prime_rl::row(value).map(one),
+        matches: |value| has(value, "inference_logprobs"),
+        read: |value, _| prime_rl::row(value).map(single_row),
     },
     RecordFormat {
         name: "verifiers' traces",
-        is: |value| has(value, "nodes"),
+        matches: |value| has(value, "nodes"),
         read: |value, _| verifiers::rows(value),
     },
     RecordFormat {
         name: "rows of tokens and logprobs",
-        is: |value| has(value, "tokens") && has(value, "logprobs"),
-        read: |value, _| rloss::row(value).map(one),
+        matches: |value| has(value, "tokens") && has(value, "logprobs"),
+        read: |value, _| rloss::row(value).map(single_row),
     },
     RecordFormat {
         name: "slime's samples",
-        is: |value| has(value, "tokens") && has(value, "rollout_log_probs"),
-        read: |value, _| verl::slime_row(value).map(one),
+        matches: |value| has(value, "tokens") && has(value, "rollout_log_probs"),
+        read: |value, _| verl::slime_row(value).map(single_row),
     },
     RecordFormat {
         name: "verl's agent-loop rows",
-        is: |value| has(value, "response_logprobs") || has(value, "rollout_log_probs"),
-        read: |value, _| verl::row(value).map(one),
+        matches: |value| has(value, "response_logprobs") || has(value, "rollout_log_probs"),
+        read: |value, _| verl::row(value).map(single_row),
     },
 ];
 
@@ -101,7 +101,7 @@ fn has(value: &Value, key: &str) -> bool {
     value.get(key).is_some()
 }
 
-fn one(row: RawRow) -> Vec<RawRow> {
+fn single_row(row: RawRow) -> Vec<RawRow> {
     vec![row]
 }
 
@@ -112,8 +112,8 @@ impl RecordFormat {
     /// With the remedy, for a format without token ids or log-probs, and for an unknown one.
     pub fn of(value: &Value) -> Result<&'static Self, String> {
         let texts = |keys: [&str; 2]| keys.iter().all(|key| value.get(*key).is_some_and(Value::is_string));
-        if let Some(shape) = SHAPES.iter().find(|shape| (shape.is)(value)) {
-            return Ok(shape);
+        if let Some(format) = FORMATS.iter().find(|format| (format.matches)(value)) {
+            return Ok(format);
         }
         Err(match value {
             _ if has(value, "choices") => openai::log_probs_remedy(value).into(),
@@ -146,7 +146,7 @@ pub const TORCH_FILE: &str = "a file of torch.save: lists of numbers in a pickle
     print(json.dumps({k: s.get(k) for k in (\"tokens\", \"response_length\", \"loss_mask\", \"rollout_log_probs\")}))";
 
 /// Parses `value` as `T`; the error says why it is not `what`.
-fn parsed<T: serde::de::DeserializeOwned>(value: Value, what: &str) -> Result<T, String> {
+fn parse<T: serde::de::DeserializeOwned>(value: Value, what: &str) -> Result<T, String> {
     serde_json::from_value(value).map_err(|e| format!("not {what}: {e}; see docs/MISMATCH.md for the format"))
 }
 

@@ -1,7 +1,7 @@
 //! `/v1/completions` and `/v1/chat/completions`: vLLM with token ids, llama-cpp-python with the texts of
 //! tokens.
 
-use super::{RawRow, TokenTexts, npy, parsed};
+use super::{RawRow, TokenTexts, npy, parse};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -64,7 +64,7 @@ pub(super) fn log_probs_remedy(value: &Value) -> &'static str {
 
 /// Reads one row a choice of a completion.
 pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
-    let response: Response = parsed(value, "a response of /v1/completions")?;
+    let response: Response = parse(value, "a response of /v1/completions")?;
     let row = |choice: Choice| {
         let log_probs = choice.logprobs.ok_or("a choice has no logprobs")?;
         let (spelled, values) =
@@ -83,7 +83,7 @@ pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow
 
 /// Reads one row a choice of a chat.
 pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
-    let response: Response = parsed(value, "a response of /v1/chat/completions")?;
+    let response: Response = parse(value, "a response of /v1/chat/completions")?;
     let mut prompts = vec![(response.prompt_token_ids, response.prompt_logprobs)];
     let mut rows = vec![];
     let count = response.choices.len();

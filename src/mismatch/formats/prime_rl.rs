@@ -2,7 +2,7 @@
 //! sides: log-probs of the inference engine and of the trainer. Values where `loss_mask` is false are
 //! ignored.
 
-use super::{RawRow, parsed};
+use super::{RawRow, parse};
 use crate::trajectory::Trajectory;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -19,7 +19,7 @@ struct Export {
 }
 
 pub(super) fn row(value: Value) -> Result<RawRow, String> {
-    let export: Export = parsed(value, "a line of prime-rl's token export")?;
+    let export: Export = parse(value, "a line of prime-rl's token export")?;
     if let Some(version) = export.schema_version.filter(|version| *version != SCHEMA_VERSION) {
         return Err(format!("schema_version = {version}; version {SCHEMA_VERSION} is read"));
     }

@@ -1,6 +1,6 @@
 //! rloss's own rows: `{"tokens", "logprobs", "temperature"?, "mask"?}`. Its trajectories have this format.
 
-use super::{RawRow, parsed};
+use super::{RawRow, parse};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -15,7 +15,7 @@ struct Own {
 }
 
 pub(super) fn row(value: Value) -> Result<RawRow, String> {
-    let own: Own = parsed(value, "a row")?;
+    let own: Own = parse(value, "a row")?;
     let mut log_probs = own.logprobs;
     if let Some(mask) = own.mask {
         if mask.len() != own.tokens.len() {

@@ -1,7 +1,7 @@
 //! SGLang's `/generate` with `return_logprob`: `[log-prob, id, text]` for each token in `meta_info`.
 
 use super::npy::base64_bytes;
-use super::{RawExperts, RawRow, parsed};
+use super::{RawExperts, RawRow, parse};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -22,7 +22,7 @@ struct MetaInfo {
 }
 
 pub(super) fn row(value: Value) -> Result<RawRow, String> {
-    let meta = parsed::<Response>(value, "a response of SGLang")?.meta_info;
+    let meta = parse::<Response>(value, "a response of SGLang")?.meta_info;
     let Some(output) = meta.output_token_logprobs else {
         return Err("meta_info has no output_token_logprobs; ask with \"return_logprob\": true".into());
     };
@@ -51,10 +51,8 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
 /// Reads one entry; its text is optional.
 fn entry_of(entry: Value) -> Result<Entry, String> {
     match entry.as_array().map(Vec::len) {
-        Some(2) => {
-            parsed::<(Option<f64>, u64)>(entry, "an entry [log-prob, id]").map(|(l, id)| (l, id, None))
-        }
-        _ => parsed(entry, "an entry [log-prob, id, text]"),
+        Some(2) => parse::<(Option<f64>, u64)>(entry, "an entry [log-prob, id]").map(|(l, id)| (l, id, None)),
+        _ => parse(entry, "an entry [log-prob, id, text]"),
     }
 }
 

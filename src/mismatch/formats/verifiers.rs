@@ -1,7 +1,7 @@
 //! verifiers' `traces.jsonl`: messages as a tree of nodes, each with the tokens that it adds. Each leaf gives
 //! a row.
 
-use super::{RawRow, parsed};
+use super::{RawRow, parse};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -23,7 +23,7 @@ struct Node {
 }
 
 pub(super) fn rows(value: Value) -> Result<Vec<RawRow>, String> {
-    let nodes = parsed::<Trace>(value, "a trace of verifiers")?.nodes;
+    let nodes = parse::<Trace>(value, "a trace of verifiers")?.nodes;
     if nodes.iter().all(|node| node.token_ids.is_empty()) {
         return Err("the nodes hold no token_ids; sample with a client that returns token ids".into());
     }

@@ -1,6 +1,6 @@
 //! verl's rows with token ids, and slime's samples. Files with text alone are refused.
 
-use super::{RawExperts, RawRow, parsed, prompt_and_response};
+use super::{RawExperts, RawRow, parse, prompt_and_response};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -22,7 +22,7 @@ struct Verl {
 }
 
 pub(super) fn row(value: Value) -> Result<RawRow, String> {
-    let verl: Verl = parsed(value, "a row of verl with prompt_ids, response_ids and response_logprobs")?;
+    let verl: Verl = parse(value, "a row of verl with prompt_ids, response_ids and response_logprobs")?;
     let count = verl.response_ids.len();
     let mask = verl.response_mask.unwrap_or_else(|| vec![1; count]);
     if mask.len() != count || verl.response_logprobs.len() != count {
@@ -48,7 +48,7 @@ struct Slime {
 
 /// Reads slime's sample as JSON; it has log-probs for the response only.
 pub(super) fn slime_row(value: Value) -> Result<RawRow, String> {
-    let slime: Slime = parsed(value, "a sample of slime")?;
+    let slime: Slime = parse(value, "a sample of slime")?;
     let (count, response) = (slime.tokens.len(), slime.response_length);
     let mask = slime.loss_mask.unwrap_or_else(|| vec![1; response]);
     if response > count || mask.len() != response || slime.rollout_log_probs.len() != response {

@@ -191,8 +191,8 @@ impl Parameters {
     ///
     /// # Errors
     /// As [`Self::gather`].
-    pub fn serve(&self, critic: Option<&Parameters>, asked: &ShardRequest) -> Result<()> {
-        let ShardRequest::Tensor { of_critic, index, kind } = asked else {
+    pub fn serve(&self, critic: Option<&Parameters>, request: &ShardRequest) -> Result<()> {
+        let ShardRequest::Tensor { of_critic, index, kind } = request else {
             bail!("a request for a file reached a store of tensors")
         };
         let of = if *of_critic { critic.unwrap_or(self) } else { self };
@@ -226,13 +226,14 @@ fn exchanged(mesh: &Mesh, part: &GatherPart, of: impl Fn(usize) -> Range<usize>)
     };
     let (rank, ranks) = (mesh.rank(), mesh.ranks());
     let shard_of = |rank: usize| part.stored.shard_range(&part.spec, part.index, rank, mesh);
-    let (held, wanted) = (shard_of(rank), of(rank));
+    let (own_shard, requested_range) = (shard_of(rank), of(rank));
     let parts = (0..ranks).map(|to| {
-        let sent = common(&held, &of(to));
-        let sent = if sent.is_empty() { 0..0 } else { sent.start - held.start..sent.end - held.start };
+        let sent = common(&own_shard, &of(to));
+        let sent =
+            if sent.is_empty() { 0..0 } else { sent.start - own_shard.start..sent.end - own_shard.start };
         Arc::new(own[sent].to_vec())
     });
-    let comes = |from: usize| common(&shard_of(from), &wanted);
+    let comes = |from: usize| common(&shard_of(from), &requested_range);
     let lengths: Vec<usize> = (0..ranks).map(|from| comes(from).len()).collect();
     let came =
         mesh.start(&format!("experts of {}", part.spec.name), &mesh.all_ranks(), parts.collect(), &lengths)?;

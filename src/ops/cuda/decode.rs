@@ -27,7 +27,7 @@ struct DecodeLayer {
     /// Its range in the step's arrays.
     arrays: Range<usize>,
     /// Its range in the step's cache rows, where the new keys and values go.
-    places: Range<usize>,
+    slots: Range<usize>,
 }
 
 /// One new token per sequence, with its data of every layer.
@@ -49,7 +49,7 @@ impl DecodeStep {
         let lengths: Vec<usize> = sequences.iter().map(|sequence| sequence.len()).collect();
         let counts = vec![1; lengths.len()];
         let batch = LaunchSequences::for_cached_sequences(&counts, &lengths)?;
-        let places = pool.extend(sequences, &counts)?;
+        let slots = pool.extend(sequences, &counts)?;
         // Wider than needed, so that the shape stays the same while sequences grow.
         let pages = lengths.iter().max().map_or(1, |longest| (longest + 1).div_ceil(PAGE_POSITIONS));
         let (table, pages_max) = page_table(&paged_sequences(sequences), pages.next_power_of_two());
@@ -61,8 +61,8 @@ impl DecodeStep {
             self.arrays.extend(more);
             start..self.arrays.len()
         };
-        let (arrays, places) = (added(arrays), added(places));
-        self.layers.push(DecodeLayer { pool, attention, plan, arrays, places });
+        let (arrays, slots) = (added(arrays), added(slots));
+        self.layers.push(DecodeLayer { pool, attention, plan, arrays, slots });
         Ok(())
     }
 
@@ -119,7 +119,7 @@ impl DecodeBatch {
     /// # Errors
     /// When shapes disagree.
     pub fn attend(&self, index: usize, q: &Tensor, kv: &Tensor, sinks: &Tensor) -> Result<Tensor> {
-        let Some(DecodeLayer { pool, attention, plan, arrays, places }) = self.layers.get(index) else {
+        let Some(DecodeLayer { pool, attention, plan, arrays, slots }) = self.layers.get(index) else {
             bail!("decode: no layer {index}")
         };
         let Attention { heads, kv_heads, .. } = *attention;
@@ -132,7 +132,7 @@ impl DecodeBatch {
             (ATTENTION.view(q.0, q.1)?, ATTENTION.view(kv.0, kv.1)?, ATTENTION.view(sinks.0, sinks.1)?);
         let no_sinks = self.no_sinks.slice(..heads);
         let sinks = if attention.sinks { &sinks } else { &no_sinks };
-        pool.write(&kv, &self.arrays.slice(places.clone()))?;
+        pool.write(&kv, &self.arrays.slice(slots.clone()))?;
         let mut outputs = plan.outputs(&self.device)?;
         let memory = pool.memory();
         let inputs = Inputs { q: &q, kv: &memory.as_view(), sinks };

@@ -104,7 +104,7 @@ fn add(
     table: &Tensor,
     dy: &Tensor,
     by_id: &TokensById,
-    (places, width, columns): (usize, usize, usize),
+    (offsets, width, columns): (usize, usize, usize),
 ) -> Result<()> {
     let opened = dy.storage_and_layout();
     let (dy, _) = OP.open_tensor::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
@@ -112,8 +112,8 @@ fn add(
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let table = at.write(table);
-        // SAFETY: the table outlives the launch and has `places` rows or columns of `width`.
-        unsafe { sum(kernel, device, &dy, by_id, places, SumPlaces { table, out: 0, columns, width }) }
+        // SAFETY: the table outlives the launch and has `offsets` rows or columns of `width`.
+        unsafe { sum(kernel, device, &dy, by_id, offsets, SumPlaces { table, out: 0, columns, width }) }
     })
 }
 
@@ -144,20 +144,20 @@ struct SumPlaces {
 /// Launches `kernel` with one block per id and 256 columns.
 ///
 /// # Safety
-/// The addresses must be of live memory with `places` rows or columns of the width.
+/// The addresses must be of live memory with `offsets` rows or columns of the width.
 unsafe fn sum(
     kernel: &Kernel,
     device: &CudaDevice,
     dy: &CudaView<bf16>,
     by_id: &TokensById,
-    places: usize,
+    offsets: usize,
     to: SumPlaces,
 ) -> Result<()> {
     OP.check_width(to.width)?;
     let TokensById { ids, starts, order } = by_id;
     let Some(&last) = ids.last() else { return Ok(()) };
-    if last as usize >= places {
-        bail!("rows: id {last} for a gradient of {places}; give the buffer of the table that was read");
+    if last as usize >= offsets {
+        bail!("rows: id {last} for a gradient of {offsets}; give the buffer of the table that was read");
     }
     let lists = device.clone_htod(&[&order[..], starts, ids].concat())?;
     let stream = device.cuda_stream();
@@ -174,6 +174,6 @@ unsafe fn sum(
         columns: to.columns as i64,
         width: to.width as i32,
     };
-    // SAFETY: guaranteed by the caller; the lists outlive the launch, and every id is below `places`.
+    // SAFETY: guaranteed by the caller; the lists outlive the launch, and every id is below `offsets`.
     unsafe { launch(device, kernel, &params, ids.len() * to.width.div_ceil(SUM_COLUMNS)) }
 }

@@ -67,11 +67,11 @@ impl KvPool {
         counts: &[usize],
     ) -> Result<()> {
         self.check_rows(kv, counts.iter().sum())?;
-        let places = self.extend(sequences, counts)?;
-        if places.is_empty() {
+        let slots = self.extend(sequences, counts)?;
+        if slots.is_empty() {
             return Ok(());
         }
-        self.write(kv, &self.device.clone_htod(&places)?.as_view())
+        self.write(kv, &self.device.clone_htod(&slots)?.as_view())
     }
 
     /// Allocates `counts[i]` new rows in `sequences[i]`. Returns the cache row of each.
@@ -99,23 +99,23 @@ impl KvPool {
         Ok(())
     }
 
-    /// Copies rows of `kv` to the cache rows `places`, which [`KvPool::extend`] returned.
+    /// Copies rows of `kv` to the cache rows `slots`, which [`KvPool::extend`] returned.
     ///
     /// # Errors
     /// When the row counts differ.
-    pub(super) fn write(&self, kv: &CudaView<bf16>, places: &CudaView<i32>) -> Result<()> {
-        self.check_rows(kv, places.len())?;
-        let (width, tokens) = (self.row_elements(), places.len());
+    pub(super) fn write(&self, kv: &CudaView<bf16>, slots: &CudaView<i32>) -> Result<()> {
+        self.check_rows(kv, slots.len())?;
+        let (width, tokens) = (self.row_elements(), slots.len());
         let mut memory = self.memory();
         let stream = self.device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = KvAppendParams {
             rows: at.read(kv),
             cache: at.write(&mut *memory),
-            places: at.read(places),
+            slots: at.read(slots),
             row_vectors: (width / VECTOR) as i32,
         };
-        // SAFETY: all three outlive the launch, `kv` and `places` have `tokens` rows, places are in the
+        // SAFETY: all three outlive the launch, `kv` and `slots` have `tokens` rows, places are in the
         // cache.
         unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
     }
@@ -190,7 +190,7 @@ kernel_params! {
     struct KvAppendParams {
         rows: u64,
         cache: u64,
-        places: u64,
+        slots: u64,
         row_vectors: i32,
     }
 }

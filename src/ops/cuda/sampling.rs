@@ -47,12 +47,12 @@ kernel_params! {
 }
 
 /// Returns the requested rows as the kernels read them; checks that each is below `rows`.
-fn checked_rows<A>(asked: &[(usize, A)], rows: usize) -> Result<Vec<u32>> {
+fn checked_rows<A>(requests: &[(usize, A)], rows: usize) -> Result<Vec<u32>> {
     let row = |&(row, _): &(usize, A)| match u32::try_from(row) {
         Ok(id) if row < rows => Ok(id),
         _ => bail!("logits: row {row} of {rows}"),
     };
-    asked.iter().map(row).collect()
+    requests.iter().map(row).collect()
 }
 
 /// Draws a token for each of `draws`: a row of `z [R, V]` and a uniform number in [0, 1). With `likeliest`
@@ -64,7 +64,7 @@ pub(in crate::ops) fn draw_tokens(
     likeliest: bool,
 ) -> Result<Vec<Option<SampledToken>>> {
     let (rows, vocabulary) = z.dims2()?;
-    let asked = checked_rows(draws, rows)?;
+    let requests = checked_rows(draws, rows)?;
     check_vocabulary(OP, vocabulary)?;
     let opened = [z, log_sum_exp].map(Tensor::storage_and_layout);
     let (z, device) = OP.open_tensor::<f32>("the logits", &opened[0], &[rows, vocabulary])?;
@@ -73,14 +73,14 @@ pub(in crate::ops) fn draw_tokens(
         return Ok(vec![]);
     }
     let uniforms: Vec<f64> = draws.iter().map(|&(_, uniform)| uniform).collect();
-    let (asked, uniforms) = (device.clone_htod(&asked)?, device.clone_htod(&uniforms)?);
+    let (requests, uniforms) = (device.clone_htod(&requests)?, device.clone_htod(&uniforms)?);
     let mut drawn = output::<u32>(device, 2 * draws.len())?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let params = DrawParams {
         z: at.read(&z),
         log_sum_exp: at.read(&sums),
-        rows: at.read(&asked),
+        rows: at.read(&requests),
         uniforms: at.read(&uniforms),
         drawn: at.write(&mut drawn),
         vocabulary: vocabulary as i32,
@@ -102,7 +102,7 @@ pub(in crate::ops) fn token_log_probs(
     tokens: &[(usize, u32)],
 ) -> Result<Vec<f32>> {
     let (rows, vocabulary) = z.dims2()?;
-    let asked = checked_rows(tokens, rows)?;
+    let requests = checked_rows(tokens, rows)?;
     check_vocabulary(OP, vocabulary)?;
     let ids: Vec<u32> = tokens.iter().map(|&(_, token)| token).collect();
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
@@ -114,14 +114,14 @@ pub(in crate::ops) fn token_log_probs(
     if tokens.is_empty() {
         return Ok(vec![]);
     }
-    let (asked, ids) = (device.clone_htod(&asked)?, device.clone_htod(&ids)?);
+    let (requests, ids) = (device.clone_htod(&requests)?, device.clone_htod(&ids)?);
     let mut log_probs = output::<f32>(device, tokens.len())?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let params = LogProbParams {
         z: at.read(&z),
         log_sum_exp: at.read(&sums),
-        rows: at.read(&asked),
+        rows: at.read(&requests),
         tokens: at.read(&ids),
         log_probs: at.write(&mut log_probs),
         count: tokens.len() as i64,

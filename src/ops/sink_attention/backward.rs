@@ -22,7 +22,7 @@ pub(super) struct BackwardInputs<'a> {
 struct Tile<const R: usize> {
     rows: usize,
     /// Indices of the rows in `[T][N]`.
-    places: [usize; R],
+    row_range: [usize; R],
     p: [[f32; BLOCK]; R],
     ds: [[f32; BLOCK]; R],
     /// Upper bound of the keys that any of the queries sees.
@@ -103,7 +103,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
         for start in (0..rows).step_by(R) {
             let mut tile = Tile {
                 rows: R.min(rows - start),
-                places: [0; R],
+                row_range: [0; R],
                 p: [[0.0; BLOCK]; R],
                 ds: [[0.0; BLOCK]; R],
                 high: 0,
@@ -112,7 +112,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
             for r in 0..tile.rows {
                 let row = first_row + start + r;
                 let (own, head) = (row / group, row % group);
-                tile.places[r] = own * heads + kv_head * group + head;
+                tile.row_range[r] = own * heads + kv_head * group + head;
                 of_row[r] = row;
                 seen[r] = visible_keys(attention, first + own, b);
                 tile.high = tile.high.max(seen[r].1);
@@ -121,14 +121,17 @@ fn attend_backward_by<const R: usize, const W: usize>(
             while r < tile.rows {
                 // An unpaired last row is paired with itself.
                 let pair = [r, (r + 1).min(tile.rows - 1)];
-                let places = pair.map(|r| tile.places[r] * d..(tile.places[r] + 1) * d);
+                let row_range = pair.map(|r| tile.row_range[r] * d..(tile.row_range[r] + 1) * d);
                 let seen = pair.map(|r| seen[r]);
                 let scores =
-                    block_scores(places.clone().map(|at| &up.q[at]), keys_t, attention.scale(), seen);
-                let dp =
-                    query_key_products(places.map(|at| &up.grad[at]), &values_t, seen.map(|(_, high)| high));
+                    block_scores(row_range.clone().map(|at| &up.q[at]), keys_t, attention.scale(), seen);
+                let dp = query_key_products(
+                    row_range.map(|at| &up.grad[at]),
+                    &values_t,
+                    seen.map(|(_, high)| high),
+                );
                 for (i, r) in pair.into_iter().enumerate() {
-                    let (lse, delta) = (up.lse[tile.places[r]], deltas[of_row[r]]);
+                    let (lse, delta) = (up.lse[tile.row_range[r]], deltas[of_row[r]]);
                     for j in 0..BLOCK {
                         let p = exp(scores[i][j] - lse);
                         tile.p[r][j] = p;
@@ -196,7 +199,7 @@ impl<const R: usize> Tile<R> {
         let mut grad = [[0f32; W]; R];
         let mut dq_sums = [[0f32; W]; R];
         for r in 0..self.rows {
-            let at = self.places[r] * d + column;
+            let at = self.row_range[r] * d + column;
             q[r][..width].copy_from_slice(&up.q[at..at + width]);
             grad[r][..width].copy_from_slice(&up.grad[at..at + width]);
             dq_sums[r][..width].copy_from_slice(dq.at(at, width));
@@ -218,7 +221,7 @@ impl<const R: usize> Tile<R> {
             dk[at.clone()].copy_from_slice(&dk_sum[..width]);
             dv[at].copy_from_slice(&dv_sum[..width]);
         }
-        for (sums, place) in dq_sums.iter().zip(&self.places).take(self.rows) {
+        for (sums, place) in dq_sums.iter().zip(&self.row_range).take(self.rows) {
             dq.at(place * d + column, width).copy_from_slice(&sums[..width]);
         }
     }

@@ -28,13 +28,13 @@ fn all_bytes<'a>(specs: impl IntoIterator<Item = &'a ParameterSpec>) -> u64 {
 }
 
 /// Returns the bytes of master weights and optimizer state.
-fn optimizer_bytes(settings: &OptimizerSettings, learning: &[TrainableTensor]) -> u64 {
+fn optimizer_bytes(settings: &OptimizerSettings, tensors: &[TrainableTensor]) -> u64 {
     let kept = |(_, spec): &TrainableTensor| {
         let values = spec.element_count();
         let master = if spec.is_matrix() { values * size_of::<f32>() } else { 0 };
         master as u64 + state_bytes(settings, values, values)
     };
-    learning.iter().map(kept).sum()
+    tensors.iter().map(kept).sum()
 }
 
 impl PlanInput<'_> {
@@ -46,7 +46,7 @@ impl PlanInput<'_> {
 
     /// Returns the bytes of the policy's tensor `index`. A frozen MXFP4 tensor stays packed.
     fn gpu_bytes(&self, spec: &ParameterSpec, index: usize) -> u64 {
-        let form = self.forms[index];
+        let form = self.formats[index];
         match self.is_packed(spec, index) && spec.packed_format(form) == Some(PackedFormat::Mxfp4) {
             true => spec.resident_bytes(form),
             false => working_bytes(spec),
@@ -57,8 +57,8 @@ impl PlanInput<'_> {
     pub fn sequence_capacity(&self, available: &AvailableMemory) -> usize {
         let (prompts, samples) = self.rollout_size();
         let fits = |sequences: usize| {
-            let subject = PlanInput { gpu_sequences: Some(sequences), ..self.clone() };
-            MemoryPlan::new(&subject).peak_bytes() as f64 <= WARNED_SHARE * available.bytes as f64
+            let input = PlanInput { gpu_sequences: Some(sequences), ..self.clone() };
+            MemoryPlan::new(&input).peak_bytes() as f64 <= WARNED_SHARE * available.bytes as f64
         };
         let (mut fitting, mut beyond) = (1, prompts.saturating_mul(samples).max(1) + 1);
         while fitting + 1 < beyond {
@@ -79,12 +79,12 @@ impl PlanInput<'_> {
 
     /// Describes the KV cache of one sequence, the least that a GPU needs for sampling.
     pub fn describe_sequence_cache(&self) -> String {
-        let room = self.cache_capacity(1);
-        let bytes = room.device_bytes(self.config);
+        let capacity = self.cache_capacity(1);
+        let bytes = capacity.device_bytes(self.config);
         format!(
             "the KV cache of a single sequence takes {}: {} tokens, {} key-value heads of width {}, {} layers",
             gigabytes(bytes),
-            room.tokens,
+            capacity.tokens,
             self.config.num_key_value_heads,
             self.config.head_dim,
             self.config.num_hidden_layers
@@ -114,21 +114,21 @@ impl PlanInput<'_> {
             (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
         ];
         let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
-            let learning = self.trainable_tensors(stage);
-            (gathered_bytes(&learning), optimizer_bytes(optimizer, &learning))
+            let tensors = self.trainable_tensors(stage);
+            (gathered_bytes(&tensors), optimizer_bytes(optimizer, &tensors))
         });
         let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
         // With several processes, each keeps its shards in host memory, and one whole gradient at a time on
         // the GPU.
         let is_alone = self.processes == 1;
-        let largest = |learning: &[TrainableTensor]| {
-            let bytes = learning.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
+        let largest = |tensors: &[TrainableTensor]| {
+            let bytes = tensors.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
             bytes.max().unwrap_or(0)
         };
         part("gradients", if is_alone { gradients } else { largest(&self.ever_trainable_tensors()) });
         part("optimizer", if is_alone { optimizer } else { 0 });
         if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
-            let learning = self.critic_trainable_tensors(trainable);
+            let tensors = self.critic_trainable_tensors(trainable);
             let values = value_model_specs(self.config);
             let head = values.iter().filter(|spec| spec.name.starts_with("score."));
             let weights = match self.adapter {
@@ -136,10 +136,10 @@ impl PlanInput<'_> {
                 None => all_bytes(&values),
             };
             part("critic's weights", weights);
-            part("critic's gradients", if is_alone { gathered_bytes(&learning) } else { largest(&learning) });
+            part("critic's gradients", if is_alone { gathered_bytes(&tensors) } else { largest(&tensors) });
             part(
                 "critic's optimizer",
-                if is_alone { optimizer_bytes(&critic.optimizer, &learning) } else { 0 },
+                if is_alone { optimizer_bytes(&critic.optimizer, &tensors) } else { 0 },
             );
         }
         // With an adapter, the reference is the model without it.
@@ -167,15 +167,17 @@ impl PlanInput<'_> {
 
     pub(super) fn gpu_phases(&self, sequences: usize) -> Vec<(&'static str, Vec<MemoryItem>)> {
         let (recipe, config) = (self.recipe, self.config);
-        let caches =
-            |room: CacheCapacity| MemoryItem { name: "keys and values", bytes: room.device_bytes(config) };
+        let caches = |capacity: CacheCapacity| MemoryItem {
+            name: "keys and values",
+            bytes: capacity.device_bytes(config),
+        };
         let mut phases = vec![];
         if self.samples() {
-            let room = self.cache_capacity(sequences);
-            let forward = self.pass(room.fed_tokens_max, recipe.rollout.sequences_max).forward();
+            let capacity = self.cache_capacity(sequences);
+            let forward = self.pass(capacity.fed_tokens_max, recipe.rollout.sequences_max).forward();
             let spread = self.attention_in_parts_bytes();
             let parts = [
-                caches(room),
+                caches(capacity),
                 MemoryItem { name: "one forward and its logits", bytes: forward },
                 MemoryItem { name: "partial attention results", bytes: spread },
             ];
@@ -188,14 +190,14 @@ impl PlanInput<'_> {
             ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => {}
             ModelCommand::CheckMismatch(_) => {
                 let decoded = DECODED_SEQUENCES.min(prompts * samples);
-                let room = CacheCapacity {
+                let capacity = CacheCapacity {
                     sequences: decoded,
                     tokens: self.longest_sequence(),
                     fed_tokens_max: decoded,
                 };
                 let activations =
                     MemoryItem { name: "activations", bytes: self.pass(tokens, tokens).forward() };
-                phases.push(("comparison", vec![caches(room), activations]));
+                phases.push(("comparison", vec![caches(capacity), activations]));
             }
             ModelCommand::Train => {
                 let bytes = self.gpu_resident().first().map_or(0, |weights| weights.bytes);

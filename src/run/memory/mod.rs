@@ -134,7 +134,7 @@ pub struct PlanInput<'a> {
     pub recipe: &'a Recipe,
     pub config: &'a Config,
     /// Storage format of each of the policy's tensors while frozen.
-    pub forms: &'a [WeightFormat],
+    pub formats: &'a [WeightFormat],
     /// Trainable flags of the policy's tensors.
     pub trainable: Vec<bool>,
     /// Trainable flags of the critic's tensors; `None` without a critic.
@@ -185,12 +185,17 @@ fn select_trainable(
     trainable: &[bool],
     first: usize,
 ) -> Vec<TrainableTensor> {
-    (first..).zip(specs).zip(trainable).filter(|(_, learns)| **learns).map(|(found, _)| found).collect()
+    (first..)
+        .zip(specs)
+        .zip(trainable)
+        .filter(|(_, is_trainable)| **is_trainable)
+        .map(|(found, _)| found)
+        .collect()
 }
 
-/// Returns the bytes of `learning` in f32, unsharded.
-fn gathered_bytes(learning: &[TrainableTensor]) -> u64 {
-    learning.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).sum()
+/// Returns the bytes of `tensors` in f32, unsharded.
+fn gathered_bytes(tensors: &[TrainableTensor]) -> u64 {
+    tensors.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).sum()
 }
 
 /// Returns the bytes of `specs` in f32.
@@ -226,18 +231,16 @@ fn sum(parts: &[MemoryItem]) -> u64 {
 }
 
 impl MemoryPlan {
-    /// Computes the plan of `subject`.
-    pub fn new(subject: &PlanInput) -> Self {
-        match subject.gpu_sequences {
+    /// Computes the plan of `input`.
+    pub fn new(input: &PlanInput) -> Self {
+        match input.gpu_sequences {
             None => {
-                let (mut resident, phases) = (subject.resident(), subject.phases());
+                let (mut resident, phases) = (input.resident(), input.phases());
                 let bytes = retained_bytes(&phases);
                 resident.push(MemoryItem { name: "kept by the allocator", bytes });
                 Self { resident, phases }
             }
-            Some(sequences) => {
-                Self { resident: subject.gpu_resident(), phases: subject.gpu_phases(sequences) }
-            }
+            Some(sequences) => Self { resident: input.gpu_resident(), phases: input.gpu_phases(sequences) },
         }
     }
 
@@ -323,7 +326,7 @@ impl PlanInput<'_> {
     fn trainable_tensors(&self, stage: Stage) -> Vec<TrainableTensor> {
         match &self.adapter {
             Some(adapter) if stage == Stage::Reinforcement || !adapter.after_cold_start => {
-                select_trainable(adapter.specs.clone(), &adapter.trainable, self.forms.len())
+                select_trainable(adapter.specs.clone(), &adapter.trainable, self.formats.len())
             }
             _ => select_trainable(parameter_specs(self.config), &self.trainable, 0),
         }
@@ -339,40 +342,40 @@ impl PlanInput<'_> {
     }
 
     /// Returns the largest total of any process. A process's total is the sum of `bytes(spec, n)` over
-    /// `learning`, where `n` is the number of elements in its shard.
-    fn share(&self, learning: &[TrainableTensor], bytes: impl Fn(&ParameterSpec, usize) -> u64) -> u64 {
+    /// `tensors`, where `n` is the number of elements in its shard.
+    fn share(&self, tensors: &[TrainableTensor], bytes: impl Fn(&ParameterSpec, usize) -> u64) -> u64 {
         let of = |rank: usize| -> u64 {
-            let here = |spec: &ParameterSpec, index: usize| {
+            let shard_elements = |spec: &ParameterSpec, index: usize| {
                 shard_range(spec.element_count(), index, rank, self.processes).len()
             };
-            learning.iter().map(|(index, spec)| bytes(spec, here(spec, *index))).sum()
+            tensors.iter().map(|(index, spec)| bytes(spec, shard_elements(spec, *index))).sum()
         };
         (0..self.processes).map(of).max().unwrap_or(0)
     }
 
-    /// Returns the bytes of the largest shard of `learning` in f32.
-    fn f32_shard_bytes(&self, learning: &[TrainableTensor]) -> u64 {
-        self.share(learning, |_, here| here as u64 * size_of::<f32>() as u64)
+    /// Returns the bytes of the largest shard of `tensors` in f32.
+    fn f32_shard_bytes(&self, tensors: &[TrainableTensor]) -> u64 {
+        self.share(tensors, |_, shard_elements| shard_elements as u64 * size_of::<f32>() as u64)
     }
 
     /// Returns the bytes of optimizer state and master weights in the largest shard.
-    fn optimizer(&self, settings: &OptimizerSettings, learning: &[TrainableTensor]) -> u64 {
+    fn optimizer(&self, settings: &OptimizerSettings, tensors: &[TrainableTensor]) -> u64 {
         let rounds_weights = self.recipe.model.dtype.is_bf16();
-        self.share(learning, |spec, here| {
+        self.share(tensors, |spec, shard_elements| {
             // An adapter stays in f32.
             let has_master = rounds_weights && spec.role != TensorRole::AdapterFactor;
-            let master = if has_master { (here * size_of::<f32>()) as u64 } else { 0 };
-            master + state_bytes(settings, spec.element_count(), here)
+            let master = if has_master { (shard_elements * size_of::<f32>()) as u64 } else { 0 };
+            master + state_bytes(settings, spec.element_count(), shard_elements)
         })
     }
 
     /// Returns the bytes that a process gathers in a pass: weights and exchanged gradients. With
     /// recomputation, it gathers the sharded weights layer by layer. Without, the graph holds all layers at
     /// once.
-    fn gathered_bytes(&self, learning: &[TrainableTensor], recomputes: bool) -> u64 {
+    fn gathered_bytes(&self, tensors: &[TrainableTensor], recomputes: bool) -> u64 {
         let largest =
-            learning.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
-        let pieced: Vec<ShardedTensor> = learning
+            tensors.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
+        let sharded: Vec<ShardedTensor> = tensors
             .iter()
             .cloned()
             .map(ShardedTensor::from_trainable)
@@ -380,11 +383,11 @@ impl PlanInput<'_> {
             .collect();
         // A layer is held twice while it arrives, and the next one is prefetched.
         let weights = if recomputes {
-            gather_peak_bytes(&pieced)
+            gather_peak_bytes(&sharded)
         } else {
-            unsharded_bytes(&pieced).max(gather_peak_bytes(&pieced))
+            unsharded_bytes(&sharded).max(gather_peak_bytes(&sharded))
         };
-        weights + largest + exchange_bytes_max(gathered_bytes(learning)).max(2 * largest)
+        weights + largest + exchange_bytes_max(gathered_bytes(tensors)).max(2 * largest)
     }
 
     fn resident(&self) -> Vec<MemoryItem> {
@@ -403,25 +406,25 @@ impl PlanInput<'_> {
                 (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
             ];
             let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
-                let learning = self.trainable_tensors(stage);
-                (self.f32_shard_bytes(&learning), self.optimizer(optimizer, &learning))
+                let tensors = self.trainable_tensors(stage);
+                (self.f32_shard_bytes(&tensors), self.optimizer(optimizer, &tensors))
             });
             let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
             part("gradients", gradients);
             part("optimizer", optimizer);
             if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
-                let learning = self.critic_trainable_tensors(trainable);
-                let all = self.critic_weights(trainable).saturating_sub(gathered_bytes(&learning));
-                part("critic's weights", all + self.f32_shard_bytes(&learning));
-                part("critic's gradients", self.f32_shard_bytes(&learning));
-                part("critic's optimizer", self.optimizer(&critic.optimizer, &learning));
+                let tensors = self.critic_trainable_tensors(trainable);
+                let all = self.critic_weights(trainable).saturating_sub(gathered_bytes(&tensors));
+                part("critic's weights", all + self.f32_shard_bytes(&tensors));
+                part("critic's gradients", self.f32_shard_bytes(&tensors));
+                part("critic's optimizer", self.optimizer(&critic.optimizer, &tensors));
             }
             // With an adapter, the reference is the model without it.
             if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
                 // The reference is sharded like the trainable weights.
-                let learning = self.trainable_tensors(Stage::Reinforcement);
-                let all = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&learning));
-                part("reference", all + self.f32_shard_bytes(&learning));
+                let tensors = self.trainable_tensors(Stage::Reinforcement);
+                let all = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&tensors));
+                part("reference", all + self.f32_shard_bytes(&tensors));
             }
         }
         match self.command {
@@ -477,8 +480,8 @@ impl PlanInput<'_> {
             on_gpu: false,
         };
         // Passes of several processes exchange data, so each process runs one at a time.
-        let meets = self.processes > 1;
-        let at_once = if meets { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
+        let exchanges = self.processes > 1;
+        let at_once = if exchanges { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
         if matches!(self.command, ModelCommand::CheckMismatch(_)) {
             phases.push(("comparison", vec![MemoryItem { name: "activations", bytes: pass.forward() }]));
             return phases;
@@ -492,10 +495,10 @@ impl PlanInput<'_> {
         let bytes = at_once * pass.forward_backward(recomputes);
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
         let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
-        let learning = [self.ever_trainable_tensors(), critic.unwrap_or_default()];
+        let tensors = [self.ever_trainable_tensors(), critic.unwrap_or_default()];
         let gathered =
-            learning.iter().map(|learning| self.gathered_bytes(learning, recomputes)).max().unwrap_or(0);
-        let gathered = if meets { gathered } else { 0 };
+            tensors.iter().map(|tensors| self.gathered_bytes(tensors, recomputes)).max().unwrap_or(0);
+        let gathered = if exchanges { gathered } else { 0 };
         let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
         phases.push(("update", vec![MemoryItem { name, bytes }, gathered]));
         phases
@@ -532,12 +535,12 @@ impl PlanInput<'_> {
     /// Returns the memory of sampling: KV caches at full length, one forward pass, and the logits.
     fn sampling(&self) -> Vec<MemoryItem> {
         let (recipe, config) = (self.recipe, self.config);
-        let cut = self.processes > 1 && self.command.trains();
-        let gathered = cut.then(|| self.sampling_gather_item());
-        let together = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
+        let is_sharded = self.processes > 1 && self.command.trains();
+        let gathered = is_sharded.then(|| self.sampling_gather_item());
+        let is_distributed = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
         let rounded = match self.command {
             // Weights gathered per expert are rounded on arrival, without a second set.
-            ModelCommand::Train if together => 0,
+            ModelCommand::Train if is_distributed => 0,
             ModelCommand::Train | ModelCommand::Rollout => {
                 self.rounded_weights(WeightRounding::from_ablations(&recipe.arms))
             }

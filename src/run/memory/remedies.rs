@@ -33,8 +33,8 @@ impl PlanInput<'_> {
         let mut found: Vec<Remedy> = self
             .changes()
             .into_iter()
-            .map(|(change, subject)| {
-                let saved_bytes = peak.saturating_sub(subject);
+            .map(|(change, input)| {
+                let saved_bytes = peak.saturating_sub(input);
                 Remedy { change, saved_bytes }
             })
             .filter(|remedy| remedy.saved_bytes > 0)
@@ -86,18 +86,18 @@ impl PlanInput<'_> {
             }
         }
         if self.processes > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
-            let subject = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
+            let input = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
             let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
-            changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
+            changes.push((change, MemoryPlan::new(&input).peak_bytes()));
         }
         if self.processes > 1
             && self.rollout_weights == RolloutWeightPlacement::Whole
             && self.has_remote_experts()
         {
             let rollout_weights = RolloutWeightPlacement::ByExpert;
-            let subject = PlanInput { rollout_weights, ..self.clone() };
+            let input = PlanInput { rollout_weights, ..self.clone() };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
-            changes.push((change, MemoryPlan::new(&subject).peak_bytes()));
+            changes.push((change, MemoryPlan::new(&input).peak_bytes()));
         }
         changes
     }
@@ -114,13 +114,13 @@ impl PlanInput<'_> {
             let head = own.iter().map(|spec| spec.name.starts_with("score."));
             head.chain(adapter.trainable.iter().copied()).collect()
         });
-        let subject = PlanInput {
+        let input = PlanInput {
             trainable: vec![false; base.len()],
             critic_trainable,
             adapter: Some(adapter),
             ..self.clone()
         };
-        MemoryPlan::new(&subject).peak_bytes()
+        MemoryPlan::new(&input).peak_bytes()
     }
 
     /// Returns the peak with all experts frozen, in the policy and a critic; `None` if nothing else is
@@ -130,7 +130,7 @@ impl PlanInput<'_> {
         let trainable: Vec<bool> = specs
             .iter()
             .zip(&self.trainable)
-            .map(|(spec, learns)| *learns && !spec.name.contains(".mlp.experts."))
+            .map(|(spec, is_trainable)| *is_trainable && !spec.name.contains(".mlp.experts."))
             .collect();
         trainable
             .contains(&true)

@@ -31,7 +31,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
         recipe.train.optimizer.kind = kind;
         let mut alone = 0;
         for processes in [1, 2, 4, 8] {
-            let mut held = [0; 3];
+            let mut weight = [0; 3];
             for rank in 0..processes {
                 let mesh = Mesh::without_connection(rank, processes);
                 let drawn = values
@@ -50,13 +50,13 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                     places.clone().filter_map(|i| parameters.gradient(i)).map(bytes).sum(),
                     places.flat_map(|i| parameters.state(i).values()).map(bytes).sum(),
                 ];
-                held = [held[0].max(own[0]), held[1].max(own[1]), held[2].max(own[2])];
+                weight = [weight[0].max(own[0]), weight[1].max(own[1]), weight[2].max(own[2])];
             }
-            let subject = PlanInput {
+            let input = PlanInput {
                 command: ModelCommand::Train,
                 recipe: &recipe,
                 config: &config,
-                forms: &vec![WeightFormat::F32; values.len()],
+                formats: &vec![WeightFormat::F32; values.len()],
                 trainable: trainable.clone(),
                 critic_trainable: None,
                 adapter: None,
@@ -69,11 +69,11 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 packed_weights: PackedWeightPlacement::Whole,
                 gpu_sequences: None,
             };
-            let plan = MemoryPlan::new(&subject);
+            let plan = MemoryPlan::new(&input);
             let planned = ["weights", "gradients", "optimizer"]
                 .map(|name| plan.resident.iter().find(|part| part.name == name).unwrap().bytes);
-            assert_eq!(planned, held, "{kind:?} on {processes}");
-            let all: u64 = held.iter().sum();
+            assert_eq!(planned, weight, "{kind:?} on {processes}");
+            let all: u64 = weight.iter().sum();
             alone = alone.max(all);
             // Blocks and small tensors are not split, so shards are not exactly equal.
             assert!(all as f64 <= 1.05 * alone as f64 / processes as f64, "{all} of {alone} on {processes}");
@@ -101,22 +101,22 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
             [(false, None), (true, None), (false, Some(7)), (true, Some(7)), (false, Some(1))]
         {
             for spec in &specs {
-                let held = zeros(spec, form);
+                let weight = zeros(spec, form);
                 let rounding = WeightRounding { mxfp4, bits };
                 let planned = rounding.copy_bytes(spec, form);
-                let made = match (&held, rounding.apply(spec, held.clone()).unwrap()) {
+                let rounded = match (&weight, rounding.apply(spec, weight.clone()).unwrap()) {
                     (Weight::Dense(a), Weight::Dense(b)) if a.values().id() == b.values().id() => 0,
                     (Weight::Packed(a), Weight::Packed(b)) if Arc::ptr_eq(a, &b) => 0,
-                    (_, made) => made.bytes(),
+                    (_, rounded) => rounded.bytes(),
                 };
                 // MXFP4 made from bf16 is smaller than the plan, which counts the bf16 size.
                 let exact = !(mxfp4 && form == WeightFormat::Bf16 && spec.is_expert_matrix());
                 assert!(
-                    if exact { planned == made } else { planned >= made },
-                    "{} {rounding:?}: {planned}, {made}",
+                    if exact { planned == rounded } else { planned >= rounded },
+                    "{} {rounding:?}: {planned}, {rounded}",
                     spec.name
                 );
-                *(if made > 0 { &mut copied } else { &mut shared }) += 1;
+                *(if rounded > 0 { &mut copied } else { &mut shared }) += 1;
             }
         }
     }
@@ -136,9 +136,9 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
         let available = bytes.map(|bytes| AvailableMemory { bytes, bound: String::new() });
         preflight.choose_sharding(processes, available.as_ref());
         let told = preflight.plan.warnings.drain(..).any(|said| said.contains("parallel.rollout_weights"));
-        let subject = preflight.plan_input();
-        assert_eq!(told, subject.rollout_weights != RolloutWeightPlacement::Whole);
-        (subject.rollout_weights, MemoryPlan::new(&subject).peak_bytes())
+        let input = preflight.plan_input();
+        assert_eq!(told, input.rollout_weights != RolloutWeightPlacement::Whole);
+        (input.rollout_weights, MemoryPlan::new(&input).peak_bytes())
     };
     let (how, whole) = planned(4, None);
     assert_eq!(how, RolloutWeightPlacement::Whole);
@@ -153,14 +153,14 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     assert_eq!(planned(1, Some(1)).0, RolloutWeightPlacement::Whole);
     // Unsharded packed experts are complete on every process, for any rollout_weights.
     preflight.choose_sharding(4, None);
-    let subject = preflight.plan_input();
-    let forms = vec![WeightFormat::Bf16; subject.forms.len()];
+    let input = preflight.plan_input();
+    let formats = vec![WeightFormat::Bf16; input.formats.len()];
     let trainable: Vec<bool> =
-        parameter_specs(subject.config).iter().map(|spec| !spec.is_expert_parameter()).collect();
+        parameter_specs(input.config).iter().map(|spec| !spec.is_expert_parameter()).collect();
     let sampling = |rollout_weights| {
-        let subject =
-            PlanInput { rollout_weights, forms: &forms, trainable: trainable.clone(), ..subject.clone() };
-        MemoryPlan::new(&subject).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
+        let input =
+            PlanInput { rollout_weights, formats: &formats, trainable: trainable.clone(), ..input.clone() };
+        MemoryPlan::new(&input).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
     };
     assert_eq!(sampling(RolloutWeightPlacement::ByExpert), sampling(RolloutWeightPlacement::Whole));
 }
@@ -172,12 +172,12 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
     let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
     let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     let specs = parameter_specs(&preflight.source.config);
-    preflight.source.forms = specs
+    preflight.source.formats = specs
         .iter()
         .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 })
         .collect();
-    let weights = |subject: &PlanInput| {
-        let resident = MemoryPlan::new(subject).resident;
+    let weights = |input: &PlanInput| {
+        let resident = MemoryPlan::new(input).resident;
         resident.iter().find(|part| part.name == "weights").unwrap().bytes
     };
     let alone = {
@@ -199,18 +199,18 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
         assert!(
             preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
         );
-        let subject = preflight.plan_input();
-        assert_eq!(subject.packed_weights, PackedWeightPlacement::Sharded);
+        let input = preflight.plan_input();
+        assert_eq!(input.packed_weights, PackedWeightPlacement::Sharded);
         // Bytes that the process `rank` actually holds.
-        let held = |rank: usize| -> u64 {
+        let weight = |rank: usize| -> u64 {
             let mesh = Mesh::without_connection(rank, processes);
             let factors: u64 = (specs.len()..)
-                .zip(&subject.adapter.as_ref().unwrap().specs)
+                .zip(&input.adapter.as_ref().unwrap().specs)
                 .map(|(index, spec)| {
                     shard_range(spec.element_count(), index, rank, processes).len() as u64 * 4
                 })
                 .sum();
-            let base = specs.iter().zip(subject.forms).enumerate().map(|(index, (spec, form))| {
+            let base = specs.iter().zip(input.formats).enumerate().map(|(index, (spec, form))| {
                 let stored = TensorStorage::from_weight(zeros(spec, *form)).into_shard(index, &mesh).unwrap();
                 match stored.weight(spec).unwrap() {
                     Weight::Packed(matrix) if stored.is_sharded() => {
@@ -221,10 +221,10 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
             });
             base.sum::<u64>() + factors
         };
-        let most = (0..processes).map(held).max().unwrap();
+        let most = (0..processes).map(weight).max().unwrap();
         // Other commands hold packed weights unsharded, and get no such remedy.
-        assert!(!PlanInput { command: ModelCommand::Rollout, ..subject.clone() }.can_shard_packed());
-        let planned = weights(&subject);
+        assert!(!PlanInput { command: ModelCommand::Rollout, ..input.clone() }.can_shard_packed());
+        let planned = weights(&input);
         // The largest shard of factors and the largest of the base may be on different processes.
         assert!(
             planned >= most && planned as f64 <= 1.01 * most as f64,

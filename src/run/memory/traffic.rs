@@ -21,17 +21,17 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Computes the traffic of `subject`.
-    pub fn new(subject: &PlanInput) -> Self {
-        let (recipe, config, ranks) = (subject.recipe, subject.config, subject.processes as u64);
+    /// Computes the traffic of `input`.
+    pub fn new(input: &PlanInput) -> Self {
+        let (recipe, config, ranks) = (input.recipe, input.config, input.processes as u64);
         let sharing = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
-        let learning = subject.trainable_tensors(Stage::Reinforcement);
-        let gradients = gathered_bytes(&learning);
-        let pieced = subject.sharded_tensors();
-        let all = unsharded_bytes(&pieced);
-        let layers: u64 = pieced.iter().filter(|one| one.layer().is_some()).map(ShardedTensor::bytes).sum();
+        let tensors = input.trainable_tensors(Stage::Reinforcement);
+        let gradients = gathered_bytes(&tensors);
+        let sharded = input.sharded_tensors();
+        let all = unsharded_bytes(&sharded);
+        let layers: u64 = sharded.iter().filter(|one| one.layer().is_some()).map(ShardedTensor::bytes).sum();
         let trajectories = (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt) as u64;
-        let longest = subject.longest_sequence() as u64;
+        let longest = input.longest_sequence() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
         let batches = (trajectories * longest).div_ceil(rows);
         let passes = batches.div_ceil(ranks / sharing);
@@ -42,7 +42,7 @@ impl Traffic {
         let width = 2 * config.num_attention_heads + 2 * config.num_key_value_heads;
         let values = rows.div_ceil(sharing) * (width * config.head_dim * config.num_hidden_layers) as u64;
         let heads = 3 * F32 * (values - values / sharing);
-        let [weights, rows] = sampling(subject, all);
+        let [weights, rows] = sampling(input, all);
         Self {
             passes,
             parts: vec![
@@ -63,15 +63,15 @@ impl Traffic {
 
 /// Returns the bytes of weights and of expert rows that a process receives while it samples. `all` is the
 /// size of all sharded weights.
-fn sampling(subject: &PlanInput, all: u64) -> [u64; 2] {
-    let (rollout, config, ranks) = (&subject.recipe.rollout, subject.config, subject.processes as u64);
+fn sampling(input: &PlanInput, all: u64) -> [u64; 2] {
+    let (rollout, config, ranks) = (&input.recipe.rollout, input.config, input.processes as u64);
     let others = |bytes: u64| bytes - bytes / ranks;
     let own = (rollout.prompts_per_step as u64).div_ceil(ranks) * rollout.samples_per_prompt as u64;
-    let longest = subject.longest_sequence() as u64;
-    match subject.effective_rollout_weights() {
+    let longest = input.longest_sequence() as u64;
+    match input.effective_rollout_weights() {
         RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => [others(all), 0],
         RolloutWeightPlacement::ByExpert => {
-            let of_experts: u64 = subject
+            let of_experts: u64 = input
                 .sharded_tensors()
                 .iter()
                 .filter(|one| one.spec.has_expert_axis())

@@ -33,16 +33,16 @@ impl ShardedTensor {
     }
 }
 
-/// Returns the bytes of all `pieced` tensors, unsharded.
-pub(super) fn unsharded_bytes(pieced: &[ShardedTensor]) -> u64 {
-    pieced.iter().map(ShardedTensor::bytes).sum()
+/// Returns the bytes of all `sharded` tensors, unsharded.
+pub(super) fn unsharded_bytes(sharded: &[ShardedTensor]) -> u64 {
+    sharded.iter().map(ShardedTensor::bytes).sum()
 }
 
-/// Returns the peak of gathering `pieced` layer by layer: tensors outside layers, a layer held twice while it
+/// Returns the peak of gathering `sharded` layer by layer: tensors outside layers, a layer held twice while it
 /// arrives, and the prefetched next one.
-pub(super) fn gather_peak_bytes(pieced: &[ShardedTensor]) -> u64 {
+pub(super) fn gather_peak_bytes(sharded: &[ShardedTensor]) -> u64 {
     let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
-    for one in pieced {
+    for one in sharded {
         match one.layer() {
             Some(layer) => *layers.entry(layer).or_default() += one.bytes(),
             None => outside += one.bytes(),
@@ -54,10 +54,10 @@ pub(super) fn gather_peak_bytes(pieced: &[ShardedTensor]) -> u64 {
 impl PlanInput<'_> {
     /// Returns the bytes of the policy's weights in memory, with its adapter, unsharded.
     pub(super) fn weight_bytes(&self) -> u64 {
-        let learns = |index: usize| self.command.trains() && self.trainable[index];
-        let specs = parameter_specs(self.config).into_iter().zip(self.forms).enumerate();
+        let is_trainable = |index: usize| self.command.trains() && self.trainable[index];
+        let specs = parameter_specs(self.config).into_iter().zip(self.formats).enumerate();
         let of = |(index, (spec, form)): (usize, (ParameterSpec, &WeightFormat))| {
-            spec.resident_bytes(if learns(index) { WeightFormat::F32 } else { *form })
+            spec.resident_bytes(if is_trainable(index) { WeightFormat::F32 } else { *form })
         };
         specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterInput::bytes)
     }
@@ -68,16 +68,16 @@ impl PlanInput<'_> {
         if self.processes == 1 || !self.command.trains() {
             return self.weight_bytes();
         }
-        let (learning, packed) = (self.ever_trainable_tensors(), self.sharded_packed_tensors());
-        let shared = gathered_bytes(&learning) + unsharded_bytes(&packed);
+        let (tensors, packed) = (self.ever_trainable_tensors(), self.sharded_packed_tensors());
+        let shared = gathered_bytes(&tensors) + unsharded_bytes(&packed);
         let of = |rank: usize| -> u64 {
-            let here = |one: &ShardedTensor| {
+            let shard_elements = |one: &ShardedTensor| {
                 shard_range(one.bytes() as usize, one.index, rank, self.processes).len() as u64
             };
-            packed.iter().map(here).sum()
+            packed.iter().map(shard_elements).sum()
         };
         let packed_share = (0..self.processes).map(of).max().unwrap_or(0);
-        self.weight_bytes() - shared + self.f32_shard_bytes(&learning) + packed_share
+        self.weight_bytes() - shared + self.f32_shard_bytes(&tensors) + packed_share
     }
 
     /// Returns the policy's packed tensors that are sharded.
@@ -90,7 +90,7 @@ impl PlanInput<'_> {
         }
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let packed = specs.filter(|(index, spec)| self.is_packed(spec, *index));
-        packed.map(|(index, spec)| ShardedTensor { index, spec, form: self.forms[index] }).collect()
+        packed.map(|(index, spec)| ShardedTensor { index, spec, form: self.formats[index] }).collect()
     }
 
     /// Returns all of the policy's sharded tensors: those trainable in any stage, and packed ones if sharded.
@@ -115,14 +115,14 @@ impl PlanInput<'_> {
 
     /// Returns the memory of weights that a process gathers from the others for sampling.
     pub(super) fn sampling_gather_item(&self) -> MemoryItem {
-        let pieced = self.sharded_tensors();
+        let sharded = self.sharded_tensors();
         match self.effective_rollout_weights() {
             RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => {
-                MemoryItem { name: "weights, gathered", bytes: unsharded_bytes(&pieced) }
+                MemoryItem { name: "weights, gathered", bytes: unsharded_bytes(&sharded) }
             }
             RolloutWeightPlacement::ByExpert => {
                 let (experts, rest): (Vec<ShardedTensor>, Vec<ShardedTensor>) =
-                    pieced.into_iter().partition(|one| one.spec.has_expert_axis());
+                    sharded.into_iter().partition(|one| one.spec.has_expert_axis());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
                 let bytes = |one: &ShardedTensor| one.spec.with_expert_count(own).resident_bytes(one.form);
                 MemoryItem {
@@ -154,7 +154,7 @@ impl PlanInput<'_> {
     pub(super) fn streamed_weights(&self) -> u64 {
         let specs = parameter_specs(self.config);
         let mut places: BTreeMap<Option<usize>, u64> = BTreeMap::new();
-        for (spec, form) in specs.iter().zip(self.forms) {
+        for (spec, form) in specs.iter().zip(self.formats) {
             *places.entry(spec.layer).or_default() += spec.resident_bytes(*form);
         }
         let outside = places.remove(&None).unwrap_or(0);
@@ -163,8 +163,8 @@ impl PlanInput<'_> {
 
     /// Returns whether the policy's tensor `index` stays packed.
     pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
-        let learns = self.command.trains() && self.trainable[index];
-        !learns && spec.packed_format(self.forms[index]).is_some()
+        let is_trainable = self.command.trains() && self.trainable[index];
+        !is_trainable && spec.packed_format(self.formats[index]).is_some()
     }
 
     /// Returns the bytes of the policy's unpacked weights, which a reference copies.
@@ -188,7 +188,8 @@ impl PlanInput<'_> {
             let at = policy.iter().position(|other| other.name == spec.name);
             at.is_some_and(|at| self.is_packed(spec, at))
         };
-        let held = own.into_iter().zip(trainable).filter(|(spec, learns)| **learns || !shared(spec));
+        let held =
+            own.into_iter().zip(trainable).filter(|(spec, is_trainable)| **is_trainable || !shared(spec));
         held.map(|(spec, _)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
@@ -196,12 +197,12 @@ impl PlanInput<'_> {
     /// rounded when it is read and needs no copy.
     pub(super) fn rounded_weights(&self, rounding: WeightRounding) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
-        let here = specs.filter(|(_, spec)| !self.streamed || spec.layer.is_none());
+        let shard_elements = specs.filter(|(_, spec)| !self.streamed || spec.layer.is_none());
         let of = |(index, spec): (usize, ParameterSpec)| {
-            let form = if self.is_packed(&spec, index) { self.forms[index] } else { WeightFormat::F32 };
+            let form = if self.is_packed(&spec, index) { self.formats[index] } else { WeightFormat::F32 };
             rounding.copy_bytes(&spec, form)
         };
-        here.map(of).sum()
+        shard_elements.map(of).sum()
     }
 
     /// Returns the peak of weights changed by a mismatch cause: a decoded layer and a copy of its largest

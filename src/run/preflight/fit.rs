@@ -19,7 +19,7 @@ const TO_SEE: &str = "`rloss check` prints the plan";
 impl Preflight {
     /// Returns the memory to plan for: the GPU's if a GPU computes, else the `host`'s.
     pub fn available_memory(&self, host: Option<AvailableMemory>) -> Option<AvailableMemory> {
-        self.place.available.clone().or(host)
+        self.compute_device.available.clone().or(host)
     }
 
     /// Plans for `processes`. For keys that are `"auto"`, takes the first option that fits `available`
@@ -31,7 +31,7 @@ impl Preflight {
             self.gpu_sequences = available.map(|found| self.plan_input().sequence_capacity(found));
             return;
         }
-        let asked = self.plan.recipe.parallel.clone();
+        let requested = self.plan.recipe.parallel.clone();
         let fits = |&(rollout_weights, packed_weights): &(RolloutWeightPlacement, PackedWeightPlacement)| {
             let peak = MemoryPlan::new(&PlanInput { rollout_weights, packed_weights, ..self.plan_input() });
             available.is_none_or(|found| peak.peak_bytes() <= found.bytes)
@@ -41,13 +41,15 @@ impl Preflight {
             _ => self.sharding_options(),
         };
         let Some(&(sampling, packed)) = ways.iter().find(|way| fits(way)).or(ways.last()) else { return };
-        if asked.rollout_weights == RolloutWeightPlacement::Auto && sampling != RolloutWeightPlacement::Whole
+        if requested.rollout_weights == RolloutWeightPlacement::Auto
+            && sampling != RolloutWeightPlacement::Whole
         {
             self.plan.warnings.push(format!(
                 "memory is too small for all weights in each process while it samples; using parallel.rollout_weights = \"{sampling}\""
             ));
         }
-        if asked.packed_weights == PackedWeightPlacement::Auto && packed == PackedWeightPlacement::Sharded {
+        if requested.packed_weights == PackedWeightPlacement::Auto && packed == PackedWeightPlacement::Sharded
+        {
             self.plan.warnings.push(format!(
                 "memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
             ));
@@ -58,22 +60,22 @@ impl Preflight {
     /// Returns the options that the recipe allows for holding weights on several processes, in order of
     /// preference.
     fn sharding_options(&self) -> Vec<(RolloutWeightPlacement, PackedWeightPlacement)> {
-        let asked = &self.plan.recipe.parallel;
+        let requested = &self.plan.recipe.parallel;
         let subject = self.plan_input();
-        let packed = match asked.packed_weights {
+        let packed = match requested.packed_weights {
             PackedWeightPlacement::Auto if subject.can_shard_packed() => {
                 vec![PackedWeightPlacement::Whole, PackedWeightPlacement::Sharded]
             }
             PackedWeightPlacement::Auto => vec![PackedWeightPlacement::Whole],
-            asked => vec![asked],
+            requested => vec![requested],
         };
-        let sampling = |packed_weights: PackedWeightPlacement| match asked.rollout_weights {
+        let sampling = |packed_weights: PackedWeightPlacement| match requested.rollout_weights {
             RolloutWeightPlacement::Auto => {
                 let travels = PlanInput { packed_weights, ..subject.clone() }.has_remote_experts();
                 let by_expert = travels.then_some(RolloutWeightPlacement::ByExpert);
                 [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
             }
-            asked => vec![asked],
+            requested => vec![requested],
         };
         let with = |packed: PackedWeightPlacement| sampling(packed).into_iter().map(move |way| (way, packed));
         packed.into_iter().flat_map(with).collect()
@@ -100,7 +102,7 @@ impl Preflight {
         self.choose_sharding(self.processes, available);
         let whole = MemoryPlan::new(&self.plan_input()).peak_bytes();
         if available.is_some_and(|available| whole > available.bytes)
-            && self.intent.can_stream()
+            && self.command.can_stream()
             && self.gpu_sequences.is_none()
             && let Some(files) = &self.source.weights
         {

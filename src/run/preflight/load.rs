@@ -15,16 +15,17 @@ impl Preflight {
     /// [`crate::error::BadInput`] when a file is damaged.
     pub fn load(self, console: &Console) -> Result<RunContext> {
         let subject = self.plan_input();
-        let (room, memory) = (subject.cache_capacity(self.gpu_sequences.unwrap_or(1)), subject.to_text());
+        let (cache_capacity, memory) =
+            (subject.cache_capacity(self.gpu_sequences.unwrap_or(1)), subject.to_text());
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let placement = match (self.streamed, self.packed_weights) {
             (true, _) => Placement::OnDisk,
-            (false, PackedWeightPlacement::Sharded) if self.intent.trains() => Placement::Sharded,
+            (false, PackedWeightPlacement::Sharded) if self.command.trains() => Placement::Sharded,
             _ => Placement::Replicated,
         };
-        let backend = (&self.mesh, &self.place.device);
-        let read = || source.parameters(recipe, trainable, self.intent, backend, placement, console);
+        let backend = (&self.mesh, &self.compute_device.device);
+        let read = || source.parameters(recipe, trainable, self.command, backend, placement, console);
         let mut parameters = self.threads.run_on_all(read)?;
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
@@ -32,7 +33,7 @@ impl Preflight {
             if parameters.adapter().is_none() {
                 adapter.attach(&mut parameters, recipe.train.seed)?;
             }
-            if self.intent.trains() {
+            if self.command.trains() {
                 base = source.base()?;
             }
         }
@@ -44,8 +45,8 @@ impl Preflight {
             plan: self.plan,
             threads: self.threads,
             parameters,
-            place: self.place.name,
-            room,
+            device_name: self.compute_device.name,
+            cache_capacity,
             memory,
             rollout_weights: self.rollout_weights,
             trainable,
@@ -54,7 +55,7 @@ impl Preflight {
             base,
             task: self.task,
             interpreter: self.interpreter,
-            preamble: self.preamble,
+            system_prompt: self.system_prompt,
         })
     }
 }

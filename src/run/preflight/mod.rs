@@ -29,7 +29,7 @@ use std::sync::Arc;
 /// Everything that a plan names, opened and checked. Of the weights, only the headers are read.
 pub struct Preflight {
     pub plan: Plan,
-    intent: ModelCommand,
+    command: ModelCommand,
     /// The processes of the run.
     mesh: Arc<Mesh>,
     /// Number of processes that memory is planned for.
@@ -39,7 +39,7 @@ pub struct Preflight {
     /// How each process holds the packed weights.
     packed_weights: PackedWeightPlacement,
     threads: Threads,
-    place: ComputeDevice,
+    compute_device: ComputeDevice,
     /// Number of sequences in the GPU's KV cache; `None` on the CPU.
     gpu_sequences: Option<usize>,
     pub(super) source: ModelSource,
@@ -49,7 +49,7 @@ pub struct Preflight {
     adapter: Option<RunAdapter>,
     pub task: Box<dyn Task>,
     interpreter: Option<Box<dyn Interpreter>>,
-    preamble: Vec<Message>,
+    system_prompt: Vec<Message>,
     /// True when the layers stay on disk and are read on demand.
     streamed: bool,
 }
@@ -59,8 +59,8 @@ impl Preflight {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
-    pub fn open(plan: Plan, intent: ModelCommand, console: &Console) -> Result<Self> {
-        Self::open_on_mesh(plan, intent, &Mesh::single(), None, console)
+    pub fn open(plan: Plan, command: ModelCommand, console: &Console) -> Result<Self> {
+        Self::open_on_mesh(plan, command, &Mesh::single(), None, console)
     }
 
     /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
@@ -70,7 +70,7 @@ impl Preflight {
     /// As [`Self::open`].
     pub fn open_on_mesh(
         mut plan: Plan,
-        intent: ModelCommand,
+        command: ModelCommand,
         mesh: &Arc<Mesh>,
         checkpoint: Option<&Path>,
         console: &Console,
@@ -93,7 +93,7 @@ impl Preflight {
         let task = mistakes.note(tasks::build(&plan.recipe.task, &host));
         let adapter = source.as_ref().and_then(|s| {
             let found = s.adapter.as_ref().map(|adapter| &adapter.lora);
-            mistakes.note(RunAdapter::resolve(&plan, &s.config, found, intent.trains()))
+            mistakes.note(RunAdapter::resolve(&plan, &s.config, found, command.trains()))
         });
         let trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| match adapter {
             Some(adapter) if !adapter.after_cold_start => Some(vec![false; s.specs().len()]),
@@ -118,17 +118,18 @@ impl Preflight {
             mistakes.note(check_heads(&plan, &source.config));
             mistakes.0.extend(unsupported_keys(&plan, source.config.family));
         }
-        let compares_changed = intent == ModelCommand::CheckMismatch(SecondWeights::Changed);
-        let place = source.as_ref().map(|s| choose(&mut plan, &s.config, mesh, compares_changed));
-        let place = place.and_then(|place| place.map_err(|why| mistakes.0.extend(why)).ok());
+        let compares_changed = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
+        let compute_device = source.as_ref().map(|s| choose(&mut plan, &s.config, mesh, compares_changed));
+        let compute_device = compute_device
+            .and_then(|compute_device| compute_device.map_err(|why| mistakes.0.extend(why)).ok());
         let (
             Some(source),
-            Some(place),
+            Some(compute_device),
             Some(task),
             Some(trainable),
             Some(critic_trainable),
             Some(interpreter),
-        ) = (source, place, task, trainable, critic_trainable, interpreter)
+        ) = (source, compute_device, task, trainable, critic_trainable, interpreter)
         else {
             return Err(mistakes.into_error());
         };
@@ -152,24 +153,25 @@ impl Preflight {
             plan.warnings
                 .push(format!("THE PYTHON TOOL IS {confinement}: code from the model runs with your rights"));
         }
-        let preamble = system_prompt(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
+        let system_prompt =
+            system_prompt(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
         Ok(Self {
             plan,
-            intent,
+            command,
             mesh: mesh.clone(),
             processes: mesh.ranks(),
             rollout_weights: RolloutWeightPlacement::Whole,
             packed_weights: PackedWeightPlacement::Whole,
             threads,
-            gpu_sequences: place.available.is_some().then_some(1),
-            place,
+            gpu_sequences: compute_device.available.is_some().then_some(1),
+            compute_device,
             source,
             trainable,
             critic_trainable,
             adapter: adapter.flatten(),
             task,
             interpreter,
-            preamble,
+            system_prompt,
             streamed: false,
         })
     }
@@ -186,7 +188,7 @@ impl Preflight {
     pub fn prompt(&self, problem: &Problem) -> Result<(String, usize)> {
         let limits = PromptLimits {
             chat: &self.source.chat,
-            preamble: &self.preamble,
+            system_prompt: &self.system_prompt,
             prompt_tokens_max: self.plan.recipe.rollout.prompt_tokens_max,
             context_tokens_max: self.source.config.max_position_embeddings,
         };
@@ -196,7 +198,7 @@ impl Preflight {
 
     /// Returns the memory plan's input.
     pub fn plan_input(&self) -> PlanInput<'_> {
-        self.plan_input_for(self.intent)
+        self.plan_input_for(self.command)
     }
 
     /// Returns the memory plan's input for another command.
@@ -205,7 +207,7 @@ impl Preflight {
             command,
             recipe: &self.plan.recipe,
             config: &self.source.config,
-            forms: &self.source.forms,
+            formats: &self.source.formats,
             trainable: self.trainable.clone(),
             critic_trainable: self.critic_trainable.clone(),
             adapter: self.adapter.as_ref().map(RunAdapter::adapter_input),

@@ -298,9 +298,9 @@ impl Case {
             chat: &chat,
             task: &Questions,
             interpreter: Some(&Repeat),
-            preamble: &[],
+            system_prompt: &[],
             plan: &plan,
-            room: CacheCapacity::default(),
+            cache_capacity: CacheCapacity::default(),
         };
         let prompts = (0..4)
             .map(|i| Prompt { index: i, problem: Questions.training_problem(step, i) })

@@ -60,15 +60,15 @@ fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
     let (width, vocabulary) = (8, 40);
     for rows in [0, 1, 3 * 128 + 5] {
         let sum = Tensor::zeros((width, vocabulary), DType::F32, &gpu).unwrap();
-        let counted = Arc::new(CountingSink(AtomicUsize::new(0), sum));
+        let gradient_sink = Arc::new(CountingSink(AtomicUsize::new(0), sum));
         let w = Var::from_tensor(&to_gpu(&numbers(2, width, vocabulary, 0.3), &gpu)).unwrap();
-        let head = Weight::Dense(Parameter::with_gradient_sink(&w, counted.clone(), 0));
+        let head = Weight::Dense(Parameter::with_gradient_sink(&w, gradient_sink.clone(), 0));
         let h = to_gpu(&numbers(1, rows, width, 0.5), &gpu);
         let dy = Tensor::zeros((2, rows), DType::F32, &gpu).unwrap();
         forward_and_backward(&[&h], &dy, || {
             ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0)
         });
-        assert_eq!(counted.0.load(Ordering::Relaxed), 1, "{rows} rows");
+        assert_eq!(gradient_sink.0.load(Ordering::Relaxed), 1, "{rows} rows");
     }
 }
 
