@@ -125,12 +125,12 @@ fn planned(seed: u64, recompute_layers: bool) {
     // One sequence, so that sampling uses less memory than the update.
     (recipe.rollout.prompt_tokens_max, recipe.rollout.response_tokens_max) = (8, tokens - 8);
     (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) = (1, 1);
-    let forms = vec![WeightFormat::F32; parameters.len()];
+    let formats = vec![WeightFormat::F32; parameters.len()];
     let subject = PlanInput {
         command: memory::ModelCommand::Train,
         recipe: &recipe,
         config: &model.config,
-        formats: &forms,
+        formats: &formats,
         trainable: vec![true; parameters.len()],
         adapter: None,
         critic_trainable: None,
@@ -169,7 +169,7 @@ fn peak_of<T>(kept: usize, f: impl FnOnce() -> T) -> (T, usize) {
     (result, (PEAK.load(Ordering::Relaxed) - before).saturating_sub(kept))
 }
 
-fn files(name: &str, shape: Shape, form: WeightFormat) {
+fn files(name: &str, shape: Shape, format: WeightFormat) {
     let (model, parameters) = model(shape);
     let config = &model.config;
     let folder = std::env::temp_dir().join(format!("rloss-memory-{}", std::process::id()));
@@ -178,7 +178,7 @@ fn files(name: &str, shape: Shape, form: WeightFormat) {
         Ok(parameters.values(parameters.index_of(&spec.name).unwrap_or_default())?.clone())
     };
     let write =
-        || save(&folder, config, form, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).expect("saved");
+        || save(&folder, config, format, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).expect("saved");
     let (_, saving) = peak_of(0, write);
     let bytes = parameters.bytes() as usize;
     let largest = 4 * parameters.specs.iter().map(ParameterSpec::element_count).max().unwrap_or(0);

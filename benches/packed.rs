@@ -15,15 +15,15 @@ use std::time::Instant;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-fn matrix(form: PackedFormat, shape: [usize; 3]) -> PackedMatrix {
+fn matrix(format: PackedFormat, shape: [usize; 3]) -> PackedMatrix {
     let fill = |rows: StoredRows| {
         // bf16 of small magnitude, or nibbles at a scale near 2^-7.
-        let pattern = if form == PackedFormat::Bf16 { [0x12, 0x3c] } else { [0x5a, 0xc3] };
+        let pattern = if format == PackedFormat::Bf16 { [0x12, 0x3c] } else { [0x5a, 0xc3] };
         rows.values.iter_mut().enumerate().for_each(|(i, byte)| *byte = pattern[i % 2]);
         rows.scales.fill(120);
         Ok::<_, Infallible>(())
     };
-    let Ok(matrix) = PackedMatrix::read(form, shape, fill);
+    let Ok(matrix) = PackedMatrix::read(format, shape, fill);
     matrix
 }
 

@@ -151,7 +151,7 @@ impl ModelFolder {
         if let Some(gguf) = &self.gguf {
             return gguf.read_packed(spec);
         }
-        let (Some(form), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
+        let (Some(format), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
         else {
             return Ok(None);
         };
@@ -160,15 +160,15 @@ impl ModelFolder {
             let bad = values.as_chunks().0.iter().position(|value| !bf16_is_finite(*value));
             bad.map_or(Ok(()), |at| Err(self.not_finite(spec, first + at)))
         };
-        let matrix = match (form, spec.layout) {
+        let matrix = match (format, spec.layout) {
             (PackedFormat::Bf16Rows, _) => {
                 let bytes = self.bytes(&spec.name)?.0;
                 finite_bf16(0, &bytes)?;
-                PackedMatrix::from_bytes(form, shape, bytes)
+                PackedMatrix::from_bytes(format, shape, bytes)
             }
             (PackedFormat::Bf16, Layout::Transposed) => {
                 let stored = self.stored(&spec.name)?;
-                PackedMatrix::read(form, shape, |rows: StoredRows| {
+                PackedMatrix::read(format, shape, |rows: StoredRows| {
                     let first = rows.columns.start * input;
                     stored.read_at(2 * first, rows.values)?;
                     finite_bf16(first, rows.values)
@@ -186,7 +186,7 @@ impl ModelFolder {
                 let [blocks, scales] =
                     ["_blocks", "_scales"].map(|half| self.stored(&format!("{}{half}", spec.name)));
                 let (blocks, scales) = (blocks?, scales?);
-                PackedMatrix::read(form, shape, |rows: StoredRows| {
+                PackedMatrix::read(format, shape, |rows: StoredRows| {
                     let first = (rows.expert * output + rows.columns.start) * (input / BLOCK);
                     blocks.read_at(first * (BLOCK / 2), rows.values)?;
                     scales.read_at(first, rows.scales)?;

@@ -101,7 +101,7 @@ pub fn prune(run: &Path, keep: usize) -> Result<()> {
 /// The content of a checkpoint.
 pub struct Snapshot<'a> {
     pub config: &'a Config,
-    pub form: WeightFormat,
+    pub format: WeightFormat,
     pub companions: &'a CompanionFiles,
     pub parameters: &'a Parameters,
     /// The base of the adapter, if `parameters` have one.
@@ -130,7 +130,7 @@ impl Snapshot<'_> {
     fn fill(&self, aside: &Path) -> Result<()> {
         let mut manifest = match self.parameters.adapter() {
             Some(lora) => self.save_adapter(aside, lora)?,
-            None => save(aside, self.config, self.form, self.companions, SHARD_BYTES_MAX, |spec| {
+            None => save(aside, self.config, self.format, self.companions, SHARD_BYTES_MAX, |spec| {
                 let index = self
                     .parameters
                     .index_of(&spec.name)
@@ -141,7 +141,7 @@ impl Snapshot<'_> {
         // The model's files hold frozen tensors. State files hold those that the model's files round. An
         // adapter's base has a folder of its own.
         let adapted = self.parameters.adapter().is_some();
-        let rounded = |spec: &ParameterSpec, values: &[f32]| !adapted && !self.form_keeps(spec, values);
+        let rounded = |spec: &ParameterSpec, values: &[f32]| !adapted && !self.format_preserves(spec, values);
         state_files::write((aside, STATE_STEM), self.parameters, false, &rounded, &mut manifest)?;
         if let Some(critic) = self.critic {
             let all = |_: &ParameterSpec, _: &[f32]| true;
@@ -161,13 +161,13 @@ impl Snapshot<'_> {
             let index = self.parameters.index_of(name).with_context(|| format!("no tensor {name}"))?;
             Ok(self.parameters.gather(index, MASTER)?.flatten_all()?.to_vec1()?)
         })?;
-        save_without_weights(aside, self.config, self.form, self.companions, &mut manifest)?;
+        save_without_weights(aside, self.config, self.format, self.companions, &mut manifest)?;
         Ok(manifest)
     }
 
     /// Whether the saved weights represent `values` of a tensor exactly.
-    fn form_keeps(&self, spec: &ParameterSpec, values: &[f32]) -> bool {
-        match (self.form, spec.stored_shape.as_slice()) {
+    fn format_preserves(&self, spec: &ParameterSpec, values: &[f32]) -> bool {
+        match (self.format, spec.stored_shape.as_slice()) {
             (WeightFormat::F32, _) => true,
             (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let shape = [experts, input, output];
@@ -180,13 +180,13 @@ impl Snapshot<'_> {
 }
 
 /// Estimates the bytes of a checkpoint of `parameters` with their optimizer state, without the small files.
-pub fn estimate_bytes(form: WeightFormat, parameters: &Parameters) -> u64 {
+pub fn estimate_bytes(format: WeightFormat, parameters: &Parameters) -> u64 {
     let of = |(index, spec): (usize, &ParameterSpec)| {
         let stored: u64 = match (parameters.adapter(), spec.role) {
             // The base stays in its own folder.
             (Some(_), role) if role != TensorRole::AdapterFactor => 0,
             (Some(_), _) => (spec.element_count() * size_of::<f32>()) as u64,
-            (None, _) => spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum(),
+            (None, _) => spec.stored_tensors(format).iter().map(StoredTensor::bytes).sum(),
         };
         let state = parameters.state(index);
         // Trained tensors are saved in full precision; under bf16 the optimizer's state holds those values.

@@ -107,7 +107,7 @@ impl CompanionFiles {
     }
 }
 
-/// Saves a model in `folder`, which must exist, in `form`.
+/// Saves a model in `folder`, which must exist, in `format`.
 ///
 /// `tensor` returns each parameter once, in file order, as its working tensor (any float dtype and device).
 /// A weight file has at most `shard_bytes_max` bytes, unless one parameter is larger. Returns the digests
@@ -119,49 +119,49 @@ impl CompanionFiles {
 pub fn save(
     folder: &Path,
     config: &Config,
-    form: WeightFormat,
+    format: WeightFormat,
     companions: &CompanionFiles,
     shard_bytes_max: u64,
     mut tensor: impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<Manifest> {
     config.check()?;
     let mut specs = parameter_specs(config);
-    if form == WeightFormat::Mxfp4 && !config.family.has_experts {
+    if format == WeightFormat::Mxfp4 && !config.family.has_experts {
         return Err(bad_input!("MXFP4 is a format of experts, and this family has none: save in bf16"));
     }
-    if form == WeightFormat::Mxfp4 {
+    if format == WeightFormat::Mxfp4 {
         check_blocks(&specs)?;
         // Bytes follow floats, so that every tensor starts at a multiple of its element size.
         specs.sort_by_key(ParameterSpec::is_expert_matrix);
     }
-    let shards = shards(&specs, form, shard_bytes_max);
+    let shards = shards(&specs, format, shard_bytes_max);
     let mut manifest = Manifest::default();
     for (index, shard) in shards.iter().enumerate() {
         let name = shard_name(index, shards.len());
-        manifest.record(&name, write_shard(&folder.join(&name), shard, form, &mut tensor)?);
+        manifest.record(&name, write_shard(&folder.join(&name), shard, format, &mut tensor)?);
     }
     if shards.len() > 1 {
-        manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, form)))?;
+        manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, format)))?;
     }
-    save_without_weights(folder, config, form, companions, &mut manifest)?;
+    save_without_weights(folder, config, format, companions, &mut manifest)?;
     Ok(manifest)
 }
 
-/// Writes the files of a model in `form` except its weights: config, tokenizer, template.
+/// Writes the files of a model in `format` except its weights: config, tokenizer, template.
 ///
 /// # Errors
 /// When a file exists or the disk refuses.
 pub fn save_without_weights(
     folder: &Path,
     config: &Config,
-    form: WeightFormat,
+    format: WeightFormat,
     companions: &CompanionFiles,
     manifest: &mut Manifest,
 ) -> Result<()> {
     for (name, content) in companions.complete(config) {
         manifest.write_file(folder, &name, &content)?;
     }
-    manifest.write_file(folder, "config.json", &pretty(&config.to_json(form)))?;
+    manifest.write_file(folder, "config.json", &pretty(&config.to_json(format)))?;
     File::open(folder)
         .and_then(|f| f.sync_all())
         .with_context(|| format!("{}: cannot be synced", folder.display()))
@@ -181,15 +181,15 @@ fn check_blocks(specs: &[ParameterSpec]) -> Result<()> {
     }
 }
 
-fn bytes_on_disk(spec: &ParameterSpec, form: WeightFormat) -> u64 {
-    spec.stored_tensors(form).iter().map(StoredTensor::bytes).sum()
+fn bytes_on_disk(spec: &ParameterSpec, format: WeightFormat) -> u64 {
+    spec.stored_tensors(format).iter().map(StoredTensor::bytes).sum()
 }
 
 /// Splits the parameters, in order, into ranges of at most `shard_bytes_max` bytes.
-fn shards(specs: &[ParameterSpec], form: WeightFormat, shard_bytes_max: u64) -> Vec<&[ParameterSpec]> {
+fn shards(specs: &[ParameterSpec], format: WeightFormat, shard_bytes_max: u64) -> Vec<&[ParameterSpec]> {
     let (mut shards, mut start, mut filled) = (Vec::new(), 0, 0);
     for (i, spec) in specs.iter().enumerate() {
-        let bytes = bytes_on_disk(spec, form);
+        let bytes = bytes_on_disk(spec, format);
         if i > start && filled + bytes > shard_bytes_max {
             shards.push(&specs[start..i]);
             (start, filled) = (i, 0);
@@ -204,11 +204,11 @@ fn shard_name(index: usize, count: usize) -> String {
     if count == 1 { WEIGHTS_FILE.into() } else { format!("model-{:05}-of-{count:05}.safetensors", index + 1) }
 }
 
-fn index_json(shards: &[&[ParameterSpec]], form: WeightFormat) -> Value {
+fn index_json(shards: &[&[ParameterSpec]], format: WeightFormat) -> Value {
     let mut map = BTreeMap::new();
     let mut total_size = 0;
     for (i, shard) in shards.iter().enumerate() {
-        for stored in shard.iter().flat_map(|spec| spec.stored_tensors(form)) {
+        for stored in shard.iter().flat_map(|spec| spec.stored_tensors(format)) {
             total_size += stored.bytes();
             map.insert(stored.name, shard_name(i, shards.len()));
         }
@@ -219,15 +219,15 @@ fn index_json(shards: &[&[ParameterSpec]], form: WeightFormat) -> Value {
 fn write_shard(
     path: &Path,
     specs: &[ParameterSpec],
-    form: WeightFormat,
+    format: WeightFormat,
     tensor: &mut impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<Hash> {
     // A packed matrix has two stored tensors: blocks and scales.
-    let parts = |spec: &ParameterSpec| spec.stored_tensors(form).len();
+    let parts = |spec: &ParameterSpec| spec.stored_tensors(format).len();
     let owner: Vec<&ParameterSpec> =
         specs.iter().flat_map(|spec| std::iter::repeat_n(spec, parts(spec))).collect();
     let mut scales_due: Option<Vec<u8>> = None;
-    let stored = specs.iter().flat_map(|spec| spec.stored_tensors(form)).collect();
+    let stored = specs.iter().flat_map(|spec| spec.stored_tensors(format)).collect();
     write_tensors(path, stored, |index, out| {
         let spec = owner[index];
         if let Some(scales) = scales_due.take() {
@@ -235,7 +235,7 @@ fn write_shard(
         }
         let working = checked(spec, &tensor(spec)?)?;
         let values = host_values(&working)?;
-        match (form, spec.stored_shape.as_slice()) {
+        match (format, spec.stored_shape.as_slice()) {
             (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let (blocks, scales) = mxfp4::encode(&values, [experts, input, output]);
                 scales_due = Some(scales);

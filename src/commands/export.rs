@@ -35,7 +35,7 @@ pub struct ExportArgs {
     gguf: Option<PathBuf>,
     /// The type of the matrices in the GGUF file: f32, bf16, f16, q8_0, or mxfp4 for the experts of GPT-OSS
     #[arg(long = "type", value_name = "TYPE", requires = "gguf", default_value = "bf16", value_parser = gguf_form)]
-    form: GgufForm,
+    format: GgufForm,
 }
 
 /// Parses `--type`.
@@ -63,9 +63,9 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);
         let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
-        export::gguf_file(&context, args.form, args.merged, out)?;
+        export::gguf_file(&context, args.format, args.merged, out)?;
         let adapter = if args.merged { " with its adapter merged in" } else { "" };
-        print_text(&format!("{shown}: the model{adapter}, {}\n", args.form))?;
+        print_text(&format!("{shown}: the model{adapter}, {}\n", args.format))?;
         return Ok(EXIT_DONE);
     }
     if !args.merged {

@@ -14,14 +14,14 @@ use std::sync::{Mutex, PoisonError};
 
 /// Maximum bytes of a model that runs micro-batches in parallel, one a thread. Larger models run one
 /// micro-batch at a time and parallelise each op.
-const SIDE_BY_SIDE_BYTES_MAX: u64 = 256 << 20;
+const PARALLEL_BYTES_MAX: u64 = 256 << 20;
 
 /// Share of a pass's time that its forward takes, for its progress.
 const FORWARD_SHARE: f64 = 1.0 / 3.0;
 
 /// Returns whether micro-batches of a model of `weight_bytes` run in parallel.
 pub fn runs_in_parallel(weight_bytes: u64) -> bool {
-    weight_bytes <= SIDE_BY_SIDE_BYTES_MAX
+    weight_bytes <= PARALLEL_BYTES_MAX
 }
 
 /// Runs batches through a model. The gradients are stored in its parameters.
@@ -69,28 +69,28 @@ impl BatchRunner<'_> {
     ) -> Result<Vec<PassOutput<N>>> {
         let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         let mesh = self.parameters.mesh();
-        let pass = |turn: PassSlot, weights: &Weights| {
-            let batch = &*batches[turn.index].local_shard(mesh)?;
+        let pass = |slot: PassSlot, weights: &Weights| {
+            let batch = &*batches[slot.index].local_shard(mesh)?;
             let share = batch.sequence_rows.positions_count() as f64 / tokens.max(1) as f64;
             // A masked pass adds no gradient.
-            let share = if turn.masked { 0.0 } else { share };
+            let share = if slot.masked { 0.0 } else { share };
             let settings = PassSettings { load_balance: settings.load_balance * share, ..settings };
             let pass = Pass { model: self.model, weights, batch, settings };
-            let shown = tokens_shown(&batches[turn.index], &turn);
-            let objective = |columns: [&[f32]; N]| match turn.masked {
+            let shown = tokens_shown(&batches[slot.index], &slot);
+            let objective = |columns: [&[f32]; N]| match slot.masked {
                 true => Ok(columns.map(|column| vec![0.0; column.len()])),
-                false => objective(turn.index, columns),
+                false => objective(slot.index, columns),
             };
-            let passed = || progress.advance_tokens(shown * FORWARD_SHARE / self.layers());
-            pass.forward_backward(&objective, &passed)
+            let on_layer = || progress.advance_tokens(shown * FORWARD_SHARE / self.layers());
+            pass.forward_backward(&objective, &on_layer)
         };
         let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
-        let outputs = self.run_passes(batches, |turn| {
-            let shown = tokens_shown(&batches[turn.index], &turn) * (1.0 - FORWARD_SHARE);
-            let sink = sum.pass_sink(turn.round, Some((progress, shown)));
+        let outputs = self.run_passes(batches, |slot| {
+            let shown = tokens_shown(&batches[slot.index], &slot) * (1.0 - FORWARD_SHARE);
+            let sink = sum.pass_sink(slot.round, Some((progress, shown)));
             let weights = self.parameters.pass_weights(Some(&sink));
             // Otherwise later passes would wait for a failed one.
-            weights.and_then(|weights| pass(turn, &weights)).inspect_err(|_| sum.fail(turn.round))
+            weights.and_then(|weights| pass(slot, &weights)).inspect_err(|_| sum.fail(slot.round))
         })?;
         sum.finish()?;
         let is_foreign = |index: usize| index % mesh.data_ranks() != mesh.data_rank();
@@ -123,11 +123,11 @@ impl BatchRunner<'_> {
         progress: &Progress,
     ) -> Result<Vec<PassOutput<N>>> {
         let weights = self.parameters.pass_weights(None)?;
-        self.run_passes(batches, |turn| {
-            let batch = &*batches[turn.index].local_shard(self.parameters.mesh())?;
-            let shown = tokens_shown(&batches[turn.index], &turn);
-            let passed = || progress.advance_tokens(shown / self.layers());
-            Pass { model: self.model, weights: &weights, batch, settings }.forward(&passed)
+        self.run_passes(batches, |slot| {
+            let batch = &*batches[slot.index].local_shard(self.parameters.mesh())?;
+            let shown = tokens_shown(&batches[slot.index], &slot);
+            let on_layer = || progress.advance_tokens(shown / self.layers());
+            Pass { model: self.model, weights: &weights, batch, settings }.forward(&on_layer)
         })
     }
 
@@ -170,13 +170,13 @@ impl BatchRunner<'_> {
     }
 
     /// Returns whether passes run in parallel. On a GPU they run one at a time.
-    fn is_side_by_side(&self) -> bool {
+    fn runs_passes_in_parallel(&self) -> bool {
         self.parameters.device().is_cpu() && runs_in_parallel(self.parameters.bytes())
     }
 
     /// Returns the limits for micro-batches of up to `tokens_max` tokens.
     pub fn limits(&self, tokens_max: usize) -> MicroBatchLimits {
-        MicroBatchLimits { tokens_max, in_pairs: self.is_side_by_side() }
+        MicroBatchLimits { tokens_max, in_pairs: self.runs_passes_in_parallel() }
     }
 
     /// Returns the packing of trajectories into micro-batches of up to `tokens_max` tokens. On a GPU
@@ -195,10 +195,10 @@ impl BatchRunner<'_> {
         run: impl Fn(PassSlot) -> Result<PassOutput<N>> + Sync,
     ) -> Result<Vec<PassOutput<N>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
-        let run = |turn| with_spinning_threads(self.parameters.device(), || run(turn));
+        let run = |slot| with_spinning_threads(self.parameters.device(), || run(slot));
         let alone = |index: usize| run(PassSlot { index, round: index, masked: false });
         match mesh.ranks() {
-            1 if self.is_side_by_side() => self.threads.map(count, alone),
+            1 if self.runs_passes_in_parallel() => self.threads.map(count, alone),
             1 => self.threads.run_on_all(|| (0..count).map(alone).collect()),
             _ => self.threads.run_on_all(|| self.run_distributed(batches, &run)),
         }
@@ -225,10 +225,11 @@ impl BatchRunner<'_> {
         }
         let mut all = mesh.all_gather_records("what passes gave", &own)?;
         all.iter_mut().for_each(|results| results.reverse());
-        let sharing = mesh.sequence_ranks();
+        let sequence_ranks = mesh.sequence_ranks();
         let of = |(index, batch): (usize, &MicroBatch)| {
-            let first = index % groups * sharing;
-            let parts = all[first..first + sharing].iter_mut().map(Vec::pop).collect::<Option<Vec<_>>>();
+            let first = index % groups * sequence_ranks;
+            let parts =
+                all[first..first + sequence_ranks].iter_mut().map(Vec::pop).collect::<Option<Vec<_>>>();
             PassOutput::join(parts.context("a rank made fewer passes")?, batch, mesh)
         };
         batches.iter().enumerate().map(of).collect()
@@ -244,8 +245,8 @@ pub enum GradientNorm {
 }
 
 /// Returns the tokens that a pass shows as progress.
-fn tokens_shown(batch: &MicroBatch, turn: &PassSlot) -> f64 {
-    if turn.masked { 0.0 } else { batch.sequence_rows.positions_count() as f64 }
+fn tokens_shown(batch: &MicroBatch, slot: &PassSlot) -> f64 {
+    if slot.masked { 0.0 } else { batch.sequence_rows.positions_count() as f64 }
 }
 
 /// One value a micro-batch; objectives set the values from any thread.

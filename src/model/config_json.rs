@@ -28,8 +28,8 @@ impl Config {
         if mistakes.is_empty() { Ok(config) } else { Err(bad_input!("{}", mistakes.join("; "))) }
     }
 
-    /// Returns the content of `config.json` for weights saved in `form`, for readers of either dialect.
-    pub fn to_json(&self, form: WeightFormat) -> Value {
+    /// Returns the content of `config.json` for weights saved in `format`, for readers of either dialect.
+    pub fn to_json(&self, format: WeightFormat) -> Value {
         let rope_scaling = match &self.rope.yarn {
             None => Value::Null,
             Some(yarn) => json!({
@@ -49,7 +49,7 @@ impl Config {
         let mut json = json!({
             "architectures": [self.family.architecture],
             "model_type": self.family.name(),
-            "torch_dtype": if form == WeightFormat::F32 { "float32" } else { "bfloat16" },
+            "torch_dtype": if format == WeightFormat::F32 { "float32" } else { "bfloat16" },
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_hidden_layers,
@@ -72,7 +72,7 @@ impl Config {
         if let (Value::Object(json), Value::Object(own)) = (&mut json, (self.family.own_keys)(self)) {
             json.extend(own);
         }
-        if form == WeightFormat::Mxfp4 {
+        if format == WeightFormat::Mxfp4 {
             json["quantization_config"] = json!({
                 "quant_method": "mxfp4",
                 "modules_to_not_convert": [

@@ -113,17 +113,17 @@ impl ParameterSpec {
         spec
     }
 
-    /// Returns the one or two stored tensors that hold this parameter in `form`.
+    /// Returns the one or two stored tensors that hold this parameter in `format`.
     ///
     /// MXFP4 stores an expert matrix [E, in, out] as blocks [E, out, in/32, 16] and scales [E, out, in/32].
     /// `in` must be a multiple of 32.
-    pub fn stored_tensors(&self, form: WeightFormat) -> Vec<StoredTensor> {
+    pub fn stored_tensors(&self, format: WeightFormat) -> Vec<StoredTensor> {
         let stored = |suffix: &str, dtype, shape: Vec<usize>| StoredTensor {
             name: format!("{}{suffix}", self.name),
             dtype,
             shape,
         };
-        match (form, self.stored_shape.as_slice()) {
+        match (format, self.stored_shape.as_slice()) {
             (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let blocks = input / crate::ops::mxfp4::BLOCK;
                 vec![

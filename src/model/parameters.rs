@@ -231,7 +231,7 @@ impl Parameters {
     ///
     /// # Errors
     /// When there is no such tensor.
-    fn place(&self, name: &str) -> Result<usize> {
+    fn index_or_error(&self, name: &str) -> Result<usize> {
         self.index_of(name).with_context(|| format!("no tensor {name}"))
     }
 
@@ -284,7 +284,7 @@ impl Parameters {
     /// # Errors
     /// When there is no such tensor; [`crate::error::BadInput`] when a file changed since it was opened.
     pub fn read_weight(&self, spec: &ParameterSpec) -> Result<Weight> {
-        let index = self.place(&spec.name)?;
+        let index = self.index_or_error(&spec.name)?;
         match &self.on_disk {
             Some(layers) if self.entries[index].stored.is_on_disk() => layers.tensor(spec),
             _ => self.weight(index),
@@ -429,7 +429,7 @@ impl Parameters {
         layers: Option<LayersOnDemand>,
         weight: &dyn Fn(usize) -> Result<Weight>,
     ) -> Result<Weights> {
-        let find = |name: &str| weight(self.place(name)?);
+        let find = |name: &str| weight(self.index_or_error(name)?);
         let adapters = &self.adapters(&find)?;
         let layers = layers.map(|layers| -> Arc<dyn LayerSource> {
             Arc::new(LayersOnDemand { adapters: adapters.clone(), ..layers })

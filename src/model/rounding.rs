@@ -38,16 +38,17 @@ impl WeightRounding {
         Self { mxfp4: self.mxfp4 || other.mxfp4, bits }
     }
 
-    /// Returns the bytes that [`Self::apply`] allocates for a tensor stored in `form`; 0 if it shares the
+    /// Returns the bytes that [`Self::apply`] allocates for a tensor stored in `format`; 0 if it shares the
     /// tensor.
-    pub fn copy_bytes(self, spec: &ParameterSpec, form: WeightFormat) -> u64 {
-        let packed = spec.packed_format(form);
+    pub fn copy_bytes(self, spec: &ParameterSpec, format: WeightFormat) -> u64 {
+        let packed = spec.packed_format(format);
         let coarsened = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedFormat::Mxfp4);
         let shortened =
             self.bits.is_some_and(|bits| packed.is_none_or(|packed| bits < mantissa_bits(packed)));
         // Rounding MXFP4 further decodes it.
-        let form = if shortened && packed == Some(PackedFormat::Mxfp4) { WeightFormat::F32 } else { form };
-        if coarsened || shortened { spec.resident_bytes(form) } else { 0 }
+        let format =
+            if shortened && packed == Some(PackedFormat::Mxfp4) { WeightFormat::F32 } else { format };
+        if coarsened || shortened { spec.resident_bytes(format) } else { 0 }
     }
 
     /// Returns the rounding as a change of weights.
@@ -79,9 +80,9 @@ fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
     bits >= mantissa_bits(matrix.format())
 }
 
-/// Returns the mantissa bits that represent every value of `form`.
-fn mantissa_bits(form: PackedFormat) -> u32 {
-    match form {
+/// Returns the mantissa bits that represent every value of `format`.
+fn mantissa_bits(format: PackedFormat) -> u32 {
+    match format {
         PackedFormat::Bf16 | PackedFormat::Bf16Rows => BF16_BITS,
         PackedFormat::Mxfp4 => MXFP4_BITS,
     }

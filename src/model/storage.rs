@@ -194,12 +194,12 @@ pub fn copy_to_device(weight: &Weight, device: &Device, spec: &ParameterSpec) ->
 }
 
 impl ParameterSpec {
-    /// Returns the packed format of a frozen tensor that is stored in `form`; `None` when it stays f32.
-    pub fn packed_format(&self, form: WeightFormat) -> Option<PackedFormat> {
+    /// Returns the packed format of a frozen tensor that is stored in `format`; `None` when it stays f32.
+    pub fn packed_format(&self, format: WeightFormat) -> Option<PackedFormat> {
         let is_packable = self.is_matrix() && self.role != TensorRole::AdapterFactor;
         // A matrix of one column is not packed.
         let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
-        match form {
+        match format {
             WeightFormat::F32 => None,
             WeightFormat::Mxfp4 if self.is_expert_matrix() => Some(PackedFormat::Mxfp4),
             _ if !(is_packable && wide) => None,
@@ -222,10 +222,10 @@ impl ParameterSpec {
         }
     }
 
-    /// Returns the bytes in memory of a frozen tensor that is stored in `form`.
-    pub fn resident_bytes(&self, form: WeightFormat) -> u64 {
-        match (self.packed_format(form), self.matrix_shape()) {
-            (Some(form), Some(shape)) => form.bytes(shape) as u64,
+    /// Returns the bytes in memory of a frozen tensor that is stored in `format`.
+    pub fn resident_bytes(&self, format: WeightFormat) -> u64 {
+        match (self.packed_format(format), self.matrix_shape()) {
+            (Some(format), Some(shape)) => format.bytes(shape) as u64,
             _ => (self.element_count() * size_of::<f32>()) as u64,
         }
     }

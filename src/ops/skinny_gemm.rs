@@ -107,8 +107,8 @@ impl SkinnyGemm {
 
     #[cfg(target_arch = "x86_64")]
     fn avx2() -> Option<Self> {
-        let is_here = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-        is_here.then_some(Self(compiled::avx2))
+        let is_supported = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        is_supported.then_some(Self(compiled::avx2))
     }
 
     /// Computes `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, on up to `threads` threads.
@@ -148,13 +148,13 @@ impl SkinnyGemm {
 unsafe fn add_columns<W: SimdWords>(operands: &Operands, start: usize, out: &mut [&mut [f32]]) {
     let &Operands { x, w, k, n, accumulate } = operands;
     let (rows, width) = (out.len(), out[0].len());
-    let walk = BlockSizes::for_rows::<W>(rows);
-    let strip_max = walk.strip(rows, width);
+    let block_sizes = BlockSizes::for_rows::<W>(rows);
+    let strip_max = block_sizes.strip(rows, width);
     // Rows of sums a power of two apart would map to the same cache sets.
     let stride = strip_max + LINE_WORDS;
     let mut sums = vec![0f32; rows * stride];
     // SAFETY: guaranteed by the caller.
-    let x = unsafe { words_of_rows::<W>(x, k) };
+    let x = unsafe { rows_to_words::<W>(x, k) };
     let words = k.div_ceil(W::PER_WORD);
     for first in (0..width).step_by(strip_max) {
         let strip = strip_max.min(width - first);
@@ -165,7 +165,7 @@ unsafe fn add_columns<W: SimdWords>(operands: &Operands, start: usize, out: &mut
             let x = Rows { words: &x[chunk / W::PER_WORD..], stride: words };
             // SAFETY: guaranteed by the caller.
             unsafe {
-                match walk.depth {
+                match block_sizes.depth {
                     1 => add_rows::<W, 1>(&mut sums, stride, x, weights, depth),
                     2 => add_rows::<W, 2>(&mut sums, stride, x, weights, depth),
                     3 => add_rows::<W, 3>(&mut sums, stride, x, weights, depth),
@@ -212,8 +212,8 @@ impl BlockSizes {
 
     /// Returns the columns of a strip, for `width` columns in all.
     fn strip(&self, rows: usize, width: usize) -> usize {
-        let strips = width.div_ceil((self.sums_max / rows).max(LINE_WORDS));
-        width.div_ceil(strips).next_multiple_of(COLUMNS)
+        let multiply_panels = width.div_ceil((self.sums_max / rows).max(LINE_WORDS));
+        width.div_ceil(multiply_panels).next_multiple_of(COLUMNS)
     }
 }
 
@@ -228,7 +228,7 @@ struct Weights<'a> {
 impl Weights<'_> {
     /// Returns the rows from `row` on.
     #[inline(always)]
-    fn from(self, row: usize) -> Self {
+    fn starting_at(self, row: usize) -> Self {
         Self { values: &self.values[row * self.n..], ..self }
     }
 }
@@ -243,7 +243,7 @@ struct Rows<'a> {
 impl Rows<'_> {
     /// Returns the words from `word` of each row on.
     #[inline(always)]
-    fn from(self, word: usize) -> Self {
+    fn starting_at(self, word: usize) -> Self {
         Self { words: &self.words[word..], ..self }
     }
 }
@@ -253,7 +253,7 @@ impl Rows<'_> {
 /// # Safety
 /// The processor must have the instructions of `W`.
 #[inline(always)]
-unsafe fn words_of_rows<W: SimdWords>(x: &[f32], k: usize) -> Vec<u32> {
+unsafe fn rows_to_words<W: SimdWords>(x: &[f32], k: usize) -> Vec<u32> {
     let words = k.div_ceil(W::PER_WORD);
     // The last vector of a row extends into the next row, which is written later, or past the end.
     let mut rows = vec![0; x.len() / k * words + W::LANES];
@@ -262,7 +262,7 @@ unsafe fn words_of_rows<W: SimdWords>(x: &[f32], k: usize) -> Vec<u32> {
             let at = word * W::PER_WORD;
             let to = &mut rows[row * words + word..][..W::LANES];
             // SAFETY: guaranteed by the caller; `k - at` values are there.
-            unsafe { W::keep(to.as_mut_ptr(), W::load_contiguous(x[at..].as_ptr(), k - at)) };
+            unsafe { W::store(to.as_mut_ptr(), W::load_contiguous(x[at..].as_ptr(), k - at)) };
         }
     }
     rows
@@ -286,13 +286,31 @@ unsafe fn add_rows<W: SimdWords, const R: usize>(
     // SAFETY: guaranteed by the caller.
     unsafe {
         for at in (0..whole).step_by(R) {
-            add_block::<W, R>(sums, stride, x.from(at), weights.from(at * W::PER_WORD), W::PER_WORD);
+            add_block::<W, R>(
+                sums,
+                stride,
+                x.starting_at(at),
+                weights.starting_at(at * W::PER_WORD),
+                W::PER_WORD,
+            );
         }
         for at in whole..words {
-            add_block::<W, 1>(sums, stride, x.from(at), weights.from(at * W::PER_WORD), W::PER_WORD);
+            add_block::<W, 1>(
+                sums,
+                stride,
+                x.starting_at(at),
+                weights.starting_at(at * W::PER_WORD),
+                W::PER_WORD,
+            );
         }
         if words * W::PER_WORD < depth {
-            add_block::<W, 1>(sums, stride, x.from(words), weights.from(words * W::PER_WORD), 1);
+            add_block::<W, 1>(
+                sums,
+                stride,
+                x.starting_at(words),
+                weights.starting_at(words * W::PER_WORD),
+                1,
+            );
         }
     }
 }
@@ -313,26 +331,26 @@ unsafe fn add_block<W: SimdWords, const R: usize>(
     let end = |row: usize| (row + R * per_word - 1) * n + columns;
     assert!(values.len() >= end(0), "few rows: weights");
     // Prefetch distance: the same columns, this many rows ahead, where the matrix has them.
-    let ahead = (R * per_word).max(ROWS_AHEAD_MIN);
-    let later = if values.len() >= end(ahead) { ahead * n } else { 0 };
+    let distance = (R * per_word).max(ROWS_AHEAD_MIN);
+    let prefetch_offset = if values.len() >= end(distance) { distance * n } else { 0 };
     let mut column = 0;
     // SAFETY: guaranteed by the caller; the columns of all rows are there.
     unsafe {
         while column + COLUMNS <= columns {
             let vectors = (COLUMNS / W::LANES, W::LANES);
-            add_vectors::<W, R>(sums, stride, x, weights, column, vectors, (per_word, later));
+            add_vectors::<W, R>(sums, stride, x, weights, column, vectors, (per_word, prefetch_offset));
             column += COLUMNS;
         }
         while column < columns {
             let lanes = W::LANES.min(columns - column);
-            add_vectors::<W, R>(sums, stride, x, weights, column, (1, lanes), (per_word, later));
+            add_vectors::<W, R>(sums, stride, x, weights, column, (1, lanes), (per_word, prefetch_offset));
             column += lanes;
         }
     }
 }
 
 /// Performs [`add_block`] for vectors of columns from `column` on, with the given number of valid lanes.
-/// The weights are loaded once for all rows of `sums`. Weights that lie `later` elements ahead are
+/// The weights are loaded once for all rows of `sums`. Weights that lie `prefetch_offset` elements ahead are
 /// prefetched.
 ///
 /// # Safety
@@ -345,7 +363,7 @@ unsafe fn add_vectors<W: SimdWords, const R: usize>(
     Weights { values, n, .. }: Weights,
     column: usize,
     (vectors, lanes): (usize, usize),
-    (per_word, later): (usize, usize),
+    (per_word, prefetch_offset): (usize, usize),
 ) {
     // SAFETY: guaranteed by the caller.
     unsafe {
@@ -354,7 +372,7 @@ unsafe fn add_vectors<W: SimdWords, const R: usize>(
             for (v, weights) in weights.iter_mut().enumerate().take(vectors) {
                 let at = values.as_ptr().add(i * per_word * n + column + v * W::LANES);
                 *weights = W::load_strided(at, n, per_word, lanes);
-                (0..per_word).for_each(|row| prefetch_second(at.wrapping_add(row * n + later)));
+                (0..per_word).for_each(|row| prefetch_second(at.wrapping_add(row * n + prefetch_offset)));
             }
         }
         for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {
@@ -372,7 +390,7 @@ unsafe fn add_vectors<W: SimdWords, const R: usize>(
                 }
             }
             for (v, &sum) in sum.iter().enumerate().take(vectors) {
-                W::keep(sums.as_mut_ptr().add(at(v)).cast(), sum);
+                W::store(sums.as_mut_ptr().add(at(v)).cast(), sum);
             }
         }
     }
@@ -391,15 +409,15 @@ mod tests {
         let mut rng = stream(0, Purpose::Problem, &[]);
         let mut noise = |len: usize| -> Vec<f32> { (0..len).map(|_| rng.random_range(-1f32..1.0)).collect() };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
-        let ways = [
+        let layouts = [
             ("f32", Precision::F32, SkinnyGemm::detect(Precision::F32)),
             ("f32 by eights", Precision::F32, SkinnyGemm::avx2()),
             ("bf16", Precision::Bf16Dot, SkinnyGemm::detect(Precision::Bf16Dot)),
         ];
         for (k, n) in [(512, 256), (515, 300), (1025, 513), (300, 1000), (1100, 271)] {
             let (x, w, bias) = (noise(ROWS_MAX * k), noise(k * n), noise(ROWS_MAX * n));
-            for (name, precision, way) in &ways {
-                let Some(way) = way else {
+            for (name, precision, layout) in &layouts {
+                let Some(layout) = layout else {
                     eprintln!("skipped: this processor does not support {name}");
                     continue;
                 };
@@ -410,7 +428,7 @@ mod tests {
                         let mut found = expected.clone();
                         let (a, b) = (StridedMatrix::rows(x, k), StridedMatrix::rows(&w, n));
                         assert!(tiles::product(*precision, 1, &mut expected, a, b, (rows, k, n), accumulate));
-                        pool.install(|| way.product(threads, &mut found, x, &w, (k, n), accumulate));
+                        pool.install(|| layout.product(threads, &mut found, x, &w, (k, n), accumulate));
                         let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
                         assert!(same, "{name}: {rows} rows of {k} by {n} columns, {threads} threads");
                     }

@@ -76,11 +76,11 @@ pub(super) fn product(
 #[derive(Clone, Copy)]
 pub(super) struct UnpackedOperand<'a> {
     values: &'a [f32],
-    /// The stride between neighbouring lines if `along`, else between neighbouring k; the other stride is
+    /// The stride between neighbouring lines if `is_k_contiguous`, else between neighbouring k; the other stride is
     /// 1.
     stride: usize,
     /// Whether neighbours in memory are neighbours in k.
-    along: bool,
+    is_k_contiguous: bool,
 }
 
 impl<'a> UnpackedOperand<'a> {
@@ -94,15 +94,15 @@ impl<'a> UnpackedOperand<'a> {
 
     fn new(values: &'a [f32], line_stride: usize, k_stride: usize) -> Option<Self> {
         match (line_stride, k_stride) {
-            (stride, 1) => Some(Self { values, stride, along: true }),
-            (1, stride) => Some(Self { values, stride, along: false }),
+            (stride, 1) => Some(Self { values, stride, is_k_contiguous: true }),
+            (1, stride) => Some(Self { values, stride, is_k_contiguous: false }),
             _ => None,
         }
     }
 
     /// Returns the address of value `k` of `line`.
     fn at(&self, line: usize, k: usize) -> *const f32 {
-        let place = if self.along { line * self.stride + k } else { k * self.stride + line };
+        let place = if self.is_k_contiguous { line * self.stride + k } else { k * self.stride + line };
         self.values.as_ptr().wrapping_add(place)
     }
 }
@@ -138,8 +138,8 @@ impl Job<'_> {
     #[cfg(target_arch = "x86_64")]
     fn run<W: SimdWords>(&self, out: &mut [f32]) {
         let (m, k, n) = self.shape;
-        let last = |side: &UnpackedOperand, lines: usize| side.at(lines - 1, k - 1) as usize;
-        let end = |side: &UnpackedOperand| side.values.as_ptr_range().end as usize;
+        let last = |operand: &UnpackedOperand, lines: usize| operand.at(lines - 1, k - 1) as usize;
+        let end = |operand: &UnpackedOperand| operand.values.as_ptr_range().end as usize;
         assert!(last(&self.a, m) < end(&self.a) && last(&self.b, n) < end(&self.b), "product: operands");
         assert_eq!(out.len(), m * n, "product: output");
         let out = TileOutput { first: out.as_mut_ptr(), stride: n };
@@ -151,11 +151,12 @@ impl Job<'_> {
             let chunk = KRange { start, values: K_CHUNK.min(k - start) };
             self.pack_rows::<W>(&mut rows, chunk);
             let scratch = || [lines(steps_max * width), lines(steps_max * width)];
-            let run =
-                |scratch: &mut [Vec<Line>; 2], panels| self.strips::<W>(&rows, scratch, chunk, panels, out);
+            let run = |scratch: &mut [Vec<Line>; 2], panels| {
+                self.multiply_panels::<W>(&rows, scratch, chunk, panels, out)
+            };
             if self.threads > 1 && panels > 1 {
                 // Few tasks: the first panel of each is packed without overlap.
-                let each = panels.div_ceil(self.threads * TASKS_A_THREAD);
+                let each = panels.div_ceil(self.threads * TASKS_PER_THREAD);
                 let tasks = (0..panels.div_ceil(each)).into_par_iter().with_max_len(1);
                 tasks.for_each_init(scratch, |scratch, task| {
                     run(scratch, task * each..panels.min((task + 1) * each))
@@ -184,7 +185,7 @@ impl Job<'_> {
 
     /// Multiplies the columns of `panels` with all rows. While one panel is multiplied, the next is packed,
     /// a part after each tile.
-    fn strips<W: SimdWords>(
+    fn multiply_panels<W: SimdWords>(
         &self,
         rows: &[Line],
         scratch: &mut [Vec<Line>; 2],
@@ -197,7 +198,7 @@ impl Job<'_> {
         let steps = chunk.steps::<W>();
         let add = self.accumulate || chunk.start > 0;
         // Whole blocks of steps, so that all tiles but the last few pack a part.
-        let stretch = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
+        let steps_per_tile = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
         let [mut panel, mut next] = scratch.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
         self.pack_columns::<W>(panel, chunk, panels.start * width, 0..steps);
         for index in panels.clone() {
@@ -206,9 +207,9 @@ impl Job<'_> {
             let mut x: *const u32 = rows.as_ptr().cast();
             for (pass, row) in (0..m).step_by(W::ROWS).enumerate() {
                 let rows = W::ROWS.min(m - row);
-                let ahead = (pass * stretch).min(steps)..((pass + 1) * stretch).min(steps);
+                let next_steps = (pass * steps_per_tile).min(steps)..((pass + 1) * steps_per_tile).min(steps);
                 if has_next {
-                    self.prefetch_columns::<W>(chunk, column + width, ahead.clone());
+                    self.prefetch_columns::<W>(chunk, column + width, next_steps.clone());
                 }
                 // SAFETY: the panels have this layout, and the tile is inside the output.
                 unsafe {
@@ -217,7 +218,7 @@ impl Job<'_> {
                     x = x.add(rows * steps);
                 }
                 if has_next {
-                    self.pack_columns::<W>(next, chunk, column + width, ahead);
+                    self.pack_columns::<W>(next, chunk, column + width, next_steps);
                 }
             }
             std::mem::swap(&mut panel, &mut next);
@@ -237,11 +238,14 @@ impl Job<'_> {
     fn prefetch_columns<W: SimdWords>(&self, chunk: KRange, column: usize, steps: Range<usize>) {
         let columns = (VECTORS * W::LANES).min(self.shape.2 - column);
         let KRange { start, values } = chunk.subrange::<W>(&steps);
-        let (lines, length) = if self.b.along { (columns, values) } else { (values, columns) };
+        let (lines, length) = if self.b.is_k_contiguous { (columns, values) } else { (values, columns) };
         for line in 0..lines {
             for at in (0..length).step_by(LINE_WORDS) {
-                let (column, k) =
-                    if self.b.along { (column + line, start + at) } else { (column + at, start + line) };
+                let (column, k) = if self.b.is_k_contiguous {
+                    (column + line, start + at)
+                } else {
+                    (column + at, start + line)
+                };
                 prefetch_second(self.b.at(column, k));
             }
         }
@@ -249,7 +253,7 @@ impl Job<'_> {
 }
 
 /// Tasks per thread in a product on several threads.
-const TASKS_A_THREAD: usize = 4;
+const TASKS_PER_THREAD: usize = 4;
 
 /// A range of k.
 #[derive(Clone, Copy)]
@@ -321,7 +325,7 @@ unsafe fn tile<W: SimdWords, const R: usize>(
             for (row, sums) in sums.into_iter().enumerate() {
                 for (v, sum) in sums.into_iter().enumerate() {
                     let to = to.first.add(row * to.stride + v * W::LANES).cast();
-                    W::keep(to, if add { W::plus(W::load(to), sum) } else { sum });
+                    W::store(to, if add { W::add(W::load(to), sum) } else { sum });
                 }
             }
             return;
@@ -330,7 +334,7 @@ unsafe fn tile<W: SimdWords, const R: usize>(
             let to = to.first.add(row * to.stride);
             for (v, sum) in sums.into_iter().enumerate() {
                 let columns = columns.saturating_sub(v * W::LANES).min(W::LANES);
-                W::put(to.add(v * W::LANES), sum, columns, add);
+                W::store_columns(to.add(v * W::LANES), sum, columns, add);
             }
         }
     }
@@ -343,8 +347,8 @@ unsafe fn tile<W: SimdWords, const R: usize>(
 /// The processor must have the vectors, the lines must be valid, and `to` must have room for a vector
 /// beyond the last word.
 #[inline(always)]
-unsafe fn lay_out<W: SimdWords>(
-    side: UnpackedOperand,
+unsafe fn pack_panel<W: SimdWords>(
+    operand: UnpackedOperand,
     line: usize,
     lines: usize,
     chunk: KRange,
@@ -355,13 +359,13 @@ unsafe fn lay_out<W: SimdWords>(
     let (lanes, per_word) = (W::LANES, W::PER_WORD);
     // SAFETY: guaranteed by the caller.
     unsafe {
-        if !side.along {
+        if !operand.is_k_contiguous {
             for step in 0..steps {
                 let k = step * per_word;
                 for first in (0..lines).step_by(lanes) {
-                    let from = side.at(line + first, chunk.start + k);
-                    let words = W::load_strided(from, side.stride, chunk.values - k, lines - first);
-                    W::keep(to.add(step * width + first), words);
+                    let from = operand.at(line + first, chunk.start + k);
+                    let words = W::load_strided(from, operand.stride, chunk.values - k, lines - first);
+                    W::store(to.add(step * width + first), words);
                 }
             }
             return;
@@ -371,11 +375,12 @@ unsafe fn lay_out<W: SimdWords>(
                 let k = step * per_word;
                 let mut block = [W::zero(); 16];
                 for (i, words) in block.iter_mut().enumerate().take(lanes.min(lines - first)) {
-                    *words = W::load_contiguous(side.at(line + first + i, chunk.start + k), chunk.values - k);
+                    *words =
+                        W::load_contiguous(operand.at(line + first + i, chunk.start + k), chunk.values - k);
                 }
                 W::transpose(&mut block);
                 for (i, words) in block.into_iter().enumerate().take(lanes.min(steps - step)) {
-                    W::keep(to.add((step + i) * width + first), words);
+                    W::store(to.add((step + i) * width + first), words);
                 }
             }
         }
@@ -414,28 +419,28 @@ mod tests {
     ];
 
     /// Returns `a [m, k]` and `b [k, n]` in every memory layout.
-    fn ways<'v>(
+    fn layouts<'v>(
         (m, k, n): (usize, usize, usize),
-        [a, a_turned, b, b_turned]: [&'v [f32]; 4],
+        [a, a_transposed, b, b_transposed]: [&'v [f32]; 4],
     ) -> [(StridedMatrix<'v>, StridedMatrix<'v>); 4] {
-        let (a_rows, a_columns) = (StridedMatrix::rows(a, k), StridedMatrix::from_transpose(a_turned, m));
-        let (b_rows, b_columns) = (StridedMatrix::rows(b, n), StridedMatrix::from_transpose(b_turned, k));
+        let (a_rows, a_columns) = (StridedMatrix::rows(a, k), StridedMatrix::from_transpose(a_transposed, m));
+        let (b_rows, b_columns) = (StridedMatrix::rows(b, n), StridedMatrix::from_transpose(b_transposed, k));
         [(a_rows, b_rows), (a_rows, b_columns), (a_columns, b_rows), (a_columns, b_columns)]
     }
 
-    fn turned(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+    fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
         (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
     }
 
     /// Calls `check(shape, operands, layout)` for all shapes and layouts.
-    fn for_all_ways(
+    fn for_all_layouts(
         mut check: impl FnMut((usize, usize, usize), [&[f32]; 2], (StridedMatrix, StridedMatrix)),
     ) {
         for shape @ (m, k, n) in SHAPES {
             let (a, b) = (noise(m * k, (m + k) as u64), noise(k * n, (k + n) as u64));
-            let (a_turned, b_turned) = (turned(&a, m, k), turned(&b, k, n));
-            for way in ways(shape, [&a, &a_turned, &b, &b_turned]) {
-                check(shape, [&a, &b], way);
+            let (a_transposed, b_transposed) = (transposed(&a, m, k), transposed(&b, k, n));
+            for layout in layouts(shape, [&a, &a_transposed, &b, &b_transposed]) {
+                check(shape, [&a, &b], layout);
             }
         }
     }
@@ -462,7 +467,7 @@ mod tests {
             return eprintln!("skipped: no vectors");
         }
         let avx512 = is_x86_feature_detected!("avx512f");
-        for_all_ways(|shape @ (m, k, n), [a, b], way| {
+        for_all_layouts(|shape @ (m, k, n), [a, b], layout| {
             // The crate uses another code path there.
             if m < 2 || n < 2 || matches!(k % K_CHUNK, 1 | 2) {
                 return;
@@ -481,9 +486,9 @@ mod tests {
                 let same =
                     |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
                 for threads in [1, 2] {
-                    assert!(same(run::<x86::F32x8>(threads, start, way, shape)), "{shape:?} by eights");
+                    assert!(same(run::<x86::F32x8>(threads, start, layout, shape)), "{shape:?} by eights");
                     assert!(
-                        !avx512 || same(run::<x86::F32x16>(threads, start, way, shape)),
+                        !avx512 || same(run::<x86::F32x16>(threads, start, layout, shape)),
                         "{shape:?} by sixteens"
                     );
                 }
@@ -497,12 +502,12 @@ mod tests {
         if !has_bf16_dot() {
             return eprintln!("skipped: this processor has no dot products of bf16");
         }
-        for_all_ways(|shape @ (m, k, n), [a, b], way| {
+        for_all_layouts(|shape @ (m, k, n), [a, b], layout| {
             let rounded = |values: &[f32]| -> Vec<f64> {
                 values.iter().map(|&v| f64::from(bf16::from_f32(v).to_f32())).collect()
             };
             let (a, b) = (rounded(a), rounded(b));
-            let found = run::<x86::Bf16x32>(1, 0.25, way, shape);
+            let found = run::<x86::Bf16x32>(1, 0.25, layout, shape);
             for row in 0..m {
                 for column in 0..n {
                     let products = (0..k).map(|i| a[row * k + i] * b[i * n + column]);
@@ -512,7 +517,7 @@ mod tests {
                     assert!(error < 1e-6, "{shape:?}: {error} at {row}, {column}");
                 }
             }
-            assert_eq!(found, run::<x86::Bf16x32>(2, 0.25, way, shape), "{shape:?}: threads");
+            assert_eq!(found, run::<x86::Bf16x32>(2, 0.25, layout, shape), "{shape:?}: threads");
         });
     }
 

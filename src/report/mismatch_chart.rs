@@ -43,7 +43,7 @@ impl Decades {
         Self(low, high.max(low + 1.0))
     }
 
-    fn place(&self, log: f64) -> f64 {
+    fn pixel(&self, log: f64) -> f64 {
         LEFT + (log - self.0) / (self.1 - self.0) * (RIGHT - LEFT)
     }
 
@@ -51,7 +51,7 @@ impl Decades {
         let stride = ((self.1 - self.0) / TICKS_MAX).ceil().max(1.0) as usize;
         let powers = (self.0 as i32..=self.1.floor() as i32).step_by(stride);
         let label = |e: i32| if e < -3 { format!("1e{e}") } else { format_number(10f64.powi(e)) };
-        let at = |e: i32| format!("{:.1}", self.place(f64::from(e)));
+        let at = |e: i32| format!("{:.1}", self.pixel(f64::from(e)));
         powers.map(|e| context! { at => at(e), label => label(e) }).collect()
     }
 }
@@ -99,7 +99,7 @@ fn bar(
     same_bits: bool,
     to: &Decades,
 ) -> Value {
-    let end = value.filter(|v| *v > 0.0).map(|v| to.place(v.log10()));
+    let end = value.filter(|v| *v > 0.0).map(|v| to.pixel(v.log10()));
     let zero = value == Some(0.0);
     let label = match value {
         // Differences that cancel out over a sequence also give 0.

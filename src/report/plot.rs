@@ -123,14 +123,14 @@ struct Axis {
 }
 
 impl Axis {
-    fn place(&self, value: f64) -> f64 {
+    fn pixel(&self, value: f64) -> f64 {
         let scale = |v: f64| if self.log { v.log10() } else { v };
         let share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low));
         self.from + share * (self.to - self.from)
     }
 
     fn at(&self, value: f64) -> String {
-        format!("{:.1}", self.place(value))
+        format!("{:.1}", self.pixel(value))
     }
 }
 
@@ -264,7 +264,7 @@ fn line(series: Series, x: &Axis, y: &Axis) -> Line {
         String::new()
     };
     let (last_step, last) = points.last().copied().unwrap_or((0, f64::NAN));
-    let place = |&(step, value): &(u64, f64)| [x.at(step as f64), y.at(value)];
+    let point = |&(step, value): &(u64, f64)| [x.at(step as f64), y.at(value)];
     let finite = |p: &&(u64, f64)| p.1.is_finite();
     Line {
         run,
@@ -274,7 +274,7 @@ fn line(series: Series, x: &Axis, y: &Axis) -> Line {
         smooth,
         band: band(&interval, x, y),
         dots: if raw.len() < SMOOTHED_POINTS_MIN {
-            raw.iter().filter(finite).map(place).collect()
+            raw.iter().filter(finite).map(point).collect()
         } else {
             Vec::new()
         },

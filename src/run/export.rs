@@ -94,11 +94,12 @@ pub fn export_merged_model(
     if parameters.adapter().is_none() {
         return Err(without_adapter(recipe));
     }
-    let form = recipe.checkpoint.dtype;
+    let format = recipe.checkpoint.dtype;
     write_folder(out, |aside| {
         let config = &context.model.config;
-        let manifest =
-            save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| merge(parameters, spec))?;
+        let manifest = save(aside, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
+            merge(parameters, spec)
+        })?;
         manifest.write(aside)
     })?;
     let Some(file) = trajectories else { return Ok(None) };
@@ -132,7 +133,7 @@ pub fn export_merged_model(
 /// # Errors
 /// [`crate::error::BadInput`] when there is an adapter and `merges` is false, or none and it is true; those
 /// of [`gguf::write`].
-pub fn gguf_file(context: &RunContext, form: GgufForm, merges: bool, out: &Path) -> Result<()> {
+pub fn gguf_file(context: &RunContext, format: GgufForm, merges: bool, out: &Path) -> Result<()> {
     let parameters = &context.parameters;
     match (parameters.adapter().is_some(), merges) {
         (false, true) => return Err(without_adapter(context.recipe())),
@@ -147,7 +148,7 @@ pub fn gguf_file(context: &RunContext, form: GgufForm, merges: bool, out: &Path)
     let json = context.chat.vocabulary().json_bytes();
     let template = context.companions.template().unwrap_or_else(|| context.chat.jinja().to_owned());
     let tokenizer = GgufTokenizer { json, template: &template };
-    gguf::write(out, &context.model.config, form, tokenizer, |spec| merge(parameters, spec))
+    gguf::write(out, &context.model.config, format, tokenizer, |spec| merge(parameters, spec))
 }
 
 /// Returns the newest file of trajectories, of training if any, else of evaluations.

@@ -245,7 +245,7 @@ impl ModelSource {
 
     /// Returns the bytes of all weights in memory when none are trainable.
     pub(super) fn resident_bytes(&self) -> u64 {
-        self.specs().iter().zip(&self.formats).map(|(spec, form)| spec.resident_bytes(*form)).sum()
+        self.specs().iter().zip(&self.formats).map(|(spec, format)| spec.resident_bytes(*format)).sum()
     }
 
     /// Reads the weights, or initializes them at random. Also reads the adapter.
@@ -311,7 +311,7 @@ impl ModelSource {
         let megabytes = |bytes: u64| bytes / 1_000_000;
         let specs = self.specs();
         let bytes: Vec<u64> =
-            specs.iter().zip(&self.formats).map(|(spec, form)| spec.resident_bytes(*form)).collect();
+            specs.iter().zip(&self.formats).map(|(spec, format)| spec.resident_bytes(*format)).collect();
         let all = megabytes(bytes.iter().sum());
         let shown = if all >= SHOWN_MEGABYTES {
             console.work_stage("MB read", all, 0)

@@ -56,7 +56,7 @@ pub struct Trainer {
     /// once.
     timed_out: bool,
     /// The current activity, as text.
-    at: Arc<Mutex<String>>,
+    activity: Arc<Mutex<String>>,
     monitor: Monitor,
     /// The frozen reference, if the recipe needs one.
     reference: Option<Parameters>,
@@ -80,8 +80,8 @@ impl Trainer {
         point: Option<&ResumePoint>,
     ) -> Result<Self> {
         context.parameters.set_trainable(&context.trainable)?;
-        let steered = point.and_then(|point| point.state.kl_coefficient);
-        let kl = Self::kl_controller(&context.recipe().policy.kl, steered)?;
+        let adapted_coefficient = point.and_then(|point| point.state.kl_coefficient);
+        let kl = Self::kl_controller(&context.recipe().policy.kl, adapted_coefficient)?;
         let mut monitor = Monitor::new(context.recipe());
         if point.is_some() {
             let before = read_rows(&folder.path.join("metrics.jsonl"))?;
@@ -101,7 +101,7 @@ impl Trainer {
             stop,
             timings,
             timed_out: false,
-            at: Arc::default(),
+            activity: Arc::default(),
             monitor,
             reference: None,
             reference_digest: None,
@@ -120,10 +120,10 @@ impl Trainer {
         if self.context.mesh().is_rank_zero() {
             self.console.keep_status(&self.folder.path);
         }
-        let (console, at) = (self.console.clone(), self.at.clone());
+        let (console, activity) = (self.console.clone(), self.activity.clone());
         self.stop.on_request(move || {
-            let at = at.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            console.print(&format!("finishing {at}, then saving; again to stop at once"));
+            let activity = activity.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            console.print(&format!("finishing {activity}, then saving; again to stop at once"));
         })?;
         self.save_base_model()?;
         let (mut rl_start, mut resumed) = (0, None);
@@ -159,9 +159,9 @@ impl Trainer {
             None => (0, 0),
         };
         let until = |step: u64| step.checked_div(every).unwrap_or(0);
-        let last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
+        let is_last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
         let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
-        let evaluations = until(steps).saturating_sub(until(rl_done)) + last + first;
+        let evaluations = until(steps).saturating_sub(until(rl_done)) + is_last + first;
         let problems: usize =
             validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
         let sampled = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
@@ -179,8 +179,8 @@ impl Trainer {
     }
 
     /// Sets the current activity, which is printed when a signal asks for a stop.
-    fn set_activity(&self, at: String) {
-        *self.at.lock().unwrap_or_else(PoisonError::into_inner) = at;
+    fn set_activity(&self, activity: String) {
+        *self.activity.lock().unwrap_or_else(PoisonError::into_inner) = activity;
     }
 
     /// Makes a new optimizer, or loads the checkpoint's and writes its weights into the model.
@@ -209,11 +209,11 @@ impl Trainer {
         let progress = self.console.stage("rl", steps, start);
         for step in start + 1..=steps {
             self.set_activity(format!("step {step}"));
-            let begun = std::time::Instant::now();
+            let started = std::time::Instant::now();
             let (sampled, update, learned) = self.step(step, &mut optimizer, critic.as_mut())?;
             let mut metrics = sampled.metrics()?;
             metrics.extend(update);
-            let seconds = begun.elapsed().as_secs_f64();
+            let seconds = started.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
             let counts = sampled.drawn.counts();
             let tokens = counts.prefilled_tokens + counts.sampled_tokens;
@@ -228,15 +228,15 @@ impl Trainer {
             self.write_row(step, Phase::Rl, metrics)?;
             self.monitor.actor_norms.refuse_many()?;
             self.monitor.critic_norms.refuse_many()?;
-            let kept = sampled.rows(recipe.logging.trajectories_per_step, &learned);
-            self.folder.write_trajectories(&format!("step-{step:06}"), kept.into_iter())?;
+            let logged_rows = sampled.rows(recipe.logging.trajectories_per_step, &learned);
+            self.folder.write_trajectories(&format!("step-{step:06}"), logged_rows.into_iter())?;
             progress.advance(1, counts.sampled_tokens as u64, &shown);
 
-            let last = step == steps;
-            if recipe.eval.every_steps > 0 && (last || step % recipe.eval.every_steps == 0) {
+            let is_last = step == steps;
+            if recipe.eval.every_steps > 0 && (is_last || step % recipe.eval.every_steps == 0) {
                 self.evaluate(step)?;
             }
-            if self.checkpoint_or_stop(Phase::Rl, step, last, &optimizer, critic.as_ref())? {
+            if self.checkpoint_or_stop(Phase::Rl, step, is_last, &optimizer, critic.as_ref())? {
                 return Ok(true);
             }
         }
@@ -253,12 +253,12 @@ impl Trainer {
             0 => "the first evaluation and step 1".to_owned(),
             _ => format!("the evaluation after step {step}"),
         });
-        let begun = std::time::Instant::now();
+        let started = std::time::Instant::now();
         let evaluation = evaluate(&self.context, step, &self.console, &|| false)?
             .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
         self.console.count_step("evaluation");
-        self.timings.add("testing", begun.elapsed().as_secs_f64());
-        self.timings.add("step", begun.elapsed().as_secs_f64());
+        self.timings.add("testing", started.elapsed().as_secs_f64());
+        self.timings.add("step", started.elapsed().as_secs_f64());
         self.watch_workers(step);
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
         let label = format!("evaluation after step {step}: ");
@@ -282,8 +282,8 @@ impl Trainer {
                 "warning: evaluation after step {step}: {failed} of {all} trajectories failed, whatever the policy did: it measured little"
             ));
         }
-        let kept = evaluation.rows().take(self.context.plan.recipe.logging.trajectories_per_step);
-        self.folder.write_trajectories(&format!("eval-{step:06}"), kept)
+        let logged_rows = evaluation.rows().take(self.context.plan.recipe.logging.trajectories_per_step);
+        self.folder.write_trajectories(&format!("eval-{step:06}"), logged_rows)
     }
 
     fn runner(&self) -> BatchRunner<'_> {

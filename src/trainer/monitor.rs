@@ -17,14 +17,14 @@ const FALL_ERRORS_MIN: f64 = 3.0;
 /// Monitors the steps of a run.
 pub(super) struct Monitor {
     /// Whether advantages compare the rewards of a group; equal rewards then give no gradient.
-    groups_compared: bool,
+    compares_groups: bool,
     /// Trajectories of all steps so far.
     trajectories: f64,
     failed: f64,
     /// Consecutive steps in which most trajectories failed, and consecutive steps in which no group had a
     /// signal.
     failing: u64,
-    flat: u64,
+    no_signal_steps: u64,
     /// Consecutive steps with each cause.
     causes: [u64; CAUSES],
     /// Successes and trajectories of the last steps.
@@ -39,17 +39,17 @@ pub(super) struct Monitor {
 impl Monitor {
     pub fn new(recipe: &Recipe) -> Self {
         let several = recipe.rollout.samples_per_prompt > 1;
-        let groups_compared = match recipe.policy.advantage {
+        let compares_groups = match recipe.policy.advantage {
             Advantage::Gae | Advantage::ReinforcePlusPlus => false,
             Advantage::Remax => true,
             _ => several,
         };
         Self {
-            groups_compared,
+            compares_groups,
             trajectories: 0.0,
             failed: 0.0,
             failing: 0,
-            flat: 0,
+            no_signal_steps: 0,
             causes: [0; CAUSES],
             window: VecDeque::new(),
             best: None,
@@ -63,9 +63,9 @@ impl Monitor {
     pub fn record(&mut self, step: u64, metrics: &Metrics) -> Vec<String> {
         let mut warnings = vec![];
         warnings.extend(self.failures(step, metrics));
-        let flat = self.signal(metrics);
+        let no_signal = self.signal(metrics);
         // Failed trajectories already explain the missing signal.
-        warnings.extend(flat.filter(|_| self.failing == 0));
+        warnings.extend(no_signal.filter(|_| self.failing == 0));
         warnings.extend(self.success(step, metrics));
         if metrics.get("rollout_corr/rollout_is_mean") == Some(0.0) {
             warnings.push(
@@ -118,12 +118,16 @@ impl Monitor {
     }
 
     fn signal(&mut self, metrics: &Metrics) -> Option<String> {
-        let flat = self.groups_compared && metrics.get("group/zero_signal_fraction") == Some(1.0);
-        self.flat = if flat { self.flat + 1 } else { 0 };
-        if !is_reported(self.flat) {
+        let no_signal = self.compares_groups && metrics.get("group/zero_signal_fraction") == Some(1.0);
+        self.no_signal_steps = if no_signal { self.no_signal_steps + 1 } else { 0 };
+        if !is_reported(self.no_signal_steps) {
             return None;
         }
-        let span = if self.flat == 1 { String::new() } else { format!(", for {} steps now", self.flat) };
+        let span = if self.no_signal_steps == 1 {
+            String::new()
+        } else {
+            format!(", for {} steps now", self.no_signal_steps)
+        };
         let range = ["min", "max"]
             .map(|end| metrics.get(&format!("critic/rewards/{end}")).map_or("?".to_owned(), format_number));
         Some(format!(

@@ -29,9 +29,9 @@ impl SampleOutput {
         let mut rows: Vec<TrajectoryRow> = self.drawn.rows(Phase::Rl).take(count).collect();
         let sizes: Vec<usize> = self.drawn.groups.iter().map(|group| group.trajectories.len()).collect();
         let start = |group: usize| -> usize { sizes[..group].iter().sum() };
-        let places = self.trained.iter().flat_map(|&group| start(group)..start(group) + sizes[group]);
-        for (place, figures) in places.zip(learned) {
-            if let Some(row) = rows.get_mut(place) {
+        let row_indices = self.trained.iter().flat_map(|&group| start(group)..start(group) + sizes[group]);
+        for (row_index, figures) in row_indices.zip(learned) {
+            if let Some(row) = rows.get_mut(row_index) {
                 row.learned = Some(figures.clone());
             }
         }
@@ -61,15 +61,15 @@ impl Trainer {
             return Ok(SampleOutput { drawn, trained, rounds: None });
         }
         let mut drawn = Rollouts::default();
-        let (mut informative, mut flat, mut round) = (vec![], vec![], 0);
+        let (mut informative, mut without_signal, mut round) = (vec![], vec![], 0);
         loop {
             let prompts = self.context.training_prompts(step, round, count - informative.len());
             let draw = self.draw(step, &prompts)?;
             for index in drawn.groups.len()..drawn.groups.len() + draw.groups.len() {
                 let group = &draw.groups[index - drawn.groups.len()];
                 let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
-                let teaches = rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0];
-                if teaches { informative.push(index) } else { flat.push(index) }
+                let has_signal = rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0];
+                if has_signal { informative.push(index) } else { without_signal.push(index) }
             }
             drawn.extend(draw);
             if informative.len() >= count || round == rounds_max {
@@ -77,7 +77,7 @@ impl Trainer {
             }
             round += 1;
         }
-        let mut trained: Vec<usize> = informative.into_iter().chain(flat).take(count).collect();
+        let mut trained: Vec<usize> = informative.into_iter().chain(without_signal).take(count).collect();
         trained.sort_unstable();
         Ok(SampleOutput { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
     }

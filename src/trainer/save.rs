@@ -15,31 +15,31 @@ impl Trainer {
         &mut self,
         phase: Phase,
         step: u64,
-        last: bool,
+        is_last: bool,
         optimizer: &Optimizer,
         critic: Option<&Critic>,
     ) -> Result<bool> {
         // Some processes may not have received the signal yet.
         let request = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
         let every = self.context.plan.recipe.checkpoint.every_steps;
-        if request || last || (every > 0 && step.is_multiple_of(every)) {
-            let begun = std::time::Instant::now();
+        if request || is_last || (every > 0 && step.is_multiple_of(every)) {
+            let started = std::time::Instant::now();
             let stage = self.console.inner_stage("checkpoint", 0);
             self.save(phase, step, optimizer, critic)?;
             stage.finish();
-            self.timings.add("save_checkpoint", begun.elapsed().as_secs_f64());
+            self.timings.add("save_checkpoint", started.elapsed().as_secs_f64());
         }
         Ok(request)
     }
 
     /// Returns the format of saved weights.
-    fn form(&self) -> WeightFormat {
+    fn weight_format(&self) -> WeightFormat {
         self.context.plan.recipe.checkpoint.dtype
     }
 
     /// Warns if the disk has too little space for the next checkpoints.
     pub(super) fn check_disk_space(&self) {
-        let policy = checkpoint::estimate_bytes(self.form(), &self.context.parameters);
+        let policy = checkpoint::estimate_bytes(self.weight_format(), &self.context.parameters);
         // A critic is as large as the policy, or as its adapter, in f32 with its optimizer state.
         let critic = self
             .context
@@ -76,7 +76,7 @@ impl Trainer {
             };
             let snapshot = Snapshot {
                 config: &context.model.config,
-                form: checkpoint.dtype,
+                format: checkpoint.dtype,
                 companions: &context.companions,
                 parameters: &context.parameters,
                 base: context.base.as_ref(),

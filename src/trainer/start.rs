@@ -34,7 +34,7 @@ impl Trainer {
             return Ok(());
         }
         // This format keeps all digits of the weights.
-        let form = match context.plan.recipe.model.dtype {
+        let format = match context.plan.recipe.model.dtype {
             Dtype::Bf16 | Dtype::Bf16Dot => WeightFormat::Bf16,
             Dtype::F32 => WeightFormat::F32,
         };
@@ -43,7 +43,7 @@ impl Trainer {
         let write = || {
             replace_folder(&folder, |aside| {
                 let config = &context.model.config;
-                let manifest = save(aside, config, form, &context.companions, SHARD_BYTES_MAX, |spec| {
+                let manifest = save(aside, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
                     let index =
                         base.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
                     base.gather(index, VALUES)
@@ -104,11 +104,13 @@ impl Trainer {
         Ok(())
     }
 
-    /// Makes the KL coefficient: the recipe's, or `steered`, the adapted value of a resumed run.
-    pub(super) fn kl_controller(kl: &KlSettings, steered: Option<f64>) -> Result<KlController> {
+    /// Makes the KL coefficient: the recipe's, or `adapted_coefficient`, the adapted value of a resumed run.
+    pub(super) fn kl_controller(kl: &KlSettings, adapted_coefficient: Option<f64>) -> Result<KlController> {
         match kl.target {
             None => Ok(KlController::Fixed { coefficient: kl.coefficient }),
-            Some(target) => KlController::adaptive(steered.unwrap_or(kl.coefficient), target, kl.horizon),
+            Some(target) => {
+                KlController::adaptive(adapted_coefficient.unwrap_or(kl.coefficient), target, kl.horizon)
+            }
         }
     }
 }

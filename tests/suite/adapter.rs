@@ -149,14 +149,14 @@ fn adapt(parameters: &mut Parameters, config: &Config, rank: usize) {
     parameters.set_trainable(&(0..parameters.len()).map(|i| i >= base).collect::<Vec<_>>()).unwrap();
 }
 
-/// A random model of `config` as its folder in `form` gives it: decoded, and held as it lies there.
-fn both(config: &Config, form: WeightFormat) -> [Parameters; 2] {
+/// A random model of `config` as its folder in `format` gives it: decoded, and held as it lies there.
+fn both(config: &Config, format: WeightFormat) -> [Parameters; 2] {
     let start = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
     let parameters =
         crate::tiny::parameters(config, init(config, &start, 8).unwrap().into_iter().map(Ok)).unwrap();
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(&parameters, &spec.name).clone());
-    save(folder.path(), config, form, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    save(folder.path(), config, format, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
     let files = ModelFolder::open(folder.path(), config).unwrap();
     let held = parameter_specs(config).into_iter().map(|spec| {
         let stored = match files.read_packed(&spec)? {
@@ -194,9 +194,9 @@ fn an_adapter_beside_a_packed_base_is_one_forward() {
         (model_files::config(), WeightFormat::Bf16),
         (qwen2::config(true), WeightFormat::Bf16),
     ];
-    for (config, form) in cases {
+    for (config, format) in cases {
         for rank in [1, 2, 3, 8, 33] {
-            let [mut plain, mut packed] = both(&config, form);
+            let [mut plain, mut packed] = both(&config, format);
             adapt(&mut plain, &config, rank);
             adapt(&mut packed, &config, rank);
             let model = Model::new(config.clone(), config.max_position_embeddings);

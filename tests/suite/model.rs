@@ -108,11 +108,11 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
 fn an_mxfp4_folder_computes_as_its_dequantised_weights_to_the_bit() {
     let config = crate::model_files::config();
     let tensors = init(&config, &InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 }, 8).unwrap();
-    let write = |parameters: &Parameters, form| {
+    let write = |parameters: &Parameters, format| {
         let folder = tempfile::tempdir().unwrap();
         let tensor =
             |spec: &rloss::model::names::ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
-        save(folder.path(), &config, form, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
+        save(folder.path(), &config, format, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
         crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap()
     };
     let original = crate::tiny::parameters(&config, tensors.into_iter().map(Ok)).unwrap();

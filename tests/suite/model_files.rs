@@ -73,12 +73,12 @@ fn save_all(
     folder: &Path,
     config: &Config,
     parameters: &Parameters,
-    form: WeightFormat,
+    format: WeightFormat,
     shard_bytes_max: u64,
 ) {
     let tensors: BTreeMap<&str, &Tensor> = parameters.iter().map(|(s, t)| (s.name.as_str(), t)).collect();
     let tensor = |spec: &ParameterSpec| Ok(tensors[spec.name.as_str()].clone());
-    save(folder, config, form, &CompanionFiles::default(), shard_bytes_max, tensor).unwrap();
+    save(folder, config, format, &CompanionFiles::default(), shard_bytes_max, tensor).unwrap();
 }
 
 fn bits(tensor: &Tensor) -> Vec<u32> {

@@ -347,7 +347,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
 }
 
 /// Writes a checkpoint of `parameters` into `run`.
-fn saved(run: &Path, parameters: &Parameters, form: WeightFormat) -> std::path::PathBuf {
+fn saved(run: &Path, parameters: &Parameters, format: WeightFormat) -> std::path::PathBuf {
     let state = TrainerState {
         phase: Phase::Rl,
         step: 1,
@@ -359,7 +359,7 @@ fn saved(run: &Path, parameters: &Parameters, form: WeightFormat) -> std::path::
         kl_coefficient: None,
     };
     let (config, companions) = (&tiny::config(false), &CompanionFiles::default());
-    Snapshot { config, form, companions, parameters, base: None, critic: None, recipe: "", state }
+    Snapshot { config, format, companions, parameters, base: None, critic: None, recipe: "", state }
         .write(run, 1)
         .unwrap()
 }

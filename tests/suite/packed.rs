@@ -30,14 +30,14 @@ fn settings() -> PassSettings {
     }
 }
 
-/// A folder of a random model in `form`, in shards of up to `shard_bytes`.
-fn folder(config: &Config, form: WeightFormat, shard_bytes: u64) -> TempDir {
+/// A folder of a random model in `format`, in shards of up to `shard_bytes`.
+fn folder(config: &Config, format: WeightFormat, shard_bytes: u64) -> TempDir {
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
     let tensors = init(config, &settings, 8).unwrap();
     let parameters = crate::tiny::parameters(config, tensors.into_iter().map(Ok)).unwrap();
     let folder = TempDir::new().unwrap();
     let tensor = |spec: &ParameterSpec| Ok(tiny::named(&parameters, &spec.name).clone());
-    save(folder.path(), config, form, &CompanionFiles::default(), shard_bytes, tensor).unwrap();
+    save(folder.path(), config, format, &CompanionFiles::default(), shard_bytes, tensor).unwrap();
     folder
 }
 
@@ -69,9 +69,9 @@ fn cases() -> Vec<(Config, WeightFormat)> {
 
 #[test]
 fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
-    for (config, form) in cases() {
+    for (config, format) in cases() {
         for shard_bytes in [SHARD_BYTES_MAX, 40_000] {
-            let folder = folder(&config, form, shard_bytes);
+            let folder = folder(&config, format, shard_bytes);
             let plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
             let packed = held(folder.path(), &config, &|_| false).unwrap();
             let files = ModelFolder::open(folder.path(), &config).unwrap();
@@ -94,15 +94,15 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
                 )
             });
             assert!(results[0].0.len() > 20);
-            assert_eq!(results[0], results[1], "{form:?}, shards of {shard_bytes}");
+            assert_eq!(results[0], results[1], "{format:?}, shards of {shard_bytes}");
         }
     }
 }
 
 #[test]
 fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
-    for (config, form) in cases() {
-        let folder = folder(&config, form, SHARD_BYTES_MAX);
+    for (config, format) in cases() {
+        let folder = folder(&config, format, SHARD_BYTES_MAX);
         // Vectors are never packed; of the matrices those of one layer's attention learn.
         let learns =
             |name: &str| !name.contains("weight") || name.contains("norm") || name.contains("0.self_attn");
@@ -137,7 +137,7 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
                 marks.iter().filter(|learns| **learns).count(),
                 "every one that learns has a gradient"
             );
-            assert_eq!(expected, found, "{form:?}, recomputed {recompute_layers}");
+            assert_eq!(expected, found, "{format:?}, recomputed {recompute_layers}");
         }
     }
 }
@@ -145,8 +145,8 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
 /// What is in memory then is embedding, last norm and head.
 #[test]
 fn layers_that_stay_on_disk_compute_the_same_bits() {
-    for (config, form) in cases() {
-        let folder = folder(&config, form, SHARD_BYTES_MAX);
+    for (config, format) in cases() {
+        let folder = folder(&config, format, SHARD_BYTES_MAX);
         let resident = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
         let stored = Parameters::leave_on_disk(&config, &Backend::default(), files, vec![]).unwrap();
@@ -160,15 +160,15 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
                 let policy = PolicyView::for_rollout(&model, parameters, &arms, 0).unwrap();
                 (policy.prefill(&tokens, 1.0).unwrap(), policy.decode(&tokens, 1.0, &|_| ()).unwrap())
             });
-            assert_eq!(expected, found, "{form:?}, {arms:?}");
+            assert_eq!(expected, found, "{format:?}, {arms:?}");
         }
     }
 }
 
 #[test]
 fn arms_round_packed_weights_as_they_round_decoded_ones() {
-    for (config, form) in cases() {
-        let folder = folder(&config, form, SHARD_BYTES_MAX);
+    for (config, format) in cases() {
+        let folder = folder(&config, format, SHARD_BYTES_MAX);
         let plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
         let packed = held(folder.path(), &config, &|_| false).unwrap();
         let model = Model::new(config.clone(), config.max_position_embeddings);
@@ -183,7 +183,7 @@ fn arms_round_packed_weights_as_they_round_decoded_ones() {
             let [expected, found] = [&plain, &packed].map(|parameters| {
                 PolicyView::for_rollout(&model, parameters, &arms, 0).unwrap().prefill(&tokens, 1.0).unwrap()
             });
-            assert_eq!(expected, found, "{form:?}, {arms:?}");
+            assert_eq!(expected, found, "{format:?}, {arms:?}");
         }
     }
 }
@@ -191,8 +191,8 @@ fn arms_round_packed_weights_as_they_round_decoded_ones() {
 /// What `check-mismatch --against` computes to name a mistake that lies in the weights.
 #[test]
 fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
-    for (config, form) in cases() {
-        let folder = folder(&config, form, SHARD_BYTES_MAX);
+    for (config, format) in cases() {
+        let folder = folder(&config, format, SHARD_BYTES_MAX);
         let plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
         let packed = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
@@ -211,7 +211,7 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
             let expected = of(&plain, Some(&cause));
             moved += usize::from(expected != right);
             for parameters in [&packed, &stored] {
-                assert_eq!(expected, of(parameters, Some(&cause)), "{form:?}, {}", cause.description());
+                assert_eq!(expected, of(parameters, Some(&cause)), "{format:?}, {}", cause.description());
             }
         }
         let least = if config.num_local_experts > 0 { 5 } else { 3 };
@@ -222,13 +222,13 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
 #[test]
 fn a_packed_tensor_that_holds_no_numbers_is_refused_by_name() {
     let config = model_files::config();
-    for (form, name, bytes) in [
+    for (format, name, bytes) in [
         (WeightFormat::Bf16, "model.layers.1.self_attn.q_proj.weight", [0xc0, 0x7f]),
         (WeightFormat::Bf16, "model.embed_tokens.weight", [0x80, 0x7f]),
         (WeightFormat::Bf16, "model.layers.0.mlp.experts.down_proj", [0x80, 0xff]),
         (WeightFormat::Mxfp4, "model.layers.1.mlp.experts.gate_up_proj_scales", [255, 120]),
     ] {
-        let folder = folder(&config, form, SHARD_BYTES_MAX);
+        let folder = folder(&config, format, SHARD_BYTES_MAX);
         let file = folder.path().join("model.safetensors");
         let mut content = std::fs::read(&file).unwrap();
         let header = u64::from_le_bytes(content[..8].try_into().unwrap()) as usize;

@@ -124,26 +124,26 @@ impl GgufWeights {
     /// # Errors
     /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
     pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
-        let (Some(form), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
+        let (Some(format), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
         else {
             return Ok(None);
         };
         let [_, output, input] = geometry(spec);
-        let matrix = match form {
+        let matrix = match format {
             PackedFormat::Bf16Rows => {
-                let mut bytes = vec![0; form.bytes(shape)];
+                let mut bytes = vec![0; format.bytes(shape)];
                 bytes.par_chunks_mut(2 * ROWS * input).enumerate().try_for_each(|(index, to)| {
                     let first = index * ROWS;
                     write_bf16(to, &self.rows(spec, 0, first..(first + ROWS).min(output))?);
                     anyhow::Ok(())
                 })?;
-                PackedMatrix::from_bytes(form, shape, bytes)
+                PackedMatrix::from_bytes(format, shape, bytes)
             }
-            PackedFormat::Bf16 => PackedMatrix::read(form, shape, |rows: StoredRows| {
+            PackedFormat::Bf16 => PackedMatrix::read(format, shape, |rows: StoredRows| {
                 write_bf16(rows.values, &self.rows(spec, rows.expert, rows.columns)?);
                 anyhow::Ok(())
             })?,
-            PackedFormat::Mxfp4 => PackedMatrix::read(form, shape, |rows: StoredRows| {
+            PackedFormat::Mxfp4 => PackedMatrix::read(format, shape, |rows: StoredRows| {
                 self.read_blocks(spec, rows.expert, rows.columns, |place, block| {
                     let (bytes, scale) = from_gguf_block(block);
                     if !block_is_finite(&bytes, scale) {

@@ -81,20 +81,20 @@ pub struct GgufTokenizer<'a> {
 pub fn write(
     path: &Path,
     config: &Config,
-    form: GgufForm,
+    format: GgufForm,
     tokenizer: GgufTokenizer,
     mut tensor: impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<()> {
-    check(config, form)?;
+    check(config, format)?;
     let specs = parameter_specs(config);
-    let entries = entries(config, form, tokenizer, path)?;
+    let entries = entries(config, format, tokenizer, path)?;
     replace_file(path, |aside| {
         let mut out = BufWriter::new(File::create_new(aside)?);
         let mut header = vec![];
         let all: Vec<(GgufTensorSpec, &TensorType)> = specs
             .iter()
             .flat_map(|spec| {
-                parts(spec, config.family.has_experts).into_iter().map(|part| (part, form.of(spec)))
+                parts(spec, config.family.has_experts).into_iter().map(|part| (part, format.of(spec)))
             })
             .collect();
         header.extend_from_slice(b"GGUF\x03\0\0\0");
@@ -124,7 +124,7 @@ pub fn write(
             let values = host_values(&found)?;
             let part_count = parts(spec, config.family.has_experts).len();
             for part in 0..part_count {
-                let written = write_part(&mut out, spec, form.of(spec), &values, (part, part_count))?;
+                let written = write_part(&mut out, spec, format.of(spec), &values, (part, part_count))?;
                 out.write_all(&vec![0; written.next_multiple_of(ALIGNMENT) - written])?;
             }
         }
@@ -134,15 +134,15 @@ pub fn write(
 }
 
 /// Refuses a model that llama.cpp has no keys for.
-fn check(config: &Config, form: GgufForm) -> Result<()> {
+fn check(config: &Config, format: GgufForm) -> Result<()> {
     let family = config.family;
-    if form == GgufForm::Mxfp4 && !family.has_experts {
+    if format == GgufForm::Mxfp4 && !family.has_experts {
         return Err(bad_input!("MXFP4 is a format of experts, and this family has none; write bf16 or q8_0"));
     }
     let odd = |spec: &&ParameterSpec| {
         spec.is_expert_matrix() && !geometry(spec)[2].is_multiple_of(TensorType::MXFP4.block)
     };
-    if form == GgufForm::Mxfp4
+    if format == GgufForm::Mxfp4
         && let Some(spec) = parameter_specs(config).iter().find(odd)
     {
         return Err(bad_input!(
@@ -249,13 +249,13 @@ impl Entries {
 }
 
 /// Returns the metadata: config, tokenizer, template.
-fn entries(config: &Config, form: GgufForm, tokenizer: GgufTokenizer, path: &Path) -> Result<Entries> {
+fn entries(config: &Config, format: GgufForm, tokenizer: GgufTokenizer, path: &Path) -> Result<Entries> {
     let mut to = Entries::default();
     let arch = config.family.gguf;
     let of = |key: &str| format!("{arch}.{key}");
     to.text("general.architecture", arch);
     to.text("general.name", &path.file_stem().unwrap_or_default().to_string_lossy());
-    to.number("general.file_type", form.file_type() as usize);
+    to.number("general.file_type", format.file_type() as usize);
     to.number("general.quantization_version", 2);
     for (key, value) in [
         ("context_length", config.max_position_embeddings),

@@ -41,7 +41,13 @@ const LEFT_OUT: &str = "completion_probabilities lacks tokens: llama.cpp writes 
 /// Returns the index in `ids`, from `start` on, of the token `id` of an entry. `bytes` are the entry's bytes.
 /// They include the bytes of tokens before it that have no entry, because their text ended within a
 /// character.
-fn place(ids: &[u64], start: usize, id: u64, bytes: Option<&[u8]>, tokenizer: &Vocabulary) -> Option<usize> {
+fn find_token(
+    ids: &[u64],
+    start: usize,
+    id: u64,
+    bytes: Option<&[u8]>,
+    tokenizer: &Vocabulary,
+) -> Option<usize> {
     (start..ids.len()).filter(|&at| ids[at] == id).find(|&at| {
         bytes.is_none_or(|bytes| {
             let rest = ids[start..=at].iter().try_fold(bytes, |rest, &id| without(rest, id, tokenizer));
@@ -77,7 +83,7 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
         if !asked_for_ids {
             ids.push(id);
         }
-        let at = place(&ids, before, id, entry.bytes.as_deref(), tokenizer).ok_or(LEFT_OUT)?;
+        let at = find_token(&ids, before, id, entry.bytes.as_deref(), tokenizer).ok_or(LEFT_OUT)?;
         log_probs.resize(at, None);
         log_probs.push(entry.logprob.or(entry.prob.map(f64::ln)));
         if at == before {

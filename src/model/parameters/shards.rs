@@ -44,7 +44,7 @@ impl Parameters {
         let ranks =
             Arc::new(ExpertParallel::new(self.mesh().clone(), config.num_local_experts, config.hidden_size));
         let find = |name: &str| {
-            let index = self.place(name)?;
+            let index = self.index_or_error(name)?;
             if !self.specs[index].has_expert_axis() {
                 return self.changed_weight(index, Some(change));
             }

@@ -18,7 +18,7 @@ use std::ops::Range;
 const VECTORS: usize = 4;
 
 /// Prefetch distance in a panel, bytes.
-const FETCHED_AHEAD: usize = 2048;
+const PREFETCH_DISTANCE: usize = 2048;
 
 /// Bytes per cache line.
 const LINE: usize = 64;
@@ -26,7 +26,7 @@ const LINE: usize = 64;
 /// One panel of a packed matrix.
 #[derive(Clone, Copy)]
 pub(super) struct Panel<'a> {
-    pub form: PackedFormat,
+    pub format: PackedFormat,
     /// `[in]` rows of [`PANEL_COLUMNS`], in the packed format.
     pub bytes: &'a [u8],
     /// Number of columns that exist.
@@ -70,20 +70,20 @@ impl OutputColumns {
 
     /// Copies the first row's columns from `column` on.
     pub fn read(&self, column: usize, to: &mut [f32]) {
-        let place = self.address(0, column, to.len());
+        let address = self.address(0, column, to.len());
         for (i, value) in to.iter_mut().enumerate() {
-            // SAFETY: `place` checked all of them, and no other thread uses these columns.
-            *value = unsafe { *place.add(i) };
+            // SAFETY: `address` checked all of them, and no other thread uses these columns.
+            *value = unsafe { *address.add(i) };
         }
     }
 
     /// Writes `sums` to a row's columns, or adds them.
     pub fn write(&self, row: usize, column: usize, sums: &[f32], add: bool) {
-        let place = self.address(row, column, sums.len());
+        let address = self.address(row, column, sums.len());
         for (i, &sum) in sums.iter().enumerate() {
-            // SAFETY: `place` checked all of them, and no other thread uses these columns.
+            // SAFETY: `address` checked all of them, and no other thread uses these columns.
             unsafe {
-                let out = place.add(i);
+                let out = address.add(i);
                 *out = if add { *out + sum } else { sum };
             }
         }
@@ -131,32 +131,32 @@ impl OutputColumns {
     }
 }
 
-/// Calls `each(k, weights)` for every k of `rows` in order, with the weights of the columns from `column`
+/// Calls `on_weights(k, weights)` for every k of `rows` in order, with the weights of the columns from `column`
 /// on.
 ///
 /// # Safety
 /// As [`SimdLanes`]; `rows` and the columns must be in the panel, and `rows` must hold whole blocks of MXFP4.
 #[inline(always)]
-unsafe fn walk<L: SimdLanes>(
+unsafe fn for_each_weight_row<L: SimdLanes>(
     panel: Panel,
     rows: Range<usize>,
     column: usize,
-    mut each: impl FnMut(usize, [L::Vector; VECTORS]),
+    mut on_weights: impl FnMut(usize, [L::Vector; VECTORS]),
 ) {
     let base = panel.bytes.as_ptr();
-    match panel.form {
+    match panel.format {
         PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
             for k in rows {
                 // SAFETY: row k of the panel, COLUMNS halves long, is inside it.
                 unsafe {
                     let row = base.add((k * PANEL_COLUMNS + column) * 2);
-                    prefetch(row.wrapping_add(FETCHED_AHEAD));
-                    prefetch(row.wrapping_add(FETCHED_AHEAD + LINE));
+                    prefetch(row.wrapping_add(PREFETCH_DISTANCE));
+                    prefetch(row.wrapping_add(PREFETCH_DISTANCE + LINE));
                     let mut weights = [L::zero(); VECTORS];
                     for (v, w) in weights.iter_mut().enumerate() {
                         *w = L::bf16(row.add(v * L::LANES * 2));
                     }
-                    each(k, weights);
+                    on_weights(k, weights);
                 }
             }
         }
@@ -172,15 +172,15 @@ unsafe fn walk<L: SimdLanes>(
                     }
                     for pair in 0..BLOCK / 2 {
                         let row = start.add((1 + pair) * PANEL_COLUMNS);
-                        prefetch(row.wrapping_add(FETCHED_AHEAD));
+                        prefetch(row.wrapping_add(PREFETCH_DISTANCE));
                         let (mut low, mut high) = (scales, scales);
                         for v in 0..VECTORS {
                             let [l, h] = L::nibbles(row.add(v * L::LANES));
                             low[v] = L::mul(l, scales[v]);
                             high[v] = L::mul(h, scales[v]);
                         }
-                        each(block * BLOCK + 2 * pair, low);
-                        each(block * BLOCK + 2 * pair + 1, high);
+                        on_weights(block * BLOCK + 2 * pair, low);
+                        on_weights(block * BLOCK + 2 * pair + 1, high);
                     }
                 }
             }
@@ -191,9 +191,9 @@ unsafe fn walk<L: SimdLanes>(
 /// Multiplies `R` rows of `x` from `row` on with the panel's k of `rows`.
 ///
 /// # Safety
-/// As [`walk`]; the rows of `x`, `stride` apart, must be valid.
+/// As [`for_each_weight_row`]; the rows of `x`, `stride` apart, must be valid.
 #[inline(always)]
-unsafe fn some_rows<L: SimdLanes, const R: usize>(
+unsafe fn multiply_row_block<L: SimdLanes, const R: usize>(
     panel: Panel,
     rows: Range<usize>,
     (x, stride): (&[f32], usize),
@@ -206,7 +206,7 @@ unsafe fn some_rows<L: SimdLanes, const R: usize>(
         unsafe {
             let mut sums = [[L::zero(); VECTORS]; R];
             let x = x.as_ptr().add(row * stride);
-            walk::<L>(
+            for_each_weight_row::<L>(
                 panel,
                 rows.clone(),
                 column,
@@ -235,9 +235,9 @@ unsafe fn some_rows<L: SimdLanes, const R: usize>(
 /// Multiplies all rows of `x` with a panel, one chunk of k after the other.
 ///
 /// # Safety
-/// As [`some_rows`].
+/// As [`multiply_row_block`].
 #[inline(always)]
-unsafe fn all_rows<L: SimdLanes>(
+unsafe fn multiply_rows<L: SimdLanes>(
     panel: Panel,
     (x, k): (&[f32], usize),
     out: (OutputColumns, usize),
@@ -253,12 +253,12 @@ unsafe fn all_rows<L: SimdLanes>(
             while row < m {
                 let (rows, x) = (rows.clone(), (x, k));
                 match (m - row).min(L::ROWS) {
-                    1 => some_rows::<L, 1>(panel, rows, x, row, out, add),
-                    2 => some_rows::<L, 2>(panel, rows, x, row, out, add),
-                    3 => some_rows::<L, 3>(panel, rows, x, row, out, add),
-                    4 => some_rows::<L, 4>(panel, rows, x, row, out, add),
-                    5 => some_rows::<L, 5>(panel, rows, x, row, out, add),
-                    _ => some_rows::<L, 6>(panel, rows, x, row, out, add),
+                    1 => multiply_row_block::<L, 1>(panel, rows, x, row, out, add),
+                    2 => multiply_row_block::<L, 2>(panel, rows, x, row, out, add),
+                    3 => multiply_row_block::<L, 3>(panel, rows, x, row, out, add),
+                    4 => multiply_row_block::<L, 4>(panel, rows, x, row, out, add),
+                    5 => multiply_row_block::<L, 5>(panel, rows, x, row, out, add),
+                    _ => multiply_row_block::<L, 6>(panel, rows, x, row, out, add),
                 }
                 row += (m - row).min(L::ROWS);
             }
@@ -269,14 +269,14 @@ unsafe fn all_rows<L: SimdLanes>(
 /// Decodes the panel's weights of the k of `rows`, `[rows][width]`, to `to`.
 ///
 /// # Safety
-/// As [`walk`]; `to` must have room for [`PANEL_COLUMNS`] values in every row.
+/// As [`for_each_weight_row`]; `to` must have room for [`PANEL_COLUMNS`] values in every row.
 #[inline(always)]
 unsafe fn decode<L: SimdLanes>(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
     let first = rows.start;
     for column in (0..PANEL_COLUMNS).step_by(VECTORS * L::LANES) {
         // SAFETY: guaranteed by the caller.
         unsafe {
-            walk::<L>(
+            for_each_weight_row::<L>(
                 panel,
                 rows.clone(),
                 column,
@@ -294,16 +294,26 @@ unsafe fn decode<L: SimdLanes>(panel: Panel, rows: Range<usize>, to: *mut f32, w
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn all_rows_avx512(panel: Panel, x: (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) {
+unsafe fn multiply_rows_avx512(
+    panel: Panel,
+    x: (&[f32], usize),
+    out: (OutputColumns, usize),
+    accumulate: bool,
+) {
     // SAFETY: guaranteed by the caller.
-    unsafe { all_rows::<x86::Avx512>(panel, x, out, accumulate) }
+    unsafe { multiply_rows::<x86::Avx512>(panel, x, out, accumulate) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn all_rows_avx2(panel: Panel, x: (&[f32], usize), out: (OutputColumns, usize), accumulate: bool) {
+unsafe fn multiply_rows_avx2(
+    panel: Panel,
+    x: (&[f32], usize),
+    out: (OutputColumns, usize),
+    accumulate: bool,
+) {
     // SAFETY: guaranteed by the caller.
-    unsafe { all_rows::<x86::Avx2>(panel, x, out, accumulate) }
+    unsafe { multiply_rows::<x86::Avx2>(panel, x, out, accumulate) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -358,10 +368,10 @@ impl VectorInstructions {
         match self {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the processor has the vectors, the panel is whole, and `x` holds whole rows.
-            VectorInstructions::Avx512 => unsafe { all_rows_avx512(panel, x, out, accumulate) },
+            VectorInstructions::Avx512 => unsafe { multiply_rows_avx512(panel, x, out, accumulate) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            VectorInstructions::Avx2 => unsafe { all_rows_avx2(panel, x, out, accumulate) },
+            VectorInstructions::Avx2 => unsafe { multiply_rows_avx2(panel, x, out, accumulate) },
             _ => return false,
         }
         true
@@ -395,15 +405,15 @@ impl VectorInstructions {
 impl Panel<'_> {
     /// Panics when `rows` are outside the panel or split one of its blocks.
     fn check(&self, rows: Range<usize>) {
-        let whole = self.form != PackedFormat::Mxfp4
+        let whole = self.format != PackedFormat::Mxfp4
             || (rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK));
         assert!(whole && self.columns <= PANEL_COLUMNS, "packed product: rows {rows:?} cut a block");
-        assert!(self.form.panel_bytes(rows.end) <= self.bytes.len(), "packed product: rows {rows:?}");
+        assert!(self.format.panel_bytes(rows.end) <= self.bytes.len(), "packed product: rows {rows:?}");
     }
 
     /// Returns one weight.
     pub fn value(&self, k: usize, column: usize) -> f32 {
-        match self.form {
+        match self.format {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
                 let at = (k * PANEL_COLUMNS + column) * 2;
                 half::bf16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]).to_f32()

@@ -67,7 +67,7 @@ impl PackedFormat {
 
 /// A packed matrix `[in, out]`, or one per expert (`E` experts).
 pub struct PackedMatrix {
-    form: PackedFormat,
+    format: PackedFormat,
     experts: usize,
     input: usize,
     output: usize,
@@ -91,19 +91,19 @@ impl PackedMatrix {
     /// # Errors
     /// Those of `read`.
     pub fn read<E: Send>(
-        form: PackedFormat,
+        format: PackedFormat,
         [experts, input, output]: [usize; 3],
         read: impl Fn(StoredRows) -> Result<(), E> + Sync,
     ) -> Result<Self, E> {
-        assert!(form != PackedFormat::Bf16Rows, "a table is not read in panels");
-        assert!(form == PackedFormat::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
-        let mut bytes = vec![0u8; form.bytes([experts, input, output])];
+        assert!(format != PackedFormat::Bf16Rows, "a table is not read in panels");
+        assert!(format == PackedFormat::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
+        let mut bytes = vec![0u8; format.bytes([experts, input, output])];
         let panels = output.div_ceil(PANEL_COLUMNS);
-        let (width, scales) = match form {
+        let (width, scales) = match format {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => (2 * input, 0),
             PackedFormat::Mxfp4 => (input / 2, input / BLOCK),
         };
-        bytes.par_chunks_exact_mut(form.panel_bytes(input).max(1)).enumerate().try_for_each_init(
+        bytes.par_chunks_exact_mut(format.panel_bytes(input).max(1)).enumerate().try_for_each_init(
             || (vec![0u8; PANEL_COLUMNS * width], vec![0u8; PANEL_COLUMNS * scales]),
             |(values, of_scales), (index, panel)| {
                 let (expert, first) = (index / panels, index % panels * PANEL_COLUMNS);
@@ -111,14 +111,14 @@ impl PackedMatrix {
                 let (values, of_scales) =
                     (&mut values[..columns.len() * width], &mut of_scales[..columns.len() * scales]);
                 read(StoredRows { expert, columns, values, scales: of_scales })?;
-                match form {
+                match format {
                     PackedFormat::Bf16 | PackedFormat::Bf16Rows => transpose::<2>(panel, values, width),
                     PackedFormat::Mxfp4 => arrange_blocks(panel, values, of_scales),
                 }
                 Ok(())
             },
         )?;
-        Ok(Self { form, experts, input, output, bytes: PackedStorage::Host(bytes) })
+        Ok(Self { format, experts, input, output, bytes: PackedStorage::Host(bytes) })
     }
 
     /// Packs MXFP4 blocks and scales in the layout of [`mxfp4::encode`].
@@ -146,12 +146,12 @@ impl PackedMatrix {
         [experts, input, output]: [usize; 3],
         mut read: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let form = PackedFormat::Bf16;
-        let mut bytes = vec![0u8; form.bytes([experts, input, output])];
+        let format = PackedFormat::Bf16;
+        let mut bytes = vec![0u8; format.bytes([experts, input, output])];
         let mut stored = vec![0u8; input * output * 2];
-        for (expert, packed) in bytes.chunks_exact_mut(form.bytes([1, input, output]).max(1)).enumerate() {
+        for (expert, packed) in bytes.chunks_exact_mut(format.bytes([1, input, output]).max(1)).enumerate() {
             read(expert, &mut stored)?;
-            packed.par_chunks_exact_mut(form.panel_bytes(input)).enumerate().for_each(|(index, panel)| {
+            packed.par_chunks_exact_mut(format.panel_bytes(input)).enumerate().for_each(|(index, panel)| {
                 let columns = index * PANEL_COLUMNS..((index + 1) * PANEL_COLUMNS).min(output);
                 for (row, to) in
                     stored.chunks_exact(2 * output).zip(panel.chunks_exact_mut(2 * PANEL_COLUMNS))
@@ -160,13 +160,13 @@ impl PackedMatrix {
                 }
             });
         }
-        Ok(Self { form, experts, input, output, bytes: PackedStorage::Host(bytes) })
+        Ok(Self { format, experts, input, output, bytes: PackedStorage::Host(bytes) })
     }
 
     /// Rebuilds a matrix from the bytes that [`Self::bytes`] returned.
-    pub fn from_bytes(form: PackedFormat, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
-        assert_eq!(bytes.len(), form.bytes([experts, input, output]), "packed matrix: bytes");
-        Self { form, experts, input, output, bytes: PackedStorage::Host(bytes) }
+    pub fn from_bytes(format: PackedFormat, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
+        assert_eq!(bytes.len(), format.bytes([experts, input, output]), "packed matrix: bytes");
+        Self { format, experts, input, output, bytes: PackedStorage::Host(bytes) }
     }
 
     /// Returns a range of its experts.
@@ -174,7 +174,7 @@ impl PackedMatrix {
     /// # Errors
     /// When the matrix is on a device.
     pub fn experts(&self, experts: Range<usize>) -> candle_core::Result<Self> {
-        let one = self.form.bytes([1, self.input, self.output]);
+        let one = self.format.bytes([1, self.input, self.output]);
         let bytes = self.bytes()?[experts.start * one..experts.end * one].to_vec();
         Ok(Self { experts: experts.len(), bytes: PackedStorage::Host(bytes), ..*self })
     }
@@ -186,12 +186,12 @@ impl PackedMatrix {
 
     /// Returns its packed format.
     pub fn format(&self) -> PackedFormat {
-        self.form
+        self.format
     }
 
     /// Returns its size in memory, bytes.
     pub fn size_bytes(&self) -> usize {
-        self.form.bytes(self.shape())
+        self.format.bytes(self.shape())
     }
 
     /// Returns a copy with `map` applied to each value. The matrix must be bf16, and so must every result.
@@ -199,7 +199,7 @@ impl PackedMatrix {
     /// # Errors
     /// When the matrix is on a device.
     pub fn map_values(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
-        assert!(self.form != PackedFormat::Mxfp4, "only bf16 is mapped value by value");
+        assert!(self.format != PackedFormat::Mxfp4, "only bf16 is mapped value by value");
         Ok(Self { bytes: PackedStorage::Host(table::map_bf16(self.bytes()?, map)), ..*self })
     }
 
@@ -209,7 +209,7 @@ impl PackedMatrix {
     /// When the matrix is on a device.
     pub fn decode(&self) -> candle_core::Result<Vec<f32>> {
         let bytes = self.bytes()?;
-        if self.form == PackedFormat::Bf16Rows {
+        if self.format == PackedFormat::Bf16Rows {
             return Ok(table::bf16_values(bytes).collect());
         }
         let mut values = vec![0f32; self.experts * self.input * self.output];
@@ -236,10 +236,10 @@ impl PackedMatrix {
     }
 
     fn panel<'b>(&self, bytes: &'b [u8], expert: usize, index: usize) -> Panel<'b> {
-        let size = self.form.panel_bytes(self.input);
+        let size = self.format.panel_bytes(self.input);
         let start = (expert * self.panels() + index) * size;
         let columns = (self.output - index * PANEL_COLUMNS).min(PANEL_COLUMNS);
-        Panel { form: self.form, bytes: &bytes[start..start + size], columns }
+        Panel { format: self.format, bytes: &bytes[start..start + size], columns }
     }
 
     /// Returns whether our kernels add in the order of the `gemm` crate. They do not for a last chunk of
@@ -277,7 +277,7 @@ impl PackedMatrix {
     ) -> candle_core::Result<()> {
         let bytes = self.bytes()?;
         let (k, n) = (self.input, self.output);
-        assert!(k > 0 && n > 1 && self.form != PackedFormat::Bf16Rows, "packed product: {k} x {n}");
+        assert!(k > 0 && n > 1 && self.format != PackedFormat::Bf16Rows, "packed product: {k} x {n}");
         let mut end = 0;
         for (expert, rows) in groups {
             assert!(
@@ -471,11 +471,11 @@ mod tests {
     use crate::random::{Purpose, stream};
     use rand::{Rng, RngCore};
 
-    /// A random matrix of `input × output` in `form`; its scales include 2^-127 and subnormal results.
-    fn matrix(form: PackedFormat, input: usize, output: usize) -> PackedMatrix {
+    /// A random matrix of `input × output` in `format`; its scales include 2^-127 and subnormal results.
+    fn matrix(format: PackedFormat, input: usize, output: usize) -> PackedMatrix {
         let mut rng = stream(7, Purpose::Initialisation, &[input as u64, output as u64]);
         let shape = [1, input, output];
-        match form {
+        match format {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
                 let mut value = || half::bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_le_bytes();
                 let stored: Vec<u8> = (0..input * output).flat_map(|_| value()).collect();
@@ -507,13 +507,13 @@ mod tests {
             VectorInstructions::Avx2 => vec![VectorInstructions::Avx2, VectorInstructions::Plain],
             VectorInstructions::Plain => vec![VectorInstructions::Plain],
         };
-        for (form, input) in [
+        for (format, input) in [
             (PackedFormat::Bf16, 37),
             (PackedFormat::Bf16, 700),
             (PackedFormat::Mxfp4, 64),
             (PackedFormat::Mxfp4, 608),
         ] {
-            let packed = matrix(form, input, 100);
+            let packed = matrix(format, input, 100);
             let x: Vec<f32> = (0..7 * input).map(|i| (i % 13) as f32 * 0.25 - 1.0).collect();
             for index in 0..2 {
                 let panel = packed.panel(packed.bytes().unwrap(), 0, index);
@@ -528,7 +528,7 @@ mod tests {
                         .chunks(PANEL_COLUMNS)
                         .flat_map(|row| row[..panel.columns].iter().map(|value| value.to_bits()))
                         .collect();
-                    assert!(found == expected, "{vectors:?} {form:?} {input}, panel {index}");
+                    assert!(found == expected, "{vectors:?} {format:?} {input}, panel {index}");
                     let mut out = vec![0.5f32; 7 * 100];
                     let place = (OutputColumns::new(&mut out, 100), index * PANEL_COLUMNS);
                     if vectors.skinny_gemm(panel, (&x, input), place, true) {
@@ -537,7 +537,7 @@ mod tests {
                 }
                 assert!(
                     products.windows(2).all(|pair| pair[0] == pair[1]),
-                    "{form:?} {input}, panel {index}"
+                    "{format:?} {input}, panel {index}"
                 );
             }
         }
@@ -547,7 +547,7 @@ mod tests {
     fn no_tile_is_a_single_column() {
         for output in 2..1200 {
             let bytes = PackedStorage::Host(vec![]);
-            let packed = PackedMatrix { form: PackedFormat::Bf16, experts: 1, input: 1, output, bytes };
+            let packed = PackedMatrix { format: PackedFormat::Bf16, experts: 1, input: 1, output, bytes };
             for count in [1, 3, TILE_PANELS] {
                 let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
                 assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));

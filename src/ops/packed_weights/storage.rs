@@ -19,7 +19,7 @@ impl PackedMatrix {
     /// # Errors
     /// When it is bf16, which a GPU multiplies as a plain tensor; when it is a shard; those of the device.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
-        if self.form != PackedFormat::Mxfp4 && !device.is_cpu() {
+        if self.format != PackedFormat::Mxfp4 && !device.is_cpu() {
             bail!(
                 "packed matrix {:?}: bf16 is not packed on a GPU; make a bf16 tensor of it there",
                 self.shape()
@@ -82,7 +82,7 @@ impl PackedMatrix {
 
     /// Rebuilds `experts` experts of this shape and format from their bytes.
     pub fn with_bytes(&self, experts: usize, bytes: Vec<u8>) -> Self {
-        Self::from_bytes(self.form, [experts, self.input, self.output], bytes)
+        Self::from_bytes(self.format, [experts, self.input, self.output], bytes)
     }
 
     /// Returns the device tensor, u8.

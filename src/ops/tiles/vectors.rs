@@ -18,12 +18,12 @@ pub trait SimdWords {
     unsafe fn zero() -> Self::Vector;
     unsafe fn splat(word: u32) -> Self::Vector;
     unsafe fn load(from: *const u32) -> Self::Vector;
-    unsafe fn keep(to: *mut u32, words: Self::Vector);
+    unsafe fn store(to: *mut u32, words: Self::Vector);
     /// Returns `sum` plus the products of the words of `x` and `w`.
     unsafe fn add_product(sum: Self::Vector, x: Self::Vector, w: Self::Vector) -> Self::Vector;
-    unsafe fn plus(a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    unsafe fn add(a: Self::Vector, b: Self::Vector) -> Self::Vector;
     /// Writes the first `columns` sums to `to`, or adds them.
-    unsafe fn put(to: *mut f32, sums: Self::Vector, columns: usize, add: bool);
+    unsafe fn store_columns(to: *mut f32, sums: Self::Vector, columns: usize, add: bool);
     /// Loads one vector from `left` values that are contiguous in memory.
     unsafe fn load_contiguous(from: *const f32, left: usize) -> Self::Vector;
     /// Loads one word of each of at most `lines` lines (a row of A, or a column of B). A line's values are
@@ -34,9 +34,9 @@ pub trait SimdWords {
     unsafe fn transpose(block: &mut [Self::Vector; 16]);
     /// Calls [`super::tile`] for `rows` rows, compiled for the vectors.
     unsafe fn tile(rows: usize, panels: TileOperands, to: TileOutput, columns: usize, add: bool);
-    /// Calls [`super::lay_out`], compiled for the vectors.
+    /// Calls [`super::pack_panel`], compiled for the vectors.
     unsafe fn pack(
-        side: UnpackedOperand,
+        operand: UnpackedOperand,
         line: usize,
         lines: usize,
         chunk: KRange,
@@ -49,12 +49,12 @@ pub trait SimdWords {
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
-    use super::super::{lay_out, tile};
+    use super::super::{pack_panel, tile};
     use super::{KRange, SimdWords, TileOperands, TileOutput, UnpackedOperand};
     use std::arch::x86_64::*;
 
     /// Implements the trait's two functions that are compiled for a processor's features.
-    macro_rules! compiled_for {
+    macro_rules! compile_for_features {
         ($features:literal, $($rows:literal)+) => {
             #[inline]
             unsafe fn tile(rows: usize, panels: TileOperands, to: TileOutput, columns: usize, add: bool) {
@@ -71,35 +71,37 @@ pub mod x86 {
             }
 
             #[inline]
-            unsafe fn pack(side: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
+            unsafe fn pack(operand: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
                 #[target_feature(enable = $features)]
-                unsafe fn compiled<W: SimdWords>(side: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
-                    unsafe { lay_out::<W>(side, line, lines, chunk, to, width) }
+                unsafe fn compiled<W: SimdWords>(operand: UnpackedOperand, line: usize, lines: usize, chunk: KRange, to: *mut u32, width: usize) {
+                    unsafe { pack_panel::<W>(operand, line, lines, chunk, to, width) }
                 }
-                unsafe { compiled::<Self>(side, line, lines, chunk, to, width) }
+                unsafe { compiled::<Self>(operand, line, lines, chunk, to, width) }
             }
         };
     }
 
     /// Returns the mask of the first `count` of sixteen lanes.
     #[inline(always)]
-    fn first(count: usize) -> __mmask16 {
+    fn lane_mask(count: usize) -> __mmask16 {
         if count >= 16 { !0 } else { (1 << count) - 1 }
     }
 
     #[inline(always)]
-    unsafe fn some(from: *const f32, count: usize) -> __m512 {
-        unsafe { if count >= 16 { _mm512_loadu_ps(from) } else { _mm512_maskz_loadu_ps(first(count), from) } }
+    unsafe fn load_first(from: *const f32, count: usize) -> __m512 {
+        unsafe {
+            if count >= 16 { _mm512_loadu_ps(from) } else { _mm512_maskz_loadu_ps(lane_mask(count), from) }
+        }
     }
 
     #[inline(always)]
-    unsafe fn put(to: *mut f32, sums: __m512, columns: usize, add: bool) {
+    unsafe fn store_columns(to: *mut f32, sums: __m512, columns: usize, add: bool) {
         unsafe {
             if columns >= 16 {
                 _mm512_storeu_ps(to, if add { _mm512_add_ps(_mm512_loadu_ps(to), sums) } else { sums });
             } else {
-                let sums = if add { _mm512_add_ps(some(to, columns), sums) } else { sums };
-                _mm512_mask_storeu_ps(to, first(columns), sums);
+                let sums = if add { _mm512_add_ps(load_first(to, columns), sums) } else { sums };
+                _mm512_mask_storeu_ps(to, lane_mask(columns), sums);
             }
         }
     }
@@ -161,12 +163,12 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn keep(to: *mut u32, words: __m512) {
+        unsafe fn store(to: *mut u32, words: __m512) {
             unsafe { _mm512_storeu_ps(to.cast(), words) }
         }
 
         #[inline(always)]
-        unsafe fn plus(a: __m512, b: __m512) -> __m512 {
+        unsafe fn add(a: __m512, b: __m512) -> __m512 {
             unsafe { _mm512_add_ps(a, b) }
         }
 
@@ -176,18 +178,18 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn put(to: *mut f32, sums: __m512, columns: usize, add: bool) {
-            unsafe { put(to, sums, columns, add) }
+        unsafe fn store_columns(to: *mut f32, sums: __m512, columns: usize, add: bool) {
+            unsafe { store_columns(to, sums, columns, add) }
         }
 
         #[inline(always)]
         unsafe fn load_contiguous(from: *const f32, left: usize) -> __m512 {
-            unsafe { some(from, left) }
+            unsafe { load_first(from, left) }
         }
 
         #[inline(always)]
         unsafe fn load_strided(from: *const f32, _: usize, _: usize, lines: usize) -> __m512 {
-            unsafe { some(from, lines) }
+            unsafe { load_first(from, lines) }
         }
 
         #[inline(always)]
@@ -195,12 +197,12 @@ pub mod x86 {
             unsafe { transpose(block) }
         }
 
-        compiled_for!("avx512f", 1 2 3 4 5 6 7 8 9 10 11 12);
+        compile_for_features!("avx512f", 1 2 3 4 5 6 7 8 9 10 11 12);
     }
 
     /// Returns the mask of the first `count` of eight lanes.
     #[inline(always)]
-    unsafe fn first_of_8(count: usize) -> __m256i {
+    unsafe fn lane_mask_of_8(count: usize) -> __m256i {
         unsafe {
             let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
             _mm256_cmpgt_epi32(_mm256_set1_epi32(count.min(8) as i32), lanes)
@@ -233,12 +235,12 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn keep(to: *mut u32, words: __m256) {
+        unsafe fn store(to: *mut u32, words: __m256) {
             unsafe { _mm256_storeu_ps(to.cast(), words) }
         }
 
         #[inline(always)]
-        unsafe fn plus(a: __m256, b: __m256) -> __m256 {
+        unsafe fn add(a: __m256, b: __m256) -> __m256 {
             unsafe { _mm256_add_ps(a, b) }
         }
 
@@ -248,13 +250,13 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn put(to: *mut f32, sums: __m256, columns: usize, add: bool) {
+        unsafe fn store_columns(to: *mut f32, sums: __m256, columns: usize, add: bool) {
             unsafe {
                 let sums = if add { _mm256_add_ps(Self::load_contiguous(to, columns), sums) } else { sums };
                 if columns >= Self::LANES {
                     _mm256_storeu_ps(to, sums);
                 } else {
-                    _mm256_maskstore_ps(to, first_of_8(columns), sums);
+                    _mm256_maskstore_ps(to, lane_mask_of_8(columns), sums);
                 }
             }
         }
@@ -265,7 +267,7 @@ pub mod x86 {
                 if left >= Self::LANES {
                     _mm256_loadu_ps(from)
                 } else {
-                    _mm256_maskload_ps(from, first_of_8(left))
+                    _mm256_maskload_ps(from, lane_mask_of_8(left))
                 }
             }
         }
@@ -298,7 +300,7 @@ pub mod x86 {
             }
         }
 
-        compiled_for!("avx2,fma", 1 2 3 4 5 6);
+        compile_for_features!("avx2,fma", 1 2 3 4 5 6);
     }
 
     /// bf16, thirty-two lanes, two neighbouring k per word: the processor's dot products, with f32 sums.
@@ -327,12 +329,12 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn keep(to: *mut u32, words: __m512) {
-            unsafe { F32x16::keep(to, words) }
+        unsafe fn store(to: *mut u32, words: __m512) {
+            unsafe { F32x16::store(to, words) }
         }
 
         #[inline(always)]
-        unsafe fn plus(a: __m512, b: __m512) -> __m512 {
+        unsafe fn add(a: __m512, b: __m512) -> __m512 {
             unsafe { _mm512_add_ps(a, b) }
         }
 
@@ -342,14 +344,15 @@ pub mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn put(to: *mut f32, sums: __m512, columns: usize, add: bool) {
-            unsafe { put(to, sums, columns, add) }
+        unsafe fn store_columns(to: *mut f32, sums: __m512, columns: usize, add: bool) {
+            unsafe { store_columns(to, sums, columns, add) }
         }
 
         #[inline(always)]
         unsafe fn load_contiguous(from: *const f32, left: usize) -> __m512 {
             unsafe {
-                let (low, high) = (some(from, left), some(from.wrapping_add(16), left.saturating_sub(16)));
+                let (low, high) =
+                    (load_first(from, left), load_first(from.wrapping_add(16), left.saturating_sub(16)));
                 words(_mm512_cvtne2ps_pbh(high, low))
             }
         }
@@ -357,8 +360,8 @@ pub mod x86 {
         #[inline(always)]
         unsafe fn load_strided(from: *const f32, stride: usize, left: usize, lines: usize) -> __m512 {
             unsafe {
-                let low = some(from, lines);
-                let high = some(from.wrapping_add(stride), if left > 1 { lines } else { 0 });
+                let low = load_first(from, lines);
+                let high = load_first(from.wrapping_add(stride), if left > 1 { lines } else { 0 });
                 // The low halves come first: each is paired with its high half.
                 let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
                 let pairs = _mm512_or_si512(
@@ -375,7 +378,7 @@ pub mod x86 {
             unsafe { transpose(block) }
         }
 
-        compiled_for!("avx512f,avx512bw,avx512bf16", 1 2 3 4 5 6 7 8 9 10 11 12);
+        compile_for_features!("avx512f,avx512bw,avx512bf16", 1 2 3 4 5 6 7 8 9 10 11 12);
     }
 
     #[inline(always)]

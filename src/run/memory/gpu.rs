@@ -46,9 +46,9 @@ impl PlanInput<'_> {
 
     /// Returns the bytes of the policy's tensor `index`. A frozen MXFP4 tensor stays packed.
     fn gpu_bytes(&self, spec: &ParameterSpec, index: usize) -> u64 {
-        let form = self.formats[index];
-        match self.is_packed(spec, index) && spec.packed_format(form) == Some(PackedFormat::Mxfp4) {
-            true => spec.resident_bytes(form),
+        let format = self.formats[index];
+        match self.is_packed(spec, index) && spec.packed_format(format) == Some(PackedFormat::Mxfp4) {
+            true => spec.resident_bytes(format),
             false => working_bytes(spec),
         }
     }

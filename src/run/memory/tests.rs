@@ -81,11 +81,11 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
     }
 }
 
-/// Returns a tensor of zeros, held as a tensor of format `form` on disk is held.
-fn zeros(spec: &ParameterSpec, form: WeightFormat) -> Weight {
-    match (spec.packed_format(form), spec.matrix_shape()) {
-        (Some(form), Some(shape)) => {
-            Weight::Packed(Arc::new(PackedMatrix::from_bytes(form, shape, vec![0; form.bytes(shape)])))
+/// Returns a tensor of zeros, held as a tensor of format `format` on disk is held.
+fn zeros(spec: &ParameterSpec, format: WeightFormat) -> Weight {
+    match (spec.packed_format(format), spec.matrix_shape()) {
+        (Some(format), Some(shape)) => {
+            Weight::Packed(Arc::new(PackedMatrix::from_bytes(format, shape, vec![0; format.bytes(shape)])))
         }
         _ => Weight::dense(&Tensor::zeros(spec.working_shape(), DType::F32, &Device::Cpu).unwrap()),
     }
@@ -96,21 +96,21 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
     let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
     let specs = parameter_specs(&ModelSource::open(&plan.recipe).unwrap().config);
     let (mut copied, mut shared) = (0, 0);
-    for form in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Mxfp4] {
+    for format in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Mxfp4] {
         for (mxfp4, bits) in
             [(false, None), (true, None), (false, Some(7)), (true, Some(7)), (false, Some(1))]
         {
             for spec in &specs {
-                let weight = zeros(spec, form);
+                let weight = zeros(spec, format);
                 let rounding = WeightRounding { mxfp4, bits };
-                let planned = rounding.copy_bytes(spec, form);
+                let planned = rounding.copy_bytes(spec, format);
                 let rounded = match (&weight, rounding.apply(spec, weight.clone()).unwrap()) {
                     (Weight::Dense(a), Weight::Dense(b)) if a.values().id() == b.values().id() => 0,
                     (Weight::Packed(a), Weight::Packed(b)) if Arc::ptr_eq(a, &b) => 0,
                     (_, rounded) => rounded.bytes(),
                 };
                 // MXFP4 made from bf16 is smaller than the plan, which counts the bf16 size.
-                let exact = !(mxfp4 && form == WeightFormat::Bf16 && spec.is_expert_matrix());
+                let exact = !(mxfp4 && format == WeightFormat::Bf16 && spec.is_expert_matrix());
                 assert!(
                     if exact { planned == rounded } else { planned >= rounded },
                     "{} {rounding:?}: {planned}, {rounded}",
@@ -210,8 +210,9 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
                     shard_range(spec.element_count(), index, rank, processes).len() as u64 * 4
                 })
                 .sum();
-            let base = specs.iter().zip(input.formats).enumerate().map(|(index, (spec, form))| {
-                let stored = TensorStorage::from_weight(zeros(spec, *form)).into_shard(index, &mesh).unwrap();
+            let base = specs.iter().zip(input.formats).enumerate().map(|(index, (spec, format))| {
+                let stored =
+                    TensorStorage::from_weight(zeros(spec, *format)).into_shard(index, &mesh).unwrap();
                 match stored.weight(spec).unwrap() {
                     Weight::Packed(matrix) if stored.is_sharded() => {
                         matrix.shard_bytes().unwrap().len() as u64

@@ -12,18 +12,18 @@ use std::collections::BTreeMap;
 pub(super) struct ShardedTensor {
     pub index: usize,
     pub spec: ParameterSpec,
-    pub form: WeightFormat,
+    pub format: WeightFormat,
 }
 
 impl ShardedTensor {
     /// Creates the entry of a trainable tensor, held in f32.
     pub fn from_trainable((index, spec): TrainableTensor) -> Self {
-        Self { index, spec, form: WeightFormat::F32 }
+        Self { index, spec, format: WeightFormat::F32 }
     }
 
     /// Returns the bytes of the whole tensor.
     pub fn bytes(&self) -> u64 {
-        self.spec.resident_bytes(self.form)
+        self.spec.resident_bytes(self.format)
     }
 
     /// Returns the layer with which the tensor is gathered. `None` for adapter factors and tensors outside
@@ -56,8 +56,8 @@ impl PlanInput<'_> {
     pub(super) fn weight_bytes(&self) -> u64 {
         let is_trainable = |index: usize| self.command.trains() && self.trainable[index];
         let specs = parameter_specs(self.config).into_iter().zip(self.formats).enumerate();
-        let of = |(index, (spec, form)): (usize, (ParameterSpec, &WeightFormat))| {
-            spec.resident_bytes(if is_trainable(index) { WeightFormat::F32 } else { *form })
+        let of = |(index, (spec, format)): (usize, (ParameterSpec, &WeightFormat))| {
+            spec.resident_bytes(if is_trainable(index) { WeightFormat::F32 } else { *format })
         };
         specs.map(of).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterInput::bytes)
     }
@@ -90,7 +90,7 @@ impl PlanInput<'_> {
         }
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let packed = specs.filter(|(index, spec)| self.is_packed(spec, *index));
-        packed.map(|(index, spec)| ShardedTensor { index, spec, form: self.formats[index] }).collect()
+        packed.map(|(index, spec)| ShardedTensor { index, spec, format: self.formats[index] }).collect()
     }
 
     /// Returns all of the policy's sharded tensors: those trainable in any stage, and packed ones if sharded.
@@ -124,7 +124,7 @@ impl PlanInput<'_> {
                 let (experts, rest): (Vec<ShardedTensor>, Vec<ShardedTensor>) =
                     sharded.into_iter().partition(|one| one.spec.has_expert_axis());
                 let own = self.config.num_local_experts.div_ceil(self.processes);
-                let bytes = |one: &ShardedTensor| one.spec.with_expert_count(own).resident_bytes(one.form);
+                let bytes = |one: &ShardedTensor| one.spec.with_expert_count(own).resident_bytes(one.format);
                 MemoryItem {
                     name: "weights, gathered except experts",
                     bytes: unsharded_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
@@ -154,8 +154,8 @@ impl PlanInput<'_> {
     pub(super) fn streamed_weights(&self) -> u64 {
         let specs = parameter_specs(self.config);
         let mut places: BTreeMap<Option<usize>, u64> = BTreeMap::new();
-        for (spec, form) in specs.iter().zip(self.formats) {
-            *places.entry(spec.layer).or_default() += spec.resident_bytes(*form);
+        for (spec, format) in specs.iter().zip(self.formats) {
+            *places.entry(spec.layer).or_default() += spec.resident_bytes(*format);
         }
         let outside = places.remove(&None).unwrap_or(0);
         outside + places.into_values().max().unwrap_or(0)
@@ -199,8 +199,8 @@ impl PlanInput<'_> {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let shard_elements = specs.filter(|(_, spec)| !self.streamed || spec.layer.is_none());
         let of = |(index, spec): (usize, ParameterSpec)| {
-            let form = if self.is_packed(&spec, index) { self.formats[index] } else { WeightFormat::F32 };
-            rounding.copy_bytes(&spec, form)
+            let format = if self.is_packed(&spec, index) { self.formats[index] } else { WeightFormat::F32 };
+            rounding.copy_bytes(&spec, format)
         };
         shard_elements.map(of).sum()
     }

@@ -13,10 +13,10 @@ fn noise(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| rng.random_range(-1.0f32..1.0)).collect()
 }
 
-fn packed(form: PackedFormat, shape: [usize; 3], seed: u64) -> PackedMatrix {
+fn packed(format: PackedFormat, shape: [usize; 3], seed: u64) -> PackedMatrix {
     let [experts, input, output] = shape;
     let mut rng = stream(seed, Purpose::Initialisation, &[]);
-    match form {
+    match format {
         PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
             // As a linear layer is stored: [out, in].
             let stored: Vec<bf16> =
@@ -27,7 +27,7 @@ fn packed(form: PackedFormat, shape: [usize; 3], seed: u64) -> PackedMatrix {
                 rows.values.iter_mut().zip(values).for_each(|(to, byte)| *to = byte);
                 Ok::<_, Infallible>(())
             };
-            let Ok(packed) = PackedMatrix::read(form, shape, read);
+            let Ok(packed) = PackedMatrix::read(format, shape, read);
             let decoded = packed.decode().unwrap();
             for (at, value) in stored.iter().enumerate().step_by(11) {
                 let (expert, column, k) = (at / (input * output), at / input % output, at % input);
@@ -72,8 +72,8 @@ fn pools() -> Vec<rayon::ThreadPool> {
 #[test]
 fn the_forward_has_the_bits_of_the_decoded_matrix() {
     let pools = pools();
-    for (form, k, n) in shapes() {
-        let matrix = packed(form, [1, k, n], (k * 1000 + n) as u64);
+    for (format, k, n) in shapes() {
+        let matrix = packed(format, [1, k, n], (k * 1000 + n) as u64);
         let decoded = matrix.decode().unwrap();
         for m in [1, 2, 3, 5, 6, 7, 13, 16, 17, 40] {
             let (x, bias) = (noise(m * k, 3), noise(m * n, 5));
@@ -83,7 +83,7 @@ fn the_forward_has_the_bits_of_the_decoded_matrix() {
                 for pool in &pools {
                     let mut out = bias.clone();
                     pool.install(|| matrix.forward(0, &mut out, &x, accumulate).unwrap());
-                    assert!(same(&out, &expected), "{form:?} m {m} k {k} n {n}");
+                    assert!(same(&out, &expected), "{format:?} m {m} k {k} n {n}");
                 }
             }
         }
@@ -93,8 +93,8 @@ fn the_forward_has_the_bits_of_the_decoded_matrix() {
 #[test]
 fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
     let pools = pools();
-    for (form, k, n) in shapes() {
-        let matrix = packed(form, [1, k, n], (k * 1000 + n) as u64);
+    for (format, k, n) in shapes() {
+        let matrix = packed(format, [1, k, n], (k * 1000 + n) as u64);
         let decoded = matrix.decode().unwrap();
         for m in [1, 2, 7, 40] {
             let dy = noise(m * n, 3);
@@ -111,7 +111,7 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
                     );
                     matrix.input_gradient(0, &mut dx, &dy).unwrap();
                 });
-                assert!(same(&dx, &expected), "{form:?} m {m} k {k} n {n}");
+                assert!(same(&dx, &expected), "{format:?} m {m} k {k} n {n}");
             }
         }
     }
@@ -119,9 +119,9 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
 
 #[test]
 fn experts_multiply_their_own_rows() {
-    for form in [PackedFormat::Bf16, PackedFormat::Mxfp4] {
+    for format in [PackedFormat::Bf16, PackedFormat::Mxfp4] {
         let (k, n) = (64, 100);
-        let matrix = packed(form, [5, k, n], 1);
+        let matrix = packed(format, [5, k, n], 1);
         let decoded = matrix.decode().unwrap();
         let groups = [(0, 0..1), (2, 1..1), (3, 1..20), (4, 20..26)];
         let (x, mut expected) = (noise(26 * k, 2), noise(26 * n, 3));
@@ -132,24 +132,24 @@ fn experts_multiply_their_own_rows() {
             let (x, out) = (&x[rows.start * k..rows.end * k], &mut expected[rows.start * n..rows.end * n]);
             forward_product(GemmThreads::Pool, out, x, weight, (rows.len(), k, n), true);
         }
-        assert!(same(&out, &expected), "{form:?}");
+        assert!(same(&out, &expected), "{format:?}");
     }
 }
 
 /// The released widths: hidden 2880, whose last chunk of k is 320, and the router's 32 columns.
 #[test]
 fn the_released_widths() {
-    for (form, k, n) in
+    for (format, k, n) in
         [(PackedFormat::Mxfp4, 2880, 1152), (PackedFormat::Bf16, 2880, 32), (PackedFormat::Bf16, 2880, 512)]
     {
-        let matrix = packed(form, [1, k, n], 9);
+        let matrix = packed(format, [1, k, n], 9);
         let decoded = matrix.decode().unwrap();
         for m in [1, 4, 16, 70] {
             let x = noise(m * k, m as u64);
             let (mut out, mut expected) = (vec![0f32; m * n], vec![0f32; m * n]);
             matrix.forward(0, &mut out, &x, false).unwrap();
             forward_product(GemmThreads::Pool, &mut expected, &x, &decoded, (m, k, n), false);
-            assert!(same(&out, &expected), "{form:?} m {m} k {k} n {n}");
+            assert!(same(&out, &expected), "{format:?} m {m} k {k} n {n}");
         }
     }
 }
