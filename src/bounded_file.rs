@@ -5,17 +5,17 @@ use std::fs::{self, File};
 use std::io::{self, BufRead, ErrorKind, Read};
 use std::path::Path;
 
-/// A recipe, its base, a list of figures.
+/// Maximum bytes of a TOML file: a recipe, its base, a list of figures.
 pub const TOML_BYTES_MAX: u64 = 1 << 20;
-/// `config.json`, `trainer.json`, `sampling.json`, `manifest.b3`.
+/// Maximum bytes of a small file of a model or run: `config.json`, `trainer.json`, `manifest.b3`.
 pub const JSON_BYTES_MAX: u64 = 4 << 20;
-/// `tokenizer.json`, a chat template, an index of shards: GPT-OSS's tokenizer has 28 MB.
+/// Maximum bytes of `tokenizer.json`, a chat template or an index of shards; GPT-OSS's tokenizer has 28 MB.
 pub const TOKENIZER_BYTES_MAX: u64 = 64 << 20;
-/// One line of a data file: a conversation, a trajectory.
+/// Maximum bytes of one line of a data file: a conversation, a trajectory.
 pub const LINE_BYTES_MAX: u64 = 16 << 20;
-/// A data file, unpacked.
+/// Maximum bytes of a data file, unpacked.
 pub const DATA_BYTES_MAX: u64 = 4 << 30;
-/// Metrics and trajectories of a run, whose lines have no limit of their own.
+/// Maximum bytes of a run's metrics or trajectories.
 pub const ROWS_BYTES_MAX: u64 = 1 << 30;
 
 /// Opens a regular file of at most `bytes_max` bytes.

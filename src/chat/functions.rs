@@ -37,7 +37,7 @@ pub fn check_functions(functions: &[Value]) -> Result<(), String> {
 }
 
 /// Returns the part of a developer message that declares `functions`.
-pub fn namespace(functions: &[Value]) -> String {
+pub fn render_namespace(functions: &[Value]) -> String {
     let mut out = "# Tools\n\n## functions\n\nnamespace functions {\n\n".to_owned();
     for tool in functions {
         let function = &tool["function"];
@@ -64,12 +64,12 @@ fn push_parameter(out: &mut String, function: &Value, name: &str, schema: &Value
     if let Some(description) = text(schema, "description") {
         *out += &format!("// {description}\n");
     }
-    *out += &format!("{name}{}: {}", mark(function, name), type_of(schema));
+    *out += &format!("{name}{}: {}", optional_mark(function, name), type_of(schema));
     if let Some(default) = schema.get("default") {
         *out += &if !list(schema, "enum").is_empty() {
-            format!(", // default: {}", plain(default))
+            format!(", // default: {}", python_str(default))
         } else if !list(schema, "oneOf").is_empty() {
-            format!("// default: {}", plain(default))
+            format!("// default: {}", python_str(default))
         } else {
             format!(", // default: {}", json_text(default))
         };
@@ -85,7 +85,7 @@ fn type_of(schema: &Value) -> String {
         return format!("{}[]{nullable}", item_of(&schema["items"]));
     }
     if !types.is_empty() {
-        return types.iter().map(plain).collect::<Vec<_>>().join(" | ");
+        return types.iter().map(python_str).collect::<Vec<_>>().join(" | ");
     }
     if !variants.is_empty() {
         return variants.iter().map(variant_of).collect::<Vec<_>>().join(" | \n");
@@ -93,7 +93,7 @@ fn type_of(schema: &Value) -> String {
     match kind {
         "string" => match list(schema, "enum") {
             [] => format!("string{nullable}"),
-            words => format!("\"{}\"", words.iter().map(plain).collect::<Vec<_>>().join("\" | \"")),
+            words => format!("\"{}\"", words.iter().map(python_str).collect::<Vec<_>>().join("\" | \"")),
         },
         "number" | "integer" => "number".into(),
         "boolean" => "boolean".into(),
@@ -128,13 +128,13 @@ fn object_of(schema: &Value) -> String {
         return "object".into();
     };
     let property = |(name, property): (&String, &Value)| {
-        format!("{name}{}: \n{:16}{}", mark(schema, name), "", type_of(property))
+        format!("{name}{}: \n{:16}{}", optional_mark(schema, name), "", type_of(property))
     };
     format!("{{\n{}}}", properties.iter().map(property).collect::<Vec<_>>().join(", "))
 }
 
 /// Returns `?` for a parameter that `schema` does not require.
-fn mark(schema: &Value, name: &str) -> &'static str {
+fn optional_mark(schema: &Value, name: &str) -> &'static str {
     if list(schema, "required").iter().any(|required| required == name) { "" } else { "?" }
 }
 
@@ -147,7 +147,7 @@ fn text<'a>(schema: &'a Value, key: &str) -> Option<&'a str> {
 }
 
 /// Returns a value as Python's `str` writes it: texts without quotes.
-fn plain(value: &Value) -> String {
+fn python_str(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         Value::Bool(true) => "True".into(),

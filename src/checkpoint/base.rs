@@ -28,19 +28,19 @@ impl BaseModel {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file cannot be read.
-    pub fn of(folder: &Path) -> Result<Self> {
+    pub fn from_folder(folder: &Path) -> Result<Self> {
         let path = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
         Ok(Self { digest: digest(&path)?, path })
     }
 
     /// Finds the folder of the base of the adapter in `adapter`. It tries the recorded folder, then the
-    /// adapter's run, then `named`. The first folder with the recorded digest is returned.
+    /// adapter's run, then `user_path`. The first folder with the recorded digest is returned.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when no folder has that digest.
-    pub fn find(&self, adapter: &Path, named: Option<&Path>) -> Result<PathBuf> {
+    pub fn find(&self, adapter: &Path, user_path: Option<&Path>) -> Result<PathBuf> {
         let in_run = adapter.parent().and_then(Path::parent).map(|run| run.join(BASE_FOLDER));
-        let places = [Some(self.path.clone()), in_run, named.map(Path::to_owned)];
+        let places = [Some(self.path.clone()), in_run, user_path.map(Path::to_owned)];
         let mut changed = None;
         let holds_model = |place: &PathBuf| place.join("config.json").is_file() || is_gguf(place);
         for place in places.into_iter().flatten().filter(holds_model) {

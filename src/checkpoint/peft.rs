@@ -213,8 +213,8 @@ impl AdapterFolder {
             return Err(bad_input!("{}: {name:?} holds {value}; use an earlier adapter", file.display()));
         }
         let mut values = vec![0.0; stored.len()];
-        let place = FactorLayout::of(spec);
-        stored.into_iter().enumerate().for_each(|(at, value)| values[place.memory_index(at)] = value);
+        let layout = FactorLayout::from_spec(spec);
+        stored.into_iter().enumerate().for_each(|(at, value)| values[layout.memory_index(at)] = value);
         Ok(values)
     }
 }
@@ -255,8 +255,8 @@ pub fn write(
             "{} holds NaN or an infinite value: the model diverged, nothing is saved",
             spec.name
         );
-        let place = FactorLayout::of(spec);
-        let values: Vec<f32> = (0..working.len()).map(|at| working[place.memory_index(at)]).collect();
+        let layout = FactorLayout::from_spec(spec);
+        let values: Vec<f32> = (0..working.len()).map(|at| working[layout.memory_index(at)]).collect();
         write_f32(out, &values)
     })?;
     manifest.record(TENSORS_FILE, digest);
@@ -407,7 +407,7 @@ struct FactorLayout {
 }
 
 impl FactorLayout {
-    fn of(spec: &ParameterSpec) -> Self {
+    fn from_spec(spec: &ParameterSpec) -> Self {
         let (experts, rows, columns) = match *spec.working_shape() {
             [experts, rows, columns] => (Some(experts), rows, columns),
             [rows, columns] => (None, rows, columns),

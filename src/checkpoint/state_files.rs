@@ -1,7 +1,7 @@
 //! Optimizer state, in one file or one file for each process: f32, and 8-bit codes.
 //!
 //! One process writes `trainer.safetensors`. With several, each writes its own shards, flat, into a file
-//! such as `trainer-00002-of-00004.safetensors`. Rank 0 also writes the tensors that are not sharded. Any
+//! such as `trainer-00002-names-00004.safetensors`. Rank 0 also writes the tensors that are not sharded. Any
 //! number of processes can read what any other number wrote, and each reads its own shards only.
 
 use super::resume::DAMAGE_REMEDY;
@@ -61,7 +61,7 @@ pub fn write(
         manifest.record(&file_name(stem, 0, 1), written?);
         return Ok(());
     }
-    for (rank, written) in told(parameters, written)?.into_iter().enumerate() {
+    for (rank, written) in gather_write_results(parameters, written)?.into_iter().enumerate() {
         match written {
             Written::Digest(digest) => {
                 manifest.record(&file_name(stem, rank, mesh.ranks()), Hash::from_bytes(digest))
@@ -77,10 +77,11 @@ pub fn write(
 /// # Errors
 /// When a rank does not respond in time. Rank 0 reports a failed write.
 pub fn serve(folder: &Path, stem: &str, parameters: &Parameters, of_critic: bool) -> Result<()> {
-    told(parameters, write_own((folder, stem), parameters, of_critic, &|_, _| false)).map(drop)
+    gather_write_results(parameters, write_own((folder, stem), parameters, of_critic, &|_, _| false))
+        .map(drop)
 }
 
-fn told(parameters: &Parameters, written: Result<Hash>) -> Result<Vec<Written>> {
+fn gather_write_results(parameters: &Parameters, written: Result<Hash>) -> Result<Vec<Written>> {
     let own = match written {
         Ok(digest) => Written::Digest(*digest.as_bytes()),
         Err(error) => Written::Failed(format!("{error:#}")),
@@ -123,8 +124,8 @@ fn write_own(
     });
     let stored = stored.collect::<Result<_>>()?;
     let places: Vec<(usize, &str)> = kept.into_values().collect();
-    write_tensors(&folder.join(file_name(stem, mesh.rank(), mesh.ranks())), stored, |place, out| {
-        let (index, kind) = places[place];
+    write_tensors(&folder.join(file_name(stem, mesh.rank(), mesh.ranks())), stored, |index, out| {
+        let (index, kind) = places[index];
         let tensor = to_host(parameters.local_state(index, kind)?)?;
         match tensor.dtype() {
             DType::U8 => Ok(out.write_all(&host_codes(&tensor)?)?),
@@ -157,14 +158,14 @@ impl StateFiles {
 
     /// Returns the names of all tensors that are not empty.
     fn names(&self) -> BTreeSet<String> {
-        let of = |file: &TensorFile| {
+        let names = |file: &TensorFile| {
             let names = file.metadata.offset_keys();
             names
                 .into_iter()
                 .filter(|name| file.metadata.info(name).is_some_and(|info| info.shape != [0]))
                 .collect()
         };
-        self.files.iter().flat_map(|file: &TensorFile| -> Vec<String> { of(file) }).collect()
+        self.files.iter().flat_map(|file: &TensorFile| -> Vec<String> { names(file) }).collect()
     }
 
     /// Reads the values `own` of the tensor `name`. The tensor is sharded over the files, `piece(m, M)` in
@@ -181,12 +182,12 @@ impl StateFiles {
         if infos.iter().all(|(_, info)| info.is_none()) {
             return Ok(None);
         }
-        let is_cut = infos.len() > 1 && infos.iter().all(|(_, info)| info.is_some());
+        let is_sharded = infos.len() > 1 && infos.iter().all(|(_, info)| info.is_some());
         let width = dtype.size_in_bytes();
         let mut bytes = vec![0; own.len() * width];
         for (rank, (file, info)) in infos.iter().enumerate() {
             let Some(info) = info else { continue };
-            let held = if is_cut { piece(rank, infos.len()) } else { 0..length };
+            let held = if is_sharded { piece(rank, infos.len()) } else { 0..length };
             if info.dtype != stored_dtype(dtype) || info.shape != [held.len()] {
                 return Err(Misfit::Size);
             }
@@ -216,12 +217,16 @@ fn ranks_of(folder: &Path, stem: &str) -> Option<usize> {
     })
 }
 
-/// Reads the files of [`write`], a tensor at a time; each process reads its own shards. With `whole`, every
+/// Reads the files of [`write`], a tensor at a time; each process reads its own shards. With `requires_frozen`, every
 /// frozen tensor must be present too.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the files do not fit the model.
-pub fn restore((folder, stem): (&Path, &str), parameters: &mut Parameters, whole: bool) -> Result<()> {
+pub fn restore(
+    (folder, stem): (&Path, &str),
+    parameters: &mut Parameters,
+    requires_frozen: bool,
+) -> Result<()> {
     let files = StateFiles::open(folder, stem)?;
     let damaged = |what: String| bad_input!("{}: {what}; {DAMAGE_REMEDY}", files.path.display());
     let mut unread = files.names();
@@ -240,7 +245,7 @@ pub fn restore((folder, stem): (&Path, &str), parameters: &mut Parameters, whole
                 Misfit::Unread(error) => error,
             })?;
             let Some(bytes) = bytes else {
-                if parameters.is_trained(index) || whole {
+                if parameters.is_trained(index) || requires_frozen {
                     return Err(damaged(format!("{} is missing", spec.name)));
                 }
                 continue;

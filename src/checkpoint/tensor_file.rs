@@ -21,13 +21,13 @@ const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Most tensors of one file. All files of the largest models together have about 100,000.
 const TENSORS_MAX: usize = 200_000;
 /// Values converted at a time.
-const PIECE: usize = 1 << 16;
+const CHUNK_VALUES: usize = 1 << 16;
 
 /// Checks that a header has at most [`TENSORS_MAX`] tensors and no name twice. Readers disagree on which of
 /// two equal names counts.
-struct EachOnce;
+struct HeaderValidator;
 
-impl<'de> Visitor<'de> for EachOnce {
+impl<'de> Visitor<'de> for HeaderValidator {
     type Value = ();
 
     fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
@@ -90,7 +90,7 @@ impl TensorFile {
         let mut header = vec![0; header_length as usize];
         file.read_exact(&mut header).map_err(unreadable)?;
         let metadata: Metadata = serde_json::Deserializer::from_slice(&header)
-            .deserialize_map(EachOnce)
+            .deserialize_map(HeaderValidator)
             .and_then(|()| serde_json::from_slice(&header))
             .map_err(|e| bad_input!("{shown}: the header is damaged: {e}; fetch the file again"))?;
         let wanted = data_start.saturating_add(metadata.data_len() as u64);
@@ -122,8 +122,8 @@ impl TensorFile {
     /// # Errors
     /// As [`Self::read`].
     pub fn read_at(&self, info: &TensorInfo, start: usize, to: &mut [u8]) -> Result<()> {
-        let place = self.data_start + (info.data_offsets.0 + start) as u64;
-        self.file.read_exact_at(to, place).map_err(|e| {
+        let context = self.data_start + (info.data_offsets.0 + start) as u64;
+        self.file.read_exact_at(to, context).map_err(|e| {
             bad_input!(
                 "{}: cannot be read: {e}; it was changed since it was opened, or the disk fails: fetch it again",
                 self.path.display()
@@ -142,13 +142,13 @@ pub fn write_tensors(
     tensors: Vec<StoredTensor>,
     mut write: impl FnMut(usize, &mut dyn Write) -> Result<()>,
 ) -> Result<Hash> {
-    let place = || format!("{}: cannot be written", path.display());
-    let mut out = BufWriter::new(DigestWriter::new(File::create_new(path).with_context(place)?));
+    let context = || format!("{}: cannot be written", path.display());
+    let mut out = BufWriter::new(DigestWriter::new(File::create_new(path).with_context(context)?));
     let count = tensors.len();
-    out.write_all(&header(tensors)?).with_context(place)?;
+    out.write_all(&header(tensors)?).with_context(context)?;
     (0..count).try_for_each(|index| write(index, &mut out))?;
-    let file = out.into_inner().map_err(std::io::IntoInnerError::into_error).with_context(place)?;
-    file.inner.sync_all().with_context(place)?;
+    let file = out.into_inner().map_err(std::io::IntoInnerError::into_error).with_context(context)?;
+    file.inner.sync_all().with_context(context)?;
     Ok(file.digest())
 }
 
@@ -189,7 +189,7 @@ fn write_pieces<const N: usize>(
     values: &[f32],
     bytes: impl Fn(f32) -> [u8; N],
 ) -> Result<()> {
-    for piece in values.chunks(PIECE) {
+    for piece in values.chunks(CHUNK_VALUES) {
         out.write_all(&piece.iter().flat_map(|&v| bytes(v)).collect::<Vec<u8>>())?;
     }
     Ok(())

@@ -69,7 +69,8 @@ impl CheckMismatchArgs {
     fn plan(&self, more: &[String]) -> Result<Plan> {
         let sets: Vec<String> = self.sets.iter().chain(more).cloned().collect();
         let source = self.source()?;
-        let scope = if self.against.is_empty() { KeyScope::CheckMismatch } else { KeyScope::Against };
+        let scope =
+            if self.against.is_empty() { KeyScope::CheckMismatch } else { KeyScope::CheckMismatchAgainst };
         let mut plan = source.resolve_for(scope, &sets)?;
         // The check runs on the model that a --set names, if any.
         pin_model(&mut plan, &source, &sets)?;

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// [`crate::error::BadInput`] for runs without a page, and for a port in use, with a free port as remedy.
 pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     page(runs, true)?;
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| taken(port, &e))?;
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| port_in_use_error(port, &e))?;
     let address = listener.local_addr().context("the server's address")?;
     let follower = Follower { runs, token: token()?, address, cache: Mutex::new(None) };
     let stop = StopFlag::listen()?;
@@ -34,7 +34,7 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
 }
 
 /// Returns the error for a port in use, which names a free port.
-fn taken(port: u16, error: &std::io::Error) -> anyhow::Error {
+fn port_in_use_error(port: u16, error: &std::io::Error) -> anyhow::Error {
     let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
     let remedy =
         free.map_or("name another with --port".to_owned(), |free| format!("--port {} is free", free.port()));

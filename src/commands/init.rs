@@ -48,7 +48,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
         return Err(bad_input!("init: {name:?} is not a valid name; use only letters, digits, _ and -"));
     }
     if let (Some(from), Some(model)) = (&args.from, &args.model) {
-        return based(name, from, model);
+        return write_derived_recipe(name, from, model);
     }
     let [recipe, program, demonstrations] = ["toml", "py", "jsonl"].map(|kind| format!("{name}.{kind}"));
     let fill = |text: &str| {
@@ -59,15 +59,15 @@ pub fn run(args: &InitArgs) -> Result<u8> {
     for (file, _) in &files {
         refuse_existing(file)?;
     }
-    let mut said = String::new();
+    let mut output = String::new();
     for ((file, text), what) in
         files.iter().zip(["the recipe", "the task: problems and rewards", "demonstrations"])
     {
         write(Path::new(file), text)?;
-        said += &format!("{file:<24} {what}\n");
+        output += &format!("{file:<24} {what}\n");
     }
-    said += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
-    print_text(&said)?;
+    output += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
+    print_text(&output)?;
     Ok(EXIT_DONE)
 }
 
@@ -79,15 +79,15 @@ fn refuse_existing(file: &str) -> Result<()> {
 }
 
 /// Writes a recipe that is based on `from` and trains `model` in sizes for this machine.
-fn based(name: &str, from: &Path, model: &Path) -> Result<u8> {
+fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
     let file = format!("{name}.toml");
     refuse_existing(&file)?;
     let source = locate(from)?;
     let base = match &source {
         RecipeSource::BuiltIn { name, .. } => (*name).to_owned(),
-        source => utf8(&source.recipe_file())?,
+        source => absolute_path_text(&source.recipe_file())?,
     };
-    let model = toml::Value::String(utf8(model)?).to_string();
+    let model = toml::Value::String(absolute_path_text(model)?).to_string();
     let sizing = propose(&source, &[format!("model.path={model}")])?;
     let mut text = format!(
         "# {base} with sizes for {}: training takes {} at its peak.\n\
@@ -118,7 +118,7 @@ fn based(name: &str, from: &Path, model: &Path) -> Result<u8> {
 }
 
 /// Returns the absolute path as text.
-fn utf8(path: &Path) -> Result<String> {
+fn absolute_path_text(path: &Path) -> Result<String> {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     path.to_str().map(str::to_owned).ok_or_else(|| {
         bad_input!("{}: a recipe can name only paths in UTF-8; rename the folder", path.display())

@@ -50,14 +50,14 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
     let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
-    let collection = SamplingFolder::open(&context, &source, args.out.as_deref(), ("rollout", step))?;
-    let out = &collection.path;
+    let folder = SamplingFolder::open(&context, &source, args.out.as_deref(), ("rollout", step))?;
+    let out = &folder.path;
     header::lines(&context, ModelCommand::Rollout, out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = StopFlag::listen()?;
-    let teller = console.clone();
+    let stop_console = console.clone();
     stop.on_request(move || {
-        teller.print("stopping: finished samples are kept; a second signal stops at once")
+        stop_console.print("stopping: finished samples are kept; a second signal stops at once")
     })?;
     let recipe = context.recipe();
     let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
@@ -65,9 +65,9 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let samples = (&plan, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
     let policy = context.rollout_policy()?;
-    let found =
-        collection.sample(&name, Phase::Rl, &policy, samples, &prompts, &console, &|| stop.is_requested())?;
-    let Some(rows) = found else {
+    let sampled_rows =
+        folder.sample(&name, Phase::Rl, &policy, samples, &prompts, &console, &|| stop.is_requested())?;
+    let Some(rows) = sampled_rows else {
         console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);
     };
@@ -79,13 +79,13 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     };
     let groups: Vec<Group> = rows.into_iter().map(group).collect();
     if *format == Some(Format::PrimeRl) {
-        let arms = &recipe.arms;
+        let ablations = &recipe.arms;
         let training =
-            PolicyView::for_training(&context.model, &context.parameters, arms, recipe.train.seed)?;
+            PolicyView::for_training(&context.model, &context.parameters, ablations, recipe.train.seed)?;
         let trajectories: Vec<_> = groups.iter().flat_map(|group| &group.trajectories).collect();
         let settings = (recipe.rollout.temperature, recipe.train.micro_batch_tokens);
-        let named = (step, Choice::name(recipe.task.name));
-        let text = export::prime_rl(&context.threads, &training, &trajectories, named, settings)?;
+        let step_and_task = (step, Choice::name(recipe.task.name));
+        let text = export::prime_rl(&context.threads, &training, &trajectories, step_and_task, settings)?;
         let folder = out.join(format!("token_exports/step_{step}"));
         std::fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
         write_file(&folder.join("rank_0.jsonl"), &text)?;
@@ -96,6 +96,6 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     metrics.iter().for_each(|(name, value)| table.add_row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
     print_text(&table.to_string())?;
-    console.print(&format!("done: {}", collection.file(&name).display()));
+    console.print(&format!("done: {}", folder.file(&name).display()));
     failures.map(|()| EXIT_DONE)
 }

@@ -44,28 +44,27 @@ enum Resume {
 /// [`crate::error::BadInput`] before any work; other errors leave the last checkpoint intact.
 pub fn run(args: &TrainArgs) -> Result<u8> {
     let mesh = Mesh::connect()?;
-    let Prepared { out, plan, console, resumes, is_fresh_start, resumed, checkpoint_point } =
+    let Prepared { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point } =
         mesh.agree("the recipe", prepare(args, &mesh))?;
-    let checkpoint = checkpoint_point.as_ref().map(|checkpoint_point| checkpoint_point.folder.as_path());
+    let checkpoint = resume_point.as_ref().map(|resume_point| resume_point.folder.as_path());
     let context = RunContext::open_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
     let context = mesh.agree("the model", context)?;
     let data = mesh.agree("the data", TrainingData::open(&context))?;
-    let state = checkpoint_point
-        .as_ref()
-        .map_or(String::new(), |checkpoint_point| format!("{:?}", checkpoint_point.state));
+    let state =
+        resume_point.as_ref().map_or(String::new(), |resume_point| format!("{:?}", resume_point.state));
     let weights = checkpoint.or(context.recipe().model.path.as_deref());
     processes::check_agreement(&mesh, &context.plan, weights, &state)?;
     // From here on a signal saves the run.
     let stop = StopFlag::listen()?;
     let folder = match resumes {
         _ if !mesh.is_rank_zero() => Ok(RunFolder::for_other_rank(&out)),
-        true => RunFolder::resume(&out, &context.plan, checkpoint_point.as_ref()),
+        true => RunFolder::resume(&out, &context.plan, resume_point.as_ref()),
         false => RunFolder::create(&out, &context.plan),
     };
     let folder = mesh.agree("the run's folder", folder)?;
     header::lines(&context, ModelCommand::Train, &out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    is_fresh_start.iter().chain(&resumed).for_each(|line| console.print(line));
+    fresh_start_note.iter().chain(&resume_notes).for_each(|line| console.print(line));
     let before = RunFolder::previous_device(&out).filter(|before| resumes && *before != context.device_name);
     if let Some(before) = before {
         console.print(&format!(
@@ -79,9 +78,8 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         if let Some(confinement) = context.sandbox_description() {
             folder.write_sandbox_description(&confinement)?;
         }
-        let mut trainer =
-            Trainer::new(context, data, folder, console.clone(), stop, checkpoint_point.as_ref())?;
-        trainer.run(checkpoint_point)
+        let mut trainer = Trainer::new(context, data, folder, console.clone(), stop, resume_point.as_ref())?;
+        trainer.run(resume_point)
     };
     let stopped = run().map_err(|error| explain_out_of_memory(error, &memory)).inspect_err(|_| {
         if !resumes && mesh.is_rank_zero() {
@@ -108,10 +106,10 @@ struct Prepared {
     /// Whether a run is resumed.
     resumes: bool,
     /// A line when a run's recipe is trained again from its beginning.
-    is_fresh_start: Option<String>,
+    fresh_start_note: Option<String>,
     /// Description of the resumed run, one line each.
-    resumed: Vec<String>,
-    checkpoint_point: Option<ResumePoint>,
+    resume_notes: Vec<String>,
+    resume_point: Option<ResumePoint>,
 }
 
 /// Reads the recipe, and the run to resume. Writes nothing.
@@ -143,19 +141,19 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
         Some(Resume::Always) => true,
         Some(Resume::Auto) => contains_run(&out),
     };
-    let (resumed, checkpoint_point) = match resumes {
+    let (resume_notes, resume_point) = match resumes {
         true => {
             let _stage = console.inner_stage("reading the checkpoint", 0);
             prepare_resume(&out, &mut plan)?
         }
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
-    let is_fresh_start = match &source {
+    let fresh_start_note = match &source {
         RecipeSource::Run(run) if !resumes => Some(format!(
             "the recipe of {} from its beginning, in another folder; --resume continues that run",
             run.display()
         )),
         _ => None,
     };
-    Ok(Prepared { out, plan, console, resumes, is_fresh_start, resumed, checkpoint_point })
+    Ok(Prepared { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point })
 }

@@ -22,8 +22,8 @@ const GONE: u8 = 2;
 /// The heartbeat, sent every [`BEAT`].
 const ALIVE: u8 = 3;
 const BEAT: Duration = Duration::from_secs(10);
-/// A rank without a message for twice this time is stopped. Twice, as this process itself may have been
-/// stopped.
+/// A rank that is silent for two timeouts counts as stopped. One is not enough: this process may itself have
+/// been suspended.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The address where rank 0 listens, and the token of its ranks.

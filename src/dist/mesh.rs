@@ -51,7 +51,7 @@ impl Peer {
 
 /// A rank's result of a stage that must succeed on all ranks.
 #[derive(Serialize, Deserialize)]
-struct Verdict {
+struct RankResult {
     error: Option<String>,
     is_bad_input: bool,
 }
@@ -261,8 +261,8 @@ impl Mesh {
             return result;
         }
         let verdict = match &result {
-            Ok(_) => Verdict { error: None, is_bad_input: false },
-            Err(error) => Verdict {
+            Ok(_) => RankResult { error: None, is_bad_input: false },
+            Err(error) => RankResult {
                 error: Some(format!("{error:#}")),
                 is_bad_input: error.chain().any(|cause| cause.is::<BadInput>()),
             },
@@ -271,7 +271,7 @@ impl Mesh {
         let Some(first) = verdicts.iter().position(|verdict| verdict.error.is_some()) else { return result };
         // All ranks end now, which must not count as a failure.
         self.disconnect();
-        let Verdict { error, is_bad_input } = &verdicts[first];
+        let RankResult { error, is_bad_input } = &verdicts[first];
         if first != self.rank() {
             return Err(ErrorOnOtherRank { is_bad_input: *is_bad_input }.into());
         }

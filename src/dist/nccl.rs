@@ -81,7 +81,7 @@ impl Comm {
     /// When this process has no GPU, or a rank does not connect.
     pub fn open(address: &RankAddress) -> Result<Self> {
         let device = device(address.local_rank)?;
-        let id = rendezvous::share(address, || {
+        let id = rendezvous::broadcast_from_rank_zero(address, || {
             let id = result::get_uniqueid().map_err(|error| nccl_error(None, "ncclGetUniqueId", &error))?;
             Ok(id.internal.map(|byte| byte as u8))
         })?;

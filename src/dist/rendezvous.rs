@@ -11,7 +11,7 @@ use std::net::{Ipv4Addr, TcpListener};
 ///
 /// # Errors
 /// [`BadInput`] when the port is in use; other errors when a rank does not connect.
-pub(super) fn share<const BYTES: usize>(
+pub(super) fn broadcast_from_rank_zero<const BYTES: usize>(
     address: &RankAddress,
     make: impl FnOnce() -> Result<[u8; BYTES]>,
 ) -> Result<[u8; BYTES]> {
@@ -61,12 +61,14 @@ mod tests {
     fn every_rank_gets_what_the_first_made_and_another_job_does_not() {
         let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let never = || -> Result<[u8; 4]> { panic!("only rank 0 makes it") };
-        let rank_zero = std::thread::spawn(move || share(&address(0, free, 7), || Ok([1, 2, 3, 4])).unwrap());
-        let refused = format!("{:#}", share(&address(1, free, 8), never).unwrap_err());
+        let rank_zero = std::thread::spawn(move || {
+            broadcast_from_rank_zero(&address(0, free, 7), || Ok([1, 2, 3, 4])).unwrap()
+        });
+        let refused = format!("{:#}", broadcast_from_rank_zero(&address(1, free, 8), never).unwrap_err());
         assert!(refused.contains("another job may listen there"), "{refused}");
-        for rank in
-            [1, 2].map(|rank| std::thread::spawn(move || share(&address(rank, free, 7), never).unwrap()))
-        {
+        for rank in [1, 2].map(|rank| {
+            std::thread::spawn(move || broadcast_from_rank_zero(&address(rank, free, 7), never).unwrap())
+        }) {
             assert_eq!(rank.join().unwrap(), [1, 2, 3, 4]);
         }
         assert_eq!(rank_zero.join().unwrap(), [1, 2, 3, 4]);
@@ -76,7 +78,7 @@ mod tests {
     fn a_taken_port_is_refused_with_its_remedy() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
-        let refused = share(&address(0, port, 7), || Ok([0; 4])).unwrap_err();
+        let refused = broadcast_from_rank_zero(&address(0, port, 7), || Ok([0; 4])).unwrap_err();
         assert!(refused.is::<BadInput>() && refused.to_string().contains("RLOSS_PORT"), "{refused:#}");
     }
 }

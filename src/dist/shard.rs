@@ -40,9 +40,9 @@ mod tests {
                 );
             }
         }
-        let holders: Vec<usize> = (0..4)
+        let sequences_per_row: Vec<usize> = (0..4)
             .map(|index| (0..4).find(|&rank| !shard_range(64, index, rank, 4).is_empty()).unwrap())
             .collect();
-        assert_eq!(holders, [0, 1, 2, 3]);
+        assert_eq!(sequences_per_row, [0, 1, 2, 3]);
     }
 }

@@ -15,7 +15,7 @@ const POLL: Duration = Duration::from_millis(10);
 const GREETING_BYTES: usize = TOKEN_BYTES + 8;
 /// Time limit for a greeting to arrive.
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
-/// Most connections without a greeting that are kept; more if there are more ranks.
+/// Maximum number of connections whose greeting has not arrived; more if there are more ranks.
 const NEW_CONNECTIONS_MAX: usize = 256;
 
 /// A secret that all processes of one run share.

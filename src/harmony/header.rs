@@ -46,7 +46,7 @@ impl Header {
     }
 }
 
-/// A header's channel and its other words. The marker of a content type is the start of a word.
+/// A header's channel and its other words. `<|constrain|>` always starts a new word.
 pub(super) struct Words {
     pub channel: Option<String>,
     pub rest: Vec<String>,

@@ -1,4 +1,4 @@
-//! Streaming parser of tokens to messages, with the rules and errors of the reference.
+//! Streaming parser of tokens to messages, with the rules and errors of the `openai-harmony` package.
 //!
 //! Rollouts parse the model's own turn by [`TurnParser`](super::TurnParser), which never fails.
 
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 pub enum ParseMode {
     /// The closing token becomes part of the header.
     Strict,
-    /// If the author is known, the header text beside the channel becomes the message's text.
+    /// If the author is known, the header's words other than the channel become the message's content.
     Lenient,
 }
 
@@ -26,7 +26,7 @@ enum State {
 pub struct StreamParser {
     tokenizer: HarmonyTokenizer,
     mode: ParseMode,
-    /// The author of the current message, if given; later messages have their own.
+    /// Author of the first message, if the caller gave it. Later messages name their author in the header.
     role: Option<Role>,
     state: State,
     messages: Vec<Message>,

@@ -55,7 +55,7 @@ impl HarmonyTokenizer {
     /// Makes the embedded vocabulary of 272 tokens: control tokens, header words, bytes.
     ///
     /// # Errors
-    /// None in practice: a test reads it.
+    /// Never in practice; a test parses it.
     pub fn from_embedded() -> Result<Self> {
         Self::from_bytes(embedded_vocabulary::tokenizer_json(), "the embedded tokenizer")
     }

@@ -99,7 +99,7 @@ enum State {
     Header {
         opened: bool,
         bytes: Vec<u8>,
-        foreign: bool,
+        has_invalid_token: bool,
     },
     Content {
         header: Header,
@@ -129,7 +129,7 @@ pub struct TurnParser {
 
 impl TurnParser {
     pub fn new(tokenizer: &HarmonyTokenizer) -> Self {
-        let state = State::Header { opened: false, bytes: Vec::new(), foreign: false };
+        let state = State::Header { opened: false, bytes: Vec::new(), has_invalid_token: false };
         Self { tokenizer: tokenizer.clone(), state, messages: Vec::new(), problem: None }
     }
 
@@ -153,19 +153,19 @@ impl TurnParser {
             State::Over(TurnEnd::Malformed) => self.over(TurnEnd::Malformed),
             State::Over(_) => self.malformed(TurnError::TextAfterEnd),
             State::Between if token == control.start => {
-                self.within(State::Header { opened: true, bytes: Vec::new(), foreign: false })
+                self.within(State::Header { opened: true, bytes: Vec::new(), has_invalid_token: false })
             }
             State::Between => {
                 self.keep_text(self.tokenizer.decode(&[token]).as_bytes());
                 self.malformed(TurnError::TextAfterEnd)
             }
-            State::Header { opened: false, bytes, foreign: false }
+            State::Header { opened: false, bytes, has_invalid_token: false }
                 if token == control.start && bytes.is_empty() =>
             {
-                self.within(State::Header { opened: true, bytes, foreign: false })
+                self.within(State::Header { opened: true, bytes, has_invalid_token: false })
             }
-            State::Header { opened, bytes, foreign } if token == control.message => {
-                self.within(match read_header(opened, &bytes, foreign) {
+            State::Header { opened, bytes, has_invalid_token } if token == control.message => {
+                self.within(match read_header(opened, &bytes, has_invalid_token) {
                     Ok(header) => State::Content { header, bytes: Vec::new(), problem: None },
                     Err(problem) => State::Unreadable { bytes, problem },
                 })
@@ -194,9 +194,9 @@ impl TurnParser {
         let special = self.tokenizer.is_special(token);
         let text = self.tokenizer.token_bytes(token);
         let bytes = match state {
-            State::Header { bytes, foreign, .. } => {
+            State::Header { bytes, has_invalid_token, .. } => {
                 let expected = token == control.channel || Some(token) == control.constrain;
-                *foreign |= text.is_none() || (special && !expected);
+                *has_invalid_token |= text.is_none() || (special && !expected);
                 bytes
             }
             State::Content { bytes, problem, .. } => {
@@ -285,10 +285,10 @@ fn lossy(bytes: &[u8]) -> String {
 }
 
 /// Reads a header: one optional `to=NAME` and one optional content type, in any order around the channel.
-fn read_header(opened: bool, bytes: &[u8], foreign: bool) -> Result<Header, TurnError> {
+fn read_header(opened: bool, bytes: &[u8], has_invalid_token: bool) -> Result<Header, TurnError> {
     let text = lossy(bytes);
     let malformed = |leftover: &str| TurnError::MalformedHeader { leftover: leftover.trim().to_string() };
-    if foreign || std::str::from_utf8(bytes).is_err() {
+    if has_invalid_token || std::str::from_utf8(bytes).is_err() {
         return Err(malformed(&text));
     }
     let words = header::split(&text).map_err(|_| malformed(&text))?;

@@ -44,7 +44,7 @@ pub enum StartupReply {
 pub enum StateChange {
     /// Not requested, or the call's effects are undone.
     Unchanged = 0,
-    /// Stored in the state frame.
+    /// The new variables are in the state frame that follows.
     Replaced = 1,
     /// Too large, or of a kind that cannot be stored.
     Lost = 2,
@@ -103,7 +103,7 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
     while let Ok(code) = frames::read(&mut input, FRAME_BYTES_MAX) {
         let state = frames::read(&mut input, FRAME_BYTES_MAX)?;
         let answer = run(&String::from_utf8_lossy(&code), &state, &hello);
-        let mut head = vec![answer.outcome as u8, answer.kept as u8];
+        let mut head = vec![answer.outcome as u8, answer.state_change as u8];
         head.extend_from_slice(answer.text.as_bytes());
         frames::write(&mut output, &head)?;
         frames::write(&mut output, &answer.state)?;
@@ -119,7 +119,7 @@ pub fn lost_state_note(keep_state: bool) -> &'static str {
 struct Answer {
     outcome: CallOutcome,
     text: String,
-    kept: StateChange,
+    state_change: StateChange,
     state: Vec<u8>,
 }
 
@@ -130,7 +130,7 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
         return Answer {
             outcome: CallOutcome::WorkerDied,
             text: "InterpreterError: the stored variables cannot be read.".into(),
-            kept: StateChange::Lost,
+            state_change: StateChange::Lost,
             state: Vec::new(),
         };
     };
@@ -147,7 +147,7 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
         return Answer {
             outcome: CallOutcome::TimeLimit,
             text,
-            kept: StateChange::Unchanged,
+            state_change: StateChange::Unchanged,
             state: Vec::new(),
         };
     }
@@ -165,13 +165,13 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
     if clip.is_empty() {
         clip.push("(no output: use print() to see a value)");
     }
-    let (kept, state) =
+    let (state_change, state) =
         match hello.keep_state.then(|| monty::dump("session", None, SessionRef::Idle(&session))) {
             None => (StateChange::Unchanged, Vec::new()),
             Some(Ok(state)) if state.len() <= hello.state_bytes_max => (StateChange::Replaced, state),
             Some(_) => (StateChange::Lost, Vec::new()),
         };
-    Answer { outcome, text: clip.finish(), kept, state }
+    Answer { outcome, text: clip.finish(), state_change, state }
 }
 
 fn load(state: &[u8]) -> Result<MontyRepl> {

@@ -53,7 +53,7 @@ impl Spawner {
         #[cfg(any(feature = "cuda", feature = "nccl"))]
         command.envs(std::env::var_os(LIBRARIES).map(|folders| (LIBRARIES, folders)));
         // SAFETY: the function makes plain system calls alone.
-        unsafe { command.pre_exec(be_killed_first) };
+        unsafe { command.pre_exec(raise_oom_score) };
         let (answer, child) = mpsc::channel();
         let gone = || io::Error::other("the spawner thread has ended");
         let requests = self.requests.as_ref().ok_or_else(gone)?;
@@ -64,7 +64,7 @@ impl Spawner {
 
 /// Lets the kernel end this process before the others when memory runs out. A failure is ignored: some
 /// systems lack the file.
-fn be_killed_first() -> io::Result<()> {
+fn raise_oom_score() -> io::Result<()> {
     // SAFETY: plain system calls on constants and on an own descriptor.
     unsafe {
         let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
@@ -91,7 +91,7 @@ pub struct Process {
     group: ProcessGroup,
     to: File,
     from: File,
-    errors: File,
+    stderr: File,
 }
 
 impl Process {
@@ -99,12 +99,12 @@ impl Process {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut group = spawner.spawn(command)?;
         let piped = || io::Error::other("a standard stream is not piped");
-        let errors = OwnedFd::from(group.child.stderr.take().ok_or_else(piped)?).into();
+        let stderr = OwnedFd::from(group.child.stderr.take().ok_or_else(piped)?).into();
         let to = OwnedFd::from(group.child.stdin.take().ok_or_else(piped)?);
         let from = OwnedFd::from(group.child.stdout.take().ok_or_else(piped)?);
-        let process = Self { group, to: to.into(), from: from.into(), errors };
+        let process = Self { group, to: to.into(), from: from.into(), stderr };
         set_nonblocking(&process.to)?;
-        set_nonblocking(&process.errors)?;
+        set_nonblocking(&process.stderr)?;
         Ok(process)
     }
 
@@ -125,7 +125,7 @@ impl Process {
         self.group.kill();
         let mut text = Vec::new();
         // Non-blocking and bounded: the text only helps to classify the death.
-        let _ = (&mut self.errors).take(4096).read_to_end(&mut text);
+        let _ = (&mut self.stderr).take(4096).read_to_end(&mut text);
         (String::from_utf8_lossy(&text).into_owned(), ended)
     }
 }

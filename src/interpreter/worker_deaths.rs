@@ -7,7 +7,7 @@ use std::process::ExitStatus;
 use std::sync::Mutex;
 
 /// Deaths below this number are not reported: model-written code may end its own worker.
-const HANDFUL: u64 = 5;
+const UNREPORTED_MAX: u64 = 5;
 
 /// Number of deaths and the last one's cause.
 #[derive(Debug, Default)]
@@ -30,7 +30,7 @@ impl Deaths {
     /// Returns a warning when there are more than a handful of deaths, and again at every tenfold increase.
     pub fn take_warning(&self) -> Option<String> {
         let mut recorded = lock(&self.0);
-        if recorded.count <= HANDFUL || recorded.count < 10 * recorded.reported {
+        if recorded.count <= UNREPORTED_MAX || recorded.count < 10 * recorded.reported {
             return None;
         }
         recorded.reported = recorded.count;

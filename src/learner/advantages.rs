@@ -43,12 +43,13 @@ impl AdvantageEstimator<'_> {
         let penalties = self.penalties(batch, &sequences, &mut metrics)?;
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
-        let whole = || -> Result<Vec<f32>> {
+        let sequence_rewards = || -> Result<Vec<f32>> {
             let penalties = sequences.sequence_sums(&penalties)?;
             Ok(rewards.iter().zip(&penalties).map(|(reward, penalty)| reward + penalty).collect())
         };
-        type OfGroups = fn(&[f32], &[usize]) -> Result<Vec<f32>>;
-        let of_groups = |estimate: OfGroups| sequences.broadcast(&estimate(&whole()?, &sizes)?);
+        type GroupEstimator = fn(&[f32], &[usize]) -> Result<Vec<f32>>;
+        let of_groups =
+            |estimate: GroupEstimator| sequences.broadcast(&estimate(&sequence_rewards()?, &sizes)?);
         let mut returns = None;
         let advantages = match self.policy.advantage {
             Advantage::Grpo => of_groups(grpo)?,
@@ -57,7 +58,7 @@ impl AdvantageEstimator<'_> {
             Advantage::Rloo => of_groups(rloo)?,
             Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token())?.advantages,
             Advantage::ReinforcePlusPlusBaseline => {
-                reinforce_plus_plus_baseline(&sequences, &whole()?, &sizes)?
+                reinforce_plus_plus_baseline(&sequences, &sequence_rewards()?, &sizes)?
             }
             Advantage::Remax => {
                 remax(&sequences, &per_token(), &greedy_rewards(groups, shaping.as_ref())?)?.advantages

@@ -105,7 +105,7 @@ impl Batch {
         self.cu_seqlens[micro_batch.sequences.start]..self.cu_seqlens[micro_batch.sequences.end]
     }
 
-    /// Returns the trained tokens, without the rejected ones.
+    /// Returns the sequences, with rejected tokens masked out.
     ///
     /// # Errors
     /// When the columns have different lengths.
@@ -234,7 +234,8 @@ fn pack(sequences: &[Arc<Sequence>], packing: PackingParameters) -> Vec<MicroBat
     MicroBatch::split_with_prefixes(sequences, packing.limits, |_| packing.shared_positions_max)
 }
 
-/// Packs the sequences with experts to replay. Sequences share only rows with the same experts.
+/// Packs the sequences with the experts to replay. Two sequences share a row only where their experts are
+/// equal.
 fn pack_replayed(
     sequences: &[Arc<Sequence>],
     PackingParameters { limits, shared_positions_max, top_k }: PackingParameters,

@@ -196,10 +196,10 @@ impl BatchRunner<'_> {
     ) -> Result<Vec<PassOutput<N>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
         let run = |slot| with_spinning_threads(self.parameters.device(), || run(slot));
-        let alone = |index: usize| run(PassSlot { index, round: index, masked: false });
+        let run_index = |index: usize| run(PassSlot { index, round: index, masked: false });
         match mesh.ranks() {
-            1 if self.runs_passes_in_parallel() => self.threads.map(count, alone),
-            1 => self.threads.run_on_all(|| (0..count).map(alone).collect()),
+            1 if self.runs_passes_in_parallel() => self.threads.map(count, run_index),
+            1 => self.threads.run_on_all(|| (0..count).map(run_index).collect()),
             _ => self.threads.run_on_all(|| self.run_distributed(batches, &run)),
         }
     }
@@ -223,13 +223,13 @@ impl BatchRunner<'_> {
                 own.push(result.into_record()?);
             }
         }
-        let mut all = mesh.all_gather_records("what passes gave", &own)?;
+        let mut all = mesh.all_gather_records("pass results", &own)?;
         all.iter_mut().for_each(|results| results.reverse());
-        let sequence_ranks = mesh.sequence_ranks();
+        let ranks_per_group = mesh.sequence_ranks();
         let of = |(index, batch): (usize, &MicroBatch)| {
-            let first = index % groups * sequence_ranks;
+            let first = index % groups * ranks_per_group;
             let parts =
-                all[first..first + sequence_ranks].iter_mut().map(Vec::pop).collect::<Option<Vec<_>>>();
+                all[first..first + ranks_per_group].iter_mut().map(Vec::pop).collect::<Option<Vec<_>>>();
             PassOutput::join(parts.context("a rank made fewer passes")?, batch, mesh)
         };
         batches.iter().enumerate().map(of).collect()

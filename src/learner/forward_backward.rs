@@ -221,13 +221,13 @@ impl Pass<'_> {
         let (true, Some(routing)) = (self.settings.load_balance != 0.0, &output.routing) else {
             return Ok(None);
         };
-        let holders = self.batch.holders.as_ref();
+        let sequences_per_row = self.batch.sequences_per_row.as_ref();
         let loss = match &self.batch.split {
-            None => ops::load_balance(&routing.router_logits, &routing.plan, holders)?,
+            None => ops::load_balance(&routing.router_logits, &routing.plan, sequences_per_row)?,
             Some(split) => {
                 let routes = split.rows.gather_routed_experts(&routing.routes)?;
                 let plan = Dispatch::new(&routes, self.model.config.num_local_experts)?;
-                ops::load_balance(&split.rows.gather_rows(&routing.router_logits)?, &plan, holders)?
+                ops::load_balance(&split.rows.gather_rows(&routing.router_logits)?, &plan, sequences_per_row)?
             }
         };
         balances.push(loss.clone());

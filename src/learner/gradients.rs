@@ -35,13 +35,13 @@ pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
     EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
 }
 
-/// The gradient buffers of one batch, and the pass that may add next to each buffer.
+/// The gradient buffers of one batch and, for each buffer, the index of the pass whose turn it is to add.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
     /// Additions of one pass to each parameter: 2 for an embedding tied to the head (the head's first), else
     /// 1.
-    uses: Vec<usize>,
-    turns: Mutex<PassOrder>,
+    additions_per_pass: Vec<usize>,
+    order: Mutex<PassOrder>,
     changed: Condvar,
     /// Present where tensors are sharded over ranks.
     reduction: Option<Reduction>,
@@ -93,8 +93,8 @@ impl GradientSum {
     pub fn begin(parameters: &Parameters) -> Result<Arc<Self>> {
         let buffers: Vec<Option<Tensor>> = parameters.gradients().map(Option::<&Tensor>::cloned).collect();
         buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
-        let turns = Mutex::new(PassOrder { adds: vec![0; buffers.len()], failed: None });
-        let uses = (0..buffers.len()).map(|index| parameters.use_count(index)).collect();
+        let order = Mutex::new(PassOrder { adds: vec![0; buffers.len()], failed: None });
+        let additions_per_pass = (0..buffers.len()).map(|index| parameters.use_count(index)).collect();
         let learning = buffers.iter().zip(&parameters.specs).filter(|(buffer, _)| buffer.is_some());
         let values: usize = learning.map(|(_, spec)| spec.element_count()).sum();
         let reduction = (parameters.mesh().ranks() > 1).then(|| Reduction {
@@ -104,7 +104,7 @@ impl GradientSum {
             bytes_max: exchange_bytes_max((values * size_of::<f32>()) as u64),
             in_flight: Mutex::default(),
         });
-        Ok(Arc::new(Self { buffers, uses, turns, changed: Condvar::new(), reduction }))
+        Ok(Arc::new(Self { buffers, additions_per_pass, order, changed: Condvar::new(), reduction }))
     }
 
     /// Waits until every gradient has been added.
@@ -122,17 +122,18 @@ impl GradientSum {
         pass: usize,
         progress: Option<(&Progress, f64)>,
     ) -> Arc<dyn GradientSink> {
-        let uses = self.buffers.iter().zip(&self.uses).filter(|(buffer, _)| buffer.is_some());
-        let adds: usize = uses.map(|(_, uses)| uses).sum();
+        let additions_per_pass =
+            self.buffers.iter().zip(&self.additions_per_pass).filter(|(buffer, _)| buffer.is_some());
+        let adds: usize = additions_per_pass.map(|(_, additions_per_pass)| additions_per_pass).sum();
         let shown = progress.map(|(progress, tokens)| (progress.clone(), tokens / adds.max(1) as f64));
         Arc::new(PassGradientSink { sum: self.clone(), pass, shown })
     }
 
     /// Marks pass `pass` as failed, so that later passes do not wait for it.
     pub fn fail(&self, pass: usize) {
-        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
-        turns.failed = Some(turns.failed.map_or(pass, |first| first.min(pass)));
-        drop(turns);
+        let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        order.failed = Some(order.failed.map_or(pass, |first| first.min(pass)));
+        drop(order);
         self.changed.notify_all();
     }
 }
@@ -143,28 +144,30 @@ impl GradientSink for PassGradientSink {
         parameter: usize,
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
     ) -> candle_core::Result<()> {
-        let GradientSum { buffers, uses, turns, changed, reduction } = &*self.sum;
+        let GradientSum { buffers, additions_per_pass, order, changed, reduction } = &*self.sum;
         if let Some((progress, tokens)) = &self.shown {
             progress.advance_tokens(*tokens);
         }
-        let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} does not learn") };
-        let lock = turns.lock().unwrap_or_else(PoisonError::into_inner);
-        let in_vain = |turns: &PassOrder| turns.failed.is_some_and(|failed| failed < self.pass);
-        let uses = uses[parameter];
-        let early = |turns: &mut PassOrder| turns.adds[parameter] / uses < self.pass && !in_vain(turns);
-        let lock = changed.wait_while(lock, early).unwrap_or_else(PoisonError::into_inner);
-        if in_vain(&lock) {
+        let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} is not trainable") };
+        let lock = order.lock().unwrap_or_else(PoisonError::into_inner);
+        let earlier_pass_failed = |order: &PassOrder| order.failed.is_some_and(|failed| failed < self.pass);
+        let additions_per_pass = additions_per_pass[parameter];
+        let must_wait = |order: &mut PassOrder| {
+            order.adds[parameter] / additions_per_pass < self.pass && !earlier_pass_failed(order)
+        };
+        let lock = changed.wait_while(lock, must_wait).unwrap_or_else(PoisonError::into_inner);
+        if earlier_pass_failed(&lock) {
             bail!("a micro-batch before this one failed");
         }
-        if lock.adds[parameter] / uses > self.pass {
-            bail!("parameter {parameter} was added to more than {uses} times in one pass");
+        if lock.adds[parameter] / additions_per_pass > self.pass {
+            bail!("parameter {parameter} was added to more than {additions_per_pass} times in one pass");
         }
         drop(lock);
         match reduction {
             None => add(buffer)?,
             Some(reduction) => reduction.add(self.pass, parameter, buffers, add)?,
         }
-        turns.lock().unwrap_or_else(PoisonError::into_inner).adds[parameter] += 1;
+        order.lock().unwrap_or_else(PoisonError::into_inner).adds[parameter] += 1;
         changed.notify_all();
         Ok(())
     }
@@ -236,7 +239,7 @@ impl Reduction {
                 let mut values = f32_values(&part);
                 for &parameter in &parameters {
                     let Some(buffer) = &buffers[parameter] else {
-                        bail!("parameter {parameter} does not learn")
+                        bail!("parameter {parameter} is not trainable")
                     };
                     edit(buffer, |sum| {
                         sum.iter_mut().zip(&mut values).for_each(|(sum, x)| *sum += x);

@@ -31,7 +31,7 @@ pub struct MicroBatch {
     /// The rows of each sequence in `tokens`.
     pub sequence_rows: Arc<SequenceRows>,
     /// Number of sequences that share each row, `[T]`; `None` if no row is shared.
-    pub holders: Option<Arc<Vec<u32>>>,
+    pub sequences_per_row: Option<Arc<Vec<u32>>>,
     /// Rows that predict a trained token, `[R]`. A shared row appears once for each sequence in which it
     /// predicts one.
     pub rows: Arc<Vec<u32>>,
@@ -159,7 +159,7 @@ impl MicroBatch {
             sequences: range,
             tokens: Arc::new(tokens),
             positions: sequence_rows.positions(),
-            holders: sequence_rows.sequences_per_row().map(Arc::new),
+            sequences_per_row: sequence_rows.sequences_per_row().map(Arc::new),
             sequence_rows: Arc::new(sequence_rows),
             rows: Arc::new(rows),
             targets: Arc::new(targets),
@@ -197,19 +197,19 @@ impl MicroBatch {
         shared: &[usize],
         MicroBatchLimits { tokens_max, in_pairs }: MicroBatchLimits,
     ) -> Vec<Self> {
-        let units = units(sequences, shared, tokens_max);
-        let total: usize = units.iter().map(|unit| unit.own_tokens).sum();
+        let group_sequences = group_sequences(sequences, shared, tokens_max);
+        let total: usize = group_sequences.iter().map(|unit| unit.own_tokens).sum();
         let fewest = total.div_ceil(tokens_max.max(1));
-        let split = |parts: usize| split_into(parts, total, &units, tokens_max);
+        let split = |parts: usize| split_into(parts, total, &group_sequences, tokens_max);
         let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
         // If lengths and limit make the number of micro-batches odd, try up to three more.
         let full = (fewest..fewest + 4).map(split).find(is_even).unwrap_or_else(|| split(fewest));
         // A micro-batch that begins within a group repeats its prompt. It may exceed the limit, which leaves
         // a small micro-batch over; the other passes then wait. A larger number of micro-batches avoids that.
-        let holding = (fewest..=full.len())
+        let within_count = (fewest..=full.len())
             .map(|parts| (parts, split(parts)))
             .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
-        let ranges = holding.map_or(full, |(_, ranges)| ranges);
+        let ranges = within_count.map_or(full, |(_, ranges)| ranges);
         ranges.into_iter().map(|range| Self::new(sequences, range, shared)).collect()
     }
 }
@@ -232,7 +232,7 @@ struct SequenceGroup {
 
 /// Groups `sequences` into units. A group stays together if it fits, because a split computes its prompt
 /// twice. A new group begins where far fewer tokens are shared than within it: all prompts may begin alike.
-fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
+fn group_sequences(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
     let unit = |(i, sequence): (usize, &&Sequence)| {
         let tokens = sequence.inputs().len();
         let predicted = sequence.mask.iter().skip(1).filter(|m| **m).count();
@@ -240,7 +240,7 @@ fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<Se
         SequenceGroup { sequences: i..i + 1, own_tokens: (tokens - shared[i]).max(predicted), tokens }
     };
     let single: Vec<SequenceGroup> = sequences.iter().enumerate().map(unit).collect();
-    let mut units = vec![];
+    let mut group_sequences = vec![];
     let shared = |i: usize| shared.get(i).copied().unwrap_or(0);
     let begins = |i: usize| shared(i) == 0 || 2 * shared(i) < shared(i + 1);
     for group in single.chunk_by(|_, next| !begins(next.sequences.start)) {
@@ -248,22 +248,27 @@ fn units(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<Se
         if tokens <= tokens_max {
             let sequences = group[0].sequences.start..group[group.len() - 1].sequences.end;
             let own_tokens = tokens - group[0].tokens + group[0].own_tokens;
-            units.push(SequenceGroup { sequences, own_tokens, tokens });
+            group_sequences.push(SequenceGroup { sequences, own_tokens, tokens });
         } else {
-            units.extend(
+            group_sequences.extend(
                 group.iter().map(|unit| SequenceGroup { sequences: unit.sequences.clone(), ..*unit }),
             );
         }
     }
-    units
+    group_sequences
 }
 
-/// Splits `units`, `total` tokens long, into about `parts` ranges of about equal size and up to `tokens_max`
+/// Splits `group_sequences`, `total` tokens long, into about `parts` ranges of about equal size and up to `tokens_max`
 /// tokens.
-fn split_into(parts: usize, total: usize, units: &[SequenceGroup], tokens_max: usize) -> Vec<Range<usize>> {
+fn split_into(
+    parts: usize,
+    total: usize,
+    group_sequences: &[SequenceGroup],
+    tokens_max: usize,
+) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = vec![];
     let (mut tokens, mut part, mut before) = (0, 0, 0);
-    for unit in units {
+    for unit in group_sequences {
         // The range that holds the unit's middle if the total is divided into equal ranges.
         let own_part = (2 * before + unit.own_tokens) * parts / (2 * total).max(1);
         before += unit.own_tokens;
@@ -381,7 +386,7 @@ mod tests {
         assert_eq!(*batch.rows, [3, 4, 3, 4, 3, 8, 9, 10]);
         assert_eq!(*batch.targets, [7, 8, 7, 9, 1, 1, 2, 3]);
         assert_eq!(batch.cu_targets, [0, 2, 4, 5, 8]);
-        assert_eq!(**batch.holders.as_ref().unwrap(), [3, 3, 3, 3, 2, 1, 1, 1, 1, 1, 1]);
+        assert_eq!(**batch.sequences_per_row.as_ref().unwrap(), [3, 3, 3, 3, 2, 1, 1, 1, 1, 1, 1]);
         // A micro-batch that begins within a group repeats the prompt.
         let batches = MicroBatch::split_with_prefixes(&sequences, 6, |_| usize::MAX);
         assert_eq!(batches.iter().map(|b| b.sequences.clone()).collect::<Vec<_>>(), [0..1, 1..3, 3..4]);

@@ -157,8 +157,9 @@ impl Console {
         bar.set_prefix(name.clone());
         // Show the bar at once, before the first unit of work.
         bar.tick();
-        let pace = StageState { start: Instant::now(), first: done, done, ..StageState::default() };
-        let stage = Arc::new(Stage { console: self.clone(), bar, name, total, kind, pace: Mutex::new(pace) });
+        let state = StageState { start: Instant::now(), first: done, done, ..StageState::default() };
+        let stage =
+            Arc::new(Stage { console: self.clone(), bar, name, total, kind, state: Mutex::new(state) });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
         let is_shown = !matches!(self.0.output, ConsoleOutput::Lines { every_steps: 0, .. });
         if is_shown {
@@ -190,7 +191,7 @@ impl Console {
     fn tick(&self, now: Instant) {
         let open: Vec<Arc<Stage>> = lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
         if let ConsoleOutput::Bars(_) = self.0.output {
-            open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.pace), now)));
+            open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.state), now)));
         }
         let Some(line) = self.under_way(&open, now) else { return };
         let mut stages = lock(&self.0.stages);
@@ -209,12 +210,12 @@ impl Console {
     /// and its time left.
     fn under_way(&self, open: &[Arc<Stage>], now: Instant) -> Option<String> {
         let inner = open.last()?;
-        let line = inner.line(&lock(&inner.pace), now);
+        let line = inner.line(&lock(&inner.state), now);
         let Some(outer) = open.first().filter(|outer| !Arc::ptr_eq(outer, inner)) else { return Some(line) };
-        let pace = lock(&outer.pace);
+        let state = lock(&outer.state);
         let left =
-            outer.seconds_left(&pace, now).map(|seconds| format!("  ({} left in all)", clock(seconds)));
-        Some(format!("{}: {}{}", outer.label(&pace), line.trim_end(), left.unwrap_or_default()))
+            outer.seconds_left(&state, now).map(|seconds| format!("  ({} left in all)", clock(seconds)));
+        Some(format!("{}: {}{}", outer.label(&state), line.trim_end(), left.unwrap_or_default()))
     }
 }
 
@@ -283,7 +284,7 @@ struct Stage {
     name: String,
     total: u64,
     kind: StageKind,
-    pace: Mutex<StageState>,
+    state: Mutex<StageState>,
 }
 
 struct StageState {
@@ -320,24 +321,25 @@ impl Progress {
     /// Does [`Self::advance`], and bases the time left on the `tokens_left` of the stage.
     pub fn advance_to(&self, steps: u64, tokens: u64, tokens_left: Option<f64>, values: &[(&str, f64)]) {
         let (stage, now) = (&*self.0, Instant::now());
-        let mut pace = lock(&stage.pace);
-        pace.done += steps;
-        pace.tokens += tokens as f64;
-        pace.tokens_left = tokens_left;
-        pace.values = values.iter().map(|(name, value)| (sanitize_line(name).into_owned(), *value)).collect();
+        let mut state = lock(&stage.state);
+        state.done += steps;
+        state.tokens += tokens as f64;
+        state.tokens_left = tokens_left;
+        state.values =
+            values.iter().map(|(name, value)| (sanitize_line(name).into_owned(), *value)).collect();
         if let (Unit::Steps, Some(eta)) = (stage.kind.unit, &mut *lock(&stage.console.0.eta)) {
             eta.advance(&stage.name, steps);
         }
         match &stage.console.0.output {
             ConsoleOutput::Bars(_) => {
-                stage.bar.set_message(stage.message(&pace, now));
-                stage.bar.set_position(pace.done);
+                stage.bar.set_message(stage.message(&state, now));
+                stage.bar.set_position(state.done);
             }
             ConsoleOutput::Lines { interval, every_steps, .. } => {
-                if stage.is_due(&pace, steps, *interval, *every_steps) {
-                    pace.printed = Some(now);
+                if stage.is_due(&state, steps, *interval, *every_steps) {
+                    state.printed = Some(now);
                     lock(&stage.console.0.stages).printed = Some(now);
-                    stage.console.print(&stage.line(&pace, now));
+                    stage.console.print(&stage.line(&state, now));
                 }
             }
         }
@@ -346,10 +348,10 @@ impl Progress {
     /// Records `tokens` more tokens of a pass: those of a batch, or the share of them that a layer makes.
     pub fn advance_tokens(&self, tokens: f64) {
         let stage = &*self.0;
-        let mut pace = lock(&stage.pace);
-        pace.tokens += tokens;
-        pace.done = (pace.tokens.round() as u64).min(stage.total);
-        stage.bar.set_position(pace.done);
+        let mut state = lock(&stage.state);
+        state.tokens += tokens;
+        state.done = (state.tokens.round() as u64).min(stage.total);
+        stage.bar.set_position(state.done);
     }
 
     /// Ends the stage and removes its bar. A plain line stays on the terminal, except for a stage within a
@@ -376,67 +378,68 @@ impl Drop for Stage {
 impl Stage {
     /// Whether to print a plain line after `steps` more steps. Work other than steps prints its last line
     /// here; before, [`Console::tick`] prints.
-    fn is_due(&self, pace: &StageState, steps: u64, interval: Duration, every_steps: u64) -> bool {
+    fn is_due(&self, state: &StageState, steps: u64, interval: Duration, every_steps: u64) -> bool {
         if every_steps == 0 || self.kind.inner {
             return false;
         }
-        if pace.done >= self.total {
+        if state.done >= self.total {
             return steps > 0;
         }
-        let rested = pace.printed.is_none_or(|at| at.elapsed() >= interval);
-        rested && self.kind.unit == Unit::Steps && pace.done.is_multiple_of(every_steps)
+        let rested = state.printed.is_none_or(|at| at.elapsed() >= interval);
+        rested && self.kind.unit == Unit::Steps && state.done.is_multiple_of(every_steps)
     }
 
     /// Returns the seconds left at `now`: of a plan's stage, over all stages of the plan.
-    fn seconds_left(&self, pace: &StageState, now: Instant) -> Option<f64> {
-        let elapsed = now.saturating_duration_since(pace.start).as_secs_f64();
+    fn seconds_left(&self, state: &StageState, now: Instant) -> Option<f64> {
+        let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
         if self.kind.unit == Unit::Steps
             && let Some(eta) = &*lock(&self.console.0.eta)
         {
             return eta.seconds_left(&self.name, now);
         }
         let tokens_left = match self.kind.unit {
-            Unit::Tokens => Some(self.total as f64 - pace.tokens),
-            _ => pace.tokens_left,
+            Unit::Tokens => Some(self.total as f64 - state.tokens),
+            _ => state.tokens_left,
         };
-        if let Some(tokens_left) = tokens_left.filter(|left| *left > 0.0 && pace.tokens > 0.0) {
-            return Some(elapsed * tokens_left / pace.tokens);
+        if let Some(tokens_left) = tokens_left.filter(|left| *left > 0.0 && state.tokens > 0.0) {
+            return Some(elapsed * tokens_left / state.tokens);
         }
-        let made = pace.done.saturating_sub(pace.first);
+        let made = state.done.saturating_sub(state.first);
         // Trajectories that have ended say nothing of the length of the others.
-        let counts = self.kind.unit == Unit::Steps || pace.tokens == 0.0;
-        let is_known = counts && made > 0 && pace.done < self.total;
-        is_known.then(|| elapsed / made as f64 * (self.total - pace.done) as f64)
+        let counts = self.kind.unit == Unit::Steps || state.tokens == 0.0;
+        let is_known = counts && made > 0 && state.done < self.total;
+        is_known.then(|| elapsed / made as f64 * (self.total - state.done) as f64)
     }
 
     /// Formats `rl 3/100`.
-    fn label(&self, pace: &StageState) -> String {
-        let done = if self.total == 0 { String::new() } else { format!(" {}/{}", pace.done, self.total) };
+    fn label(&self, state: &StageState) -> String {
+        let done = if self.total == 0 { String::new() } else { format!(" {}/{}", state.done, self.total) };
         format!("{}{done}", self.name)
     }
 
     /// Formats label and message.
-    fn line(&self, pace: &StageState, now: Instant) -> String {
-        format!("{}  {}", self.label(pace), self.message(pace, now))
+    fn line(&self, state: &StageState, now: Instant) -> String {
+        format!("{}  {}", self.label(state), self.message(state, now))
     }
 
     /// Formats `reward 0.5  1,204 tokens/s  1:20 left`, with the number of tokens if the stage counts other
     /// work. Of a stage without any figure it formats the time so far.
-    fn message(&self, pace: &StageState, now: Instant) -> String {
+    fn message(&self, state: &StageState, now: Instant) -> String {
         let value = |(name, value): &(String, f64)| format!("{name} {}", format_number(*value));
-        let mut parts: Vec<String> = pace.values.iter().map(value).collect();
-        let elapsed = now.saturating_duration_since(pace.start).as_secs_f64();
-        let tokens = pace.tokens.round();
+        let mut parts: Vec<String> = state.values.iter().map(value).collect();
+        let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
+        let tokens = state.tokens.round();
         if tokens > 0.0 && elapsed > 0.0 {
-            if self.kind.unit == Unit::Items && tokens != (pace.done - pace.first) as f64 {
+            if self.kind.unit == Unit::Items && tokens != (state.done - state.first) as f64 {
                 parts.push(format!("{} tokens", format_number(tokens)));
             }
             let rate = tokens / elapsed;
             let rate = if rate < 10.0 { (10.0 * rate).round() / 10.0 } else { rate.round() };
             parts.push(format!("{} tokens/s", format_number(rate)));
         }
-        let left = self.seconds_left(pace, now).map(|seconds| format!("{} left", clock(seconds)));
-        if left.is_none() && tokens == 0.0 && self.kind.unit != Unit::Steps && pace.done < self.total.max(1) {
+        let left = self.seconds_left(state, now).map(|seconds| format!("{} left", clock(seconds)));
+        if left.is_none() && tokens == 0.0 && self.kind.unit != Unit::Steps && state.done < self.total.max(1)
+        {
             parts.push(format!("{} so far", clock(elapsed)));
         }
         parts.extend(left);

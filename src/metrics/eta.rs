@@ -6,11 +6,12 @@ use std::time::Instant;
 /// Number of a stage's last steps whose mean is its speed: the tokens of a step change during a run.
 const RECENT_STEPS: usize = 10;
 
-/// Alternating stages of a run: their steps left, and the work of a step until its speed is known.
+/// Estimates the time left of a run's alternating stages. A stage without a finished step is estimated from its
+/// relative `work`.
 pub(super) struct Eta {
     stages: Vec<Stage>,
     /// The end of the last step of any stage.
-    mark: Instant,
+    last_step_end: Instant,
 }
 
 struct Stage {
@@ -31,21 +32,21 @@ impl Eta {
             work,
             recent: VecDeque::new(),
         };
-        Self { stages: stages.iter().map(stage).collect(), mark: Instant::now() }
+        Self { stages: stages.iter().map(stage).collect(), last_step_end: Instant::now() }
     }
 
     /// Records that `steps` of stage `name` took the time since the last step of any stage.
     pub fn advance(&mut self, name: &str, steps: u64) {
-        let seconds = self.mark.elapsed().as_secs_f64();
+        let seconds = self.last_step_end.elapsed().as_secs_f64();
         if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name && steps > 0) {
-            self.mark = Instant::now();
+            self.last_step_end = Instant::now();
             stage.advance(steps, seconds);
         }
     }
 
-    /// Returns the seconds left at `now`, in a step of stage `name`. A stage with steps done continues at the
-    /// speed of its last ones; another at the speed of the others, by its work. `None` before the first step
-    /// and after the last.
+    /// Returns the seconds left at `now`, in a step of stage `name`. A started stage uses the mean of
+    /// its last steps. Any other stage uses the others' time per unit of work. `None` before the first step and
+    /// after the last.
     pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
         let made = || self.stages.iter().filter_map(|stage| Some((stage.step()?, stage.work)));
         let (seconds, work) = made().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
@@ -56,7 +57,7 @@ impl Eta {
         let step = |stage: &Stage| stage.step().unwrap_or(stage.work * seconds / work);
         let all: f64 = self.stages.iter().map(|stage| stage.left as f64 * step(stage)).sum();
         let current = self.stages.iter().find(|stage| stage.name == name && stage.left > 0).map_or(0.0, step);
-        let elapsed = now.saturating_duration_since(self.mark).as_secs_f64();
+        let elapsed = now.saturating_duration_since(self.last_step_end).as_secs_f64();
         Some(all - elapsed.min(current))
     }
 }
@@ -82,14 +83,14 @@ mod tests {
     #[test]
     fn a_stage_that_has_run_counts_at_its_speed_and_another_by_its_work() {
         let mut eta = Eta::new(&[("cold start", 10, 1.0), ("rl", 4, 8.0), ("evaluation", 0, 1.0)]);
-        let seconds = |eta: &Eta, name| eta.seconds_left(name, eta.mark);
+        let seconds = |eta: &Eta, name| eta.seconds_left(name, eta.last_step_end);
         assert_eq!(seconds(&eta, "cold start"), None, "nothing is known yet");
         eta.stages[0].advance(5, 10.0);
         assert_eq!(seconds(&eta, "cold start"), Some(5.0 * 2.0 + 4.0 * 16.0));
         eta.stages[0].advance(5, 10.0);
         eta.stages[1].advance(1, 3.0);
         assert_eq!(seconds(&eta, "rl"), Some(3.0 * 3.0), "its own speed is known now");
-        let within = |s| eta.seconds_left("rl", eta.mark + Duration::from_secs(s));
+        let within = |s| eta.seconds_left("rl", eta.last_step_end + Duration::from_secs(s));
         assert_eq!([within(2), within(50)], [Some(7.0), Some(6.0)], "a step takes its share, however long");
         eta.stages[1].advance(3, 9.0);
         assert_eq!(seconds(&eta, "rl"), None, "nothing is left");
@@ -100,7 +101,7 @@ mod tests {
         let mut eta = Eta::new(&[("rl", 40, 1.0)]);
         eta.stages[0].advance(1, 60.0);
         (0..19).for_each(|step| eta.stages[0].advance(1, if step % 2 == 0 { 19.0 } else { 21.0 }));
-        let left = eta.seconds_left("rl", eta.mark).unwrap();
+        let left = eta.seconds_left("rl", eta.last_step_end).unwrap();
         assert!((left - 20.0 * 20.0).abs() < 0.2 * 400.0, "{left}");
     }
 }

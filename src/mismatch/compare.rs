@@ -1,7 +1,7 @@
 //! The figures of a log-prob mismatch between training and rollout on the same tokens.
 
 use crate::policy::Sequences;
-use crate::policy::correction::{ImportanceConfig, Level, WeightBound, importance_weights};
+use crate::policy::correction::{ImportanceSettings, Level, WeightBound, importance_weights};
 use crate::policy::off_policy::{agreement_metrics, off_policy_metrics};
 use anyhow::{Result, ensure};
 
@@ -46,29 +46,29 @@ impl LogProbPair<'_> {
         ensure!(self.rollout.len() == tokens && self.old.len() == tokens, "lengths differ");
         let mask = vec![true; tokens];
         let sequences = Sequences::new(self.cu_seqlens, &mask)?;
-        let mut found: Vec<(String, f64)> =
+        let mut metrics: Vec<(String, f64)> =
             agreement_metrics(&sequences, self.training, self.rollout)?.into_iter().collect();
         for (name, value) in off_policy_metrics(&sequences, self.training, Some(self.rollout))? {
-            found.push((format!("rollout_corr/{name}"), value));
+            metrics.push((format!("rollout_corr/{name}"), value));
         }
         let log_ratio: Vec<f32> = self.training.iter().zip(self.rollout).map(|(t, r)| t - r).collect();
-        let settings = ImportanceConfig {
+        let settings = ImportanceSettings {
             level: Level::Token,
             bound: WeightBound::Truncate { max: WEIGHT_MAX },
             batch_normalize: false,
         };
         for (name, value) in importance_weights(&sequences, &log_ratio, &settings)?.metrics {
-            found.push((format!("rollout_corr/{name}"), value));
+            metrics.push((format!("rollout_corr/{name}"), value));
         }
         let difference_sum = log_ratio.iter().map(|difference| f64::from(difference.abs())).sum::<f64>();
-        found.push(("mismatch/logprob_abs_diff_mean".to_owned(), difference_sum / tokens as f64));
+        metrics.push(("mismatch/logprob_abs_diff_mean".to_owned(), difference_sum / tokens as f64));
         let clipped = |(t, o): (&f32, &f32)| {
             let ratio = (f64::from(*t) - f64::from(*o)).exp();
             ratio < 1.0 - self.clip.0 || ratio > 1.0 + self.clip.1
         };
         let clipped = self.training.iter().zip(self.old).filter(|pair| clipped(*pair)).count();
-        found.push(("mismatch/clip_fraction".to_owned(), clipped as f64 / tokens as f64));
-        found.retain(|(name, _)| COLUMNS.iter().any(|(column, _)| column == name));
-        Ok(found)
+        metrics.push(("mismatch/clip_fraction".to_owned(), clipped as f64 / tokens as f64));
+        metrics.retain(|(name, _)| COLUMNS.iter().any(|(column, _)| column == name));
+        Ok(metrics)
     }
 }

@@ -6,7 +6,7 @@
 //! the data as well.
 
 use super::causes::Cause;
-use super::distance::{DifferenceStats, Fit, slope};
+use super::distance::{DifferenceStats, StudentTFit, regression_slope};
 use super::engine_log_probs::EngineLogProbs;
 use super::rounding::{F32_FLOOR, RoundingBounds, is_within_f32};
 use super::search::{Candidate, CauseSearch};
@@ -17,15 +17,15 @@ use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// A candidate is dropped early if it exceeds both thresholds: a multiple of the rounding bound, and a
-/// fraction of the spread.
-const HOPELESS: (f64, f64) = (2.0, 0.5);
+/// A candidate that exceeds both thresholds is not bounded: a multiple of the rounding bound, and a fraction of
+/// the baseline's spread.
+const DROP_THRESHOLDS: (f64, f64) = (2.0, 0.5);
 /// A named cause improves the log-likelihood over no cause by at least this many nats. It leaves at most this
 /// share of the spread.
 const EVIDENCE_MIN: f64 = 25.0;
 const SPREAD_SHARE_MAX: f64 = 0.95;
-/// Maximum share of the spread that a cause may leave if rounding could explain the mismatch too. There,
-/// likelihood proves little: one change of routing moves many tokens together.
+/// Stricter limit than [`SPREAD_SHARE_MAX`], used when rounding alone could explain the mismatch. Likelihood is
+/// weak evidence then, because one routing change moves many tokens.
 const SPREAD_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
 /// A cause is not distinguishable from the best one within this many nats of log-likelihood and this factor
 /// of its spread.
@@ -140,7 +140,7 @@ struct BoundedCandidate {
     figures_without_ties: DifferenceStats,
     ties: usize,
     /// Fit with the candidate computed in bf16 or f32, whichever is better.
-    fit: Fit,
+    fit: StudentTFit,
     bounds: RoundingBounds,
 }
 
@@ -151,11 +151,11 @@ impl BoundedCandidate {
         Self { candidate, figures_without_ties, ties: 0, fit, bounds: RoundingBounds::exact() }
     }
 
-    fn leaves_f32(&self) -> bool {
+    fn remainder_is_within_f32(&self) -> bool {
         is_within_f32(&self.figures_without_ties, &self.bounds.f32)
     }
 
-    fn leaves_bf16(&self) -> bool {
+    fn remainder_is_within_bf16(&self) -> bool {
         self.bounds.is_within_bf16(&self.candidate.differences)
     }
 
@@ -183,7 +183,7 @@ impl UnmodifiedModel<'_> {
     /// When a forward fails.
     pub fn diagnose(&self, observed: &EngineLogProbs) -> Result<Diagnosis> {
         let search = CauseSearch::new(*self, observed)?;
-        let baseline = self.candidate_bounds(&search, search.baseline())?;
+        let baseline = self.bound_candidate(&search, search.baseline())?;
         let mut found = Diagnosis {
             verdict: Verdict::Agrees,
             differences: baseline.candidate.differences.clone(),
@@ -191,39 +191,34 @@ impl UnmodifiedModel<'_> {
             remaining: None,
             f32_bound: baseline.bounds.f32,
             bf16_bound: baseline.bounds.bf16,
-            within_bf16: baseline.leaves_bf16(),
+            within_bf16: baseline.remainder_is_within_bf16(),
             without_effect: vec![],
             computed: search.computed.clone(),
             ties: baseline.ties,
         };
-        if baseline.leaves_f32() {
+        if baseline.remainder_is_within_f32() {
             found.remaining = Some(baseline.figures_without_ties);
             return Ok(found);
         }
         let candidates;
         (candidates, found.without_effect) = search.candidates()?;
-        let candidate_bounds = self.bound_candidates(&search, candidates, &baseline)?;
-        let verdict = match decide(&baseline, &candidate_bounds) {
+        let bounded_candidates = self.bound_candidates(&search, candidates, &baseline)?;
+        let verdict = match decide(&baseline, &bounded_candidates) {
             Some(verdict) => verdict,
             // bf16 moves every token. If only a few tokens of an f32 file differ, the reason is another.
             None if found.within_bf16 && !baseline.is_f32_rounding() => Verdict::Rounding,
             None => {
-                let explains = |candidate_bounds: &&BoundedCandidate| {
-                    !candidate_bounds.is_rounding() && is_supported(&baseline, candidate_bounds)
-                };
-                let guesses = candidate_bounds.iter().filter(explains).take(2);
-                Verdict::Unknown(
-                    guesses.filter_map(|candidate_bounds| candidate_bounds.candidate.cause.clone()).collect(),
-                )
+                let explains =
+                    |bounded: &&BoundedCandidate| !bounded.is_rounding() && is_supported(&baseline, bounded);
+                let guesses = bounded_candidates.iter().filter(explains).take(2);
+                Verdict::Unknown(guesses.filter_map(|bounded| bounded.candidate.cause.clone()).collect())
             }
         };
         if let Some(first) = verdict.causes().first()
-            && let Some(candidate_bounds) = candidate_bounds
-                .iter()
-                .find(|candidate_bounds| candidate_bounds.candidate.cause.as_ref() == Some(first))
+            && let Some(bounded) =
+                bounded_candidates.iter().find(|bounded| bounded.candidate.cause.as_ref() == Some(first))
         {
-            (found.remaining, found.ties) =
-                (Some(candidate_bounds.figures_without_ties), candidate_bounds.ties);
+            (found.remaining, found.ties) = (Some(bounded.figures_without_ties), bounded.ties);
         }
         found.verdict = verdict;
         Ok(found)
@@ -237,35 +232,34 @@ impl UnmodifiedModel<'_> {
         baseline: &BoundedCandidate,
     ) -> Result<Vec<BoundedCandidate>> {
         let hopeless = |candidate: &Candidate| {
-            candidate.fit.spread > HOPELESS.1 * baseline.fit.spread
-                && !baseline.bounds.is_near_bf16(&candidate.figures, HOPELESS.0)
+            candidate.fit.spread > DROP_THRESHOLDS.1 * baseline.fit.spread
+                && !baseline.bounds.is_near_bf16(&candidate.figures, DROP_THRESHOLDS.0)
         };
         let candidates = Candidate::select_best(candidates, CANDIDATES_MAX);
-        let mut candidate_bounds = search.map_candidates(candidates.len(), |index| {
+        let mut bounded_candidates = search.map_candidates(candidates.len(), |index| {
             let candidate = candidates[index].clone();
             match hopeless(&candidate) {
                 true => Ok(BoundedCandidate::without_bounds(candidate)),
-                false => self.candidate_bounds(search, candidate),
+                false => self.bound_candidate(search, candidate),
             }
         })?;
         // The bounds are never smaller than those of the unchanged model.
-        candidate_bounds
-            .iter_mut()
-            .for_each(|candidate_bounds| candidate_bounds.bounds.raise_to(&baseline.bounds));
-        candidate_bounds.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
-        Ok(candidate_bounds)
+        bounded_candidates.iter_mut().for_each(|bounded| bounded.bounds.raise_to(&baseline.bounds));
+        bounded_candidates.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
+        Ok(bounded_candidates)
     }
 
-    fn candidate_bounds(&self, search: &CauseSearch, candidate: Candidate) -> Result<BoundedCandidate> {
+    fn bound_candidate(&self, search: &CauseSearch, candidate: Candidate) -> Result<BoundedCandidate> {
         let cause = candidate.cause.as_ref();
         // Rounding it again would be another explanation, so the bounds of the unchanged model apply.
-        if cause.is_some_and(Cause::shortens_mantissas) {
+        if cause.is_some_and(Cause::reduces_mantissa) {
             return Ok(BoundedCandidate::without_bounds(candidate));
         }
         let theirs = &search.observed.log_probs;
         let bounds = RoundingBounds::compute(search, cause, &candidate.log_probs)?;
-        let in_bf16 = bounds.in_bf16.iter().map(|rounded| candidate.refit(theirs, rounded));
-        let better_fit = |a: Fit, b: Fit| if b.log_likelihood > a.log_likelihood { b } else { a };
+        let in_bf16 = bounds.in_bf16.iter().map(|rounded| candidate.fit_rounded(theirs, rounded));
+        let better_fit =
+            |a: StudentTFit, b: StudentTFit| if b.log_likelihood > a.log_likelihood { b } else { a };
         let fit = in_bf16.fold(candidate.fit, better_fit);
         let (mut figures_without_ties, mut ties) = (candidate.figures, 0);
         let may_have_ties = self.model.config.family.has_experts
@@ -288,24 +282,25 @@ impl UnmodifiedModel<'_> {
     }
 }
 
-/// Returns the verdict from the candidates `candidate_bounds`, best first; `None` if none explains the data.
-fn decide(baseline: &BoundedCandidate, candidate_bounds: &[BoundedCandidate]) -> Option<Verdict> {
+/// Returns the verdict from the `bounded_candidates`, best first; `None` if none explains the data.
+fn decide(baseline: &BoundedCandidate, bounded_candidates: &[BoundedCandidate]) -> Option<Verdict> {
     let exact: Vec<&BoundedCandidate> =
-        candidate_bounds.iter().filter(|candidate_bounds| candidate_bounds.leaves_f32()).collect();
-    let explains = |candidate_bounds: &&BoundedCandidate| {
-        let (slope, error) = slope(&baseline.candidate.differences, &candidate_bounds.candidate.differences);
-        !candidate_bounds.is_rounding()
-            && candidate_bounds.leaves_bf16()
+        bounded_candidates.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
+    let explains = |bounded: &&BoundedCandidate| {
+        let (slope, error) =
+            regression_slope(&baseline.candidate.differences, &bounded.candidate.differences);
+        !bounded.is_rounding()
+            && bounded.remainder_is_within_bf16()
             // If most tokens agree to f32's digits, a cause that moves them is no explanation.
-            && (candidate_bounds.is_f32_rounding() || !baseline.is_f32_rounding())
-            && is_supported(baseline, candidate_bounds)
+            && (bounded.is_f32_rounding() || !baseline.is_f32_rounding())
+            && is_supported(baseline, bounded)
             && (slope - 1.0).abs() <= SLOPE_ERROR + 4.0 * error
     };
     let fitting: Vec<&BoundedCandidate> =
-        if exact.is_empty() { candidate_bounds.iter().filter(explains).collect() } else { exact.clone() };
+        if exact.is_empty() { bounded_candidates.iter().filter(explains).collect() } else { exact.clone() };
     let best = fitting.first()?;
     // A candidate that fits better but fails another test makes this one uncertain.
-    let has_better_fit = candidate_bounds.iter().any(|other| {
+    let has_better_fit = bounded_candidates.iter().any(|other| {
         best.fit.log_likelihood + INDISTINGUISHABLE_NATS < other.fit.log_likelihood
             && !other.is_rounding()
             && other.candidate.name() != best.candidate.name()
@@ -328,15 +323,14 @@ fn decide(baseline: &BoundedCandidate, candidate_bounds: &[BoundedCandidate]) ->
     }
 }
 
-/// Returns whether the data favours `candidate_bounds` over `baseline`, the unchanged model. The unrounded computation must
+/// Returns whether the data favours `bounded` over `baseline`, the unchanged model. The unrounded computation must
 /// show it; a rounding that happens to fit does not count.
-fn is_supported(baseline: &BoundedCandidate, candidate_bounds: &BoundedCandidate) -> bool {
-    let may_be_rounding = baseline.leaves_bf16() && !baseline.is_f32_rounding();
+fn is_supported(baseline: &BoundedCandidate, bounded: &BoundedCandidate) -> bool {
+    let may_be_rounding = baseline.remainder_is_within_bf16() && !baseline.is_f32_rounding();
     let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };
-    let improves = |baseline: &Fit, candidate_bounds: &Fit| {
-        candidate_bounds.log_likelihood - baseline.log_likelihood >= EVIDENCE_MIN
-            && candidate_bounds.spread <= share * baseline.spread
+    let improves = |baseline: &StudentTFit, bounded: &StudentTFit| {
+        bounded.log_likelihood - baseline.log_likelihood >= EVIDENCE_MIN
+            && bounded.spread <= share * baseline.spread
     };
-    improves(&baseline.fit, &candidate_bounds.fit)
-        && improves(&baseline.candidate.fit, &candidate_bounds.candidate.fit)
+    improves(&baseline.fit, &bounded.fit) && improves(&baseline.candidate.fit, &bounded.candidate.fit)
 }

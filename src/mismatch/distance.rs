@@ -116,12 +116,12 @@ impl DifferenceStats {
 /// Student's t distribution with 3 degrees of freedom, fitted to differences: spread and log-likelihood. A
 /// few tokens with other experts do not move the spread.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Fit {
+pub struct StudentTFit {
     pub spread: f64,
     pub log_likelihood: f64,
 }
 
-impl Fit {
+impl StudentTFit {
     pub fn from_differences(differences: &[f64]) -> Self {
         let count = differences.len().max(1) as f64;
         let mut sorted: Vec<f64> = differences.iter().map(|difference| difference.abs()).collect();
@@ -151,8 +151,8 @@ fn weight(difference: f64, spread: f64) -> f64 {
 
 /// Regresses `before` on `before - after`. Returns the slope and its standard error. Outliers have less
 /// weight. The slope is 1 if the step is correct and 0 if it is unrelated to the data.
-pub fn slope(before: &[f64], after: &[f64]) -> (f64, f64) {
-    let spread = Fit::from_differences(after).spread;
+pub fn regression_slope(before: &[f64], after: &[f64]) -> (f64, f64) {
+    let spread = StudentTFit::from_differences(after).spread;
     let (mut xy, mut xx) = (0.0, 0.0);
     for (b, a) in before.iter().zip(after) {
         let (step, w) = (b - a, weight(*a, spread));
@@ -197,8 +197,11 @@ mod tests {
         let noise: Vec<f64> = (0..500).map(|i| (f64::from(i) * 0.7).sin() * 0.01).collect();
         let step = |i: usize| (i as f64 * 1.3).cos() * 0.1;
         let before: Vec<f64> = noise.iter().enumerate().map(|(i, n)| n + step(i)).collect();
-        let (found, error) = slope(&before, &noise);
+        let (found, error) = regression_slope(&before, &noise);
         assert!((found - 1.0).abs() < 4.0 * error && error < 0.02, "{found} ± {error}");
-        assert!(Fit::from_differences(&noise).log_likelihood > Fit::from_differences(&before).log_likelihood);
+        assert!(
+            StudentTFit::from_differences(&noise).log_likelihood
+                > StudentTFit::from_differences(&before).log_likelihood
+        );
     }
 }

@@ -6,7 +6,7 @@ use std::ops::Range;
 /// Sequences that are computed together.
 #[derive(Debug, Clone)]
 pub struct EngineBatch {
-    pub tokens: MicroBatch,
+    pub micro_batch: MicroBatch,
     /// The temperature that the file states for the log-probs.
     pub temperature: f64,
     /// Whether each target was sampled. Engines give raw log-probs for a prompt: at temperature 1, over the
@@ -27,21 +27,23 @@ impl EngineLogProbs {
     pub fn from_samples(batches: Vec<MicroBatch>, temperature: f64, log_probs: Vec<f32>) -> Self {
         let batch = |tokens: MicroBatch| {
             let sampled = vec![true; tokens.targets.len()];
-            EngineBatch { tokens, temperature, sampled }
+            EngineBatch { micro_batch: tokens, temperature, sampled }
         };
         Self { batches: batches.into_iter().map(batch).collect(), log_probs }
     }
 
     /// Returns the number of input tokens of the longest sequence.
-    pub fn row_tokens_max(&self) -> usize {
-        let positions = self.batches.iter().flat_map(|batch| &batch.tokens.positions);
+    pub fn sequence_tokens_max(&self) -> usize {
+        let positions = self.batches.iter().flat_map(|batch| &batch.micro_batch.positions);
         positions.max().map_or(0, |&last| last as usize + 1)
     }
 
     /// Returns the range of each sequence's targets.
     pub fn target_ranges(&self) -> Vec<Range<usize>> {
-        let counts =
-            self.batches.iter().flat_map(|batch| batch.tokens.cu_targets.windows(2).map(|w| w[1] - w[0]));
+        let counts = self
+            .batches
+            .iter()
+            .flat_map(|batch| batch.micro_batch.cu_targets.windows(2).map(|w| w[1] - w[0]));
         let mut end = 0;
         let mut row = |count| {
             end += count;
@@ -58,7 +60,7 @@ impl EngineLogProbs {
         let (mut sequence, mut first) = (0, 0);
         for batch in &self.batches {
             let mut selected = vec![];
-            for (index, w) in batch.tokens.cu_targets.windows(2).enumerate() {
+            for (index, w) in batch.micro_batch.cu_targets.windows(2).enumerate() {
                 let count = (w[1] - w[0]).min(targets_max.saturating_sub(indices.len()));
                 if sequence % stride == 0 && count > 0 {
                     selected.push((index, count));
@@ -68,7 +70,7 @@ impl EngineLogProbs {
             }
             first += batch.sampled.len();
             if !selected.is_empty() {
-                part.batches.push(batch.select_targets(&selected));
+                part.batches.push(batch.select_sequences_of_batch(&selected));
             }
         }
         part.log_probs = indices.iter().map(|&index| self.log_probs[index]).collect();
@@ -78,8 +80,8 @@ impl EngineLogProbs {
 
 impl EngineBatch {
     /// Selects sequences: `selected` lists (index, number of first targets).
-    fn select_targets(&self, selected: &[(usize, usize)]) -> Self {
-        let whole = &self.tokens;
+    fn select_sequences_of_batch(&self, selected: &[(usize, usize)]) -> Self {
+        let whole = &self.micro_batch;
         let (mut sequences, mut sampled) = (vec![], vec![]);
         for &(index, count) in selected {
             let own = whole.cu_targets[index]..whole.cu_targets[index] + count;
@@ -97,7 +99,7 @@ impl EngineBatch {
         }
         // One micro-batch without a limit.
         let tokens = MicroBatch::split(&sequences, usize::MAX).swap_remove(0);
-        Self { tokens, temperature: self.temperature, sampled }
+        Self { micro_batch: tokens, temperature: self.temperature, sampled }
     }
 }
 
@@ -121,15 +123,15 @@ mod tests {
         assert_eq!(indices, [0, 1, 2, 3, 7, 8, 9, 10]);
         assert_eq!(part.log_probs, [0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 9.0, 10.0]);
         let all = |of: &dyn Fn(&MicroBatch) -> Vec<u32>| -> Vec<u32> {
-            part.batches.iter().flat_map(|batch| of(&batch.tokens)).collect()
+            part.batches.iter().flat_map(|batch| of(&batch.micro_batch)).collect()
         };
         assert_eq!(all(&|b| b.tokens.to_vec()), [0, 1, 2, 3, 4, 20, 21, 22, 23, 24]);
         assert_eq!(all(&|b| b.targets.to_vec()), [2, 3, 4, 5, 22, 23, 24, 25]);
         for batch in &part.batches {
-            for (row, target) in batch.tokens.rows.iter().zip(batch.tokens.targets.iter()) {
-                assert_eq!(batch.tokens.tokens[*row as usize] + 1, *target);
+            for (row, target) in batch.micro_batch.rows.iter().zip(batch.micro_batch.targets.iter()) {
+                assert_eq!(batch.micro_batch.tokens[*row as usize] + 1, *target);
             }
-            assert_eq!(batch.sampled.len(), batch.tokens.targets.len());
+            assert_eq!(batch.sampled.len(), batch.micro_batch.targets.len());
         }
         assert_eq!(whole.select_sequences(100).0.log_probs.len(), count);
     }

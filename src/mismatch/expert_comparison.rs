@@ -15,7 +15,8 @@ pub struct ExpertComparison {
     pub differing_by_layer: Vec<f64>,
     /// Share of targets with another set in any layer.
     pub differing_share: f64,
-    /// Median |Δlogp| of targets with other experts in some layer, and of the remaining targets.
+    /// Median |Δlogp|: first of targets routed to different experts in at least one layer, then of all other
+    /// targets.
     pub medians: (f64, f64),
 }
 

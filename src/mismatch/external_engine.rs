@@ -188,7 +188,7 @@ fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec
         let temperature = rows[same_temperature[0]].temperature;
         for tokens in MicroBatch::split(&sequences, micro_batch_tokens) {
             let sampled = sampled.by_ref().take(tokens.targets.len()).collect();
-            observed.batches.push(EngineBatch { tokens, temperature, sampled });
+            observed.batches.push(EngineBatch { micro_batch: tokens, temperature, sampled });
         }
     }
     (observed, row_of_target)

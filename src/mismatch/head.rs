@@ -72,9 +72,9 @@ impl HeadSettings {
         temperature: f64,
     ) -> Result<Vec<f32>> {
         if self.filter.is_none() && !self.bf16_logits {
-            return policy.log_probs(normed, &batch.tokens, temperature);
+            return policy.log_probs(normed, &batch.micro_batch, temperature);
         }
-        let targets = &batch.tokens.targets;
+        let targets = &batch.micro_batch.targets;
         let mut found = Vec::with_capacity(targets.len());
         each_row(policy, normed, 0..targets.len(), &mut |row, z| {
             let mut z = z.to_vec();
@@ -224,7 +224,7 @@ impl FitRows {
                 }
                 each_row(policy, normed, row..row + 1, &mut |row, z| {
                     let (target, theirs) =
-                        (batch.tokens.targets[row] as usize, f64::from(theirs[first + row]));
+                        (batch.micro_batch.targets[row] as usize, f64::from(theirs[first + row]));
                     rows.push((z.to_vec(), target, batch.temperature, theirs));
                 })?;
             }

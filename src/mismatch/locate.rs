@@ -47,7 +47,7 @@ impl TargetPositions {
         let mut found =
             Self { names, rows, positions: vec![], experts: vec![vec![]; layers], tokens: vec![] };
         let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
-        for batch in observed.batches.iter().map(|batch| &batch.tokens) {
+        for batch in observed.batches.iter().map(|batch| &batch.micro_batch) {
             let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
                 if let Some(routes) = output.routed_experts() {
                     let routes = routes.flatten_all()?.to_vec1::<u32>()?;
@@ -179,17 +179,17 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
 /// Returns the positions where differences may begin or end: each row's first differing one, and the one
 /// after its last.
 fn boundaries(targets: &TargetPositions, differing: &[bool], longest: usize) -> Vec<usize> {
-    let mut precision = vec![(0usize, 0usize); longest + 2];
+    let mut counts = vec![(0usize, 0usize); longest + 2];
     for (position, differing) in targets.positions.iter().zip(differing) {
-        precision[*position].0 += usize::from(*differing);
-        precision[*position].1 += 1;
+        counts[*position].0 += usize::from(*differing);
+        counts[*position].1 += 1;
     }
-    let total: usize = precision.iter().map(|s| s.0).sum();
-    let count: usize = precision.iter().map(|s| s.1).sum();
+    let total: usize = counts.iter().map(|s| s.0).sum();
+    let count: usize = counts.iter().map(|s| s.1).sum();
     // The best boundary: the largest difference between the differing targets up to it and their number if
     // they were spread evenly.
     let (mut before, mut seen, mut best) = (0usize, 0usize, (0.0f64, 0usize, 0.0f64, 0usize));
-    for (position, (m, n)) in precision.iter().enumerate() {
+    for (position, (m, n)) in counts.iter().enumerate() {
         let excess = before as f64 / total.max(1) as f64 - seen as f64 / count.max(1) as f64;
         if excess < best.0 {
             (best.0, best.1) = (excess, position);
@@ -205,8 +205,8 @@ fn boundaries(targets: &TargetPositions, differing: &[bool], longest: usize) -> 
 
 fn list_rows(rows: &[usize], names: &[String]) -> String {
     let shown: Vec<&str> = rows.iter().take(8).map(|&row| names[row].as_str()).collect();
-    let outside_rate = rows.len().saturating_sub(shown.len());
-    if outside_rate == 0 { shown.join(", ") } else { format!("{} and {outside_rate} more", shown.join(", ")) }
+    let hidden_count = rows.len().saturating_sub(shown.len());
+    if hidden_count == 0 { shown.join(", ") } else { format!("{} and {hidden_count} more", shown.join(", ")) }
 }
 
 #[cfg(test)]

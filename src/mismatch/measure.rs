@@ -73,7 +73,7 @@ impl<'a> AblationMeasurement<'a> {
         let rollout = PolicyView::for_rollout(model, parameters, arms, self.seed)?;
         let training = PolicyView::for_training(model, parameters, arms, self.seed)?;
         let batches: Vec<MicroBatch> =
-            self.observed.batches.iter().map(|batch| batch.tokens.clone()).collect();
+            self.observed.batches.iter().map(|batch| batch.micro_batch.clone()).collect();
         let second = ForwardOptions::for_old_log_probs(arms, self.seed);
         let stage = stage(&self.reference, name, &batches, 2 + usize::from(second.is_some()));
         let on_batch = |batch: &MicroBatch| advance(&stage, batch);

@@ -66,9 +66,9 @@ impl PolicyView<'_> {
                 return Ok(vec![]);
             }
             let mut cache = self.caches(1, inputs, inputs)?.sequence();
-            let on_forward = tokens[..inputs].to_vec();
+            let input_ids = tokens[..inputs].to_vec();
             let x = self.decoder_stack().forward_cached(
-                on_forward,
+                input_ids,
                 &mut [&mut cache],
                 &[inputs],
                 &mut decoder_stack::keep_nothing,

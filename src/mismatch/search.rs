@@ -3,7 +3,7 @@
 use super::causes::variant::Variant;
 use super::causes::{Cause, causes};
 use super::diagnose::UnmodifiedModel;
-use super::distance::{DifferenceStats, Fit, log_prob_differences};
+use super::distance::{DifferenceStats, StudentTFit, log_prob_differences};
 use super::engine_log_probs::{EngineBatch, EngineLogProbs};
 use super::head::{FitRows, HeadSettings};
 use crate::model::decoder_stack;
@@ -38,7 +38,7 @@ pub struct Candidate {
     /// `theirs − ours`, in nats; 0 where the explanation gives no value.
     pub differences: Vec<f64>,
     pub figures: DifferenceStats,
-    pub fit: Fit,
+    pub fit: StudentTFit,
     /// Whether the explanation gives a value for each target.
     has_value: Vec<bool>,
 }
@@ -52,11 +52,11 @@ pub struct LogProbTrace {
 
 impl Candidate {
     /// Compares a cause's log-probs with `theirs`. Tokens with `has_value` false are ignored.
-    fn of(theirs: &[f32], cause: Option<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
+    fn new(theirs: &[f32], cause: Option<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
         let differences = log_prob_differences(theirs, &log_probs, &has_value);
         Self {
             figures: DifferenceStats::from_differences(&differences),
-            fit: Fit::from_differences(&differences),
+            fit: StudentTFit::from_differences(&differences),
             cause,
             log_probs,
             differences,
@@ -65,8 +65,8 @@ impl Candidate {
     }
 
     /// Returns how well `rounded`, this explanation in another precision, fits `theirs`.
-    pub fn refit(&self, theirs: &[f32], rounded: &[f32]) -> Fit {
-        Fit::from_differences(&log_prob_differences(theirs, rounded, &self.has_value))
+    pub fn fit_rounded(&self, theirs: &[f32], rounded: &[f32]) -> StudentTFit {
+        StudentTFit::from_differences(&log_prob_differences(theirs, rounded, &self.has_value))
     }
 
     /// Returns the name of the cause.
@@ -140,7 +140,7 @@ impl<'a> CauseSearch<'a> {
     /// Returns the candidate of the unchanged model.
     pub fn baseline(&self) -> Candidate {
         let all = vec![true; self.computed.len()];
-        Candidate::of(&self.observed.log_probs, None, self.computed.clone(), all)
+        Candidate::new(&self.observed.log_probs, None, self.computed.clone(), all)
     }
 
     /// Returns the number of experts of a token; 0 for a model without experts.
@@ -158,21 +158,21 @@ impl<'a> CauseSearch<'a> {
         let UnmodifiedModel { model, parameters, earlier, threads, .. } = self.reference;
         let mut variant = Variant::new(&model.config, cause);
         variant.set_rounding(bits.0, bits.1);
-        let model = variant.model(self.observed.row_tokens_max());
+        let model = variant.model(self.observed.sequence_tokens_max());
         let policy = variant.policy(&model, parameters, earlier)?;
         let mut found = LogProbTrace { log_probs: vec![], scores: vec![] };
         for batch in &self.observed.batches {
-            let (fed, _) = variant.batch(&batch.tokens);
-            let batch = EngineBatch { tokens: fed, ..batch.clone() };
+            let (fed, _) = variant.batch(&batch.micro_batch);
+            let batch = EngineBatch { micro_batch: fed, ..batch.clone() };
             let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
                 if let Some(routing) = &output.routing {
-                    let scores = ops::select_rows(&routing.router_logits, &batch.tokens.rows)?;
+                    let scores = ops::select_rows(&routing.router_logits, &batch.micro_batch.rows)?;
                     found.scores.resize(found.scores.len().max(layer + 1), vec![]);
                     found.scores[layer].extend(scores.to_vec2::<f32>()?);
                 }
                 Ok(())
             };
-            let normed = threads.run_on_all(|| policy.head_input(&batch.tokens, keep))?;
+            let normed = threads.run_on_all(|| policy.head_input(&batch.micro_batch, keep))?;
             found.log_probs.extend(threads.run_on_all(|| variant.head.log_probs(&policy, &normed, &batch))?);
         }
         Ok(found)
@@ -250,7 +250,7 @@ impl<'a> CauseSearch<'a> {
                 }
             };
             let log_probs = head_input.log_probs(head)?;
-            Ok(Candidate::of(
+            Ok(Candidate::new(
                 &observed.log_probs,
                 Some(cause.clone()),
                 log_probs,
@@ -295,13 +295,13 @@ fn representative_subset(observed: &EngineLogProbs, computed: &[f32]) -> Option<
 impl UnmodifiedModel<'_> {
     fn run_forward(&self, cause: Option<&Cause>, observed: &EngineLogProbs) -> Result<HeadInput> {
         let variant = Variant::new(&self.model.config, cause);
-        let model = variant.model(observed.row_tokens_max());
+        let model = variant.model(observed.sequence_tokens_max());
         let (mut batches, mut has_value, mut normed) = (vec![], vec![], vec![]);
         let policy = variant.policy(&model, self.parameters, self.earlier)?;
         for batch in &observed.batches {
-            let (fed, has_values) = variant.batch(&batch.tokens);
+            let (fed, has_values) = variant.batch(&batch.micro_batch);
             normed.push(policy.head_input(&fed, &mut decoder_stack::keep_nothing)?);
-            batches.push(EngineBatch { tokens: fed, ..batch.clone() });
+            batches.push(EngineBatch { micro_batch: fed, ..batch.clone() });
             has_value.extend(has_values);
         }
         let (weights, forward) = (policy.weights, policy.forward);

@@ -6,14 +6,15 @@ use std::ops::Range;
 
 /// Mantissa bits of forwards that choose different sides of a tie.
 pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
-/// A forward explains a tie if at most this share of the difference remains, of the token or of its row:
-/// tokens after a tie attend to it.
+/// Maximum share of a difference that a rounded forward may leave unexplained. It is checked for the token, then
+/// for its row, because later tokens attend to a tied token.
 const UNEXPLAINED_SHARE_MAX: f64 = 0.1;
-/// In a row that it explains, a forward leaves at most this multiple of the 90th percentile on any token.
+/// In a row that a forward explains, the maximum difference left on any token, as a multiple of the row's 90th
+/// percentile.
 const NOISE_MAX: f64 = 4.0;
 
-/// Sets to 0 the `differences` that one of `forwards` explains as ties, for the log-probs `theirs` in `rows`. Also
-/// returns the number of those targets. Gaps up to `floor` are ignored.
+/// Returns a copy of `differences` with 0 where one of `forwards`, each rounded in another way, explains the
+/// difference to `theirs`. Also returns the number of such targets. Differences up to `floor` are ignored.
 pub fn clear_ties(
     differences: &[f64],
     theirs: &[f32],

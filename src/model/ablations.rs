@@ -23,7 +23,7 @@ table! {
         pub rollout_bf16: bool = false,
         /// Sample with the experts' matrices rounded to MXFP4, the format of the released checkpoints.
         pub rollout_mxfp4: bool = false,
-        /// Sample with this many stored mantissa bits, where `rollout_bf16` rounds; 0 keeps all 23.
+        /// Stored mantissa bits in the rollout. Rounds the same tensors as `rollout_bf16`. 0 keeps all 23.
         pub rollout_mantissa_bits: usize = 0 => from(0.0).to(23.0),
         /// Freeze every attention tensor, sinks included.
         pub freeze_attention: bool = false,

@@ -29,7 +29,7 @@ pub struct Decoder {
     replayed: u64,
 }
 
-/// The buffers and the recording of one shape.
+/// Buffers and the recorded CUDA graph of one batch shape.
 struct Batch {
     launches: DecodeBatch,
     /// The first layer's input, `[T, H]`.

@@ -59,7 +59,7 @@ impl ExpertParallel {
     pub fn forward(&self, x: &Tensor, plan: &Dispatch, products: ExpertForward) -> Result<Tensor> {
         let (rows, width) = x.dims2()?;
         ensure!(width == self.width, "rows of {width} values, experts take {}", self.width);
-        let back = self.exchanged(&plan.counts(None)?, &host_values(&x.contiguous()?)?, products)?;
+        let back = self.exchange_rows(&plan.counts(None)?, &host_values(&x.contiguous()?)?, products)?;
         let values: Vec<f32> = back.iter().flat_map(|bytes| f32_values(bytes)).collect();
         Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
     }
@@ -69,12 +69,12 @@ impl ExpertParallel {
     /// # Errors
     /// As [`Self::forward`].
     pub fn serve(&self, products: ExpertForward) -> Result<()> {
-        self.exchanged(&vec![0; self.experts], &[], products).map(drop)
+        self.exchange_rows(&vec![0; self.experts], &[], products).map(drop)
     }
 
     /// Sends the rows `x`, `counts` of them to each expert. Returns their outputs by rank, in the order
     /// sent.
-    fn exchanged(&self, counts: &[usize], x: &[f32], products: ExpertForward) -> Result<Vec<Vec<u8>>> {
+    fn exchange_rows(&self, counts: &[usize], x: &[f32], products: ExpertForward) -> Result<Vec<Vec<u8>>> {
         let (ranks, own) = (self.mesh.ranks(), self.local_experts());
         let bytes_of = |counts: &[usize]| counts.iter().sum::<usize>() * self.width * size_of::<f32>();
         let of_rank = |rank: usize| &counts[self.of(rank)];
@@ -83,7 +83,8 @@ impl ExpertParallel {
             (0..ranks).map(|rank| Arc::new(of_rank(rank).iter().flat_map(|&n| n.to_le_bytes()).collect()));
         let received_counts =
             self.exchange("numbers of experts' rows", counts.collect(), vec![8 * own.len(); ranks])?;
-        let requested_rows: Vec<Vec<usize>> = received_counts.iter().map(|bytes| numbers(bytes)).collect();
+        let requested_rows: Vec<Vec<usize>> =
+            received_counts.iter().map(|bytes| read_counts(bytes)).collect();
 
         let mut sent = f32_bytes(x);
         let rows = (0..ranks).map(|rank| {
@@ -134,6 +135,6 @@ impl ExpertParallel {
     }
 }
 
-fn numbers(bytes: &[u8]) -> Vec<usize> {
+fn read_counts(bytes: &[u8]) -> Vec<usize> {
     bytes.as_chunks().0.iter().map(|bytes| usize::from_le_bytes(*bytes)).collect()
 }

@@ -164,7 +164,7 @@ impl Experts {
             None => ops::route(&router_logits, config.num_experts_per_tok)?,
         };
         let plan = Dispatch::new(&routes, config.num_local_experts)?;
-        let shares = match options.softmax_before_top_k {
+        let expert_weights = match options.softmax_before_top_k {
             true => full_softmax_weights(&router_logits, &routes)?,
             false => ops::top_k_softmax(&router_logits, &routes)?,
         };
@@ -175,7 +175,7 @@ impl Experts {
                 ranks.forward(&sorted, &plan, &|x, plan| self.products(x, plan, pass.model, options))?
             }
         };
-        let mixed = ops::combine(&products, &shares, &plan)?;
+        let mixed = ops::combine(&products, &expert_weights, &plan)?;
         Ok((mixed, Routing { routes, plan, router_logits }))
     }
 

@@ -73,21 +73,21 @@ pub(super) struct ShardedLayers {
     pub config: Config,
     pub layers: Vec<Vec<GatherPart>>,
     pub adapters: HashMap<String, Adapter>,
-    pub uses: GatheredUse,
+    pub uses: GatherTarget,
     /// The layer whose exchange is running.
     pub ahead: Mutex<Option<(usize, PendingExchange)>>,
 }
 
 /// The use of gathered tensors: their gradients and their device.
 #[derive(Clone)]
-pub(super) struct GatheredUse {
+pub(super) struct GatherTarget {
     /// The destination of gradients, in passes that train.
     pub sink: Option<Arc<dyn GradientSink>>,
     /// The device that computes.
     pub device: Device,
 }
 
-impl GatheredUse {
+impl GatherTarget {
     /// Returns the gathered `weight` on the device, tracked by the graph if it is trained.
     ///
     /// # Errors

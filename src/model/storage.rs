@@ -164,7 +164,8 @@ impl TensorStorage {
         Ok(())
     }
 
-    /// Returns the weight of `spec` from `bytes`: the whole tensor of this shard, or some of its experts.
+    /// Builds the weight of `spec` from `bytes`. The result is the whole tensor, or the experts that this rank
+    /// holds.
     ///
     /// # Errors
     /// When the tensor is on disk, or the number of bytes is wrong.

@@ -162,7 +162,7 @@ impl Weights {
         self.head.logits(normed, sampling)
     }
 
-    /// Returns the bytes that a forward pass reads, by which work is divided.
+    /// Returns the bytes that a forward pass reads; used to balance work.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -87,16 +87,18 @@ impl Dispatch {
         Ok(self.host()?.experts().filter(|(_, at)| !at.is_empty()).collect())
     }
 
-    /// Counts the rows of each expert, `[E]`, on the host. A token's rows count `holders[t]` times, once
-    /// for `None`.
+    /// Counts the rows of each expert, `[E]`, on the host. A row of token `t` counts `sequences_per_row[t]` times;
+    /// for `None`, once.
     ///
     /// # Errors
     /// When the plan cannot be read.
-    pub fn counts(&self, holders: Option<&[u32]>) -> Result<Vec<usize>> {
+    pub fn counts(&self, sequences_per_row: Option<&[u32]>) -> Result<Vec<usize>> {
         let host = self.host()?;
-        let count = |at: Range<usize>| match holders {
+        let count = |at: Range<usize>| match sequences_per_row {
             None => at.len(),
-            Some(holders) => host.token_of()[at].iter().map(|&token| holders[token as usize] as usize).sum(),
+            Some(sequences_per_row) => {
+                host.token_of()[at].iter().map(|&token| sequences_per_row[token as usize] as usize).sum()
+            }
         };
         Ok(host.experts().map(|(_, at)| count(at)).collect())
     }
@@ -343,8 +345,8 @@ impl Operation<3> for GroupedLinear {
                         |((_, at), _)| at.len(),
                         work,
                         |spread, ((_, at), dw)| {
-                            let x = StridedMatrix::from_transpose(&xs[at.start * k..at.end * k], k);
-                            let dy = StridedMatrix::rows(&dy[at.start * n..at.end * n], n);
+                            let x = StridedMatrix::transposed(&xs[at.start * k..at.end * k], k);
+                            let dy = StridedMatrix::row_major(&dy[at.start * n..at.end * n], n);
                             product(spread.with_precision(self.precision), dw, x, dy, (k, at.len(), n), true);
                         },
                     );

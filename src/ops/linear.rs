@@ -108,7 +108,7 @@ impl Linear {
         if let Some(weight) = &self.weight {
             let xs = host_values(x)?;
             weight.add(|dw| {
-                let (x, dy) = (StridedMatrix::from_transpose(&xs, k), StridedMatrix::rows(&dy, n));
+                let (x, dy) = (StridedMatrix::transposed(&xs, k), StridedMatrix::row_major(&dy, n));
                 if n == 1 {
                     // The library would add a single column row by row to the previous value. The bits of
                     // the sum would depend on that value.

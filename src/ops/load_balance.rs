@@ -20,21 +20,31 @@ use multiversion::multiversion;
 use std::sync::Arc;
 
 /// Computes the loss of one layer's router logits `[T, E]`, whose tokens are dispatched by `plan`; a
-/// scalar. `holders [T]` is the number of sequences that share each row; `None` means one each.
+/// scalar. `sequences_per_row [T]` is the number of sequences that share each row; `None` means one each.
 ///
 /// # Errors
-/// When the sizes of `logits`, `plan` and `holders` differ.
-pub fn load_balance(logits: &Tensor, plan: &Dispatch, holders: Option<&Arc<Vec<u32>>>) -> Result<Tensor> {
-    if holders.is_some_and(|holders| Ok(holders.len()) != logits.dim(0).map_err(drop)) {
+/// When the sizes of `logits`, `plan` and `sequences_per_row` differ.
+pub fn load_balance(
+    logits: &Tensor,
+    plan: &Dispatch,
+    sequences_per_row: Option<&Arc<Vec<u32>>>,
+) -> Result<Tensor> {
+    if sequences_per_row
+        .is_some_and(|sequences_per_row| Ok(sequences_per_row.len()) != logits.dim(0).map_err(drop))
+    {
         bail!("load_balance: router logits {:?} do not match the rows of `holders`", logits.dims());
     }
-    let op = LoadBalance { plan: plan.clone(), holders: holders.cloned(), uploaded: DeviceCopies::default() };
+    let op = LoadBalance {
+        plan: plan.clone(),
+        sequences_per_row: sequences_per_row.cloned(),
+        uploaded: DeviceCopies::default(),
+    };
     apply([&contiguous(logits)?], op)
 }
 
 pub(super) struct LoadBalance {
     pub plan: Dispatch,
-    holders: Option<Arc<Vec<u32>>>,
+    sequences_per_row: Option<Arc<Vec<u32>>>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     uploaded: DeviceCopies,
 }
@@ -50,7 +60,9 @@ fn softmax(row: &[f32], p: &mut [f32]) {
 impl LoadBalance {
     /// Returns `f`, `[E]`.
     fn fractions(&self, (rows, experts): (usize, usize)) -> Result<Vec<f32>> {
-        let counts = self.plan.counts(self.holders.as_ref().map(|holders| &holders[..]))?;
+        let counts = self
+            .plan
+            .counts(self.sequences_per_row.as_ref().map(|sequences_per_row| &sequences_per_row[..]))?;
         if counts.len() != experts {
             bail!("load_balance: {experts} router logits for {} experts", counts.len());
         }
@@ -60,23 +72,27 @@ impl LoadBalance {
     /// Returns the number of sequences that share each row, on a device.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn sequences_per_row_on(&self, device: &Device) -> Result<Option<Tensor>> {
-        let Some(holders) = &self.holders else { return Ok(None) };
-        self.uploaded.get_or_copy(device, || Tensor::from_slice(holders, holders.len(), device)).map(Some)
+        let Some(sequences_per_row) = &self.sequences_per_row else { return Ok(None) };
+        self.uploaded
+            .get_or_copy(device, || Tensor::from_slice(sequences_per_row, sequences_per_row.len(), device))
+            .map(Some)
     }
 
     /// Returns `T`.
     pub(super) fn tokens(&self, rows: usize) -> usize {
-        self.holders.as_ref().map_or(rows, |holders| holders.iter().map(|&h| h as usize).sum())
+        self.sequences_per_row
+            .as_ref()
+            .map_or(rows, |sequences_per_row| sequences_per_row.iter().map(|&h| h as usize).sum())
     }
 
     /// Returns the number of tokens that `row` counts for.
     fn weight(&self, row: usize) -> f32 {
-        self.holders.as_ref().map_or(1.0, |holders| holders[row] as f32)
+        self.sequences_per_row.as_ref().map_or(1.0, |sequences_per_row| sequences_per_row[row] as f32)
     }
 }
 
 /// Returns `Σ_e f_e p_e` of one token.
-fn weighted(p: &[f32], fractions: &[f32]) -> f32 {
+fn dot_fractions(p: &[f32], fractions: &[f32]) -> f32 {
     p.iter().zip(fractions).map(|(p, f)| p * f).sum()
 }
 
@@ -89,7 +105,7 @@ impl Operation<1> for LoadBalance {
         let mut p = buffer(experts);
         let of_rows = logits.values()?.chunks_exact(experts).enumerate().map(|(i, row)| {
             softmax(row, &mut p);
-            (self.weight(i) * weighted(&p, &fractions)) as f64
+            (self.weight(i) * dot_fractions(&p, &fractions)) as f64
         });
         let loss = of_rows.sum::<f64>() * experts as f64 / self.tokens(rows).max(1) as f64;
         Ok((CpuStorage::F32(vec![loss as f32]), Shape::from(())))
@@ -112,7 +128,7 @@ impl Operation<1> for LoadBalance {
         for (i, (row, dz)) in of_rows.enumerate() {
             let scale = scale * self.weight(i);
             softmax(row, &mut p);
-            let mean = weighted(&p, &fractions);
+            let mean = dot_fractions(&p, &fractions);
             for ((dz, p), f) in dz.iter_mut().zip(&p).zip(&fractions) {
                 *dz = scale * p * (f - mean);
             }

@@ -205,12 +205,12 @@ impl Head {
             Some(weight) => weight.add(|dw| {
                 edit(dw, |dw| {
                     let mut add = |z: &[f32], start: usize| {
-                        let h = StridedMatrix::from_transpose(&hs[start * k..], k);
+                        let h = StridedMatrix::transposed(&hs[start * k..], k);
                         product(
                             self.weight.gemm_config(),
                             dw,
                             h,
-                            StridedMatrix::rows(z, n),
+                            StridedMatrix::row_major(z, n),
                             (k, z.len() / n, n),
                             true,
                         );

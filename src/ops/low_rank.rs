@@ -193,8 +193,8 @@ impl Operation<3> for LowRank {
                         |(at, _)| at.len(),
                         count * k * n,
                         |spread, (at, sum)| {
-                            let left = StridedMatrix::from_transpose(rows(left, at, k), k);
-                            let right = StridedMatrix::rows(rows(right, at, n), n);
+                            let left = StridedMatrix::transposed(rows(left, at, k), k);
+                            let right = StridedMatrix::row_major(rows(right, at, n), n);
                             product(spread, sum, left, right, (k, at.len(), n), true);
                         },
                     );

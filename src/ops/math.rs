@@ -40,13 +40,13 @@ pub fn sigmoid(x: f32) -> f32 {
 /// Adds the lanes pairwise: the last step of every row sum.
 #[inline(always)]
 pub fn add_lanes(lanes: [f32; LANES]) -> f32 {
-    halved(lanes, |a, b| a + b)
+    reduce_lanes(lanes, |a, b| a + b)
 }
 
 /// Reduces sixteen lanes to one by applying `f` to halves. Constant widths let the compiler keep the arrays
 /// in vectors.
 #[inline(always)]
-fn halved(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+fn reduce_lanes(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     let eight: [f32; 8] = std::array::from_fn(|i| f(lanes[i], lanes[i + 8]));
     let four: [f32; 4] = std::array::from_fn(|i| f(eight[i], eight[i + 4]));
     let two: [f32; 2] = std::array::from_fn(|i| f(four[i], four[i + 2]));
@@ -94,10 +94,11 @@ pub fn max_lanes(row: &[f32]) -> f32 {
         raise(&mut lanes, chunk);
     }
     raise(&mut lanes, rest);
-    halved(lanes, larger)
+    reduce_lanes(lanes, larger)
 }
 
-/// Multiplies a row by `factor` and returns its new maximum. One pass: a row of logits exceeds the cache.
+/// Multiplies `row` by `factor` in place and returns the maximum. One pass, because a row of logits does not
+/// fit in the cache.
 #[inline(always)]
 pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
     if factor == 1.0 {
@@ -112,7 +113,7 @@ pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
     let rest = chunks.into_remainder();
     rest.iter_mut().for_each(|x| *x *= factor);
     raise(&mut lanes, rest);
-    halved(lanes, larger)
+    reduce_lanes(lanes, larger)
 }
 
 /// Raises each lane to its value in `chunk` if that is larger. `chunk` has at most [`LANES`] values.

@@ -166,7 +166,11 @@ fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
             written.entry(Arc::as_ptr(page)).or_insert((0, Arc::strong_count(page))).0 += 1;
         }
     }
-    needed + written.values().map(|&(writers, holders)| writers.min(holders - 1)).sum::<usize>()
+    needed
+        + written
+            .values()
+            .map(|&(writers, sequences_per_row)| writers.min(sequences_per_row - 1))
+            .sum::<usize>()
 }
 
 impl PagedSequence {
@@ -186,7 +190,7 @@ impl PagedSequence {
         self.pages.iter_mut().take(first_seen).for_each(|page| *page = None);
     }
 
-    /// Returns the page where `count` new tokens begin, if it already holds other positions.
+    /// Returns the partly filled page that the next `count` tokens would write into, if there is one.
     fn written_page(&self, count: usize) -> Option<&Arc<Page>> {
         if count == 0 || self.len.is_multiple_of(PAGE_POSITIONS) { None } else { self.pages.last()?.as_ref() }
     }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// Receives the gradients of one pass.
 pub trait GradientSink: Send + Sync {
-    /// Calls `add` with the gradient buffer of `parameter`, of its shape, when it is this pass's turn.
+    /// Waits for this pass's turn, then calls `add` with the gradient buffer of `parameter` (same shape).
     ///
     /// # Errors
     /// Those of `add`, or when an earlier pass failed.

@@ -30,12 +30,12 @@ pub struct StridedMatrix<'a> {
 
 impl<'a> StridedMatrix<'a> {
     /// Contiguous rows of `width` values.
-    pub fn rows(values: &'a [f32], width: usize) -> Self {
+    pub fn row_major(values: &'a [f32], width: usize) -> Self {
         Self { values, row_stride: width, column_stride: 1 }
     }
 
     /// The transpose of contiguous rows of `width` values.
-    pub fn from_transpose(values: &'a [f32], width: usize) -> Self {
+    pub fn transposed(values: &'a [f32], width: usize) -> Self {
         Self { values, row_stride: 1, column_stride: width }
     }
 }
@@ -60,14 +60,14 @@ impl Precision {
 /// How a product is computed: its threads and its precision.
 #[derive(Clone, Copy)]
 pub struct GemmConfig {
-    spread: GemmThreads,
+    threads: GemmThreads,
     precision: Precision,
 }
 
 impl From<GemmThreads> for GemmConfig {
     /// Uses f32.
-    fn from(spread: GemmThreads) -> Self {
-        Self { spread, precision: Precision::F32 }
+    fn from(threads: GemmThreads) -> Self {
+        Self { threads, precision: Precision::F32 }
     }
 }
 
@@ -83,7 +83,7 @@ pub enum GemmThreads {
 impl GemmThreads {
     /// Adds a precision.
     pub fn with_precision(self, precision: Precision) -> GemmConfig {
-        GemmConfig { spread: self, precision }
+        GemmConfig { threads: self, precision }
     }
 
     /// Returns the number of threads for `work` multiply-adds.
@@ -101,14 +101,14 @@ impl GemmThreads {
 ///
 /// With `accumulate` the product is added to the value of `out` (a bias, for example).
 pub fn forward_product(
-    means: impl Into<GemmConfig>,
+    config: impl Into<GemmConfig>,
     out: &mut [f32],
     x: &[f32],
     w: &[f32],
     (m, k, n): (usize, usize, usize),
     accumulate: bool,
 ) {
-    let means @ GemmConfig { spread, precision } = means.into();
+    let config @ GemmConfig { threads, precision } = config.into();
     assert!(out.len() == m * n && x.len() == m * k && w.len() == k * n, "forward_product: shapes");
     if m == 0 || n == 0 {
         return;
@@ -118,9 +118,16 @@ pub fn forward_product(
         return library_default::product(out, x, w, (m, k, n), accumulate);
     }
     if let Some(few_rows) = SkinnyGemm::for_shape(precision, (m, k, n)) {
-        few_rows.product(spread.threads(m * n * k), out, x, w, (k, n), accumulate);
+        few_rows.product(threads.threads(m * n * k), out, x, w, (k, n), accumulate);
     } else if precision == Precision::Bf16Dot {
-        product(means, out, StridedMatrix::rows(x, k), StridedMatrix::rows(w, n), (m, k, n), accumulate);
+        product(
+            config,
+            out,
+            StridedMatrix::row_major(x, k),
+            StridedMatrix::row_major(w, n),
+            (m, k, n),
+            accumulate,
+        );
     } else if n == 1 {
         dot_column(out, x, w, k, accumulate);
     } else if m == 1 {
@@ -128,25 +135,32 @@ pub fn forward_product(
         padded_x[..k].copy_from_slice(x);
         let mut padded_out = vec![0f32; 2 * n];
         padded_out[..n].copy_from_slice(out);
-        let (x, w) = (StridedMatrix::rows(&padded_x, k), StridedMatrix::rows(w, n));
-        product(means, &mut padded_out, x, w, (2, k, n), accumulate);
+        let (x, w) = (StridedMatrix::row_major(&padded_x, k), StridedMatrix::row_major(w, n));
+        product(config, &mut padded_out, x, w, (2, k, n), accumulate);
         out.copy_from_slice(&padded_out[..n]);
     } else {
-        product(means, out, StridedMatrix::rows(x, k), StridedMatrix::rows(w, n), (m, k, n), accumulate);
+        product(
+            config,
+            out,
+            StridedMatrix::row_major(x, k),
+            StridedMatrix::row_major(w, n),
+            (m, k, n),
+            accumulate,
+        );
     }
 }
 
 /// Computes `out[m, n] (+)= a[m, k] · b[k, n]` with any strides, for backward passes. Rows need not be
 /// batch-invariant there. The bits are equal in every run and for every number of threads.
 pub fn product(
-    means: impl Into<GemmConfig>,
+    config: impl Into<GemmConfig>,
     out: &mut [f32],
     a: StridedMatrix,
     b: StridedMatrix,
     (m, k, n): (usize, usize, usize),
     accumulate: bool,
 ) {
-    let GemmConfig { spread, precision } = means.into();
+    let GemmConfig { threads, precision } = config.into();
     assert_eq!(out.len(), m * n, "product: output");
     if m == 0 || n == 0 {
         return;
@@ -161,7 +175,7 @@ pub fn product(
         (rows - 1) * x.row_stride + (columns - 1) * x.column_stride
     };
     assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
-    let threads = spread.threads(m * n * k);
+    let threads = threads.threads(m * n * k);
     let tiled = match precision {
         // The crate has other bits for one row or column, and for chunks of one or two k.
         Precision::F32 => {
@@ -208,13 +222,13 @@ pub fn product(
 /// Computes `out[m, k] = dy[m, n] · wᵀ` for contiguous `w [k, n]`: the input gradient of a forward product
 /// by `w`.
 pub fn backward_product(
-    means: impl Into<GemmConfig>,
+    config: impl Into<GemmConfig>,
     out: &mut [f32],
     dy: &[f32],
     w: &[f32],
     (m, n, k): (usize, usize, usize),
 ) {
-    product(means, out, StridedMatrix::rows(dy, n), StridedMatrix::from_transpose(w, n), (m, n, k), false);
+    product(config, out, StridedMatrix::row_major(dy, n), StridedMatrix::transposed(w, n), (m, n, k), false);
 }
 
 /// The library's default product, to measure the cost of batch invariance. Compiled for benchmarks only.

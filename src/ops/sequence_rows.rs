@@ -87,9 +87,10 @@ impl SequenceRows {
         if self.parts.iter().all(|part| part.shared == 0) {
             return None;
         }
-        let mut holders = vec![0; self.rows()];
-        (0..self.sequences()).for_each(|i| self.row_indices(i).into_iter().for_each(|row| holders[row] += 1));
-        Some(holders)
+        let mut sequences_per_row = vec![0; self.rows()];
+        (0..self.sequences())
+            .for_each(|i| self.row_indices(i).into_iter().for_each(|row| sequences_per_row[row] += 1));
+        Some(sequences_per_row)
     }
 
     /// Returns the total number of positions: a shared row counts once per sequence.

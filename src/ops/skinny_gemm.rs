@@ -228,7 +228,7 @@ struct Weights<'a> {
 impl Weights<'_> {
     /// Returns the rows from `row` on.
     #[inline(always)]
-    fn starting_at(self, row: usize) -> Self {
+    fn skip(self, row: usize) -> Self {
         Self { values: &self.values[row * self.n..], ..self }
     }
 }
@@ -243,7 +243,7 @@ struct Rows<'a> {
 impl Rows<'_> {
     /// Returns the words from `word` of each row on.
     #[inline(always)]
-    fn starting_at(self, word: usize) -> Self {
+    fn skip(self, word: usize) -> Self {
         Self { words: &self.words[word..], ..self }
     }
 }
@@ -286,31 +286,13 @@ unsafe fn add_rows<W: SimdWords, const R: usize>(
     // SAFETY: guaranteed by the caller.
     unsafe {
         for at in (0..whole).step_by(R) {
-            add_block::<W, R>(
-                sums,
-                stride,
-                x.starting_at(at),
-                weights.starting_at(at * W::PER_WORD),
-                W::PER_WORD,
-            );
+            add_block::<W, R>(sums, stride, x.skip(at), weights.skip(at * W::PER_WORD), W::PER_WORD);
         }
         for at in whole..words {
-            add_block::<W, 1>(
-                sums,
-                stride,
-                x.starting_at(at),
-                weights.starting_at(at * W::PER_WORD),
-                W::PER_WORD,
-            );
+            add_block::<W, 1>(sums, stride, x.skip(at), weights.skip(at * W::PER_WORD), W::PER_WORD);
         }
         if words * W::PER_WORD < depth {
-            add_block::<W, 1>(
-                sums,
-                stride,
-                x.starting_at(words),
-                weights.starting_at(words * W::PER_WORD),
-                1,
-            );
+            add_block::<W, 1>(sums, stride, x.skip(words), weights.skip(words * W::PER_WORD), 1);
         }
     }
 }
@@ -426,7 +408,7 @@ mod tests {
                         let x = &x[..rows * k];
                         let mut expected = bias[..rows * n].to_vec();
                         let mut found = expected.clone();
-                        let (a, b) = (StridedMatrix::rows(x, k), StridedMatrix::rows(&w, n));
+                        let (a, b) = (StridedMatrix::row_major(x, k), StridedMatrix::row_major(&w, n));
                         assert!(tiles::product(*precision, 1, &mut expected, a, b, (rows, k, n), accumulate));
                         pool.install(|| layout.product(threads, &mut found, x, &w, (k, n), accumulate));
                         let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 /// Stack size of a pool's thread, bytes: tasks may recurse as deep as on the main thread.
 const STACK_BYTES: usize = 64 << 20;
 /// How long an idle thread spin-waits for work before it sleeps.
-const AWAKE_MAX: Duration = Duration::from_millis(1);
+const SPIN_MAX: Duration = Duration::from_millis(1);
 /// Message when the system refuses a thread.
-const TOO_MANY: &str =
+const THREADS_REFUSED: &str =
     "starting threads; lower parallel.threads, or raise the limits of processes and memory (ulimit -u, -v)";
 
 /// The thread pools of one run.
@@ -41,7 +41,7 @@ impl Threads {
         let available = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if threads == 0 { (available / processes).max(1) } else { threads };
         let pool = |n: usize| {
-            ThreadPoolBuilder::new().num_threads(n).stack_size(STACK_BYTES).build().context(TOO_MANY)
+            ThreadPoolBuilder::new().num_threads(n).stack_size(STACK_BYTES).build().context(THREADS_REFUSED)
         };
         let singles = (0..threads).map(|_| pool(1)).collect::<Result<_>>()?;
         Ok(Self { wide: pool(threads)?, singles })
@@ -62,7 +62,7 @@ impl Threads {
     pub fn run_on_each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
         let mut results = Vec::new();
         results.resize_with(self.singles.len(), || None);
-        side_by_side(&self.singles, 0, &f, &mut results);
+        run_on_pools(&self.singles, 0, &f, &mut results);
         // A panic of any of them was propagated by the scope.
         results.into_iter().flatten().collect()
     }
@@ -102,7 +102,7 @@ impl Threads {
 /// work. To wake a sleeping thread takes tens of microseconds, as long as many ops of a decode. rayon's own
 /// threads sleep after fifteen.
 ///
-/// A thread that finds no work for [`AWAKE_MAX`] still sleeps. On a GPU, outside of a pool, and in a pool
+/// A thread that finds no work for [`SPIN_MAX`] still sleeps. On a GPU, outside of a pool, and in a pool
 /// of one thread, this only calls `f()`.
 pub fn with_spinning_threads<R>(device: &Device, f: impl FnOnce() -> R) -> R {
     let own = rayon::current_thread_index();
@@ -115,7 +115,7 @@ pub fn with_spinning_threads<R>(device: &Device, f: impl FnOnce() -> R) -> R {
             let mut found = Instant::now();
             while Some(context.index()) != own
                 && !is_over.load(Ordering::Relaxed)
-                && found.elapsed() < AWAKE_MAX
+                && found.elapsed() < SPIN_MAX
             {
                 match rayon::yield_now() {
                     Some(Yield::Executed) => found = Instant::now(),
@@ -139,7 +139,7 @@ impl Drop for SetOnDrop<'_> {
 
 /// Runs `f` on each of `pools` and its entry of `results`, from `worker` on. This thread waits for all of
 /// them.
-fn side_by_side<R: Send>(
+fn run_on_pools<R: Send>(
     pools: &[ThreadPool],
     worker: usize,
     f: &(impl Fn(usize) -> R + Sync),
@@ -148,7 +148,7 @@ fn side_by_side<R: Send>(
     if let ([pool, pools @ ..], [result, results @ ..]) = (pools, results) {
         pool.in_place_scope(|scope| {
             scope.spawn(|_| *result = Some(f(worker)));
-            side_by_side(pools, worker + 1, f, results);
+            run_on_pools(pools, worker + 1, f, results);
         });
     }
 }
@@ -170,7 +170,7 @@ mod tests {
             }
             // Longer than the others spin-wait.
             assert_eq!(
-                pools.run_on_all(|| with_spinning_threads(cpu, || std::thread::sleep(2 * AWAKE_MAX))),
+                pools.run_on_all(|| with_spinning_threads(cpu, || std::thread::sleep(2 * SPIN_MAX))),
                 ()
             );
             let panics = || pools.run_on_all(|| with_spinning_threads(cpu, || panic!("of f")));

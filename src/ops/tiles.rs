@@ -56,7 +56,7 @@ pub(super) fn product(
     let (Some(a), Some(b)) = (UnpackedOperand::rows(a), UnpackedOperand::columns(b)) else { return false };
     #[cfg(target_arch = "x86_64")]
     {
-        let job = Job { threads, a, b, shape, accumulate };
+        let job = TiledProduct { threads, a, b, shape, accumulate };
         match precision {
             Precision::Bf16Dot if has_bf16_dot() => job.run::<x86::Bf16x32>(out),
             Precision::F32 if is_x86_feature_detected!("avx512f") => job.run::<x86::F32x16>(out),
@@ -71,7 +71,7 @@ pub(super) fn product(
     false
 }
 
-/// An operand to be packed. Its `lines` are the rows of `a` or the columns of `b`, which lie side by side
+/// An operand to be packed. Its `alloc_lines` are the rows of `a` or the columns of `b`, which lie side by side
 /// in panels.
 #[derive(Clone, Copy)]
 pub(super) struct UnpackedOperand<'a> {
@@ -114,12 +114,12 @@ pub(super) struct TileOutput {
     stride: usize,
 }
 
-// SAFETY: threads write through copies, but never the same columns; `Job::run` ensures that.
+// SAFETY: threads write through copies, but never the same columns; `TiledProduct::run` ensures that.
 unsafe impl Send for TileOutput {}
 // SAFETY: as above.
 unsafe impl Sync for TileOutput {}
 
-struct Job<'a> {
+struct TiledProduct<'a> {
     threads: usize,
     a: UnpackedOperand<'a>,
     b: UnpackedOperand<'a>,
@@ -129,16 +129,17 @@ struct Job<'a> {
 }
 
 /// Allocates memory for `words` words.
-fn lines(words: usize) -> Vec<Line> {
+fn alloc_lines(words: usize) -> Vec<Line> {
     // A transposed block is stored whole, past the last line where the panel is narrower.
     vec![Line([0; LINE_WORDS]); words.div_ceil(LINE_WORDS) + 2]
 }
 
-impl Job<'_> {
+impl TiledProduct<'_> {
     #[cfg(target_arch = "x86_64")]
     fn run<W: SimdWords>(&self, out: &mut [f32]) {
         let (m, k, n) = self.shape;
-        let last = |operand: &UnpackedOperand, lines: usize| operand.at(lines - 1, k - 1) as usize;
+        let last =
+            |operand: &UnpackedOperand, alloc_lines: usize| operand.at(alloc_lines - 1, k - 1) as usize;
         let end = |operand: &UnpackedOperand| operand.values.as_ptr_range().end as usize;
         assert!(last(&self.a, m) < end(&self.a) && last(&self.b, n) < end(&self.b), "product: operands");
         assert_eq!(out.len(), m * n, "product: output");
@@ -146,11 +147,11 @@ impl Job<'_> {
         let width = VECTORS * W::LANES;
         let panels = n.div_ceil(width);
         let steps_max = K_CHUNK.min(k).div_ceil(W::PER_WORD);
-        let mut rows = lines(m * steps_max);
+        let mut rows = alloc_lines(m * steps_max);
         for start in (0..k).step_by(K_CHUNK) {
             let chunk = KRange { start, values: K_CHUNK.min(k - start) };
             self.pack_rows::<W>(&mut rows, chunk);
-            let scratch = || [lines(steps_max * width), lines(steps_max * width)];
+            let scratch = || [alloc_lines(steps_max * width), alloc_lines(steps_max * width)];
             let run = |scratch: &mut [Vec<Line>; 2], panels| {
                 self.multiply_panels::<W>(&rows, scratch, chunk, panels, out)
             };
@@ -199,7 +200,8 @@ impl Job<'_> {
         let add = self.accumulate || chunk.start > 0;
         // Whole blocks of steps, so that all tiles but the last few pack a part.
         let steps_per_tile = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
-        let [mut panel, mut next] = scratch.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
+        let [mut panel, mut next] =
+            scratch.each_mut().map(|alloc_lines| alloc_lines.as_mut_ptr().cast::<u32>());
         self.pack_columns::<W>(panel, chunk, panels.start * width, 0..steps);
         for index in panels.clone() {
             let column = index * width;
@@ -238,8 +240,9 @@ impl Job<'_> {
     fn prefetch_columns<W: SimdWords>(&self, chunk: KRange, column: usize, steps: Range<usize>) {
         let columns = (VECTORS * W::LANES).min(self.shape.2 - column);
         let KRange { start, values } = chunk.subrange::<W>(&steps);
-        let (lines, length) = if self.b.is_k_contiguous { (columns, values) } else { (values, columns) };
-        for line in 0..lines {
+        let (alloc_lines, length) =
+            if self.b.is_k_contiguous { (columns, values) } else { (values, columns) };
+        for line in 0..alloc_lines {
             for at in (0..length).step_by(LINE_WORDS) {
                 let (column, k) = if self.b.is_k_contiguous {
                     (column + line, start + at)
@@ -340,7 +343,7 @@ unsafe fn tile<W: SimdWords, const R: usize>(
     }
 }
 
-/// Packs `lines` lines from `line` on, over a chunk of k, side by side: `to [steps][width]`. Missing values
+/// Packs `alloc_lines` lines from `line` on, over a chunk of k, side by side: `to [steps][width]`. Missing values
 /// of a word are 0.
 ///
 /// # Safety
@@ -350,7 +353,7 @@ unsafe fn tile<W: SimdWords, const R: usize>(
 unsafe fn pack_panel<W: SimdWords>(
     operand: UnpackedOperand,
     line: usize,
-    lines: usize,
+    alloc_lines: usize,
     chunk: KRange,
     to: *mut u32,
     width: usize,
@@ -362,19 +365,19 @@ unsafe fn pack_panel<W: SimdWords>(
         if !operand.is_k_contiguous {
             for step in 0..steps {
                 let k = step * per_word;
-                for first in (0..lines).step_by(lanes) {
+                for first in (0..alloc_lines).step_by(lanes) {
                     let from = operand.at(line + first, chunk.start + k);
-                    let words = W::load_strided(from, operand.stride, chunk.values - k, lines - first);
+                    let words = W::load_strided(from, operand.stride, chunk.values - k, alloc_lines - first);
                     W::store(to.add(step * width + first), words);
                 }
             }
             return;
         }
-        for first in (0..lines).step_by(lanes) {
+        for first in (0..alloc_lines).step_by(lanes) {
             for step in (0..steps).step_by(lanes) {
                 let k = step * per_word;
                 let mut block = [W::zero(); 16];
-                for (i, words) in block.iter_mut().enumerate().take(lanes.min(lines - first)) {
+                for (i, words) in block.iter_mut().enumerate().take(lanes.min(alloc_lines - first)) {
                     *words =
                         W::load_contiguous(operand.at(line + first + i, chunk.start + k), chunk.values - k);
                 }
@@ -423,8 +426,10 @@ mod tests {
         (m, k, n): (usize, usize, usize),
         [a, a_transposed, b, b_transposed]: [&'v [f32]; 4],
     ) -> [(StridedMatrix<'v>, StridedMatrix<'v>); 4] {
-        let (a_rows, a_columns) = (StridedMatrix::rows(a, k), StridedMatrix::from_transpose(a_transposed, m));
-        let (b_rows, b_columns) = (StridedMatrix::rows(b, n), StridedMatrix::from_transpose(b_transposed, k));
+        let (a_rows, a_columns) =
+            (StridedMatrix::row_major(a, k), StridedMatrix::transposed(a_transposed, m));
+        let (b_rows, b_columns) =
+            (StridedMatrix::row_major(b, n), StridedMatrix::transposed(b_transposed, k));
         [(a_rows, b_rows), (a_rows, b_columns), (a_columns, b_rows), (a_columns, b_columns)]
     }
 
@@ -455,7 +460,7 @@ mod tests {
         let mut out = vec![start; shape.0 * shape.2];
         let (a, b) = (UnpackedOperand::rows(a).unwrap(), UnpackedOperand::columns(b).unwrap());
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        pool.install(|| Job { threads, a, b, shape, accumulate: start != 0.0 }.run::<W>(&mut out));
+        pool.install(|| TiledProduct { threads, a, b, shape, accumulate: start != 0.0 }.run::<W>(&mut out));
         out
     }
 
@@ -474,7 +479,7 @@ mod tests {
             }
             for start in [0.0, 0.5] {
                 let mut expected = vec![start; m * n];
-                let (a, b) = (StridedMatrix::rows(a, k), StridedMatrix::rows(b, n));
+                let (a, b) = (StridedMatrix::row_major(a, k), StridedMatrix::row_major(b, n));
                 super::super::product::product(
                     GemmThreads::CallingThread,
                     &mut expected,
@@ -534,7 +539,7 @@ mod tests {
                 run::<x86::Bf16x32>(
                     1,
                     0.0,
-                    (StridedMatrix::rows(x, k), StridedMatrix::rows(&w, n)),
+                    (StridedMatrix::row_major(x, k), StridedMatrix::row_major(&w, n)),
                     (m, k, n),
                 )
             };

@@ -3,7 +3,7 @@
 use super::advantage::Advantage;
 use super::aggregation::Aggregation;
 use super::correction::{
-    CorrectionRules, ImportanceConfig, ImportanceSampling, RejectOption, RejectionRule, WeightBound,
+    CorrectionRules, ImportanceSampling, ImportanceSettings, RejectOption, RejectionRule, WeightBound,
 };
 use super::divergence::KlEstimator;
 use super::loss::Loss;
@@ -74,7 +74,7 @@ impl CorrectionSettings {
         let importance = match self.is.level() {
             Some(level) => {
                 let bound = WeightBound::new(&self.threshold)?;
-                Some(ImportanceConfig { level, bound, batch_normalize: self.normalize })
+                Some(ImportanceSettings { level, bound, batch_normalize: self.normalize })
             }
             None => None,
         };

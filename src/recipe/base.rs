@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 
 /// The key, at the top level of the file.
-pub(crate) const KEY: &str = "base";
+pub(crate) const BASE_KEY: &str = "base";
 
 /// Maximum number of bases of a recipe. A longer chain is a circle.
 const BASES_MAX: usize = 16;
@@ -24,7 +24,7 @@ pub(crate) struct Base {
 pub(crate) struct Bases {
     pub found: Vec<Base>,
     /// The mistake of the last key `base`, and its remedy.
-    pub fault: Option<String>,
+    pub error: Option<String>,
 }
 
 /// Reads the bases of the recipe `text` in the file `path`.
@@ -35,12 +35,12 @@ pub(crate) fn read_all(path: &Path, text: &str) -> Bases {
         match read(path, text) {
             Ok(None) => return bases,
             Ok(Some(_)) if bases.found.len() == BASES_MAX => {
-                bases.fault = Some("each of these recipes is the base of another; remove one".to_owned());
+                bases.error = Some("each of these recipes is the base of another; remove one".to_owned());
                 return bases;
             }
             Ok(Some(base)) => bases.found.push(base),
-            Err(fault) => {
-                bases.fault = Some(fault);
+            Err(error) => {
+                bases.error = Some(error);
                 return bases;
             }
         }
@@ -50,7 +50,7 @@ pub(crate) fn read_all(path: &Path, text: &str) -> Bases {
 /// Reads the base of the recipe `text` in the file `path`, if it has one.
 fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     let (document, _) = DeTable::parse_recoverable(text);
-    let Some(value) = document.get_ref().get(KEY) else { return Ok(None) };
+    let Some(value) = document.get_ref().get(BASE_KEY) else { return Ok(None) };
     let DeValue::String(name) = value.get_ref() else { return Err(format!("found no string; {REMEDY}")) };
     let built_in = |wanted: &str| {
         let (name, text) = BUILT_IN.iter().find(|(name, _)| *name == wanted)?;

@@ -5,21 +5,21 @@
 pub enum KeyScope {
     /// Reads every key.
     Train,
-    /// Trains a run that is stored: reads every key, without rules that are newer than such runs.
-    Stored,
+    /// Trains a stored run: reads every key, but skips rules that were added after the run was made.
+    TrainStoredRun,
     Rollout,
     Eval,
     /// Talks to the model: no problems, no reward.
     Chat,
     CheckMismatch,
     /// `check-mismatch --against`: compares given tokens and samples none.
-    Against,
+    CheckMismatchAgainst,
     /// Reads the model alone, and the format in which to write it.
     Export,
 }
 
 /// The keys of `[rollout]` that any sampling reads.
-const SAMPLING: [&str; 6] = [
+const SAMPLING_KEYS: [&str; 6] = [
     "turns_max",
     "prompt_tokens_max",
     "response_tokens_max",
@@ -34,13 +34,13 @@ impl KeyScope {
         let (table, name) = key.split_once('.').unwrap_or((key, ""));
         let samples_training = matches!(self, KeyScope::Rollout | KeyScope::CheckMismatch);
         match table {
-            _ if matches!(self, KeyScope::Train | KeyScope::Stored) => true,
+            _ if matches!(self, KeyScope::Train | KeyScope::TrainStoredRun) => true,
             "adapter" | "cold_start" | "critic" => false,
             "checkpoint" => self == KeyScope::Export && name == "dtype",
             "train" => ["seed", "micro_batch_tokens"].contains(&name),
-            "policy" => self.compares() && name.starts_with("clip_"),
-            "arms" => samples_training || self.compares(),
-            "rollout" => samples_training || (self != KeyScope::Export && SAMPLING.contains(&name)),
+            "policy" => self.is_check_mismatch() && name.starts_with("clip_"),
+            "arms" => samples_training || self.is_check_mismatch(),
+            "rollout" => samples_training || (self != KeyScope::Export && SAMPLING_KEYS.contains(&name)),
             "eval" => match self {
                 KeyScope::Eval => !["every_steps", "before_training"].contains(&name),
                 KeyScope::Chat => ["temperature", "top_p", "top_k", "min_p"].contains(&name),
@@ -52,7 +52,7 @@ impl KeyScope {
         }
     }
 
-    fn compares(self) -> bool {
-        matches!(self, KeyScope::CheckMismatch | KeyScope::Against)
+    fn is_check_mismatch(self) -> bool {
+        matches!(self, KeyScope::CheckMismatch | KeyScope::CheckMismatchAgainst)
     }
 }

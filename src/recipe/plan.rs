@@ -4,7 +4,7 @@ use super::Recipe;
 use super::base;
 use super::foreign::foreign_name;
 use super::key_scope::KeyScope;
-use super::removed_keys::{blank_removed_keys, refusal};
+use super::removed_keys::{blank_removed_keys, removed_key_error};
 use super::rules::{self, Findings};
 use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
@@ -44,18 +44,18 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
 pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
     let mut recipe = Recipe::default();
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
-    let (mut locations, mut mistakes, mut unsure) =
+    let (mut locations, mut mistakes, mut unreliable_keys) =
         (KeyLocations::new(path), Mistakes::default(), Vec::new());
     let mut read = |origin: Origin, text: &str, base_fault: Option<&str>| {
         let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
         let mut reader = Reader {
             locations: &mut locations,
             mistakes: &mut mistakes,
-            unsure: &mut unsure,
+            unreliable_keys: &mut unreliable_keys,
             known: &known,
             origin,
             text,
-            removed: refusal,
+            removed: removed_key_error,
             foreign: foreign_name,
             line_ends: &line_ends,
         };
@@ -64,11 +64,11 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
     let mut not_sets = Vec::new();
     let bases = base::read_all(path, text);
     // The fault belongs to the file that was read last.
-    let mut fault = bases.fault.as_deref();
+    let mut error = bases.error.as_deref();
     for base in bases.found.iter().rev() {
-        read(Origin::File(&base.file), &base.text, fault.take());
+        read(Origin::File(&base.file), &base.text, error.take());
     }
-    read(Origin::File(path), text, fault);
+    read(Origin::File(path), text, error);
     for (index, set) in sets.iter().enumerate() {
         match set_document(set) {
             Some(text) => read(
@@ -106,10 +106,10 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
     // The keys of a base that is lost, whole or in part, may be those that a rule misses.
     let in_a_base =
         |place: &SourceLocation| matches!(place, SourceLocation::File { path: file, .. } if file != path);
-    let base_is_lost = bases.fault.is_some()
+    let base_is_lost = bases.error.is_some()
         || mistakes.0.iter().any(|mistake| mistake.key.is_empty() && in_a_base(&mistake.location));
     let found = match base_is_lost {
-        false => rules::check(&recipe, &locations, &unsure, scope),
+        false => rules::check(&recipe, &locations, &unreliable_keys, scope),
         true => Findings::default(),
     };
     mistakes.0.extend(found.mistakes);
@@ -173,23 +173,23 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
     read_document(recipe, reader, document.into_inner(), base_fault);
     let read = reader.mistakes.0.split_off(before);
     // Below an invalid table header, keys seem to be at the top level.
-    let in_a_head = |at: usize| {
+    let is_in_table_header = |at: usize| {
         let line = text.get(..at).map_or(0, |before| before.rfind('\n').map_or(0, |end| end + 1));
         text.get(line..).is_some_and(|line| line.trim_start().starts_with('['))
     };
-    let a_head_is_lost = errors.iter().map(start).any(in_a_head);
+    let header_is_invalid = errors.iter().map(start).any(is_in_table_header);
     let follows = |mistake: &Mistake| {
-        broken.contains(&mistake.location) || (a_head_is_lost && !mistake.key.contains('.'))
+        broken.contains(&mistake.location) || (header_is_invalid && !mistake.key.contains('.'))
     };
     reader.mistakes.0.extend(read.into_iter().filter(|mistake| !follows(mistake)));
 }
 
 /// Reads the tables of a document. The key `base` is accepted, or refused with `base_fault`.
 fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_fault: Option<&str>) {
-    if let Some((name, value)) = document.remove_entry(base::KEY) {
-        let written = ParsedKey { path: base::KEY.to_owned(), name: name.span(), value: &value };
+    if let Some((name, value)) = document.remove_entry(base::BASE_KEY) {
+        let written = ParsedKey { path: base::BASE_KEY.to_owned(), name: name.span(), value: &value };
         match base_fault {
-            Some(fault) => reader.refuse(&written, fault.to_owned()),
+            Some(error) => reader.refuse(&written, error.to_owned()),
             None => reader.accept(&written),
         }
     }

@@ -4,38 +4,38 @@
 use toml::de::DeValue;
 
 /// A removed key, or a removed value of a key.
-struct Removed {
+struct RemovedKey {
     /// The dotted path.
     key: &'static str,
     /// The removed value; `None` if the key is removed.
     value: Option<&'static str>,
-    /// The value, as TOML, for which removing the line does not change the run.
-    neutral: &'static str,
+    /// The value (TOML) that had the present behaviour. A stored recipe with it may drop the line.
+    ignorable_value: &'static str,
     /// The replacement.
     remedy: &'static str,
 }
 
-const REMOVED: [Removed; 2] = [
-    Removed {
+const REMOVED: [RemovedKey; 2] = [
+    RemovedKey {
         key: "model.dense_products",
         value: None,
-        neutral: "\"own\"",
+        ignorable_value: "\"own\"",
         remedy: "the program's own kernels make every product of a GPU; leave the key out",
     },
-    Removed {
+    RemovedKey {
         key: "parallel.rollout_weights",
         value: Some("by_layer"),
-        neutral: "\"by_layer\"",
+        ignorable_value: "\"by_layer\"",
         remedy: "give \"by_expert\" or \"whole\", or leave the choice to \"auto\"",
     },
 ];
 
 /// Returns the mistake and its remedy if `key` with `value` is removed.
-pub(super) fn refusal(key: &str, value: &DeValue) -> Option<String> {
-    let is_meant = |removed: &&Removed| {
+pub(super) fn removed_key_error(key: &str, value: &DeValue) -> Option<String> {
+    let matches = |removed: &&RemovedKey| {
         removed.key == key && removed.value.is_none_or(|word| value.as_str() == Some(word))
     };
-    let Removed { value, remedy, .. } = REMOVED.iter().find(is_meant)?;
+    let RemovedKey { value, remedy, .. } = REMOVED.iter().find(matches)?;
     Some(match value {
         None => format!("this key was removed; {remedy}"),
         Some(word) => format!("{word:?} was removed; {remedy}"),
@@ -52,10 +52,10 @@ pub(super) fn blank_removed_keys(recipe: &str) -> String {
             table = name;
         }
         let is_neutral = line.split_once(" = ").is_some_and(|(name, value)| {
-            let is_meant = |removed: &&Removed| {
-                removed.neutral == value && removed.key.rsplit_once('.') == Some((table, name))
+            let matches = |removed: &&RemovedKey| {
+                removed.ignorable_value == value && removed.key.rsplit_once('.') == Some((table, name))
             };
-            REMOVED.iter().any(|removed| is_meant(&removed))
+            REMOVED.iter().any(|removed| matches(&removed))
         });
         if !is_neutral {
             text.push_str(line);

@@ -23,15 +23,15 @@ pub(crate) struct Findings {
     pub warnings: Vec<Mistake>,
 }
 
-/// Checks the whole recipe. Rules that depend on an `unsure` key are skipped, so one slip gives one
+/// Checks the whole recipe. Rules that depend on an `unreliable_keys` key are skipped, so one slip gives one
 /// mistake. Rules that depend on a key outside `scope` are skipped, too.
 pub(crate) fn check(
     recipe: &Recipe,
     key_locations: &KeyLocations,
-    unsure: &[String],
+    unreliable_keys: &[String],
     scope: KeyScope,
 ) -> Findings {
-    let mut rules = Rules { recipe, key_locations, unsure, scope, findings: Findings::default() };
+    let mut rules = Rules { recipe, key_locations, unreliable_keys, scope, findings: Findings::default() };
     rules.model();
     rules.adapter();
     rules.harmony();
@@ -50,7 +50,7 @@ pub(crate) fn check(
 struct Rules<'a> {
     recipe: &'a Recipe,
     key_locations: &'a KeyLocations,
-    unsure: &'a [String],
+    unreliable_keys: &'a [String],
     scope: KeyScope,
     findings: Findings,
 }
@@ -80,8 +80,10 @@ impl Rules<'_> {
     }
 
     fn finding(&self, keys: &[&str], what: String) -> Option<Mistake> {
-        let sure =
-            |key: &&str| self.scope.reads(key) && !self.unsure.iter().any(|unsure| is_in_table(key, unsure));
+        let sure = |key: &&str| {
+            self.scope.reads(key)
+                && !self.unreliable_keys.iter().any(|unreliable_keys| is_in_table(key, unreliable_keys))
+        };
         let key = keys.first()?;
         keys.iter().all(sure).then(|| Mistake {
             location: self.key_locations.of(key),
@@ -298,7 +300,8 @@ impl Rules<'_> {
             _ => None,
         };
         let train = &self.recipe.train;
-        let samples = train.steps > 0 && train.trajectories.is_none() && self.scope != KeyScope::Stored;
+        let samples =
+            train.steps > 0 && train.trajectories.is_none() && self.scope != KeyScope::TrainStoredRun;
         if let (1, Some(alone), true) = (rollout.samples_per_prompt, alone, samples) {
             self.refuse(
                 &["rollout.samples_per_prompt", "policy.advantage"],

@@ -149,7 +149,7 @@ impl RecipeSource {
                 return pinned(resolve_for(scope, &file, &text, sets));
             }
         };
-        let scope = if scope == KeyScope::Train { KeyScope::Stored } else { scope };
+        let scope = if scope == KeyScope::Train { KeyScope::TrainStoredRun } else { scope };
         let plan = resolve_run_recipe(scope, &file, &text, sets);
         // An edited text may have mistakes; the edit is reported first.
         match ChecksumStatus::check(&text, folder) {

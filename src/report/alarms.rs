@@ -8,8 +8,8 @@ use minijinja::{Value, context};
 /// Returns the alarm limits of every metric that a run recorded.
 pub(super) fn table(runs: &[Run]) -> Vec<Value> {
     let row = |alarm: &'static Alarm| {
-        let reading = |run: &Run| reading(alarm, &run.series(Phase::Rl, alarm.metric));
-        let runs: Vec<Option<Value>> = runs.iter().map(reading).collect();
+        let alarm_summary = |run: &Run| alarm_summary(alarm, &run.series(Phase::Rl, alarm.metric));
+        let runs: Vec<Option<Value>> = runs.iter().map(alarm_summary).collect();
         let Alarm { metric, meaning, .. } = alarm;
         let recorded = runs.iter().any(Option::is_some);
         recorded.then(|| context! { metric, meaning, healthy => healthy_range(alarm), runs })
@@ -38,7 +38,7 @@ pub(super) fn healthy_bounds(metric: &str) -> Option<(String, Vec<f64>)> {
 
 /// Returns the last value, the worst value with its step, and the number of values that trigger the alarm.
 /// The worst value is farthest outside the range, or nearest to a bound.
-fn reading(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Value> {
+fn alarm_summary(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Value> {
     let &(_, last) = points.last()?;
     // NaN is worse than any value.
     let excess = |value: f64| match value.is_nan() {
@@ -46,7 +46,7 @@ fn reading(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Value> {
         false => (value - alarm.high).max(alarm.low - value),
     };
     let &(worst_step, worst) = points.iter().max_by(|a, b| excess(a.1).total_cmp(&excess(b.1)))?;
-    let value = |value: f64| context! { text => format_number(value), rings => alarm.triggers_at(value) };
+    let value = |value: f64| context! { text => format_number(value), triggers => alarm.triggers_at(value) };
     let beyond = points.iter().filter(|(_, value)| alarm.triggers_at(*value)).count();
     let beyond = format!("{beyond} of {}", points.len());
     Some(context! { last => value(last), worst => value(worst), worst_step, beyond })

@@ -4,24 +4,24 @@ use crate::metrics::format_number;
 use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 
-/// Lengths in SVG user units. The ablations' names are left of `LEFT`, the values right of the bars.
+/// Lengths in SVG user units. The ablations' names are left of `PLOT_LEFT`, the values right of the bars.
 const WIDTH: f64 = 720.0;
-const LEFT: f64 = 176.0;
+const PLOT_LEFT: f64 = 176.0;
 const RIGHT: f64 = WIDTH - 70.0;
-const TOP: f64 = 6.0;
-const BAR: f64 = 13.0;
+const PLOT_TOP: f64 = 6.0;
+const BAR_HEIGHT: f64 = 13.0;
 /// Height of one ablation: three bars and the space below.
-const ARM: f64 = 3.0 * BAR + 12.0;
+const ABLATION_HEIGHT: f64 = 3.0 * BAR_HEIGHT + 12.0;
 /// Height of ticks, tick labels and the axis label.
-const FOOT: f64 = 38.0;
+const FOOTER_HEIGHT: f64 = 38.0;
 /// Maximum characters of a name. A longer one is truncated; the pointer shows all of it.
 const NAME_CHARS_MAX: usize = 26;
 /// Decades of the axis if no value is above 0.
-const DECADES_OF_NOTHING: (f64, f64) = (-6.0, 0.0);
+const DEFAULT_DECADES: (f64, f64) = (-6.0, 0.0);
 const TICKS_MAX: f64 = 8.0;
 
 const LOGP_MAX: &str = "mismatch/logprob_abs_diff_max";
-/// Key, name, colour. A row with only the first metric is a link of the proof, not an ablation.
+/// Key, name, colour. A row with only the first metric is an equality check, not an ablation.
 const METRICS: [(&str, &str, usize); 3] = [
     (LOGP_MAX, "|Δlogp| max", 5),
     ("mismatch/logprob_abs_diff_mean", "|Δlogp| mean", 4),
@@ -39,19 +39,19 @@ impl Decades {
             None => Some((v, v)),
             Some((low, high)) => Some((v.min(low), v.max(high))),
         });
-        let (low, high) = range.map_or(DECADES_OF_NOTHING, |(low, high)| (low.ceil() - 1.0, high));
+        let (low, high) = range.map_or(DEFAULT_DECADES, |(low, high)| (low.ceil() - 1.0, high));
         Self(low, high.max(low + 1.0))
     }
 
-    fn pixel(&self, log: f64) -> f64 {
-        LEFT + (log - self.0) / (self.1 - self.0) * (RIGHT - LEFT)
+    fn x_of(&self, log: f64) -> f64 {
+        PLOT_LEFT + (log - self.0) / (self.1 - self.0) * (RIGHT - PLOT_LEFT)
     }
 
     fn ticks(&self) -> Vec<Value> {
         let stride = ((self.1 - self.0) / TICKS_MAX).ceil().max(1.0) as usize;
         let powers = (self.0 as i32..=self.1.floor() as i32).step_by(stride);
         let label = |e: i32| if e < -3 { format!("1e{e}") } else { format_number(10f64.powi(e)) };
-        let at = |e: i32| format!("{:.1}", self.pixel(f64::from(e)));
+        let at = |e: i32| format!("{:.1}", self.x_of(f64::from(e)));
         powers.map(|e| context! { at => at(e), label => label(e) }).collect()
     }
 }
@@ -67,26 +67,26 @@ pub(super) fn chart(rows: &[&Map<String, Json>]) -> Option<Value> {
     let all = rows.iter().flat_map(|row| METRICS.iter().filter_map(|(key, ..)| number(row, key)));
     let decades = Decades::of(all);
     let ablations = rows.iter().enumerate().map(|(i, row)| {
-        let top = TOP + i as f64 * ARM + 6.0;
+        let top = PLOT_TOP + i as f64 * ABLATION_HEIGHT + 6.0;
         let same_bits = number(row, LOGP_MAX) == Some(0.0);
         let bars = METRICS.iter().enumerate().map(|(nth, &(key, metric, colour))| {
-            let y = top + nth as f64 * BAR;
+            let y = top + nth as f64 * BAR_HEIGHT;
             bar(metric, colour, y, number(row, key), same_bits, &decades)
         });
         let name = row.get("name").and_then(Json::as_str).unwrap_or("–");
         // The full name, and the name truncated to the available space.
-        context! { short => cut(name), name, y => top + 1.5 * BAR, bars => bars.collect::<Vec<_>>() }
+        context! { short => truncate_name(name), name, y => top + 1.5 * BAR_HEIGHT, bars => bars.collect::<Vec<_>>() }
     });
-    let bottom = TOP + rows.len() as f64 * ARM;
+    let bottom = PLOT_TOP + rows.len() as f64 * ABLATION_HEIGHT;
     Some(context! {
         width => WIDTH,
-        height => bottom + FOOT,
-        left => LEFT,
+        height => bottom + FOOTER_HEIGHT,
+        left => PLOT_LEFT,
         right => RIGHT,
-        top => TOP,
+        top => PLOT_TOP,
         bottom,
         ticks => decades.ticks(),
-        arms => ablations.collect::<Vec<_>>(),
+        ablations => ablations.collect::<Vec<_>>(),
         legend => METRICS.map(|(key, metric, colour)| context! { key, metric, colour }),
     })
 }
@@ -97,9 +97,9 @@ fn bar(
     y: f64,
     value: Option<f64>,
     same_bits: bool,
-    to: &Decades,
+    axis: &Decades,
 ) -> Value {
-    let end = value.filter(|v| *v > 0.0).map(|v| to.pixel(v.log10()));
+    let end = value.filter(|v| *v > 0.0).map(|v| axis.x_of(v.log10()));
     let zero = value == Some(0.0);
     let label = match value {
         // Differences that cancel out over a sequence also give 0.
@@ -110,16 +110,16 @@ fn bar(
         metric,
         colour,
         y,
-        height => BAR - 2.0,
+        height => BAR_HEIGHT - 2.0,
         // `None` if there is no bar: 0, or not a number.
-        width => end.map(|end| format!("{:.1}", end - LEFT)),
+        width => end.map(|end| format!("{:.1}", end - PLOT_LEFT)),
         zero,
-        label_x => format!("{:.1}", end.unwrap_or(LEFT + 4.0) + 5.0),
+        label_x => format!("{:.1}", end.unwrap_or(PLOT_LEFT + 4.0) + 5.0),
         label,
     }
 }
 
-fn cut(name: &str) -> String {
+fn truncate_name(name: &str) -> String {
     if name.chars().count() <= NAME_CHARS_MAX {
         return name.to_owned();
     }

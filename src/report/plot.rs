@@ -23,7 +23,7 @@ const SMOOTHED_POINTS_MIN: usize = 30;
 /// The smoothing window holds this many points on either side, or a fiftieth of the curve.
 const WINDOW_HALF_MIN: usize = 4;
 /// Ratio of the largest to the smallest value from which an axis is logarithmic.
-const WIDE: f64 = 50.0;
+const LOG_RATIO_MIN: f64 = 50.0;
 
 /// (step, value), ascending in steps.
 pub(super) type Points = Vec<(u64, f64)>;
@@ -33,7 +33,7 @@ pub(super) type Points = Vec<(u64, f64)>;
 pub(super) enum Scale {
     /// From the smallest to the largest value.
     Linear,
-    /// Logarithmic when all values are positive and span a factor of `WIDE` or more, else linear.
+    /// Logarithmic when all values are positive and span a factor of `LOG_RATIO_MIN` or more, else linear.
     LogWhenWide,
     /// Logarithmic when all values are positive, else linear.
     Log,
@@ -47,7 +47,8 @@ pub(super) struct Series {
     pub name: String,
     pub dashed: bool,
     pub points: Points,
-    /// The ends of the 95% interval by step, where the run gives them.
+    /// Lower and upper end of the band by step: a run's 95% interval, or the range over seeds. Empty without
+    /// either.
     pub interval: (Points, Points),
 }
 
@@ -68,7 +69,7 @@ pub(super) struct Plot {
     x_ticks: Vec<Tick>,
     y_ticks: Vec<Tick>,
     lines: Vec<Line>,
-    /// Heights of the alarm limits that are within the y-axis.
+    /// SVG y-coordinates of the alarm limits that are visible.
     levels: Vec<String>,
     /// Notes below the chart, such as "exactly 0 at all 80 steps".
     notes: Vec<Note>,
@@ -207,7 +208,7 @@ fn y_axis(series: &[Series], scale: Scale) -> Axis {
     let drawn = series.iter().flat_map(|s| s.points.iter().chain(&s.interval.0).chain(&s.interval.1));
     let (low, high) = range(drawn.map(|&(_, value)| value)).unwrap_or((0.0, 1.0));
     let axis = |low, high, log| Axis { low, high, from: BOTTOM, to: TOP, log };
-    let wide = scale == Scale::LogWhenWide && high / low >= WIDE;
+    let wide = scale == Scale::LogWhenWide && high / low >= LOG_RATIO_MIN;
     if low > 0.0 && (wide || scale == Scale::Log) {
         return axis(low / 1.15, high * 1.15, true);
     }

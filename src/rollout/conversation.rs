@@ -236,8 +236,7 @@ impl<'a> Conversation<'a> {
         self.insert(replies, Outcome::Malformed)
     }
 
-    /// Returns the answer to the call to `name`, the conversation's last message; or the outcome that ends
-    /// the trajectory.
+    /// Answers the last message, a call to `name`. `Err` holds the outcome that ends the trajectory.
     fn reply(&mut self, name: &str) -> Result<(CallOutcome, String), Outcome> {
         let unknown = || (CallOutcome::UnknownRecipient, format!("Error: there is no tool named {name:?}."));
         let Some(call) = self.messages.last() else { return Ok(unknown()) };

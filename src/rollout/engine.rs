@@ -249,14 +249,17 @@ impl<'e, 'a> Engine<'e, 'a> {
         Ok(hidden)
     }
 
-    /// Draws the next token of each of `ready`, or the first tokens of a group, from the rows of `normed`.
+    /// Draws the next token of each sample in `ready`, from the rows of `normed`. For a prompt it draws the first
+    /// token of each sample of its group.
     fn draw(&mut self, scope: &'e Scope<'e, '_>, normed: &Tensor, ready: Vec<Work<'a>>) -> Result<()> {
         // The row of each sample; the samples of a group share their prompt's.
         let mut samples: Vec<(usize, Box<SampleWork<'a>>, bool)> = vec![];
         for (row, work) in ready.into_iter().enumerate() {
             match work {
                 Work::Sample(sample) => samples.push((row, sample, false)),
-                Work::Prompt(prompt) => samples.extend(self.group(&prompt).map(|sample| (row, sample, true))),
+                Work::Prompt(prompt) => {
+                    samples.extend(self.start_samples(&prompt).map(|sample| (row, sample, true)))
+                }
             }
         }
         let sampling = self.source.sampling();
@@ -299,7 +302,7 @@ impl<'e, 'a> Engine<'e, 'a> {
     }
 
     /// Returns the conversations of a prompt that is fed.
-    fn group(&self, prompt: &PromptWork) -> impl Iterator<Item = Box<SampleWork<'a>>> {
+    fn start_samples(&self, prompt: &PromptWork) -> impl Iterator<Item = Box<SampleWork<'a>>> {
         let samples = self.queue.samples;
         let sample = |sample: usize| {
             let trajectory_index = prompt.index * samples + sample;

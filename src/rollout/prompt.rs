@@ -60,7 +60,7 @@ fn harmony_system_prompt(harmony: &SystemPromptSettings, uses_python: bool, tool
         messages.push(settings.message());
     }
     let instructions = harmony.developer_instructions.iter().map(|text| format!("# Instructions\n\n{text}"));
-    let tools = (!tools.is_empty()).then(|| functions::namespace(tools));
+    let tools = (!tools.is_empty()).then(|| functions::render_namespace(tools));
     let sections: Vec<String> = instructions.chain(tools).collect();
     if !sections.is_empty() {
         messages.push(Message::new(Role::Developer, sections.join("\n\n")));

@@ -147,8 +147,7 @@ impl<'a> Queue<'a> {
 
     /// Performs [`Self::refill`] without waiting.
     ///
-    /// An engine takes at most its share of the remaining work, so that no engine runs out while another is
-    /// full.
+    /// An engine takes at most its share of the remaining work, so that the work is spread evenly.
     pub(super) fn try_refill(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> RefillResult {
         let mut state = self.lock();
         if sampled > 0 {

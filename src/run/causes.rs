@@ -6,7 +6,7 @@ use crate::metrics::Console;
 use crate::tasks::{Task, Transcript};
 use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
 
-/// Number of causes that [`SampleCauses::words`] tells apart.
+/// Number of causes that [`SampleCauses::messages`] tells apart.
 pub const CAUSES: usize = 3;
 
 /// Counts over trajectories.
@@ -16,11 +16,11 @@ pub struct SampleCauses {
     right: usize,
     truncated: usize,
     /// Trajectories without a call, and those of them with code blocks.
-    uncalled: usize,
+    without_call: usize,
     code_blocks: usize,
     /// Trajectories that ended by themselves, and those of them without an answer that the task can read.
     ended: usize,
-    unread: usize,
+    without_answer: usize,
 }
 
 impl SampleCauses {
@@ -45,20 +45,20 @@ impl SampleCauses {
         self.truncated += usize::from(outcome == Outcome::TruncatedLength);
         let is_call = trajectory.turns.iter().any(|turn| !turn.calls.is_empty());
         if !is_call && outcome != Outcome::TurnsExhausted {
-            self.uncalled += 1;
+            self.without_call += 1;
             self.code_blocks += usize::from(messages.iter().any(|message| message.content.contains("```py")));
         }
         if matches!(outcome, Outcome::Finished | Outcome::Malformed) {
             let transcript = Transcript { messages, outcome, calls_answered: 0 };
             let is_read = outcome == Outcome::Finished && task.answer_text(&transcript).is_some();
             self.ended += 1;
-            self.unread += usize::from(!is_read);
+            self.without_answer += usize::from(!is_read);
         }
     }
 
     /// Returns a sentence for each cause that at least nine tenths of the trajectories have.
-    pub fn words(&self, has_tool: bool, response_tokens_max: usize) -> [Option<String>; CAUSES] {
-        let Self { all, right, truncated, uncalled, code_blocks, ended, unread } = *self;
+    pub fn messages(&self, has_tool: bool, response_tokens_max: usize) -> [Option<String>; CAUSES] {
+        let Self { all, right, truncated, without_call, code_blocks, ended, without_answer } = *self;
         let most = |part: usize, of: usize| of > 0 && part * 10 >= of * 9;
         let blocks = match code_blocks {
             0 => String::new(),
@@ -72,16 +72,16 @@ impl SampleCauses {
                 )
             }),
             // A policy that is right without the tool needs none.
-            (has_tool && most(uncalled, all) && right * 2 < all).then(|| {
+            (has_tool && most(without_call, all) && right * 2 < all).then(|| {
                 format!(
                     "{} of {all} trajectories called the tool{blocks}; ask for the tool in \
                      harmony.developer_instructions, or show calls to the model in a cold start",
-                    all - uncalled
+                    all - without_call
                 )
             }),
-            most(unread, ended).then(|| {
+            most(without_answer, ended).then(|| {
                 format!(
-                    "no answer could be read in {unread} of the {ended} trajectories that ended; look at them in \
+                    "no answer could be read in {without_answer} of the {ended} trajectories that ended; look at them in \
                      trajectories/, and say in harmony.developer_instructions how to write the answer"
                 )
             }),
@@ -98,8 +98,9 @@ pub fn warn_of_causes<'r>(
 ) {
     let samples = rows.map(|row| (&row.trajectory, row.messages.as_slice()));
     let counts = SampleCauses::count(context.task.as_ref(), samples);
-    let words = counts.words(context.interpreter.is_some(), context.recipe().rollout.response_tokens_max);
-    words.iter().flatten().for_each(|words| console.print(&format!("warning: {label}{words}")));
+    let messages =
+        counts.messages(context.interpreter.is_some(), context.recipe().rollout.response_tokens_max);
+    messages.iter().flatten().for_each(|messages| console.print(&format!("warning: {label}{messages}")));
 }
 
 #[cfg(test)]
@@ -132,7 +133,7 @@ mod tests {
         }
     }
 
-    fn words(samples: &[(Outcome, bool, &str)]) -> Vec<String> {
+    fn messages(samples: &[(Outcome, bool, &str)]) -> Vec<String> {
         let sample = |&(outcome, calls, text): &(Outcome, bool, &str)| {
             let calls = if calls { vec![CallOutcome::Answered] } else { vec![] };
             let trajectory = Trajectory {
@@ -159,28 +160,34 @@ mod tests {
         };
         let samples: Vec<(Trajectory, Vec<Message>)> = samples.iter().map(sample).collect();
         let counts = SampleCauses::count(&Numbers, samples.iter().map(|(t, m)| (t, m.as_slice())));
-        counts.words(true, 64).into_iter().flatten().collect()
+        counts.messages(true, 64).into_iter().flatten().collect()
     }
 
     #[test]
     fn samples_that_are_cut_call_no_tool_or_cannot_be_read_are_said() {
         use Outcome::{Finished, TruncatedLength};
-        assert!(words(&[(Finished, true, "12"), (TruncatedLength, true, "")]).is_empty(), "half is not most");
-        let truncated = words(&[(TruncatedLength, true, "and so on"); 16]);
+        assert!(
+            messages(&[(Finished, true, "12"), (TruncatedLength, true, "")]).is_empty(),
+            "half is not most"
+        );
+        let truncated = messages(&[(TruncatedLength, true, "and so on"); 16]);
         assert_eq!(truncated.len(), 1, "{truncated:?}");
         assert!(
             truncated[0].starts_with("16 of 16 trajectories were cut at response_tokens_max = 64"),
             "{truncated:?}"
         );
         let block = (Finished, false, "```python\nprint(12)\n```");
-        let uncalled = words(&[(Finished, false, "12"), block, block, block]);
-        assert_eq!(uncalled.len(), 1, "{uncalled:?}");
+        let without_call = messages(&[(Finished, false, "12"), block, block, block]);
+        assert_eq!(without_call.len(), 1, "{without_call:?}");
         assert!(
-            uncalled[0].starts_with("0 of 4 trajectories called the tool, and 3 of them"),
-            "{uncalled:?}"
+            without_call[0].starts_with("0 of 4 trajectories called the tool, and 3 of them"),
+            "{without_call:?}"
         );
-        let unread = words(&[(Finished, true, "\\boxed{The answer}"); 4]);
-        assert_eq!(unread.len(), 1, "{unread:?}");
-        assert!(unread[0].starts_with("no answer could be read in 4 of the 4 trajectories"), "{unread:?}");
+        let without_answer = messages(&[(Finished, true, "\\boxed{The answer}"); 4]);
+        assert_eq!(without_answer.len(), 1, "{without_answer:?}");
+        assert!(
+            without_answer[0].starts_with("no answer could be read in 4 of the 4 trajectories"),
+            "{without_answer:?}"
+        );
     }
 }

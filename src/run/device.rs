@@ -32,8 +32,8 @@ impl ComputeDevice {
     /// Returns the GPU that the plan names.
     fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
         // A launcher may show each process only its own GPU.
-        let compute_device = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
-        let index = plan.recipe.parallel.device_index + compute_device;
+        let rank_offset = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
+        let index = plan.recipe.parallel.device_index + rank_offset;
         let Gpu { device, name, free_bytes } = open_gpu(index)?;
         let available = AvailableMemory { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
         Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
@@ -49,9 +49,9 @@ pub(super) fn choose(
     plan: &mut Plan,
     config: &Config,
     mesh: &Mesh,
-    streams: bool,
+    streams_layers: bool,
 ) -> Result<ComputeDevice, Vec<String>> {
-    let compute_device = device(plan, config, mesh, streams)?;
+    let compute_device = device(plan, config, mesh, streams_layers)?;
     if compute_device.device.is_cpu() && !precision(&plan.recipe).is_supported() {
         let what = "needs the instructions of AVX-512 BF16, which this processor lacks; write \"bf16\", which only \
                     rounds the weights, or \"f32\"";
@@ -65,14 +65,14 @@ fn device(
     plan: &mut Plan,
     config: &Config,
     mesh: &Mesh,
-    streams: bool,
+    streams_layers: bool,
 ) -> Result<ComputeDevice, Vec<String>> {
     let device_kind = plan.recipe.device;
     if device_kind == DeviceKind::Cpu || (device_kind == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
         return Ok(ComputeDevice::cpu());
     }
-    let mut found = unsuited(plan, config, mesh);
-    if streams {
+    let mut found = list_gpu_obstacles(plan, config, mesh);
+    if streams_layers {
         found.push(("device", "comparing with changed weights works only on the CPU".to_owned()));
     }
     let mistake = |(key, what): (&str, String)| {
@@ -98,7 +98,7 @@ fn device(
 }
 
 /// Lists what a GPU cannot do: pairs of a recipe key and the reason.
-fn unsuited(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, String)> {
+fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, String)> {
     let recipe = &plan.recipe;
     let mut found = vec![];
     if recipe.model.dtype != Dtype::Bf16 {

@@ -16,41 +16,44 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut found = vec![];
     if !family.has_sinks {
-        found.extend(sinks(plan));
+        found.extend(unsupported_sink_keys(plan));
     }
     if !family.has_experts {
-        found.extend(experts(plan));
+        found.extend(unsupported_expert_keys(plan));
     }
     let shape = recipe.model.architecture.clone().unwrap_or_default();
     let window = shape.sliding_window != Architecture::default().sliding_window;
-    found.extend(set(
+    found.extend(select_keys(
         [("model.architecture.sliding_window", window && !family.has_windows)],
         "its layers have full attention",
     ));
-    found.extend(set(
+    found.extend(select_keys(
         [("model.architecture.tie_word_embeddings", shape.tie_word_embeddings && !family.may_tie_embeddings)],
         "its lm_head has weights of its own",
     ));
     if family.chat == Format::ChatMl {
-        found.extend(harmony(&recipe.harmony));
+        found.extend(unsupported_harmony_keys(&recipe.harmony));
     }
-    let told = |(key, why): (&str, &str)| {
+    let to_mistake = |(key, why): (&str, &str)| {
         let what = format!("means nothing to the family {:?}: {why}; remove the key", family.name());
         plan.mistake(key, what).to_string()
     };
-    found.into_iter().filter(|(key, _)| plan.reads(key)).map(told).collect()
+    found.into_iter().filter(|(key, _)| plan.reads(key)).map(to_mistake).collect()
 }
 
 /// A key, and the reason why the family does not have it.
-type Foreign = (&'static str, &'static str);
+type UnsupportedKey = (&'static str, &'static str);
 
-fn set(keys: impl IntoIterator<Item = (&'static str, bool)>, why: &'static str) -> Vec<Foreign> {
+fn select_keys(
+    keys: impl IntoIterator<Item = (&'static str, bool)>,
+    why: &'static str,
+) -> Vec<UnsupportedKey> {
     keys.into_iter().filter(|(_, set)| *set).map(|(key, _)| (key, why)).collect()
 }
 
-fn sinks(plan: &Plan) -> Vec<Foreign> {
+fn unsupported_sink_keys(plan: &Plan) -> Vec<UnsupportedKey> {
     let (arms, init) = (&plan.recipe.arms, &plan.recipe.model.init);
-    set(
+    select_keys(
         [
             ("arms.no_train_sinks", arms.no_train_sinks),
             ("arms.no_sink_gradient", arms.no_sink_gradient),
@@ -64,11 +67,11 @@ fn sinks(plan: &Plan) -> Vec<Foreign> {
     )
 }
 
-fn experts(plan: &Plan) -> Vec<Foreign> {
+fn unsupported_expert_keys(plan: &Plan) -> Vec<UnsupportedKey> {
     let recipe = &plan.recipe;
     let (arms, usual) = (&recipe.arms, Architecture::default());
     let shape = recipe.model.architecture.as_ref().unwrap_or(&usual);
-    set(
+    select_keys(
         [
             ("model.architecture.num_local_experts", shape.num_local_experts != usual.num_local_experts),
             (
@@ -91,8 +94,8 @@ fn experts(plan: &Plan) -> Vec<Foreign> {
     )
 }
 
-fn harmony(harmony: &SystemPromptSettings) -> Vec<Foreign> {
-    let mut found = set(
+fn unsupported_harmony_keys(harmony: &SystemPromptSettings) -> Vec<UnsupportedKey> {
+    let mut found = select_keys(
         [
             ("harmony.knowledge_cutoff", harmony.knowledge_cutoff.is_some()),
             ("harmony.current_date", harmony.current_date.is_some()),
@@ -103,6 +106,6 @@ fn harmony(harmony: &SystemPromptSettings) -> Vec<Foreign> {
     let silent = harmony.system_message == Some(false) && harmony.developer_instructions.is_some();
     let why =
         "without a system message there is no place for them (harmony.system_message = true brings one)";
-    found.extend(set([("harmony.developer_instructions", silent)], why));
+    found.extend(select_keys([("harmony.developer_instructions", silent)], why));
     found
 }

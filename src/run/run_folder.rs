@@ -19,7 +19,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Files that a run or a sampling writes before its first result.
-const STARTED: [&str; 10] = [
+const INITIAL_FILES: [&str; 10] = [
     "recipe.toml",
     "metrics.jsonl",
     "model.json",
@@ -134,7 +134,7 @@ impl RunFolder {
         for name in ["tensorboard", "trajectories"] {
             let _ = fs::remove_dir_all(path.join(name));
         }
-        for name in STARTED {
+        for name in INITIAL_FILES {
             let _ = fs::remove_file(path.join(name));
         }
         let _ = fs::remove_dir(path);
@@ -206,7 +206,7 @@ impl RunFolder {
         write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
-    /// Returns the device on which the run in `path` last computed, as [`super::context::RunContext::place`].
+    /// Returns the device on which the run in `path` last computed, as `RunContext::device_name` gives it.
     pub fn previous_device(path: &Path) -> Option<String> {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
         let model: serde_json::Value = serde_json::from_str(&text).ok()?;
@@ -284,9 +284,9 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     // An adapter's base may have moved. Its digest identifies it.
     let adapted = checkpoint::newest_folder(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| adapted);
-    let is_changed: Vec<String> =
+    let base_override: Vec<String> =
         base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
-    let stored = RecipeSource::Run(path.to_owned()).resolve(&is_changed)?;
+    let stored = RecipeSource::Run(path.to_owned()).resolve(&base_override)?;
     let differences = resume_differences(&stored, plan);
     if differences.is_empty() {
         return Ok(Some(stored));
@@ -338,21 +338,21 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     }];
     let Some(stored) = stored else { return Ok((lines, Some(point))) };
     let old_steps = stored.recipe.train.steps;
-    lines.extend(keep_course(
+    lines.extend(keep_schedule_end(
         "train",
         &stored.recipe.train.optimizer,
         &mut plan.recipe.train.optimizer,
         (old_steps, steps),
     ));
     if let (Some(old), Some(new)) = (&stored.recipe.critic, &mut plan.recipe.critic) {
-        lines.extend(keep_course("critic", &old.optimizer, &mut new.optimizer, (old_steps, steps)));
+        lines.extend(keep_schedule_end("critic", &old.optimizer, &mut new.optimizer, (old_steps, steps)));
     }
     Ok((lines, Some(point)))
 }
 
 /// Keeps the end of the schedule, unless the user set another. Returns a line for the console if the end
 /// matters.
-fn keep_course(
+fn keep_schedule_end(
     table: &str,
     old: &OptimizerSettings,
     new: &mut OptimizerSettings,

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 const POLL: Duration = Duration::from_millis(50);
 /// A repeated signal within this time does not count, because GNU `timeout` and batch schedulers signal both
 /// the process and its group.
-const REPETITION_MAX: Duration = Duration::from_secs(1);
+const DEBOUNCE: Duration = Duration::from_secs(1);
 
 /// A flag that a signal sets to request a stop.
 #[derive(Clone)]
@@ -45,7 +45,7 @@ impl StopFlag {
             let mut first = None;
             for kind in signals.forever() {
                 let (first_kind, begun) = *first.get_or_insert_with(|| (kind, Instant::now()));
-                let repeated = kind == first_kind && begun.elapsed() < REPETITION_MAX;
+                let repeated = kind == first_kind && begun.elapsed() < DEBOUNCE;
                 if request.requested.swap(true, Ordering::Relaxed)
                     && !repeated
                     && [SIGINT, SIGTERM].contains(&kind)

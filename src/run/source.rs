@@ -141,11 +141,11 @@ impl ModelSource {
         checkpoint::verify_folder(folder)?;
         let adapter = AdapterFolder::open(folder, &self.specs())?;
         if let (Some(wanted), Some(own)) = (&adapter.base, &self.folder)
-            && BaseModel::of(own)?.digest != wanted.digest
+            && BaseModel::from_folder(own)?.digest != wanted.digest
         {
             return Err(bad_input!(
-                "model.adapter: {} was trained on another base than {}: their weights or configs differ; name the base that it \
-                 was trained on, {} then",
+                "model.adapter: {} was trained on another base than {}: their weights or configs differ; set model.path to \
+                 the base that it was trained on: {}",
                 folder.display(),
                 own.display(),
                 wanted.path.display()
@@ -161,7 +161,7 @@ impl ModelSource {
             (Some(AdapterFolder { base: Some(base), .. }), Some(folder), _) => {
                 Ok(Some(BaseModel { path: folder.clone(), digest: base.digest.clone() }))
             }
-            (_, Some(folder), Some(_)) => BaseModel::of(folder).map(Some),
+            (_, Some(folder), Some(_)) => BaseModel::from_folder(folder).map(Some),
             _ => Ok(None),
         }
     }

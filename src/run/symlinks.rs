@@ -31,7 +31,7 @@ pub fn refuse_symlinks(folder: &Path) -> Result<()> {
 pub fn refuse_symlink(path: &Path) -> Result<()> {
     if fs::symlink_metadata(path).is_ok_and(|about| about.is_symlink()) {
         return Err(bad_input!(
-            "{}: is a link, and writes into a run folder follow no links; replace it by its target, \
+            "{}: is a symbolic link; rloss does not write through links in a run folder; replace it by its target, \
              remove it, or name another folder with --out",
             path.display()
         ));

@@ -1,6 +1,6 @@
 //! Values selected by a word in a recipe, declared once in the module that uses them.
 
-/// A value of a list, each with its word.
+/// A recipe value chosen by name from a fixed list.
 pub trait Choice: Copy + 'static {
     /// Returns every value, in the order of the documentation.
     fn all() -> Vec<Self>;

@@ -73,7 +73,7 @@ impl KeyLocations {
     }
 
     /// Records where `key` was written last.
-    pub fn note(&mut self, key: &str, location: SourceLocation) {
+    pub fn record(&mut self, key: &str, location: SourceLocation) {
         self.written.insert(key.to_owned(), location);
     }
 

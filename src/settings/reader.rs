@@ -47,7 +47,7 @@ pub(crate) struct Reader<'a> {
     pub locations: &'a mut KeyLocations,
     pub mistakes: &'a mut Mistakes,
     /// Keys with an unreliable value: one with a mistake, or the likely meaning of an unknown key.
-    pub unsure: &'a mut Vec<String>,
+    pub unreliable_keys: &'a mut Vec<String>,
     /// Every known path.
     pub known: &'a [String],
     pub origin: Origin<'a>,
@@ -93,7 +93,7 @@ impl Reader<'_> {
     /// Records where a key was written.
     pub fn accept(&mut self, written: &ParsedKey) {
         let location = self.location(written.name.start);
-        self.locations.note(&written.path, location);
+        self.locations.record(&written.path, location);
     }
 
     /// Records a mistake at a key.
@@ -103,8 +103,8 @@ impl Reader<'_> {
             return;
         }
         let location = self.location(written.name.start);
-        self.locations.note(&written.path, location.clone());
-        self.unsure.push(written.path.clone());
+        self.locations.record(&written.path, location.clone());
+        self.unreliable_keys.push(written.path.clone());
         self.mistakes.0.push(Mistake { location, key: written.path.clone(), what });
     }
 
@@ -127,11 +127,11 @@ impl Reader<'_> {
         }
         let what = match (foreign, suggested) {
             (Some(foreign), _) => {
-                self.unsure.extend(foreign.keys.iter().map(|key| (*key).to_owned()));
+                self.unreliable_keys.extend(foreign.keys.iter().map(|key| (*key).to_owned()));
                 format!("unknown key; {foreign}")
             }
             (None, Some(known)) => {
-                self.unsure.push(known.clone());
+                self.unreliable_keys.push(known.clone());
                 format!("unknown key; did you mean {known}?")
             }
             (None, None) => {

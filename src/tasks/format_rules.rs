@@ -39,7 +39,7 @@ const NOUNS: [&str; 24] = [
     "ant", "bear", "bird", "boat", "cat", "city", "cow", "dog", "door", "farm", "fish", "fox", "hat", "hill",
     "king", "lake", "moon", "rain", "road", "sea", "ship", "sun", "tree", "wind",
 ];
-/// Prefixes. None is in the word lists, so a line has one only on purpose.
+/// Prefixes. Only `so` can also occur by chance, as the start of `soft`.
 const PREFIXES: [&str; 8] = ["ah", "but", "look", "now", "oh", "so", "well", "yes"];
 
 /// The required form of a line; an absent rule is not requested. At least one is.
@@ -70,7 +70,7 @@ impl Rules {
             && self.prefix.as_ref().is_none_or(|prefix| line.starts_with(prefix))
     }
 
-    /// Returns the rules without the ignored ones; each is ignored with probability [`IGNORED`] / 100.
+    /// Drops each rule with probability [`IGNORED`] / 100.
     fn forget_some(&self, rng: &mut impl Rng) -> Self {
         let mut keep = || !draw_percent(rng, IGNORED);
         Self {

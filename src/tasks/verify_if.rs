@@ -106,7 +106,7 @@ fn problem(id: String, turns: &[Turn]) -> Problem {
     Problem { id, messages, answer: answer.collect() }
 }
 
-/// A training row.
+/// Where a training prompt comes from.
 #[derive(Debug)]
 enum Source {
     /// A prompt with its instructions.

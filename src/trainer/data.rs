@@ -27,8 +27,8 @@ impl TrainingData {
     pub fn open(context: &RunContext) -> Result<Self> {
         let file = context.recipe().cold_start.train_file.as_deref();
         let examples = Examples::open(file, &context.renderer())?;
-        let held_out = held_out(context, &examples)?;
-        let stored = stored(context)?;
+        let held_out = open_held_out(context, &examples)?;
+        let stored = open_stored(context)?;
         check_prompts(context, stored.is_none())?;
         Ok(Self { examples, held_out, stored })
     }
@@ -36,7 +36,7 @@ impl TrainingData {
 
 /// Checks before any work that the prompts fit in the context: those of the first step, unless its
 /// trajectories are stored, and the held-out ones.
-fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
+fn check_prompts(context: &RunContext, checks_training_prompts: bool) -> Result<()> {
     let recipe = context.recipe();
     if recipe.train.steps == 0 {
         return Ok(());
@@ -44,7 +44,7 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
     let policy = context.policy_without_ablations()?;
     let plan = context.training_rollout(1);
     let rollout = context.rollout(&policy, &plan);
-    if sample {
+    if checks_training_prompts {
         rollout.check(&context.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
     }
     if recipe.eval.every_steps > 0 || recipe.eval.before_training {
@@ -54,7 +54,7 @@ fn check_prompts(context: &RunContext, sample: bool) -> Result<()> {
 }
 
 /// Opens the trajectories that replace sampling, if the recipe names any.
-fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
+fn open_stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     let config = &context.model.config;
     let replayed =
         (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RoutedExpertsShape {
@@ -67,7 +67,7 @@ fn stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
 }
 
 /// Returns the held-out examples: rows of a file, or the task's held-out demonstrations.
-fn held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> {
+fn open_held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> {
     let cold_start = &context.recipe().cold_start;
     let renderer = context.renderer();
     if cold_start.steps == 0 {

@@ -5,16 +5,16 @@ use anyhow::{Result, ensure};
 use std::collections::VecDeque;
 
 /// Steps whose norms give the median.
-const NORMS: usize = 32;
+const MEDIAN_WINDOW: usize = 32;
 /// Minimum number of norms before an update is skipped for the size of its norm.
 const NORMS_MIN: usize = 8;
 /// An update is skipped if its norm exceeds the median times this factor.
-const FACTOR: f64 = 10.0;
+const SKIP_FACTOR: f64 = 10.0;
 /// Maximum number of consecutive steps without an update.
 const SKIPPED_MAX: usize = 5;
 
-/// Norms of a model's last gradients. The rows of metrics hold them, so a resumed run decides as the run
-/// without a pause.
+/// Norms of a model's last gradients. The rows of metrics hold them, so a resumed run makes the same
+/// decisions as an uninterrupted one.
 pub(super) struct GradientNorms {
     /// First part of the names of the model's metrics.
     name: &'static str,
@@ -32,7 +32,7 @@ impl GradientNorms {
     pub fn limit(&self) -> f64 {
         let mut sorted: Vec<f64> = self.norms.iter().copied().collect();
         sorted.sort_by(f64::total_cmp);
-        if sorted.len() < NORMS_MIN { f64::INFINITY } else { FACTOR * sorted[sorted.len() / 2] }
+        if sorted.len() < NORMS_MIN { f64::INFINITY } else { SKIP_FACTOR * sorted[sorted.len() / 2] }
     }
 
     /// Adds the metrics of a step. Returns a warning if one of its updates was skipped.
@@ -47,7 +47,7 @@ impl GradientNorms {
                 if norm > 0.0 {
                     self.norms.push_back(norm);
                 }
-                if self.norms.len() > NORMS {
+                if self.norms.len() > MEDIAN_WINDOW {
                     self.norms.pop_front();
                 }
             }
@@ -57,7 +57,7 @@ impl GradientNorms {
         let (count, was) = (format_number(bad?), get("grad_norm_bad"));
         let why = match was {
             Some(norm) => format!(
-                "gradient norm {} exceeds {}, {FACTOR} times the median of the last steps",
+                "gradient norm {} exceeds {}, {SKIP_FACTOR} times the median of the last steps",
                 format_number(norm),
                 format_number(limit)
             ),
@@ -70,7 +70,7 @@ impl GradientNorms {
     ///
     /// # Errors
     /// When too many consecutive steps were skipped.
-    pub fn refuse_many(&self) -> Result<()> {
+    pub fn check_skipped(&self) -> Result<()> {
         ensure!(
             self.skipped <= SKIPPED_MAX,
             "{} steps in a row were skipped for their gradients ({}/updates_bad), so the run stops; lower the \
@@ -118,12 +118,12 @@ mod tests {
         for _ in 0..5 {
             let reported = norms.note(&bad(None)).unwrap();
             assert!(reported.contains("the gradient norm is not finite"), "{reported}");
-            norms.refuse_many().unwrap();
+            norms.check_skipped().unwrap();
         }
         norms.note(&step(1.0));
         for skipped in 1..=6 {
             norms.note(&bad(None));
-            assert_eq!(norms.refuse_many().is_err(), skipped == 6, "{skipped}");
+            assert_eq!(norms.check_skipped().is_err(), skipped == 6, "{skipped}");
         }
     }
 }

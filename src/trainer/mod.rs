@@ -149,7 +149,8 @@ impl Trainer {
         self.reinforcement_learning(optimizer, critic, rl_start)
     }
 
-    /// Passes the work left after `done` to the console, which shows one time for all of it.
+    /// Tells the console the work that remains after `done`, so that it can show one remaining time for all
+    /// stages.
     fn plan_time(&self, done: Option<(Phase, u64)>) {
         let recipe = self.context.recipe();
         let (steps, every) = (recipe.train.steps, recipe.eval.every_steps);
@@ -226,8 +227,8 @@ impl Trainer {
                 .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
                 .collect();
             self.write_row(step, Phase::Rl, metrics)?;
-            self.monitor.actor_norms.refuse_many()?;
-            self.monitor.critic_norms.refuse_many()?;
+            self.monitor.actor_norms.check_skipped()?;
+            self.monitor.critic_norms.check_skipped()?;
             let logged_rows = sampled.rows(recipe.logging.trajectories_per_step, &learned);
             self.folder.write_trajectories(&format!("step-{step:06}"), logged_rows.into_iter())?;
             progress.advance(1, counts.sampled_tokens as u64, &shown);
@@ -236,7 +237,7 @@ impl Trainer {
             if recipe.eval.every_steps > 0 && (is_last || step % recipe.eval.every_steps == 0) {
                 self.evaluate(step)?;
             }
-            if self.checkpoint_or_stop(Phase::Rl, step, is_last, &optimizer, critic.as_ref())? {
+            if self.save_if_due(Phase::Rl, step, is_last, &optimizer, critic.as_ref())? {
                 return Ok(true);
             }
         }
@@ -327,7 +328,7 @@ impl Trainer {
         });
         let causes = SampleCauses::count(self.context.task.as_ref(), samples);
         let tokens_max = self.context.recipe().rollout.response_tokens_max;
-        let causes = causes.words(self.context.interpreter.is_some(), tokens_max);
+        let causes = causes.messages(self.context.interpreter.is_some(), tokens_max);
         let mut warnings = self.monitor.note_causes(causes);
         warnings.extend(self.monitor.record(step, metrics));
         for warning in warnings {

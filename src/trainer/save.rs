@@ -11,7 +11,7 @@ use anyhow::Result;
 impl Trainer {
     /// Saves a checkpoint when due: by the schedule, at the end of a stage, or after a signal. Returns
     /// whether a signal asked for a stop.
-    pub(super) fn checkpoint_or_stop(
+    pub(super) fn save_if_due(
         &mut self,
         phase: Phase,
         step: u64,
@@ -48,8 +48,8 @@ impl Trainer {
             .critic
             .as_ref()
             .map_or(0, |_| checkpoint::estimate_bytes(WeightFormat::F32, &self.context.parameters));
-        if let Some(lack) = self.folder.disk_space_warning(policy + critic) {
-            self.console.print(&format!("warning: {lack}"));
+        if let Some(warning) = self.folder.disk_space_warning(policy + critic) {
+            self.console.print(&format!("warning: {warning}"));
         }
     }
 

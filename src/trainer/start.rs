@@ -52,7 +52,7 @@ impl Trainer {
             })
         };
         context.mesh().run_on_rank_zero(write, |request| base.serve(None, &request))?;
-        context.base = Some(BaseModel::of(&folder)?);
+        context.base = Some(BaseModel::from_folder(&folder)?);
         Ok(())
     }
 

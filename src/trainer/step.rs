@@ -94,7 +94,8 @@ pub struct PolicyStep<'a> {
     pub pass: PassSettings,
     /// An ablation: the old log-probs come from a separate forward, independent of `policy.old_logprob`.
     pub second_forward: Option<ForwardOptions>,
-    /// The constant of [`crate::policy::Aggregation::Constant`], and the limit of overlong shaping.
+    /// Maximum response tokens. [`crate::policy::Aggregation::Constant`] divides by it, and overlong shaping
+    /// starts below it.
     pub response_tokens_max: usize,
     pub skip_above: SkipAbove,
     pub timings: &'a Timings,

@@ -74,9 +74,9 @@ impl Trainer {
             self.timings.add("step", seconds);
             metrics.set("perf/throughput", output.tokens as f64 / seconds);
             self.write_row(step, Phase::ColdStart, metrics)?;
-            self.monitor.warm_up_norms.refuse_many()?;
+            self.monitor.warm_up_norms.check_skipped()?;
             progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
-            if self.checkpoint_or_stop(Phase::ColdStart, step, last, &optimizer, None)? {
+            if self.save_if_due(Phase::ColdStart, step, last, &optimizer, None)? {
                 return Ok(true);
             }
         }

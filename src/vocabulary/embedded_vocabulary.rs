@@ -9,7 +9,7 @@ const FIRST_BYTE: usize = 16;
 /// Returns a `tokenizer.json` of 272 tokens:
 /// - `special` from id 0;
 /// - `added`: recognised in text, but not skipped by decoders;
-/// - `words`, which no merge produces;
+/// - `words`: words of templates, found only by `entry_id`, since no merge produces them;
 /// - reserved ids up to 15, never produced;
 /// - the bytes from id 16.
 pub fn embedded_json(special: &[&str], added: &[&str], words: &[&str]) -> Vec<u8> {

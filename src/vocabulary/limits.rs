@@ -1,25 +1,26 @@
-//! Limits of a `tokenizer.json`. The crate follows the file: a few kilobytes may make it replace every letter
-//! by a hundred, eight times over. So steps that lengthen a text are refused before the crate reads them.
+//! Limits of a `tokenizer.json`. The `tokenizers` crate does what the file says. A small file can make it
+//! lengthen a text without bound. Such steps are therefore refused before the crate reads the file.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use std::fmt;
 
-/// Most values and keys of a section other than the vocabulary; the longest known has about 50.
+/// Maximum number of values and keys of a section other than the vocabulary; the longest known has about 50.
 const STEP_VALUES_MAX: usize = 1000;
-/// Most bytes of their strings, patterns included; the longest known has about 1 KiB.
+/// Maximum total bytes of the strings in such a section, patterns included; the longest known has about
+/// 1 KiB.
 const STEP_BYTES_MAX: usize = 16 << 10;
-/// Most values and keys of the vocabulary; GPT-OSS's has 2 million.
+/// Maximum number of values and keys of the vocabulary; GPT-OSS's has 2 million.
 const VOCABULARY_VALUES_MAX: usize = 8_000_000;
-/// Most bytes of all regular expressions. A compiled counted repetition takes up to 10 MB, other patterns
-/// hardly any memory.
+/// Maximum total bytes of all regular expressions.
 const PATTERN_BYTES_MAX: usize = 4096;
+/// Maximum number of counted repetitions, such as `x{900}`; each compiles to up to 10 MB.
 const REPETITIONS_MAX: usize = 8;
-/// Most steps of one section.
+/// Maximum number of steps of one section.
 const STEPS_MAX: usize = 16;
 
-/// Normalizers that lengthen a text at most as Unicode's forms do, once, and their keys.
+/// Allowed normalizers, and their keys. They lengthen a text no more than one Unicode normalization does.
 const NORMALIZERS: &[&str] =
     &["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"];
 const NORMALIZER_KEYS: &[&str] = &["type", "normalizers", "strip_left", "strip_right"];
@@ -66,7 +67,7 @@ struct Outline {
     _model: Option<SectionCounter>,
 }
 
-/// Refuses a file without bounds on its work. The crate reports other errors.
+/// Refuses a file whose steps could take unbounded time or memory. The crate reports other errors.
 ///
 /// # Errors
 /// The message says what exceeds its limit, and the limit.
@@ -155,7 +156,7 @@ struct SectionContents {
     repetitions: usize,
 }
 
-/// Visits one value under `key`. It keeps values of `type` and, if `keeps`, keys.
+/// Visits one value under `key`. If `keeps` is true, it stores the keys and the values of `type`.
 struct SectionVisitor<'a> {
     contents: &'a mut SectionContents,
     keeps: bool,

@@ -68,7 +68,7 @@ impl Vocabulary {
         // others.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| anyhow!("{place}: {e}"))?;
-        // Nothing uses the steps after the model.
+        // The post-processor and the decoder are not used.
         inner.with_post_processor(None::<PostProcessorWrapper>);
         inner.with_decoder(None::<DecoderWrapper>);
         match inner.get_model() {

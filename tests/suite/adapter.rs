@@ -91,7 +91,7 @@ fn rewrite(from: &Path, base: &Path, to: &Path) {
     let values: BTreeMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs).unwrap()).collect();
     std::fs::create_dir_all(to).unwrap();
     let mut manifest = Manifest::default();
-    let base = BaseModel::of(base).unwrap();
+    let base = BaseModel::from_folder(base).unwrap();
     let factor = |name: &str| Ok(values[name].clone());
     peft::write(to, &mut manifest, (&adapter.lora, &specs), &base, factor).unwrap();
 }

@@ -187,7 +187,7 @@ fn found_in_bf16(world: &World, activation_bits: u32) -> Verdict {
     let rounding = WeightRounding { mxfp4: false, bits: Some(7) };
     let weights = Arc::new(world.parameters.frozen_weights(Some(&rounding.weight_change())).unwrap());
     let plain = observed(world, &world.model, ForwardOptions::default(), 1.0);
-    let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.tokens).collect();
+    let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.micro_batch).collect();
     let policy = PolicyView { model: &world.model, weights, forward };
     let log_probs = policy.all_log_probs(&world.threads, &batches, 1.0, &|_| ()).unwrap();
     world.reference().diagnose(&EngineLogProbs::from_samples(batches, 1.0, log_probs)).unwrap().verdict

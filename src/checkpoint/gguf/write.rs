@@ -317,7 +317,7 @@ fn add_tokenizer(to: &mut Entries, config: &Config, tokenizer: &GgufTokenizer) -
     };
     let merges: Vec<String> = json["model"]["merges"].as_array().into_iter().flatten().map(pair).collect();
     let steps = json["pre_tokenizer"].to_string();
-    let own = config.family.gguf_splitter;
+    let own = config.family.gguf_pre_tokenizer;
     let pattern = |known: &&super::metadata::Splitter| steps.contains(&Json::from(known.pattern).to_string());
     let splitter = match SPLITTERS.iter().find(pattern) {
         Some(known) => known.name,

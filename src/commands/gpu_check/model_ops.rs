@@ -62,7 +62,7 @@ fn over_rows(name: &str, x: &Tensor, rule: Tolerance) -> Result<Output> {
 }
 
 /// Draws numbers that bf16 represents exactly.
-fn numbers(seed: u64, rows: usize, width: usize, size: f32) -> Result<Tensor> {
+fn random_values(seed: u64, rows: usize, width: usize, size: f32) -> Result<Tensor> {
     let mut rng = stream(seed, Purpose::Evaluation, &[]);
     let values: Vec<f32> = (0..rows * width).map(|_| size * rng.random_range(-3.0f32..3.0)).collect();
     Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?.to_dtype(DType::BF16)?)
@@ -96,17 +96,17 @@ fn held(x: &Tensor, device: &Device) -> Result<Tensor> {
 }
 
 fn activations(seed: u64, rows: Rows, width: usize, device: &Device) -> Result<Tensor> {
-    held(&rows.of(&numbers(seed, rows.all, width, 1.0)?)?, device)
+    held(&rows.of(&random_values(seed, rows.all, width, 1.0)?)?, device)
 }
 
 fn matrix(seed: u64, shape: &[usize], device: &Device) -> Result<Tensor> {
     let width = shape[shape.len() - 1];
-    held(&numbers(seed, shape.iter().product::<usize>() / width, width, 0.3)?.reshape(shape)?, device)
+    held(&random_values(seed, shape.iter().product::<usize>() / width, width, 0.3)?.reshape(shape)?, device)
 }
 
 /// Draws f32 rows, on every device.
 fn single(seed: u64, rows: Rows, width: usize, device: &Device) -> Result<Tensor> {
-    Ok(rows.of(&numbers(seed, rows.all, width, 1.0)?)?.to_dtype(DType::F32)?.to_device(device)?)
+    Ok(rows.of(&random_values(seed, rows.all, width, 1.0)?)?.to_dtype(DType::F32)?.to_device(device)?)
 }
 
 struct Buffer(Tensor);
@@ -204,16 +204,18 @@ fn router(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         ops::top_k_softmax(x[0], &routes)
     })?;
     let plan = Dispatch::new(&routes, experts)?;
-    let holders = rows.ids(|row| 1 + row % 5);
+    let sequences_per_row = rows.ids(|row| 1 + row % 5);
     let dloss = Tensor::new(0.75f32, device)?;
     let mut seen = vec![
         by_row("route", &routes, Tolerance::Same)?,
         by_row("top k softmax, weights", &weights, SUM)?,
         by_row("top k softmax, dlogits", &dlogits[0], SUM)?,
     ];
-    for (name, holders) in [("load balance", None), ("load balance, rows held", Some(&holders))] {
+    for (name, sequences_per_row) in
+        [("load balance", None), ("load balance, rows held", Some(&sequences_per_row))]
+    {
         let (loss, dlogits) =
-            differentiated(from_ref(&logits), &dloss, |x| ops::load_balance(x[0], &plan, holders))?;
+            differentiated(from_ref(&logits), &dloss, |x| ops::load_balance(x[0], &plan, sequences_per_row))?;
         seen.push(over_rows(&format!("{name}, loss"), &loss, SUM)?);
         seen.push(over_rows(&format!("{name}, dlogits"), &dlogits[0], SUM)?);
     }
@@ -284,7 +286,7 @@ fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let ones = |width: usize| {
         held(&Tensor::ones((rows.all - rows.first, width), DType::BF16, &Device::Cpu)?, device)
     };
-    let gated = held(&rows.of(&numbers(1, rows.all, width, 4.0)?)?, device)?;
+    let gated = held(&rows.of(&random_values(1, rows.all, width, 4.0)?)?, device)?;
     let weight = single(3, Rows { all: 1, first: 0 }, width, device)?.flatten_all()?;
     let (y, dx) = differentiated(&[gated], &ones(width / 2)?, |x| ops::swiglu(x[0], 7.0, 1.702))?;
     let inputs = [activations(2, rows, width, device)?, weight];

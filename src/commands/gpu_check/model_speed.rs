@@ -49,7 +49,7 @@ struct Cases {
 
 const WARM_UPS: usize = 2;
 /// Measurements, of which the median is printed.
-const TIMES: usize = 5;
+const MEASUREMENTS: usize = 5;
 /// Memory left beside the cache, for one forward and the logits.
 const SPARE_BYTES: u64 = 4 << 30;
 
@@ -141,7 +141,7 @@ fn row(
 /// Returns the median time of `pass`, which waits for the device itself.
 fn median(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut seconds = vec![];
-    for time in 0..WARM_UPS + TIMES {
+    for time in 0..WARM_UPS + MEASUREMENTS {
         let begun = Instant::now();
         pass()?;
         if time >= WARM_UPS {
@@ -149,7 +149,7 @@ fn median(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
         }
     }
     seconds.sort_by(f64::total_cmp);
-    Ok(seconds[TIMES / 2])
+    Ok(seconds[MEASUREMENTS / 2])
 }
 
 /// Returns random frozen weights. Tensors of equal shape hold equal numbers, each in its own memory.
@@ -206,7 +206,7 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
     compare_recorded(device, &policy)?;
     for &context in cases.context {
         for &sequences in cases.sequences {
-            let tokens = context + 2 * (WARM_UPS + TIMES);
+            let tokens = context + 2 * (WARM_UPS + MEASUREMENTS);
             let capacity = CacheCapacity { sequences, tokens, fed_tokens_max: sequences };
             let free = free_memory(device.as_cuda_device()?)?;
             if capacity.device_bytes(config) + SPARE_BYTES.min(free / 2) > free {

@@ -1,5 +1,5 @@
-//! The GPU's values and gradients of attention against the CPU's: errors are at most twice those of plain
-//! bf16.
+//! The GPU's values and gradients of attention against the CPU's: errors are at most twice those of a
+//! reference that rounds every intermediate value to bf16 ("plain bf16").
 
 use super::Verdicts;
 use super::bitwise_equality::{Bits, training_bits};
@@ -13,7 +13,7 @@ use half::bf16;
 use std::sync::Arc;
 
 /// Allowed error, as a multiple of plain bf16's.
-const TIMES_PLAIN: f64 = 2.0;
+const REFERENCE_ERROR_FACTOR: f64 = 2.0;
 /// Error of f32 itself, as a fraction of the tensor's largest value. It matters if plain bf16 happens to be
 /// exact.
 const FLOOR: f64 = 1e-6;
@@ -28,12 +28,12 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
             verdicts.check(&format!("oracle: {}, {}", shape.name, kernels.name), || {
                 let seen = values(training_bits(&problem, device, kernels)?);
                 let reference = cpu_reference(&problem, &exact)?;
-                Ok(reference.and_then(|reference| against_plain(&seen, &reference, &plain)))
+                Ok(reference.and_then(|reference| check_against_bf16_reference(&seen, &reference, &plain)))
             });
         }
         verdicts.check(&format!("oracle: {}, the op in a graph = its kernels", shape.name), || {
             let of_kernels = values(training_bits(&problem, device, kernel_set(device.as_cuda_device()?)?)?);
-            let of_op = through_the_op(&problem, device)?;
+            let of_op = run_op(&problem, device)?;
             let same = TENSORS.iter().all(|(name, get)| *name == "LSE" || get(&of_op) == get(&of_kernels));
             Ok(if same { Ok("to the bit".into()) } else { Err("values or gradients differ".into()) })
         });
@@ -42,7 +42,7 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
 
 /// Computes the CPU's op, and checks it against the formulas. The op does not return its log-sum-exps.
 fn cpu_reference(problem: &AttentionProblem, exact: &Values) -> Result<Result<Values, String>> {
-    let mut reference = through_the_op(problem, &Device::Cpu)?;
+    let mut reference = run_op(problem, &Device::Cpu)?;
     reference.lse = exact.lse.clone();
     let bound =
         |_: fn(&Values) -> &[f64], size: f64| Distance { largest: CPU_ERROR * size, rms: CPU_ERROR * size };
@@ -53,14 +53,14 @@ fn cpu_reference(problem: &AttentionProblem, exact: &Values) -> Result<Result<Va
 }
 
 pub(super) fn values(bits: Bits) -> Values {
-    let halves = |bits: Vec<u16>| bits.into_iter().map(|x| bf16::from_bits(x).to_f64()).collect();
-    let words = |bits: Vec<u32>| bits.into_iter().map(|x| f32::from_bits(x).into()).collect();
+    let from_bf16_bits = |bits: Vec<u16>| bits.into_iter().map(|x| bf16::from_bits(x).to_f64()).collect();
+    let from_f32_bits = |bits: Vec<u32>| bits.into_iter().map(|x| f32::from_bits(x).into()).collect();
     Values {
-        out: halves(bits.out),
-        lse: words(bits.lse),
-        dq: halves(bits.dq),
-        dkv: halves(bits.dkv),
-        dsinks: words(bits.dsinks),
+        out: from_bf16_bits(bits.out),
+        lse: from_f32_bits(bits.lse),
+        dq: from_bf16_bits(bits.dq),
+        dkv: from_bf16_bits(bits.dkv),
+        dsinks: from_f32_bits(bits.dsinks),
     }
 }
 
@@ -92,12 +92,15 @@ fn shapes(small: bool) -> Vec<Shape> {
     ]
 }
 
-/// Applies the rule: errors are at most [`TIMES_PLAIN`] times those of plain bf16.
-fn against_plain(seen: &Values, reference: &Values, plain: &Values) -> Result<String, String> {
+/// Applies the rule: errors are at most [`REFERENCE_ERROR_FACTOR`] times those of plain bf16.
+fn check_against_bf16_reference(seen: &Values, reference: &Values, plain: &Values) -> Result<String, String> {
     let bound = |get: fn(&Values) -> &[f64], size: f64| {
         let plain = distance(get(plain), get(reference));
         let floor = FLOOR * size;
-        Distance { largest: TIMES_PLAIN * plain.largest.max(floor), rms: TIMES_PLAIN * plain.rms.max(floor) }
+        Distance {
+            largest: REFERENCE_ERROR_FACTOR * plain.largest.max(floor),
+            rms: REFERENCE_ERROR_FACTOR * plain.rms.max(floor),
+        }
     };
     compare(seen, reference, bound)
 }
@@ -106,7 +109,7 @@ fn against_plain(seen: &Values, reference: &Values, plain: &Values) -> Result<St
 /// few elements plain bf16 may be exact by luck, so at least its rounding step is allowed.
 pub(super) fn error_bound(plain: &[f64], exact: &[f64]) -> f64 {
     let floor = if exact.len() < 32 { 2f64.powi(-7) } else { FLOOR };
-    TIMES_PLAIN * distance(plain, exact).largest.max(floor * largest(exact))
+    REFERENCE_ERROR_FACTOR * distance(plain, exact).largest.max(floor * largest(exact))
 }
 
 /// Checks that every tensor of `seen` is within `bound(tensor, size of its largest value)` of `reference`, in
@@ -145,7 +148,7 @@ pub(super) const TENSORS: Tensors = [
 ];
 
 /// Computes value and gradients as training does: by the op and candle's backward.
-fn through_the_op(problem: &AttentionProblem, device: &Device) -> Result<Values> {
+fn run_op(problem: &AttentionProblem, device: &Device) -> Result<Values> {
     let [q, kv, sinks, dout] = problem.tensors(device)?;
     let (q, kv, sinks) = (Var::from_tensor(&q)?, Var::from_tensor(&kv)?, Var::from_tensor(&sinks)?);
     let rows = Arc::new(SequenceRows::from_cu_seqlens(&problem.shape.cu_seqlens()));
@@ -191,18 +194,19 @@ mod tests {
         let shape = &shapes(true)[1];
         let problem = AttentionProblem::new(shape, 7);
         let (exact, plain) = (reference_attention(&problem, false), reference_attention(&problem, true));
-        let mut reference = through_the_op(&problem, &Device::Cpu).unwrap();
+        let mut reference = run_op(&problem, &Device::Cpu).unwrap();
         reference.lse = exact.lse.clone();
         compare(&reference, &exact, |_, size| Distance { largest: CPU_ERROR * size, rms: CPU_ERROR * size })
             .unwrap();
-        let seen = against_plain(&plain, &reference, &plain).unwrap();
+        let seen = check_against_bf16_reference(&plain, &reference, &plain).unwrap();
         assert!(seen.starts_with("errors at most 0.50"), "{seen}");
 
         let without = AttentionProblem { sinks: vec![-1e9; shape.heads], ..problem.clone() };
-        let error = against_plain(&reference_attention(&without, true), &reference, &plain).unwrap_err();
+        let error = check_against_bf16_reference(&reference_attention(&without, true), &reference, &plain)
+            .unwrap_err();
         assert!(error.starts_with("O: "), "{error}");
         let mut nan = plain.clone();
         nan.dkv[3] = f64::NAN;
-        assert!(against_plain(&nan, &reference, &plain).unwrap_err().starts_with("dK and dV"));
+        assert!(check_against_bf16_reference(&nan, &reference, &plain).unwrap_err().starts_with("dK and dV"));
     }
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// The script's output.
 #[derive(Debug, Deserialize)]
-pub(super) struct Peers {
+pub(super) struct AttentionTimings {
     /// The library and its version.
     pub library: String,
     /// The device that was measured.
@@ -41,7 +41,7 @@ pub(super) struct TimingCase {
     pub backward: bool,
 }
 
-impl Peers {
+impl AttentionTimings {
     /// Returns the implementations' names, in order of appearance.
     pub fn names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = vec![];
@@ -73,7 +73,7 @@ impl Peers {
 }
 
 /// Reads the script's file.
-pub(super) fn read(path: &Path) -> Result<Peers> {
+pub(super) fn read(path: &Path) -> Result<AttentionTimings> {
     let text = std::fs::read_to_string(path)
         .map_err(|e| bad_input!("{}: {e}; scripts/attention_peers.py writes it", path.display()))?;
     serde_json::from_str(&text)

@@ -5,7 +5,7 @@
 //! one length.
 
 use super::oracle::bits;
-use super::peers::{Peers, TimingCase};
+use super::peers::{AttentionTimings, TimingCase};
 use super::problem::{AttentionProblem, Shape};
 use crate::ops::cuda::{DeviceLaunchPlan, Inputs, Timer};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
@@ -17,7 +17,7 @@ use half::bf16;
 const TOKENS: usize = 16_384;
 const WARM_UPS: usize = 3;
 /// Measurements, of which the median is printed.
-const TIMES: usize = 21;
+const MEASUREMENTS: usize = 21;
 /// Passes in a row per measurement, which hide the host's time.
 const PASSES: usize = 5;
 
@@ -27,15 +27,15 @@ const MODELS: [((usize, usize), Option<usize>); 3] =
     [((32, 32), None), ((64, 8), None), ((64, 8), Some(128))];
 const LENGTHS: [usize; 5] = [1024, 2048, 4096, 8192, 16_384];
 
-pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&Peers>) -> Result<()> {
-    let names = peers.map(Peers::names).unwrap_or_default();
+pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&AttentionTimings>) -> Result<()> {
+    let names = peers.map(AttentionTimings::names).unwrap_or_default();
     println!();
     match peers {
         Some(peers) => println!("Other implementations: {} on {}.", peers.library, peers.device),
         None => println!("Other implementations: not run."),
     }
     println!(
-        "A column of theirs: TFLOP/s, and in brackets this one's speed over theirs. Median of {TIMES}.\n"
+        "A column of theirs: TFLOP/s, and in brackets this one's speed over theirs. Median of {MEASUREMENTS}.\n"
     );
     print!("| heads / kv heads, window | tokens | pass | kernels | ms | TFLOP/s |");
     names.iter().for_each(|name| print!(" {name} |"));
@@ -50,7 +50,7 @@ pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&Peers>) -> Resul
             rows.sort_by_key(|&(backward, ..)| backward);
             for (backward, kernels, ms) in rows {
                 let timed = TimingCase { heads, kv_heads, window, length, backward };
-                row(timed, kernels, ms, &names, peers);
+                print_row(timed, kernels, ms, &names, peers);
             }
         }
     }
@@ -60,7 +60,13 @@ pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&Peers>) -> Resul
     Ok(())
 }
 
-fn row(timed: TimingCase, kernels: &KernelSet, ms: f32, names: &[&str], peers: Option<&Peers>) {
+fn print_row(
+    timed: TimingCase,
+    kernels: &KernelSet,
+    ms: f32,
+    names: &[&str],
+    peers: Option<&AttentionTimings>,
+) {
     let TimingCase { heads, kv_heads, window, length, backward } = timed;
     let work = operations(timed);
     let rate = |ms: f32| work / (ms as f64 * 1e9);
@@ -91,7 +97,7 @@ fn operations(timed: TimingCase) -> f64 {
 }
 
 /// Returns random numbers, about a million of them repeated, because zeros would run faster than real data.
-pub(super) fn numbers(count: usize, seed: u64) -> Vec<bf16> {
+pub(super) fn random_values(count: usize, seed: u64) -> Vec<bf16> {
     let some = AttentionProblem::new(&Shape::new("numbers", (128, 128), None, &[128]), seed);
     bits(&some.q).into_iter().cycle().take(count).collect()
 }
@@ -107,8 +113,8 @@ fn time(
     let shape = Shape::new("speed", heads, window, &vec![length; TOKENS / length]);
     let sequences = LaunchSequences::for_packed_sequences(&shape.cu_seqlens())?;
     let prepared = DeviceLaunchPlan::new(gpu, kernels, &shape.attention(), &sequences, None)?;
-    let up = |heads: usize, seed: u64| gpu.clone_htod(&numbers(TOKENS * heads * 64, seed));
-    let (q, kv, dout) = (up(heads.0, 1)?, up(2 * heads.1, 2)?, up(heads.0, 3)?);
+    let upload = |heads: usize, seed: u64| gpu.clone_htod(&random_values(TOKENS * heads * 64, seed));
+    let (q, kv, dout) = (upload(heads.0, 1)?, upload(2 * heads.1, 2)?, upload(heads.0, 3)?);
     let sinks = gpu.clone_htod(&vec![0.5f32; heads.0])?;
     let (q, kv, dout, sinks) = (q.as_view(), kv.as_view(), dout.as_view(), sinks.as_view());
     let inputs = Inputs { q: &q, kv: &kv, sinks: &sinks };
@@ -124,7 +130,7 @@ pub(super) fn median(gpu: &CudaDevice, mut pass: impl FnMut() -> Result<()>) -> 
         pass()?;
     }
     let mut times = vec![];
-    for _ in 0..TIMES {
+    for _ in 0..MEASUREMENTS {
         let timer = Timer::start(gpu)?;
         for _ in 0..PASSES {
             pass()?;
@@ -132,7 +138,7 @@ pub(super) fn median(gpu: &CudaDevice, mut pass: impl FnMut() -> Result<()>) -> 
         times.push(timer.milliseconds()? / PASSES as f32);
     }
     times.sort_by(f32::total_cmp);
-    Ok(times[TIMES / 2])
+    Ok(times[MEASUREMENTS / 2])
 }
 
 #[cfg(test)]

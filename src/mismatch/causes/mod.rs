@@ -113,13 +113,13 @@ impl Cause {
     }
 
     /// Returns whether the mistake shortens the mantissas of the whole computation.
-    pub fn shortens_mantissas(&self) -> bool {
-        self.name == precision::SHORT_MANTISSAS
+    pub fn reduces_mantissa(&self) -> bool {
+        self.name == precision::REDUCED_MANTISSA
     }
 
     /// Returns whether any noise of that size resembles the mistake.
     pub fn is_rounding(&self) -> bool {
-        self.shortens_mantissas() || self.name == precision::BF16_WEIGHTS
+        self.reduces_mantissa() || self.name == precision::BF16_WEIGHTS
     }
 
     /// Applies the mistake to `variant`.

@@ -10,7 +10,7 @@ use candle_core::Tensor;
 use std::sync::Arc;
 
 pub(super) const BF16_WEIGHTS: &str = "bf16 weights";
-pub(super) const SHORT_MANTISSAS: &str = "short mantissas";
+pub(super) const REDUCED_MANTISSA: &str = "short mantissas";
 
 pub(super) fn causes(config: &Config) -> Vec<Cause> {
     let rounded = |name, detail, rounding: WeightRounding| {
@@ -23,21 +23,27 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
     if config.family.has_experts && divides {
         let name = "MXFP4 weights";
         let detail = "expert matrices in blocks of 32, what lies beyond 6 of their scale cut off";
-        found.push(Cause::in_values(name, detail, WEIGHTS, ParameterSpec::is_expert_matrix, mxfp4_cut_off));
+        found.push(Cause::in_values(
+            name,
+            detail,
+            WEIGHTS,
+            ParameterSpec::is_expert_matrix,
+            round_to_mxfp4_saturating,
+        ));
         let mxfp4 = WeightRounding { mxfp4: true, bits: None };
         found.push(rounded(name, "expert matrices in blocks of 32", mxfp4));
     }
     found.extend([3, 5, 7].map(|bits| {
         let detail = format!("weights and activations of {bits} bits");
-        Cause::in_forward(SHORT_MANTISSAS, detail, FORWARD, move |variant| variant.set_rounding(bits, bits))
+        Cause::in_forward(REDUCED_MANTISSA, detail, FORWARD, move |variant| variant.set_rounding(bits, bits))
     }));
     found
 }
 
-/// Rounds to MXFP4 in blocks of 32 inputs. The scale is the power of two that puts the largest magnitude in
-/// 4..8. Magnitudes round to the nearest of the format's eight values, ties to the even index; those beyond 6
-/// become 6.
-fn mxfp4_cut_off(tensor: &Tensor) -> Result<Tensor> {
+/// Rounds to MXFP4 in blocks of 32 inputs. The scale is a power of two such that the largest scaled
+/// magnitude is in 4..8. Magnitudes round to the nearest of the format's eight values, ties to the even index.
+/// Scaled values above 6 saturate at 6.
+fn round_to_mxfp4_saturating(tensor: &Tensor) -> Result<Tensor> {
     let [_, inputs, outputs]: [usize; 3] = tensor.dims3()?.into();
     let mut values = tensor.flatten_all()?.to_vec1::<f32>()?;
     for matrix in values.chunks_exact_mut(inputs * outputs) {

@@ -54,8 +54,8 @@ impl Variant {
     }
 
     /// Returns the model, with context for one token more than asked: the start token may appear twice.
-    pub fn model(&self, row_tokens_max: usize) -> Model {
-        let (config, positions) = (self.config.clone(), row_tokens_max + 1);
+    pub fn model(&self, sequence_tokens_max: usize) -> Model {
+        let (config, positions) = (self.config.clone(), sequence_tokens_max + 1);
         match &self.rope {
             None => Model::new(config, positions),
             Some((frequencies, factor)) => Model::with_rope(config, positions, frequencies, *factor),

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
 
-/// The entries of each prompt token, keyed by id as text: the token itself and the most likely ones.
+/// For each prompt token, a map from token id (as text) to its entry: the token itself and the likeliest ones.
 type PromptLogProbs = Vec<Option<HashMap<String, PromptEntry>>>;
 
 #[derive(Deserialize)]

@@ -42,7 +42,9 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
         row.texts.extend(text.map(|text| (at, text)));
     }
     row.routes = match meta.routed_experts {
-        Some(Value::String(text)) => Some(RawExperts { experts: int32(&base64_bytes(&text)?), shape: None }),
+        Some(Value::String(text)) => {
+            Some(RawExperts { experts: decode_u32_le(&base64_bytes(&text)?), shape: None })
+        }
         _ => None,
     };
     Ok(row)
@@ -56,6 +58,6 @@ fn entry_of(entry: Value) -> Result<Entry, String> {
     }
 }
 
-fn int32(bytes: &[u8]) -> Vec<u32> {
+fn decode_u32_le(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }

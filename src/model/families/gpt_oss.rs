@@ -18,7 +18,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     meaning: "Experts, attention sinks, windows in every other layer; conversations in Harmony.",
     architecture: "GptOssForCausalLM",
     gguf: "gpt-oss",
-    gguf_splitter: "gpt-4o",
+    gguf_pre_tokenizer: "gpt-4o",
     chat: Format::Harmony,
     has_experts: true,
     has_sinks: true,

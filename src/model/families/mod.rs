@@ -30,7 +30,7 @@ pub struct FamilyEntry {
     /// `general.architecture` of a GGUF file.
     pub gguf: &'static str,
     /// The splitter of the family's published tokenizer, by its name in GGUF.
-    pub gguf_splitter: &'static str,
+    pub gguf_pre_tokenizer: &'static str,
     /// The format of conversations.
     pub chat: Format,
     /// Whether layers have experts.

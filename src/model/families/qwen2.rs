@@ -18,7 +18,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     meaning: "Dense Qwen2 and Qwen2.5; conversations in ChatML.",
     architecture: "Qwen2ForCausalLM",
     gguf: "qwen2",
-    gguf_splitter: "qwen2",
+    gguf_pre_tokenizer: "qwen2",
     chat: Format::ChatMl,
     has_experts: false,
     has_sinks: false,

@@ -7,7 +7,7 @@ use crate::model::expert_parallel::{ExpertParallel, expert_range};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::matrix::ModelTensors;
 use crate::model::names::{ParameterSpec, TensorRole};
-use crate::model::sharded_layers::{GatherPart, GatheredUse, ShardedLayers, finish_gather, start_gather};
+use crate::model::sharded_layers::{GatherPart, GatherTarget, ShardedLayers, finish_gather, start_gather};
 use crate::model::weights::Weights;
 use crate::ops::cpu::{host_codes, host_values, to_host};
 use crate::ops::parameter::GradientSink;
@@ -77,7 +77,7 @@ impl Parameters {
     /// Returns weights whose layers are gathered when a pass reaches them. Tensors outside the layers, and
     /// adapters, are gathered at once.
     pub(super) fn layer_gathered_weights(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
-        let uses = GatheredUse { sink: sink.cloned(), device: self.device().clone() };
+        let uses = GatherTarget { sink: sink.cloned(), device: self.device().clone() };
         let mut layers: Vec<Vec<GatherPart>> = vec![vec![]; self.config.num_hidden_layers];
         let mut outside = vec![];
         for (index, spec) in self.specs.iter().enumerate() {

@@ -18,7 +18,7 @@ const FRACTIONS: Kernel = Kernel {
     shared_bytes: 128 * size_of::<i64>(),
 };
 const ROWS: Kernel = Kernel { function: "load_balance_rows", shared_bytes: 0, ..FRACTIONS };
-/// One sum per thread.
+/// Sums the loss over rows; each thread holds one partial sum.
 const SUM: Kernel =
     Kernel { function: "load_balance_sum", threads: 256, shared_bytes: 256 * size_of::<f32>(), ..FRACTIONS };
 const BACKWARD: Kernel = Kernel { function: "load_balance_backward", ..ROWS };
@@ -31,7 +31,7 @@ kernel_params! {
         logits: u64,
         token_of: u64,
         offsets: u64,
-        holders: u64,
+        sequences_per_row: u64,
         fractions: u64,
         of_rows: u64,
         loss: u64,
@@ -74,9 +74,9 @@ unsafe fn run(
     let token_of = OP.gpu_storage("the plan", &opened_plan[0], DType::U32, plan[0].dims())?;
     let starts = OP.gpu_storage("the plan", &opened_plan[1], DType::U32, plan[1].dims())?;
     let (token_of, starts) = (OP.view::<u32>(token_of.0, token_of.1)?, OP.view::<u32>(starts.0, starts.1)?);
-    let holders = op.sequences_per_row_on(&Device::Cuda(device.clone()))?;
-    let opened_holders = holders.as_ref().map(Tensor::storage_and_layout);
-    let holders = match &opened_holders {
+    let sequences_per_row = op.sequences_per_row_on(&Device::Cuda(device.clone()))?;
+    let opened_holders = sequences_per_row.as_ref().map(Tensor::storage_and_layout);
+    let sequences_per_row = match &opened_holders {
         None => None,
         Some(opened) => {
             let (storage, layout) = OP.gpu_storage("the holders", opened, DType::U32, &[rows])?;
@@ -91,7 +91,9 @@ unsafe fn run(
         logits: at.read(logits),
         token_of: at.read(&token_of),
         offsets: at.read(&starts),
-        holders: holders.as_ref().map_or(0, |holders| at.read(holders)),
+        sequences_per_row: sequences_per_row
+            .as_ref()
+            .map_or(0, |sequences_per_row| at.read(sequences_per_row)),
         fractions: at.write(&mut fractions),
         of_rows: 0,
         loss: 0,

@@ -57,7 +57,7 @@ kernel_params! {
     }
 }
 
-/// Returns the vocabulary size of `values` logits in `rows` rows. Checks the per-row lengths `of_rows`.
+/// Returns the vocabulary size, `values / rows`. Checks that every length in `of_rows` equals `rows`.
 fn vocabulary(values: usize, rows: usize, of_rows: &[usize]) -> Result<usize> {
     if values == 0 {
         return Ok(0);

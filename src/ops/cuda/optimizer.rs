@@ -34,7 +34,7 @@ const ADAMW_8BIT: Kernel = Kernel {
 const VALUES: usize = 4;
 /// Values whose squares a thread block adds.
 const CHUNK: usize = 8192;
-/// Blocks of codes per thread block: four per warp.
+/// Number of 8-bit code blocks that one thread block updates: four per warp, eight warps.
 const CODE_BLOCKS: usize = 4 * 256 / 32;
 
 kernel_params! {

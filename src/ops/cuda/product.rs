@@ -130,7 +130,8 @@ fn matrix(dims: &[usize]) -> Result<[usize; 2]> {
     }
 }
 
-/// Calls `f` with each group's first row and the number of rows, `[E + 1]`, u32; `None` means one group.
+/// Calls `f` with the group offsets, u32 `[E + 1]`: the first row of each group, then the row count. `None`
+/// means one group.
 fn with_starts<R>(
     op: Op,
     starts: Option<&Tensor>,
@@ -189,13 +190,13 @@ pub(super) fn product_with_epilogue(
     x: DeviceArgument,
     weight: DeviceArgument,
     starts: Option<&Tensor>,
-    finish: &Epilogue,
+    epilogue: &Epilogue,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
     let sizes = Sizes::new(op, x.1.shape().dims2()?.0, matrix(weight.1.dims())?, starts)?;
     op.check("the weight", weight, DType::BF16, &sizes.matrix())?;
     let weights = Weight::Bf16(op.view::<bf16>(weight.0, weight.1)?);
-    multiply(op, sizes, x, &weights, starts, finish, out)
+    multiply(op, sizes, x, &weights, starts, epilogue, out)
 }
 
 /// Computes `x · W + b` by an MXFP4 matrix in GPU memory, `[T, out]` in bf16.
@@ -229,20 +230,20 @@ fn multiply(
     x: DeviceArgument,
     weight: &Weight,
     starts: Option<&Tensor>,
-    finish: &Epilogue,
+    epilogue: &Epilogue,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
     let Sizes { rows, k, n, .. } = sizes;
     op.check("x", x, DType::BF16, &[rows, k])?;
-    if let Some(bias) = finish.bias {
+    if let Some(bias) = epilogue.bias {
         op.check("the bias", bias, DType::F32, &sizes.vector())?;
     }
-    if let Some(addend) = finish.addend {
+    if let Some(addend) = epilogue.addend {
         op.check("what is added to", addend, out, &[rows, n])?;
     }
     let tiling = if rows <= NARROW_ROWS_MAX * sizes.groups { &NARROW } else { &WIDE };
     let storage = with_starts(op, starts, |starts| {
-        let operands = Operands { op, x, weight, starts, finish };
+        let operands = Operands { op, x, weight, starts, epilogue };
         match (weight, out) {
             (Weight::Mxfp4(_), _) => forward::<bf16>(&sizes, &operands, (tiling, &tiling.of_mxfp4)),
             (_, DType::BF16) => forward::<bf16>(&sizes, &operands, (tiling, &tiling.to_bf16)),
@@ -258,7 +259,7 @@ struct Operands<'a> {
     x: DeviceArgument<'a>,
     weight: &'a Weight<'a>,
     starts: Option<&'a CudaView<'a, u32>>,
-    finish: &'a Epilogue<'a>,
+    epilogue: &'a Epilogue<'a>,
 }
 
 fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
@@ -266,13 +267,13 @@ fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
     operands: &Operands,
     (tiling, kernel): (&Tiling, &Kernel),
 ) -> Result<CudaStorage> {
-    let Operands { op, x, weight, starts, finish } = *operands;
+    let Operands { op, x, weight, starts, epilogue } = *operands;
     let device = x.0.device();
     let mut out = output::<T>(device, sizes.rows * sizes.n)?;
     if sizes.rows * sizes.n > 0 {
         let x = op.view::<bf16>(x.0, x.1)?;
-        let bias = finish.bias.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
-        let addend = finish.addend.map(|(storage, layout)| op.view::<T>(storage, layout)).transpose()?;
+        let bias = epilogue.bias.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
+        let addend = epilogue.addend.map(|(storage, layout)| op.view::<T>(storage, layout)).transpose()?;
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = Params {
@@ -282,7 +283,7 @@ fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
             addend: addend.as_ref().map_or(0, |addend| at.read(addend)),
             out: at.write(&mut out),
             starts: starts.map_or(0, |starts| at.read(starts)),
-            scale: finish.scale,
+            scale: epilogue.scale,
             ..sizes.params()
         };
         let blocks = sizes.row_tiles(tiling.rows) * sizes.n.div_ceil(tiling.columns);

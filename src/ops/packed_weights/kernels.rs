@@ -60,8 +60,8 @@ impl OutputColumns {
         unsafe { self.first.add(start) }
     }
 
-    /// Returns the rows from `row` on.
-    pub fn starting_at(&self, row: usize) -> Self {
+    /// Returns the same columns without the rows before `row`.
+    pub fn skip_rows(&self, row: usize) -> Self {
         let start = row * self.stride;
         assert!(start <= self.len, "packed product: output");
         // SAFETY: just checked.

@@ -332,7 +332,7 @@ impl PackedMatrix {
         let Task { expert, rows, panels, few } = task;
         let (k, m) = (self.input, rows.len());
         let x = &x[rows.start * k..rows.end * k];
-        let out = out.starting_at(rows.start);
+        let out = out.skip_rows(rows.start);
         let vectors = VectorInstructions::detect();
         if *few {
             for index in panels.clone() {

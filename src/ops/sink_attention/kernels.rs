@@ -145,13 +145,13 @@ pub const WGMMA: KernelSet = KernelSet {
         "sink_attention_forward_hopper",
         "sink_attention_forward_hopper",
         256,
-        KEPT_BYTES + ring_bytes(4),
+        ROW_STATE_BYTES + ring_bytes(4),
     ),
     chunk: kernel(
         "sink_attention_chunk_hopper",
         "sink_attention_forward_hopper",
         256,
-        KEPT_BYTES + ring_bytes(4),
+        ROW_STATE_BYTES + ring_bytes(4),
     ),
     dkv: kernel(
         "sink_attention_dkv_hopper",
@@ -169,10 +169,10 @@ pub const WGMMA: KernelSet = KernelSet {
     ..MMA
 };
 
-/// Shared memory that a tile's rows keep, bytes: eleven times 16 bytes for each lane of the warp that owns
-/// 16 rows.
-const KEPT_BYTES: usize = TILE_ROWS / 16 * 32 * 11 * 16;
-const FORWARD_BYTES: usize = TILE_BYTES + 4 * BLOCK_BYTES + KEPT_BYTES;
+/// Bytes of shared memory for the saved state of a tile's rows. One warp owns 16 rows; each of its 32 lanes
+/// saves 11 × 16 bytes.
+const ROW_STATE_BYTES: usize = TILE_ROWS / 16 * 32 * 11 * 16;
+const FORWARD_BYTES: usize = TILE_BYTES + 4 * BLOCK_BYTES + ROW_STATE_BYTES;
 
 /// Returns the bytes of `stages` stages of key and value blocks, with two barriers each.
 const fn ring_bytes(stages: usize) -> usize {

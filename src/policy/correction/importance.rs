@@ -10,8 +10,7 @@ use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 use crate::policy::sequences::{Sequences, mean, sample_std};
 use crate::settings::choice;
 
-/// Keeps the effective sample size finite when all weights are tiny. Below it the batch normalisation does
-/// nothing.
+/// Added to the mean weight to avoid division by zero. A smaller mean is not used to normalise the weights.
 const MEAN_EPSILON: f64 = 1e-8;
 
 choice! {
@@ -107,7 +106,7 @@ impl WeightBound {
 
 /// Settings of the importance weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ImportanceConfig {
+pub struct ImportanceSettings {
     pub level: Level,
     pub bound: WeightBound,
     /// Divides the weights by their mean over the batch.
@@ -137,7 +136,7 @@ pub struct ImportanceWeights {
 pub fn importance_weights(
     sequences: &Sequences,
     log_ratio: &[f32],
-    settings: &ImportanceConfig,
+    settings: &ImportanceSettings,
 ) -> Result<ImportanceWeights> {
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
@@ -170,7 +169,7 @@ pub fn importance_weights(
 
 struct Batch<'a> {
     sequences: &'a Sequences<'a>,
-    settings: &'a ImportanceConfig,
+    settings: &'a ImportanceSettings,
     /// Σ log ratio of each sequence, not clamped.
     row_logs: &'a [f64],
     raw: &'a [f64],

@@ -8,7 +8,7 @@ mod rejection;
 mod rule;
 
 pub use importance::{
-    ImportanceConfig, ImportanceSampling, ImportanceWeights, Level, WeightBound, importance_weights,
+    ImportanceSampling, ImportanceSettings, ImportanceWeights, Level, WeightBound, importance_weights,
 };
 pub use rejection::{Rejection, reject};
 pub use rule::{RejectOption, RejectionRule};
@@ -22,7 +22,7 @@ use super::sequences::Sequences;
 /// The rules of a correction: importance sampling, rejection, both, or neither (metrics only).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct CorrectionRules {
-    pub importance: Option<ImportanceConfig>,
+    pub importance: Option<ImportanceSettings>,
     pub reject: Vec<RejectionRule>,
 }
 

@@ -15,10 +15,10 @@ const PANEL_TITLE: f64 = 24.0;
 const LEGEND_ROW: f64 = 18.0;
 /// Width of a character of the title, for the width of the figure.
 const TITLE_CHARACTER: f64 = 8.5;
-/// A log axis begins at its smallest value, but not below the smaller of `FLOOR` and this share of the
+/// A log axis begins at its smallest value, but not below the smaller of `AXIS_MIN_CAP` and this share of the
 /// largest value. Otherwise vanishing gradients would take the whole axis.
 const FLOOR_SHARE: f64 = 1e-4;
-const FLOOR: f64 = 1e-3;
+const AXIS_MIN_CAP: f64 = 1e-3;
 
 /// A figure with its layout, for the template.
 #[derive(Serialize)]
@@ -51,20 +51,20 @@ impl FigureLayout {
         let drawn = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
         let legend: Vec<Value> = drawn
             .enumerate()
-            .map(|(place, (colour, curve))| {
+            .map(|(index, (colour, curve))| {
                 context! {
                     colour,
                     label => curve.label,
                     exaggerated => curve.has_strong_ablation(),
-                    x => GAP + (place % legend_columns) as f64 * (WIDTH + GAP),
-                    y => TITLE + GAP + (place / legend_columns) as f64 * LEGEND_ROW,
+                    x => GAP + (index % legend_columns) as f64 * (WIDTH + GAP),
+                    y => TITLE + GAP + (index / legend_columns) as f64 * LEGEND_ROW,
                 }
             })
             .collect();
         let top = TITLE + GAP + legend.len().div_ceil(legend_columns) as f64 * LEGEND_ROW;
-        for (place, panel) in panels.iter_mut().enumerate() {
-            panel.x = GAP + (place % columns) as f64 * (WIDTH + GAP);
-            panel.y = top + (place / columns) as f64 * (PANEL_TITLE + HEIGHT) + PANEL_TITLE;
+        for (index, panel) in panels.iter_mut().enumerate() {
+            panel.x = GAP + (index % columns) as f64 * (WIDTH + GAP);
+            panel.y = top + (index / columns) as f64 * (PANEL_TITLE + HEIGHT) + PANEL_TITLE;
         }
         let height = top + panels.len().div_ceil(columns) as f64 * (PANEL_TITLE + HEIGHT) + GAP / 2.0;
         FigureLayout { width, height, legend, panels }
@@ -93,7 +93,7 @@ fn floor(curves: &[Curve], phase: Phase, metric: &str) -> Option<(f64, bool)> {
     let all =
         || curves.iter().flat_map(|curve| curve.values(phase, metric)).flatten().map(|(_, value)| value);
     let positive = || all().filter(|value| value.is_finite() && *value > 0.0);
-    let lowest = FLOOR.min(FLOOR_SHARE * positive().reduce(f64::max)?);
+    let lowest = AXIS_MIN_CAP.min(FLOOR_SHARE * positive().reduce(f64::max)?);
     let floor = positive().reduce(f64::min)?.max(lowest);
     Some((floor, all().any(|value| value < floor)))
 }

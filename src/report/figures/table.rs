@@ -33,7 +33,11 @@ pub(super) fn table(curves: &[Curve]) -> Value {
     let rows = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
     let cell = |curve: &Curve, &(_, phase, metric, summary, digits): &Column| {
         let values = curve.values(phase, metric);
-        list(values.iter().map(|points| summary(points).map_or("–".into(), |v| short(v, digits))))
+        list(
+            values
+                .iter()
+                .map(|points| summary(points).map_or("–".into(), |v| format_significant(v, digits))),
+        )
     };
     let row = |(colour, curve): (usize, &Curve)| {
         context! {
@@ -53,7 +57,7 @@ fn list(parts: impl Iterator<Item = String>) -> String {
 }
 
 /// Formats `value` with `digits` significant digits.
-fn short(value: f64, digits: usize) -> String {
+fn format_significant(value: f64, digits: usize) -> String {
     let rounded = format!("{value:.*e}", digits.saturating_sub(1)).parse().unwrap_or(value);
     format_number(rounded)
 }

@@ -343,7 +343,11 @@ impl PlanInput<'_> {
 
     /// Returns the largest total of any process. A process's total is the sum of `bytes(spec, n)` over
     /// `tensors`, where `n` is the number of elements in its shard.
-    fn share(&self, tensors: &[TrainableTensor], bytes: impl Fn(&ParameterSpec, usize) -> u64) -> u64 {
+    fn max_process_bytes(
+        &self,
+        tensors: &[TrainableTensor],
+        bytes: impl Fn(&ParameterSpec, usize) -> u64,
+    ) -> u64 {
         let of = |rank: usize| -> u64 {
             let shard_elements = |spec: &ParameterSpec, index: usize| {
                 shard_range(spec.element_count(), index, rank, self.processes).len()
@@ -355,13 +359,13 @@ impl PlanInput<'_> {
 
     /// Returns the bytes of the largest shard of `tensors` in f32.
     fn f32_shard_bytes(&self, tensors: &[TrainableTensor]) -> u64 {
-        self.share(tensors, |_, shard_elements| shard_elements as u64 * size_of::<f32>() as u64)
+        self.max_process_bytes(tensors, |_, shard_elements| shard_elements as u64 * size_of::<f32>() as u64)
     }
 
     /// Returns the bytes of optimizer state and master weights in the largest shard.
     fn optimizer(&self, settings: &OptimizerSettings, tensors: &[TrainableTensor]) -> u64 {
         let rounds_weights = self.recipe.model.dtype.is_bf16();
-        self.share(tensors, |spec, shard_elements| {
+        self.max_process_bytes(tensors, |spec, shard_elements| {
             // An adapter stays in f32.
             let has_master = rounds_weights && spec.role != TensorRole::AdapterFactor;
             let master = if has_master { (shard_elements * size_of::<f32>()) as u64 } else { 0 };

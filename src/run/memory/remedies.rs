@@ -33,8 +33,8 @@ impl PlanInput<'_> {
         let mut found: Vec<Remedy> = self
             .changes()
             .into_iter()
-            .map(|(change, input)| {
-                let saved_bytes = peak.saturating_sub(input);
+            .map(|(change, peak_after)| {
+                let saved_bytes = peak.saturating_sub(peak_after);
                 Remedy { change, saved_bytes }
             })
             .filter(|remedy| remedy.saved_bytes > 0)
@@ -46,7 +46,7 @@ impl PlanInput<'_> {
     /// Returns each change with the peak that results.
     fn changes(&self) -> Vec<(String, u64)> {
         let mut changes = vec![];
-        let mut with = |what: String, change: &dyn Fn(&mut Recipe)| {
+        let mut add_recipe_change = |what: String, change: &dyn Fn(&mut Recipe)| {
             let mut recipe = self.recipe.clone();
             change(&mut recipe);
             changes
@@ -55,55 +55,67 @@ impl PlanInput<'_> {
         let recipe = self.recipe;
         let half = |value: usize| (value / 2).max(1);
         let sequences = half(recipe.rollout.sequences_max);
-        with(format!("rollout.sequences_max = {sequences}"), &|r| r.rollout.sequences_max = sequences);
+        add_recipe_change(format!("rollout.sequences_max = {sequences}"), &|r| {
+            r.rollout.sequences_max = sequences
+        });
         let response = half(recipe.rollout.response_tokens_max);
-        with(format!("rollout.response_tokens_max = {response}"), &|r| {
+        add_recipe_change(format!("rollout.response_tokens_max = {response}"), &|r| {
             r.rollout.response_tokens_max = response
         });
         let prompt = half(recipe.rollout.prompt_tokens_max);
-        with(format!("rollout.prompt_tokens_max = {prompt}"), &|r| r.rollout.prompt_tokens_max = prompt);
+        add_recipe_change(format!("rollout.prompt_tokens_max = {prompt}"), &|r| {
+            r.rollout.prompt_tokens_max = prompt
+        });
         if !matches!(self.command, ModelCommand::Eval | ModelCommand::Chat) {
             let tokens = half(recipe.train.micro_batch_tokens);
-            with(format!("train.micro_batch_tokens = {tokens}"), &|r| r.train.micro_batch_tokens = tokens);
+            add_recipe_change(format!("train.micro_batch_tokens = {tokens}"), &|r| {
+                r.train.micro_batch_tokens = tokens
+            });
         }
         if self.command.trains() {
-            with("train.recompute_layers = true".into(), &|r| r.train.recompute_layers = Some(true));
+            add_recipe_change("train.recompute_layers = true".into(), &|r| {
+                r.train.recompute_layers = Some(true)
+            });
             if recipe.train.optimizer.kind == OptimizerKind::Sgd {
-                with("train.optimizer.momentum = 0".into(), &|r| r.train.optimizer.momentum = 0.0);
+                add_recipe_change("train.optimizer.momentum = 0".into(), &|r| {
+                    r.train.optimizer.momentum = 0.0
+                });
             } else {
                 for kind in [OptimizerKind::AdamW8Bit, OptimizerKind::Sgd] {
-                    with(format!("train.optimizer.kind = \"{kind}\""), &|r| r.train.optimizer.kind = kind);
+                    add_recipe_change(format!("train.optimizer.kind = \"{kind}\""), &|r| {
+                        r.train.optimizer.kind = kind
+                    });
                 }
             }
             if self.adapter.is_none() {
                 changes.push((
                     format!("[adapter] with rank = {}", AdapterSettings::default().rank),
-                    self.with_adapter(),
+                    self.peak_with_adapter(),
                 ));
             }
-            if let Some(frozen) = self.with_frozen_experts().filter(|_| self.adapter.is_none()) {
+            if let Some(frozen) = self.peak_with_frozen_experts().filter(|_| self.adapter.is_none()) {
                 changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));
             }
         }
         if self.processes > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
-            let input = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
+            let peak_after = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
             let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
-            changes.push((change, MemoryPlan::new(&input).peak_bytes()));
+            changes.push((change, MemoryPlan::new(&peak_after).peak_bytes()));
         }
         if self.processes > 1
             && self.rollout_weights == RolloutWeightPlacement::Whole
             && self.has_remote_experts()
         {
             let rollout_weights = RolloutWeightPlacement::ByExpert;
-            let input = PlanInput { rollout_weights, ..self.clone() };
+            let peak_after = PlanInput { rollout_weights, ..self.clone() };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
-            changes.push((change, MemoryPlan::new(&input).peak_bytes()));
+            changes.push((change, MemoryPlan::new(&peak_after).peak_bytes()));
         }
         changes
     }
 
     /// Returns the peak with an adapter of the default rank instead of full training.
-    fn with_adapter(&self) -> u64 {
+    fn peak_with_adapter(&self) -> u64 {
         let base = parameter_specs(self.config);
         let AdapterSettings { rank, alpha, rslora, .. } = AdapterSettings::default();
         let lora = Lora { rank, alpha, rslora, targets: default_targets(self.config) };
@@ -114,18 +126,18 @@ impl PlanInput<'_> {
             let head = own.iter().map(|spec| spec.name.starts_with("score."));
             head.chain(adapter.trainable.iter().copied()).collect()
         });
-        let input = PlanInput {
+        let peak_after = PlanInput {
             trainable: vec![false; base.len()],
             critic_trainable,
             adapter: Some(adapter),
             ..self.clone()
         };
-        MemoryPlan::new(&input).peak_bytes()
+        MemoryPlan::new(&peak_after).peak_bytes()
     }
 
     /// Returns the peak with all experts frozen, in the policy and a critic; `None` if nothing else is
     /// trainable.
-    fn with_frozen_experts(&self) -> Option<u64> {
+    fn peak_with_frozen_experts(&self) -> Option<u64> {
         let specs = parameter_specs(self.config);
         let trainable: Vec<bool> = specs
             .iter()

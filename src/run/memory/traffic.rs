@@ -24,32 +24,34 @@ impl Traffic {
     /// Computes the traffic of `input`.
     pub fn new(input: &PlanInput) -> Self {
         let (recipe, config, ranks) = (input.recipe, input.config, input.processes as u64);
-        let sharing = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
+        let sequence_parallel_size = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
         let tensors = input.trainable_tensors(Stage::Reinforcement);
         let gradients = gathered_bytes(&tensors);
         let sharded = input.sharded_tensors();
         let all = unsharded_bytes(&sharded);
-        let layers: u64 = sharded.iter().filter(|one| one.layer().is_some()).map(ShardedTensor::bytes).sum();
+        let layers: u64 =
+            sharded.iter().filter(|tensor| tensor.layer().is_some()).map(ShardedTensor::bytes).sum();
         let trajectories = (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt) as u64;
         let longest = input.longest_sequence() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
         let batches = (trajectories * longest).div_ceil(rows);
-        let passes = batches.div_ceil(ranks / sharing);
+        let passes = batches.div_ceil(ranks / sequence_parallel_size);
         // A process already has its own shard.
-        let others = |bytes: u64| bytes - bytes / ranks;
+        let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
         // Forward, recomputation and backward each move queries, keys, values and attention's output of every
         // layer.
         let width = 2 * config.num_attention_heads + 2 * config.num_key_value_heads;
-        let values = rows.div_ceil(sharing) * (width * config.head_dim * config.num_hidden_layers) as u64;
-        let heads = 3 * F32 * (values - values / sharing);
+        let values = rows.div_ceil(sequence_parallel_size)
+            * (width * config.head_dim * config.num_hidden_layers) as u64;
+        let heads = 3 * F32 * (values - values / sequence_parallel_size);
         let [weights, rows] = sampling(input, all);
         Self {
             passes,
             parts: vec![
                 ("weights, for sampling", weights),
                 ("rows to experts and back", rows),
-                ("weights, layer by layer", passes * others(all + layers)),
-                ("gradients", passes * others(gradients)),
+                ("weights, layer by layer", passes * bytes_from_others(all + layers)),
+                ("gradients", passes * bytes_from_others(gradients)),
                 ("attention heads, sequence parallel", passes * heads),
             ],
         }
@@ -65,23 +67,23 @@ impl Traffic {
 /// size of all sharded weights.
 fn sampling(input: &PlanInput, all: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&input.recipe.rollout, input.config, input.processes as u64);
-    let others = |bytes: u64| bytes - bytes / ranks;
+    let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
     let own = (rollout.prompts_per_step as u64).div_ceil(ranks) * rollout.samples_per_prompt as u64;
     let longest = input.longest_sequence() as u64;
     match input.effective_rollout_weights() {
-        RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => [others(all), 0],
+        RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => [bytes_from_others(all), 0],
         RolloutWeightPlacement::ByExpert => {
             let of_experts: u64 = input
                 .sharded_tensors()
                 .iter()
-                .filter(|one| one.spec.has_expert_axis())
+                .filter(|tensor| tensor.spec.has_expert_axis())
                 .map(ShardedTensor::bytes)
                 .sum();
             // A row is sent to its expert, and the product is sent back.
             let rows = own * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
             [
-                others(all - of_experts) + of_experts / ranks,
-                2 * others(rows * config.hidden_size as u64 * F32),
+                bytes_from_others(all - of_experts) + of_experts / ranks,
+                2 * bytes_from_others(rows * config.hidden_size as u64 * F32),
             ]
         }
     }

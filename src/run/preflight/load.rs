@@ -14,9 +14,9 @@ impl Preflight {
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.
     pub fn load(self, console: &Console) -> Result<RunContext> {
-        let subject = self.plan_input();
+        let plan_input = self.plan_input();
         let (cache_capacity, memory) =
-            (subject.cache_capacity(self.gpu_sequences.unwrap_or(1)), subject.to_text());
+            (plan_input.cache_capacity(self.gpu_sequences.unwrap_or(1)), plan_input.to_text());
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let placement = match (self.streamed, self.packed_weights) {

@@ -102,7 +102,9 @@ impl ProgramReply {
             (None, true) => bail!("the answer has no `reward`"),
             (None, false) => weights.iter().map(|(name, weight)| weight * named[name]).sum(),
             (Some(_), false) => {
-                bail!("the answer has `reward` beside `rewards`, whose weighted sum it is; leave it out")
+                bail!(
+                    "the answer has both `reward` and `rewards`; leave out `reward`, it is computed from `rewards`"
+                )
             }
         };
         Ok(Reward { value, success: self.flag("success")?.unwrap_or(value > 0.0), named })

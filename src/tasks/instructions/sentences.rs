@@ -132,8 +132,8 @@ fn run_length(rest: &str) -> usize {
     [run('-'), run('.')].into_iter().find(|&length| length > 1).unwrap_or(0)
 }
 
-/// Returns true when a word ends before `rest`. A comma ends it if `comma_ends`, or if the comma itself
-/// ends there.
+/// Returns true when a word ends before `rest`. A comma ends the word if `comma_ends` is true, or if a
+/// word end follows the comma.
 fn is_end(rest: &str, comma_ends: bool) -> bool {
     match rest.chars().next() {
         None => true,

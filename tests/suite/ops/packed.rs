@@ -104,8 +104,8 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
                     product(
                         GemmThreads::Pool,
                         &mut expected,
-                        StridedMatrix::rows(&dy, n),
-                        StridedMatrix::from_transpose(&decoded, n),
+                        StridedMatrix::row_major(&dy, n),
+                        StridedMatrix::transposed(&decoded, n),
                         (m, n, k),
                         false,
                     );

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use rloss::policy::correction::{
-    ImportanceConfig, ImportanceSampling, RejectOption, RejectionRule, WeightBound,
+    ImportanceSampling, ImportanceSettings, RejectOption, RejectionRule, WeightBound,
 };
 use rloss::policy::divergence::KlEstimator;
 use rloss::settings::Choice;
@@ -22,11 +22,11 @@ pub fn estimator(name: &str) -> Result<KlEstimator> {
 }
 
 /// `is`: `none`, `token` or `sequence`; `threshold`: `c` or `low_high`.
-pub fn importance(is: &str, threshold: &str, batch_normalize: bool) -> Result<Option<ImportanceConfig>> {
+pub fn importance(is: &str, threshold: &str, batch_normalize: bool) -> Result<Option<ImportanceSettings>> {
     let is =
         ImportanceSampling::from_name(is).with_context(|| format!("unknown importance sampling {is}"))?;
     let Some(level) = is.level() else { return Ok(None) };
-    Ok(Some(ImportanceConfig { level, bound: WeightBound::new(&bounds(threshold)?)?, batch_normalize }))
+    Ok(Some(ImportanceSettings { level, bound: WeightBound::new(&bounds(threshold)?)?, batch_normalize }))
 }
 
 /// Rules from comma-separated options and bounds, such as `token_k1,seq_max_k2` and `0.5_2.0,1.5`: one bound for all

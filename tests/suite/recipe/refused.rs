@@ -269,7 +269,8 @@ fn a_group_of_one_is_refused_where_the_advantage_compares_within_groups() {
         assert!(resolve(Path::new("r.toml"), &text(advantage), &[]).is_ok(), "{advantage}");
     }
     // A run that was written before the rule goes on.
-    let stored = rloss::recipe::resolve_run_recipe(KeyScope::Stored, Path::new("r.toml"), &text("grpo"), &[]);
+    let stored =
+        rloss::recipe::resolve_run_recipe(KeyScope::TrainStoredRun, Path::new("r.toml"), &text("grpo"), &[]);
     assert!(stored.is_ok());
 }
 

@@ -17,13 +17,13 @@ fn the_loss_and_its_gradient_are_the_cpus() {
         let plan = Dispatch::new(&routes, experts).unwrap();
         let there = Dispatch::new(&routes.to_device(&gpu).unwrap(), experts).unwrap();
         let held = Arc::new((0..rows as u32).map(|row| 1 + row % 5).collect::<Vec<_>>());
-        for holders in [None, Some(&held)] {
+        for sequences_per_row in [None, Some(&held)] {
             let (loss, gradients) =
-                output_and_gradients(&[&logits], &dloss, |x| load_balance(x[0], &plan, holders));
+                output_and_gradients(&[&logits], &dloss, |x| load_balance(x[0], &plan, sequences_per_row));
             let (got, got_gradients) = output_and_gradients(
                 &[&logits.to_device(&gpu).unwrap()],
                 &dloss.to_device(&gpu).unwrap(),
-                |x| load_balance(x[0], &there, holders),
+                |x| load_balance(x[0], &there, sequences_per_row),
             );
             assert_close(&got, &loss, 4e-6);
             if experts > 1 {

@@ -50,7 +50,7 @@ pub(super) fn assert_rounded(got: &Tensor, exact: &Tensor, floor: f32) {
     }
 }
 
-/// Checks every value within `error` times the largest: f32 sums.
+/// Checks that each value differs by at most `error` times the largest exact value; sums are in f32.
 pub(super) fn assert_close(got: &Tensor, exact: &Tensor, error: f32) {
     assert_eq!((got.dims(), got.dtype()), (exact.dims(), DType::F32));
     let (got, exact) = (floats(got), floats(exact));

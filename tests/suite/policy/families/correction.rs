@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use rloss::policy::correction::{
-    CorrectionRules, ImportanceConfig, RejectionRule, correct, importance_weights, reject,
+    CorrectionRules, ImportanceSettings, RejectionRule, correct, importance_weights, reject,
 };
 use rloss::policy::loss::{ClipRange, PpoClip};
 use rloss::policy::off_policy::{off_policy_metrics, probs_diff_metrics};
@@ -28,7 +28,7 @@ fn mask_values(mask: &[bool]) -> Actual {
 }
 
 /// The importance sampling in verl's parameters, with its default threshold 2.
-fn importance(params: &Value) -> Result<Option<ImportanceConfig>> {
+fn importance(params: &Value) -> Result<Option<ImportanceSettings>> {
     let level = params["rollout_is"].as_str().unwrap_or("none");
     let threshold = text(&params["rollout_is_threshold"]).unwrap_or("2.0".into());
     verl::importance(level, &threshold, params["rollout_is_batch_normalize"] == true)
