@@ -142,6 +142,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         rollout_weights: RolloutWeightPlacement::Whole,
         packed_weights: PackedWeightPlacement::Whole,
         gpu_sequences: None,
+        recompute_layers: None,
     };
     let plan = MemoryPlan::new(&subject);
     // Without the program, its threads, and what the allocator keeps.

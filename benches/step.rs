@@ -34,13 +34,16 @@ use rloss::rollout::{
     Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SamplingParameters, TokenPosition,
     TokenSource,
 };
-use rloss::run::memory::{PassWeights, recomputes_layers};
+use rloss::run::memory::PassShape;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trainer::step::{PolicyStep, SkipAbove};
 use rloss::trajectory::Group;
 use serde_json::json;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
+
+/// Activations of a pass above this are recomputed, bytes.
+const SAVED_BYTES_MAX: u64 = 1 << 30;
 
 /// The shapes; the defaults are "tiny" of docs/BENCHMARKS.md.
 #[derive(Parser)]
@@ -234,8 +237,9 @@ fn main() -> Result<()> {
     parameters.set_trainable(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
-    let weights = PassWeights { bytes: parameters.bytes(), adapted: false, has_packed_shards: false };
-    let recompute_layers = recomputes_layers(&recipe, &model.config, weights, threads.count(), mesh.ranks());
+    let tokens = train.micro_batch_tokens;
+    let pass = PassShape { config: &model.config, tokens, targets: tokens, adapted: false, on_gpu: false };
+    let recompute_layers = pass.forward_backward(false) > SAVED_BYTES_MAX;
     let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, shapes.bf16_dot)?;
     let around = chat.render_prompt(&[Message::user(String::new())])?.len();
     let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;

@@ -76,6 +76,25 @@ def chat(world, rows):
             prompt_logprobs=[None, *(entry(at) for at in range(1, PROMPT))])
 
 
+def vllm_scoring(world, rows):
+    """vLLM's /v1/completions as a scoring request: prompt_logprobs=0, max_tokens=1, return_token_ids, no logprobs."""
+    for tokens, values, _ in rows:
+        entry = lambda at: {str(tokens[at]): dict(logprob=values[at], rank=1, decoded_token=text_of(world, tokens[at]))}
+        yield dict(id="cmpl-1", object="text_completion", created=1, model="m", choices=[dict(
+            index=0, text=text_of(world, 3), logprobs=None, finish_reason="length", stop_reason=None, token_ids=[3],
+            prompt_logprobs=[None, *(entry(at) for at in range(1, len(tokens)))], prompt_token_ids=tokens,
+        )], usage=dict(prompt_tokens=len(tokens), total_tokens=len(tokens) + 1, completion_tokens=1))
+
+
+def vllm_chat_scoring(world, rows):
+    """vLLM's /v1/chat/completions as a scoring request: the prompt's log-probs beside choices without any."""
+    for response in vllm_scoring(world, rows):
+        choice = response["choices"][0]
+        prompt = {key: choice.pop(key) for key in ("prompt_logprobs", "prompt_token_ids")}
+        message = dict(role="assistant", content=choice.pop("text"))
+        yield dict(response, object="chat.completion", choices=[dict(choice, message=message)], **prompt)
+
+
 def llama_cpp_python(world, rows):
     """llama-cpp-python's create_completion with echo and logprobs: text alone."""
     for tokens, values, _ in rows:
@@ -142,7 +161,8 @@ def verl(world, rows):
 
 
 SHAPES = dict(
-    vllm_completions=completions, vllm_chat=chat, llama_cpp_python=llama_cpp_python, sglang=sglang, llama_cpp=llama_cpp,
+    vllm_completions=completions, vllm_chat=chat, vllm_scoring=vllm_scoring,
+    vllm_chat_scoring=vllm_chat_scoring, llama_cpp_python=llama_cpp_python, sglang=sglang, llama_cpp=llama_cpp,
     prime_rl=prime_rl, verifiers=verifiers, slime=slime, verl=verl,
 )
 

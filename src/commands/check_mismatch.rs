@@ -10,6 +10,7 @@ use crate::metrics::{Console, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityProof;
 use crate::mismatch::measure::AblationMeasurement;
 use crate::mismatch::output::{ResultLine, equality_table, mismatch_table, to_json};
+use crate::mismatch::search::SearchSettings;
 use crate::mismatch::{ablations, diagnose::UnmodifiedModel, external_engine, page, rows::RowReader};
 use crate::model::ablations::Ablations;
 use crate::model::policy_view::PolicyView;
@@ -28,6 +29,7 @@ use clap::Args;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Arguments of `rloss check-mismatch`.
 #[derive(Args, Debug, Clone)]
@@ -56,9 +58,20 @@ pub struct CheckMismatchArgs {
     /// Folder with the weights of an earlier update; tests whether the file comes from these
     #[arg(long, value_name = "FOLDER", requires = "against")]
     earlier: Option<PathBuf>,
+    /// Minutes after which the search for the cause of a difference ends; 0 prints the verdict alone
+    /// [default: no limit]
+    #[arg(long, value_name = "MINUTES", requires = "against", value_parser = minutes)]
+    search_minutes: Option<Duration>,
     /// Start the programs that a run folder of somebody else names
     #[arg(long)]
     trust: bool,
+}
+
+/// Parses a number of minutes.
+fn minutes(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse::<f64>().map(|minutes| minutes * 60.0);
+    let limit = seconds.ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    limit.ok_or_else(|| "give a number of minutes that is not negative, such as 2.5".to_owned())
 }
 
 impl CheckMismatchArgs {
@@ -193,7 +206,14 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     let sides = external_engine::split_sides(found.rows);
     let several = sides.len() > 1;
     for (side, rows) in &sides {
-        let compared = external_engine::compare(reference, &context.chat, rows, tokens, clip(context))?;
+        let announce = |text: &str| match several {
+            true => print_text(&sanitize_terminal(&format!("{side}: {text}\n"))),
+            false => print_text(&sanitize_terminal(&format!("{text}\n"))),
+        };
+        let search =
+            SearchSettings { limit: args.search_minutes, announce: &announce, ..SearchSettings::silent() };
+        let compared =
+            external_engine::compare(reference, &context.chat, rows, tokens, clip(context), &search)?;
         differs |= compared.diagnosis.verdict.has_mistake();
         answers.push(if several { format!("{side}: {}", compared.answer) } else { compared.answer.clone() });
         diagnoses.insert((*side).to_owned(), compared.to_json());

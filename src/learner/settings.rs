@@ -23,8 +23,9 @@ table! {
         /// Weight of the experts' load-balancing loss in reinforcement learning; 0 means none.
         pub load_balance_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
         /// Activation checkpointing: keep each layer's input only and compute the layer again in the
-        /// backward. It needs less memory and more time, and gives the same bits. Absent means: on if the
-        /// micro-batches that run in parallel would keep more than 1 GiB.
+        /// backward. It needs less memory and more time, and gives the same bits. Absent means: on, on a CPU,
+        /// if the memory plan would otherwise take more than 90% of the available memory; on a GPU, if a
+        /// micro-batch would keep more than 1 GiB.
         pub recompute_layers: Option<bool> = None,
         /// Frozen parameters: patterns over their names, in which `*` matches any characters.
         pub freeze: Vec<String> = Vec::new(),

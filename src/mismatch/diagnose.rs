@@ -9,23 +9,23 @@ use super::causes::Cause;
 use super::distance::{DifferenceStats, StudentTFit, regression_slope};
 use super::engine_log_probs::EngineLogProbs;
 use super::rounding::{F32_FLOOR, RoundingBounds, is_within_f32};
-use super::search::{Candidate, CauseSearch};
+use super::search::{Candidate, CandidateList, CauseSearch, SearchExtent, SearchSettings};
 use super::ties::{TIE_BITS, clear_ties};
-use crate::metrics::Console;
+use crate::metrics::{Console, format_number};
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// A candidate that exceeds both thresholds is not bounded: a multiple of the rounding bound, and a fraction of
-/// the baseline's spread.
+/// A candidate is dropped early if it exceeds both thresholds: a multiple of the rounding bound, and a
+/// fraction of the spread.
 const DROP_THRESHOLDS: (f64, f64) = (2.0, 0.5);
 /// A named cause improves the log-likelihood over no cause by at least this many nats. It leaves at most this
 /// share of the spread.
-const EVIDENCE_MIN: f64 = 25.0;
+pub(super) const EVIDENCE_MIN: f64 = 25.0;
 const SPREAD_SHARE_MAX: f64 = 0.95;
-/// Stricter limit than [`SPREAD_SHARE_MAX`], used when rounding alone could explain the mismatch. Likelihood is
-/// weak evidence then, because one routing change moves many tokens.
+/// Maximum share of the spread that a cause may leave if rounding could explain the mismatch too. There,
+/// likelihood proves little: one change of routing moves many tokens together.
 const SPREAD_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
 /// A cause is not distinguishable from the best one within this many nats of log-likelihood and this factor
 /// of its spread.
@@ -63,6 +63,8 @@ pub enum Verdict {
     OneOf(Vec<Cause>),
     /// No known cause explains the mismatch. Lists up to two causes that explain a part.
     Unknown(Vec<Cause>),
+    /// The time limit ended the search. Lists up to two causes that explain at least a part.
+    Unfinished(Vec<Cause>),
 }
 
 impl Verdict {
@@ -74,6 +76,7 @@ impl Verdict {
             Verdict::Named(_) => "named",
             Verdict::OneOf(_) => "one_of",
             Verdict::Unknown(_) => "unknown",
+            Verdict::Unfinished(_) => "unfinished",
         }
     }
 
@@ -88,7 +91,7 @@ impl Verdict {
         match self {
             Verdict::Agrees | Verdict::Rounding => &[],
             Verdict::Named(cause) => std::slice::from_ref(cause),
-            Verdict::OneOf(causes) | Verdict::Unknown(causes) => causes,
+            Verdict::OneOf(causes) | Verdict::Unknown(causes) | Verdict::Unfinished(causes) => causes,
         }
     }
 
@@ -100,6 +103,7 @@ impl Verdict {
             Verdict::Named(cause) => cause.description(),
             Verdict::OneOf(causes) => format!("one of: {}", join_causes(causes)),
             Verdict::Unknown(_) => "unknown: no known cause leaves only rounding".into(),
+            Verdict::Unfinished(_) => "unknown: the time limit ended the search".into(),
         }
     }
 }
@@ -130,6 +134,10 @@ pub struct Diagnosis {
     pub computed: Vec<f32>,
     /// Number of targets that differ because f32 rounding decides between two experts.
     pub ties: usize,
+    /// This model's routed experts of each target, `[layer][target]`; empty for a model without experts.
+    pub routed_experts: Vec<Vec<Vec<u32>>>,
+    /// The extent of the search for a cause; `None` if the sides agree.
+    pub search: Option<SearchExtent>,
 }
 
 /// A candidate with its rounding bounds.
@@ -177,76 +185,118 @@ impl BoundedCandidate {
 }
 
 impl UnmodifiedModel<'_> {
-    /// Returns why `observed` differs from this model, if it does.
+    /// Returns why `observed` differs from this model, if it does. Announces the verdict before the search
+    /// for the cause.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn diagnose(&self, observed: &EngineLogProbs) -> Result<Diagnosis> {
-        let search = CauseSearch::new(*self, observed)?;
+    pub fn diagnose(&self, observed: &EngineLogProbs, settings: &SearchSettings) -> Result<Diagnosis> {
+        let search_of_all = CauseSearch::new(*self, observed)?;
+        let all = search_of_all.baseline();
+        let (mut search, places) = search_of_all.sample(settings)?;
+        let is_complete = places.len() == all.differences.len();
         let baseline = self.bound_candidate(&search, search.baseline())?;
+        let (figures_without_ties, ties) = match is_complete {
+            true => (baseline.figures_without_ties, baseline.ties),
+            false => self.figures_without_ties(&search_of_all, &all, &baseline.bounds)?,
+        };
         let mut found = Diagnosis {
             verdict: Verdict::Agrees,
-            differences: baseline.candidate.differences.clone(),
-            figures: baseline.candidate.figures,
+            figures: all.figures,
             remaining: None,
             f32_bound: baseline.bounds.f32,
             bf16_bound: baseline.bounds.bf16,
-            within_bf16: baseline.remainder_is_within_bf16(),
+            within_bf16: baseline.remainder_is_within_bf16() && baseline.bounds.is_near_bf16(&all.figures, 1.0),
             without_effect: vec![],
-            computed: search.computed.clone(),
-            ties: baseline.ties,
+            differences: all.differences,
+            computed: search_of_all.computed.clone(),
+            ties,
+            routed_experts: search_of_all.routed_experts().to_vec(),
+            search: None,
         };
-        if baseline.remainder_is_within_f32() {
-            found.remaining = Some(baseline.figures_without_ties);
+        if is_within_f32(&figures_without_ties, &baseline.bounds.f32) {
+            found.remaining = Some(figures_without_ties);
             return Ok(found);
         }
-        let candidates;
-        (candidates, found.without_effect) = search.candidates()?;
-        let bounded_candidates = self.bound_candidates(&search, candidates, &baseline)?;
-        let verdict = match decide(&baseline, &bounded_candidates) {
-            Some(verdict) => verdict,
-            // bf16 moves every token. If only a few tokens of an f32 file differ, the reason is another.
-            None if found.within_bf16 && !baseline.is_f32_rounding() => Verdict::Rounding,
-            None => {
-                let explains =
-                    |bounded: &&BoundedCandidate| !bounded.is_rounding() && is_supported(&baseline, bounded);
-                let guesses = bounded_candidates.iter().filter(explains).take(2);
-                Verdict::Unknown(guesses.filter_map(|bounded| bounded.candidate.cause.clone()).collect())
+        // bf16 moves every token. If only a few tokens of an f32 file differ, the reason is another.
+        let is_rounding = found.within_bf16 && !baseline.bounds.is_f32_rounding(&figures_without_ties);
+        (settings.announce)(&found.to_text_before_search(is_rounding))?;
+        search.start_limit(settings.limit);
+        let list = search.candidates(settings)?;
+        let mut extent = list.extent;
+        let (bounded, subset_causes) = self.bound_candidates(&search, list, &baseline, &mut found)?;
+        extent.ended_by_limit |= search.is_over();
+        found.search = Some(extent);
+        let explains = |bounded: &&BoundedCandidate| !bounded.is_rounding() && is_supported(&baseline, bounded);
+        let cause = |bounded: &BoundedCandidate| bounded.candidate.cause.clone();
+        let mut guesses: Vec<Cause> = bounded.iter().filter(explains).take(2).filter_map(cause).collect();
+        let verdict = match decide(&baseline, &bounded) {
+            _ if extent.ended_by_limit && is_rounding => Verdict::Rounding,
+            _ if extent.ended_by_limit => {
+                guesses.extend(subset_causes.into_iter().take(2 - guesses.len()));
+                Verdict::Unfinished(guesses)
             }
+            Some(verdict) => verdict,
+            None if is_rounding => Verdict::Rounding,
+            None => Verdict::Unknown(guesses),
         };
-        if let Some(first) = verdict.causes().first()
-            && let Some(bounded) =
-                bounded_candidates.iter().find(|bounded| bounded.candidate.cause.as_ref() == Some(first))
+        found.verdict = verdict;
+        if let Some(first) = found.verdict.causes().first().cloned()
+            && let Some(bounded) = bounded.iter().find(|bounded| bounded.candidate.cause.as_ref() == Some(&first))
         {
             (found.remaining, found.ties) = (Some(bounded.figures_without_ties), bounded.ties);
+            let has_name = matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_));
+            if has_name && !is_complete && !self.holds_on_all(&search_of_all, bounded, &mut found)? {
+                found.verdict = Verdict::Unknown(vec![first]);
+            }
         }
-        found.verdict = verdict;
         Ok(found)
     }
 
-    /// Returns the best of `candidates`, best first. Each has the better of its fits in f32 and bf16.
+    /// Returns whether `bounded`, a cause that explains the sample, leaves only rounding on all rows. Sets what
+    /// it leaves.
+    fn holds_on_all(
+        &self,
+        search_of_all: &CauseSearch,
+        bounded: &BoundedCandidate,
+        found: &mut Diagnosis,
+    ) -> Result<bool> {
+        let Some(cause) = &bounded.candidate.cause else { return Ok(true) };
+        let all = search_of_all.evaluate(cause)?;
+        let (figures_without_ties, ties) = self.figures_without_ties(search_of_all, &all, &bounded.bounds)?;
+        (found.remaining, found.ties) = (Some(figures_without_ties), ties);
+        Ok(match bounded.remainder_is_within_f32() {
+            true => is_within_f32(&figures_without_ties, &bounded.bounds.f32),
+            false => bounded.bounds.is_near_bf16(&all.figures, 1.0),
+        })
+    }
+
+    /// Returns the best candidates of `list`, best first, and the supported causes of its part. Each has the
+    /// better of its fits in f32 and bf16. Sets the causes without effect.
     fn bound_candidates(
         &self,
         search: &CauseSearch,
-        candidates: Vec<Candidate>,
+        list: CandidateList,
         baseline: &BoundedCandidate,
-    ) -> Result<Vec<BoundedCandidate>> {
+        found: &mut Diagnosis,
+    ) -> Result<(Vec<BoundedCandidate>, Vec<Cause>)> {
+        found.without_effect = list.without_effect;
         let hopeless = |candidate: &Candidate| {
             candidate.fit.spread > DROP_THRESHOLDS.1 * baseline.fit.spread
                 && !baseline.bounds.is_near_bf16(&candidate.figures, DROP_THRESHOLDS.0)
         };
-        let candidates = Candidate::select_best(candidates, CANDIDATES_MAX);
-        let mut bounded_candidates = search.map_candidates(candidates.len(), |index| {
+        let candidates = Candidate::select_best(list.candidates, CANDIDATES_MAX);
+        let mut bounded = search.map_candidates(candidates.len(), |index| {
             let candidate = candidates[index].clone();
-            match hopeless(&candidate) {
+            match hopeless(&candidate) || !may_explain(baseline, &candidate) || search.is_over() {
                 true => Ok(BoundedCandidate::without_bounds(candidate)),
                 false => self.bound_candidate(search, candidate),
             }
         })?;
         // The bounds are never smaller than those of the unchanged model.
-        bounded_candidates.iter_mut().for_each(|bounded| bounded.bounds.raise_to(&baseline.bounds));
-        bounded_candidates.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
-        Ok(bounded_candidates)
+        bounded.iter_mut().for_each(|bounded| bounded.bounds.raise_to(&baseline.bounds));
+        bounded.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
+        Ok((bounded, list.subset_causes))
     }
 
     fn bound_candidate(&self, search: &CauseSearch, candidate: Candidate) -> Result<BoundedCandidate> {
@@ -258,37 +308,40 @@ impl UnmodifiedModel<'_> {
         let theirs = &search.observed.log_probs;
         let bounds = RoundingBounds::compute(search, cause, &candidate.log_probs)?;
         let in_bf16 = bounds.in_bf16.iter().map(|rounded| candidate.fit_rounded(theirs, rounded));
-        let better_fit =
-            |a: StudentTFit, b: StudentTFit| if b.log_likelihood > a.log_likelihood { b } else { a };
+        let better_fit = |a: StudentTFit, b: StudentTFit| if b.log_likelihood > a.log_likelihood { b } else { a };
         let fit = in_bf16.fold(candidate.fit, better_fit);
-        let (mut figures_without_ties, mut ties) = (candidate.figures, 0);
+        let (figures_without_ties, ties) = self.figures_without_ties(search, &candidate, &bounds)?;
+        Ok(BoundedCandidate { fit, figures_without_ties, ties, bounds, candidate })
+    }
+
+    /// Returns what `candidate` leaves without the targets whose experts are a tie, and their number.
+    fn figures_without_ties(
+        &self,
+        search: &CauseSearch,
+        candidate: &Candidate,
+        bounds: &RoundingBounds,
+    ) -> Result<(DifferenceStats, usize)> {
         let may_have_ties = self.model.config.family.has_experts
             && bounds.is_f32_rounding(&candidate.figures)
             && !is_within_f32(&candidate.figures, &bounds.f32);
-        if may_have_ties {
-            let rounded = |bits| Ok(search.trace_with_rounding(cause, (bits, bits))?.log_probs);
-            let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
-            let differences;
-            (differences, ties) = clear_ties(
-                &candidate.differences,
-                theirs,
-                &search.observed.target_ranges(),
-                &forwards,
-                F32_FLOOR,
-            );
-            figures_without_ties = DifferenceStats::from_differences(&differences);
+        if !may_have_ties {
+            return Ok((candidate.figures, 0));
         }
-        Ok(BoundedCandidate { fit, figures_without_ties, ties, bounds, candidate })
+        let theirs = &search.observed.log_probs;
+        let rounded =
+            |bits| Ok(search.trace_with_rounding(candidate.cause.as_ref(), (bits, bits))?.log_probs);
+        let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
+        let (differences, ties) =
+            clear_ties(&candidate.differences, theirs, &search.observed.target_ranges(), &forwards, F32_FLOOR);
+        Ok((DifferenceStats::from_differences(&differences), ties))
     }
 }
 
-/// Returns the verdict from the `bounded_candidates`, best first; `None` if none explains the data.
-fn decide(baseline: &BoundedCandidate, bounded_candidates: &[BoundedCandidate]) -> Option<Verdict> {
-    let exact: Vec<&BoundedCandidate> =
-        bounded_candidates.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
+/// Returns the verdict from the candidates `bounded`, best first; `None` if none explains the data.
+fn decide(baseline: &BoundedCandidate, bounded: &[BoundedCandidate]) -> Option<Verdict> {
+    let exact: Vec<&BoundedCandidate> = bounded.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
     let explains = |bounded: &&BoundedCandidate| {
-        let (slope, error) =
-            regression_slope(&baseline.candidate.differences, &bounded.candidate.differences);
+        let (slope, error) = regression_slope(&baseline.candidate.differences, &bounded.candidate.differences);
         !bounded.is_rounding()
             && bounded.remainder_is_within_bf16()
             // If most tokens agree to f32's digits, a cause that moves them is no explanation.
@@ -297,10 +350,10 @@ fn decide(baseline: &BoundedCandidate, bounded_candidates: &[BoundedCandidate]) 
             && (slope - 1.0).abs() <= SLOPE_ERROR + 4.0 * error
     };
     let fitting: Vec<&BoundedCandidate> =
-        if exact.is_empty() { bounded_candidates.iter().filter(explains).collect() } else { exact.clone() };
+        if exact.is_empty() { bounded.iter().filter(explains).collect() } else { exact.clone() };
     let best = fitting.first()?;
     // A candidate that fits better but fails another test makes this one uncertain.
-    let has_better_fit = bounded_candidates.iter().any(|other| {
+    let has_better_fit = bounded.iter().any(|other| {
         best.fit.log_likelihood + INDISTINGUISHABLE_NATS < other.fit.log_likelihood
             && !other.is_rounding()
             && other.candidate.name() != best.candidate.name()
@@ -326,11 +379,36 @@ fn decide(baseline: &BoundedCandidate, bounded_candidates: &[BoundedCandidate]) 
 /// Returns whether the data favours `bounded` over `baseline`, the unchanged model. The unrounded computation must
 /// show it; a rounding that happens to fit does not count.
 fn is_supported(baseline: &BoundedCandidate, bounded: &BoundedCandidate) -> bool {
+    favours(baseline, &baseline.fit, &bounded.fit) && favours(baseline, &baseline.candidate.fit, &bounded.candidate.fit)
+}
+
+/// Returns whether `candidate` may be named once its rounding is known.
+fn may_explain(baseline: &BoundedCandidate, candidate: &Candidate) -> bool {
+    favours(baseline, &baseline.candidate.fit, &candidate.fit)
+        || is_within_f32(&candidate.figures, &baseline.bounds.f32.scale(2.0))
+}
+
+/// Returns whether the fit `bounded` is better than `before`, the fit of `baseline`, by enough evidence.
+fn favours(baseline: &BoundedCandidate, before: &StudentTFit, bounded: &StudentTFit) -> bool {
     let may_be_rounding = baseline.remainder_is_within_bf16() && !baseline.is_f32_rounding();
     let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };
-    let improves = |baseline: &StudentTFit, bounded: &StudentTFit| {
-        bounded.log_likelihood - baseline.log_likelihood >= EVIDENCE_MIN
-            && bounded.spread <= share * baseline.spread
-    };
-    improves(&baseline.fit, &bounded.fit) && improves(&baseline.candidate.fit, &bounded.candidate.fit)
+    bounded.log_likelihood - before.log_likelihood >= EVIDENCE_MIN && bounded.spread <= share * before.spread
+}
+
+impl Diagnosis {
+    /// Returns the verdict before the search, as text.
+    fn to_text_before_search(&self, is_rounding: bool) -> String {
+        let verdict = match is_rounding {
+            true => "Verdict: rounding, no larger than what bf16 makes of this model.",
+            false => "Verdict: differs.",
+        };
+        format!(
+            "{verdict} |Δlogp| has median {}, mean {}, maximum {}; this model in bf16 is {} (median) and {} (maximum) from itself.",
+            format_number(self.figures.median),
+            format_number(self.figures.mean),
+            format_number(self.figures.max),
+            format_number(self.bf16_bound.median),
+            format_number(self.bf16_bound.max)
+        )
+    }
 }

@@ -9,6 +9,7 @@ use super::locate::{LocationResult, TargetPositions, locate};
 use super::output::ResultLine;
 use super::rounding::is_within_f32;
 use super::rows::TokenRow;
+use super::search::SearchSettings;
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
@@ -34,7 +35,8 @@ impl Comparison {
     /// Returns the comparison's part of `mismatch.json`.
     pub fn to_json(&self) -> Value {
         let Diagnosis {
-            verdict, figures, remaining, f32_bound, bf16_bound, within_bf16, without_effect, ..
+            verdict, figures, remaining, f32_bound, bf16_bound, within_bf16, .. } = &self.diagnosis;
+        let Diagnosis { without_effect, search, ..
         } = &self.diagnosis;
         let of = |figures: &DifferenceStats| {
             Value::Object(figures.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
@@ -53,6 +55,11 @@ impl Comparison {
             "within_bf16_rounding": within_bf16,
             "ties_of_routing": self.diagnosis.ties,
             "causes_without_effect_on_these_rows": without_effect,
+            "search": search.as_ref().map(|search| json!({
+                "causes": search.causes,
+                "tried": search.tried,
+                "ended_by_limit": search.ended_by_limit,
+            })),
             "moved": {
                 "tokens": self.location_result.differing,
                 "of": self.location_result.targets,
@@ -73,6 +80,7 @@ pub fn compare(
     rows: &[TokenRow],
     micro_batch_tokens: usize,
     clip: (f64, f64),
+    search: &SearchSettings,
 ) -> Result<Comparison> {
     let (observed, row_of_target) = observe(rows, micro_batch_tokens);
     if observed.log_probs.is_empty() {
@@ -80,9 +88,10 @@ pub fn compare(
             "no row holds a log-prob after its first token; ask the engine for log-probs"
         ));
     }
-    let diagnosis = reference.diagnose(&observed)?;
+    let mut diagnosis = reference.diagnose(&observed, search)?;
     let names = rows.iter().map(|row| row.name.clone()).collect();
-    let target_positions = TargetPositions::collect(&reference, &observed, names, row_of_target)?;
+    let experts = std::mem::take(&mut diagnosis.routed_experts);
+    let target_positions = TargetPositions::collect(&observed, names, row_of_target, experts);
     let location_result = locate(&target_positions, &diagnosis.differences, threshold(&diagnosis));
     let config = &reference.model.config;
     let window = config.sliding_window;
@@ -280,7 +289,20 @@ fn answer(found: &Diagnosis, location_result: &LocationResult, lines: &[ResultLi
             }
             text
         }
+        Verdict::Unfinished(guesses) => {
+            let mut text = "Differs; the cause is not known yet.".to_owned();
+            if !guesses.is_empty() {
+                text.push_str(&format!(" Nearest so far: {}.", join_causes(guesses)));
+            }
+            text
+        }
     };
+    if let Some(search) = found.search.filter(|search| search.ended_by_limit) {
+        text.push_str(&format!(
+            " The time limit ended the search for a cause: {} of {} causes were tried.",
+            search.tried, search.causes
+        ));
+    }
     text.push_str(&format!(
         " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; rounding this model to bf16 moves it by {} (median) and {} (maximum).",
         number(figures.median),

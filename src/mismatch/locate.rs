@@ -1,11 +1,6 @@
 //! Locates a log-prob mismatch: the positions, rows, tokens or experts of the differing targets.
 
-use super::diagnose::UnmodifiedModel;
 use super::engine_log_probs::EngineLogProbs;
-use crate::model::layer::LayerOutput;
-use crate::model::policy_view::PolicyView;
-use anyhow::Result;
-use candle_core::Tensor;
 use std::collections::BTreeMap;
 
 /// A group locates the mismatch if it has at least this share of the differing targets, and at least this
@@ -32,35 +27,19 @@ pub struct TargetPositions {
 
 impl TargetPositions {
     /// Collects the locations of the targets of `observed`. `rows` has one entry a target, an index into
-    /// `names`.
-    ///
-    /// # Errors
-    /// When a forward fails.
+    /// `names`; `experts` are the routed experts.
     pub fn collect(
-        reference: &UnmodifiedModel,
         observed: &EngineLogProbs,
         names: Vec<String>,
         rows: Vec<usize>,
-    ) -> Result<Self> {
-        let layers = reference.model.config.num_hidden_layers;
-        let top_k = reference.model.config.num_experts_per_tok;
-        let mut found =
-            Self { names, rows, positions: vec![], experts: vec![vec![]; layers], tokens: vec![] };
-        let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
+        experts: Vec<Vec<Vec<u32>>>,
+    ) -> Self {
+        let (mut positions, mut tokens) = (vec![], vec![]);
         for batch in observed.batches.iter().map(|batch| &batch.micro_batch) {
-            let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
-                if let Some(routes) = output.routed_experts() {
-                    let routes = routes.flatten_all()?.to_vec1::<u32>()?;
-                    let of_row = |&row: &u32| routes[row as usize * top_k..][..top_k].to_vec();
-                    found.experts[layer].extend(batch.rows.iter().map(of_row));
-                }
-                Ok(())
-            };
-            reference.threads.run_on_all(|| policy.head_input(batch, keep))?;
-            found.positions.extend(batch.rows.iter().map(|&row| batch.positions[row as usize] as usize + 1));
-            found.tokens.extend_from_slice(&batch.targets);
+            positions.extend(batch.rows.iter().map(|&row| batch.positions[row as usize] as usize + 1));
+            tokens.extend_from_slice(&batch.targets);
         }
-        Ok(found)
+        Self { names, rows, positions, experts, tokens }
     }
 
     /// Returns the experts of target `target` at `layer`.

@@ -8,6 +8,7 @@ use super::compare::LogProbPair;
 use super::diagnose::{UnmodifiedModel, Verdict};
 use super::engine_log_probs::EngineLogProbs;
 use super::output::ResultLine;
+use super::search::SearchSettings;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
 use crate::model::ablations::Ablations;
@@ -124,7 +125,7 @@ impl<'a> AblationMeasurement<'a> {
             }
             let observed =
                 EngineLogProbs { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
-            let found = self.reference.diagnose(&observed)?;
+            let found = self.reference.diagnose(&observed, &SearchSettings::silent())?;
             causes.push(match found.verdict {
                 Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}) and no rounding explains it: router noise",

@@ -24,5 +24,5 @@ pub mod page;
 pub mod passes;
 mod rounding;
 pub mod rows;
-mod search;
+pub mod search;
 mod ties;

@@ -260,11 +260,6 @@ impl Parameters {
         (!stored.is_variable() && !stored.is_on_disk()).then(|| stored.clone())
     }
 
-    /// Whether any packed tensor is sharded.
-    pub fn has_packed_shards(&self) -> bool {
-        self.entries.iter().any(|entry| entry.stored.is_sharded() && !entry.stored.is_variable())
-    }
-
     /// Returns the whole weight of tensor `index`, without gradient. A sharded one is gathered, so every
     /// rank must call it.
     ///

@@ -45,6 +45,8 @@ pub struct RunContext {
     pub memory: String,
     /// Capacity of the GPU's KV cache.
     pub cache_capacity: CacheCapacity,
+    /// Whether the backward recomputes activations.
+    pub recompute_layers: bool,
     /// How each process holds the weights while it samples.
     pub rollout_weights: RolloutWeightPlacement,
     /// Trainable flags of the policy's parameters, from `train.freeze`.

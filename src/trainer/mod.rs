@@ -28,7 +28,6 @@ use crate::rollout::Rollouts;
 use crate::run::causes::{SampleCauses, warn_of_causes};
 use crate::run::context::RunContext;
 use crate::run::evaluation::{ValidationResult, evaluate, validation_prompts};
-use crate::run::memory::{PassWeights, recomputes_layers};
 use crate::run::run_folder::RunFolder;
 use crate::run::sampling_folder::report_failures;
 use crate::run::signals::StopFlag;
@@ -293,15 +292,8 @@ impl Trainer {
     }
 
     fn pass(&self, temperature: f64) -> PassSettings {
-        let RunContext { plan, threads, model, parameters, .. } = &self.context;
-        let weights = PassWeights {
-            bytes: parameters.bytes(),
-            adapted: parameters.adapter().is_some(),
-            has_packed_shards: parameters.has_packed_shards(),
-        };
-        let (threads, processes) = (threads.count(), parameters.mesh().ranks());
         PassSettings {
-            recompute_layers: recomputes_layers(&plan.recipe, &model.config, weights, threads, processes),
+            recompute_layers: self.context.recompute_layers,
             temperature,
             load_balance: 0.0,
             forward: self.context.training_forward(),

@@ -10,8 +10,9 @@ use rloss::mismatch::causes::causes;
 use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
 use rloss::mismatch::external_engine;
 use rloss::mismatch::rows::{RowReader, TokenRow, TokenRows};
+use rloss::mismatch::search::SearchSettings;
 use rloss::model::config::Config;
-use rloss::model::forward::Model;
+use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
@@ -73,10 +74,14 @@ impl Fixture {
     }
 
     fn compare(&self, rows: &[TokenRow]) -> external_engine::Comparison {
+        self.compare_by(rows, &SearchSettings::silent())
+    }
+
+    fn compare_by(&self, rows: &[TokenRow], search: &SearchSettings) -> external_engine::Comparison {
         let Self { threads, model, parameters, chat } = self;
         let console = &Console::silent();
         let reference = UnmodifiedModel { threads, model, parameters, earlier: None, console };
-        external_engine::compare(reference, chat, rows, 1000, (0.2, 0.2)).unwrap()
+        external_engine::compare(reference, chat, rows, 1000, (0.2, 0.2), search).unwrap()
     }
 }
 
@@ -110,6 +115,25 @@ fn every_engines_shape_is_read_as_the_same_rows() {
     }
     let formats = read(&[fixtures().join("llama_cpp_python.jsonl")]).unwrap().formats;
     assert!(formats[0].contains("text without ids in 3 rows"), "{formats:?}");
+}
+
+/// The response of a scoring request is one token without a log-prob; it ends the row.
+#[test]
+fn the_answer_to_a_scoring_request_of_vllm_is_read() {
+    let own = read(&[fixtures().join("rows.jsonl")]).unwrap();
+    for file in ["vllm_scoring.jsonl", "vllm_chat_scoring.jsonl"] {
+        let found = read(&[fixtures().join(file)]).unwrap();
+        assert_eq!((found.rows.len(), found.bad_rows), (own.rows.len(), vec![]), "{file}");
+        for (row, own) in found.rows.iter().zip(&own.rows) {
+            assert_eq!(row.tokens, [&own.tokens[..], &[3]].concat(), "{file}");
+            assert_eq!(row.log_probs, [&own.log_probs[..], &[None]].concat(), "{file}");
+            assert_eq!(row.raw_tokens, own.tokens.len(), "{file}: raw log-probs of a prompt");
+        }
+    }
+    let without_ids =
+        r#"{"choices": [{"logprobs": null, "prompt_logprobs": [null, {"5": {"logprob": -1}}]}]}"#;
+    let error = read_text(without_ids).unwrap_err().to_string();
+    assert!(error.contains("return_token_ids"), "{error}");
 }
 
 #[test]
@@ -269,6 +293,78 @@ fn reference_cases_get_their_verdict() {
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
 }
 
+/// Rows of one case of the campaign.
+fn case(kind: &str, dtype: &str) -> Vec<TokenRow> {
+    let text = std::fs::read_to_string(fixtures().join("cases.jsonl")).unwrap();
+    let start = format!("\"kind\":\"{kind}\",\"dtype\":\"{dtype}\"");
+    let lines: Vec<&str> = text.lines().filter(|line| line.contains(&start)).collect();
+    read_text(&lines.join("\n")).unwrap().rows
+}
+
+/// The verdict is announced before the search; a limit of 0 leaves the verdict alone.
+#[test]
+fn a_time_limit_ends_the_search_with_the_verdict() {
+    let fixture = Fixture::new();
+    let found = |rows: &[TokenRow]| {
+        let announced = std::cell::RefCell::new(vec![]);
+        let announce = |text: &str| {
+            announced.borrow_mut().push(text.to_owned());
+            Ok(())
+        };
+        let limit = Some(std::time::Duration::ZERO);
+        let search = SearchSettings { limit, announce: &announce, ..SearchSettings::silent() };
+        let compared = fixture.compare_by(rows, &search);
+        (compared.diagnosis.verdict.clone(), compared.answer, announced.into_inner())
+    };
+    let (verdict, answer, announced) = found(&case("sinks missing", "float32"));
+    assert_eq!(verdict, Verdict::Unfinished(vec![]));
+    assert!(verdict.has_mistake() && answer.contains("The time limit ended the search"), "{answer}");
+    assert!(announced.len() == 1 && announced[0].starts_with("Verdict: differs."), "{announced:?}");
+    let (verdict, answer, announced) = found(&case("none", "bfloat16"));
+    assert_eq!(verdict, Verdict::Rounding);
+    assert!(answer.contains("The time limit ended the search"), "{answer}");
+    assert!(announced.len() == 1 && announced[0].starts_with("Verdict: rounding"), "{announced:?}");
+    let (verdict, _, announced) = found(&read(&[fixtures().join("rows.jsonl")]).unwrap().rows);
+    assert_eq!((verdict, announced), (Verdict::Agrees, vec![]));
+}
+
+/// A larger model's rounding and causes are computed on a part of the rows; the verdict is about all rows.
+#[test]
+fn a_cause_found_on_a_part_of_the_rows_must_hold_on_all() {
+    let fixture = Fixture::new();
+    let token = |row: usize, at: usize| ((row * 31 + at * at * 7 + at) % 200) as u32;
+    let forward = ForwardOptions { sinks: false, ..ForwardOptions::default() };
+    let policy = PolicyView { forward, ..fixture.policy() };
+    let mut rows: Vec<TokenRow> = (0..8)
+        .map(|row| {
+            let tokens: Vec<u32> = (0..240).map(|at| token(row, at)).collect();
+            let found = policy.prefill(&[&tokens], 1.0).unwrap().remove(0);
+            let log_probs = [None].into_iter().chain(found.into_iter().map(Some)).collect();
+            let name = row.to_string();
+            let (trainer_log_probs, routes) = (None, None);
+            TokenRow { name, tokens, log_probs, trainer_log_probs, temperature: 1.0, raw_tokens: 0, routes }
+        })
+        .collect();
+    let search = SearchSettings { whole_rows_parameters_max: 0, ..SearchSettings::silent() };
+    let found = fixture.compare_by(&rows, &search);
+    let Verdict::Named(cause) = &found.diagnosis.verdict else { panic!("{:?}", found.answer) };
+    assert_eq!((cause.name, found.diagnosis.differences.len()), ("sinks missing", 8 * 239));
+    let left = found.diagnosis.remaining.unwrap();
+    assert!(left.max < 2e-5, "{left:?}");
+    // The last row, outside the part, has another mistake too.
+    rows[7].log_probs[100] = rows[7].log_probs[100].map(|log_prob| log_prob - 3.0);
+    let found = fixture.compare_by(&rows, &search);
+    assert_eq!(found.diagnosis.verdict, Verdict::Unknown(vec![cause.clone()]), "{}", found.answer);
+    // A file that agrees there differs on all rows.
+    for row in &mut rows {
+        row.log_probs = fixture.log_probs(row, 1.0);
+    }
+    assert_eq!(fixture.compare_by(&rows, &search).diagnosis.verdict, Verdict::Agrees);
+    rows[7].log_probs[100] = rows[7].log_probs[100].map(|log_prob| log_prob - 3.0);
+    let found = fixture.compare_by(&rows, &search);
+    assert_eq!(found.diagnosis.verdict, Verdict::Unknown(vec![]), "{}", found.answer);
+}
+
 /// vLLM and SGLang give a prompt's log-probs at temperature 1 whatever the response was sampled at.
 #[test]
 fn a_prompts_log_probs_are_raw_whatever_the_sampler_did() {
@@ -365,6 +461,15 @@ fn the_exit_code_says_whether_they_differ() {
     let file = folder.path().join("case.jsonl");
     std::fs::write(&file, of("sinks missing").join("\n")).unwrap();
     assert_eq!(code(&file).0, 3);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
+    command.arg("check-mismatch").arg(&recipe).arg("--out").arg(&out).arg("--against").arg(&file);
+    let output = command.args(["--search-minutes", "0"]).output().unwrap();
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(3), "{stdout}");
+    assert!(
+        stdout.starts_with("Verdict: differs.") && stdout.contains("\nDiffers; the cause is not known"),
+        "{stdout}"
+    );
     std::fs::write(&file, [of("sinks missing"), vec!["nonsense"]].concat().join("\n")).unwrap();
     assert_eq!(code(&file).0, 2);
 }

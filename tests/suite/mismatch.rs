@@ -8,6 +8,7 @@ use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
 use rloss::mismatch::engine_log_probs::EngineLogProbs;
 use rloss::mismatch::measure::AblationMeasurement;
 use rloss::mismatch::output::ResultLine;
+use rloss::mismatch::search::SearchSettings;
 use rloss::model::ablations::Ablations;
 use rloss::model::cache::CacheCapacity;
 use rloss::model::forward::{ForwardOptions, Model};
@@ -164,7 +165,9 @@ fn observed(world: &World, model: &Model, forward: ForwardOptions, temperature: 
 fn causes_are_recognised_and_a_temperature_is_estimated() {
     let world = World::new();
     let plain = ForwardOptions::default();
-    let found = |observed: EngineLogProbs| world.reference().diagnose(&observed).unwrap().verdict;
+    let found = |observed: EngineLogProbs| {
+        world.reference().diagnose(&observed, &SearchSettings::silent()).unwrap().verdict
+    };
     let named = |verdict: Verdict| match verdict {
         Verdict::Named(cause) => cause.description(),
         other => panic!("{other:?}"),
@@ -190,7 +193,11 @@ fn found_in_bf16(world: &World, activation_bits: u32) -> Verdict {
     let batches: Vec<MicroBatch> = plain.batches.into_iter().map(|batch| batch.micro_batch).collect();
     let policy = PolicyView { model: &world.model, weights, forward };
     let log_probs = policy.all_log_probs(&world.threads, &batches, 1.0, &|_| ()).unwrap();
-    world.reference().diagnose(&EngineLogProbs::from_samples(batches, 1.0, log_probs)).unwrap().verdict
+    world
+        .reference()
+        .diagnose(&EngineLogProbs::from_samples(batches, 1.0, log_probs), &SearchSettings::silent())
+        .unwrap()
+        .verdict
 }
 
 /// Weights of f32 that an engine in bf16 rounds: this was called "bf16 weights", as they make most of the gap.

@@ -329,6 +329,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             rollout_weights: RolloutWeightPlacement::Whole,
             packed_weights: PackedWeightPlacement::Whole,
             gpu_sequences: None,
+            recompute_layers: None,
         };
         let plan = MemoryPlan::new(&subject);
         let planned =

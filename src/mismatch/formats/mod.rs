@@ -52,12 +52,12 @@ pub struct RecordFormat {
 static FORMATS: [RecordFormat; 9] = [
     RecordFormat {
         name: "responses of /v1/chat/completions (vLLM)",
-        matches: |value| openai::has_log_probs(value, "content"),
+        matches: openai::is_chat,
         read: openai::chat,
     },
     RecordFormat {
         name: "responses of /v1/completions (vLLM, llama-cpp-python)",
-        matches: |value| openai::has_log_probs(value, "token_logprobs"),
+        matches: openai::is_completion,
         read: openai::completions,
     },
     RecordFormat {

@@ -31,7 +31,7 @@ struct Choice {
     routed_experts: Option<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 struct LogProbs {
     tokens: Option<Vec<String>>,
     token_logprobs: Option<Vec<Option<f64>>>,
@@ -48,17 +48,32 @@ struct Content {
 const NO_PROMPT: &str = "the prompt is missing, and a log-prob depends on it; ask vLLM with \"return_token_ids\": true, \
                          llama-cpp-python with echo=True";
 
-/// Returns whether the first choice has log-probs in the list `key`: `content` in a chat, `token_logprobs` in
-/// a completion.
-pub(super) fn has_log_probs(value: &Value, key: &str) -> bool {
-    value["choices"][0]["logprobs"].get(key).is_some()
+/// Returns whether the value is a chat's response: its first choice has log-probs in `content`, or a message
+/// and the prompt's log-probs.
+pub(super) fn is_chat(value: &Value) -> bool {
+    let choice = &value["choices"][0];
+    choice["logprobs"].get("content").is_some() || choice.get("message").is_some() && has_prompt(value)
+}
+
+/// Returns whether the value is a completion's response: its first choice has `token_logprobs`, or the
+/// prompt's log-probs.
+pub(super) fn is_completion(value: &Value) -> bool {
+    let choice = &value["choices"][0];
+    choice["logprobs"].get("token_logprobs").is_some() || choice.get("message").is_none() && has_prompt(value)
+}
+
+/// Returns whether the first choice or the response has `prompt_logprobs`: the answer to a scoring request.
+fn has_prompt(value: &Value) -> bool {
+    [value, &value["choices"][0]].iter().any(|place| place["prompt_logprobs"].is_array())
 }
 
 /// Returns the remedy for choices without log-probs.
 pub(super) fn log_probs_remedy(value: &Value) -> &'static str {
     match value["choices"][0].get("message") {
-        Some(_) => "choices have no logprobs; ask with \"logprobs\": true",
-        None => "choices have no logprobs; ask with \"logprobs\": 0 (and \"return_token_ids\": true)",
+        Some(_) => "choices have no logprobs; ask with \"logprobs\": true, or \"prompt_logprobs\": 0",
+        None => {
+            "choices have no logprobs; ask with \"logprobs\": 0, or \"prompt_logprobs\": 0 (and \"return_token_ids\": true)"
+        }
     }
 }
 
@@ -66,7 +81,10 @@ pub(super) fn log_probs_remedy(value: &Value) -> &'static str {
 pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let response: Response = parse(value, "a response of /v1/completions")?;
     let row = |choice: Choice| {
-        let log_probs = choice.logprobs.ok_or("a choice has no logprobs")?;
+        let log_probs = match choice.logprobs {
+            None if choice.prompt_logprobs.is_none() => return Err("a choice has no logprobs".to_owned()),
+            log_probs => log_probs.unwrap_or_default(),
+        };
         let (spelled, values) =
             (log_probs.tokens.unwrap_or_default(), log_probs.token_logprobs.unwrap_or_default());
         sequence(
@@ -88,12 +106,6 @@ pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, Stri
     let mut rows = vec![];
     let count = response.choices.len();
     for (index, choice) in response.choices.into_iter().enumerate() {
-        let content = choice.logprobs.and_then(|l| l.content).ok_or("a choice has no logprobs.content")?;
-        let values = content.iter().map(|c| c.logprob).collect();
-        let spelled = content.into_iter().map(|c| match c.bytes {
-            Some(bytes) => String::from_utf8(bytes).unwrap_or(c.token),
-            None => c.token,
-        });
         let shared = if index + 1 == count {
             prompts.pop()
         } else {
@@ -102,6 +114,15 @@ pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, Stri
         let (ids, log_probs) = shared.unwrap_or_default();
         let prompt =
             Prompt { ids: choice.prompt_token_ids.or(ids), log_probs: choice.prompt_logprobs.or(log_probs) };
+        let content = match choice.logprobs.and_then(|l| l.content) {
+            None if prompt.log_probs.is_none() => return Err("a choice has no logprobs.content".to_owned()),
+            content => content.unwrap_or_default(),
+        };
+        let values = content.iter().map(|c| c.logprob).collect();
+        let spelled = content.into_iter().map(|c| match c.bytes {
+            Some(bytes) => String::from_utf8(bytes).unwrap_or(c.token),
+            None => c.token,
+        });
         rows.push(sequence(
             prompt,
             choice.token_ids,
@@ -119,7 +140,8 @@ struct Prompt {
     log_probs: Option<PromptLogProbs>,
 }
 
-/// Joins prompt and response. With `echo` the response's values include the prompt's.
+/// Joins prompt and response. With `echo` the response's values include the prompt's. The answer to a scoring
+/// request has no values of the response.
 fn sequence(
     prompt: Prompt,
     ids: Option<Vec<u64>>,
@@ -128,12 +150,15 @@ fn sequence(
     routes: Option<String>,
     texts: &TokenTexts,
 ) -> Result<RawRow, String> {
-    let from_texts = ids.is_none();
+    let from_texts = ids.is_none() && !spelled.is_empty();
     let echoed = values.first().is_some_and(Option::is_none);
     let response = match ids {
         Some(ids) => ids,
-        None => spelled.iter().map(|text| texts.id(text)).collect::<Result<_, _>>()?,
+        None => spelled.iter().map(|text| texts.id(text)).collect::<Result<Vec<_>, _>>()?,
     };
+    if values.is_empty() {
+        values = vec![None; response.len()];
+    }
     let routes = routes.map(|text| npy::read_routed_experts(&text)).transpose()?;
     let prompt_ids = match (prompt.ids, echoed) {
         // Without prompt ids, an echoed response holds the prompt too. With prompt ids, only its values do.

@@ -1,8 +1,8 @@
 //! Memory plan of a GPU: bf16 matrices with f32 masters and gradients, and a paged KV cache.
 
 use super::{
-    AvailableMemory, MemoryItem, MemoryPlan, ModelCommand, PassShape, PassWeights, PlanInput, Stage,
-    TrainableTensor, WARNED_SHARE, gathered_bytes, gigabytes, recomputes_layers,
+    AvailableMemory, MemoryItem, MemoryPlan, ModelCommand, PassShape, PlanInput, Stage, TrainableTensor,
+    WARNED_SHARE, gathered_bytes, gigabytes,
 };
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
@@ -200,10 +200,7 @@ impl PlanInput<'_> {
                 phases.push(("comparison", vec![caches(capacity), activations]));
             }
             ModelCommand::Train => {
-                let bytes = self.gpu_resident().first().map_or(0, |weights| weights.bytes);
-                let weights =
-                    PassWeights { bytes, adapted: self.adapter.is_some(), has_packed_shards: false };
-                let recomputes = recomputes_layers(recipe, config, weights, 1, 1);
+                let recomputes = self.recomputes_layers();
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
                 let bytes = self.pass(tokens, tokens).forward_backward(recomputes);
                 phases.push(("update", vec![MemoryItem { name, bytes }]));

@@ -42,42 +42,8 @@ const WARNED_SHARE: f64 = 0.9;
 /// Tokens around a tool's reply.
 const REPLY_FRAME_TOKENS: usize = 32;
 
-/// Limit of saved activations of all concurrent passes in bytes, unless `train.recompute_layers` is set.
+/// Limit of saved activations of all concurrent passes in bytes, where the available memory is unknown.
 const KEPT_BYTES_MAX: u64 = 1 << 30;
-
-/// The weights of a pass.
-#[derive(Debug, Clone, Copy)]
-pub struct PassWeights {
-    pub bytes: u64,
-    /// True when matrices have adapters.
-    pub adapted: bool,
-    /// True when packed weights are sharded.
-    pub has_packed_shards: bool,
-}
-
-/// Returns whether the backward recomputes activations. The recipe decides; without the key, it depends on
-/// the memory that saved activations of `threads` concurrent passes would take. Results are bitwise equal
-/// either way.
-pub fn recomputes_layers(
-    recipe: &Recipe,
-    config: &Config,
-    weights: PassWeights,
-    threads: usize,
-    processes: usize,
-) -> bool {
-    recipe.train.recompute_layers.unwrap_or_else(|| {
-        let tokens = recipe.train.micro_batch_tokens;
-        let pass = PassShape { config, tokens, targets: tokens, adapted: weights.adapted, on_gpu: false };
-        // The base of an adapter is gathered only if it is sharded.
-        let gathered = !weights.adapted || weights.has_packed_shards;
-        let kept = match processes {
-            1 => passes_at_once(weights.bytes, threads).saturating_mul(pass.forward_backward(false)),
-            // A graph of all layers holds all their weights.
-            _ => pass.forward_backward(false) + if gathered { weights.bytes } else { 0 },
-        };
-        kept > KEPT_BYTES_MAX
-    })
-}
 
 fn passes_at_once(weight_bytes: u64, threads: usize) -> u64 {
     if runs_in_parallel(weight_bytes) { threads as u64 } else { 1 }
@@ -157,6 +123,9 @@ pub struct PlanInput<'a> {
     /// Number of sequences in the GPU's KV cache; `None` on the CPU. It selects the memory to plan: GPU or
     /// host.
     pub gpu_sequences: Option<usize>,
+    /// Whether the backward recomputes activations, by the available memory; `None` if that is unknown. The
+    /// recipe's key overrides it.
+    pub recompute_layers: Option<bool>,
 }
 
 /// An adapter as the memory plan sees it.
@@ -320,6 +289,32 @@ impl PlanInput<'_> {
     /// Formats the plan and the remedies.
     pub fn to_text(&self) -> String {
         format!("{}\nwhat would help: {}", MemoryPlan::new(self), what_helps(&self.remedies()))
+    }
+
+    /// Returns whether the backward recomputes activations. Results are bitwise equal either way.
+    pub fn recomputes_layers(&self) -> bool {
+        let known = self.recipe.train.recompute_layers.or(self.recompute_layers);
+        known.unwrap_or_else(|| self.saved_bytes() > KEPT_BYTES_MAX)
+    }
+
+    /// Returns the bytes of all activations of the passes that run at once.
+    fn saved_bytes(&self) -> u64 {
+        let (tokens, adapted) = (self.recipe.train.micro_batch_tokens, self.adapter.is_some());
+        let pass = PassShape { config: self.config, tokens, targets: tokens, adapted, on_gpu: false };
+        let saved = pass.forward_backward(false);
+        match self.processes {
+            _ if self.gpu_sequences.is_some() => saved,
+            1 => passes_at_once(self.weight_bytes(), self.threads).saturating_mul(saved),
+            // A graph of all layers holds all their weights; the base of an adapter only if it is sharded.
+            _ if !adapted || !self.sharded_packed_tensors().is_empty() => saved + self.weight_bytes(),
+            _ => saved,
+        }
+    }
+
+    /// Returns whether the plan, with all activations kept, nearly fills the `available` memory.
+    pub fn recomputes_within(&self, available: &AvailableMemory) -> bool {
+        let kept = MemoryPlan::new(&PlanInput { recompute_layers: Some(false), ..self.clone() });
+        kept.peak_bytes() as f64 > WARNED_SHARE * available.bytes as f64
     }
 
     /// Returns the policy's trainable tensors in `stage`.
@@ -490,12 +485,7 @@ impl PlanInput<'_> {
             phases.push(("comparison", vec![MemoryItem { name: "activations", bytes: pass.forward() }]));
             return phases;
         }
-        let weights = PassWeights {
-            bytes: self.weight_bytes(),
-            adapted: self.adapter.is_some(),
-            has_packed_shards: !self.sharded_packed_tensors().is_empty(),
-        };
-        let recomputes = recomputes_layers(recipe, self.config, weights, self.threads, self.processes);
+        let recomputes = self.recomputes_layers();
         let bytes = at_once * pass.forward_backward(recomputes);
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
         let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));

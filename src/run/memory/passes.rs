@@ -39,9 +39,9 @@ impl PassShape<'_> {
         self.values(self.tokens, self.config.num_key_value_heads * self.config.head_dim)
     }
 
-    /// Returns the bytes of `T·K` expert rows of `width` values.
+    /// Returns the bytes of `T·K` expert rows of `width` values. An MLP counts as one expert.
     fn expert_rows_bytes(&self, width: usize) -> u64 {
-        self.values(self.tokens * self.config.num_experts_per_tok, width)
+        self.values(self.tokens * self.config.num_experts_per_tok.max(1), width)
     }
 
     /// Returns the bytes of one layer's log-sum-exps, router logits, routing weights, expert indices and

@@ -68,6 +68,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 rollout_weights: RolloutWeightPlacement::Whole,
                 packed_weights: PackedWeightPlacement::Whole,
                 gpu_sequences: None,
+                recompute_layers: None,
             };
             let plan = MemoryPlan::new(&input);
             let planned = ["weights", "gradients", "optimizer"]

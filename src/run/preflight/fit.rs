@@ -24,7 +24,7 @@ impl Preflight {
 
     /// Plans for `processes`. For keys that are `"auto"`, takes the first option that fits `available`
     /// memory. Unsharded packed weights come before sharded ones, and sampling with less communication before
-    /// sampling with more.
+    /// sampling with more. On the CPU, keeps all activations for the backward if they fit too.
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
         self.processes = processes;
         if self.gpu_sequences.is_some() {
@@ -55,6 +55,7 @@ impl Preflight {
             ));
         }
         (self.rollout_weights, self.packed_weights) = (sampling, packed);
+        self.recompute_layers = available.map(|available| self.plan_input().recomputes_within(available));
     }
 
     /// Returns the options that the recipe allows for holding weights on several processes, in order of

@@ -17,6 +17,7 @@ impl Preflight {
         let plan_input = self.plan_input();
         let (cache_capacity, memory) =
             (plan_input.cache_capacity(self.gpu_sequences.unwrap_or(1)), plan_input.to_text());
+        let recompute_layers = plan_input.recomputes_layers();
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let placement = match (self.streamed, self.packed_weights) {
@@ -48,6 +49,7 @@ impl Preflight {
             device_name: self.compute_device.name,
             cache_capacity,
             memory,
+            recompute_layers,
             rollout_weights: self.rollout_weights,
             trainable,
             critic_trainable: self.critic_trainable,

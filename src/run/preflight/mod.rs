@@ -42,6 +42,8 @@ pub struct Preflight {
     compute_device: ComputeDevice,
     /// Number of sequences in the GPU's KV cache; `None` on the CPU.
     gpu_sequences: Option<usize>,
+    /// Whether the backward recomputes activations, by the available memory.
+    recompute_layers: Option<bool>,
     pub(super) source: ModelSource,
     /// Trainable flags of the model's own tensors, in the first stage of training.
     trainable: Vec<bool>,
@@ -164,6 +166,7 @@ impl Preflight {
             packed_weights: PackedWeightPlacement::Whole,
             threads,
             gpu_sequences: compute_device.available.is_some().then_some(1),
+            recompute_layers: None,
             compute_device,
             source,
             trainable,
@@ -222,6 +225,7 @@ impl Preflight {
             rollout_weights: self.rollout_weights,
             packed_weights: self.packed_weights,
             gpu_sequences: self.gpu_sequences,
+            recompute_layers: self.recompute_layers,
         }
     }
 }
