@@ -13,9 +13,19 @@ test:
 unwritten:
     cargo test --profile dev --lib --test suite
 
+# Undefined behaviour and data races in the unsafe code of the ops on the CPU: needs nightly with miri and rust-src.
+miri:
+    MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-tree-borrows -Zmiri-permissive-provenance -Zmiri-ignore-leaks -Zmiri-deterministic-floats" \
+        RUSTFLAGS="-C target-feature=+avx2,+fma" cargo +nightly miri test --lib -- \
+        ops::buffer ops::packed_weights ops::sink_attention::rows ops::skinny_gemm ops::threads ops::tiles
+
 # The losses and tasks too, whose modules a macro declares, so that `cargo fmt` alone does not find them.
 format:
     cargo fmt -- src/model/families/*.rs src/policy/loss/*.rs src/tasks/*.rs
+
+# Licences, sources, duplicates and advisories of the dependencies: needs `cargo install --locked cargo-deny`.
+deny:
+    scripts/deny.sh
 
 # Everything that CI runs.
 ci:

@@ -217,8 +217,8 @@ fn ranks_of(folder: &Path, stem: &str) -> Option<usize> {
     })
 }
 
-/// Reads the files of [`write`], a tensor at a time; each process reads its own shards. With `requires_frozen`, every
-/// frozen tensor must be present too.
+/// Reads the files of [`write`], a tensor at a time; each process reads its own shards. With
+/// `requires_frozen`, every frozen tensor must be present too.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the files do not fit the model.

@@ -38,8 +38,8 @@ impl HarmonyTokenizer {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput), naming the file: those of [`Vocabulary::from_file`], and when it lacks control
-    /// tokens.
+    /// [`BadInput`](crate::error::BadInput), naming the file: those of [`Vocabulary::from_file`], and when
+    /// it lacks control tokens.
     pub fn from_file(path: &Path) -> Result<Self> {
         Self::new(Vocabulary::from_file(path)?, &path.display().to_string())
     }

@@ -258,8 +258,8 @@ fn group_sequences(sequences: &[&Sequence], shared: &[usize], tokens_max: usize)
     group_sequences
 }
 
-/// Splits `group_sequences`, `total` tokens long, into about `parts` ranges of about equal size and up to `tokens_max`
-/// tokens.
+/// Splits `group_sequences`, `total` tokens long, into about `parts` ranges of about equal size and up to
+/// `tokens_max` tokens.
 fn split_into(
     parts: usize,
     total: usize,

@@ -6,8 +6,8 @@ use std::time::Instant;
 /// Number of a stage's last steps whose mean is its speed: the tokens of a step change during a run.
 const RECENT_STEPS: usize = 10;
 
-/// Estimates the time left of a run's alternating stages. A stage without a finished step is estimated from its
-/// relative `work`.
+/// Estimates the time left of a run's alternating stages. A stage without a finished step is estimated
+/// from its relative `work`.
 pub(super) struct Eta {
     stages: Vec<Stage>,
     /// The end of the last step of any stage.
@@ -44,9 +44,9 @@ impl Eta {
         }
     }
 
-    /// Returns the seconds left at `now`, in a step of stage `name`. A started stage uses the mean of
-    /// its last steps. Any other stage uses the others' time per unit of work. `None` before the first step and
-    /// after the last.
+    /// Returns the seconds left at `now`, in a step of stage `name`. A started stage uses the mean of its
+    /// last steps. Any other stage uses the others' time per unit of work. `None` before the first step
+    /// and after the last.
     pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
         let made = || self.stages.iter().filter_map(|stage| Some((stage.step()?, stage.work)));
         let (seconds, work) = made().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));

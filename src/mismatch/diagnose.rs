@@ -206,7 +206,8 @@ impl UnmodifiedModel<'_> {
             remaining: None,
             f32_bound: baseline.bounds.f32,
             bf16_bound: baseline.bounds.bf16,
-            within_bf16: baseline.remainder_is_within_bf16() && baseline.bounds.is_near_bf16(&all.figures, 1.0),
+            within_bf16: baseline.remainder_is_within_bf16()
+                && baseline.bounds.is_near_bf16(&all.figures, 1.0),
             without_effect: vec![],
             differences: all.differences,
             computed: search_of_all.computed.clone(),
@@ -227,7 +228,8 @@ impl UnmodifiedModel<'_> {
         let (bounded, subset_causes) = self.bound_candidates(&search, list, &baseline, &mut found)?;
         extent.ended_by_limit |= search.is_over();
         found.search = Some(extent);
-        let explains = |bounded: &&BoundedCandidate| !bounded.is_rounding() && is_supported(&baseline, bounded);
+        let explains =
+            |bounded: &&BoundedCandidate| !bounded.is_rounding() && is_supported(&baseline, bounded);
         let cause = |bounded: &BoundedCandidate| bounded.candidate.cause.clone();
         let mut guesses: Vec<Cause> = bounded.iter().filter(explains).take(2).filter_map(cause).collect();
         let verdict = match decide(&baseline, &bounded) {
@@ -242,7 +244,8 @@ impl UnmodifiedModel<'_> {
         };
         found.verdict = verdict;
         if let Some(first) = found.verdict.causes().first().cloned()
-            && let Some(bounded) = bounded.iter().find(|bounded| bounded.candidate.cause.as_ref() == Some(&first))
+            && let Some(bounded) =
+                bounded.iter().find(|bounded| bounded.candidate.cause.as_ref() == Some(&first))
         {
             (found.remaining, found.ties) = (Some(bounded.figures_without_ties), bounded.ties);
             let has_name = matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_));
@@ -253,8 +256,8 @@ impl UnmodifiedModel<'_> {
         Ok(found)
     }
 
-    /// Returns whether `bounded`, a cause that explains the sample, leaves only rounding on all rows. Sets what
-    /// it leaves.
+    /// Returns whether `bounded`, a cause that explains the sample, leaves only rounding on all rows. Sets
+    /// what it leaves.
     fn holds_on_all(
         &self,
         search_of_all: &CauseSearch,
@@ -308,7 +311,8 @@ impl UnmodifiedModel<'_> {
         let theirs = &search.observed.log_probs;
         let bounds = RoundingBounds::compute(search, cause, &candidate.log_probs)?;
         let in_bf16 = bounds.in_bf16.iter().map(|rounded| candidate.fit_rounded(theirs, rounded));
-        let better_fit = |a: StudentTFit, b: StudentTFit| if b.log_likelihood > a.log_likelihood { b } else { a };
+        let better_fit =
+            |a: StudentTFit, b: StudentTFit| if b.log_likelihood > a.log_likelihood { b } else { a };
         let fit = in_bf16.fold(candidate.fit, better_fit);
         let (figures_without_ties, ties) = self.figures_without_ties(search, &candidate, &bounds)?;
         Ok(BoundedCandidate { fit, figures_without_ties, ties, bounds, candidate })
@@ -331,17 +335,24 @@ impl UnmodifiedModel<'_> {
         let rounded =
             |bits| Ok(search.trace_with_rounding(candidate.cause.as_ref(), (bits, bits))?.log_probs);
         let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
-        let (differences, ties) =
-            clear_ties(&candidate.differences, theirs, &search.observed.target_ranges(), &forwards, F32_FLOOR);
+        let (differences, ties) = clear_ties(
+            &candidate.differences,
+            theirs,
+            &search.observed.target_ranges(),
+            &forwards,
+            F32_FLOOR,
+        );
         Ok((DifferenceStats::from_differences(&differences), ties))
     }
 }
 
 /// Returns the verdict from the candidates `bounded`, best first; `None` if none explains the data.
 fn decide(baseline: &BoundedCandidate, bounded: &[BoundedCandidate]) -> Option<Verdict> {
-    let exact: Vec<&BoundedCandidate> = bounded.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
+    let exact: Vec<&BoundedCandidate> =
+        bounded.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
     let explains = |bounded: &&BoundedCandidate| {
-        let (slope, error) = regression_slope(&baseline.candidate.differences, &bounded.candidate.differences);
+        let (slope, error) =
+            regression_slope(&baseline.candidate.differences, &bounded.candidate.differences);
         !bounded.is_rounding()
             && bounded.remainder_is_within_bf16()
             // If most tokens agree to f32's digits, a cause that moves them is no explanation.
@@ -376,10 +387,11 @@ fn decide(baseline: &BoundedCandidate, bounded: &[BoundedCandidate]) -> Option<V
     }
 }
 
-/// Returns whether the data favours `bounded` over `baseline`, the unchanged model. The unrounded computation must
-/// show it; a rounding that happens to fit does not count.
+/// Returns whether the data favours `bounded` over `baseline`, the unchanged model. The unrounded
+/// computation must show it; a rounding that happens to fit does not count.
 fn is_supported(baseline: &BoundedCandidate, bounded: &BoundedCandidate) -> bool {
-    favours(baseline, &baseline.fit, &bounded.fit) && favours(baseline, &baseline.candidate.fit, &bounded.candidate.fit)
+    favours(baseline, &baseline.fit, &bounded.fit)
+        && favours(baseline, &baseline.candidate.fit, &bounded.candidate.fit)
 }
 
 /// Returns whether `candidate` may be named once its rounding is known.

@@ -21,8 +21,8 @@ pub struct ExpertComparison {
 }
 
 impl ExpertComparison {
-    /// Compares the routed experts of `rows`; `None` if no row has any. `differences` are those of the targets at
-    /// `targets`.
+    /// Compares the routed experts of `rows`; `None` if no row has any. `differences` are those of the
+    /// targets at `targets`.
     pub fn from_rows(rows: &[TokenRow], targets: &TargetPositions, differences: &[f64]) -> Option<Self> {
         let layers = rows.iter().find_map(|row| row.routes.as_ref())?.layers;
         let mut differing = vec![0usize; layers];

@@ -34,10 +34,9 @@ pub struct Comparison {
 impl Comparison {
     /// Returns the comparison's part of `mismatch.json`.
     pub fn to_json(&self) -> Value {
-        let Diagnosis {
-            verdict, figures, remaining, f32_bound, bf16_bound, within_bf16, .. } = &self.diagnosis;
-        let Diagnosis { without_effect, search, ..
-        } = &self.diagnosis;
+        let Diagnosis { verdict, figures, remaining, f32_bound, bf16_bound, within_bf16, .. } =
+            &self.diagnosis;
+        let Diagnosis { without_effect, search, .. } = &self.diagnosis;
         let of = |figures: &DifferenceStats| {
             Value::Object(figures.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
         };
@@ -117,7 +116,7 @@ pub fn compare(
     if let Some((row, what)) = ill_formed.first() {
         let count = ill_formed.len();
         answer.push_str(&format!(
-            " {count} rows are not a well-formed {} conversation (the first is row {row}: {what}).",
+            " Rows that are not a well-formed {} conversation: {count} (the first is row {row}: {what}).",
             chat.name()
         ));
     }

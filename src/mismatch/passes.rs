@@ -79,7 +79,8 @@ impl PolicyView<'_> {
     }
 
     /// Returns the log-probability of every token but the first of each sequence. All sequences decode one
-    /// token at a time in one batch, and leave it when they end. Calls `on_forward` with the tokens of each forward.
+    /// token at a time in one batch, and leave it when they end. Calls `on_forward` with the tokens of
+    /// each forward.
     ///
     /// # Errors
     /// When a sequence does not fit the model.

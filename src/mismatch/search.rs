@@ -183,7 +183,8 @@ impl<'a> CauseSearch<'a> {
             let log_probs = head_input.log_probs(HeadSettings::default())?;
             Ok((head_input, log_probs))
         };
-        let (unmodified_input, computed) = reference.threads.run_on_all(computed).context("the model as it is")?;
+        let (unmodified_input, computed) =
+            reference.threads.run_on_all(computed).context("the model as it is")?;
         let seconds_per_target = start.elapsed().as_secs_f64() / computed.len().max(1) as f64;
         let observed = Cow::Borrowed(observed);
         Ok(Self { reference, observed, unmodified_input, computed, seconds_per_target, deadline: None })
@@ -223,7 +224,10 @@ impl<'a> CauseSearch<'a> {
             let (observed, indices) = self.observed.select_sequences(targets);
             let subset_differences: Vec<f64> = indices.iter().map(|&index| differences[index]).collect();
             let is_whole = indices.len() == differences.len();
-            if is_whole || DifferenceStats::from_differences(&subset_differences).mean >= SUBSET_DIFFERENCE_SHARE_MIN * mean {
+            if is_whole
+                || DifferenceStats::from_differences(&subset_differences).mean
+                    >= SUBSET_DIFFERENCE_SHARE_MIN * mean
+            {
                 return Ok((self.subset_differences(observed, &indices)?, indices));
             }
             targets *= 2;
@@ -338,7 +342,8 @@ impl<'a> CauseSearch<'a> {
         if self.is_over() {
             return Ok(list);
         }
-        let rows = threads.run_on_all(|| FitRows::select_rows(&self.unmodified_input.policy(), batches, normed, theirs))?;
+        let rows = threads
+            .run_on_all(|| FitRows::select_rows(&self.unmodified_input.policy(), batches, normed, theirs))?;
         // The likely causes come first: those of the sampler cost no forward.
         let mut causes_to_try = threads.run_on_all(|| rows.causes());
         causes_to_try.append(&mut known);
@@ -359,7 +364,11 @@ impl<'a> CauseSearch<'a> {
             with_effect.retain(|candidate| candidate.fit.log_likelihood >= null - PART_LOSS_MAX);
             // A cause without effect on the part may have one on the whole.
             let best = Candidate::select_best(with_effect, FULL_RUN_CAUSES_MAX);
-            causes_to_try = best.iter().chain(&without_effect_candidates).filter_map(|candidate| candidate.cause.clone()).collect();
+            causes_to_try = best
+                .iter()
+                .chain(&without_effect_candidates)
+                .filter_map(|candidate| candidate.cause.clone())
+                .collect();
             let supported = best.iter().filter(|c| c.fit.log_likelihood >= null + EVIDENCE_MIN);
             list.subset_causes = supported.filter_map(|candidate| candidate.cause.clone()).collect();
         }
@@ -388,8 +397,8 @@ impl<'a> CauseSearch<'a> {
         }
     }
 
-    /// Computes each of the causes `causes_to_try`, until the time limit. Returns the causes that change a log-prob,
-    /// and those that change none.
+    /// Computes each of the causes `causes_to_try`, until the time limit. Returns the causes that change a
+    /// log-prob, and those that change none.
     fn evaluate_causes(&self, causes_to_try: &[Cause]) -> Result<(Vec<Candidate>, Vec<Candidate>)> {
         let stage = self.reference.console.work_stage("causes tried", causes_to_try.len() as u64, 0);
         let found = self.map_candidates(causes_to_try.len(), |index| match self.is_over() {
@@ -398,7 +407,9 @@ impl<'a> CauseSearch<'a> {
         })?;
         stage.finish();
         Ok(found.into_iter().flatten().partition(|candidate| {
-            elementwise_differences(&candidate.log_probs, &self.computed).iter().any(|step| step.abs() > NO_EFFECT)
+            elementwise_differences(&candidate.log_probs, &self.computed)
+                .iter()
+                .any(|step| step.abs() > NO_EFFECT)
         }))
     }
 

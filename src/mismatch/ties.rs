@@ -6,11 +6,11 @@ use std::ops::Range;
 
 /// Mantissa bits of forwards that choose different sides of a tie.
 pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
-/// Maximum share of a difference that a rounded forward may leave unexplained. It is checked for the token, then
-/// for its row, because later tokens attend to a tied token.
+/// Maximum share of a difference that a rounded forward may leave unexplained. It is checked for the
+/// token, then for its row, because later tokens attend to a tied token.
 const UNEXPLAINED_SHARE_MAX: f64 = 0.1;
-/// In a row that a forward explains, the maximum difference left on any token, as a multiple of the row's 90th
-/// percentile.
+/// In a row that a forward explains, the maximum difference left on any token, as a multiple of the row's
+/// 90th percentile.
 const NOISE_MAX: f64 = 4.0;
 
 /// Returns a copy of `differences` with 0 where one of `forwards`, each rounded in another way, explains the

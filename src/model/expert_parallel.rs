@@ -110,8 +110,8 @@ impl ExpertParallel {
         self.mesh.start(what, &self.mesh.all_ranks(), parts, &lengths)?.wait()
     }
 
-    /// Computes the outputs of the received rows, in the order received. `requested_rows` has, by rank, the row
-    /// count of each of this rank's experts.
+    /// Computes the outputs of the received rows, in the order received. `requested_rows` has, by rank,
+    /// the row count of each of this rank's experts.
     fn outputs(
         &self,
         requested_rows: &[Vec<usize>],

@@ -164,8 +164,8 @@ impl TensorStorage {
         Ok(())
     }
 
-    /// Builds the weight of `spec` from `bytes`. The result is the whole tensor, or the experts that this rank
-    /// holds.
+    /// Builds the weight of `spec` from `bytes`. The result is the whole tensor, or the experts that this
+    /// rank holds.
     ///
     /// # Errors
     /// When the tensor is on disk, or the number of bytes is wrong.

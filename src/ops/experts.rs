@@ -87,8 +87,8 @@ impl Dispatch {
         Ok(self.host()?.experts().filter(|(_, at)| !at.is_empty()).collect())
     }
 
-    /// Counts the rows of each expert, `[E]`, on the host. A row of token `t` counts `sequences_per_row[t]` times;
-    /// for `None`, once.
+    /// Counts the rows of each expert, `[E]`, on the host. A row of token `t` counts
+    /// `sequences_per_row[t]` times; for `None`, once.
     ///
     /// # Errors
     /// When the plan cannot be read.
@@ -261,8 +261,8 @@ impl Operation<1> for DispatchRows {
     }
 }
 
-/// Computes `y_r = x_r · W[e(r)] + b[e(r)]`: `x [T·K, in]`, `weight [E, in, out]`, `bias [E, out]` → `[T·K,
-/// out]`.
+/// Computes `y_r = x_r · W[e(r)] + b[e(r)]`: `x [T·K, in]`, `weight [E, in, out]`, `bias [E, out]` →
+/// `[T·K, out]`.
 ///
 /// # Errors
 /// When shapes disagree.

@@ -302,6 +302,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "the crate reads the processor's caches by assembly")]
     fn a_row_alone_equals_the_row_in_any_batch_on_any_number_of_threads() {
         let pools: Vec<_> =
             [1, 2, 3].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap()).into();

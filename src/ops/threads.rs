@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(with_spinning_threads(cpu, || 7), 7);
         for threads in [1, 2, 3] {
             let pools = Threads::new(threads).unwrap();
-            for _ in 0..100 {
+            for _ in 0..if cfg!(miri) { 2 } else { 100 } {
                 assert_eq!(pools.run_on_all(sum), (20, 22));
             }
             // Longer than the others spin-wait.

@@ -289,8 +289,8 @@ impl<'a> Conversation<'a> {
         self.messages.extend(parser.finish());
     }
 
-    /// Appends messages and the assistant's next opening, all masked. `encoding_failure` is the outcome when a
-    /// message cannot be encoded.
+    /// Appends messages and the assistant's next opening, all masked. `encoding_failure` is the outcome
+    /// when a message cannot be encoded.
     fn insert(&mut self, messages: Vec<Message>, encoding_failure: Outcome) -> NextAction {
         let tokens_left = self.rollout.context_tokens_max().saturating_sub(self.tokens.len());
         let bytes = messages.iter().map(|message| message.content.len()).sum();

@@ -249,8 +249,8 @@ impl<'e, 'a> Engine<'e, 'a> {
         Ok(hidden)
     }
 
-    /// Draws the next token of each sample in `ready`, from the rows of `normed`. For a prompt it draws the first
-    /// token of each sample of its group.
+    /// Draws the next token of each sample in `ready`, from the rows of `normed`. For a prompt it draws
+    /// the first token of each sample of its group.
     fn draw(&mut self, scope: &'e Scope<'e, '_>, normed: &Tensor, ready: Vec<Work<'a>>) -> Result<()> {
         // The row of each sample; the samples of a group share their prompt's.
         let mut samples: Vec<(usize, Box<SampleWork<'a>>, bool)> = vec![];

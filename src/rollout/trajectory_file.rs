@@ -8,8 +8,8 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Reads every row of `path`. With `may_be_partial`, a last line without its line feed counts as cut off by a kill
-/// and is skipped. Also returns the number of bytes read.
+/// Reads every row of `path`. With `may_be_partial`, a last line without its line feed counts as cut off
+/// by a kill and is skipped. Also returns the number of bytes read.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] naming file and line.

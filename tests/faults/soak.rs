@@ -1,5 +1,6 @@
-//! The Python tool for a long time: sound, hungry, endless and dying code on both interpreters, with and without memory between
-//! calls. Memory, descriptors and children of this process must be as flat at the end as after the first third.
+//! The Python tool for a long time: sound, hungry, endless and dying code on both interpreters, with and
+//! without memory between calls. Memory, descriptors and children of this process must be as flat at the
+//! end as after the first third.
 //!
 //! ```text
 //! cargo test --release --test soak                       a few seconds

@@ -6,7 +6,8 @@ use run::{Launch, assert_same_state, checkpoint_tensors, columns, metrics, rows_
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// A short run of everything: cold start, samples with the tool, an entropy bonus so that there is something to learn.
+/// A short run of everything: cold start, samples with the tool, an entropy bonus so that there is
+/// something to learn.
 const SHORT: [&str; 14] = [
     "cold_start.steps=6",
     "cold_start.eval_every_steps=3",
@@ -29,7 +30,8 @@ fn is_timed(name: &str) -> bool {
     name.starts_with("perf/") || name.starts_with("timing")
 }
 
-/// Every figure of two runs is the same, but for the norm of the gradient, whose squares are added rank by rank, in f64.
+/// Every figure of two runs is the same, but for the norm of the gradient, whose squares are added rank by
+/// rank, in f64.
 fn assert_same_figures(one: &run::Done, other: &run::Done, name: &str) {
     // The row after a checkpoint has its time, except in a run that resumes there.
     let untimed = |done: &run::Done| {

@@ -16,7 +16,8 @@ pub struct Launch {
     recipe: String,
     sets: Vec<String>,
     ranks: usize,
-    /// Whether to start it by the script for Slurm, with an `srun` that leaves the others alone when one process dies.
+    /// Whether to start it by the script for Slurm, with an `srun` that leaves the others alone when one
+    /// process dies.
     survivors: bool,
     /// The command line of the last process, where it is another one.
     last: Option<Vec<String>>,
@@ -40,7 +41,8 @@ pub struct Done {
     place: Arc<TempDir>,
 }
 
-/// Whether NCCL connects the processes, on the emulated driver's stand-in for it, and not MPI: `RANKS_BY=nccl`.
+/// Whether NCCL connects the processes, on the emulated driver's stand-in for it, and not MPI:
+/// `RANKS_BY=nccl`.
 pub fn by_nccl() -> bool {
     match std::env::var("RANKS_BY").ok().as_deref() {
         Some("nccl") => true,
@@ -304,8 +306,8 @@ fn tensors_of(file: &Path) -> BTreeMap<String, Vec<u8>> {
     tensors.tensors().into_iter().map(|(name, view)| (name, view.data().to_vec())).collect()
 }
 
-/// Whether what `several` processes wrote, each into a file of its own that `stem` begins, is what `one` did into one. Returns how
-/// many tensors there are.
+/// Whether what `several` processes wrote, each into a file of its own that `stem` begins, is what `one`
+/// did into one. Returns how many tensors there are.
 pub fn assert_same_state(one: &Done, several: &Done, checkpoint: &str, stem: &str, ranks: usize) -> usize {
     let place = format!("{checkpoint}/{stem} of {ranks}");
     let expected = tensors_of(&one.checkpoint(checkpoint).join(format!("{stem}.safetensors")));

@@ -51,8 +51,8 @@ fn fixtures_agree_with_peft() {
     }
 }
 
-/// The cases that `scripts/adapter_parity.py` makes, in the folder that `RLOSS_ADAPTER_PARITY` names. Each adapter is written
-/// again, in `saved/`, and merged into its base, in `merged/`, for the script to load.
+/// The cases that `scripts/adapter_parity.py` makes, in the folder that `RLOSS_ADAPTER_PARITY` names. Each
+/// adapter is written again, in `saved/`, and merged into its base, in `merged/`, for the script to load.
 #[test]
 fn random_adapters_agree_with_peft() {
     let Some(folder) = std::env::var_os("RLOSS_ADAPTER_PARITY") else {

@@ -1,5 +1,5 @@
-//! `check-mismatch --against`: every engine's shape is read as the same rows, bad rows are named, reference cases made with
-//! transformers get the verdict that they should, and the exit code says it.
+//! `check-mismatch --against`: every engine's shape is read as the same rows, bad rows are named,
+//! reference cases made with transformers get the verdict that they should, and the exit code says it.
 
 use crate::tiny::load;
 use rloss::chat::Chat;

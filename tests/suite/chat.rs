@@ -20,14 +20,16 @@ fn chatml() -> ChatMl {
     ChatMl::from_embedded().unwrap()
 }
 
-/// The conversations that `scripts/make_chat_fixtures.py` made, with the texts that Qwen2.5-Instruct's template gave.
+/// The conversations that `scripts/make_chat_fixtures.py` made, with the texts that Qwen2.5-Instruct's
+/// template gave.
 fn conversations() -> Vec<Value> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chatml.jsonl");
     let text = std::fs::read_to_string(file).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// The conversation's tokens and text; a closed one is rendered to learn from, without the line break behind it.
+/// The conversation's tokens and text; a closed one is rendered to learn from, without the line break
+/// behind it.
 fn rendered(chat: &ChatMl, row: &Value, messages: &[Message]) -> (Vec<u32>, String) {
     let open = row["add_generation_prompt"] == true;
     let tokens = if open { chat.render_prompt(messages) } else { chat.render_training(messages).tokens };

@@ -100,8 +100,9 @@ fn done(command: &mut Command) -> Output {
     output
 }
 
-/// A model that answers some of the first training problems and fails others, so that rewards differ within a group
-/// and updates are real ones: it has learned one right and one wrong conversation for each of them by heart.
+/// A model that answers some of the first training problems and fails others, so that rewards differ
+/// within a group and updates are real ones: it has learned one right and one wrong conversation for each
+/// of them by heart.
 fn warm_model() -> &'static Path {
     static WARM: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
     let (_, path) = WARM.get_or_init(|| {

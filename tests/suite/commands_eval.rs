@@ -140,7 +140,8 @@ fn an_evaluated_run_repeats_its_own_last_evaluation_and_goes_on_where_it_was_cut
     assert_eq!(fs::read_to_string(&file).expect("rows").lines().nth(5), Some(lines[5]));
     assert_eq!(place.json("run/eval/step-000002/eval.json"), document);
 
-    // Other settings are another evaluation, with rows of its own; the first stays, and either goes on as it was.
+    // Other settings are another evaluation, with rows of its own; the first stays, and either goes on as
+    // it was.
     let fewer = ["eval", "run", "--set", "eval.samples=2", "--set", "eval.pass_at=[]"];
     let second = place.done(&fewer);
     assert!(second.contains("mean@2"), "{second}");
@@ -282,7 +283,8 @@ fn stored_experts_are_replayed_only_if_the_model_could_have_chosen_them() {
     }
 }
 
-/// The folder of what failed before anything was sampled stood in the way of the next start with other settings.
+/// The folder of what failed before anything was sampled stood in the way of the next start with other
+/// settings.
 #[test]
 fn a_start_that_fails_leaves_no_folder() {
     let place = Place::new();

@@ -171,7 +171,8 @@ fn the_gradient_through_the_whole_trunk_is_that_of_differences() {
             tiny::set(parameters, index, &moved);
             fixture.loss(&targets)
         };
-        // A step that changes the loss by up to a hundredth, and half of it: what is left is of the fourth order.
+        // A step that changes the loss by up to a hundredth, and half of it: what is left is of the fourth
+        // order.
         let h = (0.01 * loss / norm).min(0.1);
         let slope = |h: f64| (loss_at(h) - loss_at(-h)) / (2.0 * h);
         let slope = (4.0 * slope(h / 2.0) - slope(h)) / 3.0;

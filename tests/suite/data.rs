@@ -1,5 +1,6 @@
-//! Data for tests: the outside data, read in place from `RLOSS_DATA` (default `data/`) and never copied, and a small set of
-//! our own that is always there: `scripts/make_small_vectors.py` and `scripts/make_small_data.py` make it.
+//! Data for tests: the outside data, read in place from `RLOSS_DATA` (default `data/`) and never copied,
+//! and a small set of our own that is always there: `scripts/make_small_vectors.py` and
+//! `scripts/make_small_data.py` make it.
 
 use crate::skips;
 use std::path::{Path, PathBuf};
@@ -31,8 +32,9 @@ fn own(kind: &str) -> Option<PathBuf> {
 const SKIPPED: &str = "skipped";
 const ON_OUR_OWN: &str = "ran on our own small data alone";
 
-/// Panics when `RLOSS_DATA` is set but the folder is missing, or when the folder is there but empty: a wrong setting must not
-/// look like a pass. When it is unset and there is no `data/`, what becomes of the test is noted.
+/// Panics when `RLOSS_DATA` is set but the folder is missing, or when the folder is there but empty: a
+/// wrong setting must not look like a pass. When it is unset and there is no `data/`, what becomes of the
+/// test is noted.
 fn outside(kind: &str, instead: &str) -> Option<PathBuf> {
     let (root, set) = match std::env::var_os("RLOSS_DATA") {
         Some(root) => (PathBuf::from(root), true),

@@ -1,4 +1,5 @@
-//! Figures: what the report draws of several seeds, that the shipped manifest and recipes belong together, bad input.
+//! Figures: what the report draws of several seeds, that the shipped manifest and recipes belong together,
+//! bad input.
 
 use rloss::error::BadInput;
 use rloss::metrics::{MetricsFile, Phase, Row};

@@ -200,7 +200,8 @@ fn hungry_and_endless_code_is_stopped_and_counted() {
         expect(&python, code, MemoryLimit, memory);
         expect(&python, "1 + 1", Answered, "2");
     }
-    // The limit is of what is held, not of what has passed: a worker that served large calls serves more of them.
+    // The limit is of what is held, not of what has passed: a worker that served large calls serves more
+    // of them.
     for _ in 0..30 {
         expect(&python, "x = 'a' * (60 << 20)\nlen(x)", Answered, "62914560");
     }

@@ -200,7 +200,8 @@ fn found_in_bf16(world: &World, activation_bits: u32) -> Verdict {
         .verdict
 }
 
-/// Weights of f32 that an engine in bf16 rounds: this was called "bf16 weights", as they make most of the gap.
+/// Weights of f32 that an engine in bf16 rounds: this was called "bf16 weights", as they make most of the
+/// gap.
 #[test]
 fn bf16_weights_are_no_mistake_of_an_engine_in_bf16() {
     let world = World::new();

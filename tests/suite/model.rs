@@ -43,8 +43,8 @@ fn fixtures_of_the_dense_family_agree_with_transformers() {
     }
 }
 
-/// The cases that `scripts/parity.py` makes, in the folder that `RLOSS_PARITY` names. Each model is saved again, in
-/// `saved/`, for the script to load in transformers.
+/// The cases that `scripts/parity.py` makes, in the folder that `RLOSS_PARITY` names. Each model is saved
+/// again, in `saved/`, for the script to load in transformers.
 #[test]
 fn random_models_agree_with_transformers() {
     let Some(folder) = std::env::var_os("RLOSS_PARITY") else {

@@ -1,7 +1,7 @@
 //! Every op's values and gradients against f64 references written here from the formulas.
 //!
-//! The gradient of `Σ c·op(x)` for random `c` is compared with central differences of the f64 reference, whose
-//! own error is near 1e-9.
+//! The gradient of `Σ c·op(x)` for random `c` is compared with central differences of the f64 reference,
+//! whose own error is near 1e-9.
 
 mod attention;
 mod attention_chunks;

@@ -1,5 +1,5 @@
-//! The optimizers: AdamW and SGD against PyTorch, 8-bit moments against exact ones, what is kept of a tensor, and that a
-//! checkpoint gives it back.
+//! The optimizers: AdamW and SGD against PyTorch, 8-bit moments against exact ones, what is kept of a
+//! tensor, and that a checkpoint gives it back.
 
 use crate::tiny;
 use candle_core::{DType, Tensor};
@@ -203,8 +203,9 @@ impl Exact {
     }
 }
 
-/// How far 200 updates lead from where the exact ones lead, against how far these lead: both as Euclidean norms. Gradients
-/// are noise around a drift of half its size; magnitudes within a block differ by up to `decades` powers of ten.
+/// How far 200 updates lead from where the exact ones lead, against how far these lead: both as Euclidean
+/// norms. Gradients are noise around a drift of half its size; magnitudes within a block differ by up to
+/// `decades` powers of ten.
 fn deviation(kind: OptimizerKind, decades: f32, beta2: f64) -> f64 {
     // 70 blocks and a quarter.
     let words = 281;
@@ -239,8 +240,8 @@ fn moments_of_8_bits_lead_nearly_where_exact_ones_do() {
     }
 }
 
-/// One gradient of a block is huge, the others are small and then gone: what remains of their first moment must not be
-/// divided by a second that was rounded to nothing.
+/// One gradient of a block is huge, the others are small and then gone: what remains of their first moment
+/// must not be divided by a second that was rounded to nothing.
 #[test]
 fn a_block_with_one_huge_gradient_does_not_leap() {
     let settings = Settings { lr: 1.0, ..of_kind(OptimizerKind::AdamW8Bit) };

@@ -1,4 +1,5 @@
-//! The policy's updates through the training pass: anchors, correction, reference, entropy, replay, minibatches.
+//! The policy's updates through the training pass: anchors, correction, reference, entropy, replay,
+//! minibatches.
 
 mod shared;
 mod variants;

@@ -1,4 +1,5 @@
-//! The dense family: its tensors and config, the tied head's gradient, whole runs, and what of a recipe means nothing to it.
+//! The dense family: its tensors and config, the tied head's gradient, whole runs, and what of a recipe
+//! means nothing to it.
 
 use crate::data;
 use crate::model_files::refused;
@@ -320,7 +321,7 @@ fn the_dense_quickstart_trains_saves_and_goes_on() {
     assert!(verdict.contains("another temperature") && !verdict.contains("window"), "{verdict}");
     let ill = folder.path().join("ill.jsonl");
     std::fs::write(&ill, "{\"tokens\": [6, 71, 72], \"logprobs\": [null, -5.0, -5.0]}\n").unwrap();
-    assert!(check(&ill).contains("no well-formed ChatML conversation: 1"), "{}", check(&ill));
+    assert!(check(&ill).contains("not a well-formed ChatML conversation: 1"), "{}", check(&ill));
 }
 
 /// Every task with either format: here those without a tool.

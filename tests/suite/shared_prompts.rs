@@ -1,4 +1,5 @@
-//! Sequences that begin alike share rows: the forward's bits stay, a gradient is the same sum in another order.
+//! Sequences that begin alike share rows: the forward's bits stay, a gradient is the same sum in another
+//! order.
 
 use crate::tiny::{self, Gradients, Learned, learned};
 use rloss::learner::batch_runner::BatchRunner;
@@ -7,8 +8,9 @@ use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::threads::Threads;
 
-/// Groups whose prompts end within blocks of 32 keys and at their bounds, inside the window of 16 and far beyond it; a sample
-/// that another one continues, one that is all prompt, and samples that go on alike for a while.
+/// Groups whose prompts end within blocks of 32 keys and at their bounds, inside the window of 16 and far
+/// beyond it; a sample that another one continues, one that is all prompt, and samples that go on alike
+/// for a while.
 fn groups() -> Vec<Sequence> {
     let mut sequences = vec![];
     for (seed, prompt, responses) in

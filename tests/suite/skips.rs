@@ -1,5 +1,5 @@
-//! Tests that lack something on this machine: what they lack and how to have it, listed when the run is over, after
-//! the harness's own summary.
+//! Tests that lack something on this machine: what they lack and how to have it, listed when the run is
+//! over, after the harness's own summary.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -18,8 +18,8 @@ static NOTED: Mutex<BTreeMap<String, BTreeSet<String>>> = Mutex::new(BTreeMap::n
 
 /// Notes that the running test skips something for `reason`; `detail` says more about it, or is empty.
 ///
-/// The test's name is the one that the harness gives its thread. The list is printed when the process ends, because
-/// the harness keeps what a passing test prints to itself.
+/// The test's name is the one that the harness gives its thread. The list is printed when the process
+/// ends, because the harness keeps what a passing test prints to itself.
 pub fn note(reason: &str, detail: &str) {
     static AT_EXIT: Once = Once::new();
     // SAFETY: `list` may be called at any time, and neither unwinds nor ends the process.

@@ -1,5 +1,5 @@
-//! The rules that a reader relies on and no compiler checks: who imports whom, where unsafe code lives, how long files
-//! get, and that the commands in the README, the justfile and CI are the same.
+//! The rules that a reader relies on and no compiler checks: who imports whom, where unsafe code lives,
+//! how long files get, and that the commands in the README, the justfile and CI are the same.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,9 +9,11 @@ use std::path::{Path, PathBuf};
 const FILE_LINES_MAX: usize = 600;
 const FILE_LINES_AIM: usize = 400;
 
-/// The only places with unsafe code: the calls of MPI and of NCCL, the system calls for the processes of the Python tool and of a task's own program,
-/// two seams of the tensor ops that the borrow checker cannot follow, vectors over packed weights, over tiles of a product and over few rows of one, launches on a GPU, fresh buffers that are not cleared, an
-/// option of the allocator, a hint to the cache, and one environment variable set before any thread starts.
+/// The only places with unsafe code: the calls of MPI and of NCCL, the system calls for the processes of
+/// the Python tool and of a task's own program, two seams of the tensor ops that the borrow checker cannot
+/// follow, vectors over packed weights, over tiles of a product and over few rows of one, launches on a
+/// GPU, fresh buffers that are not cleared, an option of the allocator, a hint to the cache, and one
+/// environment variable set before any thread starts.
 const UNSAFE_PLACES: [&str; 15] = [
     "src/allocator.rs",
     "src/dist/mpi.rs",
@@ -284,7 +286,8 @@ fn every_source_file_is_a_module_of_another() {
 /// What two files may call the same: twins, of which a build compiles one.
 const TWINS: [&str; 2] = ["_unsupported.rs", "/cuda/"];
 
-/// A reader who searches a type's name finds one thing. (What no command uses, the compiler says: feature `whole`.)
+/// A reader who searches a type's name finds one thing. (What no command uses, the compiler says: feature
+/// `whole`.)
 #[test]
 fn no_two_public_types_share_a_name() {
     let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();

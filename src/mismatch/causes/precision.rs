@@ -41,8 +41,8 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
 }
 
 /// Rounds to MXFP4 in blocks of 32 inputs. The scale is a power of two such that the largest scaled
-/// magnitude is in 4..8. Magnitudes round to the nearest of the format's eight values, ties to the even index.
-/// Scaled values above 6 saturate at 6.
+/// magnitude is in 4..8. Magnitudes round to the nearest of the format's eight values, ties to the even
+/// index. Scaled values above 6 saturate at 6.
 fn round_to_mxfp4_saturating(tensor: &Tensor) -> Result<Tensor> {
     let [_, inputs, outputs]: [usize; 3] = tensor.dims3()?.into();
     let mut values = tensor.flatten_all()?.to_vec1::<f32>()?;

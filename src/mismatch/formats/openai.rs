@@ -6,7 +6,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
 
-/// For each prompt token, a map from token id (as text) to its entry: the token itself and the likeliest ones.
+/// For each prompt token, a map from token id (as text) to its entry: the token itself and the likeliest
+/// ones.
 type PromptLogProbs = Vec<Option<HashMap<String, PromptEntry>>>;
 
 #[derive(Deserialize)]

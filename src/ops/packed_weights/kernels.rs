@@ -131,8 +131,8 @@ impl OutputColumns {
     }
 }
 
-/// Calls `on_weights(k, weights)` for every k of `rows` in order, with the weights of the columns from `column`
-/// on.
+/// Calls `on_weights(k, weights)` for every k of `rows` in order, with the weights of the columns from
+/// `column` on.
 ///
 /// # Safety
 /// As [`SimdLanes`]; `rows` and the columns must be in the panel, and `rows` must hold whole blocks of MXFP4.

@@ -31,3 +31,24 @@ impl<'a> Rows<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(offset), width) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rayon::prelude::*;
+
+    #[test]
+    fn tasks_write_their_own_columns_and_none_writes_outside() {
+        let (heads, width) = (3, 2);
+        let mut values = vec![0f32; 4 * heads * width];
+        let rows = Rows::new(&mut values);
+        (0..heads).into_par_iter().for_each(|head| {
+            let part = rows.slice(head * width, 3 * heads * width + width);
+            (0..4).for_each(|row| part.at(row * heads * width, width).fill((row * heads + head) as f32));
+        });
+        let expected: Vec<f32> = (0..4 * heads).flat_map(|value| [value as f32; 2]).collect();
+        assert_eq!(values, expected);
+        let outside = std::panic::catch_unwind(move || Rows::new(&mut values).at(4 * 3 * 2 - 1, 2).fill(1.0));
+        assert!(outside.is_err());
+    }
+}

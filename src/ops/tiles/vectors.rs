@@ -303,8 +303,8 @@ pub mod x86 {
         compile_for_features!("avx2,fma", 1 2 3 4 5 6);
     }
 
-    /// 32 bf16 values a vector, two neighbouring k in each 32-bit word. AVX-512 BF16 dot products multiply them,
-    /// with f32 sums.
+    /// 32 bf16 values a vector, two neighbouring k in each 32-bit word. AVX-512 BF16 dot products multiply
+    /// them, with f32 sums.
     pub struct Bf16x32;
 
     // SAFETY: guaranteed by the caller, as the trait requires.

@@ -38,8 +38,8 @@ pub(super) fn unsharded_bytes(sharded: &[ShardedTensor]) -> u64 {
     sharded.iter().map(ShardedTensor::bytes).sum()
 }
 
-/// Returns the peak of gathering `sharded` layer by layer: tensors outside layers, a layer held twice while it
-/// arrives, and the prefetched next one.
+/// Returns the peak of gathering `sharded` layer by layer: tensors outside layers, a layer held twice
+/// while it arrives, and the prefetched next one.
 pub(super) fn gather_peak_bytes(sharded: &[ShardedTensor]) -> u64 {
     let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
     for one in sharded {

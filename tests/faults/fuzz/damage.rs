@@ -39,7 +39,8 @@ const WORDS: [&str; 30] = [
     "../",
 ];
 
-/// An example, damaged: bits, bytes, pieces of itself and of another, words that mean something, depth and length.
+/// An example, damaged: bits, bytes, pieces of itself and of another, words that mean something, depth and
+/// length.
 pub fn damaged(target: &Target, random: &mut ChaCha8Rng) -> Vec<u8> {
     let mut bytes = target.examples.choose(random).expect("an example").clone();
     for _ in 0..random.random_range(0..6) {

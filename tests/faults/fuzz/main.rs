@@ -1,4 +1,5 @@
-//! Every parser of what comes from outside, fed with damaged inputs: none may panic, hang or run out of stack.
+//! Every parser of what comes from outside, fed with damaged inputs: none may panic, hang or run out of
+//! stack.
 //!
 //! ```text
 //! cargo test --release --test fuzz                                  a few thousand inputs, always the same

@@ -17,7 +17,8 @@ use std::path::{Path, PathBuf};
 
 pub type Parse = Box<dyn Fn(&[u8])>;
 
-/// A parser, sound examples of what it reads, and how often it is chosen: where an input takes little time, often.
+/// A parser, sound examples of what it reads, and how often it is chosen: where an input takes little
+/// time, often.
 pub struct Target {
     pub name: &'static str,
     pub weight: u32,

@@ -1,4 +1,5 @@
-//! Runs with an adapter: what a checkpoint holds, how it goes on, what its base must be, and what is exported.
+//! Runs with an adapter: what a checkpoint holds, how it goes on, what its base must be, and what is
+//! exported.
 
 use super::{
     assert_same_results, copy_folder, copy_model, done, output, phase, resumed, rloss, rows, small, stderr,

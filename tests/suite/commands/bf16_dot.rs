@@ -1,4 +1,5 @@
-//! `model.dtype = "bf16_dot"` through the binary: on a processor that has its dot products, and on one that has not.
+//! `model.dtype = "bf16_dot"` through the binary: on a processor that has its dot products, and on one
+//! that has not.
 
 use super::{done, output, results, resumed, rloss, small, stderr};
 use crate::skips;

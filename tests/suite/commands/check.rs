@@ -161,7 +161,8 @@ fn a_task_program_that_dies_or_prints_garbage_is_named_at_whatever_it_was_asked(
     }
 }
 
-/// Side by side, since each is waited for. The limit is long, since Python starts within it on a busy machine.
+/// Side by side, since each is waited for. The limit is long, since Python starts within it on a busy
+/// machine.
 #[test]
 fn a_task_program_that_hangs_is_named_at_whatever_it_was_asked() {
     if !skips::python3() {

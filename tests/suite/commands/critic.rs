@@ -1,4 +1,5 @@
-//! Runs with a critic: what must not change their results, what the warm-up leaves alone, what a checkpoint holds.
+//! Runs with a critic: what must not change their results, what the warm-up leaves alone, what a
+//! checkpoint holds.
 
 use super::{assert_same_results, done, output, phase, resumed, rows, small, stderr};
 use std::path::{Path, PathBuf};

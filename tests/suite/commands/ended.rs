@@ -261,8 +261,8 @@ fn is_pending(process: i32, number: i32) -> bool {
     u64::from_str_radix(mask.trim(), 16).unwrap() >> (number - 1) & 1 == 1
 }
 
-/// A bug: GNU `timeout` and batch schedulers signal the process and its group, and the second of these signals ended
-/// the run without its checkpoint and without a word.
+/// A bug: GNU `timeout` and batch schedulers signal the process and its group, and the second of these
+/// signals ended the run without its checkpoint and without a word.
 #[test]
 fn a_signal_to_the_process_and_to_its_group_counts_once() {
     for number in [libc::SIGINT, libc::SIGTERM] {
@@ -367,7 +367,8 @@ fn a_full_disk_ends_the_run_with_the_last_checkpoint_intact() {
     surely_killed(&out, &[], || out.join("checkpoints/step-000002").exists(), || true);
     let kept = checkpoints(&out);
     assert_eq!(bounded(&resumed(&out, &[]), 200).code(), Some(1));
-    // The kill may have come before the oldest beyond `checkpoint.keep` was cleared, which the resume makes up for.
+    // The kill may have come before the oldest beyond `checkpoint.keep` was cleared, which the resume
+    // makes up for.
     let keep = Recipe::default().checkpoint.keep;
     assert_eq!(checkpoints(&out), kept[kept.len().saturating_sub(keep)..]);
     done(&mut resumed(&out, &[]));

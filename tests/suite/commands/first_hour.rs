@@ -1,4 +1,5 @@
-//! What a new user types first: `init`, recipes inside the binary, `chat`, completions, a page that follows a run.
+//! What a new user types first: `init`, recipes inside the binary, `chat`, completions, a page that
+//! follows a run.
 
 use super::{baseline, done, output, phase, rloss, rows, stderr};
 use crate::skips;
@@ -192,7 +193,8 @@ fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
     let task = rloss::tasks::build(&Default::default(), &Default::default()).unwrap();
     let problem = task.training_problem(0, 0);
     let (question, answer) = (&problem.messages[0].content, problem.answer.as_str().unwrap());
-    // The warm model knows one conversation with the tool by heart, and one without: one of several samples has each.
+    // The warm model knows one conversation with the tool by heart, and one without: one of several
+    // samples has each.
     let asked = format!("{question}\n/new\n").repeat(12);
     let said = chat(&[&run], &asked);
     assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));

@@ -49,7 +49,7 @@ fn nothing_is_written_through_a_link_in_a_run_folder() {
     fs::create_dir(&out).unwrap();
     for (name, target) in [(".lock", "file"), ("trajectories", "folder"), ("tensorboard", "folder")] {
         symlink(victim.join(target), out.join(name)).unwrap();
-        refused(&mut small(&out, &metrics), &[&format!("run/{name}: is a link")]);
+        refused(&mut small(&out, &metrics), &[&format!("run/{name}: is a symbolic link")]);
         fs::remove_file(out.join(name)).unwrap();
     }
     done(&mut small(&out, &metrics));
@@ -77,12 +77,12 @@ fn nothing_is_written_through_a_link_in_a_run_folder() {
     }
     // Evaluations beside the checkpoints.
     symlink(victim.join("folder"), out.join("eval")).unwrap();
-    refused(rloss().arg("eval").arg(&out), &["run/eval: is a link"]);
+    refused(rloss().arg("eval").arg(&out), &["run/eval: is a symbolic link"]);
     fs::remove_file(out.join("eval")).unwrap();
     fs::create_dir(out.join("eval")).unwrap();
     let inner = out.join("eval").join(super::checkpoints(&out).pop().unwrap());
     symlink(victim.join("folder"), &inner).unwrap();
-    refused(rloss().arg("eval").arg(&out), &["is a link"]);
+    refused(rloss().arg("eval").arg(&out), &["is a symbolic link"]);
     assert_eq!(tree(&victim), before);
     // A link that the user names, and links to what is not written, stay allowed.
     fs::remove_dir_all(out.join("eval")).unwrap();

@@ -1,4 +1,5 @@
-//! Damage is found where it matters, named, and led away from: flipped bits, cut and edited files of runs and models.
+//! Damage is found where it matters, named, and led away from: flipped bits, cut and edited files of runs
+//! and models.
 
 use super::{
     assert_same_results, baseline, copy_folder, copy_model, done, first_checkpoint, output, resumed, rloss,

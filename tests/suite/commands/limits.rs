@@ -1,4 +1,5 @@
-//! Odd inputs and a short environment: one line, exit code 1 or 2, within bounded time and memory; never a panic or an abort.
+//! Odd inputs and a short environment: one line, exit code 1 or 2, within bounded time and memory; never a
+//! panic or an abort.
 
 use super::{
     done, first_checkpoint, output, quickstart, rloss, small, stderr, train, wait_until, warm_model,
@@ -276,8 +277,8 @@ fn a_standard_output_that_takes_no_more_is_an_error() {
     }
 }
 
-/// Work that no pool of the run's own was asked for went to rayon's own pool, a thread a core whatever `parallel.threads` said: the
-/// optimizer's.
+/// Work that no pool of the run's own was asked for went to rayon's own pool, a thread a core whatever
+/// `parallel.threads` said: the optimizer's.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_run_starts_no_threads_but_those_it_is_allowed() {

@@ -153,7 +153,8 @@ fn remax_draws_one_greedy_sample_a_prompt_and_trains_on_none() {
     assert_ne!(results(&run)[1], results(&plain)[1]);
 }
 
-/// Fixed data with one log-probability in eight trajectories wrong: however the updates cut the batch, it shows.
+/// Fixed data with one log-probability in eight trajectories wrong: however the updates cut the batch, it
+/// shows.
 #[test]
 fn mismatch_is_measured_on_the_whole_batch_however_many_updates_take_it() {
     let folder = TempDir::new().unwrap();

@@ -1,4 +1,5 @@
-//! A policy acts whole: weights and forward, as the arms leave them, in every command that samples or compares.
+//! A policy acts whole: weights and forward, as the arms leave them, in every command that samples or
+//! compares.
 
 use super::{done, output, quickstart, rloss, small, stderr, warm_model};
 use serde_json::Value;

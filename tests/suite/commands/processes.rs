@@ -1,4 +1,5 @@
-//! A build without MPI and NCCL that a launcher started several times, and a recipe that wants several processes.
+//! A build without MPI and NCCL that a launcher started several times, and a recipe that wants several
+//! processes.
 
 use super::{rloss, train};
 

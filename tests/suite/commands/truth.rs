@@ -1,4 +1,5 @@
-//! A run that tells the truth: failures that are heard, a resumed run that says what it does, starts that leave nothing.
+//! A run that tells the truth: failures that are heard, a resumed run that says what it does, starts that
+//! leave nothing.
 
 use super::{done, output, phase, resumed, rloss, rows, small, stderr, train};
 use crate::skips;
@@ -58,7 +59,8 @@ fn a_program_that_answers_wrongly_is_heard_and_a_run_that_failed_whole_exits_1()
     assert!(stderr(&again).contains("rloss check RECIPE asks the program again"), "{}", stderr(&again));
 }
 
-/// All steps were made, each failing after its time limits, and the folder stood in the way of the next start.
+/// All steps were made, each failing after its time limits, and the folder stood in the way of the next
+/// start.
 #[test]
 fn a_run_whose_first_evaluation_failed_whole_ends_there_and_leaves_nothing() {
     if !skips::python3() {

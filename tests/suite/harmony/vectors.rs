@@ -8,7 +8,8 @@ use rloss::harmony::*;
 use rloss::random::{Purpose, stream};
 use serde_json::{Value, json};
 
-/// The rows of one kind with the vocabulary that their ids are of: our own, and the outside ones where they are there.
+/// The rows of one kind with the vocabulary that their ids are of: our own, and the outside ones where
+/// they are there.
 fn sets(stem: &str) -> Vec<(data::Folder, HarmonyTokenizer, Vec<Value>)> {
     let sets = data::folders("harmony").into_iter().zip(vocabularies()).map(|(folder, (_, tokenizer))| {
         let rows = data::rows_of(&folder.path).into_iter().filter(|(file, _)| file == stem);
@@ -108,7 +109,8 @@ fn parse_vectors_give_the_same_messages_and_errors() {
 /// Where the reference reads a well-formed turn, the tolerant parser reads the same.
 #[test]
 fn parse_vectors_read_tolerantly() {
-    // The reference takes a lone content type for a recipient; here `final json` is a final answer of type json.
+    // The reference takes a lone content type for a recipient; here `final json` is a final answer of type
+    // json.
     let lone_type = ["<|constrain|>json", "json"];
     let (mut agreed, mut malformed) = (0, 0);
     let sets = sets("parse-vectors");

@@ -1,7 +1,8 @@
-//! What hostile Python tries through the interpreter itself, with everything that the standard library offers.
+//! What hostile Python tries through the interpreter itself, with everything that the standard library
+//! offers.
 //!
-//! Each attack is a function body, run once by a free Python (the control, which must succeed) and once as a snippet
-//! (which must be denied). A verdict of its own tells a denial from a set-up that went wrong.
+//! Each attack is a function body, run once by a free Python (the control, which must succeed) and once as
+//! a snippet (which must be denied). A verdict of its own tells a denial from a set-up that went wrong.
 
 use super::attacks::victim;
 use super::call;
@@ -231,7 +232,8 @@ fn trajectories_share_no_open_file() {
     assert_eq!(python.call(SessionId(3), flags).text, before);
 }
 
-/// What is preloaded into this process is no part of the sandbox, and its folder no folder of the interpreter.
+/// What is preloaded into this process is no part of the sandbox, and its folder no folder of the
+/// interpreter.
 #[test]
 fn a_preloaded_library_opens_no_folder() {
     if !cpython::there() {

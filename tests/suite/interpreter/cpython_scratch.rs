@@ -5,7 +5,8 @@ use rloss::interpreter::{CPython, Interpreter, InterpreterState, SessionId};
 use rloss::trajectory::CallOutcome::*;
 use std::path::Path;
 
-/// Workers with 4 MiB of scratch; `None` where there is no Python to test with, or no namespace for a scratch.
+/// Workers with 4 MiB of scratch; `None` where there is no Python to test with, or no namespace for a
+/// scratch.
 fn with_scratch(state: InterpreterState) -> Option<CPython> {
     cpython::with_scratch(|s| (s.scratch_mib, s.state, s.workers) = (4, state, 1))
 }

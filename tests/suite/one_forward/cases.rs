@@ -313,7 +313,8 @@ impl Case {
         Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
     }
 
-    /// The last link under truncated sampling: the kept set is computed again from the training forward's logits.
+    /// The last link under truncated sampling: the kept set is computed again from the training forward's
+    /// logits.
     fn truncated(&self, policy: &PolicyView, trajectories: &[&Trajectory]) -> Result<EqualityCheck> {
         let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
         let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
@@ -331,8 +332,9 @@ impl Case {
     }
 }
 
-/// Samples as the model likes, but for the tokens that make conversations: every turn but the last calls the tool, the
-/// last one answers, each at a length of its own; control tokens in between become text. Log-probs are the model's.
+/// Samples as the model likes, but for the tokens that make conversations: every turn but the last calls
+/// the tool, the last one answers, each at a length of its own; control tokens in between become text.
+/// Log-probs are the model's.
 struct Talk {
     family: Family,
     sampling: SamplingParameters,

@@ -1,5 +1,5 @@
-//! Attention over more than one chunk of 512 keys: the definition, its errors, and that every path and any number of
-//! threads walk the same chunks.
+//! Attention over more than one chunk of 512 keys: the definition, its errors, and that every path and any
+//! number of threads walk the same chunks.
 
 use super::attention::Case;
 use super::{assert_close, check_some, floats, gradients, noise, tensors};
@@ -12,7 +12,8 @@ use rloss::ops::sink_attention::{Attention, cached_sink_attention};
 /// On both sides of one chunk and of two.
 const LENGTHS: [usize; 5] = [511, 512, 513, 1024, 1025];
 
-/// Within a block, across blocks, across a chunk's boundary, a chunk and one key more or less, over more than two chunks.
+/// Within a block, across blocks, across a chunk's boundary, a chunk and one key more or less, over more
+/// than two chunks.
 const WINDOWS: [Option<usize>; 8] =
     [None, Some(1), Some(20), Some(300), Some(511), Some(512), Some(513), Some(1024)];
 
@@ -95,7 +96,8 @@ fn rows(tensor: &Tensor, start: usize, count: usize) -> Tensor {
     tensor.narrow(0, start, count).unwrap().contiguous().unwrap()
 }
 
-/// The rows of a sequence whose tokens come in `pieces`; keys behind the window are freed as the model frees them.
+/// The rows of a sequence whose tokens come in `pieces`; keys behind the window are freed as the model
+/// frees them.
 fn cached(attention: &Attention, v: &[&Tensor], pieces: impl IntoIterator<Item = usize>) -> Vec<f32> {
     let mut cache = KvSequence::Host(KvBlocks::new(attention.kv_heads, attention.head_dim));
     let mut out = vec![];
@@ -191,8 +193,8 @@ fn hidden_keys_change_nothing() {
     }
 }
 
-/// Chunks that lie far above and below each other and the sink, in every order. Scores are exact: every key of chunk
-/// `c` has `levels[c]`.
+/// Chunks that lie far above and below each other and the sink, in every order. Scores are exact: every
+/// key of chunk `c` has `levels[c]`.
 #[test]
 fn chunks_and_sinks_at_extreme_levels_are_weighed_as_in_double_precision() {
     let case = Case::new((1, 1, 4), None, &[1536]);

@@ -1,5 +1,5 @@
-//! What a launch on a GPU takes is worked out on the host: the mirror of the kernels' header, the tiles, the refusals.
-//! No GPU is needed for any of it.
+//! What a launch on a GPU takes is worked out on the host: the mirror of the kernels' header, the tiles,
+//! the refusals. No GPU is needed for any of it.
 
 use candle_core::{DType, Device, Tensor};
 use rloss::ops::SequenceRows;
@@ -89,7 +89,8 @@ fn tiles_cover_all_rows_and_keys_once() {
     }
 }
 
-/// Of every tile exactly the chunks that one of its rows sees, whatever the window; a part for every token and chunk.
+/// Of every tile exactly the chunks that one of its rows sees, whatever the window; a part for every token
+/// and chunk.
 #[test]
 fn chunk_tiles_are_the_chunks_that_a_tile_sees() {
     let sequences =

@@ -1,7 +1,7 @@
 //! Values and gradients against candle-nn's forms that are made of differentiable parts.
 //!
-//! Its fused forms (`rms_norm`, `rope`, `softmax_last_dim`) drop gradients in silence, which is why the ops exist; one
-//! test holds that reason, so that a version that mends it is noticed.
+//! Its fused forms (`rms_norm`, `rope`, `softmax_last_dim`) drop gradients in silence, which is why the
+//! ops exist; one test holds that reason, so that a version that mends it is noticed.
 
 use super::{assert_close, floats, gradients, input};
 use candle_core::{D, Device, Tensor};

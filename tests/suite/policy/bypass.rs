@@ -1,4 +1,5 @@
-//! verl's bypass mode, to which the step's own way is compared: the rollout itself is the anchor, and the correction follows the current log-probs.
+//! verl's bypass mode, to which the step's own way is compared: the rollout itself is the anchor, and the
+//! correction follows the current log-probs.
 
 use anyhow::Result;
 
@@ -10,16 +11,18 @@ use rloss::policy::{Aggregation, BatchSize, MetricMap, Normalizer, Sequences};
 /// The loss under the correction.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum BypassLoss {
-    /// The ratio to the rollout is PPO's own, so importance weights would count it twice: they are only measured.
+    /// The ratio to the rollout is PPO's own, so importance weights would count it twice: they are only
+    /// measured.
     PpoClip(PpoClip),
     /// The importance weights are the only ratio.
     Reinforce,
 }
 
-/// The loss of a whole batch with O = R = `rollout_log_prob`, and the correction's `rollout_corr/…` metrics.
+/// The loss of a whole batch with O = R = `rollout_log_prob`, and the correction's `rollout_corr/…`
+/// metrics.
 ///
-/// Rejected tokens leave the loss and its denominators, so the batch cannot be given in parts. When everything is
-/// rejected a mean does not exist: see [`Normalizer::reduce`].
+/// Rejected tokens leave the loss and its denominators, so the batch cannot be given in parts. When
+/// everything is rejected a mean does not exist: see [`Normalizer::reduce`].
 pub fn bypass(
     sequences: &Sequences,
     log_prob: &[f32],

@@ -1,5 +1,5 @@
-//! The entropy of the policy's next-token distribution from logits, as the published vectors have it. The product takes it
-//! from its ops.
+//! The entropy of the policy's next-token distribution from logits, as the published vectors have it. The
+//! product takes it from its ops.
 
 use anyhow::{Result, ensure};
 

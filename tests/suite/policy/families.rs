@@ -139,7 +139,8 @@ fn whitened_by_group(row: &Row, sequences: &Sequences, scores: &[f32]) -> Outcom
     ])
 }
 
-/// The normalizer that verl's parameters describe: counts of the whole batch where given, else the batch's own.
+/// The normalizer that verl's parameters describe: counts of the whole batch where given, else the batch's
+/// own.
 pub fn normalizer(mode: &str, info: &Value, sequences: &Sequences, width: usize) -> Result<Normalizer> {
     let count = |key: &str| info.get(key).and_then(Value::as_u64).map(|n| n as usize);
     let aggregation = match mode {

@@ -11,7 +11,8 @@ use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
 use super::load_balance::load_balance;
 use super::trl::{TrlConfig, TrlObjective, trl};
 
-/// Exact in f32 on the fixture's grid; the truncation error of a central difference is of the order of its square.
+/// Exact in f32 on the fixture's grid; the truncation error of a central difference is of the order of its
+/// square.
 const STEP: f32 = 1.0 / 1024.0;
 
 /// Compares `gradient` with differences of `value(token, step)` at every valid token, and with 0 elsewhere.
@@ -76,7 +77,8 @@ fn trl_losses_have_the_gradient_of_their_value() {
             (TrlObjective::Cispo { ratio_max: 1.28 }, false),
         ] {
             let detached = matches!(objective, TrlObjective::Cispo { .. });
-            // Under the shift that keeps CISPO's ratio the reference would have to move too, so it goes without.
+            // Under the shift that keeps CISPO's ratio the reference would have to move too, so it goes
+            // without.
             let kl = (!detached).then_some((0.5, reference.as_slice()));
             let config = TrlConfig { objective, sequence_level, kl };
             let value = |batch: &Fixture| trl(&batch.input(), &config, &normalizer).unwrap().0;

@@ -14,7 +14,8 @@ pub struct LoadBalance {
 /// Switch Transformer's loss (Fedus et al. 2021, eq. 4), for k experts a token as in Hugging Face's GPT-OSS.
 ///
 /// `counts[e]` is the number of `tokens` that chose expert e (so the counts add up to k·tokens), and
-/// `mean_probability[e]` the mean over those tokens of the router's softmax for e. f_e = `counts[e]`/`tokens`.
+/// `mean_probability[e]` the mean over those tokens of the router's softmax for e. f_e =
+/// `counts[e]`/`tokens`.
 pub fn load_balance(counts: &[usize], mean_probability: &[f32], tokens: usize) -> Result<LoadBalance> {
     ensure!(
         counts.len() == mean_probability.len(),

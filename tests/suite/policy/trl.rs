@@ -1,4 +1,5 @@
-//! TRL's objectives, to which ours are compared, where they differ from verl's: no ±20 clamp, a two-sided clip, CISPO bounded above only.
+//! TRL's objectives, to which ours are compared, where they differ from verl's: no ±20 clamp, a two-sided
+//! clip, CISPO bounded above only.
 
 use anyhow::Result;
 
@@ -35,8 +36,8 @@ pub struct TrlConfig<'a> {
 /// At sequence level every token's r depends on all T of its sequence through their mean, so each log-prob's
 /// derivative is the mean of l' over the sequence's tokens. The KL term adds β·(1 − e^(ref − T)).
 ///
-/// TRL's `loss_type` is the normalizer: `grpo` is `SequenceMeanTokenMean` over all sequences, `bnpo` and `dapo` are
-/// `TokenMean`, `dr_grpo` is `Constant`.
+/// TRL's `loss_type` is the normalizer: `grpo` is `SequenceMeanTokenMean` over all sequences, `bnpo` and
+/// `dapo` are `TokenMean`, `dr_grpo` is `Constant`.
 ///
 /// Metrics: `clip_ratio/{low,high,region}_mean` (or `cispo_clip_ratio`) and `kl` per token; the map holds
 /// `clip_ratio/low_min` and `clip_ratio/high_max` over sequences. Refused unless `delta` exceeds 1 + high and

@@ -1,4 +1,5 @@
-//! What other tools offer under a name of their own and the recipe's keys already say: docs/POLICY.md lists it.
+//! What other tools offer under a name of their own and the recipe's keys already say: docs/POLICY.md
+//! lists it.
 
 use rloss::policy::loss::{CispoClip, ClipRange, LossInput, PolicyLoss, PpoClip};
 use rloss::policy::loss::{cispo, gspo, ppo};

@@ -120,7 +120,8 @@ impl Tally {
         }
     }
 
-    /// A row that the reference refuses: refused here too with a message of ours, except where zeros are right.
+    /// A row that the reference refuses: refused here too with a message of ours, except where zeros are
+    /// right.
     fn error_row(&mut self, row: &Row, outcome: Outcome) {
         if !row.name.ends_with("_zero_division_error") {
             match outcome {

@@ -7,7 +7,8 @@ use rloss::policy::correction::{
 use rloss::policy::divergence::KlEstimator;
 use rloss::settings::Choice;
 
-/// `k1`, `abs`, `k2`, `k3` or verl's `kl`, `mse` and `low_var_kl`, with `+` behind for the straight-through gradient.
+/// `k1`, `abs`, `k2`, `k3` or verl's `kl`, `mse` and `low_var_kl`, with `+` behind for the
+/// straight-through gradient.
 pub fn estimator(name: &str) -> Result<KlEstimator> {
     let (base, plus) = name.strip_suffix('+').map_or((name, ""), |base| (base, "+"));
     let word = match base {
@@ -29,8 +30,8 @@ pub fn importance(is: &str, threshold: &str, batch_normalize: bool) -> Result<Op
     Ok(Some(ImportanceSettings { level, bound: WeightBound::new(&bounds(threshold)?)?, batch_normalize }))
 }
 
-/// Rules from comma-separated options and bounds, such as `token_k1,seq_max_k2` and `0.5_2.0,1.5`: one bound for all
-/// options, or one for each distinct one. Bounds of k1 are on π_train/π_rollout.
+/// Rules from comma-separated options and bounds, such as `token_k1,seq_max_k2` and `0.5_2.0,1.5`: one
+/// bound for all options, or one for each distinct one. Bounds of k1 are on π_train/π_rollout.
 pub fn rules(options: &str, thresholds: Option<&str>) -> Result<Vec<RejectionRule>> {
     each(options, thresholds, |_, bounds| bounds)
 }

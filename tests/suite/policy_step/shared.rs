@@ -20,8 +20,8 @@ fn sequences() -> Vec<Sequence> {
     group(20, 100).chain(group(33, 200)).collect()
 }
 
-/// An update by micro-batches of up to so many rows, its gradients, and the share of rows that chose sampling's experts. With 1
-/// each sequence has a micro-batch of its own, and nothing is shared.
+/// An update by micro-batches of up to so many rows, its gradients, and the share of rows that chose
+/// sampling's experts. With 1 each sequence has a micro-batch of its own, and nothing is shared.
 fn update(
     fixture: &Fixture,
     replay: RouterReplay,

@@ -89,7 +89,8 @@ fn the_divergence_in_the_reward_is_the_anchors_and_has_the_steps_weight() {
     }
 }
 
-/// Bypass (verl): the rollout's log-probabilities are the anchor, and the correction is of the current ones against them.
+/// Bypass (verl): the rollout's log-probabilities are the anchor, and the correction is of the current
+/// ones against them.
 #[test]
 fn bypass_is_the_anchor_rollout_with_a_correction() {
     let mut fixture = Fixture::new();
@@ -186,7 +187,8 @@ fn micro_batches_of_any_size_give_the_loss_and_gradient_of_the_batch() {
     }
 }
 
-/// A trajectory without a sampled token, such as one whose prompt fills the context, leaves the gradient as it was.
+/// A trajectory without a sampled token, such as one whose prompt fills the context, leaves the gradient
+/// as it was.
 #[test]
 fn a_trajectory_without_sampled_tokens_changes_nothing() {
     let mut fixture = Fixture::new();
@@ -209,7 +211,8 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
     assert!(distance(&values(&with), &values(&without)) < 1e-6);
 }
 
-/// Where sampling kept its experts, the share that training chooses too is measured; replayed ones agree by construction.
+/// Where sampling kept its experts, the share that training chooses too is measured; replayed ones agree
+/// by construction.
 #[test]
 fn experts_kept_at_sampling_are_compared_with_those_of_training() {
     let mut fixture = Fixture::new();

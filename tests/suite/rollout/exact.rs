@@ -5,7 +5,8 @@ use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::trajectory::Trajectory;
 
-/// The training forward over trajectories: log-probabilities of the sampled tokens and experts of every input.
+/// The training forward over trajectories: log-probabilities of the sampled tokens and experts of every
+/// input.
 fn training_forward(
     world: &World,
     trajectories: &[&Trajectory],
@@ -175,7 +176,8 @@ fn greedy_rollouts_are_the_argmax_whatever_the_seed() {
     assert!(a.trajectories().all(|t| t.logprobs.iter().all(|&l| l == 0.0)));
 }
 
-/// The weights of a large vocabulary are past the bound for one engine a thread, and a batch's logits past theirs.
+/// The weights of a large vocabulary are past the bound for one engine a thread, and a batch's logits past
+/// theirs.
 #[test]
 fn one_engine_on_all_threads_gives_what_an_engine_a_thread_gives() {
     let run = |threads: usize| {

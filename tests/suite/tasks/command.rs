@@ -70,7 +70,8 @@ impl Script {
         open(&settings(&self.command()))
     }
 
-    /// For a program that hangs, which is waited for. It is long, since Python starts within it on a busy machine.
+    /// For a program that hangs, which is waited for. It is long, since Python starts within it on a busy
+    /// machine.
     fn build_with_a_limit(&self) -> anyhow::Result<Box<dyn Task>> {
         open(&TaskSettings { command_timeout_s: Some(10.0), ..settings(&self.command()) })
     }
@@ -431,7 +432,7 @@ fn named_rewards_are_those_that_describe_weighs() {
         ("{\"reward\": 1}", "`rewards` of the answer has no `a`"),
         ("{\"rewards\": {\"a\": 3, \"b\": 4, \"c\": 5}}", "`rewards` of the answer has `c`; give its weight"),
         ("{\"rewards\": {\"a\": 3, \"b\": \"x\"}}", "not numbers by name"),
-        ("{\"reward\": 1, \"rewards\": {\"a\": 3, \"b\": 4}}", "has `reward` beside `rewards`"),
+        ("{\"reward\": 1, \"rewards\": {\"a\": 3, \"b\": 4}}", "has both `reward` and `rewards`"),
     ] {
         let error = format!("{:#}", of(reward).unwrap_err());
         assert!(error.contains(reason), "{reward}: {error}");

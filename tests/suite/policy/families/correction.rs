@@ -34,8 +34,8 @@ fn importance(params: &Value) -> Result<Option<ImportanceSettings>> {
     verl::importance(level, &threshold, params["rollout_is_batch_normalize"] == true)
 }
 
-/// The rules in verl's parameters: through the parser for verl's strings and, where the row gives the converted k1
-/// bounds, through the native one, which must agree.
+/// The rules in verl's parameters: through the parser for verl's strings and, where the row gives the
+/// converted k1 bounds, through the native one, which must agree.
 fn rules(params: &Value) -> Result<Vec<RejectionRule>> {
     let Some(options) = params["rollout_rs"].as_str() else { return Ok(Vec::new()) };
     let thresholds = text(&params["rollout_rs_threshold"]);
