@@ -8,7 +8,7 @@ use crate::harmony::{Message, Role};
 use crate::metrics::{Console, sanitize_line, sanitize_terminal};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, Plan, locate, resolve_for};
-use crate::rollout::{Prompt, Rollout, RolloutPlan};
+use crate::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress};
 use crate::run::context::RunContext;
 use crate::run::memory::ModelCommand;
 use crate::run::sampling_folder::print_text;
@@ -18,8 +18,10 @@ use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use crate::trajectory::{Outcome, Trajectory};
 use anyhow::{Context, Result};
 use clap::Args;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Arguments of `rloss chat`.
 #[derive(Args, Debug, Clone)]
@@ -49,7 +51,11 @@ eval.temperature = 0.7
 /// [`crate::error::BadInput`] before the first line; those of the rollout.
 pub fn run(args: &ChatArgs) -> Result<u8> {
     let console = Console::plain();
+    let at_terminal = std::io::stdin().is_terminal();
     let plan = open(args, &console)?;
+    if at_terminal {
+        console.print("reading the model");
+    }
     let context = RunContext::open(plan, ModelCommand::Chat, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
@@ -58,12 +64,11 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     if let Some(confinement) = context.sandbox_description() {
         console.print(&format!("the Python tool: {confinement}"));
     }
-    let at_terminal = std::io::stdin().is_terminal();
     if at_terminal {
         console.print(HELP.trim_end());
     }
     let policy = context.policy_without_ablations()?;
-    let mut talk = Talk { context: &context, policy, messages: vec![], answers: 0 };
+    let mut talk = Talk { context: &context, policy, messages: vec![], answers: 0, at_terminal };
     let ask = || if at_terminal { print_text("\n> ") } else { Ok(()) };
     ask()?;
     for line in bounded_file::lines(std::io::stdin().lock()) {
@@ -115,6 +120,43 @@ struct Talk<'a> {
     messages: Vec<Message>,
     /// Number of answers given. Each answer has its own random stream.
     answers: u64,
+    at_terminal: bool,
+}
+
+/// Interval between two updates of [`AnswerLine`].
+const REDRAW_INTERVAL: Duration = Duration::from_millis(200);
+
+/// A line on the terminal that counts the tokens of an answer while it is sampled. The drop erases it.
+struct AnswerLine(Option<Mutex<Instant>>);
+
+impl AnswerLine {
+    fn new(at_terminal: bool) -> Self {
+        let line = Self((at_terminal && std::io::stderr().is_terminal()).then(|| Mutex::new(Instant::now())));
+        line.write("… reading the prompt");
+        line
+    }
+
+    fn show(&self, tokens: u64) {
+        let Some(last) = &self.0 else { return };
+        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.elapsed() >= REDRAW_INTERVAL {
+            *last = Instant::now();
+            self.write(&format!("… {tokens} tokens"));
+        }
+    }
+
+    fn write(&self, text: &str) {
+        if self.0.is_some() {
+            // A terminal that takes no more needs no count.
+            let _ = write!(std::io::stderr(), "\r\x1b[K{text}");
+        }
+    }
+}
+
+impl Drop for AnswerLine {
+    fn drop(&mut self) {
+        self.write("");
+    }
 }
 
 impl Talk<'_> {
@@ -133,10 +175,17 @@ impl Talk<'_> {
         let plan = self.plan();
         if let Err(error) = self.sampler(&plan).check(&prompt) {
             self.messages.clear();
-            return Ok(format!("{shown}({})\n", sanitize_line(&format!("{error:#}"))));
+            let remedy = match self.context.system_prompt.is_empty() {
+                true => "",
+                false => "; --set harmony.system_message=false leaves out the system message",
+            };
+            return Ok(format!("{shown}({}{remedy})\n", sanitize_line(&format!("{error:#}"))));
         }
+        let line = AnswerLine::new(self.at_terminal);
+        let show = |progress: RolloutProgress| line.show(progress.sampled_tokens);
         let rollouts =
-            self.sampler(&plan).sample_groups(&prompt, 1, &|_| (), &|| false)?.context("no answer")?;
+            self.sampler(&plan).sample_groups(&prompt, 1, &show, &|| false)?.context("no answer")?;
+        drop(line);
         let given = self.context.system_prompt.len() + self.messages.len();
         let trajectory = rollouts.trajectories().next().context("no answer")?;
         let all = rollouts.messages.iter().flatten().next().context("no answer")?;

@@ -225,14 +225,16 @@ impl UnmodifiedModel<'_> {
         search.start_limit(settings.limit);
         let list = search.candidates(settings)?;
         let mut extent = list.extent;
-        let (bounded, subset_causes) = self.bound_candidates(&search, list, &baseline, &mut found)?;
+        let (bounded_candidates, subset_causes) =
+            self.bound_candidates(&search, list, &baseline, &mut found)?;
         extent.ended_by_limit |= search.is_over();
         found.search = Some(extent);
         let explains =
             |bounded: &&BoundedCandidate| !bounded.is_rounding() && is_supported(&baseline, bounded);
         let cause = |bounded: &BoundedCandidate| bounded.candidate.cause.clone();
-        let mut guesses: Vec<Cause> = bounded.iter().filter(explains).take(2).filter_map(cause).collect();
-        let verdict = match decide(&baseline, &bounded) {
+        let mut guesses: Vec<Cause> =
+            bounded_candidates.iter().filter(explains).take(2).filter_map(cause).collect();
+        let verdict = match decide(&baseline, &bounded_candidates) {
             _ if extent.ended_by_limit && is_rounding => Verdict::Rounding,
             _ if extent.ended_by_limit => {
                 guesses.extend(subset_causes.into_iter().take(2 - guesses.len()));
@@ -245,7 +247,7 @@ impl UnmodifiedModel<'_> {
         found.verdict = verdict;
         if let Some(first) = found.verdict.causes().first().cloned()
             && let Some(bounded) =
-                bounded.iter().find(|bounded| bounded.candidate.cause.as_ref() == Some(&first))
+                bounded_candidates.iter().find(|bounded| bounded.candidate.cause.as_ref() == Some(&first))
         {
             (found.remaining, found.ties) = (Some(bounded.figures_without_ties), bounded.ties);
             let has_name = matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_));
@@ -289,7 +291,7 @@ impl UnmodifiedModel<'_> {
                 && !baseline.bounds.is_near_bf16(&candidate.figures, DROP_THRESHOLDS.0)
         };
         let candidates = Candidate::select_best(list.candidates, CANDIDATES_MAX);
-        let mut bounded = search.map_candidates(candidates.len(), |index| {
+        let mut bounded_candidates = search.map_candidates(candidates.len(), |index| {
             let candidate = candidates[index].clone();
             match hopeless(&candidate) || !may_explain(baseline, &candidate) || search.is_over() {
                 true => Ok(BoundedCandidate::without_bounds(candidate)),
@@ -297,9 +299,9 @@ impl UnmodifiedModel<'_> {
             }
         })?;
         // The bounds are never smaller than those of the unchanged model.
-        bounded.iter_mut().for_each(|bounded| bounded.bounds.raise_to(&baseline.bounds));
-        bounded.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
-        Ok((bounded, list.subset_causes))
+        bounded_candidates.iter_mut().for_each(|bounded| bounded.bounds.raise_to(&baseline.bounds));
+        bounded_candidates.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
+        Ok((bounded_candidates, list.subset_causes))
     }
 
     fn bound_candidate(&self, search: &CauseSearch, candidate: Candidate) -> Result<BoundedCandidate> {
@@ -346,10 +348,10 @@ impl UnmodifiedModel<'_> {
     }
 }
 
-/// Returns the verdict from the candidates `bounded`, best first; `None` if none explains the data.
-fn decide(baseline: &BoundedCandidate, bounded: &[BoundedCandidate]) -> Option<Verdict> {
+/// Returns the verdict from the `bounded_candidates`, best first; `None` if none explains the data.
+fn decide(baseline: &BoundedCandidate, bounded_candidates: &[BoundedCandidate]) -> Option<Verdict> {
     let exact: Vec<&BoundedCandidate> =
-        bounded.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
+        bounded_candidates.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
     let explains = |bounded: &&BoundedCandidate| {
         let (slope, error) =
             regression_slope(&baseline.candidate.differences, &bounded.candidate.differences);
@@ -361,10 +363,10 @@ fn decide(baseline: &BoundedCandidate, bounded: &[BoundedCandidate]) -> Option<V
             && (slope - 1.0).abs() <= SLOPE_ERROR + 4.0 * error
     };
     let fitting: Vec<&BoundedCandidate> =
-        if exact.is_empty() { bounded.iter().filter(explains).collect() } else { exact.clone() };
+        if exact.is_empty() { bounded_candidates.iter().filter(explains).collect() } else { exact.clone() };
     let best = fitting.first()?;
     // A candidate that fits better but fails another test makes this one uncertain.
-    let has_better_fit = bounded.iter().any(|other| {
+    let has_better_fit = bounded_candidates.iter().any(|other| {
         best.fit.log_likelihood + INDISTINGUISHABLE_NATS < other.fit.log_likelihood
             && !other.is_rounding()
             && other.candidate.name() != best.candidate.name()
