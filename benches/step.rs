@@ -14,7 +14,7 @@ mod models;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use models::{TINY, config, random};
-use rloss::dist::Mesh;
+use rloss::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};
 use rloss::harmony::Message;
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
@@ -23,7 +23,7 @@ use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
 use rloss::metrics::{Console, Timings};
 use rloss::model::cache::CacheCapacity;
-use rloss::model::config::{Config, LayerType};
+use rloss::model::config::{Config, LayerType, WeightFormat};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::parameters::Backend;
 use rloss::model::policy_view::PolicyView;
@@ -34,16 +34,13 @@ use rloss::rollout::{
     Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SamplingParameters, TokenPosition,
     TokenSource,
 };
-use rloss::run::memory::PassShape;
+use rloss::run::memory::{ModelCommand, PlanInput, available_memory};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trainer::step::{PolicyStep, SkipAbove};
 use rloss::trajectory::Group;
 use serde_json::json;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
-
-/// Activations of a pass above this are recomputed, bytes.
-const SAVED_BYTES_MAX: u64 = 1 << 30;
 
 /// The shapes; the defaults are "tiny" of docs/BENCHMARKS.md.
 #[derive(Parser)]
@@ -208,6 +205,36 @@ fn time<R>(run: impl FnOnce() -> Result<R>) -> Result<(R, Spent)> {
     Ok((result, Spent { seconds, processor: processor_end - processor, faults: faults_end - faults }))
 }
 
+/// Returns whether a run of these shapes recomputes activations on this machine.
+fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: &Threads) -> bool {
+    let mut recipe = Recipe::default();
+    recipe.cold_start.steps = 0;
+    (recipe.rollout.prompt_tokens_max, recipe.rollout.response_tokens_max) =
+        (shapes.prompt_tokens, shapes.response_tokens);
+    (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) =
+        (shapes.prompts as usize, shapes.samples);
+    (recipe.eval.every_steps, recipe.eval.before_training) = (0, false);
+    let plan = PlanInput {
+        command: ModelCommand::Train,
+        recipe: &recipe,
+        config,
+        formats: &vec![WeightFormat::F32; tensors],
+        trainable: vec![true; tensors],
+        adapter: None,
+        critic_trainable: None,
+        tokenizer_bytes: 0,
+        python_workers: 0,
+        threads: threads.count(),
+        streamed: false,
+        processes: 1,
+        rollout_weights: RolloutWeightPlacement::Whole,
+        packed_weights: PackedWeightPlacement::Whole,
+        gpu_sequences: None,
+        recompute_layers: None,
+    };
+    available_memory().is_some_and(|available| plan.recomputes_within(&available))
+}
+
 /// Returns the seconds per decode step from the first to the last forward that sampled for all of `batch`.
 fn decode_step(stamps: &[(Instant, u64)], batch: usize) -> Result<f64> {
     let full = |&&(_, sampled): &&(Instant, u64)| sampled >= batch as u64;
@@ -237,9 +264,7 @@ fn main() -> Result<()> {
     parameters.set_trainable(&vec![true; parameters.len()])?;
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
-    let tokens = train.micro_batch_tokens;
-    let pass = PassShape { config: &model.config, tokens, targets: tokens, adapted: false, on_gpu: false };
-    let recompute_layers = pass.forward_backward(false) > SAVED_BYTES_MAX;
+    let recompute_layers = recomputes_layers(&shapes, &model.config, parameters.len(), &threads);
     let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, shapes.bf16_dot)?;
     let around = chat.render_prompt(&[Message::user(String::new())])?.len();
     let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;
