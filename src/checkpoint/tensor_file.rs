@@ -122,8 +122,8 @@ impl TensorFile {
     /// # Errors
     /// As [`Self::read`].
     pub fn read_at(&self, info: &TensorInfo, start: usize, to: &mut [u8]) -> Result<()> {
-        let context = self.data_start + (info.data_offsets.0 + start) as u64;
-        self.file.read_exact_at(to, context).map_err(|e| {
+        let offset = self.data_start + (info.data_offsets.0 + start) as u64;
+        self.file.read_exact_at(to, offset).map_err(|e| {
             bad_input!(
                 "{}: cannot be read: {e}; it was changed since it was opened, or the disk fails: fetch it again",
                 self.path.display()

@@ -193,9 +193,9 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     let (config, tokens_max) = (&context.model.config, context.model.context_tokens_max());
     let found = RowReader::new(config, tokens_max, context.chat.vocabulary(), args.temperature)
         .read(&args.against)?;
-    found.formats.iter().for_each(|formats| note(formats));
-    for bad_rows in found.bad_row_messages() {
-        note(&format!("error: {bad_rows}"));
+    found.formats.iter().for_each(|format| note(format));
+    for message in found.bad_row_messages() {
+        note(&format!("error: {message}"));
     }
     let tokens = context.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| context.load_weights(folder, console)).transpose()?;

@@ -23,7 +23,7 @@ pub(super) trait TransportBackend {
     /// A pending exchange, with its buffers.
     type Active;
 
-    /// Whether [`Self::missing`] names exactly the ranks whose parts are missing.
+    /// Whether [`Self::missing_ranks`] names exactly the ranks whose parts are missing.
     const NAMES_MISSING_RANKS: bool;
 
     /// This process's rank.

@@ -122,9 +122,8 @@ impl GradientSum {
         pass: usize,
         progress: Option<(&Progress, f64)>,
     ) -> Arc<dyn GradientSink> {
-        let additions_per_pass =
-            self.buffers.iter().zip(&self.additions_per_pass).filter(|(buffer, _)| buffer.is_some());
-        let adds: usize = additions_per_pass.map(|(_, additions_per_pass)| additions_per_pass).sum();
+        let used = self.buffers.iter().zip(&self.additions_per_pass).filter(|(buffer, _)| buffer.is_some());
+        let adds: usize = used.map(|(_, additions)| additions).sum();
         let shown = progress.map(|(progress, tokens)| (progress.clone(), tokens / adds.max(1) as f64));
         Arc::new(PassGradientSink { sum: self.clone(), pass, shown })
     }
@@ -151,9 +150,9 @@ impl GradientSink for PassGradientSink {
         let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} is not trainable") };
         let lock = order.lock().unwrap_or_else(PoisonError::into_inner);
         let earlier_pass_failed = |order: &PassOrder| order.failed.is_some_and(|failed| failed < self.pass);
-        let additions_per_pass = additions_per_pass[parameter];
+        let additions = additions_per_pass[parameter];
         let must_wait = |order: &mut PassOrder| {
-            order.adds[parameter] / additions_per_pass < self.pass && !earlier_pass_failed(order)
+            order.adds[parameter] / additions < self.pass && !earlier_pass_failed(order)
         };
         let lock = changed.wait_while(lock, must_wait).unwrap_or_else(PoisonError::into_inner);
         if earlier_pass_failed(&lock) {

@@ -197,10 +197,10 @@ impl MicroBatch {
         shared: &[usize],
         MicroBatchLimits { tokens_max, in_pairs }: MicroBatchLimits,
     ) -> Vec<Self> {
-        let group_sequences = group_sequences(sequences, shared, tokens_max);
-        let total: usize = group_sequences.iter().map(|unit| unit.own_tokens).sum();
+        let groups = group_by_prefix(sequences, shared, tokens_max);
+        let total: usize = groups.iter().map(|group| group.own_tokens).sum();
         let fewest = total.div_ceil(tokens_max.max(1));
-        let split = |parts: usize| split_into(parts, total, &group_sequences, tokens_max);
+        let split = |parts: usize| split_into(parts, total, &groups, tokens_max);
         let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
         // If lengths and limit make the number of micro-batches odd, try up to three more.
         let full = (fewest..fewest + 4).map(split).find(is_even).unwrap_or_else(|| split(fewest));
@@ -230,56 +230,57 @@ struct SequenceGroup {
     tokens: usize,
 }
 
-/// Groups `sequences` into units. A group stays together if it fits, because a split computes its prompt
-/// twice. A new group begins where far fewer tokens are shared than within it: all prompts may begin alike.
-fn group_sequences(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
-    let unit = |(i, sequence): (usize, &&Sequence)| {
+/// Groups `sequences` by their shared beginning. A group stays together if it fits, because a split
+/// computes its prompt twice. A new group begins where far fewer tokens are shared than within it: all
+/// prompts may begin alike.
+fn group_by_prefix(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
+    let single_group = |(i, sequence): (usize, &&Sequence)| {
         let tokens = sequence.inputs().len();
         let predicted = sequence.mask.iter().skip(1).filter(|m| **m).count();
         // Sequences may share all their rows, but targets count for each.
         SequenceGroup { sequences: i..i + 1, own_tokens: (tokens - shared[i]).max(predicted), tokens }
     };
-    let single: Vec<SequenceGroup> = sequences.iter().enumerate().map(unit).collect();
-    let mut group_sequences = vec![];
+    let single: Vec<SequenceGroup> = sequences.iter().enumerate().map(single_group).collect();
+    let mut groups = vec![];
     let shared = |i: usize| shared.get(i).copied().unwrap_or(0);
     let begins = |i: usize| shared(i) == 0 || 2 * shared(i) < shared(i + 1);
     for group in single.chunk_by(|_, next| !begins(next.sequences.start)) {
-        let tokens = group[0].tokens + group[1..].iter().map(|unit| unit.own_tokens).sum::<usize>();
+        let tokens = group[0].tokens + group[1..].iter().map(|member| member.own_tokens).sum::<usize>();
         if tokens <= tokens_max {
             let sequences = group[0].sequences.start..group[group.len() - 1].sequences.end;
             let own_tokens = tokens - group[0].tokens + group[0].own_tokens;
-            group_sequences.push(SequenceGroup { sequences, own_tokens, tokens });
+            groups.push(SequenceGroup { sequences, own_tokens, tokens });
         } else {
-            group_sequences.extend(
-                group.iter().map(|unit| SequenceGroup { sequences: unit.sequences.clone(), ..*unit }),
+            groups.extend(
+                group.iter().map(|member| SequenceGroup { sequences: member.sequences.clone(), ..*member }),
             );
         }
     }
-    group_sequences
+    groups
 }
 
-/// Splits `group_sequences`, `total` tokens long, into about `parts` ranges of about equal size and up to
+/// Splits `groups` (`total` tokens) into about `parts` similar ranges, each of at most
 /// `tokens_max` tokens.
 fn split_into(
     parts: usize,
     total: usize,
-    group_sequences: &[SequenceGroup],
+    groups: &[SequenceGroup],
     tokens_max: usize,
 ) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = vec![];
     let (mut tokens, mut part, mut before) = (0, 0, 0);
-    for unit in group_sequences {
-        // The range that holds the unit's middle if the total is divided into equal ranges.
-        let own_part = (2 * before + unit.own_tokens) * parts / (2 * total).max(1);
-        before += unit.own_tokens;
+    for group in groups {
+        // The range that holds the group's middle if the total is divided into equal ranges.
+        let own_part = (2 * before + group.own_tokens) * parts / (2 * total).max(1);
+        before += group.own_tokens;
         match ranges.last_mut() {
-            Some(range) if own_part <= part && tokens + unit.own_tokens <= tokens_max => {
-                range.end = unit.sequences.end;
-                tokens += unit.own_tokens;
+            Some(range) if own_part <= part && tokens + group.own_tokens <= tokens_max => {
+                range.end = group.sequences.end;
+                tokens += group.own_tokens;
             }
             _ => {
-                ranges.push(unit.sequences.clone());
-                tokens = unit.tokens;
+                ranges.push(group.sequences.clone());
+                tokens = group.tokens;
             }
         }
         part = own_part;

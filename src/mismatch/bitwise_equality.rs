@@ -62,7 +62,7 @@ impl EqualityCheck {
     }
 }
 
-/// Both sides of the proof.
+/// The rollout and the training computation whose bits are compared.
 #[derive(Clone, Copy)]
 pub struct EqualityProof<'a> {
     pub runner: BatchRunner<'a>,

@@ -17,18 +17,18 @@ pub enum Filter {
     MinP(f64),
 }
 
-/// Distinguishes mistakes that happen after the logits.
+/// The extra input that tells mistakes of the head apart.
 pub const DISTINGUISHING_INPUT: &str = "the log-probs of several tokens at one place (top_logprobs)";
 
 /// Declares the cause: log-probs over the tokens that `filter` keeps.
 fn filtered(filter: Filter) -> Cause {
-    let (name, kept_count) = match filter {
+    let (name, setting) = match filter {
         Filter::TopP(p) => ("log-probs after top-p", format!("top_p = {p:.3}")),
         Filter::TopK(k) => ("log-probs after top-k", format!("top_k = {k}")),
         Filter::MinP(p) => ("log-probs after min-p", format!("min_p = {p:.3}")),
     };
     let settings = HeadSettings { filter: Some(filter), ..HeadSettings::default() };
-    Cause::in_head(name, format!("renormalised over what {kept_count} keeps"), DISTINGUISHING_INPUT, settings)
+    Cause::in_head(name, format!("renormalised over what {setting} keeps"), DISTINGUISHING_INPUT, settings)
 }
 
 /// The computation of log-probabilities from logits.

@@ -10,7 +10,8 @@ use super::distance::DifferenceStats;
 use super::search::{CauseSearch, LogProbTrace, elementwise_differences};
 use anyhow::Result;
 
-/// Multiples of the bound that count as rounding: for the body's figures and for the tail's.
+/// A difference counts as rounding up to these multiples of the bound: for median, p90 and mean, and for p99
+/// and above.
 const F32_FACTORS: (f64, f64) = (4.0, 8.0);
 const BF16_FACTORS: (f64, f64) = (2.5, 8.0);
 /// Multiples for targets whose experts are the same under all roundings; their tail has only noise.
@@ -65,7 +66,7 @@ impl RoundingBounds {
         })
     }
 
-    /// Returns bounds that only exact equality meets.
+    /// Returns bounds of 0.
     pub fn exact() -> Self {
         let nothing = DifferenceStats::from_differences(&[]);
         Self {

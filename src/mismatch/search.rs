@@ -228,15 +228,15 @@ impl<'a> CauseSearch<'a> {
                 || DifferenceStats::from_differences(&subset_differences).mean
                     >= SUBSET_DIFFERENCE_SHARE_MIN * mean
             {
-                return Ok((self.subset_differences(observed, &indices)?, indices));
+                return Ok((self.restrict_to(observed, &indices)?, indices));
             }
             targets *= 2;
         }
     }
 
-    /// Returns the search on `observed`, whose targets have the indices `indices` here. Computes no
-    /// forward.
-    fn subset_differences(&self, observed: EngineLogProbs, indices: &[usize]) -> Result<CauseSearch<'a>> {
+    /// Returns a search on a subset. `indices` are the positions of its targets in this search. It reuses this
+    /// search's forward.
+    fn restrict_to(&self, observed: EngineLogProbs, indices: &[usize]) -> Result<CauseSearch<'a>> {
         let HeadInput { model, weights, forward, normed, .. } = &self.unmodified_input;
         let normed = Tensor::cat(normed, 0)?;
         let (mut parts, mut first) = (vec![], 0);

@@ -169,7 +169,7 @@ fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
     needed
         + written
             .values()
-            .map(|&(writers, sequences_per_row)| writers.min(sequences_per_row - 1))
+            .map(|&(writers, sharers)| writers.min(sharers - 1))
             .sum::<usize>()
 }
 

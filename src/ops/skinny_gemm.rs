@@ -212,8 +212,8 @@ impl BlockSizes {
 
     /// Returns the columns of a strip, for `width` columns in all.
     fn strip(&self, rows: usize, width: usize) -> usize {
-        let multiply_panels = width.div_ceil((self.sums_max / rows).max(LINE_WORDS));
-        width.div_ceil(multiply_panels).next_multiple_of(COLUMNS)
+        let strip_count = width.div_ceil((self.sums_max / rows).max(LINE_WORDS));
+        width.div_ceil(strip_count).next_multiple_of(COLUMNS)
     }
 }
 
@@ -391,7 +391,7 @@ mod tests {
         let mut rng = stream(0, Purpose::Problem, &[]);
         let mut noise = |len: usize| -> Vec<f32> { (0..len).map(|_| rng.random_range(-1f32..1.0)).collect() };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
-        let layouts = [
+        let kernels = [
             ("f32", Precision::F32, SkinnyGemm::detect(Precision::F32)),
             ("f32 by eights", Precision::F32, SkinnyGemm::avx2()),
             ("bf16", Precision::Bf16Dot, SkinnyGemm::detect(Precision::Bf16Dot)),
@@ -403,8 +403,8 @@ mod tests {
         };
         for &(k, n) in shapes {
             let (x, w, bias) = (noise(ROWS_MAX * k), noise(k * n), noise(ROWS_MAX * n));
-            for (name, precision, layout) in &layouts {
-                let Some(layout) = layout else {
+            for (name, precision, kernel) in &kernels {
+                let Some(kernel) = kernel else {
                     eprintln!("skipped: this processor does not support {name}");
                     continue;
                 };
@@ -415,7 +415,7 @@ mod tests {
                         let mut found = expected.clone();
                         let (a, b) = (StridedMatrix::row_major(x, k), StridedMatrix::row_major(&w, n));
                         assert!(tiles::product(*precision, 1, &mut expected, a, b, (rows, k, n), accumulate));
-                        pool.install(|| layout.product(threads, &mut found, x, &w, (k, n), accumulate));
+                        pool.install(|| kernel.product(threads, &mut found, x, &w, (k, n), accumulate));
                         let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
                         assert!(same, "{name}: {rows} rows of {k} by {n} columns, {threads} threads");
                     }

@@ -82,7 +82,7 @@ impl Rules<'_> {
     fn finding(&self, keys: &[&str], what: String) -> Option<Mistake> {
         let sure = |key: &&str| {
             self.scope.reads(key)
-                && !self.unreliable_keys.iter().any(|unreliable_keys| is_in_table(key, unreliable_keys))
+                && !self.unreliable_keys.iter().any(|unreliable| is_in_table(key, unreliable))
         };
         let key = keys.first()?;
         keys.iter().all(sure).then(|| Mistake {

@@ -100,7 +100,7 @@ pub fn warn_of_causes<'r>(
     let counts = SampleCauses::count(context.task.as_ref(), samples);
     let messages =
         counts.messages(context.interpreter.is_some(), context.recipe().rollout.response_tokens_max);
-    messages.iter().flatten().for_each(|messages| console.print(&format!("warning: {label}{messages}")));
+    messages.iter().flatten().for_each(|message| console.print(&format!("warning: {label}{message}")));
 }
 
 #[cfg(test)]

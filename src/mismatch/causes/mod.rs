@@ -58,17 +58,17 @@ impl Cause {
     pub fn in_forward(
         name: &'static str,
         detail: impl Into<String>,
-        decides: &'static str,
+        deciding_experiment: &'static str,
         change: impl Fn(&mut Variant) + Send + Sync + 'static,
     ) -> Self {
-        Self::new(name, detail, decides, Change::Forward(Arc::new(change)))
+        Self::new(name, detail, deciding_experiment, Change::Forward(Arc::new(change)))
     }
 
     /// Declares a mistake in the values of the tensors for which `concerns` is true.
     pub fn in_values(
         name: &'static str,
         detail: impl Into<String>,
-        decides: &'static str,
+        deciding_experiment: &'static str,
         concerns: impl Fn(&ParameterSpec) -> bool + Send + Sync + 'static,
         change: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Self {
@@ -76,27 +76,27 @@ impl Cause {
             true => Ok(Weight::dense(&change(&weight.decode(&spec.working_shape())?)?)),
             false => Ok(weight),
         });
-        Self::in_weights(name, detail, decides, Arc::new(move |_| Ok(changed.clone())))
+        Self::in_weights(name, detail, deciding_experiment, Arc::new(move |_| Ok(changed.clone())))
     }
 
     /// Declares a mistake in the weights.
     pub fn in_weights(
         name: &'static str,
         detail: impl Into<String>,
-        decides: &'static str,
+        deciding_experiment: &'static str,
         edit: WeightEdit,
     ) -> Self {
-        Self::new(name, detail, decides, Change::Weights(edit))
+        Self::new(name, detail, deciding_experiment, Change::Weights(edit))
     }
 
     /// Declares a mistake in the computation of log-probs from logits.
     pub fn in_head(
         name: &'static str,
         detail: impl Into<String>,
-        decides: &'static str,
+        deciding_experiment: &'static str,
         settings: HeadSettings,
     ) -> Self {
-        Self::new(name, detail, decides, Change::Head(settings))
+        Self::new(name, detail, deciding_experiment, Change::Head(settings))
     }
 
     /// Returns the description.
@@ -117,7 +117,7 @@ impl Cause {
         self.name == precision::REDUCED_MANTISSA
     }
 
-    /// Returns whether any noise of that size resembles the mistake.
+    /// Returns whether ordinary rounding noise can look like this mistake.
     pub fn is_rounding(&self) -> bool {
         self.reduces_mantissa() || self.name == precision::BF16_WEIGHTS
     }

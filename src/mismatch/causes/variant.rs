@@ -22,7 +22,7 @@ pub struct Variant {
     pub weights: Vec<WeightEdit>,
     pub earlier: bool,
     pub double_start: bool,
-    /// Row offset of the reads, and whether the target moves too.
+    /// Offset added to each target's row; true if the target token is shifted too.
     pub shift: Option<(i32, bool)>,
     pub head: HeadSettings,
 }
