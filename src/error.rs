@@ -27,7 +27,8 @@ impl std::fmt::Display for BadInput {
 
 impl std::error::Error for BadInput {}
 
-/// The error of a process whose error another rank reports: it exits with the same code and prints nothing.
+/// The error of a process that prints nothing, because another rank reports the error. It exits with the same
+/// code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorOnOtherRank {
     pub is_bad_input: bool,

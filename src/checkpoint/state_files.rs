@@ -1,7 +1,7 @@
 //! Optimizer state, in one file or one file for each process: f32, and 8-bit codes.
 //!
 //! One process writes `trainer.safetensors`. With several, each writes its own shards, flat, into a file
-//! such as `trainer-00002-names-00004.safetensors`. Rank 0 also writes the tensors that are not sharded. Any
+//! such as `trainer-00002-of-00004.safetensors`. Rank 0 also writes the tensors that are not sharded. Any
 //! number of processes can read what any other number wrote, and each reads its own shards only.
 
 use super::resume::DAMAGE_REMEDY;

@@ -1,8 +1,8 @@
 //! Metrics and their writers: JSON lines, TensorBoard, the console.
 //!
 //! ```text
-//! Accumulator ─ finish ─> Metrics ─> Row ─┬─> MetricsFile   metrics.jsonl Timings ─ take ───────────┘
-//! ├─> TensorBoard   tensorboard/<phase>/events.out.tfevents.*
+//! Accumulator ─ finish ─> Metrics ─> Row ─┬─> MetricsFile   metrics.jsonl
+//! Timings ─ take ───────────┘             ├─> TensorBoard   tensorboard/<phase>/events.out.tfevents.*
 //!                                         └─> Progress      the terminal
 //! ```
 

@@ -47,8 +47,8 @@ impl Default for HeadSettings {
 }
 
 impl HeadSettings {
-    /// Returns the log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ where the filter
-    /// removes the target. Targets that were not sampled are at temperature 1, over the whole vocabulary.
+    /// Returns the log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ where the filter removes
+    /// the target. Targets that were not sampled are at temperature 1, over the whole vocabulary.
     ///
     /// # Errors
     /// When shapes disagree.

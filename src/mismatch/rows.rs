@@ -154,7 +154,7 @@ impl<'a> RowReader<'a> {
             let read =
                 serde_json::Deserializer::from_reader(records).deserialize_seq(Elements(&mut add_element));
             if let Err(e) = read {
-                file.bad_rows(at + 1, format!("not JSON from here on: {e}"));
+                file.add_bad_row(at + 1, format!("not JSON from here on: {e}"));
             }
         } else {
             self.read_lines(file, &mut text).map_err(failed)?;
@@ -178,7 +178,7 @@ impl<'a> RowReader<'a> {
             }
             if line.len() as u64 > RECORD_BYTES_MAX {
                 text.skip_until(b'\n')?;
-                file.bad_rows(number, format!("longer than {} MiB; split it", RECORD_BYTES_MAX >> 20));
+                file.add_bad_row(number, format!("longer than {} MiB; split it", RECORD_BYTES_MAX >> 20));
                 continue;
             }
             if line.iter().all(u8::is_ascii_whitespace) {
@@ -193,7 +193,7 @@ impl<'a> RowReader<'a> {
             }
             match parsed {
                 Ok(value) => self.add_record(file, number, value),
-                Err(e) => file.bad_rows(number, parse_error_text(&line, &e)),
+                Err(e) => file.add_bad_row(number, parse_error_text(&line, &e)),
             }
             file.check_bad_row_limit().map_err(io::Error::other)?;
         }
@@ -204,7 +204,7 @@ impl<'a> RowReader<'a> {
     fn add_record(&self, file: &mut FileState, number: usize, value: Value) {
         let raws = match self.raw_rows(file, value) {
             Ok(raws) => raws,
-            Err(what) => return file.bad_rows(number, what),
+            Err(what) => return file.add_bad_row(number, what),
         };
         let has_several = raws.len() > 1;
         for (index, raw) in raws.into_iter().enumerate() {
@@ -333,7 +333,7 @@ impl FileState<'_> {
         }
     }
 
-    fn bad_rows(&mut self, number: usize, what: String) {
+    fn add_bad_row(&mut self, number: usize, what: String) {
         self.found.bad_rows.push(format!("{}: row {number}: {what}", self.path.display()));
     }
 

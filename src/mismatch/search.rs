@@ -33,12 +33,12 @@ const NO_EFFECT: f64 = 1e-6;
 /// least this share of the mean over all: a mistake may affect only few rows, or only late positions.
 const SUBSET_TARGETS: usize = 256;
 const SUBSET_DIFFERENCE_SHARE_MIN: f64 = 0.5;
-/// Number of best causes of the part that then run on all targets.
+/// Number of best causes of the subset that then run on all targets.
 const FULL_RUN_CAUSES_MAX: usize = 12;
 /// A cause is dropped if it leaves more than this multiple of the spread that the best one leaves. Rounding
 /// cannot make up for that.
 const SPREAD_FACTOR_MAX: f64 = 8.0;
-/// A cause is dropped after the part if its log-likelihood there is this far below that of no cause, in nats.
+/// A cause is dropped after the subset run if its log-likelihood there is this far below that of no cause, in nats.
 const PART_LOSS_MAX: f64 = 15.0;
 
 /// One explanation with its fit.
@@ -362,7 +362,7 @@ impl<'a> CauseSearch<'a> {
             let (mut with_effect, without_effect_candidates) = subset.evaluate_causes(&causes_to_try)?;
             list.extent.tried = with_effect.len() + without_effect_candidates.len();
             with_effect.retain(|candidate| candidate.fit.log_likelihood >= null - PART_LOSS_MAX);
-            // A cause without effect on the part may have one on the whole.
+            // A cause without effect on the subset may have one on all targets.
             let best = Candidate::select_best(with_effect, FULL_RUN_CAUSES_MAX);
             causes_to_try = best
                 .iter()
@@ -436,7 +436,7 @@ impl<'a> CauseSearch<'a> {
 #[derive(Default)]
 pub struct CandidateList {
     pub candidates: Vec<Candidate>,
-    /// The causes that explain the part better than none, best first.
+    /// The causes that explain the subset better than none, best first.
     pub subset_causes: Vec<Cause>,
     /// Names of causes that change no log-prob.
     pub without_effect: Vec<&'static str>,

@@ -261,8 +261,8 @@ impl Operation<1> for DispatchRows {
     }
 }
 
-/// Computes `y_r = x_r · W[e(r)] + b[e(r)]`: `x [T·K, in]`, `weight [E, in, out]`, `bias [E, out]` →
-/// `[T·K, out]`.
+/// Computes `y_r = x_r · W[e(r)] + b[e(r)]`: `x [T·K, in]`, `weight [E, in, out]`, `bias [E, out]` → `[T·K,
+/// out]`.
 ///
 /// # Errors
 /// When shapes disagree.

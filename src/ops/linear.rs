@@ -1,7 +1,7 @@
 //! The linear layer: `y = x · W + b` with `x [T, in]`, `W [in, out]` contiguous, `b [out]` optional.
 //!
-//! Backward: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order. On a GPU `x` and `W` are
-//! bf16; `b` and the gradients of trainable parameters are f32.
+//! Backward: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order. On a GPU `x` and `W` are bf16;
+//! `b` and the gradients of trainable parameters are f32.
 
 use super::buffer::{buffer, zeros};
 use super::cpu::{add_values, edit, for_each_row, host_values};

@@ -234,8 +234,8 @@ impl SamplingParameters {
         Ok(SampledToken { token, log_prob: row.log_prob(token) })
     }
 
-    /// Returns the log-probability of `token`, below `V`, under the truncated distribution of `row`; −∞
-    /// for a removed token.
+    /// Returns the log-probability of `token`, below `V`, under the truncated distribution of `row`; −∞ for
+    /// a removed token.
     fn log_prob(&self, row: Row, token: u32) -> f32 {
         if !self.truncates() {
             return row.log_prob(token);

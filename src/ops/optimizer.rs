@@ -28,8 +28,8 @@ pub struct AdamW {
 /// Values of a tensor that one thread updates at a time.
 pub(super) const CHUNK_VALUES: usize = 1 << 14;
 
-/// AdamW (Loshchilov, Hutter 2019): `w ← w (1 − lr λ)`, `m ← β₁m + (1−β₁)g`, `v ← β₂v + (1−β₂)g²`, `w ← w
-/// − lr/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε)`. All four have one shape.
+/// AdamW (Loshchilov, Hutter 2019): `w ← w (1 − lr λ)`, `m ← β₁m + (1−β₁)g`, `v ← β₂v + (1−β₂)g²`,
+/// `w ← w − lr/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε)`. All four have one shape.
 ///
 /// # Errors
 /// When shapes differ.
@@ -76,8 +76,8 @@ impl AdamW {
     }
 }
 
-/// Performs SGD: `w ← w · shrink − rate · g`. The last product and the subtraction are one fused
-/// operation, which gives PyTorch's bits.
+/// Performs SGD: `w ← w · shrink − rate · g`. The last product and the subtraction are one fused operation,
+/// which gives PyTorch's bits.
 ///
 /// # Errors
 /// When shapes differ.

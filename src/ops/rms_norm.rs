@@ -1,7 +1,6 @@
 //! RMS normalisation: `y = x / √(mean(x²) + ε) · w` for each row of `x [T, H]`, `w [H]`.
 //!
-//! With `r = 1/√(mean(x²) + ε)` and `g = dy ∘ w`: `dx = r·g − x · r³ · (g·x)/H`, `dw = Σ_t dy_t ∘ x_t ·
-//! r_t`.
+//! With `r = 1/√(mean(x²) + ε)` and `g = dy ∘ w`: `dx = r·g − x · r³ · (g·x)/H`, `dw = Σ_t dy_t ∘ x_t · r_t`.
 
 use super::buffer::{buffer, zeros};
 use super::cpu::{for_each_row, host_values};

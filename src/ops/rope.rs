@@ -1,5 +1,5 @@
-//! Rotary position embedding (RoPE), half-split. For `x = [a, b]` and one angle `θ` per pair: `[a cos θ −
-//! b sin θ, b cos θ + a sin θ]`.
+//! Rotary position embedding (RoPE), half-split. For `x = [a, b]` and one angle `θ` per pair: `[a cos θ − b
+//! sin θ, b cos θ + a sin θ]`.
 //!
 //! The backward of a rotation is the rotation by `−θ`. YaRN scales cosine and sine by one factor. The
 //! tables contain it, so the backward has it too.

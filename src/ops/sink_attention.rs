@@ -4,8 +4,8 @@
 //! Let `S_ij = q_i · k_j / √D` be the scores of the keys visible to query `i`, and `s` the head's sink:
 //!
 //! ```text
-//! LSE_i = log(Σ_j e^{S_ij} + e^s)      P_ij = e^{S_ij − LSE_i}      O_i = Σ_j P_ij v_j      D_i = dO_i ·
-//! O_i dS_ij = P_ij (dO_i · v_j − D_i)      dv_j = Σ_i P_ij dO_i         ds  = −Σ_i e^{s − LSE_i} D_i
+//! LSE_i = log(Σ_j e^{S_ij} + e^s)      P_ij = e^{S_ij − LSE_i}      O_i = Σ_j P_ij v_j      D_i = dO_i · O_i
+//! dS_ij = P_ij (dO_i · v_j − D_i)      dv_j = Σ_i P_ij dO_i         ds  = −Σ_i e^{s − LSE_i} D_i
 //! ```
 //!
 //! Keys are processed in chunks of 512 at absolute positions. In each chunk the softmax is online over

@@ -71,7 +71,7 @@ pub(super) fn product(
     false
 }
 
-/// An operand to be packed. Its `alloc_lines` are the rows of `a` or the columns of `b`, which lie side by
+/// An operand to be packed. Its `lines` are the rows of `a` or the columns of `b`, which lie side by
 /// side in panels.
 #[derive(Clone, Copy)]
 pub(super) struct UnpackedOperand<'a> {
@@ -139,7 +139,7 @@ impl TiledProduct<'_> {
     fn run<W: SimdWords>(&self, out: &mut [f32]) {
         let (m, k, n) = self.shape;
         let last =
-            |operand: &UnpackedOperand, alloc_lines: usize| operand.at(alloc_lines - 1, k - 1) as usize;
+            |operand: &UnpackedOperand, lines: usize| operand.at(lines - 1, k - 1) as usize;
         let end = |operand: &UnpackedOperand| operand.values.as_ptr_range().end as usize;
         assert!(last(&self.a, m) < end(&self.a) && last(&self.b, n) < end(&self.b), "product: operands");
         assert_eq!(out.len(), m * n, "product: output");
@@ -201,7 +201,7 @@ impl TiledProduct<'_> {
         // Whole blocks of steps, so that all tiles but the last few pack a part.
         let steps_per_tile = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
         let [mut panel, mut next] =
-            scratch.each_mut().map(|alloc_lines| alloc_lines.as_mut_ptr().cast::<u32>());
+            scratch.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
         self.pack_columns::<W>(panel, chunk, panels.start * width, 0..steps);
         for index in panels.clone() {
             let column = index * width;
@@ -240,9 +240,9 @@ impl TiledProduct<'_> {
     fn prefetch_columns<W: SimdWords>(&self, chunk: KRange, column: usize, steps: Range<usize>) {
         let columns = (VECTORS * W::LANES).min(self.shape.2 - column);
         let KRange { start, values } = chunk.subrange::<W>(&steps);
-        let (alloc_lines, length) =
+        let (lines, length) =
             if self.b.is_k_contiguous { (columns, values) } else { (values, columns) };
-        for line in 0..alloc_lines {
+        for line in 0..lines {
             for at in (0..length).step_by(LINE_WORDS) {
                 let (column, k) = if self.b.is_k_contiguous {
                     (column + line, start + at)
@@ -343,7 +343,7 @@ unsafe fn tile<W: SimdWords, const R: usize>(
     }
 }
 
-/// Packs `alloc_lines` lines from `line` on, over a chunk of k, side by side: `to [steps][width]`. Missing
+/// Packs `lines` lines from `line` on, over a chunk of k, side by side: `to [steps][width]`. Missing
 /// values of a word are 0.
 ///
 /// # Safety
@@ -353,7 +353,7 @@ unsafe fn tile<W: SimdWords, const R: usize>(
 unsafe fn pack_panel<W: SimdWords>(
     operand: UnpackedOperand,
     line: usize,
-    alloc_lines: usize,
+    lines: usize,
     chunk: KRange,
     to: *mut u32,
     width: usize,
@@ -365,19 +365,19 @@ unsafe fn pack_panel<W: SimdWords>(
         if !operand.is_k_contiguous {
             for step in 0..steps {
                 let k = step * per_word;
-                for first in (0..alloc_lines).step_by(lanes) {
+                for first in (0..lines).step_by(lanes) {
                     let from = operand.at(line + first, chunk.start + k);
-                    let words = W::load_strided(from, operand.stride, chunk.values - k, alloc_lines - first);
+                    let words = W::load_strided(from, operand.stride, chunk.values - k, lines - first);
                     W::store(to.add(step * width + first), words);
                 }
             }
             return;
         }
-        for first in (0..alloc_lines).step_by(lanes) {
+        for first in (0..lines).step_by(lanes) {
             for step in (0..steps).step_by(lanes) {
                 let k = step * per_word;
                 let mut block = [W::zero(); 16];
-                for (i, words) in block.iter_mut().enumerate().take(lanes.min(alloc_lines - first)) {
+                for (i, words) in block.iter_mut().enumerate().take(lanes.min(lines - first)) {
                     *words =
                         W::load_contiguous(operand.at(line + first + i, chunk.start + k), chunk.values - k);
                 }

@@ -72,8 +72,8 @@ pub struct PenalisedRewards {
     pub kl: f64,
 }
 
-/// Subtracts the penalty from the rewards: r_t − β·kl_t on every valid token. Rewards of masked tokens
-/// stay unchanged.
+/// Subtracts the penalty from the rewards: r_t − β·kl_t on every valid token. Rewards of masked tokens stay
+/// unchanged.
 pub fn kl_in_reward(
     sequences: &Sequences,
     rewards: &[f32],

@@ -7,8 +7,8 @@ use super::ratio::clamped_ratio;
 use super::sequences::{Sequences, mean};
 use crate::bad_input;
 
-/// Returns perplexities, divergences and χ² of T = `log_prob` against R = `rollout_log_prob`; the names
-/// have no prefix.
+/// Returns perplexities, divergences and χ² of T = `log_prob` against R = `rollout_log_prob`; the names have
+/// no prefix.
 ///
 /// Over valid tokens, with ρ = exp(clamp(T − R, ±20)):
 /// - `kl` = mean(R − T)

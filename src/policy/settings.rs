@@ -54,8 +54,8 @@ table! {
         /// Statistics that must stay within their bounds. A rejected token leaves the loss and its
         /// denominators.
         pub reject: Vec<RejectOption> = Vec::new(),
-        /// Bounds of each of `reject`. For k1: a low and a high bound on ρ, or one number u for 1/u to u.
-        /// For k2 and k3: one upper bound.
+        /// Bounds of each of `reject`. For k1: a low and a high bound on ρ, or one number u for 1/u to u. For
+        /// k2 and k3: one upper bound.
         pub reject_bounds: Vec<Vec<f64>> = Vec::new(),
     }
 }

@@ -16,8 +16,8 @@ impl OverlongPenalty {
     /// Checks the settings.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) unless 0 < `buffer_tokens` ≤ `response_tokens_max` and
-    /// `penalty` is positive.
+    /// [`BadInput`](crate::error::BadInput) unless 0 < `buffer_tokens` ≤ `response_tokens_max` and `penalty`
+    /// is positive.
     pub fn new(response_tokens_max: usize, buffer_tokens: usize, penalty: f64) -> Result<Self> {
         if buffer_tokens == 0 || buffer_tokens > response_tokens_max {
             return Err(bad_input!(

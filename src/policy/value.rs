@@ -23,8 +23,8 @@ pub struct ValueLoss {
 /// l = ½·max((V − R)², (clip(V, V_old ± clip) − R)²)
 /// ```
 ///
-/// dl/dV = V − R where the first branch is larger. Where the second is strictly larger the clip binds, so
-/// it is constant and dl/dV = 0.
+/// dl/dV = V − R where the first branch is larger. Where the second is strictly larger the clip binds, so it
+/// is constant and dl/dV = 0.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) unless `clip` is positive.
@@ -55,9 +55,8 @@ pub fn value_loss(
     Ok(ValueLoss { loss, grad_values, clipped })
 }
 
-/// Returns 1 − Var(R − V) / Var(R) over valid tokens. It is 1 for exact values, 0 for a critic no better
-/// than a constant, and negative for a worse one. `None` when all returns are equal: the ratio is then
-/// undefined.
+/// Returns 1 − Var(R − V) / Var(R) over valid tokens. It is 1 for exact values, 0 for a critic no better than
+/// a constant, and negative for a worse one. `None` when all returns are equal: the ratio is then undefined.
 pub fn explained_variance(sequences: &Sequences, values: &[f32], returns: &[f32]) -> Result<Option<f64>> {
     sequences.check("values", values)?;
     sequences.check("returns", returns)?;

@@ -1,10 +1,11 @@
 //! Draws curves and readable trajectories from run folders, as one HTML page.
 //!
 //! ```text
-//! run folder ─ run.rs ─> Run ─┬─ charts.rs: metrics of a chart ─ plot.rs: scales, ticks, paths ┐ ├─
-//! alarms.rs: alarm limits beside the values ────────────────────┤ ├─ tables.rs: summary, outcomes,
-//! mismatch ───────────────────────┼─> page.html │  └─ mismatch_chart.rs: bars beside the mismatch table
-//! ─────────┤ ├─ conversation.rs: selected trajectories ───────────────────────┤
+//! run folder ─ run.rs ─> Run ─┬─ charts.rs: metrics of a chart ─ plot.rs: scales, ticks, paths ┐
+//!                             ├─ alarms.rs: alarm limits beside the values ────────────────────┤
+//!                             ├─ tables.rs: summary, outcomes, mismatch ───────────────────────┼─> page.html
+//!                             │  └─ mismatch_chart.rs: bars beside the mismatch table ─────────┤
+//!                             ├─ conversation.rs: selected trajectories ───────────────────────┤
 //!                             └─ trajectories.rs: all of them, packed for the page's browser ──┘
 //! ```
 //!

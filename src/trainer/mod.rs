@@ -335,7 +335,7 @@ impl Trainer {
     }
 }
 
-/// A run that ended, however it did, is under way no more.
+/// Removes the status file however the run ends.
 impl Drop for Trainer {
     fn drop(&mut self) {
         self.console.forget_status();

@@ -42,8 +42,7 @@ const JOINED_MAX: usize = 64;
 /// Longest text between two boxes that make up one answer.
 const GAP_MAX: usize = 40;
 
-/// The answer that `text` gives: announced by “final answer is”, else boxed, else the last formula or
-/// number.
+/// The answer that `text` gives: announced by “final answer is”, else boxed, else the last formula or number.
 ///
 /// Boxes or formulas joined by `and`, `or` or commas make up one list.
 fn answer(text: &str, sources: Sources) -> Option<String> {

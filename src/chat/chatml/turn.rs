@@ -113,8 +113,8 @@ fn split(text: &str) -> (String, Vec<&str>) {
     (outside.join("\n"), calls)
 }
 
-/// Reads a call `{"name": …, "arguments": {…}}`. The arguments may also be a string that holds the object
-/// as JSON.
+/// Reads a call `{"name": …, "arguments": {…}}`. The arguments may also be a string that holds the object as
+/// JSON.
 fn read_call(text: &str) -> Call {
     let malformed = |recipient: Option<&str>, what: String| Call::Malformed {
         recipient: recipient.map(str::to_owned),

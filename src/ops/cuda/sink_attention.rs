@@ -299,11 +299,11 @@ impl DeviceLaunchPlan {
         Self::with_split(device, kernels, attention, sequences, pages, sequences.should_split_keys(attention))
     }
 
-    /// Performs [`Prepared::new`] with a fixed choice: chunks of keys in parallel, or one block per tile.
+    /// Performs [`DeviceLaunchPlan::new`] with a fixed choice: chunks of keys in parallel, or one block per tile.
     /// For the check that both give the same bits.
     ///
     /// # Errors
-    /// Those of [`Prepared::new`].
+    /// Those of [`DeviceLaunchPlan::new`].
     pub fn with_split(
         device: &CudaDevice,
         kernels: &'static KernelSet,
@@ -322,7 +322,7 @@ impl DeviceLaunchPlan {
         })
     }
 
-    /// Allocates the outputs of [`Prepared::forward`].
+    /// Allocates the outputs of [`DeviceLaunchPlan::forward`].
     ///
     /// # Errors
     /// When the device has too little memory.
@@ -330,7 +330,7 @@ impl DeviceLaunchPlan {
         self.plan.outputs(&self.device)
     }
 
-    /// Allocates the outputs of [`Prepared::backward`].
+    /// Allocates the outputs of [`DeviceLaunchPlan::backward`].
     ///
     /// # Errors
     /// When the device has too little memory.
@@ -376,7 +376,7 @@ impl DeviceLaunchPlan {
         self.plan.forward(&self.device, &self.arrays.as_view(), &inputs, outputs)
     }
 
-    /// Launches the backward of [`Prepared::forward`] for `dout [T, N, 64]` of packed, not cached, keys.
+    /// Launches the backward of [`DeviceLaunchPlan::forward`] for `dout [T, N, 64]` of packed, not cached, keys.
     ///
     /// # Errors
     /// When sizes disagree, or the driver fails.

@@ -39,8 +39,7 @@ pub fn grpo_batch_std(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>
     scale_rewards(rewards, group_sizes, |_| 1.0 / (std + STD_EPSILON))
 }
 
-/// Returns RLOO's advantages (Ahmadian et al. 2024): r − mean of the other rewards = n/(n − 1) · (r −
-/// mean).
+/// Returns RLOO's advantages (Ahmadian et al. 2024): r − mean of the other rewards = n/(n − 1) · (r − mean).
 ///
 /// # Errors
 /// As [`grpo`].

@@ -1,7 +1,7 @@
 //! Rollout correction: treats tokens whose training and rollout log-probs differ.
 //!
-//! Importance sampling weighs tokens by ρ = π_train/π_rollout. Rejection drops tokens whose ρ is outside
-//! the bounds. No gradient flows through either. Semantics and metric names follow verl.
+//! Importance sampling weighs tokens by ρ = π_train/π_rollout. Rejection drops tokens whose ρ is outside the
+//! bounds. No gradient flows through either. Semantics and metric names follow verl.
 
 mod importance;
 mod rejection;

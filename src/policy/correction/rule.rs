@@ -113,8 +113,8 @@ pub struct RejectionRule {
 }
 
 impl RejectionRule {
-    /// Reads bounds. For k1 they bound ρ = π_train/π_rollout: `[low, high]`, or `[u]` for `[1/u, u]`. For
-    /// k2 and k3 they are one upper limit of the statistic.
+    /// Reads bounds. For k1 they bound ρ = π_train/π_rollout: `[low, high]`, or `[u]` for `[1/u, u]`. For k2
+    /// and k3 they are one upper limit of the statistic.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] for bounds that [`RejectOption::bounds_error`] refuses.

@@ -31,8 +31,8 @@ const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;
 
 /// Computes the loss of group sequence policy optimisation (Zheng et al. 2025), in its token form.
 ///
-/// Every token of a sequence has the value of the length-normalised sequence ratio s = exp(min(mean_t(T −
-/// O), 10)). Its own log-prob carries the gradient:
+/// Every token of a sequence has the value of the length-normalised sequence ratio s = exp(min(mean_t(T − O),
+/// 10)). Its own log-prob carries the gradient:
 ///
 /// ```text
 /// log s_t = sg(mean(T − O)) + T_t − sg(T_t),     l_t = max(−A·s_t, −A·clip(s_t, 1 − low, 1 + high))

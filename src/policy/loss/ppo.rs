@@ -31,8 +31,8 @@ pub struct PpoClip {
 }
 
 impl PpoClip {
-    /// Checks the bounds. `dual` is c, which bounds the loss of a token with A < 0 by −A·c; `None` means
-    /// no bound.
+    /// Checks the bounds. `dual` is c, which bounds the loss of a token with A < 0 by −A·c; `None` means no
+    /// bound.
     ///
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) unless c exceeds 1: a smaller c would cut the gradient on fresh

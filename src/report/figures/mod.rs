@@ -1,8 +1,8 @@
 //! Figures: curves of several seeds, on one page and as one SVG file a figure.
 //!
 //! ```text
-//! figures.toml ─ manifest.rs ─> Figure ─ curve.rs: its runs ─┬─ panel.rs ─> figure.svg ─┬─> <name>.svg └─
-//! table.rs ───────────────┴─> report.html
+//! figures.toml ─ manifest.rs ─> Figure ─ curve.rs: its runs ─┬─ panel.rs ─> figure.svg ─┬─> <name>.svg
+//!                                                            └─ table.rs ───────────────┴─> report.html
 //! ```
 
 mod curve;

@@ -98,18 +98,18 @@ impl PlanInput<'_> {
             }
         }
         if self.processes > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
-            let peak_after = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
+            let changed_input = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
             let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
-            changes.push((change, MemoryPlan::new(&peak_after).peak_bytes()));
+            changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
         }
         if self.processes > 1
             && self.rollout_weights == RolloutWeightPlacement::Whole
             && self.has_remote_experts()
         {
             let rollout_weights = RolloutWeightPlacement::ByExpert;
-            let peak_after = PlanInput { rollout_weights, ..self.clone() };
+            let changed_input = PlanInput { rollout_weights, ..self.clone() };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
-            changes.push((change, MemoryPlan::new(&peak_after).peak_bytes()));
+            changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
         }
         changes
     }
@@ -126,13 +126,13 @@ impl PlanInput<'_> {
             let head = own.iter().map(|spec| spec.name.starts_with("score."));
             head.chain(adapter.trainable.iter().copied()).collect()
         });
-        let peak_after = PlanInput {
+        let changed_input = PlanInput {
             trainable: vec![false; base.len()],
             critic_trainable,
             adapter: Some(adapter),
             ..self.clone()
         };
-        MemoryPlan::new(&peak_after).peak_bytes()
+        MemoryPlan::new(&changed_input).peak_bytes()
     }
 
     /// Returns the peak with all experts frozen, in the policy and a critic; `None` if nothing else is

@@ -18,8 +18,7 @@ pub enum BypassLoss {
     Reinforce,
 }
 
-/// The loss of a whole batch with O = R = `rollout_log_prob`, and the correction's `rollout_corr/…`
-/// metrics.
+/// The loss of a whole batch with O = R = `rollout_log_prob`, and the correction's `rollout_corr/…` metrics.
 ///
 /// Rejected tokens leave the loss and its denominators, so the batch cannot be given in parts. When
 /// everything is rejected a mean does not exist: see [`Normalizer::reduce`].
