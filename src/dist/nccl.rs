@@ -202,8 +202,8 @@ fn enqueue_group<'a>(
         let length = memory.len();
         let (address, guard) = memory.device_ptr_mut(stream);
         guards.push(guard);
-        // SAFETY: the memory has `length` bytes on this device. `PendingGroup` keeps it until the group has ended or
-        // was aborted. The stream is of this communicator's device.
+        // SAFETY: the memory has `length` bytes on this device. `PendingGroup` keeps it until the group
+        // has ended or was aborted. The stream is of this communicator's device.
         let call = || unsafe { result::recv(address as *mut _, length, byte, *from as c_int, comm, place) };
         begun = begun.and_then(|_| call());
     }

@@ -38,7 +38,8 @@ const FULL_RUN_CAUSES_MAX: usize = 12;
 /// A cause is dropped if it leaves more than this multiple of the spread that the best one leaves. Rounding
 /// cannot make up for that.
 const SPREAD_FACTOR_MAX: f64 = 8.0;
-/// A cause is dropped after the subset run if its log-likelihood there is this far below that of no cause, in nats.
+/// A cause is dropped after the subset run if its log-likelihood there is this far below that of no cause,
+/// in nats.
 const PART_LOSS_MAX: f64 = 15.0;
 
 /// One explanation with its fit.
@@ -234,8 +235,8 @@ impl<'a> CauseSearch<'a> {
         }
     }
 
-    /// Returns a search on a subset. `indices` are the positions of its targets in this search. It reuses this
-    /// search's forward.
+    /// Returns a search on a subset. `indices` are the positions of its targets in this search. It reuses
+    /// this search's forward.
     fn restrict_to(&self, observed: EngineLogProbs, indices: &[usize]) -> Result<CauseSearch<'a>> {
         let HeadInput { model, weights, forward, normed, .. } = &self.unmodified_input;
         let normed = Tensor::cat(normed, 0)?;

@@ -299,8 +299,8 @@ impl DeviceLaunchPlan {
         Self::with_split(device, kernels, attention, sequences, pages, sequences.should_split_keys(attention))
     }
 
-    /// Performs [`DeviceLaunchPlan::new`] with a fixed choice: chunks of keys in parallel, or one block per tile.
-    /// For the check that both give the same bits.
+    /// Performs [`DeviceLaunchPlan::new`] with a fixed choice: chunks of keys in parallel, or one block
+    /// per tile. For the check that both give the same bits.
     ///
     /// # Errors
     /// Those of [`DeviceLaunchPlan::new`].
@@ -376,7 +376,8 @@ impl DeviceLaunchPlan {
         self.plan.forward(&self.device, &self.arrays.as_view(), &inputs, outputs)
     }
 
-    /// Launches the backward of [`DeviceLaunchPlan::forward`] for `dout [T, N, 64]` of packed, not cached, keys.
+    /// Launches the backward of [`DeviceLaunchPlan::forward`] for `dout [T, N, 64]` of packed, not cached,
+    /// keys.
     ///
     /// # Errors
     /// When sizes disagree, or the driver fails.
