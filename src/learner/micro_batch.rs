@@ -261,12 +261,7 @@ fn group_by_prefix(sequences: &[&Sequence], shared: &[usize], tokens_max: usize)
 
 /// Splits `groups` (`total` tokens) into about `parts` similar ranges, each of at most
 /// `tokens_max` tokens.
-fn split_into(
-    parts: usize,
-    total: usize,
-    groups: &[SequenceGroup],
-    tokens_max: usize,
-) -> Vec<Range<usize>> {
+fn split_into(parts: usize, total: usize, groups: &[SequenceGroup], tokens_max: usize) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = vec![];
     let (mut tokens, mut part, mut before) = (0, 0, 0);
     for group in groups {

@@ -166,11 +166,7 @@ fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
             written.entry(Arc::as_ptr(page)).or_insert((0, Arc::strong_count(page))).0 += 1;
         }
     }
-    needed
-        + written
-            .values()
-            .map(|&(writers, sharers)| writers.min(sharers - 1))
-            .sum::<usize>()
+    needed + written.values().map(|&(writers, sharers)| writers.min(sharers - 1)).sum::<usize>()
 }
 
 impl PagedSequence {
