@@ -158,8 +158,8 @@ impl GradientSink for PassGradientSink {
         if earlier_pass_failed(&lock) {
             bail!("a micro-batch before this one failed");
         }
-        if lock.adds[parameter] / additions_per_pass > self.pass {
-            bail!("parameter {parameter} was added to more than {additions_per_pass} times in one pass");
+        if lock.adds[parameter] / additions > self.pass {
+            bail!("parameter {parameter} was added to more than {additions} times in one pass");
         }
         drop(lock);
         match reduction {
