@@ -126,8 +126,8 @@ pub fn save(
 ) -> Result<Manifest> {
     config.check()?;
     let mut specs = parameter_specs(config);
-    if form == WeightFormat::Mxfp4 && !config.family.has_experts {
-        return Err(bad_input!("MXFP4 is a format of experts, and this family has none: save in bf16"));
+    if form == WeightFormat::Mxfp4 && !config.family.has_mxfp4 {
+        return Err(bad_input!("MXFP4 is not a format of this family: save in bf16"));
     }
     if form == WeightFormat::Mxfp4 {
         check_blocks(&specs)?;

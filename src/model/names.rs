@@ -23,8 +23,10 @@ pub enum Layout {
 pub enum TensorRole {
     /// The embedding; with tied embeddings it is also the LM head.
     Embedding,
-    /// A matrix that reads the residual stream: q, k, v, router, gate_up.
+    /// A matrix that reads the residual stream: q, k, v, gate_up.
     InputProjection,
+    /// The matrix of a router's logits.
+    Router,
     /// A matrix that writes to the residual stream: o, down.
     OutputProjection,
     Head,

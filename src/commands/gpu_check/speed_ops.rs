@@ -108,7 +108,7 @@ fn products(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
     let (bias, _) = trainable_parameter(&single(device, &[s.experts, up])?)?;
     type Op<'a> = &'a dyn Fn(&Tensor) -> candle_core::Result<Tensor>;
     let linear: Op = &|x| ops::linear(x, &dense, None);
-    let of_experts: Op = &|x| ops::grouped_linear(x, &grouped, &bias, &plan);
+    let of_experts: Op = &|x| ops::grouped_linear(x, &grouped, Some(&bias), &plan);
     for (name, op, rows, n, matrices) in [
         ("linear", linear, tokens, s.queries, 1),
         ("experts' product", of_experts, tokens * TOP_K, up, s.experts),

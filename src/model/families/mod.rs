@@ -39,6 +39,12 @@ pub struct FamilyEntry {
     pub has_sinks: bool,
     /// Whether layers may have a sliding window.
     pub has_windows: bool,
+    /// Whether the experts' SwiGLU has a clamp.
+    pub has_swiglu_limit: bool,
+    /// Whether the experts may be stored in MXFP4.
+    pub has_mxfp4: bool,
+    /// Whether each query head and key head is normed.
+    pub has_head_norms: bool,
     /// Whether the embedding and the LM head may share a matrix.
     pub may_tie_embeddings: bool,
     /// Returns the layer types for a number of layers, when `config.json` does not list them.
