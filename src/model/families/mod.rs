@@ -17,6 +17,8 @@ registered! {
     pub struct Family(FamilyEntry) default gpt_oss;
     mod gpt_oss;
     mod qwen2;
+    mod qwen3;
+    mod qwen3_moe;
 }
 
 /// A family of models.
