@@ -112,11 +112,11 @@ def random_qwen3(rng):
 
 
 def random_qwen3_moe(rng):
-    """The configuration of one case: up to 32 experts, of which up to 8."""
-    experts = rng.choice([1, 2, 3, 5, 8, 13, 32])
+    """The configuration of one case: up to 32 experts, of which 2 to 8: one alone gives its router no gradient."""
+    experts = rng.choice([2, 3, 5, 8, 13, 32])
     return random_qwen3(rng) | dict(
         moe_intermediate_size=rng.choice([1, 7, 16, 33, 64]), num_experts=experts,
-        num_experts_per_tok=rng.randint(1, min(experts, 8)), norm_topk_prob=True,
+        num_experts_per_tok=rng.randint(2, min(experts, 8)), norm_topk_prob=True,
     )
 
 

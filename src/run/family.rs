@@ -41,9 +41,11 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         [("checkpoint.dtype", mxfp4 && !family.has_mxfp4)],
         "its weights are not stored in MXFP4",
     ));
-    if family.chat == Format::ChatMl {
+    if family.chat != Format::Harmony {
         found.extend(harmony(&recipe.harmony));
     }
+    let thinking = recipe.harmony.enable_thinking.is_some() && family.chat != Format::ThinkingChatMl;
+    found.extend(set([("harmony.enable_thinking", thinking)], "its template has no thoughts"));
     let told = |(key, why): (&str, &str)| {
         let what = format!("means nothing to the family {:?}: {why}; remove the key", family.name());
         plan.mistake(key, what).to_string()

@@ -20,7 +20,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     architecture: "Qwen3ForCausalLM",
     gguf: "qwen3",
     gguf_splitter: "qwen2",
-    chat: Format::ChatMl,
+    chat: Format::ThinkingChatMl,
     has_experts: false,
     has_sinks: false,
     has_windows: false,
