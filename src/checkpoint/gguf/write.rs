@@ -93,9 +93,7 @@ pub fn write(
         let mut header = vec![];
         let all: Vec<(GgufTensorSpec, &TensorType)> = specs
             .iter()
-            .flat_map(|spec| {
-                parts(spec, config.family.has_experts).into_iter().map(|part| (part, format.of(spec)))
-            })
+            .flat_map(|spec| parts(spec, config.family).into_iter().map(|part| (part, format.of(spec))))
             .collect();
         header.extend_from_slice(b"GGUF\x03\0\0\0");
         header.extend_from_slice(&(all.len() as u64).to_le_bytes());
@@ -122,7 +120,7 @@ pub fn write(
                 found.dims()
             );
             let values = host_values(&found)?;
-            let part_count = parts(spec, config.family.has_experts).len();
+            let part_count = parts(spec, config.family).len();
             for part in 0..part_count {
                 let written = write_part(&mut out, spec, format.of(spec), &values, (part, part_count))?;
                 out.write_all(&vec![0; written.next_multiple_of(ALIGNMENT) - written])?;
@@ -151,16 +149,13 @@ fn check(config: &Config, format: GgufForm) -> Result<()> {
             geometry(spec)[2]
         ));
     }
-    if !family.has_experts {
-        return Ok(());
-    }
-    if config.swiglu_limit != SWIGLU_LIMIT {
+    if family.has_swiglu_limit && config.swiglu_limit != SWIGLU_LIMIT {
         return Err(bad_input!(
             "swiglu_limit = {}: GGUF has no key for it, and llama.cpp computes with {SWIGLU_LIMIT}",
             config.swiglu_limit
         ));
     }
-    if config.layer_types != LayerType::alternate(config.num_hidden_layers) {
+    if family.has_windows && config.layer_types != LayerType::alternate(config.num_hidden_layers) {
         return Err(bad_input!(
             "layer_types do not alternate: GGUF has no key for them, and llama.cpp takes windows in even layers"
         ));
@@ -277,6 +272,8 @@ fn entries(config: &Config, format: GgufForm, tokenizer: GgufTokenizer, path: &P
         to.number(&of("expert_feed_forward_length"), config.intermediate_size);
         to.number(&of("expert_count"), config.num_local_experts);
         to.number(&of("expert_used_count"), config.num_experts_per_tok);
+    }
+    if config.family.has_windows {
         to.number(&of("attention.sliding_window"), config.sliding_window);
     }
     if let Some(yarn) = &config.rope.yarn {
