@@ -122,7 +122,9 @@ impl Chat {
     pub fn renders_as(&self, template: &str) -> bool {
         let published = match self {
             Chat::Harmony(_) => "ac91ce5e1082099a9a7589c349ab3dda7035be834d487478218c44658d10b956",
-            Chat::ChatMl(chatml) if chatml.has_thoughts() => "45fdf00a05e3daa5751bcd1de40a0a8280bde6328765dfe3828f9dac093b584b",
+            Chat::ChatMl(chatml) if chatml.has_thoughts() => {
+                "45fdf00a05e3daa5751bcd1de40a0a8280bde6328765dfe3828f9dac093b584b"
+            }
             Chat::ChatMl(_) => "fec583fa8a02141eae850c0ffcb69ca6607f075d9eaf3a92e3203572e6393a54",
         };
         let digest = |text: &str| blake3::hash(text.trim().as_bytes());

@@ -106,8 +106,8 @@ impl ModelFolder {
         let mut mistakes = Vec::new();
         let mut extra: BTreeSet<&str> = self.places.keys().map(String::as_str).collect();
         for spec in specs {
-            let form = self.format_of(spec);
-            for wanted in spec.stored_tensors(form) {
+            let format = self.format_of(spec);
+            for wanted in spec.stored_tensors(format) {
                 extra.remove(wanted.name.as_str());
                 match self.info(&wanted.name) {
                     None => mistakes.push(format!("`{}` is missing", wanted.name)),
@@ -115,7 +115,7 @@ impl ModelFolder {
                 }
             }
             let fan_in = spec.fan_in();
-            if form == WeightFormat::Mxfp4 && !fan_in.is_multiple_of(mxfp4::BLOCK) {
+            if format == WeightFormat::Mxfp4 && !fan_in.is_multiple_of(mxfp4::BLOCK) {
                 mistakes.push(format!("`{}`: MXFP4 needs a multiple of 32 inputs, not {fan_in}", spec.name));
             }
         }

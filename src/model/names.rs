@@ -128,7 +128,7 @@ impl ParameterSpec {
             dtype,
             shape,
         };
-        let float = if form == WeightFormat::F32 { Dtype::F32 } else { Dtype::BF16 };
+        let float = if format == WeightFormat::F32 { Dtype::F32 } else { Dtype::BF16 };
         match (format, self.stored_shape.as_slice()) {
             (_, &[experts, input, output]) if self.layout == Layout::PerExpert => (0..experts)
                 .map(|expert| StoredTensor {

@@ -320,8 +320,8 @@ impl<const N: usize> Operation<N> for GroupedLinear {
                     out.chunks_exact_mut(n).for_each(|out| out.copy_from_slice(&b[e * n..(e + 1) * n]));
                 }
                 let (x, w) = (&x[at.start * k..at.end * k], &w[e * k * n..(e + 1) * k * n]);
-                let means = spread.with_precision(self.precision);
-                forward_product(means, out, x, w, (at.len(), k, n), b.is_some());
+                let threads = spread.with_precision(self.precision);
+                forward_product(threads, out, x, w, (at.len(), k, n), b.is_some());
             },
         );
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))

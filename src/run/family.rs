@@ -32,12 +32,12 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         "its lm_head has weights of its own",
     ));
     let limit = shape.swiglu_limit != Architecture::default().swiglu_limit;
-    found.extend(set(
+    found.extend(select_keys(
         [("model.architecture.swiglu_limit", limit && !family.has_swiglu_limit)],
         "its SwiGLU has no clamp",
     ));
     let mxfp4 = recipe.checkpoint.dtype == WeightFormat::Mxfp4;
-    found.extend(set(
+    found.extend(select_keys(
         [("checkpoint.dtype", mxfp4 && !family.has_mxfp4)],
         "its weights are not stored in MXFP4",
     ));
@@ -45,7 +45,7 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         found.extend(unsupported_harmony_keys(&recipe.harmony));
     }
     let thinking = recipe.harmony.enable_thinking.is_some() && family.chat != Format::ThinkingChatMl;
-    found.extend(set([("harmony.enable_thinking", thinking)], "its template has no thoughts"));
+    found.extend(select_keys([("harmony.enable_thinking", thinking)], "its template has no thoughts"));
     let to_mistake = |(key, why): (&str, &str)| {
         let what = format!("means nothing to the family {:?}: {why}; remove the key", family.name());
         plan.mistake(key, what).to_string()

@@ -308,7 +308,11 @@ fn thoughts_are_sampled_unless_thinking_is_off() {
     let chat = ChatMl::from_embedded_with_thoughts().unwrap();
     let thought = Message::assistant("analysis", "3*4");
     let turn = |thought: Option<&Message>| -> Vec<Message> {
-        [Message::user("?")].into_iter().chain(thought.cloned()).chain([Message::assistant("final", "12")]).collect()
+        [Message::user("?")]
+            .into_iter()
+            .chain(thought.cloned())
+            .chain([Message::assistant("final", "12")])
+            .collect()
     };
     let sampled = |chat: &ChatMl, messages: &[Message]| {
         let MaskedTokens { tokens, mask } = chat.render_training(messages);

@@ -80,7 +80,9 @@ fn read_message(value: &Value, thinks: bool) -> Result<Vec<Message>, String> {
     let mut content = message.content.unwrap_or_default();
     let mut thought = message.reasoning_content.unwrap_or_default();
     if !thinks && !thought.is_empty() {
-        return Err("\"reasoning_content\", but this family's template has no thoughts; remove the key".into());
+        return Err(
+            "\"reasoning_content\", but this family's template has no thoughts; remove the key".into()
+        );
     }
     if thinks
         && thought.is_empty()

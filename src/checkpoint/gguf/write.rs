@@ -6,7 +6,7 @@ use super::tensor_type::TensorType;
 use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::model::config::{Config, LayerType};
-use crate::model::names::{Layout, ParameterSpec, parameter_specs};
+use crate::model::names::{Layout, ParameterSpec, TensorRole, parameter_specs};
 use crate::ops::cpu::host_values;
 use crate::settings::choice;
 use anyhow::{Context, Result, ensure};
@@ -42,9 +42,8 @@ choice! {
 impl GgufForm {
     /// Returns the type of one tensor.
     fn of(self, spec: &ParameterSpec) -> &'static TensorType {
-        let is_router = spec.name.ends_with(".mlp.router.weight");
         match self {
-            _ if !spec.is_matrix() || is_router => &TensorType::F32,
+            _ if !spec.is_matrix() || spec.role == TensorRole::Router => &TensorType::F32,
             GgufForm::F32 => &TensorType::F32,
             GgufForm::F16 => &TensorType::F16,
             GgufForm::Q8 if geometry(spec)[2].is_multiple_of(TensorType::Q8_0.block) => &TensorType::Q8_0,
@@ -134,8 +133,8 @@ pub fn write(
 /// Refuses a model that llama.cpp has no keys for.
 fn check(config: &Config, format: GgufForm) -> Result<()> {
     let family = config.family;
-    if format == GgufForm::Mxfp4 && !family.has_experts {
-        return Err(bad_input!("MXFP4 is a format of experts, and this family has none; write bf16 or q8_0"));
+    if format == GgufForm::Mxfp4 && !family.has_mxfp4 {
+        return Err(bad_input!("MXFP4 is not a format of this family; write bf16 or q8_0"));
     }
     let odd = |spec: &&ParameterSpec| {
         spec.is_expert_matrix() && !geometry(spec)[2].is_multiple_of(TensorType::MXFP4.block)

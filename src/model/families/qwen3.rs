@@ -19,7 +19,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     meaning: "Dense Qwen3; conversations in ChatML with thinking.",
     architecture: "Qwen3ForCausalLM",
     gguf: "qwen3",
-    gguf_splitter: "qwen2",
+    gguf_pre_tokenizer: "qwen2",
     chat: Format::ThinkingChatMl,
     has_experts: false,
     has_sinks: false,
@@ -38,7 +38,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
 /// Reads the keys of both Qwen3 families. Refuses those of GPT-OSS, and windows.
 pub(super) fn read(keys: &mut ConfigReader) -> Config {
     keys.require_value("attention_bias", &json!(false));
-    for key in ["swiglu_limit", "swiglu_alpha", "quantization_config"] {
+    for key in ["swiglu_limit", "swiglu_alpha"] {
         keys.require_value(key, &Value::Null);
     }
     // The width of a window is given even when no layer has one.
