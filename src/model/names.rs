@@ -165,8 +165,8 @@ impl LayerSpecs {
         Self { layer, specs: Vec::new() }
     }
 
-    /// Adds tensor `name` of the layer. A matrix of two dimensions is transposed in memory. Experts whose name
-    /// ends with `.weight` are stored one by one.
+    /// Adds tensor `name` of the layer. A matrix of two dimensions is transposed in memory. Experts whose
+    /// name ends with `.weight` are stored one by one.
     pub(super) fn push(&mut self, name: &str, role: TensorRole, stored_shape: &[usize]) {
         let layout = match (stored_shape.len(), name.ends_with(".weight")) {
             (2, true) => Layout::Transposed,

@@ -246,8 +246,8 @@ table! {
         /// Scale by `alpha / √rank` instead (rsLoRA), which keeps the output's size the same at every rank.
         pub rslora: bool = false,
         /// The matrices with an adapter, as patterns of parameter names; `*` matches any characters. Empty
-        /// means all that can have one: q, k, v, o, and both expert matrices of GPT-OSS, the three MLP matrices
-        /// of dense Qwen or the three matrices of each Qwen3 expert.
+        /// means all that can have one: q, k, v, o, and both expert matrices of GPT-OSS, the three MLP
+        /// matrices of dense Qwen or the three matrices of each Qwen3 expert.
         pub targets: Vec<String> = Vec::new(),
         /// Whether SFT warm-up (`[cold_start]`) also trains the adapter. If not, it trains the whole model,
         /// which becomes the adapter's base and is kept in the run folder. That suits models with random

@@ -126,8 +126,8 @@ impl Weight {
         }
     }
 
-    /// Multiplies each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, optional `bias [E, out]` →
-    /// `[T·K, out]`.
+    /// Multiplies each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, optional
+    /// `bias [E, out]` → `[T·K, out]`.
     ///
     /// # Errors
     /// When shapes disagree.

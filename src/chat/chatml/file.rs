@@ -43,8 +43,8 @@ struct Function {
 
 /// Reads the messages of `row`: `{"messages": [...], "tools": [...]}`.
 ///
-/// The tools become part of the system message. A missing system message begins with `identity`. In a template
-/// with thoughts (`thinks`), `reasoning_content` is one, or a `<think>` in the content.
+/// The tools become part of the system message. A missing system message begins with `identity`. If the
+/// template has thoughts (`thinks`), a thought is `reasoning_content`, or a `<think>` block in the content.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) with `place`, the message's number (from 1) and the reason.

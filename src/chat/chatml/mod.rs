@@ -6,8 +6,8 @@
 //! messages, calls and replies. It adds no message. Qwen's template adds a missing system message; here the
 //! recipe gives it.
 //!
-//! Qwen3's ChatML has thoughts: messages on the channel `analysis`, between `<think>` and `</think>` before the
-//! turn's text. Its template leaves out the thoughts before the last user message, as does the rendering here.
+//! Qwen3's ChatML has thoughts: messages on the channel `analysis`, between `<think>` and `</think>` before
+//! the turn's text. Its template omits the thoughts before the last user message, as does the rendering here.
 
 mod file;
 mod json;

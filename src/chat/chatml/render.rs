@@ -145,8 +145,8 @@ impl<'a> Writer<'a> {
         self.text("\n\n");
     }
 
-    /// Writes an assistant's turn after its start. Qwen3's thoughts are written after the last query, and an empty
-    /// one at the end of the conversation. The model samples no empty thought when thinking is off.
+    /// Writes an assistant's turn after its start. Qwen3's thoughts are written after the last query, and an
+    /// empty one at the end of the conversation. The model samples no empty thought when thinking is off.
     fn answer(&mut self, turn: &[Message], place: Place) {
         let thinks = self.chat.has_thoughts();
         let is_thought = |message: &&Message| thinks && message.channel.as_deref() == Some(ANALYSIS);
