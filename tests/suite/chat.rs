@@ -9,7 +9,7 @@ use rloss::chat::chatml::{
     ChatMl, QWEN_IDENTITY, json_text, messages_from_json, python_function, system_text,
 };
 use rloss::chat::functions::check_functions;
-use rloss::chat::{Call, Chat};
+use rloss::chat::{Call, Chat, PYTHON};
 use rloss::harmony::{HarmonyTokenizer, MaskedTokens, Message, Role, TurnEnd, TurnStep};
 use rloss::rollout::{SystemPromptSettings, system_prompt};
 use serde_json::{Value, json};
@@ -290,7 +290,9 @@ fn conversations_with_thoughts_are_those_of_qwen3s_template() {
     let chat = ChatMl::from_embedded_with_thoughts().unwrap();
     let mut shown = 0;
     for (i, row) in rows.iter().enumerate() {
-        let chat = chat.clone().with_thinking(row["enable_thinking"] == true);
+        // The template's switch decides on prompts alone.
+        let thinks = row["enable_thinking"] == true || row["add_generation_prompt"] == false;
+        let chat = chat.clone().with_thinking(thinks);
         let messages = messages_from_json(row, None, true, "row").unwrap();
         let (tokens, text) = rendered(&chat, row, &messages);
         assert_eq!(text, row["text"].as_str().unwrap(), "conversation {i}");
@@ -331,6 +333,19 @@ fn thoughts_are_sampled_unless_thinking_is_off() {
     assert_eq!(sampled(&chat, &turn(None)).0, "<think>\n\n</think>\n\n12<|im_end|>");
     assert_eq!(sampled(&off, &turn(None)).0, "12<|im_end|>");
     assert_eq!(sampled(&off, &turn(Some(&thought))).0, text, "a thought that is there is learned");
+    // Regression: a demonstration's first turn had no empty thought, so a model that learned from it made no
+    // call after one.
+    let calls =
+        [Message::user("?"), Message::call(PYTHON, "commentary", "3*4"), Message::tool(PYTHON, None, "12")];
+    let calls = [&calls[..], &turn(None)[1..]].concat();
+    let MaskedTokens { tokens, mask } = off.render_training(&calls);
+    for end in 1..tokens.len() {
+        if mask[end] && !mask[end - 1] {
+            let before = off.vocabulary().decode(&tokens[..end]);
+            assert!(before.ends_with("assistant\n<think>\n\n</think>\n\n"), "{before}");
+        }
+    }
+    assert_eq!(tokens[..off.render_prompt(&calls[..1]).len()], off.render_prompt(&calls[..1]));
     let prompt = off.render_prompt(&turn(None)[..1]);
     assert!(chat.vocabulary().decode(&prompt).ends_with("assistant\n<think>\n\n</think>\n\n"));
     // A call inside an unfinished thought is none.

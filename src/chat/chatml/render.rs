@@ -25,9 +25,11 @@ impl ChatMl {
     }
 
     /// Renders a conversation for training. The mask is true for the assistant's text and the `<|im_end|>`
-    /// after it.
+    /// after it. With thinking off, each turn after the last query begins with an empty thought, as sampled
+    /// turns do; Qwen3's template writes it before the last turn alone.
     pub fn render_training(&self, messages: &[Message]) -> MaskedTokens {
         let mut out = Writer::new(self);
+        out.opens_turns = self.thinking == Some(false);
         out.conversation(messages);
         // The line break after the last turn is not part of it.
         out.pending.clear();
@@ -66,13 +68,22 @@ struct Writer<'a> {
     tokens: Vec<u32>,
     mask: Vec<bool>,
     sampled: bool,
+    /// Whether every turn after the last query begins with a thought.
+    opens_turns: bool,
     /// Text not tokenised yet: adjacent texts are tokenised as one.
     pending: String,
 }
 
 impl<'a> Writer<'a> {
     fn new(chat: &'a ChatMl) -> Self {
-        Self { chat, tokens: vec![], mask: vec![], sampled: false, pending: String::new() }
+        Self {
+            chat,
+            tokens: vec![],
+            mask: vec![],
+            sampled: false,
+            opens_turns: false,
+            pending: String::new(),
+        }
     }
 
     fn finish(mut self) -> MaskedTokens {
@@ -155,7 +166,7 @@ impl<'a> Writer<'a> {
         let thought = thoughts.join("\n");
         let is_shown = match place {
             Place::BeforeQuery => false,
-            Place::AfterQuery => !thought.is_empty(),
+            Place::AfterQuery => self.opens_turns || !thought.is_empty(),
             Place::Last => thinks,
         };
         self.flush();
