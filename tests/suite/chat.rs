@@ -333,11 +333,15 @@ fn thoughts_are_sampled_unless_thinking_is_off() {
     assert_eq!(sampled(&chat, &turn(None)).0, "<think>\n\n</think>\n\n12<|im_end|>");
     assert_eq!(sampled(&off, &turn(None)).0, "12<|im_end|>");
     assert_eq!(sampled(&off, &turn(Some(&thought))).0, text, "a thought that is there is learned");
-    // Regression: a demonstration's first turn had no empty thought, so a model that learned from it made no
-    // call after one.
+    // Regression: a call on the channel of thoughts was rendered as one. And a demonstration's first turn had
+    // no empty thought, so a model that learned from it made no call after one.
     let calls =
-        [Message::user("?"), Message::call(PYTHON, "commentary", "3*4"), Message::tool(PYTHON, None, "12")];
+        [Message::user("?"), Message::call(PYTHON, "analysis", "3*4"), Message::tool(PYTHON, None, "12")];
     let calls = [&calls[..], &turn(None)[1..]].concat();
+    let call =
+        "<tool_call>\n{\"name\": \"python\", \"arguments\": {\"code\": \"3*4\"}}\n</tool_call><|im_end|>";
+    assert_eq!(sampled(&off, &calls).0, format!("{call}12<|im_end|>"));
+    assert_eq!(sampled(&chat, &calls).0, format!("{call}<think>\n\n</think>\n\n12<|im_end|>"));
     let MaskedTokens { tokens, mask } = off.render_training(&calls);
     for end in 1..tokens.len() {
         if mask[end] && !mask[end - 1] {

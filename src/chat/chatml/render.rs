@@ -160,7 +160,10 @@ impl<'a> Writer<'a> {
     /// empty one at the end of the conversation. The model samples no empty thought when thinking is off.
     fn answer(&mut self, turn: &[Message], place: Place) {
         let thinks = self.chat.has_thoughts();
-        let is_thought = |message: &&Message| thinks && message.channel.as_deref() == Some(ANALYSIS);
+        // A call may be on the channel `analysis` too.
+        let is_thought = |message: &&Message| {
+            thinks && message.recipient.is_none() && message.channel.as_deref() == Some(ANALYSIS)
+        };
         let thoughts: Vec<&str> =
             turn.iter().filter(is_thought).map(|message| message.content.as_str()).collect();
         let thought = thoughts.join("\n");
