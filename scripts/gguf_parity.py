@@ -10,7 +10,7 @@ sets (gsm8k, math, ifeval). The script writes what `tests/suite/gguf_parity.rs` 
 - `texts.jsonl`: 500 texts of GSM8K, MATH, IFEval and code with their ids by the folder's tokenizer
 - `answers.jsonl`: 20 prompts and llama.cpp's likeliest answers, its cache in f32
 
-Then runs of both families are exported as F32 and BF16, llama.cpp continues prompts with each, and
+Then runs of all families are exported as F32 and BF16, llama.cpp continues prompts with each, and
 `rloss check-mismatch --against` must say that the sides agree or differ by rounding. A file of each type is read back by
 the `gguf` package and compared with the checkpoint.
 
@@ -34,7 +34,13 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).parent.parent
 TEXTS, PROMPTS, ANSWER_TOKENS = 500, 20, 48
 # Recipe and sets of a short run whose model is exported.
-RUNS = [("gpt_oss", "quickstart", ["cold_start.steps=20"]), ("qwen2", "quickstart_dense", ["cold_start.steps=20"])]
+RUNS = [
+    ("gpt_oss", "quickstart", ["cold_start.steps=20"]),
+    ("qwen2", "quickstart_dense", ["cold_start.steps=20"]),
+    ("qwen3", "quickstart_qwen3_moe", ["cold_start.steps=20", "model.architecture.model_type=qwen3",
+                                       "cold_start.load_balance_coefficient=0"]),
+    ("qwen3_moe", "quickstart_qwen3_moe", ["cold_start.steps=20"]),
+]
 
 
 def copy_tied(source, target):

@@ -11,7 +11,7 @@ Each model folder in tests/fixtures/ holds what save_pretrained writes and
     rows.json             rows {"tokens", "mask"}; mask 1 = the token is predicted from those before it and counts
                           in the loss; loss = mean cross-entropy over all counted tokens of all rows;
                           logprobs, one a token (0 for the first); sgd_lr; in parity.py's cases also adamw
-    expected.safetensors  logits.N [tokens, vocabulary] of row N; grad.NAME; sgd.NAME and, if asked for, adamw.NAME, the
+    expected.safetensors  by the names of the folder's tensors: logits.N [tokens, vocabulary] of row N; grad.NAME; sgd.NAME and, if asked for, adamw.NAME, the
                           weight after one step
 """
 
@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-CONFIGS = {"gpt_oss": GptOssConfig, "qwen2": Qwen2Config}
+CONFIGS = {"gpt_oss": GptOssConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
 ROUTER_MARGIN_MIN = 1e-5
 # The gradient jumps where a gate or up value meets its clamp.
 CLAMP_MARGIN_MIN = 3e-6
@@ -64,6 +64,19 @@ DENSE_MODELS = {
         rope_parameters=dict(rope_type="default", rope_theta=10000.0),
     ),
 }
+QWEN3_MODELS = {
+    # Heads wider than the hidden size, tied.
+    "qwen3": dict(
+        vocab_size=37, hidden_size=20, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=18,
+        intermediate_size=27, max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
+    ),
+    "qwen3_moe": dict(
+        vocab_size=40, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=10,
+        intermediate_size=48, moe_intermediate_size=12, num_experts=5, num_experts_per_tok=3, norm_topk_prob=True,
+        max_position_embeddings=64, rms_norm_eps=1e-5, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+}
 ROW_LENGTHS = [2, 17, 45]
 # A long step too; its eps is not small beside gradients, so that a step of one near 0 is no matter of its rounded sign.
 ADAMW = dict(lr=10.0, betas=(0.9, 0.99), eps=0.1, weight_decay=0.01)
@@ -83,8 +96,8 @@ def random_model(sizes, generator, family="gpt_oss"):
                 tensor.add_(1)
             elif "bias" in name:
                 tensor.mul_(0.2)
-            elif "experts" in name:  # [experts, in, out]
-                tensor.mul_(tensor.shape[1] ** -0.5)
+            elif "experts" in name:  # [experts, in, out] in GPT-OSS, [experts, out, in] in Qwen3
+                tensor.mul_(tensor.shape[1 if family == "gpt_oss" else 2] ** -0.5)
             elif "embed" not in name or config.tie_word_embeddings:  # [out, in]
                 tensor.mul_(tensor.shape[1] ** -0.5)
     return model.eval()
@@ -94,7 +107,7 @@ def margins(model, tokens):
     """The smallest gap, over tokens and layers, between the last expert chosen and the first one left out; and the
     smallest distance of a gate or up value from its clamp."""
     clamp = float("inf")
-    if model.config.model_type != "gpt_oss":
+    if model.config.model_type not in ("gpt_oss", "qwen3_moe"):
         return clamp, clamp
 
     def watch(experts):
@@ -106,12 +119,13 @@ def margins(model, tokens):
 
         experts._apply_gate = apply_gate
 
-    for layer in model.model.layers:
-        watch(layer.mlp.experts)
+    clamped = [layer.mlp.experts for layer in model.model.layers if model.config.model_type == "gpt_oss"]
+    for experts in clamped:
+        watch(experts)
     with torch.no_grad():
         routers = model(tokens[None], output_router_logits=True).router_logits
-    for layer in model.model.layers:
-        del layer.mlp.experts._apply_gate
+    for experts in clamped:
+        del experts._apply_gate
     k = model.config.num_experts_per_tok
     if k == model.config.num_local_experts:
         return float("inf"), clamp
@@ -146,6 +160,23 @@ def masked_loss(model, rows):
     return logits, logprobs, loss
 
 
+def stored(tensors, family):
+    """The tensors by the names of a folder: transformers holds all experts of Qwen3 in one, a folder each on its own."""
+    found = {}
+    for name, tensor in tensors:
+        tensor = tensor.detach()
+        stem, _, kind = name.rpartition(".experts.")
+        if kind == "gate_up_proj" and family == "qwen3_moe":
+            for expert, (gate, up) in enumerate(matrix.chunk(2) for matrix in tensor):
+                found[f"{stem}.experts.{expert}.gate_proj.weight"] = gate.clone()
+                found[f"{stem}.experts.{expert}.up_proj.weight"] = up.clone()
+        elif kind == "down_proj" and family == "qwen3_moe":
+            found |= {f"{stem}.experts.{expert}.down_proj.weight": matrix.clone() for expert, matrix in enumerate(tensor)}
+        else:
+            found[name] = tensor.clone()
+    return found
+
+
 def write_model(folder, sizes, row_lengths, sgd_lr, generator, family="gpt_oss", adamw=None):
     """A random model and what PyTorch computes on it; returns how many rows were drawn again, by reason."""
     model = random_model(sizes, generator, family)
@@ -157,16 +188,19 @@ def write_model(folder, sizes, row_lengths, sgd_lr, generator, family="gpt_oss",
     loss.backward()
 
     expected = {f"logits.{i}": row.detach().contiguous() for i, row in enumerate(logits)}
-    expected |= {f"grad.{key}": tensor.grad.clone() for key, tensor in model.named_parameters()}
+    def named(kind, tensors):
+        return {f"{kind}.{key}": tensor for key, tensor in stored(tensors, family).items()}
+
+    expected |= named("grad", ((key, tensor.grad) for key, tensor in model.named_parameters()))
     before = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
     torch.optim.SGD(model.parameters(), lr=sgd_lr).step()
-    expected |= {f"sgd.{key}": tensor.detach().clone() for key, tensor in model.named_parameters()}
+    expected |= named("sgd", model.named_parameters())
     if adamw:
         with torch.no_grad():
             for key, tensor in model.named_parameters():
                 tensor.copy_(before[key])
         torch.optim.AdamW(model.parameters(), **adamw).step()
-        expected |= {f"adamw.{key}": tensor.detach() for key, tensor in model.named_parameters()}
+        expected |= named("adamw", model.named_parameters())
     save_file(expected, folder / "expected.safetensors")
     content = {
         "rows": [{"tokens": tokens.tolist(), "mask": mask.tolist()} for tokens, mask in rows],
@@ -183,6 +217,11 @@ def write_model(folder, sizes, row_lengths, sgd_lr, generator, family="gpt_oss",
 def write_dense_models(generator):
     for name, sizes in DENSE_MODELS.items():
         write_model(FIXTURES / name, sizes, ROW_LENGTHS, SGD_LR, generator, "qwen2", ADAMW)
+
+
+def write_qwen3_models(generator):
+    for name, sizes in QWEN3_MODELS.items():
+        write_model(FIXTURES / name, sizes, ROW_LENGTHS, SGD_LR, generator, name, ADAMW)
 
 
 def write_traces(name, optimizer, starts_and_settings, generator):
@@ -266,7 +305,7 @@ def main():
     if arguments.check:
         lines = arguments.rows.read_text().splitlines() if arguments.rows else ['{"tokens": [1, 2, 3, 4, 5, 6, 7]}']
         return check(arguments.check, [json.loads(line) for line in lines if line.strip()])
-    for name in MODELS | DENSE_MODELS:
+    for name in MODELS | DENSE_MODELS | QWEN3_MODELS:
         shutil.rmtree(FIXTURES / name, ignore_errors=True)
     FIXTURES.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
@@ -276,6 +315,7 @@ def main():
     write_mxfp4(generator)
     write_dense_models(torch.Generator().manual_seed(1))
     write_sgd(torch.Generator().manual_seed(2))
+    write_qwen3_models(torch.Generator().manual_seed(3))
     return 0
 
 

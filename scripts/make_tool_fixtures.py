@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Drawn tools and how published chat templates write a prompt with them: tests/fixtures/tools.jsonl.gz.
+Drawn conversations with thoughts and how Qwen3's template writes them: tests/fixtures/thoughts.jsonl.gz.
 
     scripts/make_tool_fixtures.py --templates FOLDER
 
 FOLDER holds gpt-oss.jinja, qwen2.5.jinja and qwen3.jinja as published with the models (Apache-2.0, not part of this project).
-Each row holds `tools`, `instructions` or null, and the prompt's text by family. Needs transformers 5 and jinja2.
+Each row of the first holds `tools`, `instructions` or null, and the prompt's text by family; of the second `messages`, `tools`,
+`add_generation_prompt`, `enable_thinking` and the `text`. Needs transformers 5 and jinja2.
 """
 
 import argparse
@@ -15,7 +17,9 @@ from pathlib import Path
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-FIXTURE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "tools.jsonl.gz"
+from make_chat_fixtures import TEXTS, conversation
+
+FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 ROWS, DATE = 200, "2026-01-02"
 WORDS = ["city", "Länge", "unit of \"length\"", "days < 7 & more", "a\\b", "世界", "price", "kind", "x", "two\nlines"]
 NAMES = ["city", "days", "unit", "route", "größe", "items", "properties", "values", "x1", "default", "type"]
@@ -71,6 +75,24 @@ def function(rng, i):
     return {"type": "function", "function": drawn}
 
 
+def thoughtful(rng):
+    """A conversation whose assistant thinks in some turns: in a key of its own, or in the text."""
+    row = conversation(rng)
+    for message in row["messages"]:
+        thought = rng.choice(TEXTS)
+        if message["role"] == "assistant" and rng.random() < 0.3:
+            message["reasoning_content"] = thought
+        elif message["role"] == "assistant" and rng.random() < 0.4:
+            message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
+    return row | {"enable_thinking": rng.random() < 0.5}
+
+
+def write(name, rows):
+    with open(FIXTURES / name, "wb") as file, gzip.GzipFile(fileobj=file, mode="wb", mtime=0, filename="") as packed:
+        packed.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    print(f"{name}: {len(rows)} rows, {(FIXTURES / name).stat().st_size} bytes")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--templates", type=Path, required=True)
@@ -87,10 +109,17 @@ def main():
         for name, template in templates.items():
             (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, add_generation_prompt=True)
             row[name.removesuffix(".jinja")] = text
-        rows.append(json.dumps(row, ensure_ascii=False) + "\n")
-    with open(FIXTURE, "wb") as file, gzip.GzipFile(fileobj=file, mode="wb", mtime=0, filename="") as packed:
-        packed.write("".join(rows).encode())
-    print(f"{FIXTURE}: {len(rows)} rows, {FIXTURE.stat().st_size} bytes")
+        rows.append(row)
+    write("tools.jsonl.gz", rows)
+    rng, rows = random.Random(2), []
+    for _ in range(ROWS):
+        row = thoughtful(rng)
+        (text,), _ = render_jinja_template(
+            [row["messages"]], tools=row["tools"] or None, chat_template=templates["qwen3.jinja"],
+            add_generation_prompt=row["add_generation_prompt"], enable_thinking=row["enable_thinking"],
+        )
+        rows.append(row | {"text": text})
+    write("thoughts.jsonl.gz", rows)
 
 
 if __name__ == "__main__":

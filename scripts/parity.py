@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Random models of a family, computed by transformers and by rloss, compared.
 
-    scripts/parity.py [--family gpt_oss|qwen2] [--cases N] [--seed S] [--keep FOLDER]
+    scripts/parity.py [--family gpt_oss|qwen2|qwen3|qwen3_moe] [--cases N] [--seed S] [--keep FOLDER]
 
 Draws N configurations (heads, KV heads, head_dim, experts, top-k, windows, layer types, YaRN or plain RoPE, tied heads,
 sizes that are multiples of nothing), makes a random model of each with PyTorch, and takes logits, the gradient of the mean
@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, logging
 
-from make_fixtures import ADAMW, CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, masked_loss, write_model
+from make_fixtures import ADAMW, CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, masked_loss, stored, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST = "model::random_models_agree_with_transformers"
@@ -104,7 +104,24 @@ def random_qwen2(rng):
     return sizes
 
 
-FAMILIES = {"gpt_oss": random_gpt_oss, "qwen2": random_qwen2}
+def random_qwen3(rng):
+    """The configuration of one case: heads of up to 128, whatever the width. None is of 2: its norm leaves one direction of
+    the gradient, and rounding decides on what is left."""
+    sizes = random_qwen2(rng)
+    sizes["head_dim"] = rng.choice([6, 16, 18, 64, 128])
+    return sizes
+
+
+def random_qwen3_moe(rng):
+    """The configuration of one case: up to 32 experts, of which 2 to 8: one alone gives its router no gradient."""
+    experts = rng.choice([2, 3, 5, 8, 13, 32])
+    return random_qwen3(rng) | dict(
+        moe_intermediate_size=rng.choice([1, 7, 16, 33, 64]), num_experts=experts,
+        num_experts_per_tok=rng.randint(2, min(experts, 8)), norm_topk_prob=True,
+    )
+
+
+FAMILIES = {"gpt_oss": random_gpt_oss, "qwen2": random_qwen2, "qwen3": random_qwen3, "qwen3_moe": random_qwen3_moe}
 
 
 def read_rows(folder):
@@ -118,9 +135,10 @@ def cancellation(folder):
     masked_loss(model, read_rows(folder))[2].backward()
     expected = load_file(folder / "expected.safetensors")
     worst = 0.0
-    for name, tensor in model.named_parameters():
-        difference = (tensor.grad - expected[f"grad.{name}"]).abs().max().item()
-        worst = max(worst, difference / tensor.grad.abs().max().item() if difference else 0.0)
+    gradients = ((name, tensor.grad) for name, tensor in model.named_parameters())
+    for name, gradient in stored(gradients, model.config.model_type).items():
+        difference = (gradient - expected[f"grad.{name}"]).abs().max().item()
+        worst = max(worst, difference / gradient.abs().max().item() if difference else 0.0)
     return worst
 
 
@@ -142,6 +160,8 @@ def describe(s):
     text = f"L{s['num_hidden_layers']} H{s['hidden_size']} N{heads}/{kv_heads}x{s.get('head_dim', s['hidden_size'] // heads)}"
     if "num_local_experts" in s:
         text += f" E{s['num_local_experts']}/{s['num_experts_per_tok']} w{s['sliding_window']}"
+    if "num_experts" in s:
+        text += f" E{s['num_experts']}/{s['num_experts_per_tok']}x{s['moe_intermediate_size']}"
     tied = " tied" if s.get("tie_word_embeddings") else ""
     return f"{text} I{s['intermediate_size']} V{s['vocab_size']} {rope}{tied}"
 
@@ -204,6 +224,8 @@ def main():
             name = f"case{case:03}"
             sizes[name] = FAMILIES[arguments.family](rng)
             lengths = [rng.randint(2, rng.choice([70, 70, 200])) for _ in range(rng.randint(1, 4))]
+            # In a row of two the counted token has one key, so that no query has a gradient.
+            lengths[0] = max(lengths[0], 8)
             redrawn += write_case(folder / name, arguments.family, sizes[name], lengths, generator)
             rows += len(lengths)
         figures, passed = compare(folder)

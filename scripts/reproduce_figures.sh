@@ -29,7 +29,7 @@ run() {
     out="$OUT/$name/seed-$seed"
     local args=(--out "$out" --set "train.seed=$seed" --set parallel.threads=1
         --set logging.tensorboard=false --set logging.console_every_steps=0)
-    cold=$(sed -n 's|^path = ".*/\(cold_start_[a-z]*\)/seed-0".*|\1|p' "$recipe")
+    cold=$(sed -n 's|^path = ".*/\(cold_start_[a-z0-9_]*\)/seed-0".*|\1|p' "$recipe")
     if [ -n "$cold" ]; then
         args+=(--set "model.path=$OUT/$cold/seed-$seed")
     fi

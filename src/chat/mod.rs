@@ -1,7 +1,7 @@
 //! One interface for the chat formats of model families: rendering, parsing of sampled turns, stop tokens,
 //! calls.
 //!
-//! GPT-OSS uses [Harmony](crate::harmony), Qwen2.5 uses [ChatML](chatml). Other modules see only [`Chat`] and
+//! GPT-OSS uses [Harmony](crate::harmony), Qwen uses [ChatML](chatml). Other modules see only [`Chat`] and
 //! [`Message`]. ChatML has no channels: its text is on `final` if it ends a turn, and on `commentary` if
 //! calls follow.
 
@@ -33,6 +33,8 @@ pub enum Chat {
 pub enum Format {
     Harmony,
     ChatMl,
+    /// Qwen3's ChatML, with thoughts.
+    ThinkingChatMl,
 }
 
 impl Format {
@@ -44,6 +46,7 @@ impl Format {
         Ok(match self {
             Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_file(file)?),
             Format::ChatMl => Chat::ChatMl(ChatMl::from_file(file)?),
+            Format::ThinkingChatMl => Chat::ChatMl(ChatMl::from_file(file)?.with_thinking(true)),
         })
     }
 
@@ -55,6 +58,7 @@ impl Format {
         Ok(match self {
             Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_bytes(json, place)?),
             Format::ChatMl => Chat::ChatMl(ChatMl::from_bytes(json, place)?),
+            Format::ThinkingChatMl => Chat::ChatMl(ChatMl::from_bytes(json, place)?.with_thinking(true)),
         })
     }
 
@@ -66,6 +70,7 @@ impl Format {
         Ok(match self {
             Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_embedded()?),
             Format::ChatMl => Chat::ChatMl(ChatMl::from_embedded()?),
+            Format::ThinkingChatMl => Chat::ChatMl(ChatMl::from_embedded_with_thoughts()?),
         })
     }
 }
@@ -80,6 +85,14 @@ pub enum Call {
 }
 
 impl Chat {
+    /// Returns the chat with Qwen3's thinking on or off; another template stays as it is.
+    pub fn with_thinking(self, enabled: bool) -> Self {
+        match self {
+            Chat::ChatMl(chatml) if chatml.has_thoughts() => Chat::ChatMl(chatml.with_thinking(enabled)),
+            other => other,
+        }
+    }
+
     /// Returns the vocabulary of text and control tokens.
     pub fn vocabulary(&self) -> &Vocabulary {
         match self {
@@ -100,6 +113,7 @@ impl Chat {
     pub fn jinja(&self) -> &'static str {
         match self {
             Chat::Harmony(_) => include_str!("harmony.jinja"),
+            Chat::ChatMl(chatml) if chatml.has_thoughts() => include_str!("chatml/thinking.jinja"),
             Chat::ChatMl(_) => include_str!("chatml/chatml.jinja"),
         }
     }
@@ -108,6 +122,9 @@ impl Chat {
     pub fn renders_as(&self, template: &str) -> bool {
         let published = match self {
             Chat::Harmony(_) => "ac91ce5e1082099a9a7589c349ab3dda7035be834d487478218c44658d10b956",
+            Chat::ChatMl(chatml) if chatml.has_thoughts() => {
+                "45fdf00a05e3daa5751bcd1de40a0a8280bde6328765dfe3828f9dac093b584b"
+            }
             Chat::ChatMl(_) => "fec583fa8a02141eae850c0ffcb69ca6607f075d9eaf3a92e3203572e6393a54",
         };
         let digest = |text: &str| blake3::hash(text.trim().as_bytes());
@@ -161,7 +178,7 @@ impl Chat {
     pub fn read_messages(&self, row: &Value, place: &str) -> Result<Vec<Message>> {
         match self {
             Chat::Harmony(_) => harmony::messages_from_json(&row["messages"], place),
-            Chat::ChatMl(_) => chatml::messages_from_json(row, None, place),
+            Chat::ChatMl(chatml) => chatml::messages_from_json(row, None, chatml.has_thoughts(), place),
         }
     }
 

@@ -106,9 +106,8 @@ impl ModelFolder {
         let mut mistakes = Vec::new();
         let mut extra: BTreeSet<&str> = self.places.keys().map(String::as_str).collect();
         for spec in specs {
-            let stored = spec.stored_tensors(self.format_of(spec));
-            let is_packed = stored.len() == 2;
-            for wanted in stored {
+            let format = self.format_of(spec);
+            for wanted in spec.stored_tensors(format) {
                 extra.remove(wanted.name.as_str());
                 match self.info(&wanted.name) {
                     None => mistakes.push(format!("`{}` is missing", wanted.name)),
@@ -116,7 +115,7 @@ impl ModelFolder {
                 }
             }
             let fan_in = spec.fan_in();
-            if is_packed && !fan_in.is_multiple_of(mxfp4::BLOCK) {
+            if format == WeightFormat::Mxfp4 && !fan_in.is_multiple_of(mxfp4::BLOCK) {
                 mistakes.push(format!("`{}`: MXFP4 needs a multiple of 32 inputs, not {fan_in}", spec.name));
             }
         }
@@ -135,11 +134,13 @@ impl ModelFolder {
             return gguf.format_of(spec);
         }
         let is_packed = spec.is_expert_matrix()
+            && spec.layout != Layout::PerExpert
             && spec.stored_tensors(WeightFormat::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
-        match self.info(&spec.name).map(|info| info.dtype) {
+        let is_bf16 = |t: &StoredTensor| self.info(&t.name).is_some_and(|info| info.dtype == Dtype::BF16);
+        match spec.stored_tensors(WeightFormat::Bf16).iter().all(is_bf16) {
             _ if is_packed => WeightFormat::Mxfp4,
-            Some(Dtype::BF16) => WeightFormat::Bf16,
-            _ => WeightFormat::F32,
+            true => WeightFormat::Bf16,
+            false => WeightFormat::F32,
         }
     }
 
@@ -166,11 +167,12 @@ impl ModelFolder {
                 finite_bf16(0, &bytes)?;
                 PackedMatrix::from_bytes(format, shape, bytes)
             }
-            (PackedFormat::Bf16, Layout::Transposed) => {
-                let stored = self.stored(&spec.name)?;
+            (PackedFormat::Bf16, Layout::Transposed | Layout::PerExpert) => {
+                let stored = spec.stored_tensors(WeightFormat::Bf16);
+                let stored: Vec<_> = stored.iter().map(|t| self.stored(&t.name)).collect::<Result<_>>()?;
                 PackedMatrix::read(format, shape, |rows: StoredRows| {
                     let first = rows.columns.start * input;
-                    stored.read_at(2 * first, rows.values)?;
+                    stored[rows.expert].read_at(2 * first, rows.values)?;
                     finite_bf16(first, rows.values)
                 })?
             }
@@ -229,27 +231,37 @@ impl ModelFolder {
                     ["_blocks", "_scales"].map(|half| self.bytes(&format!("{}{half}", spec.name)));
                 mxfp4::decode(&blocks?.0, &scales?.0, [experts, input, output])
             }
-            _ => {
-                let (bytes, dtype) = self.bytes(&spec.name)?;
-                match dtype {
-                    Dtype::F32 => in_working_layout(spec, f32_values(&bytes)),
-                    Dtype::F16 => {
-                        let values =
-                            bytes.as_chunks().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32());
-                        in_working_layout(spec, values)
+            _ => match spec.stored_tensors(WeightFormat::F32).as_slice() {
+                [whole] => self.floats(spec.layout, whole)?,
+                experts => {
+                    let mut values = Vec::with_capacity(spec.element_count());
+                    for expert in experts {
+                        values.append(&mut self.floats(spec.layout, expert)?);
                     }
-                    _ => {
-                        let values =
-                            bytes.as_chunks().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32());
-                        in_working_layout(spec, values)
-                    }
+                    values
                 }
-            }
+            },
         };
         if let Some(at) = values.iter().position(|v| !v.is_finite()) {
             return Err(self.not_finite(spec, stored_index(spec, at)));
         }
         Ok(values)
+    }
+
+    /// Reads one stored tensor as f32 in working layout.
+    fn floats(&self, layout: Layout, stored: &StoredTensor) -> Result<Vec<f32>> {
+        let (bytes, dtype) = self.bytes(&stored.name)?;
+        Ok(match dtype {
+            Dtype::F32 => in_working_layout(layout, &stored.shape, f32_values(&bytes)),
+            Dtype::F16 => {
+                let values = bytes.as_chunks().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32());
+                in_working_layout(layout, &stored.shape, values)
+            }
+            _ => {
+                let values = bytes.as_chunks().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32());
+                in_working_layout(layout, &stored.shape, values)
+            }
+        })
     }
 
     fn bytes(&self, name: &str) -> Result<(Vec<u8>, Dtype)> {
@@ -302,9 +314,9 @@ fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
 }
 
 /// Converts stored values to the layout in memory.
-fn in_working_layout(spec: &ParameterSpec, stored: impl Iterator<Item = f32>) -> Vec<f32> {
-    match (spec.layout, spec.stored_shape.as_slice()) {
-        (Layout::Transposed, &[out, input]) => {
+fn in_working_layout(layout: Layout, shape: &[usize], stored: impl Iterator<Item = f32>) -> Vec<f32> {
+    match (layout, shape) {
+        (Layout::Transposed | Layout::PerExpert, &[out, input]) => {
             let mut values = vec![0.0; out * input];
             for (index, value) in stored.enumerate() {
                 values[index % input * out + index / input] = value;

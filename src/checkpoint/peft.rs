@@ -6,6 +6,7 @@
 //! | `…q_proj.lora_A.weight`, `…lora_B.weight` | `[r, in]`, `[out, r]` |
 //! | `…mlp.experts.base_layer.lora_A.weight`, `…lora_B.weight`: `gate_up_proj` | `[E·r, H]`, `[2I, r·E]` |
 //! | `…mlp.experts.lora_A.weight`, `…lora_B.weight`: `down_proj` | `[E·r, I]`, `[H, r·E]` |
+//! | `…mlp.experts.3.up_proj.lora_A.weight`, `…lora_B.weight`: Qwen3's expert 3 | `[r, in]`, `[out, r]` |
 //!
 //! Rows of an experts' `A` are ordered by expert, columns of its `B` by rank: `e·r + j` and `j·E + e`. PEFT
 //! wraps one expert parameter in the other. If only one of the two has an adapter, its name has no
@@ -18,7 +19,7 @@ use crate::bounded_file::{self, JSON_BYTES_MAX};
 use crate::dist::serialization::f32_values;
 use crate::integrity::Manifest;
 use crate::model::adapter::{Lora, is_adaptable};
-use crate::model::names::{ParameterSpec, StoredTensor};
+use crate::model::names::{Layout, ParameterSpec, StoredTensor};
 use anyhow::{Context, Result, ensure};
 use safetensors::Dtype;
 use serde_json::{Value, json};
@@ -41,8 +42,8 @@ pub struct AdapterFolder {
     /// The model that the adapter was trained on, if this program wrote the folder.
     pub base: Option<BaseModel>,
     file: TensorFile,
-    /// The stored tensor's name by the factor's name.
-    stored: BTreeMap<String, String>,
+    /// The stored tensors' names by the factor's name: one, or one for each expert.
+    stored: BTreeMap<String, Vec<String>>,
 }
 
 /// Whether `folder` holds an adapter.
@@ -119,16 +120,34 @@ impl AdapterFolder {
             }
         }
         let mut found = BTreeSet::new();
+        let mut experts = BTreeMap::<&str, BTreeMap<usize, &[Option<String>; 2]>>::new();
         for (module, names) in &modules {
             match self.matrix_of(module, names, specs) {
-                Ok(spec) if !found.insert(&spec.name) => {
+                Ok((spec, Some(expert))) => {
+                    found.insert(&spec.name);
+                    experts.entry(&spec.name).or_default().insert(expert, names);
+                }
+                Ok((spec, None)) if !found.insert(&spec.name) => {
                     mistakes.push(format!("{module} is a second adapter of {}", spec.name));
                 }
-                Ok(spec) => {
-                    let factors = Lora::factor_names(&spec.name);
-                    self.stored.extend(factors.into_iter().zip(names.iter().flatten().cloned()));
+                Ok((spec, None)) => {
+                    let names = names.iter().flatten().map(|name| vec![name.clone()]);
+                    self.stored.extend(Lora::factor_names(&spec.name).into_iter().zip(names));
                 }
                 Err(mistake) => mistakes.push(mistake),
+            }
+        }
+        for spec in specs {
+            let Some(names) = experts.get(spec.name.as_str()) else { continue };
+            let count = spec.stored_shape[0];
+            if names.len() < count {
+                let (name, found) = (&spec.name, names.len());
+                mistakes
+                    .push(format!("{name}: {found} of {count} experts have an adapter; all must have one"));
+            }
+            for (index, factor) in Lora::factor_names(&spec.name).into_iter().enumerate() {
+                let names = names.values().filter_map(|names| names[index].clone()).collect();
+                self.stored.insert(factor, names);
             }
         }
         if modules.is_empty() && mistakes.is_empty() {
@@ -139,26 +158,35 @@ impl AdapterFolder {
         mistakes
     }
 
-    /// Returns the matrix that the tensors `names` of `module` adapt. A module of experts has two matrices:
-    /// the one whose shape fits both tensors is returned.
+    /// Returns the matrix that the tensors `names` of `module` adapt, and its expert if the module is one
+    /// expert's. A module of all experts has two matrices: the one whose shape fits both tensors is returned.
     fn matrix_of<'s>(
         &self,
         module: &str,
         names: &[Option<String>; 2],
         specs: &'s [ParameterSpec],
-    ) -> Result<&'s ParameterSpec, String> {
+    ) -> Result<(&'s ParameterSpec, Option<usize>), String> {
         let [Some(a), Some(b)] = names else {
             return Err(format!("{module} has only one of its two factors"));
         };
         let outer = module.strip_suffix(".base_layer").unwrap_or(module);
+        let one = module.split_once(".mlp.experts.").and_then(|(layer, rest)| {
+            let (expert, name) = rest.split_once('.')?;
+            Some((format!("{layer}.mlp.experts.{name}.weight"), expert.parse::<usize>().ok()?))
+        });
+        let expert = one.as_ref().map(|(_, expert)| *expert);
         let named = |spec: &&ParameterSpec| match spec.is_expert_matrix() {
+            true if spec.layout == Layout::PerExpert => one
+                .as_ref()
+                .is_some_and(|(name, expert)| spec.name == *name && *expert < spec.stored_shape[0]),
             true => outer.ends_with(EXPERTS) && spec.name.starts_with(&format!("{outer}.")),
             false => spec.name.strip_suffix(".weight") == Some(module),
         };
         let candidates: Vec<&ParameterSpec> =
             specs.iter().filter(|spec| is_adaptable(spec)).filter(named).collect();
         let shape = |name: &str| self.file.metadata.info(name).map(|info| info.shape.clone());
-        let wanted = |spec: &ParameterSpec, factor| factor_shape(spec, self.lora.rank, factor);
+        let wanted =
+            |spec: &ParameterSpec, factor| Some(stored_factors(&self.lora, spec, factor)?.remove(0).1);
         let misfit = |spec: &ParameterSpec| {
             let of = |(factor, name): (usize, &String)| {
                 (shape(name) != wanted(spec, factor)).then(|| (factor, name.clone()))
@@ -170,7 +198,7 @@ impl AdapterFolder {
                 "{module} has an adapter, but this model has no such matrix or it cannot have one: only matrices of attention, experts and MLP can"
             ));
         };
-        candidates.iter().find(|spec| misfit(spec).is_none()).copied().ok_or_else(|| {
+        candidates.iter().find(|spec| misfit(spec).is_none()).map(|spec| (*spec, expert)).ok_or_else(|| {
             let (factor, name) = misfit(first).unwrap_or_default();
             format!(
                 "{name:?} has shape {:?}, but rank {} of {} asks for {:?}",
@@ -191,7 +219,19 @@ impl AdapterFolder {
     }
 
     fn factor(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
-        let name = self.stored.get(&spec.name).with_context(|| format!("no factor {}", spec.name))?;
+        let names = self.stored.get(&spec.name).with_context(|| format!("no factor {}", spec.name))?;
+        let place = FactorLayout::from_spec(spec, names.len());
+        let mut values = vec![0.0; spec.element_count()];
+        let length = values.len() / names.len();
+        for (name, values) in names.iter().zip(values.chunks_exact_mut(length)) {
+            let stored = self.stored_values(name)?;
+            stored.into_iter().enumerate().for_each(|(at, value)| values[place.memory_index(at)] = value);
+        }
+        Ok(values)
+    }
+
+    /// Reads one stored tensor.
+    fn stored_values(&self, name: &str) -> Result<Vec<f32>> {
         let info = self.file.metadata.info(name).with_context(|| format!("no tensor {name}"))?;
         let bytes = self.file.read(info)?;
         let stored: Vec<f32> = match info.dtype {
@@ -212,10 +252,7 @@ impl AdapterFolder {
             let file = self.path.join(TENSORS_FILE);
             return Err(bad_input!("{}: {name:?} holds {value}; use an earlier adapter", file.display()));
         }
-        let mut values = vec![0.0; stored.len()];
-        let layout = FactorLayout::from_spec(spec);
-        stored.into_iter().enumerate().for_each(|(at, value)| values[layout.memory_index(at)] = value);
-        Ok(values)
+        Ok(stored)
     }
 }
 
@@ -236,27 +273,36 @@ pub fn write(
     let mut stored = vec![];
     for (index, spec) in factors.iter().enumerate() {
         let target = of_target(index).context("a target is missing")?;
-        let shape = factor_shape(target, lora.rank, index % 2).context("a target is no matrix")?;
-        let name = stored_name(lora, &target.name, index % 2);
-        stored.push((name, shape, spec));
+        let tensors = stored_factors(lora, target, index % 2).context("a target is no matrix")?;
+        stored.push((tensors, spec));
     }
-    stored.sort_by(|a, b| a.0.cmp(&b.0));
-    let tensors = stored.iter().map(|(name, shape, _)| StoredTensor {
+    // A factor's tensors follow one another: it is read once.
+    stored.sort_by(|a, b| a.0[0].0.cmp(&b.0[0].0));
+    let tensors = stored.iter().flat_map(|(tensors, _)| tensors).map(|(name, shape)| StoredTensor {
         name: name.clone(),
         dtype: Dtype::F32,
         shape: shape.clone(),
     });
+    let parts: Vec<(&ParameterSpec, usize, usize)> = stored
+        .iter()
+        .flat_map(|(tensors, spec)| (0..tensors.len()).map(move |part| (*spec, part, tensors.len())))
+        .collect();
+    let mut working = vec![];
     let digest = write_tensors(&folder.join(TENSORS_FILE), tensors.collect(), |index, out| {
-        let spec = stored[index].2;
-        let working = factor(&spec.name)?;
+        let (spec, part, count) = parts[index];
+        if part == 0 {
+            working = factor(&spec.name)?;
+        }
         ensure!(working.len() == spec.element_count(), "{}: {} values", spec.name, working.len());
         ensure!(
             working.iter().all(|value| value.is_finite()),
             "{} holds NaN or an infinite value: the model diverged, nothing is saved",
             spec.name
         );
-        let layout = FactorLayout::from_spec(spec);
-        let values: Vec<f32> = (0..working.len()).map(|at| working[layout.memory_index(at)]).collect();
+        let layout = FactorLayout::from_spec(spec, count);
+        let length = working.len() / count;
+        let working = &working[part * length..(part + 1) * length];
+        let values: Vec<f32> = (0..length).map(|at| working[layout.memory_index(at)]).collect();
         write_f32(out, &values)
     })?;
     manifest.record(TENSORS_FILE, digest);
@@ -282,7 +328,10 @@ fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &BaseModel) -> Value 
                 .then(|| rest.to_owned())
         };
         let short = of_layers(&spec.name);
-        if spec.is_expert_matrix() {
+        if spec.layout == Layout::PerExpert && short.is_none() {
+            let name = |expert| spec.name_of_expert(expert).trim_end_matches(".weight").to_owned();
+            modules.extend((0..spec.stored_shape[0]).map(name));
+        } else if spec.is_expert_matrix() && spec.layout != Layout::PerExpert {
             parameters.insert(short.unwrap_or_else(|| spec.name.clone()));
         } else {
             let last =
@@ -374,7 +423,17 @@ fn parse_factor_name(name: &str) -> Option<(&str, usize)> {
     factor(".lora_A.weight").map(|stem| (stem, 0)).or_else(|| factor(".lora_B.weight").map(|stem| (stem, 1)))
 }
 
-/// Returns the stored shape of a factor of `spec`.
+/// Returns name and shape of each stored tensor of a factor of `spec`.
+fn stored_factors(lora: &Lora, spec: &ParameterSpec, factor: usize) -> Option<Vec<(String, Vec<usize>)>> {
+    if spec.layout != Layout::PerExpert {
+        return Some(vec![(stored_name(lora, &spec.name, factor), factor_shape(spec, lora.rank, factor)?)]);
+    }
+    let shape = factor_shape(&spec.with_expert_count(1), lora.rank, factor)?;
+    let name = |expert| stored_name(lora, &spec.name_of_expert(expert), factor);
+    Some((0..spec.stored_shape[0]).map(|expert| (name(expert), shape.clone())).collect())
+}
+
+/// Returns the stored shape of a factor of `spec`, all experts in one tensor.
 fn factor_shape(spec: &ParameterSpec, rank: usize, factor: usize) -> Option<Vec<usize>> {
     Some(match (spec.working_shape().as_slice(), factor) {
         (&[input, _], 0) => vec![rank, input],
@@ -388,7 +447,8 @@ fn factor_shape(spec: &ParameterSpec, rank: usize, factor: usize) -> Option<Vec<
 /// Returns the name of a factor in the file.
 fn stored_name(lora: &Lora, target: &str, factor: usize) -> String {
     let letter = ["A", "B"][factor];
-    let Some((layer, inner)) = target.split_once(".mlp.experts.") else {
+    let fused = target.split_once(".mlp.experts.").filter(|_| !target.ends_with(".weight"));
+    let Some((layer, inner)) = fused else {
         let module = target.strip_suffix(".weight").unwrap_or(target);
         return format!("{PREFIX}{module}.lora_{letter}.weight");
     };
@@ -407,8 +467,10 @@ struct FactorLayout {
 }
 
 impl FactorLayout {
-    fn from_spec(spec: &ParameterSpec) -> Self {
+    /// Returns the layout of one of the `stored` tensors of a factor.
+    fn from_spec(spec: &ParameterSpec, stored: usize) -> Self {
         let (experts, rows, columns) = match *spec.working_shape() {
+            [_, rows, columns] if stored > 1 => (None, rows, columns),
             [experts, rows, columns] => (Some(experts), rows, columns),
             [rows, columns] => (None, rows, columns),
             _ => (None, 1, 1),

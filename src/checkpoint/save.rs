@@ -126,8 +126,8 @@ pub fn save(
 ) -> Result<Manifest> {
     config.check()?;
     let mut specs = parameter_specs(config);
-    if format == WeightFormat::Mxfp4 && !config.family.has_experts {
-        return Err(bad_input!("MXFP4 is a format of experts, and this family has none: save in bf16"));
+    if format == WeightFormat::Mxfp4 && !config.family.has_mxfp4 {
+        return Err(bad_input!("MXFP4 is not a format of this family: save in bf16"));
     }
     if format == WeightFormat::Mxfp4 {
         check_blocks(&specs)?;
@@ -222,27 +222,37 @@ fn write_shard(
     format: WeightFormat,
     tensor: &mut impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<Hash> {
-    // A packed matrix has two stored tensors: blocks and scales.
+    // A packed matrix has two stored tensors: blocks and scales. Experts may have one each.
     let parts = |spec: &ParameterSpec| spec.stored_tensors(format).len();
-    let owner: Vec<&ParameterSpec> =
-        specs.iter().flat_map(|spec| std::iter::repeat_n(spec, parts(spec))).collect();
+    let owner: Vec<(&ParameterSpec, usize)> =
+        specs.iter().flat_map(|spec| (0..parts(spec)).map(move |part| (spec, part))).collect();
     let mut scales_due: Option<Vec<u8>> = None;
+    let mut experts: Option<Tensor> = None;
     let stored = specs.iter().flat_map(|spec| spec.stored_tensors(format)).collect();
     write_tensors(path, stored, |index, out| {
-        let spec = owner[index];
+        let (spec, part) = owner[index];
         if let Some(scales) = scales_due.take() {
             return Ok(out.write_all(&scales)?);
         }
-        let working = checked(spec, &tensor(spec)?)?;
+        let working = match experts.take() {
+            Some(working) if part > 0 => working,
+            _ => checked(spec, &tensor(spec)?)?,
+        };
         let values = host_values(&working)?;
+        let mut values = &values[..];
+        if spec.layout == Layout::PerExpert {
+            experts = Some(working.clone());
+            let matrix = values.len() / parts(spec);
+            values = &values[part * matrix..(part + 1) * matrix];
+        }
         match (format, spec.stored_shape.as_slice()) {
             (WeightFormat::Mxfp4, &[experts, input, output]) => {
-                let (blocks, scales) = mxfp4::encode(&values, [experts, input, output]);
+                let (blocks, scales) = mxfp4::encode(values, [experts, input, output]);
                 scales_due = Some(scales);
                 Ok(out.write_all(&blocks)?)
             }
-            (WeightFormat::F32, _) => in_stored_order(spec, &values, |piece| write_f32(out, piece)),
-            _ => in_stored_order(spec, &values, |piece| write_bf16(out, piece)),
+            (WeightFormat::F32, _) => in_stored_order(spec, values, |piece| write_f32(out, piece)),
+            _ => in_stored_order(spec, values, |piece| write_bf16(out, piece)),
         }
     })
 }
@@ -261,14 +271,15 @@ fn checked(spec: &ParameterSpec, working: &Tensor) -> Result<Tensor> {
     Ok(working)
 }
 
-/// Passes a tensor's values to `write` in stored order, some rows at a time.
+/// Passes the values of a tensor or of one expert's matrix to `write` in stored order, some rows at a time.
 fn in_stored_order(
     spec: &ParameterSpec,
     values: &[f32],
     mut write: impl FnMut(&[f32]) -> Result<()>,
 ) -> Result<()> {
-    let (Layout::Transposed, &[out, input]) = (spec.layout, spec.stored_shape.as_slice()) else {
-        return write(values);
+    let (out, input) = match (spec.layout, spec.stored_shape.as_slice()) {
+        (Layout::Transposed, &[out, input]) | (Layout::PerExpert, &[_, input, out]) => (out, input),
+        _ => return write(values),
     };
     // 16 columns at a time: one cache line of each working row.
     for start in (0..out).step_by(16) {

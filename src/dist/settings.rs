@@ -46,7 +46,7 @@ choice! {
         Whole = "whole",
         /// All weights but the experts, gathered once a rollout. Each process has its own experts, and tokens
         /// travel to them and back (expert parallelism), so all processes run their forward passes together.
-        /// GPT-OSS only.
+        /// For families with experts.
         ByExpert = "by_expert",
     }
 }

@@ -97,7 +97,7 @@ impl Lora {
 /// cannot.
 pub fn is_adaptable(spec: &ParameterSpec) -> bool {
     let is_matrix = matches!(spec.role, TensorRole::InputProjection | TensorRole::OutputProjection);
-    is_matrix && spec.layer.is_some() && !spec.name.ends_with(".router.weight")
+    is_matrix && spec.layer.is_some()
 }
 
 /// Returns the default targets: every tensor that can have an adapter.

@@ -73,7 +73,7 @@ pub struct Config {
     pub layer_types: Vec<LayerType>,
     pub rope: Rope,
     pub rms_norm_eps: f64,
-    /// The clamp in the experts' SwiGLU MLP; 0 in a family without experts.
+    /// The clamp in the experts' SwiGLU MLP; 0 in a family without it.
     pub swiglu_limit: f64,
     /// Whether the LM head shares the embedding's matrix.
     pub tie_word_embeddings: bool,
@@ -187,8 +187,10 @@ impl Config {
             numbers.extend([
                 ("num_local_experts", self.num_local_experts as f64),
                 ("num_experts_per_tok", self.num_experts_per_tok as f64),
-                ("swiglu_limit", self.swiglu_limit),
             ]);
+        }
+        if self.family.has_swiglu_limit {
+            numbers.push(("swiglu_limit", self.swiglu_limit));
         }
         if self.layer_types.contains(&LayerType::Sliding) {
             numbers.push(("sliding_window", self.sliding_window as f64));

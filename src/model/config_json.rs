@@ -347,7 +347,7 @@ impl<'a> ConfigReader<'a> {
 
     /// Checks the keys that every family fixes.
     fn check_fixed(&mut self) {
-        let has_experts = self.family.has_experts;
+        let has_mxfp4 = self.family.has_mxfp4;
         self.require_value("hidden_act", &json!("silu"));
         for (key, wanted) in [("swiglu_alpha", SWIGLU_ALPHA), ("attention_dropout", 0.0)] {
             if let Some(value) = self.value(key).filter(|v| v.as_f64() != Some(wanted)) {
@@ -355,9 +355,9 @@ impl<'a> ConfigReader<'a> {
             }
         }
         let method = self.value("quantization_config").and_then(|q| q.get("quant_method"));
-        let known = |method: &Value| has_experts && *method == json!("mxfp4");
+        let known = |method: &Value| has_mxfp4 && *method == json!("mxfp4");
         if let Some(method) = method.filter(|m| !known(m)) {
-            let instead = if has_experts { "\"mxfp4\" is, or bf16 weights" } else { "bf16 weights are" };
+            let instead = if has_mxfp4 { "\"mxfp4\" is, or bf16 weights" } else { "bf16 weights are" };
             self.mistakes
                 .push(format!("quantization_config.quant_method = {method} is not supported; {instead}"));
         }

@@ -37,7 +37,7 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
         let values = match spec.role {
             TensorRole::Embedding if config.tie_word_embeddings => normals(settings.head_scale * matrix_std),
             TensorRole::Embedding => normals(settings.embedding_std),
-            TensorRole::InputProjection => normals(matrix_std),
+            TensorRole::InputProjection | TensorRole::Router => normals(matrix_std),
             TensorRole::OutputProjection => {
                 normals(matrix_std / (2.0 * config.num_hidden_layers as f64).sqrt())
             }

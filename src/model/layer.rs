@@ -111,10 +111,17 @@ impl AttentionWeights {
     /// # Errors
     /// When shapes disagree.
     pub fn forward(&self, h: &Tensor, pass: &mut LayerPass) -> Result<Tensor> {
+        self.attend([self.q.matmul(h)?, self.k.matmul(h)?, self.v.matmul(h)?], pass)
+    }
+
+    /// Returns attention, `[T, H]`, of queries `q [T, Q]`, keys `k [T, K]` and values `v [T, K]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn attend(&self, [q, k, v]: [Tensor; 3], pass: &mut LayerPass) -> Result<Tensor> {
         let shape = self.shape(pass.model, pass.index, pass.options);
         let rotation = &pass.rows.rotation;
-        let q = ops::rope(&self.q.matmul(h)?, shape.heads, rotation)?;
-        let (k, v) = (self.k.matmul(h)?, self.v.matmul(h)?);
+        let q = ops::rope(&q, shape.heads, rotation)?;
         let kv = ops::rope_keys_with_values(&k, &v, shape.kv_heads, rotation)?;
         let sinks = match &self.sinks {
             Some(sinks) => sinks.graph_tensor()?,
@@ -137,14 +144,25 @@ impl AttentionWeights {
     }
 }
 
-/// A router, and the SwiGLU MLP of each expert.
+/// The MLPs of a layer's experts.
+pub trait ExpertMlp: Send + Sync {
+    /// Returns the outputs `[R, H]` of rows `x [R, H]`, sorted by `plan`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    fn forward(&self, x: &Tensor, plan: &Dispatch, model: &Model, options: &ForwardOptions)
+    -> Result<Tensor>;
+
+    /// Returns the MLPs without gradients.
+    fn without_gradient(&self) -> Arc<dyn ExpertMlp>;
+}
+
+/// A router, and the MLP of each expert.
 #[derive(Clone)]
 pub struct Experts {
     pub router: Matrix,
-    /// Projects to `2I`, gate and up interleaved.
-    pub gate_up: Matrix,
-    pub down: Matrix,
-    /// Present under expert parallelism: `gate_up` and `down` then hold this rank's experts only.
+    pub mlp: Arc<dyn ExpertMlp>,
+    /// Present under expert parallelism: `mlp` then holds this rank's experts only.
     pub ranks: Option<Arc<ExpertParallel>>,
 }
 
@@ -170,26 +188,13 @@ impl Experts {
         };
         let sorted = ops::dispatch(h, &plan)?;
         let products = match &self.ranks {
-            None => self.products(&sorted, &plan, pass.model, options)?,
+            None => self.mlp.forward(&sorted, &plan, pass.model, options)?,
             Some(ranks) => {
-                ranks.forward(&sorted, &plan, &|x, plan| self.products(x, plan, pass.model, options))?
+                ranks.forward(&sorted, &plan, &|x, plan| self.mlp.forward(x, plan, pass.model, options))?
             }
         };
         let mixed = ops::combine(&products, &expert_weights, &plan)?;
         Ok((mixed, Routing { routes, plan, router_logits }))
-    }
-
-    /// Returns the experts' outputs for rows `x [T·K, H]`, sorted by `plan`.
-    fn products(
-        &self,
-        x: &Tensor,
-        plan: &Dispatch,
-        model: &Model,
-        options: &ForwardOptions,
-    ) -> Result<Tensor> {
-        let gate_up = self.gate_up.grouped_matmul(x, plan)?;
-        let active = ops::swiglu(&gate_up, model.config.swiglu_limit, options.swiglu_alpha)?;
-        self.down.grouped_matmul(&active, plan)
     }
 
     /// Serves the other ranks' rows when this rank has none in this layer.
@@ -198,7 +203,7 @@ impl Experts {
     /// When a rank does not respond in time.
     pub fn serve(&self, model: &Model, options: &ForwardOptions) -> Result<()> {
         match &self.ranks {
-            Some(ranks) => ranks.serve(&|x, plan| self.products(x, plan, model, options)),
+            Some(ranks) => ranks.serve(&|x, plan| self.mlp.forward(x, plan, model, options)),
             None => Ok(()),
         }
     }
@@ -207,8 +212,7 @@ impl Experts {
     pub fn without_gradient(&self) -> Self {
         Self {
             router: self.router.without_gradient(),
-            gate_up: self.gate_up.without_gradient(),
-            down: self.down.without_gradient(),
+            mlp: self.mlp.without_gradient(),
             ranks: self.ranks.clone(),
         }
     }

@@ -4,7 +4,7 @@ use super::expert_parallel::ExpertParallel;
 use crate::ops::logits::{Logits, SamplingParameters};
 use crate::ops::weight::Weight;
 use crate::ops::{self, Dispatch, Parameter};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -64,10 +64,9 @@ impl Matrix {
     /// Multiplies each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, → `[T·K, out]`.
     ///
     /// # Errors
-    /// When shapes disagree, or the experts have no bias.
+    /// When shapes disagree.
     pub fn grouped_matmul(&self, x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
-        let bias = self.bias.as_ref().context("the experts' matrix has no bias")?;
-        self.adapted(self.weight.grouped_matmul(x, bias, plan)?, x, Some(plan))
+        self.adapted(self.weight.grouped_matmul(x, self.bias.as_ref(), plan)?, x, Some(plan))
     }
 
     /// Adds the adapter's output for `x` to `y`.

@@ -16,6 +16,8 @@ pub enum Layout {
     /// Stored [out, in], held as contiguous [in, out]: the K × N layout whose rows matmuls read. An
     /// embedding that is also the LM head has this layout.
     Transposed,
+    /// Stored as one tensor [out, in] for each expert, held as contiguous [E, in, out].
+    PerExpert,
 }
 
 /// The role of a tensor, which decides its initialisation.
@@ -23,8 +25,10 @@ pub enum Layout {
 pub enum TensorRole {
     /// The embedding; with tied embeddings it is also the LM head.
     Embedding,
-    /// A matrix that reads the residual stream: q, k, v, router, gate_up.
+    /// A matrix that reads the residual stream: q, k, v, gate_up.
     InputProjection,
+    /// The matrix of a router's logits.
+    Router,
     /// A matrix that writes to the residual stream: o, down.
     OutputProjection,
     Head,
@@ -43,7 +47,7 @@ pub struct ParameterSpec {
     /// The layer that the tensor belongs to; `None` for embedding, final norm and LM head.
     pub layer: Option<usize>,
     pub role: TensorRole,
-    /// The shape in an unquantised Hugging Face folder.
+    /// The shape in an unquantised Hugging Face folder; with [`Layout::PerExpert`], the shape in memory.
     pub stored_shape: Vec<usize>,
     pub layout: Layout,
 }
@@ -113,7 +117,8 @@ impl ParameterSpec {
         spec
     }
 
-    /// Returns the one or two stored tensors that hold this parameter in `format`.
+    /// Returns the stored tensors that hold this parameter in `format`: one, two in MXFP4, or one for each
+    /// expert.
     ///
     /// MXFP4 stores an expert matrix [E, in, out] as blocks [E, out, in/32, 16] and scales [E, out, in/32].
     /// `in` must be a multiple of 32.
@@ -123,7 +128,15 @@ impl ParameterSpec {
             dtype,
             shape,
         };
+        let float = if format == WeightFormat::F32 { Dtype::F32 } else { Dtype::BF16 };
         match (format, self.stored_shape.as_slice()) {
+            (_, &[experts, input, output]) if self.layout == Layout::PerExpert => (0..experts)
+                .map(|expert| StoredTensor {
+                    name: self.name_of_expert(expert),
+                    dtype: float,
+                    shape: vec![output, input],
+                })
+                .collect(),
             (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let blocks = input / crate::ops::mxfp4::BLOCK;
                 vec![
@@ -131,9 +144,13 @@ impl ParameterSpec {
                     stored("_scales", Dtype::U8, vec![experts, output, blocks]),
                 ]
             }
-            (WeightFormat::F32, _) => vec![stored("", Dtype::F32, self.stored_shape.clone())],
-            _ => vec![stored("", Dtype::BF16, self.stored_shape.clone())],
+            _ => vec![stored("", float, self.stored_shape.clone())],
         }
+    }
+
+    /// Returns the name of one expert's matrix, with [`Layout::PerExpert`].
+    pub fn name_of_expert(&self, expert: usize) -> String {
+        self.name.replacen(".experts.", &format!(".experts.{expert}."), 1)
     }
 }
 
@@ -148,15 +165,20 @@ impl LayerSpecs {
         Self { layer, specs: Vec::new() }
     }
 
-    /// Adds tensor `name` of the layer. A matrix of two dimensions is transposed in memory.
+    /// Adds tensor `name` of the layer. A matrix of two dimensions is transposed in memory. Experts whose
+    /// name ends with `.weight` are stored one by one.
     pub(super) fn push(&mut self, name: &str, role: TensorRole, stored_shape: &[usize]) {
-        let is_linear = stored_shape.len() == 2 && name.ends_with(".weight");
+        let layout = match (stored_shape.len(), name.ends_with(".weight")) {
+            (2, true) => Layout::Transposed,
+            (3, true) => Layout::PerExpert,
+            _ => Layout::AsStored,
+        };
         self.specs.push(ParameterSpec {
             name: format!("model.layers.{}.{name}", self.layer),
             layer: Some(self.layer),
             role,
             stored_shape: stored_shape.to_vec(),
-            layout: if is_linear { Layout::Transposed } else { Layout::AsStored },
+            layout,
         });
     }
 

@@ -32,7 +32,7 @@ table! {
 
 table! {
     /// Shape of the model, under the names of `config.json`. In GPT-OSS even layers have a sliding window
-    /// and odd layers full attention. In Qwen2 all layers have full attention, and there are no experts.
+    /// and odd layers full attention. In Qwen all layers have full attention; only `qwen3_moe` has experts.
     pub struct Architecture {
         /// The family, which decides the layers and the format of conversations.
         pub model_type: Family = Family::default(),
@@ -48,13 +48,13 @@ table! {
         pub head_dim: usize = 16 => from(2.0).to(1024.0),
         /// Width of an expert, or of a dense layer's MLP.
         pub intermediate_size: usize = 64 => from(1.0).to(1048576.0),
-        /// Experts of a layer. This key and the next two are for GPT-OSS only.
+        /// Experts of a layer. This key and the next are for families with experts.
         pub num_local_experts: usize = 4 => from(1.0).to(65535.0),
         /// Experts that a token uses.
         pub num_experts_per_tok: usize = 2 => from(1.0).to(1024.0),
-        /// Keys that a query of a sliding layer sees, itself included.
+        /// Keys that a query of a sliding layer sees, itself included. GPT-OSS only.
         pub sliding_window: usize = 16 => from(1.0).to(16777216.0),
-        /// Whether the embedding and the LM head share a matrix. Qwen2 only.
+        /// Whether the embedding and the LM head share a matrix. Qwen only.
         pub tie_word_embeddings: bool = false,
         /// Longest sequence, in tokens.
         pub max_position_embeddings: usize = 160 => from(2.0).to(16777216.0),
@@ -246,8 +246,8 @@ table! {
         /// Scale by `alpha / √rank` instead (rsLoRA), which keeps the output's size the same at every rank.
         pub rslora: bool = false,
         /// The matrices with an adapter, as patterns of parameter names; `*` matches any characters. Empty
-        /// means all that can have one: q, k, v, o, and both expert matrices of GPT-OSS or the three MLP
-        /// matrices of Qwen2.5.
+        /// means all that can have one: q, k, v, o, and both expert matrices of GPT-OSS, the three MLP
+        /// matrices of dense Qwen or the three matrices of each Qwen3 expert.
         pub targets: Vec<String> = Vec::new(),
         /// Whether SFT warm-up (`[cold_start]`) also trains the adapter. If not, it trains the whole model,
         /// which becomes the adapter's base and is kept in the run folder. That suits models with random

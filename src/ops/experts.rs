@@ -18,7 +18,7 @@ use super::cuda::{
 use super::graph::{apply, apply_without_gradient, contiguous};
 use super::linear::sum_rows;
 use super::math::dot;
-use super::operation::{DeviceArgument, HostArgument, Operation};
+use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
 use super::parameter::{GradientTarget, Parameter};
 use super::product::{GemmThreads, Precision, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
@@ -261,21 +261,33 @@ impl Operation<1> for DispatchRows {
     }
 }
 
-/// Computes `y_r = x_r · W[e(r)] + b[e(r)]`: `x [T·K, in]`, `weight [E, in, out]`, `bias [E, out]` → `[T·K,
-/// out]`.
+/// Computes `y_r = x_r · W[e(r)] + b[e(r)]`: `x [T·K, in]`, `weight [E, in, out]`, optional `bias [E, out]` →
+/// `[T·K, out]`.
 ///
 /// # Errors
 /// When shapes disagree.
-pub fn grouped_linear(x: &Tensor, weight: &Parameter, bias: &Parameter, plan: &Dispatch) -> Result<Tensor> {
-    let (w, b) = (weight.values(), bias.values());
+pub fn grouped_linear(
+    x: &Tensor,
+    weight: &Parameter,
+    bias: Option<&Parameter>,
+    plan: &Dispatch,
+) -> Result<Tensor> {
+    let (w, b) = (weight.values(), bias.map(Parameter::values));
     let ((rows, k), (experts, w_k, n)) = (x.dims2()?, w.dims3()?);
-    if rows != plan.rows() || k != w_k || b.dims() != [experts, n] || experts != plan.experts {
-        bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.dims());
+    if rows != plan.rows()
+        || k != w_k
+        || b.is_some_and(|b| b.dims() != [experts, n])
+        || experts != plan.experts
+    {
+        bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.map(Tensor::dims));
     }
     let precision = weight.precision();
-    let op =
-        GroupedLinear { plan: plan.clone(), weight: weight.gradient(), bias: bias.gradient(), precision };
-    apply([&contiguous(x)?, w, b], op)
+    let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
+    let op = GroupedLinear { plan: plan.clone(), weight, bias, precision };
+    match b {
+        Some(b) => apply([&contiguous(x)?, w, b], op),
+        None => apply([&contiguous(x)?, w], op),
+    }
 }
 
 const GROUPED: &str = "grouped_linear";
@@ -287,13 +299,15 @@ struct GroupedLinear {
     precision: Precision,
 }
 
-impl Operation<3> for GroupedLinear {
+/// Inputs: `x`, the weight and an optional bias.
+impl<const N: usize> Operation<N> for GroupedLinear {
     const NAME: &'static str = GROUPED;
 
-    fn cpu(&self, [x, w, b]: [HostArgument; 3]) -> Result<(CpuStorage, Shape)> {
-        let (rows, k) = x.shape().dims2()?;
-        let (_, _, n) = w.shape().dims3()?;
-        let (x, w, b) = (x.values()?, w.values()?, b.values()?);
+    fn cpu(&self, inputs: [HostArgument; N]) -> Result<(CpuStorage, Shape)> {
+        let (x, w) = (inputs[0], inputs[1]);
+        let ((rows, k), (_, _, n)) = (x.shape().dims2()?, w.shape().dims3()?);
+        let b = inputs.get(2).map(HostArgument::values).transpose()?;
+        let (x, w) = (x.values()?, w.values()?);
         let plan = self.plan.host()?;
         let mut out = buffer(rows * n);
         let tasks = plan.active_experts(&mut out, |rows| rows * n);
@@ -302,23 +316,27 @@ impl Operation<3> for GroupedLinear {
             |(_, at, _)| at.len(),
             rows * k * n,
             |spread, (e, at, out)| {
-                out.chunks_exact_mut(n).for_each(|out| out.copy_from_slice(&b[e * n..(e + 1) * n]));
+                if let Some(b) = b {
+                    out.chunks_exact_mut(n).for_each(|out| out.copy_from_slice(&b[e * n..(e + 1) * n]));
+                }
                 let (x, w) = (&x[at.start * k..at.end * k], &w[e * k * n..(e + 1) * k * n]);
-                forward_product(spread.with_precision(self.precision), out, x, w, (at.len(), k, n), true);
+                let threads = spread.with_precision(self.precision);
+                forward_product(threads, out, x, w, (at.len(), k, n), b.is_some());
             },
         );
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))
     }
 
-    fn cuda(&self, [x, w, b]: [DeviceArgument; 3]) -> Result<(CudaStorage, Shape)> {
+    fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
         let starts = Some(&self.plan.starts()?);
-        product_forward(GROUPED, x, w, Some(b), starts, DType::BF16)
+        product_forward(GROUPED, inputs[0], inputs[1], inputs.get(2).copied(), starts, DType::BF16)
     }
 
-    fn backward(&self, [x, w, _]: [&Tensor; 3], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
+    fn backward(&self, inputs: [&Tensor; N], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
+        let (x, w) = (inputs[0], inputs[1]);
         let ((rows, k), (experts, _, n)) = (x.dims2()?, w.dims3()?);
         if x.device().is_cuda() {
-            return Ok([Some(self.backward_on_device(x, w, grad)?), None, None]);
+            return Ok(first_input_gradient(Some(self.backward_on_device(x, w, grad)?)));
         }
         let (xs, ws, dy) = (host_values(x)?, host_values(w)?, host_values(grad)?);
         let plan = self.plan.host()?;
@@ -367,7 +385,7 @@ impl Operation<3> for GroupedLinear {
             );
             bias.add(|db| add_values(db, &sums))?;
         }
-        Ok([Some(Tensor::from_vec(dx, (rows, k), x.device())?), None, None])
+        Ok(first_input_gradient(Some(Tensor::from_vec(dx, (rows, k), x.device())?)))
     }
 }
 

@@ -126,12 +126,12 @@ impl Weight {
         }
     }
 
-    /// Multiplies each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, `bias [E, out]` →
-    /// `[T·K, out]`.
+    /// Multiplies each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, optional
+    /// `bias [E, out]` → `[T·K, out]`.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn grouped_matmul(&self, x: &Tensor, bias: &Parameter, plan: &Dispatch) -> Result<Tensor> {
+    pub fn grouped_matmul(&self, x: &Tensor, bias: Option<&Parameter>, plan: &Dispatch) -> Result<Tensor> {
         match self {
             Weight::Dense(weight) => grouped_linear(x, weight, bias, plan),
             Weight::Packed(weight) => packed_grouped_linear(x, weight, bias, plan),

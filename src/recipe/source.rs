@@ -10,12 +10,13 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 /// The built-in recipes by name.
-pub const BUILT_IN: [(&str, &str); 16] = [
+pub const BUILT_IN: [(&str, &str); 17] = [
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
     ("quickstart_cuda", include_str!("../../recipes/quickstart_cuda.toml")),
     ("quickstart_dense", include_str!("../../recipes/quickstart_dense.toml")),
     ("quickstart_lora", include_str!("../../recipes/quickstart_lora.toml")),
     ("quickstart_ppo", include_str!("../../recipes/quickstart_ppo.toml")),
+    ("quickstart_qwen3_moe", include_str!("../../recipes/quickstart_qwen3_moe.toml")),
     ("format_rules", include_str!("../../recipes/format_rules.toml")),
     ("gpt_oss_20b_lora", include_str!("../../recipes/gpt_oss_20b_lora.toml")),
     ("gsm8k", include_str!("../../recipes/gsm8k.toml")),

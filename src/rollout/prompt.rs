@@ -31,9 +31,11 @@ pub fn system_prompt(
     match chat {
         Chat::Harmony(_) => harmony_system_prompt(harmony, uses_python, tools),
         Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
-        Chat::ChatMl(_) => {
-            let identity = harmony.model_identity.as_deref().unwrap_or(chatml::QWEN_IDENTITY);
-            let identity = Some(identity).filter(|_| harmony.system_message.unwrap_or(true));
+        Chat::ChatMl(chat) => {
+            // Qwen3's template makes up no identity.
+            let usual = (!chat.has_thoughts()).then_some(chatml::QWEN_IDENTITY);
+            let identity = harmony.model_identity.as_deref().or(usual);
+            let identity = identity.filter(|_| harmony.system_message.unwrap_or(true));
             let text = [identity, harmony.developer_instructions.as_deref()];
             let text: Vec<&str> = text.into_iter().flatten().collect();
             let text = Some(text.join("\n\n")).filter(|text| !text.is_empty());

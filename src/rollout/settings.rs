@@ -73,7 +73,7 @@ table! {
         pub system_message: Option<bool> = None,
         /// First line of the system message; absent means the family's own: `You are ChatGPT, a large
         /// language model trained by OpenAI.` of GPT-OSS, `You are Qwen, created by Alibaba Cloud. You are
-        /// a helpful assistant.` of Qwen2.
+        /// a helpful assistant.` of Qwen2, none of Qwen3.
         pub model_identity: Option<String> = None,
         /// Knowledge cutoff in the system message, as `YYYY-MM`; absent means `2024-06`. GPT-OSS only.
         pub knowledge_cutoff: Option<String> = None,
@@ -81,6 +81,9 @@ table! {
         pub current_date: Option<String> = None,
         /// Reasoning effort in the system message; absent means `medium`. GPT-OSS only.
         pub reasoning_effort: Option<ReasoningEffort> = None,
+        /// Whether Qwen3 thinks before it answers. If false, each of its turns begins with an empty thought,
+        /// which it does not sample. Absent means true. Qwen3 only.
+        pub enable_thinking: Option<bool> = None,
         /// Instructions in GPT-OSS's developer message, or at the end of ChatML's system message; absent
         /// means none.
         pub developer_instructions: Option<String> = None,

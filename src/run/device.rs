@@ -119,6 +119,11 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
         );
         found.push((model_key[0], what));
     }
+    if config.family.has_head_norms {
+        let what =
+            format!("the family {:?} is not checked on GPUs yet; use another model", config.family.name);
+        found.push((model_key[0], what));
+    }
     for (key, size) in [(model_key[1], config.hidden_size), (model_key[2], config.intermediate_size)] {
         if !size.is_multiple_of(VECTOR) {
             found.push((

@@ -31,9 +31,21 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         [("model.architecture.tie_word_embeddings", shape.tie_word_embeddings && !family.may_tie_embeddings)],
         "its lm_head has weights of its own",
     ));
-    if family.chat == Format::ChatMl {
+    let limit = shape.swiglu_limit != Architecture::default().swiglu_limit;
+    found.extend(select_keys(
+        [("model.architecture.swiglu_limit", limit && !family.has_swiglu_limit)],
+        "its SwiGLU has no clamp",
+    ));
+    let mxfp4 = recipe.checkpoint.dtype == WeightFormat::Mxfp4;
+    found.extend(select_keys(
+        [("checkpoint.dtype", mxfp4 && !family.has_mxfp4)],
+        "its weights are not stored in MXFP4",
+    ));
+    if family.chat != Format::Harmony {
         found.extend(unsupported_harmony_keys(&recipe.harmony));
     }
+    let thinking = recipe.harmony.enable_thinking.is_some() && family.chat != Format::ThinkingChatMl;
+    found.extend(select_keys([("harmony.enable_thinking", thinking)], "its template has no thoughts"));
     let to_mistake = |(key, why): (&str, &str)| {
         let what = format!("means nothing to the family {:?}: {why}; remove the key", family.name());
         plan.mistake(key, what).to_string()
@@ -78,7 +90,6 @@ fn unsupported_expert_keys(plan: &Plan) -> Vec<UnsupportedKey> {
                 "model.architecture.num_experts_per_tok",
                 shape.num_experts_per_tok != usual.num_experts_per_tok,
             ),
-            ("model.architecture.swiglu_limit", shape.swiglu_limit != usual.swiglu_limit),
             ("arms.router_noise", arms.router_noise > 0.0),
             ("arms.router_noise_rollout", arms.router_noise_rollout > 0.0),
             ("arms.router_noise_train", arms.router_noise_train > 0.0),
@@ -88,7 +99,6 @@ fn unsupported_expert_keys(plan: &Plan) -> Vec<UnsupportedKey> {
             ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
             ("rollout.keep_routes", recipe.rollout.keep_routes),
             ("policy.router_replay", recipe.policy.router_replay != RouterReplay::None),
-            ("checkpoint.dtype", recipe.checkpoint.dtype == WeightFormat::Mxfp4),
         ],
         "it has no experts and no router",
     )

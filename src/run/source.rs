@@ -475,7 +475,7 @@ fn config_of(a: &Architecture, chat: &Chat) -> Config {
         layer_types: (family.layer_types)(a.num_hidden_layers),
         rope: Rope { theta: a.rope_theta, yarn: a.yarn.clone() },
         rms_norm_eps: a.rms_norm_eps,
-        swiglu_limit: if experts { a.swiglu_limit } else { 0.0 },
+        swiglu_limit: if family.has_swiglu_limit { a.swiglu_limit } else { 0.0 },
         tie_word_embeddings: a.tie_word_embeddings,
         max_position_embeddings: a.max_position_embeddings,
         bos_token_id: None,

@@ -68,6 +68,7 @@ fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() 
         ("quickstart_lora", &["cold_start.eval_every_steps=0"]),
         ("quickstart_ppo", &[]),
         ("quickstart_dense", &[]),
+        ("quickstart_qwen3_moe", &[]),
     ] {
         let sets = [&SHORT[..], more].concat();
         let one = Launch::new(recipe, &sets).alone();
@@ -107,6 +108,8 @@ fn weights_held_by_expert_while_sampling_change_no_bit() {
         // One process of three has no expert.
         ("quickstart", &one_expert, &[3]),
         ("quickstart_lora", &["cold_start.eval_every_steps=0"], &[2]),
+        ("quickstart_qwen3_moe", &[], &[2, 3]),
+        ("quickstart_qwen3_moe", &["adapter.rank=4"], &[3]),
     ] {
         let sets = [&SHORT[..], more].concat();
         let one = Launch::new(recipe, &sets).alone();
@@ -120,11 +123,11 @@ fn weights_held_by_expert_while_sampling_change_no_bit() {
 
 #[test]
 fn packed_weights_in_pieces_change_no_bit() {
-    let start = [&SHORT[..], &["train.steps=0", "checkpoint.dtype=mxfp4"]].concat();
-    let base = Launch::new("quickstart", &start).alone();
-    let path = format!("model.path={}", base.checkpoint("cold-start-000006").display());
-    let learns =
-        [&SHORT[..], &[&path, "cold_start.steps=0", "policy.kl.place=loss", "policy.kl.coefficient=0.1"]];
+    let base = |recipe: &str, dtype: &str| {
+        let start = [&SHORT[..], &["train.steps=0", &format!("checkpoint.dtype={dtype}")]].concat();
+        Launch::new(recipe, &start).alone()
+    };
+    let (gpt_oss, qwen3) = (base("quickstart", "mxfp4"), base("quickstart_qwen3_moe", "bf16"));
     for (recipe, more, several) in [
         ("quickstart_lora", &[][..], &[("whole", 2), ("by_expert", 3)][..]),
         // Layers are gathered again in the backward.
@@ -133,8 +136,13 @@ fn packed_weights_in_pieces_change_no_bit() {
         ("quickstart", &["train.freeze=[\"*.experts.*\"]"], &[("by_expert", 2)]),
         // A second adapter, of a critic, on the same pieces.
         ("quickstart_ppo", &["adapter.rank=4"], &[("whole", 2)]),
+        // Experts that lie in a file each.
+        ("quickstart_qwen3_moe", &["adapter.rank=4"], &[("whole", 2), ("by_expert", 3)]),
     ] {
-        let sets = [&learns.concat()[..], more].concat();
+        let base = if recipe == "quickstart_qwen3_moe" { &qwen3 } else { &gpt_oss };
+        let path = format!("model.path={}", base.checkpoint("cold-start-000006").display());
+        let start = [&path, "cold_start.steps=0", "policy.kl.place=loss", "policy.kl.coefficient=0.1"];
+        let sets = [&SHORT[..], &start, more].concat();
         let one = Launch::new(recipe, &sets).alone();
         for &(how, ranks) in several {
             let how = format!("parallel.rollout_weights={how}");
@@ -163,7 +171,7 @@ fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_ro
     ];
     let start =
         ["cold_start.steps=1", "cold_start.optimizer.lr=1e-30", "train.steps=0", "checkpoint.dtype=f32"];
-    for recipe in ["quickstart", "quickstart_dense"] {
+    for recipe in ["quickstart", "quickstart_dense", "quickstart_qwen3_moe"] {
         let start = Launch::new(recipe, &[&SHORT[..], &start].concat()).alone();
         let start = checkpoint_tensors(&start, "cold-start-000001");
         let sets = [&SHORT[..], &step].concat();

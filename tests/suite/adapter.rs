@@ -2,7 +2,7 @@
 
 use crate::model::case::{Case, Figures};
 use crate::tiny::{self, load};
-use crate::{model_files, qwen2};
+use crate::{model_files, qwen2, qwen3};
 use rloss::checkpoint::BaseModel;
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::merge::merge;
@@ -193,6 +193,8 @@ fn an_adapter_beside_a_packed_base_is_one_forward() {
         (model_files::config(), WeightFormat::Mxfp4),
         (model_files::config(), WeightFormat::Bf16),
         (qwen2::config(true), WeightFormat::Bf16),
+        (qwen3::config("qwen3"), WeightFormat::Bf16),
+        (qwen3::config("qwen3_moe"), WeightFormat::Bf16),
     ];
     for (config, format) in cases {
         for rank in [1, 2, 3, 8, 33] {

@@ -9,8 +9,8 @@ use rloss::chat::chatml::{
     ChatMl, QWEN_IDENTITY, json_text, messages_from_json, python_function, system_text,
 };
 use rloss::chat::functions::check_functions;
-use rloss::chat::{Call, Chat};
-use rloss::harmony::{HarmonyTokenizer, Message, Role, TurnEnd, TurnStep};
+use rloss::chat::{Call, Chat, PYTHON};
+use rloss::harmony::{HarmonyTokenizer, MaskedTokens, Message, Role, TurnEnd, TurnStep};
 use rloss::rollout::{SystemPromptSettings, system_prompt};
 use serde_json::{Value, json};
 use std::io::Read;
@@ -50,7 +50,7 @@ fn fifty_conversations_are_rendered_as_qwens_template_does() {
     let (chat, rows) = (chatml(), conversations());
     assert_eq!(rows.len(), 50);
     for (i, row) in rows.iter().enumerate() {
-        let messages = messages_from_json(row, Some(QWEN_IDENTITY), "row").unwrap();
+        let messages = messages_from_json(row, Some(QWEN_IDENTITY), false, "row").unwrap();
         let (tokens, text) = rendered(&chat, row, &messages);
         assert_eq!(text, row["text"].as_str().unwrap(), "conversation {i}");
         // Control tokens that a text spells are ordinary text.
@@ -75,14 +75,35 @@ fn by_template(chat: &Chat, context: &Value) -> String {
     environment.set_lstrip_blocks(true);
     environment
         .add_filter("tojson", |value: Jinja, _: Kwargs| json_text(&serde_json::to_value(value).unwrap()));
+    environment.set_unknown_method_callback(text_method);
     environment.render_str(chat.jinja(), context).unwrap()
+}
+
+/// The methods of Python's strings that our templates call.
+fn text_method(
+    _: &minijinja::State,
+    value: &Jinja,
+    method: &str,
+    arguments: &[Jinja],
+) -> Result<Jinja, minijinja::Error> {
+    let text = value.as_str().unwrap();
+    let argument = arguments[0].as_str().unwrap();
+    Ok(match (method, arguments.len()) {
+        ("startswith", 1) => text.starts_with(argument).into(),
+        ("endswith", 1) => text.ends_with(argument).into(),
+        ("strip", 1) => text.trim_matches('\n').into(),
+        ("lstrip", 1) => text.trim_start_matches('\n').into(),
+        ("split", 1) => text.split(argument).map(Jinja::from).collect(),
+        ("split", 2) => text.splitn(2, argument).map(Jinja::from).collect(),
+        _ => panic!("{method} {arguments:?}"),
+    })
 }
 
 #[test]
 fn our_chatml_template_gives_our_rendering() {
     let chat = chatml();
     for (i, row) in conversations().iter().enumerate() {
-        let messages = messages_from_json(row, None, "row").unwrap();
+        let messages = messages_from_json(row, None, false, "row").unwrap();
         let (_, text) = rendered(&chat, row, &messages);
         assert_eq!(text, by_template(&Chat::ChatMl(chat.clone()), row), "conversation {i}");
     }
@@ -219,12 +240,10 @@ fn what_follows_a_turn_continues_the_conversation() {
 /// `scripts/make_tool_fixtures.py`.
 #[test]
 fn prompts_with_tools_are_those_of_the_published_templates() {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tools.jsonl.gz");
-    let mut text = String::new();
-    flate2::read::GzDecoder::new(std::fs::File::open(file).unwrap()).read_to_string(&mut text).unwrap();
+    let thinking = Chat::ChatMl(ChatMl::from_embedded_with_thoughts().unwrap());
     let (chatml, harmony) =
         (Chat::ChatMl(chatml()), Chat::Harmony(HarmonyTokenizer::from_embedded().unwrap()));
-    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let rows = unpacked("tools.jsonl.gz");
     assert_eq!(rows.len(), 200);
     for (i, row) in rows.iter().enumerate() {
         let tools = row["tools"].as_array().unwrap();
@@ -243,7 +262,7 @@ fn prompts_with_tools_are_those_of_the_published_templates() {
         };
         let tokens = prompt(&harmony, &of_gpt_oss);
         assert_eq!(harmony.vocabulary().decode(&tokens), row["gpt-oss"].as_str().unwrap(), "row {i}");
-        let mut of_qwen = SystemPromptSettings { model_identity: instructions.clone(), ..Default::default() };
+        let of_qwen = SystemPromptSettings { model_identity: instructions.clone(), ..Default::default() };
         let tokens = prompt(&chatml, &of_qwen);
         let text = chatml.vocabulary().decode(&tokens);
         assert_eq!(text, row["qwen2.5"].as_str().unwrap(), "row {i}");
@@ -251,10 +270,97 @@ fn prompts_with_tools_are_those_of_the_published_templates() {
         let tags = tokens.iter().filter(|&&token| token == 3 || token == 4).count();
         assert_eq!(tags, 4, "row {i}");
         // Qwen3's template makes up no identity.
-        of_qwen.system_message = Some(instructions.is_some());
-        let text = chatml.vocabulary().decode(&prompt(&chatml, &of_qwen));
+        let text = thinking.vocabulary().decode(&prompt(&thinking, &of_qwen));
         assert_eq!(text, row["qwen3"].as_str().unwrap(), "row {i}");
     }
+}
+
+fn unpacked(name: &str) -> Vec<Value> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+    let mut text = String::new();
+    flate2::read::GzDecoder::new(std::fs::File::open(file).unwrap()).read_to_string(&mut text).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Two hundred conversations, as transformers rendered them by Qwen3's template: `scripts/make_tool_fixtures.py`.
+#[test]
+fn conversations_with_thoughts_are_those_of_qwen3s_template() {
+    let rows = unpacked("thoughts.jsonl.gz");
+    assert_eq!(rows.len(), 200);
+    let chat = ChatMl::from_embedded_with_thoughts().unwrap();
+    let mut shown = 0;
+    for (i, row) in rows.iter().enumerate() {
+        // The template's switch decides on prompts alone.
+        let thinks = row["enable_thinking"] == true || row["add_generation_prompt"] == false;
+        let chat = chat.clone().with_thinking(thinks);
+        let messages = messages_from_json(row, None, true, "row").unwrap();
+        let (tokens, text) = rendered(&chat, row, &messages);
+        assert_eq!(text, row["text"].as_str().unwrap(), "conversation {i}");
+        assert_eq!(text, by_template(&Chat::ChatMl(chat.clone()), row), "conversation {i}");
+        let [opened, closed] = [5, 6].map(|tag| tokens.iter().filter(|&&token| token == tag).count());
+        assert_eq!(opened, closed, "conversation {i}");
+        shown += opened;
+        chat.check(&tokens).unwrap();
+    }
+    assert!(shown > 100, "{shown}");
+}
+
+#[test]
+fn thoughts_are_sampled_unless_thinking_is_off() {
+    let chat = ChatMl::from_embedded_with_thoughts().unwrap();
+    let thought = Message::assistant("analysis", "3*4");
+    let turn = |thought: Option<&Message>| -> Vec<Message> {
+        [Message::user("?")]
+            .into_iter()
+            .chain(thought.cloned())
+            .chain([Message::assistant("final", "12")])
+            .collect()
+    };
+    let sampled = |chat: &ChatMl, messages: &[Message]| {
+        let MaskedTokens { tokens, mask } = chat.render_training(messages);
+        let sampled: Vec<u32> =
+            tokens.iter().zip(&mask).filter(|(_, sampled)| **sampled).map(|(token, _)| *token).collect();
+        (chat.vocabulary().decode(&sampled), sampled)
+    };
+    let off = chat.clone().with_thinking(false);
+    let (text, tokens) = sampled(&chat, &turn(Some(&thought)));
+    assert_eq!(text, "<think>\n3*4\n</think>\n\n12<|im_end|>");
+    // What was rendered is read back.
+    let mut parser = chat.turn_parser();
+    let steps: Vec<TurnStep> = tokens.iter().map(|&token| parser.push(token)).collect();
+    assert_eq!(steps.last(), Some(&TurnStep::Over(TurnEnd::Returned)));
+    assert_eq!(parser.finish(), turn(Some(&thought))[1..]);
+    assert_eq!(sampled(&chat, &turn(None)).0, "<think>\n\n</think>\n\n12<|im_end|>");
+    assert_eq!(sampled(&off, &turn(None)).0, "12<|im_end|>");
+    assert_eq!(sampled(&off, &turn(Some(&thought))).0, text, "a thought that is there is learned");
+    // Regression: a call on the channel of thoughts was rendered as one. And a demonstration's first turn had
+    // no empty thought, so a model that learned from it made no call after one.
+    let calls =
+        [Message::user("?"), Message::call(PYTHON, "analysis", "3*4"), Message::tool(PYTHON, None, "12")];
+    let calls = [&calls[..], &turn(None)[1..]].concat();
+    let call =
+        "<tool_call>\n{\"name\": \"python\", \"arguments\": {\"code\": \"3*4\"}}\n</tool_call><|im_end|>";
+    assert_eq!(sampled(&off, &calls).0, format!("{call}12<|im_end|>"));
+    assert_eq!(sampled(&chat, &calls).0, format!("{call}<think>\n\n</think>\n\n12<|im_end|>"));
+    let MaskedTokens { tokens, mask } = off.render_training(&calls);
+    for end in 1..tokens.len() {
+        if mask[end] && !mask[end - 1] {
+            let before = off.vocabulary().decode(&tokens[..end]);
+            assert!(before.ends_with("assistant\n<think>\n\n</think>\n\n"), "{before}");
+        }
+    }
+    assert_eq!(tokens[..off.render_prompt(&calls[..1]).len()], off.render_prompt(&calls[..1]));
+    let prompt = off.render_prompt(&turn(None)[..1]);
+    assert!(chat.vocabulary().decode(&prompt).ends_with("assistant\n<think>\n\n</think>\n\n"));
+    // A call inside an unfinished thought is none.
+    let mut parser = chat.turn_parser();
+    for token in encode_with_special(chat.vocabulary(), "<think>\n<tool_call>{}</tool_call><|im_end|>") {
+        parser.push(token);
+    }
+    assert!(parser.calls().is_empty());
+    assert_eq!(parser.finish(), [Message::assistant("analysis", "<tool_call>{}</tool_call>")]);
+    let row = json!({"messages": [{"role": "assistant", "content": "", "reasoning_content": "x"}]});
+    refused(messages_from_json(&row, None, false, "row 1"), &["row 1", "reasoning_content"]);
 }
 
 #[test]
@@ -278,7 +384,7 @@ fn rows_that_are_no_conversation_are_told() {
 
 #[test]
 fn broken_rows_and_tokenizers_are_refused() {
-    let read = |row: Value| messages_from_json(&row, None, "rows.jsonl: row 3");
+    let read = |row: Value| messages_from_json(&row, None, false, "rows.jsonl: row 3");
     for (row, words) in [
         (json!({"messages": 3}), &["row 3", "\"messages\""][..]),
         (json!({"messages": [{"role": "narrator"}]}), &["message 1", "narrator"]),

@@ -27,6 +27,7 @@ mod packed;
 mod policy;
 mod policy_step;
 mod qwen2;
+mod qwen3;
 mod recipe;
 mod report;
 mod rollout;

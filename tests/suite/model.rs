@@ -43,6 +43,15 @@ fn fixtures_of_the_dense_family_agree_with_transformers() {
     }
 }
 
+#[test]
+fn fixtures_of_qwen3_agree_with_transformers() {
+    for name in ["qwen3", "qwen3_moe"] {
+        let figures = compare(Case::read(&fixture(name)), name);
+        assert!(figures.adamw.difference > 0.0, "{name}: an AdamW step is compared");
+        figures.check(name);
+    }
+}
+
 /// The cases that `scripts/parity.py` makes, in the folder that `RLOSS_PARITY` names. Each model is saved
 /// again, in `saved/`, for the script to load in transformers.
 #[test]

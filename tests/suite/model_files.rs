@@ -259,7 +259,7 @@ fn initialisation_has_the_stated_spread_and_depends_only_on_the_seed() {
         let expected = match spec.role {
             TensorRole::Embedding => 0.5,
             TensorRole::Head => 0.5 / 8.0,
-            TensorRole::InputProjection => 1.0 / 8.0,
+            TensorRole::InputProjection | TensorRole::Router => 1.0 / 8.0,
             TensorRole::OutputProjection if spec.is_expert_matrix() => 32f64.powf(-0.5) / 2.0,
             TensorRole::OutputProjection => 1.0 / 8.0 / 2.0,
             TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks | TensorRole::AdapterFactor => 0.0,

@@ -61,6 +61,8 @@ links_hold! {
     small_model: "small model",
     dense_family: "dense family",
     dense_family_tied: "dense family, tied, odd sizes",
+    qwen3_with_heads_of_128: "Qwen3, tied, heads of 128",
+    qwen3_with_experts: "Qwen3 with experts",
 }
 
 #[test]

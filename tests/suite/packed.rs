@@ -2,6 +2,7 @@
 
 use crate::model_files;
 use crate::qwen2;
+use crate::qwen3;
 use crate::tiny::{self, Gradients, learned, load};
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
@@ -64,7 +65,8 @@ fn cases() -> Vec<(Config, WeightFormat)> {
         .into_iter()
         .flat_map(|config| [(config.clone(), WeightFormat::Mxfp4), (config, WeightFormat::Bf16)]);
     let dense = [false, true].map(|tied| (qwen2::config(tied), WeightFormat::Bf16));
-    experts.chain(dense).collect()
+    let qwen3 = ["qwen3", "qwen3_moe"].map(|family| (qwen3::config(family), WeightFormat::Bf16));
+    experts.chain(dense).chain(qwen3).collect()
 }
 
 #[test]

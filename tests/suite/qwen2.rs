@@ -92,7 +92,7 @@ fn both_dialects_of_config_are_read_and_what_is_not_built_is_refused() {
         (json!({ "use_mrope": true }), &["use_mrope"]),
         (json!({ "tie_word_embeddings": 1 }), &["tie_word_embeddings = 1"]),
         (json!({ "quantization_config": {"quant_method": "mxfp4"} }), &["mxfp4", "bf16 weights"]),
-        (json!({ "model_type": "qwen3" }), &["\"qwen3\"", "known: \"gpt_oss\", \"qwen2\""]),
+        (json!({ "model_type": "qwen4" }), &["\"qwen4\"", "known: \"gpt_oss\", \"qwen2\""]),
     ] {
         refused(changed(changes), parts);
     }

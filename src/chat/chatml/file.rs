@@ -1,6 +1,7 @@
 //! Conversations in files, in the format of chat templates: `role`, `content`, `tool_calls`.
 
-use super::{json, system_text};
+use super::turn::split_thought;
+use super::{ANALYSIS, json, system_text};
 use crate::bad_input;
 use crate::chat::PYTHON;
 use crate::harmony::{Message, Role};
@@ -15,6 +16,8 @@ struct FileMessage {
     role: Role,
     #[serde(default)]
     content: Option<String>,
+    #[serde(default)]
+    reasoning_content: Option<String>,
     #[serde(default)]
     tool_calls: Vec<FileCall>,
     #[serde(default)]
@@ -40,11 +43,17 @@ struct Function {
 
 /// Reads the messages of `row`: `{"messages": [...], "tools": [...]}`.
 ///
-/// The tools become part of the system message. A missing system message begins with `identity`.
+/// The tools become part of the system message. A missing system message begins with `identity`. If the
+/// template has thoughts (`thinks`), a thought is `reasoning_content`, or a `<think>` block in the content.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) with `place`, the message's number (from 1) and the reason.
-pub fn messages_from_json(row: &Value, identity: Option<&str>, place: &str) -> Result<Vec<Message>> {
+pub fn messages_from_json(
+    row: &Value,
+    identity: Option<&str>,
+    thinks: bool,
+    place: &str,
+) -> Result<Vec<Message>> {
     let list = row["messages"]
         .as_array()
         .ok_or_else(|| bad_input!("{place}: \"messages\" must be a list of messages"))?;
@@ -55,7 +64,7 @@ pub fn messages_from_json(row: &Value, identity: Option<&str>, place: &str) -> R
     };
     let mut messages = vec![];
     for (i, value) in list.iter().enumerate() {
-        let read = read_message(value).map_err(|e| bad_input!("{place}: message {}: {e}", i + 1))?;
+        let read = read_message(value, thinks).map_err(|e| bad_input!("{place}: message {}: {e}", i + 1))?;
         messages.extend(read);
     }
     let text = match messages.first() {
@@ -66,9 +75,22 @@ pub fn messages_from_json(row: &Value, identity: Option<&str>, place: &str) -> R
     Ok(system.into_iter().chain(messages).collect())
 }
 
-fn read_message(value: &Value) -> Result<Vec<Message>, String> {
+fn read_message(value: &Value, thinks: bool) -> Result<Vec<Message>, String> {
     let message = FileMessage::deserialize(value).map_err(|e| e.to_string())?;
-    let content = message.content.unwrap_or_default();
+    let mut content = message.content.unwrap_or_default();
+    let mut thought = message.reasoning_content.unwrap_or_default();
+    if !thinks && !thought.is_empty() {
+        return Err(
+            "\"reasoning_content\", but this family's template has no thoughts; remove the key".into()
+        );
+    }
+    if thinks
+        && thought.is_empty()
+        && let Some((found, Some(answer))) = split_thought(&content)
+    {
+        (thought, content) = (found.to_owned(), answer.to_owned());
+    }
+    let thought = (!thought.is_empty()).then(|| Message::assistant(ANALYSIS, thought));
     if message.role != Role::Assistant && !message.tool_calls.is_empty() {
         return Err(format!("\"tool_calls\" in a message of role {}", message.role.name()));
     }
@@ -76,11 +98,13 @@ fn read_message(value: &Value) -> Result<Vec<Message>, String> {
         Role::Tool => {
             vec![Message::tool(message.name.as_deref().unwrap_or("tool"), Some("commentary"), content)]
         }
-        Role::Assistant if message.tool_calls.is_empty() => vec![Message::assistant("final", content)],
+        Role::Assistant if message.tool_calls.is_empty() => {
+            thought.into_iter().chain([Message::assistant("final", content)]).collect()
+        }
         Role::Assistant => {
             let text = (!content.is_empty()).then(|| Message::assistant("commentary", content));
             let calls = message.tool_calls.into_iter().map(read_call).collect::<Result<Vec<_>, _>>()?;
-            text.into_iter().chain(calls).collect()
+            thought.into_iter().chain(text).chain(calls).collect()
         }
         role => vec![Message::new(role, content)],
     })

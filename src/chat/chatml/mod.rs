@@ -1,10 +1,13 @@
-//! ChatML as Qwen2.5 uses it: `<|im_start|>role`, the text, `<|im_end|>`. Calls are JSON between
+//! ChatML as Qwen2.5 and Qwen3 use it: `<|im_start|>role`, the text, `<|im_end|>`. Calls are JSON between
 //! `<tool_call>` and `</tool_call>`. Replies are in a user turn between `<tool_response>` and
 //! `</tool_response>`.
 //!
 //! The rendering agrees with the template of Qwen2.5-Instruct on conversations of one system message, user
 //! messages, calls and replies. It adds no message. Qwen's template adds a missing system message; here the
 //! recipe gives it.
+//!
+//! Qwen3's ChatML has thoughts: messages on the channel `analysis`, between `<think>` and `</think>` before
+//! the turn's text. Its template omits the thoughts before the last user message, as does the rendering here.
 
 mod file;
 mod json;
@@ -28,6 +31,10 @@ const CALL_END: &str = "\"}}";
 
 /// The text around a call, which is one token each in Qwen's vocabulary, and around a reply.
 const TOOL_CALL: [&str; 2] = ["<tool_call>", "</tool_call>"];
+/// The text around a thought, one token each in Qwen3's vocabulary.
+const THINK: [&str; 2] = ["<think>", "</think>"];
+/// The channel of thoughts.
+const ANALYSIS: &str = "analysis";
 const TOOL_RESPONSE: [&str; 2] = ["<tool_response>", "</tool_response>"];
 
 /// Control tokens of the embedded vocabulary, ids from 0; [`TOOL_CALL`] has ids 3 and 4.
@@ -44,6 +51,8 @@ pub struct ChatMl {
     im_end: u32,
     /// `<|endoftext|>`, which also ends a turn.
     end_of_text: Option<u32>,
+    /// Whether the model thinks before it answers; `None` in a template without thoughts.
+    thinking: Option<bool>,
 }
 
 impl ChatMl {
@@ -72,11 +81,32 @@ impl ChatMl {
         Self::from_bytes(embedded_json(&SPECIAL, &TOOL_CALL, &WORDS), "the embedded ChatML tokenizer")
     }
 
+    /// Makes the embedded vocabulary with [`THINK`] at ids 5 and 6, of 272 tokens too.
+    ///
+    /// # Errors
+    /// None in practice: a test reads it.
+    pub fn from_embedded_with_thoughts() -> Result<Self> {
+        let added = [TOOL_CALL, THINK].concat();
+        let json = embedded_json(&SPECIAL, &added, &WORDS);
+        Ok(Self::from_bytes(json, "the embedded ChatML tokenizer")?.with_thinking(true))
+    }
+
+    /// Returns Qwen3's template of the vocabulary. With `enabled` the model may think; without, each of its
+    /// turns begins with an empty thought, which it does not sample.
+    pub fn with_thinking(self, enabled: bool) -> Self {
+        Self { thinking: Some(enabled), ..self }
+    }
+
+    /// Whether the template has thoughts.
+    pub fn has_thoughts(&self) -> bool {
+        self.thinking.is_some()
+    }
+
     fn new(vocabulary: Vocabulary, place: &str) -> Result<Self> {
-        let remedy = "ChatML dialogues need them: take the tokenizer.json of a Qwen2.5 checkpoint";
+        let remedy = "ChatML dialogues need them: take the tokenizer.json of a Qwen2.5 or Qwen3 checkpoint";
         let [im_start, im_end] = vocabulary.added_ids(["<|im_start|>", "<|im_end|>"], place, remedy)?;
         let end_of_text = vocabulary.added_id("<|endoftext|>");
-        Ok(Self { vocabulary, im_start, im_end, end_of_text })
+        Ok(Self { vocabulary, im_start, im_end, end_of_text, thinking: None })
     }
 
     /// Returns the vocabulary of text and control tokens.

@@ -1,7 +1,7 @@
 //! Rendering of messages as tokens.
 
 use super::system::CALLS_GUIDE;
-use super::{CALL_END, ChatMl, PYTHON_CALL, TOOL_CALL, TOOL_RESPONSE, json};
+use super::{ANALYSIS, CALL_END, ChatMl, PYTHON_CALL, THINK, TOOL_CALL, TOOL_RESPONSE, json};
 use crate::chat::PYTHON;
 use crate::harmony::{MaskedTokens, Message, Role};
 
@@ -9,8 +9,8 @@ impl ChatMl {
     /// Renders a conversation and the start of the assistant's turn.
     pub fn render_prompt(&self, messages: &[Message]) -> Vec<u32> {
         let mut out = Writer::new(self);
-        turns(messages).for_each(|turn| out.turn(turn));
-        out.start_turn(Role::Assistant);
+        out.conversation(messages);
+        out.start_answer();
         out.finish().tokens
     }
 
@@ -19,16 +19,18 @@ impl ChatMl {
     pub fn render_continuation(&self, messages: &[Message]) -> Vec<u32> {
         let mut out = Writer::new(self);
         out.text("\n");
-        turns(messages).for_each(|turn| out.turn(turn));
-        out.start_turn(Role::Assistant);
+        out.conversation(messages);
+        out.start_answer();
         out.finish().tokens
     }
 
     /// Renders a conversation for training. The mask is true for the assistant's text and the `<|im_end|>`
-    /// after it.
+    /// after it. With thinking off, each turn after the last query begins with an empty thought, as sampled
+    /// turns do; Qwen3's template writes it before the last turn alone.
     pub fn render_training(&self, messages: &[Message]) -> MaskedTokens {
         let mut out = Writer::new(self);
-        turns(messages).for_each(|turn| out.turn(turn));
+        out.opens_turns = self.thinking == Some(false);
+        out.conversation(messages);
         // The line break after the last turn is not part of it.
         out.pending.clear();
         out.finish()
@@ -46,18 +48,42 @@ fn turns(messages: &[Message]) -> impl Iterator<Item = &[Message]> {
     })
 }
 
+/// Whether a message is a user's, and not a reply of a tool that its text spells.
+fn is_query(message: &Message) -> bool {
+    let [open, close] = TOOL_RESPONSE;
+    message.role == Role::User && !(message.content.starts_with(open) && message.content.ends_with(close))
+}
+
+/// The place of a turn in its conversation.
+#[derive(Clone, Copy)]
+enum Place {
+    BeforeQuery,
+    AfterQuery,
+    /// After the last query, at the end.
+    Last,
+}
+
 struct Writer<'a> {
     chat: &'a ChatMl,
     tokens: Vec<u32>,
     mask: Vec<bool>,
     sampled: bool,
+    /// Whether every turn after the last query begins with a thought.
+    opens_turns: bool,
     /// Text not tokenised yet: adjacent texts are tokenised as one.
     pending: String,
 }
 
 impl<'a> Writer<'a> {
     fn new(chat: &'a ChatMl) -> Self {
-        Self { chat, tokens: vec![], mask: vec![], sampled: false, pending: String::new() }
+        Self {
+            chat,
+            tokens: vec![],
+            mask: vec![],
+            sampled: false,
+            opens_turns: false,
+            pending: String::new(),
+        }
     }
 
     fn finish(mut self) -> MaskedTokens {
@@ -100,21 +126,76 @@ impl<'a> Writer<'a> {
         self.text("\n");
     }
 
+    /// Writes a conversation, turn by turn.
+    fn conversation(&mut self, messages: &[Message]) {
+        let query = messages.iter().rposition(is_query).unwrap_or(messages.len());
+        let mut start = 0;
+        for turn in turns(messages) {
+            let place = match (start > query, start + turn.len() == messages.len()) {
+                (false, _) => Place::BeforeQuery,
+                (true, false) => Place::AfterQuery,
+                (true, true) => Place::Last,
+            };
+            self.turn(turn, place);
+            start += turn.len();
+        }
+    }
+
+    /// Writes the start of a turn to sample.
+    fn start_answer(&mut self) {
+        self.start_turn(Role::Assistant);
+        if self.chat.thinking == Some(false) {
+            self.thought("");
+        }
+    }
+
+    fn thought(&mut self, thought: &str) {
+        self.template_word(THINK[0]);
+        self.text(&format!("\n{}\n", thought.trim_matches('\n')));
+        self.template_word(THINK[1]);
+        self.text("\n\n");
+    }
+
+    /// Writes an assistant's turn after its start. Qwen3's thoughts are written after the last query, and an
+    /// empty one at the end of the conversation. The model samples no empty thought when thinking is off.
+    fn answer(&mut self, turn: &[Message], place: Place) {
+        let thinks = self.chat.has_thoughts();
+        // A call may be on the channel `analysis` too.
+        let is_thought = |message: &&Message| {
+            thinks && message.recipient.is_none() && message.channel.as_deref() == Some(ANALYSIS)
+        };
+        let thoughts: Vec<&str> =
+            turn.iter().filter(is_thought).map(|message| message.content.as_str()).collect();
+        let thought = thoughts.join("\n");
+        let is_shown = match place {
+            Place::BeforeQuery => false,
+            Place::AfterQuery => self.opens_turns || !thought.is_empty(),
+            Place::Last => thinks,
+        };
+        self.flush();
+        self.sampled = self.chat.thinking != Some(false) || !thought.is_empty() || !is_shown;
+        if is_shown {
+            self.thought(&thought);
+            self.flush();
+        }
+        self.sampled = true;
+        for (i, message) in turn.iter().filter(|message| !is_thought(message)).enumerate() {
+            self.text(if i == 0 { "" } else { "\n" });
+            match &message.recipient {
+                Some(name) => self.call(name, &message.content),
+                None if i == 0 && is_shown => self.text(message.content.trim_start_matches('\n')),
+                None => self.text(&message.content),
+            }
+        }
+    }
+
     /// Writes one turn and the line break after it.
-    fn turn(&mut self, turn: &[Message]) {
+    fn turn(&mut self, turn: &[Message], place: Place) {
         let Some(first) = turn.first() else { return };
         match first.role {
             Role::Assistant => {
                 self.start_turn(Role::Assistant);
-                self.flush();
-                self.sampled = true;
-                for (i, message) in turn.iter().enumerate() {
-                    self.text(if i == 0 { "" } else { "\n" });
-                    match &message.recipient {
-                        Some(name) => self.call(name, &message.content),
-                        None => self.text(&message.content),
-                    }
-                }
+                self.answer(turn, place);
             }
             Role::Tool => {
                 self.token(self.chat.im_start);

@@ -3,7 +3,7 @@
 //! It searches the text for calls, so a `<tool_call>` spelled in ordinary tokens counts too. A call without
 //! an end extends to the next call or to the end of the turn.
 
-use super::{ChatMl, TOOL_CALL, json};
+use super::{ANALYSIS, ChatMl, THINK, TOOL_CALL, json};
 use crate::chat::{Call, PYTHON};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use serde_json::Value;
@@ -72,7 +72,18 @@ impl ChatMlTurnParser {
 
     /// Parses the text into messages and calls.
     fn read(&mut self) {
-        let text = String::from_utf8_lossy(&self.bytes).into_owned();
+        let mut text = String::from_utf8_lossy(&self.bytes).into_owned();
+        if self.chat.has_thoughts()
+            && let Some((thought, answer)) = split_thought(&text)
+        {
+            if !thought.is_empty() {
+                self.messages.push(Message::assistant(ANALYSIS, thought));
+            }
+            match answer {
+                Some(answer) => text = answer.to_owned(),
+                None => return,
+            }
+        }
         let (outside, calls) = split(&text);
         if calls.is_empty() {
             self.messages.push(Message::assistant("final", text));
@@ -96,6 +107,16 @@ impl ChatMlTurnParser {
             self.calls.push(call);
         }
     }
+}
+
+/// Returns the thought that a turn begins with, and the text after it; none if the thought has no end.
+pub(super) fn split_thought(text: &str) -> Option<(&str, Option<&str>)> {
+    let [open, close] = THINK;
+    let (thought, answer) = match text.split_once(close) {
+        Some((thought, answer)) => (thought, Some(answer.trim_start_matches('\n'))),
+        None => (text.trim_start().strip_prefix(open)?, None),
+    };
+    Some((thought.rsplit(open).next().unwrap_or_default().trim_matches('\n'), answer))
 }
 
 /// Returns the text outside of calls, and the text of each call.
@@ -153,6 +174,14 @@ mod tests {
         assert_eq!(split("just text\n"), ("just text".into(), vec![]));
         assert_eq!(split("a\n<tool_call>\n1\n</tool_call>\n<tool_call>2"), ("a".into(), vec!["1", "2"]));
         assert_eq!(split("<tool_call>1<tool_call>2</tool_call>\nb"), ("b".into(), vec!["1", "2"]));
+    }
+
+    #[test]
+    fn a_thought_ends_at_its_tag() {
+        assert_eq!(split_thought("<think>\na\nb\n</think>\n\n7"), Some(("a\nb", Some("7"))));
+        assert_eq!(split_thought("a</think>7</think>"), Some(("a", Some("7</think>"))));
+        assert_eq!(split_thought("<think>\na <tool_call>"), Some(("a <tool_call>", None)));
+        assert_eq!(split_thought("7 <think>"), None);
     }
 
     #[test]

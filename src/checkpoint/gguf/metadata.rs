@@ -125,7 +125,7 @@ impl Metadata<'_> {
                 "factor": of("rope.scaling.factor"),
                 "original_max_position_embeddings": of("rope.scaling.original_context_length"),
                 // The released GPT-OSS has no rounded ramp, and llama.cpp has no key for it.
-                "truncate": of("rope.scaling.truncate").as_bool().unwrap_or(!family.has_experts),
+                "truncate": of("rope.scaling.truncate").as_bool().unwrap_or(family.gguf != "gpt-oss"),
             });
             for (key, value) in [
                 ("beta_fast", of("rope.scaling.yarn_beta_fast")),
@@ -142,9 +142,16 @@ impl Metadata<'_> {
                 Json::Null => of("feed_forward_length"),
                 found => found,
             };
+            json["moe_intermediate_size"] = json["intermediate_size"].clone();
             json["num_local_experts"] = of("expert_count");
             json["num_experts_per_tok"] = of("expert_used_count");
+            // llama.cpp renormalises Qwen3's chosen experts always.
+            json["norm_topk_prob"] = json!(true);
+        }
+        if family.has_windows {
             json["sliding_window"] = of("attention.sliding_window");
+        }
+        if family.has_swiglu_limit {
             // llama.cpp has the clamp built in.
             json["swiglu_limit"] = json!(7.0);
         }

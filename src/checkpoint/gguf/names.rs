@@ -1,5 +1,6 @@
 //! The tensors of a GGUF file that hold a parameter.
 
+use crate::model::families::Family;
 use crate::model::names::ParameterSpec;
 
 /// One tensor of a parameter.
@@ -10,13 +11,18 @@ pub(super) struct GgufTensorSpec {
 }
 
 /// Names of a layer's tensors in a Hugging Face folder and in GGUF.
-const LAYER_NAMES: [(&str, &str); 11] = [
+const LAYER_NAMES: [(&str, &str); 16] = [
     ("input_layernorm", "attn_norm"),
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
     ("self_attn.o_proj", "attn_output"),
     ("self_attn.sinks", "attn_sinks"),
+    ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.k_norm", "attn_k_norm"),
+    ("mlp.gate", "ffn_gate_inp"),
+    ("mlp.experts.gate_proj", "ffn_gate_exps"),
+    ("mlp.experts.up_proj", "ffn_up_exps"),
     ("mlp.router", "ffn_gate_inp"),
     ("mlp.gate_proj", "ffn_gate"),
     ("mlp.up_proj", "ffn_up"),
@@ -26,9 +32,9 @@ const LAYER_NAMES: [(&str, &str); 11] = [
 
 /// Returns the tensors of `spec`. The experts' gate and up are two tensors, whose rows alternate in the
 /// parameter. GGUF stores every matrix as [.., out, in].
-pub(super) fn parts(spec: &ParameterSpec, has_experts: bool) -> Vec<GgufTensorSpec> {
+pub(super) fn parts(spec: &ParameterSpec, family: Family) -> Vec<GgufTensorSpec> {
     let [experts, output, input] = geometry(spec);
-    let names = part_names(&spec.name, has_experts);
+    let names = part_names(&spec.name, family);
     let output = output / names.len();
     let shape = match (spec.is_expert_parameter(), spec.is_matrix()) {
         (true, true) => vec![experts, output, input],
@@ -49,7 +55,7 @@ pub(super) fn geometry(spec: &ParameterSpec) -> [usize; 3] {
     }
 }
 
-fn part_names(name: &str, has_experts: bool) -> Vec<String> {
+fn part_names(name: &str, family: Family) -> Vec<String> {
     let Some((layer, rest)) = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')) else {
         let name = match name {
             "model.embed_tokens.weight" => "token_embd.weight",
@@ -67,7 +73,7 @@ fn part_names(name: &str, has_experts: bool) -> Vec<String> {
     let named = |stem: &str| format!("blk.{layer}.{stem}.{kind}");
     match stem {
         "mlp.experts.gate_up_proj" => vec![named("ffn_gate_exps"), named("ffn_up_exps")],
-        "post_attention_layernorm" if has_experts => vec![named("post_attention_norm")],
+        "post_attention_layernorm" if family.gguf == "gpt-oss" => vec![named("post_attention_norm")],
         "post_attention_layernorm" => vec![named("ffn_norm")],
         _ => {
             let found = LAYER_NAMES.iter().find(|(theirs, _)| *theirs == stem);

@@ -30,7 +30,7 @@ const ROWS: usize = 64;
 pub struct GgufWeights {
     path: PathBuf,
     files: Vec<GgufFile>,
-    has_experts: bool,
+    family: Family,
     /// Whether all tensors are F32 or F16, which are held as f32.
     is_float: bool,
 }
@@ -57,12 +57,12 @@ impl GgufWeights {
         }
         let mut types = files.iter().flat_map(|file| file.tensors.values()).map(|tensor| tensor.dtype);
         let is_float = types.all(|dtype| [TensorType::F32, TensorType::F16].contains(dtype));
-        Ok((Self { path: path.to_owned(), files, has_experts: false, is_float }, metadata))
+        Ok((Self { path: path.to_owned(), files, family: Family::default(), is_float }, metadata))
     }
 
     /// Sets the family, which decides the names of tensors.
     pub(super) fn set_family(&mut self, family: Family) {
-        self.has_experts = family.has_experts;
+        self.family = family;
     }
 
     /// Returns a tensor and its file.
@@ -79,7 +79,7 @@ impl GgufWeights {
             self.files.iter().flat_map(|file| file.tensors.keys()).map(String::as_str).collect();
         let mut mistakes = vec![];
         for spec in parameter_specs(config) {
-            for GgufTensorSpec { name, shape } in parts(&spec, self.has_experts) {
+            for GgufTensorSpec { name, shape } in parts(&spec, self.family) {
                 extra.remove(name.as_str());
                 match self.find(&name) {
                     None => mistakes.push(format!("`{name}` is missing")),
@@ -112,7 +112,7 @@ impl GgufWeights {
         let is_mxfp4 = |part: &GgufTensorSpec| {
             self.find(&part.name).is_some_and(|(_, tensor)| *tensor.dtype == TensorType::MXFP4)
         };
-        match spec.is_expert_matrix() && parts(spec, self.has_experts).iter().all(is_mxfp4) {
+        match spec.is_expert_matrix() && parts(spec, self.family).iter().all(is_mxfp4) {
             true => WeightFormat::Mxfp4,
             false if self.is_float => WeightFormat::F32,
             false => WeightFormat::Bf16,
@@ -229,7 +229,7 @@ impl GgufWeights {
         mut take: impl FnMut(&TensorType, &[u8], usize, usize) -> Result<()>,
     ) -> Result<()> {
         let [_, output, input] = geometry(spec);
-        let parts = parts(spec, self.has_experts);
+        let parts = parts(spec, self.family);
         let step = parts.len();
         for (offset, part) in parts.iter().enumerate() {
             let (file, tensor) = self
@@ -250,7 +250,7 @@ impl GgufWeights {
         bad_input!(
             "{}: `{}` holds NaN or an infinite value: the file is damaged; fetch or convert it again",
             self.path.display(),
-            parts(spec, self.has_experts).iter().map(|part| &*part.name).collect::<Vec<_>>().join("` or `"),
+            parts(spec, self.family).iter().map(|part| &*part.name).collect::<Vec<_>>().join("` or `"),
         )
     }
 }

@@ -6,7 +6,7 @@ use super::tensor_type::TensorType;
 use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::model::config::{Config, LayerType};
-use crate::model::names::{Layout, ParameterSpec, parameter_specs};
+use crate::model::names::{Layout, ParameterSpec, TensorRole, parameter_specs};
 use crate::ops::cpu::host_values;
 use crate::settings::choice;
 use anyhow::{Context, Result, ensure};
@@ -42,9 +42,8 @@ choice! {
 impl GgufForm {
     /// Returns the type of one tensor.
     fn of(self, spec: &ParameterSpec) -> &'static TensorType {
-        let is_router = spec.name.ends_with(".mlp.router.weight");
         match self {
-            _ if !spec.is_matrix() || is_router => &TensorType::F32,
+            _ if !spec.is_matrix() || spec.role == TensorRole::Router => &TensorType::F32,
             GgufForm::F32 => &TensorType::F32,
             GgufForm::F16 => &TensorType::F16,
             GgufForm::Q8 if geometry(spec)[2].is_multiple_of(TensorType::Q8_0.block) => &TensorType::Q8_0,
@@ -93,9 +92,7 @@ pub fn write(
         let mut header = vec![];
         let all: Vec<(GgufTensorSpec, &TensorType)> = specs
             .iter()
-            .flat_map(|spec| {
-                parts(spec, config.family.has_experts).into_iter().map(|part| (part, format.of(spec)))
-            })
+            .flat_map(|spec| parts(spec, config.family).into_iter().map(|part| (part, format.of(spec))))
             .collect();
         header.extend_from_slice(b"GGUF\x03\0\0\0");
         header.extend_from_slice(&(all.len() as u64).to_le_bytes());
@@ -122,7 +119,7 @@ pub fn write(
                 found.dims()
             );
             let values = host_values(&found)?;
-            let part_count = parts(spec, config.family.has_experts).len();
+            let part_count = parts(spec, config.family).len();
             for part in 0..part_count {
                 let written = write_part(&mut out, spec, format.of(spec), &values, (part, part_count))?;
                 out.write_all(&vec![0; written.next_multiple_of(ALIGNMENT) - written])?;
@@ -136,8 +133,8 @@ pub fn write(
 /// Refuses a model that llama.cpp has no keys for.
 fn check(config: &Config, format: GgufForm) -> Result<()> {
     let family = config.family;
-    if format == GgufForm::Mxfp4 && !family.has_experts {
-        return Err(bad_input!("MXFP4 is a format of experts, and this family has none; write bf16 or q8_0"));
+    if format == GgufForm::Mxfp4 && !family.has_mxfp4 {
+        return Err(bad_input!("MXFP4 is not a format of this family; write bf16 or q8_0"));
     }
     let odd = |spec: &&ParameterSpec| {
         spec.is_expert_matrix() && !geometry(spec)[2].is_multiple_of(TensorType::MXFP4.block)
@@ -151,16 +148,13 @@ fn check(config: &Config, format: GgufForm) -> Result<()> {
             geometry(spec)[2]
         ));
     }
-    if !family.has_experts {
-        return Ok(());
-    }
-    if config.swiglu_limit != SWIGLU_LIMIT {
+    if family.has_swiglu_limit && config.swiglu_limit != SWIGLU_LIMIT {
         return Err(bad_input!(
             "swiglu_limit = {}: GGUF has no key for it, and llama.cpp computes with {SWIGLU_LIMIT}",
             config.swiglu_limit
         ));
     }
-    if config.layer_types != LayerType::alternate(config.num_hidden_layers) {
+    if family.has_windows && config.layer_types != LayerType::alternate(config.num_hidden_layers) {
         return Err(bad_input!(
             "layer_types do not alternate: GGUF has no key for them, and llama.cpp takes windows in even layers"
         ));
@@ -277,6 +271,8 @@ fn entries(config: &Config, format: GgufForm, tokenizer: GgufTokenizer, path: &P
         to.number(&of("expert_feed_forward_length"), config.intermediate_size);
         to.number(&of("expert_count"), config.num_local_experts);
         to.number(&of("expert_used_count"), config.num_experts_per_tok);
+    }
+    if config.family.has_windows {
         to.number(&of("attention.sliding_window"), config.sliding_window);
     }
     if let Some(yarn) = &config.rope.yarn {

@@ -183,7 +183,7 @@ fn experts(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let sorted = ops::dispatch(&inputs[0], &plan)?;
     let (y, gradients) = differentiated(&inputs, &activations(5, rows, out, device)?, |x| {
         let sorted = ops::dispatch(x[0], &plan)?;
-        ops::combine(&ops::grouped_linear(&sorted, &w, &b, &plan)?, x[1], &plan)
+        ops::combine(&ops::grouped_linear(&sorted, &w, Some(&b), &plan)?, x[1], &plan)
     })?;
     Ok(vec![
         over_rows("experts, sorted rows", &sorted, Tolerance::Same)?,

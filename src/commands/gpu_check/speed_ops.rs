@@ -108,7 +108,7 @@ fn time_matmuls(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
     let (bias, _) = trainable_parameter(&ones_f32(device, &[s.experts, up])?)?;
     type Op<'a> = &'a dyn Fn(&Tensor) -> candle_core::Result<Tensor>;
     let linear: Op = &|x| ops::linear(x, &dense, None);
-    let of_experts: Op = &|x| ops::grouped_linear(x, &grouped, &bias, &plan);
+    let of_experts: Op = &|x| ops::grouped_linear(x, &grouped, Some(&bias), &plan);
     for (name, op, time_row_ops, n, matrices) in [
         ("linear", linear, tokens, s.queries, 1),
         ("experts' product", of_experts, tokens * TOP_K, up, s.experts),

@@ -12,7 +12,7 @@ const RMS_EPSILONS: [f64; 8] = [0.0, 1e-8, 1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 1e-3];
 
 pub(super) fn causes(config: &Config) -> Vec<Cause> {
     let mut found = vec![];
-    if config.family.has_experts {
+    if config.family.has_swiglu_limit {
         found.extend([
             Cause::in_forward("SwiGLU limit missing", "gate and up are not clamped", FORWARD, |variant| {
                 variant.config.swiglu_limit = f64::from(f32::MAX);
@@ -23,6 +23,10 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
                 FORWARD,
                 |variant| variant.forward.swiglu_alpha = 1.0,
             ),
+        ]);
+    }
+    if config.family.has_experts {
+        found.extend([
             Cause::in_forward(
                 "softmax before top-k",
                 "experts are weighed by a softmax over all of them",

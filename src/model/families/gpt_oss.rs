@@ -4,10 +4,11 @@ use super::FamilyEntry;
 use crate::chat::Format;
 use crate::model::config::{Config, LayerType};
 use crate::model::config_json::ConfigReader;
-use crate::model::layer::{AttentionWeights, Experts, Layer, LayerOutput, LayerPass};
-use crate::model::matrix::LayerTensors;
+use crate::model::forward::{ForwardOptions, Model};
+use crate::model::layer::{AttentionWeights, ExpertMlp, Experts, Layer, LayerOutput, LayerPass};
+use crate::model::matrix::{LayerTensors, Matrix};
 use crate::model::names::{LayerSpecs, ParameterSpec, TensorRole};
-use crate::ops::Parameter;
+use crate::ops::{self, Dispatch, Parameter};
 use anyhow::Result;
 use candle_core::Tensor;
 use serde_json::{Value, json};
@@ -23,6 +24,9 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     has_experts: true,
     has_sinks: true,
     has_windows: true,
+    has_swiglu_limit: true,
+    has_mxfp4: true,
+    has_head_norms: false,
     may_tie_embeddings: false,
     layer_types: LayerType::alternate,
     read,
@@ -84,7 +88,7 @@ fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     push("self_attn.o_proj.weight", TensorRole::OutputProjection, &[h, q]);
     push("self_attn.o_proj.bias", TensorRole::Bias, &[h]);
     push("post_attention_layernorm.weight", TensorRole::Norm, &[h]);
-    push("mlp.router.weight", TensorRole::InputProjection, &[e, h]);
+    push("mlp.router.weight", TensorRole::Router, &[e, h]);
     push("mlp.router.bias", TensorRole::Bias, &[e]);
     push("mlp.experts.gate_up_proj", TensorRole::InputProjection, &[e, h, 2 * i]);
     push("mlp.experts.gate_up_proj_bias", TensorRole::Bias, &[e, 2 * i]);
@@ -115,11 +119,39 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
         post_attention_norm: tensors.vector("post_attention_layernorm.weight")?,
         experts: Experts {
             router: tensors.linear("mlp.router")?,
-            gate_up: tensors.expert_matrices("mlp.experts.gate_up_proj")?,
-            down: tensors.expert_matrices("mlp.experts.down_proj")?,
+            mlp: Arc::new(ClampedMlp {
+                gate_up: tensors.expert_matrices("mlp.experts.gate_up_proj")?,
+                down: tensors.expert_matrices("mlp.experts.down_proj")?,
+            }),
             ranks: tensors.expert_parallel(),
         },
     }))
+}
+
+/// The experts' MLPs: SwiGLU with a clamp.
+struct ClampedMlp {
+    /// Projects to `2I`, gate and up interleaved.
+    gate_up: Matrix,
+    down: Matrix,
+}
+
+impl ExpertMlp for ClampedMlp {
+    fn forward(
+        &self,
+        x: &Tensor,
+        plan: &Dispatch,
+        model: &Model,
+        options: &ForwardOptions,
+    ) -> Result<Tensor> {
+        let gate_up = self.gate_up.grouped_matmul(x, plan)?;
+        let active = ops::swiglu(&gate_up, model.config.swiglu_limit, options.swiglu_alpha)?;
+        self.down.grouped_matmul(&active, plan)
+    }
+
+    fn without_gradient(&self) -> Arc<dyn ExpertMlp> {
+        let (gate_up, down) = (self.gate_up.without_gradient(), self.down.without_gradient());
+        Arc::new(Self { gate_up, down })
+    }
 }
 
 impl Layer for GptOssLayer {

@@ -17,6 +17,8 @@ registered! {
     pub struct Family(FamilyEntry) default gpt_oss;
     mod gpt_oss;
     mod qwen2;
+    mod qwen3;
+    mod qwen3_moe;
 }
 
 /// A family of models.
@@ -39,6 +41,12 @@ pub struct FamilyEntry {
     pub has_sinks: bool,
     /// Whether layers may have a sliding window.
     pub has_windows: bool,
+    /// Whether the experts' SwiGLU has a clamp.
+    pub has_swiglu_limit: bool,
+    /// Whether the experts may be stored in MXFP4.
+    pub has_mxfp4: bool,
+    /// Whether each query head and key head is normed.
+    pub has_head_norms: bool,
     /// Whether the embedding and the LM head may share a matrix.
     pub may_tie_embeddings: bool,
     /// Returns the layer types for a number of layers, when `config.json` does not list them.

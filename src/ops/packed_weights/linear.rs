@@ -27,25 +27,22 @@ pub fn packed_linear(x: &Tensor, weight: &Arc<PackedMatrix>, bias: Option<&Param
     if experts != 1 || k != input || bias.is_some_and(|b| b.values().dims() != [output]) {
         bail!("packed_linear: x {:?}, weight {:?}", x.dims(), weight.shape());
     }
-    match bias {
-        Some(bias) => apply_with_bias(x, weight, bias, None),
-        None => apply([&contiguous(x)?], PackedLinear { weight: weight.clone(), bias: None, plan: None }),
-    }
+    apply_linear(x, weight, bias, None)
 }
 
-/// Multiplies each row by its expert's matrix: `x [T·K, in]` sorted by `plan`, `bias [E, out]` → `[T·K,
-/// out]`.
+/// Multiplies each row by its expert's matrix: `x [T·K, in]` sorted by `plan`, optional `bias [E, out]` →
+/// `[T·K, out]`.
 ///
 /// # Errors
 /// When shapes disagree.
 pub fn packed_grouped_linear(
     x: &Tensor,
     weight: &Arc<PackedMatrix>,
-    bias: &Parameter,
+    bias: Option<&Parameter>,
     plan: &Dispatch,
 ) -> Result<Tensor> {
     let ((rows, k), [experts, input, output]) = (x.dims2()?, weight.shape());
-    if rows != plan.rows() || k != input || bias.values().dims() != [experts, output] {
+    if rows != plan.rows() || k != input || bias.is_some_and(|b| b.values().dims() != [experts, output]) {
         bail!("packed_grouped_linear: x {:?}, weight {:?}", x.dims(), weight.shape());
     }
     if plan.expert_count() != experts {
@@ -55,17 +52,20 @@ pub fn packed_grouped_linear(
             plan.expert_count()
         );
     }
-    apply_with_bias(x, weight, bias, Some(plan.clone()))
+    apply_linear(x, weight, bias, Some(plan.clone()))
 }
 
-fn apply_with_bias(
+fn apply_linear(
     x: &Tensor,
     weight: &Arc<PackedMatrix>,
-    bias: &Parameter,
+    bias: Option<&Parameter>,
     plan: Option<Dispatch>,
 ) -> Result<Tensor> {
-    let op = PackedLinear { weight: weight.clone(), bias: bias.gradient(), plan };
-    apply([&contiguous(x)?, bias.values()], op)
+    let op = PackedLinear { weight: weight.clone(), bias: bias.and_then(Parameter::gradient), plan };
+    match bias {
+        Some(bias) => apply([&contiguous(x)?, bias.values()], op),
+        None => apply([&contiguous(x)?], op),
+    }
 }
 
 struct PackedLinear {

@@ -67,6 +67,11 @@ impl PassShape<'_> {
         }
     }
 
+    /// Returns the bytes of normed queries and keys.
+    fn head_norms(&self) -> u64 {
+        if self.config.family.has_head_norms { self.queries() + self.keys() } else { 0 }
+    }
+
     fn saved_base_layer_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         // Both norms, o, both residual sums, experts' output; q twice and attention's output; k, v and their
@@ -75,13 +80,14 @@ impl PassShape<'_> {
             + 3 * self.queries()
             + 4 * self.keys()
             + self.small()
+            + self.head_norms()
             + self.expert_rows_bytes(2 * h + 3 * i)
     }
 
     /// Returns the peak of one layer's forward when nothing is saved, without its input.
     fn layer_forward(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        let attention = 2 * self.hidden() + 2 * self.queries() + 6 * self.keys();
+        let attention = 2 * self.hidden() + 2 * self.queries() + 6 * self.keys() + self.head_norms();
         let experts = 4 * self.hidden() + self.expert_rows_bytes(3 * i + h);
         // An adapter's product is held beside the base's.
         let adapted = if self.adapted { self.expert_rows_bytes(2 * i).max(self.queries()) } else { 0 };

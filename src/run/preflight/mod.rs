@@ -155,6 +155,8 @@ impl Preflight {
             plan.warnings
                 .push(format!("THE PYTHON TOOL IS {confinement}: code from the model runs with your rights"));
         }
+        let thinking = plan.recipe.harmony.enable_thinking.unwrap_or(true);
+        let source = ModelSource { chat: source.chat.clone().with_thinking(thinking), ..source };
         let system_prompt =
             system_prompt(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
         Ok(Self {

@@ -62,7 +62,7 @@ pub fn targets(scratch: &Path) -> Vec<Target> {
     all.extend(model_files(scratch));
     all.extend(run_files(scratch));
     all.extend(data(scratch));
-    all.extend([Format::Harmony, Format::ChatMl].into_iter().flat_map(conversations));
+    all.extend([Format::Harmony, Format::ChatMl, Format::ThinkingChatMl].into_iter().flat_map(conversations));
     all.extend(answers());
     all
 }
@@ -104,7 +104,7 @@ fn model_files(scratch: &Path) -> Vec<Target> {
     let parent = |path: &Path| path.parent().expect("a folder").to_owned();
     let vocabularies = [Format::Harmony, Format::ChatMl]
         .map(|format| format.from_embedded().expect("embedded").vocabulary().json_bytes().to_vec());
-    let configs = ["gpt_oss_yarn", "gpt_oss_plain", "qwen2", "qwen2_tied"]
+    let configs = ["gpt_oss_yarn", "gpt_oss_plain", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe"]
         .map(|name| example(&format!("tests/fixtures/{name}/config.json")));
     let gguf = example("tests/fixtures/gguf/gpt_oss.gguf");
     let digest = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262";
@@ -261,6 +261,13 @@ fn conversations(format: Format) -> [Target; 3] {
             [
                 "7 or so\n<tool_call>\n{\"name\": \"python\", \"arguments\": {\"code\": \"print(1)\\n\"}}\n</tool_call><|im_end|>",
                 "It is 7.<|im_end|>",
+            ],
+        ),
+        Format::ThinkingChatMl => (
+            ["ChatML messages with thoughts", "ChatML turn with thoughts", "ChatML ids with thoughts"],
+            [
+                "<think>\n3*4\n</think>\n\n<tool_call>\n{\"name\": \"python\", \"arguments\": {\"code\": \"1\"}}\n</tool_call><|im_end|>",
+                "<think>It is 7.<|im_end|>",
             ],
         ),
     };

@@ -247,11 +247,19 @@ impl Case {
         if let Some(adapter) = self.adapters.get(kind) {
             return adapter[&spec.name].clone();
         }
+        if spec.layout == Layout::PerExpert {
+            let one = |expert| {
+                let tensor = &self.expected[&format!("{kind}.{}", spec.name_of_expert(expert))];
+                assert_eq!(tensor.dims(), [spec.stored_shape[2], spec.stored_shape[1]], "{}", spec.name);
+                floats(&tensor.t().unwrap())
+            };
+            return (0..spec.stored_shape[0]).flat_map(one).collect();
+        }
         let tensor = &self.expected[&format!("{kind}.{}", spec.name)];
         assert_eq!(tensor.dims(), spec.stored_shape, "{}", spec.name);
         match spec.layout {
             Layout::Transposed => floats(&tensor.t().unwrap()),
-            Layout::AsStored => floats(tensor),
+            _ => floats(tensor),
         }
     }
 

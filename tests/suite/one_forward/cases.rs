@@ -152,9 +152,25 @@ pub fn cases() -> Vec<Case> {
         rope: Rope { theta: 1_000_000.0, yarn: None },
         ..dense.clone()
     };
+    let qwen3 = Config {
+        family: Family::from_name("qwen3").unwrap(),
+        head_dim: 128,
+        tie_word_embeddings: true,
+        ..dense.clone()
+    };
+    let qwen3_moe = Config {
+        family: Family::from_name("qwen3_moe").unwrap(),
+        hidden_size: 100,
+        intermediate_size: 51,
+        num_local_experts: 16,
+        num_experts_per_tok: 8,
+        ..dense.clone()
+    };
     vec![
-        Case { name: "dense family", config: dense, turns: 3, share: 5, ..base() },
-        Case { name: "dense family, tied, odd sizes", config: dense_odd, turns: 3, share: 5, ..base() },
+        Case { name: "dense family", config: dense, turns: 3, share: 3, ..base() },
+        Case { name: "dense family, tied, odd sizes", config: dense_odd, turns: 3, share: 3, ..base() },
+        Case { name: "Qwen3, tied, heads of 128", config: qwen3, turns: 3, share: 2, ..base() },
+        Case { name: "Qwen3 with experts", config: qwen3_moe, turns: 3, share: 2, ..base() },
         Case { name: "windows crossed many times", turns: 1, turn_tokens_max: 700, share: 10, ..base() },
         Case {
             name: "chunks of keys crossed",
@@ -361,6 +377,9 @@ impl Talk {
             (Format::Harmony, false) => (&TO_PYTHON_CALL, &[CALL]),
             (Format::ChatMl, true) => (&[], &[IM_END]),
             (Format::ChatMl, false) => (&[TOOL_CALL, PYTHON_CODE], &[CODE_END, IM_END]),
+            (Format::ThinkingChatMl, true) => (&[], &[IM_END]),
+            // Two tokens more come before: those of thoughts.
+            (Format::ThinkingChatMl, false) => (&[TOOL_CALL, PYTHON_CODE + 2], &[CODE_END + 2, IM_END]),
         }
     }
 }
@@ -379,7 +398,7 @@ impl TokenSource for Talk {
             Some(&token) => token,
             None if place.token >= length => closing[(place.token - length).min(closing.len() - 1)],
             // Digits: nothing that would end the text of a call or have to be escaped in it.
-            None if self.family.chat == Format::ChatMl => BYTES + 48 + drawn % 10,
+            None if self.family.chat != Format::Harmony => BYTES + 48 + drawn % 10,
             None if drawn < BYTES => BYTES + 32 + drawn,
             None => drawn,
         })

@@ -87,12 +87,25 @@ fn dispatch_grouped_product_and_combine_equal_plain_loops() {
         check(
             &format!("grouped_linear {seed}"),
             &[&rows, &w, &b],
-            |v| ops::grouped_linear(v[0], &v[1].0, &v[2].0, &plan).unwrap(),
+            |v| ops::grouped_linear(v[0], &v[1].0, Some(&v[2].0), &plan).unwrap(),
             |v| {
                 let at = |row: usize, j: usize| {
                     let e = case.routes[sorted[row]] as usize;
                     let dot = |c: usize| v[0][row * k + c] * v[1][(e * k + c) * n + j];
                     v[2][e * n + j] + (0..k).map(dot).sum::<f64>()
+                };
+                (0..sorted.len() * n).map(|i| at(i / n, i % n)).collect()
+            },
+        );
+
+        check(
+            &format!("grouped_linear without bias {seed}"),
+            &[&rows, &w],
+            |v| ops::grouped_linear(v[0], &v[1].0, None, &plan).unwrap(),
+            |v| {
+                let at = |row: usize, j: usize| -> f64 {
+                    let e = case.routes[sorted[row]] as usize;
+                    (0..k).map(|c| v[0][row * k + c] * v[1][(e * k + c) * n + j]).sum()
                 };
                 (0..sorted.len() * n).map(|i| at(i / n, i % n)).collect()
             },
@@ -133,7 +146,7 @@ fn a_token_alone_gets_the_same_bits_from_the_experts_as_in_a_batch() {
                 |v: &[f32], width| Tensor::from_vec(v.to_vec(), (tokens, width), &Device::Cpu).unwrap();
             let rows = ops::dispatch(&tensor(x, k), &plan).unwrap();
             let (w, b) = (Parameter::constant(&w), Parameter::constant(&b));
-            let rows = ops::grouped_linear(&rows, &w, &b, &plan).unwrap();
+            let rows = ops::grouped_linear(&rows, &w, Some(&b), &plan).unwrap();
             floats(&ops::combine(&rows, &tensor(shares, case.top_k), &plan).unwrap())
         };
         let whole = run(&x, &case.routes, &shares);

@@ -86,7 +86,7 @@ fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5])
     let plan = Dispatch::new(&routes.to_device(device).unwrap(), experts).unwrap();
     let (y, gradients) = forward_and_backward(&[&x, &shares], &held(dy), || {
         let sorted = ops::dispatch(&x, &plan)?;
-        let product = ops::grouped_linear(&sorted, &own.parameters[0], &own.parameters[1], &plan)?;
+        let product = ops::grouped_linear(&sorted, &own.parameters[0], Some(&own.parameters[1]), &plan)?;
         ops::combine(&product, &shares, &plan)
     });
     let [Some(dx), Some(dshares)] = &gradients[..] else { panic!("two gradients") };
@@ -141,7 +141,7 @@ fn the_plan_is_the_cpus_and_a_token_alone_has_its_bits() {
         let rows = |x: &Tensor| x.narrow(0, first, count).unwrap().contiguous().unwrap();
         let plan = Dispatch::new(&rows(&routes).to_device(&gpu).unwrap(), experts).unwrap();
         let sorted = ops::dispatch(&to_gpu(&rows(&x), &gpu), &plan).unwrap();
-        let product = ops::grouped_linear(&sorted, &w, &b, &plan).unwrap();
+        let product = ops::grouped_linear(&sorted, &w, Some(&b), &plan).unwrap();
         let shares = Tensor::ones((count, top_k), DType::F32, &gpu).unwrap();
         (floats(&ops::combine(&product, &shares, &plan).unwrap()), plan)
     };
@@ -166,7 +166,7 @@ fn nothing_to_do_is_no_launch_and_what_does_not_fit_is_refused() {
     let w = Parameter::constant(&Tensor::zeros((3, 16, 8), DType::BF16, &gpu).unwrap());
     let b = Parameter::constant(&Tensor::zeros((3, 8), DType::F32, &gpu).unwrap());
     let sorted = ops::dispatch(&x, &plan).unwrap();
-    let product = ops::grouped_linear(&sorted, &w, &b, &plan).unwrap();
+    let product = ops::grouped_linear(&sorted, &w, Some(&b), &plan).unwrap();
     let shares = Tensor::zeros((0, 2), DType::F32, &gpu).unwrap();
     assert_eq!(ops::combine(&product, &shares, &plan).unwrap().dims(), [0, 8]);
     let one = Tensor::zeros((2, 16), DType::F32, &gpu).unwrap();

@@ -86,9 +86,9 @@ fn packed_experts_multiply_as_decoded_ones() {
         let b = numbers(3, experts, n, 1.0).to_device(&gpu).unwrap();
         let [(bias, sums), (same_bias, same_sums)] = [(); 2].map(|()| trainable_parameter(&b, &b));
         let (y, dx) =
-            output_and_gradients(&[&x], &dy, |x| packed_grouped_linear(x[0], &packed, &bias, &plan));
+            output_and_gradients(&[&x], &dy, |x| packed_grouped_linear(x[0], &packed, Some(&bias), &plan));
         let (exact, exact_dx) =
-            output_and_gradients(&[&x], &dy, |x| ops::grouped_linear(x[0], &w, &same_bias, &plan));
+            output_and_gradients(&[&x], &dy, |x| ops::grouped_linear(x[0], &w, Some(&same_bias), &plan));
         assert_eq!((bits(&y), bits(&dx[0])), (bits(&exact), bits(&exact_dx[0])));
         assert_eq!(bits(&sums), bits(&same_sums));
     }
@@ -103,11 +103,11 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     assert_eq!(packed_linear(&none, &on_gpu, None).unwrap().dims(), [0, 8]);
     let plan = Dispatch::new(&Tensor::zeros((0, 2), DType::U32, &gpu).unwrap(), 1).unwrap();
     let bias = Parameter::constant(&Tensor::zeros((1, 8), DType::F32, &gpu).unwrap());
-    assert_eq!(packed_grouped_linear(&none, &on_gpu, &bias, &plan).unwrap().dims(), [0, 8]);
+    assert_eq!(packed_grouped_linear(&none, &on_gpu, Some(&bias), &plan).unwrap().dims(), [0, 8]);
     let one = Tensor::zeros((1, 32), DType::BF16, &gpu).unwrap();
-    assert_refused(packed_grouped_linear(&one, &on_gpu, &bias, &plan), "x [1, 32], weight [1, 32, 8]");
+    assert_refused(packed_grouped_linear(&one, &on_gpu, Some(&bias), &plan), "x [1, 32], weight [1, 32, 8]");
     let two = Dispatch::new(&Tensor::zeros((1, 1), DType::U32, &gpu).unwrap(), 2).unwrap();
-    assert_refused(packed_grouped_linear(&one, &on_gpu, &bias, &two), "a plan of 2 experts");
+    assert_refused(packed_grouped_linear(&one, &on_gpu, Some(&bias), &two), "a plan of 2 experts");
     let host = Arc::new(packed);
     assert_refused(
         packed_linear(&one, &host, None),

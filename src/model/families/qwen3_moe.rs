@@ -1,0 +1,135 @@
+//! Qwen3 with experts: Qwen3's attention, and SwiGLU experts without biases.
+//!
+//! The softmax over all experts, renormalised over the chosen ones (`norm_topk_prob`), is a softmax over the
+//! chosen ones. A folder has three matrices for each expert; in memory all experts share a tensor.
+
+use super::FamilyEntry;
+use super::qwen3::{self, NormedAttention, attention_specs};
+use crate::model::config::Config;
+use crate::model::config_json::ConfigReader;
+use crate::model::forward::{ForwardOptions, Model};
+use crate::model::layer::{AttentionWeights, ExpertMlp, Experts, Layer, LayerOutput, LayerPass};
+use crate::model::matrix::{LayerTensors, Matrix};
+use crate::model::names::{ParameterSpec, TensorRole};
+use crate::ops::{self, Dispatch};
+use anyhow::Result;
+use candle_core::Tensor;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+pub(super) const ENTRY: FamilyEntry = FamilyEntry {
+    name: "qwen3_moe",
+    meaning: "Qwen3 with experts; conversations in ChatML with thinking.",
+    architecture: "Qwen3MoeForCausalLM",
+    gguf: "qwen3moe",
+    has_experts: true,
+    read,
+    own_keys,
+    layer_specs,
+    layer,
+    ..qwen3::ENTRY
+};
+
+fn read(keys: &mut ConfigReader) -> Config {
+    if !keys.flag("norm_topk_prob", false) {
+        keys.record_mistake(
+            "norm_topk_prob must be true: weights of the chosen experts that do not sum to 1 are not \
+             supported",
+        )
+    }
+    keys.require_value("decoder_sparse_step", &json!(1));
+    keys.require_value("mlp_only_layers", &json!([]));
+    Config {
+        intermediate_size: keys.size("moe_intermediate_size"),
+        num_local_experts: keys.size_with_alias("num_experts", "num_local_experts"),
+        num_experts_per_tok: keys.size("num_experts_per_tok"),
+        ..qwen3::read(keys)
+    }
+}
+
+fn own_keys(config: &Config) -> Value {
+    let mut own = qwen3::own_keys(config);
+    own["moe_intermediate_size"] = json!(config.intermediate_size);
+    own["num_experts"] = json!(config.num_local_experts);
+    own["num_experts_per_tok"] = json!(config.num_experts_per_tok);
+    own["norm_topk_prob"] = json!(true);
+    own["decoder_sparse_step"] = json!(1);
+    own["mlp_only_layers"] = json!([]);
+    own
+}
+
+/// Returns the tensors of layer `layer`: attention, then experts. Letters as in [`crate::model::names`].
+fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
+    let (h, e, i) = (config.hidden_size, config.num_local_experts, config.intermediate_size);
+    let mut specs = attention_specs(config, layer);
+    specs.push("mlp.gate.weight", TensorRole::Router, &[e, h]);
+    specs.push("mlp.experts.gate_proj.weight", TensorRole::InputProjection, &[e, h, i]);
+    specs.push("mlp.experts.up_proj.weight", TensorRole::InputProjection, &[e, h, i]);
+    specs.push("mlp.experts.down_proj.weight", TensorRole::OutputProjection, &[e, i, h]);
+    specs.into_vec()
+}
+
+/// The experts' MLPs: SwiGLU.
+struct ExpertSwiglu {
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+}
+
+impl ExpertMlp for ExpertSwiglu {
+    fn forward(&self, x: &Tensor, plan: &Dispatch, _: &Model, _: &ForwardOptions) -> Result<Tensor> {
+        let (gate, up) = (self.gate.grouped_matmul(x, plan)?, self.up.grouped_matmul(x, plan)?);
+        self.down.grouped_matmul(&ops::silu_and_mul(&gate, &up)?, plan)
+    }
+
+    fn without_gradient(&self) -> Arc<dyn ExpertMlp> {
+        Arc::new(Self {
+            gate: self.gate.without_gradient(),
+            up: self.up.without_gradient(),
+            down: self.down.without_gradient(),
+        })
+    }
+}
+
+/// A layer: attention, then experts.
+struct Qwen3MoeLayer {
+    attention: NormedAttention,
+    experts: Experts,
+}
+
+/// Builds the layer from `tensors`.
+fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
+    Ok(Arc::new(Qwen3MoeLayer {
+        attention: NormedAttention::from_tensors(tensors)?,
+        experts: Experts {
+            router: tensors.linear_without_bias("mlp.gate")?,
+            mlp: Arc::new(ExpertSwiglu {
+                gate: tensors.linear_without_bias("mlp.experts.gate_proj")?,
+                up: tensors.linear_without_bias("mlp.experts.up_proj")?,
+                down: tensors.linear_without_bias("mlp.experts.down_proj")?,
+            }),
+            ranks: tensors.expert_parallel(),
+        },
+    }))
+}
+
+impl Layer for Qwen3MoeLayer {
+    fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
+        let [x, h] = self.attention.forward(x, pass)?;
+        let (mixed, routing) = self.experts.forward(&h, pass)?;
+        Ok(LayerOutput { hidden: pass.add_residual(&x, &mixed)?, routing: Some(routing) })
+    }
+
+    fn attention(&self) -> &AttentionWeights {
+        &self.attention.weights
+    }
+
+    fn experts(&self) -> Option<&Experts> {
+        Some(&self.experts)
+    }
+
+    fn without_gradient(&self) -> Arc<dyn Layer> {
+        let (attention, experts) = (self.attention.without_gradient(), self.experts.without_gradient());
+        Arc::new(Self { attention, experts })
+    }
+}

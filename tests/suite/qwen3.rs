@@ -1,0 +1,462 @@
+//! The Qwen3 families, dense and with experts: config, folders, adapters, GGUF files, whole runs, and the
+//! keys and files that they refuse.
+
+use crate::model_files::refused;
+use crate::tiny::{self, load, values};
+use rloss::chat::Format;
+use rloss::checkpoint::BaseModel;
+use rloss::checkpoint::gguf::{GgufForm, GgufModel, GgufTokenizer};
+use rloss::checkpoint::load::ModelFolder;
+use rloss::checkpoint::peft::{self, AdapterFolder};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
+use rloss::integrity::Manifest;
+use rloss::model::adapter::{Lora, Owner, default_targets};
+use rloss::model::config::{Config, LayerType, WeightFormat};
+use rloss::model::families::Family;
+use rloss::model::names::{ParameterSpec, parameter_specs};
+use rloss::model::parameters::Parameters;
+use rloss::settings::Choice;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use tempfile::TempDir;
+
+const FAMILIES: [&str; 2] = ["qwen3", "qwen3_moe"];
+
+/// A tiny model of a family; that of `qwen3_moe` is `recipes/quickstart_qwen3_moe.toml`'s.
+pub fn config(family: &str) -> Config {
+    let family = Family::from_name(family).unwrap();
+    let experts = family.has_experts;
+    Config {
+        family,
+        num_key_value_heads: 4,
+        num_local_experts: if experts { 4 } else { 0 },
+        num_experts_per_tok: if experts { 2 } else { 0 },
+        sliding_window: 0,
+        layer_types: vec![LayerType::Full; 4],
+        swiglu_limit: 0.0,
+        max_position_embeddings: 192,
+        eos_token_ids: vec![2, 0],
+        ..tiny::config(false)
+    }
+}
+
+/// `config.json` of `family` with keys changed; null removes a key.
+fn changed(family: &str, changes: Value) -> anyhow::Result<Config> {
+    let mut json = config(family).to_json(WeightFormat::Bf16);
+    json.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    Config::from_json(&json)
+}
+
+#[test]
+fn the_published_shapes_have_the_published_numbers_of_parameters() {
+    let shared = json!({
+        "hidden_act": "silu", "attention_bias": false, "attention_dropout": 0.0, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "rope_scaling": null, "sliding_window": null, "use_sliding_window": false,
+        "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "eos_token_id": 151645,
+        "bos_token_id": 151643, "torch_dtype": "bfloat16",
+    });
+    for (changes, parameters) in [
+        (
+            json!({
+                "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                "num_attention_heads": 16, "num_key_value_heads": 8, "max_window_layers": 28,
+                "tie_word_embeddings": true,
+            }),
+            596_049_920,
+        ),
+        (
+            json!({
+                "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+                "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+                "num_key_value_heads": 4, "max_window_layers": 48, "num_experts": 128, "num_experts_per_tok": 8,
+                "norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [],
+                "output_router_logits": false, "router_aux_loss_coef": 0.001, "tie_word_embeddings": false,
+            }),
+            30_532_122_624,
+        ),
+    ] {
+        let mut json = shared.clone();
+        json.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        let config = Config::from_json(&json).unwrap();
+        assert_eq!(rloss::model::names::parameter_count(&config), parameters);
+        assert_eq!(config.head_dim, 128);
+        assert_eq!(Config::from_json(&config.to_json(WeightFormat::Bf16)).unwrap(), config);
+    }
+}
+
+#[test]
+fn both_dialects_of_config_are_read_and_what_is_not_built_is_refused() {
+    for family in FAMILIES {
+        assert_eq!(changed(family, json!({})).unwrap(), config(family));
+        let newer = json!({
+            "rope_theta": null, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            "layer_types": vec!["full_attention"; 4], "sliding_window": 4096,
+        });
+        assert_eq!(changed(family, newer).unwrap(), config(family));
+        for (changes, parts) in [
+            (json!({ "swiglu_limit": 7.0 }), &["swiglu_limit = 7.0", "not supported"][..]),
+            (json!({ "swiglu_alpha": 1.702 }), &["swiglu_alpha = 1.702", "not supported"]),
+            (json!({ "use_sliding_window": true }), &["use_sliding_window = true", "full attention"]),
+            (json!({ "layer_types": vec!["sliding_attention"; 4] }), &["layer_types", "does not support"]),
+            (json!({ "attention_bias": true }), &["attention_bias = true", "must be false"]),
+            (json!({ "head_dim": null }), &["`head_dim` is missing"]),
+            (json!({ "quantization_config": {"quant_method": "mxfp4"} }), &["mxfp4", "bf16 weights"]),
+            (json!({ "quantization_config": {"quant_method": "fp8"} }), &["fp8", "bf16 weights"]),
+        ] {
+            refused(changed(family, changes), parts);
+        }
+    }
+    for (changes, parts) in [
+        (json!({ "norm_topk_prob": false }), &["norm_topk_prob must be true"][..]),
+        (json!({ "norm_topk_prob": null }), &["norm_topk_prob must be true"]),
+        (json!({ "mlp_only_layers": [0] }), &["mlp_only_layers = [0]"]),
+        (json!({ "decoder_sparse_step": 2 }), &["decoder_sparse_step = 2"]),
+        (json!({ "num_experts": null }), &["`num_experts` is missing"]),
+        (json!({ "num_experts": 1 }), &["num_experts_per_tok"]),
+        (json!({ "moe_intermediate_size": null }), &["`moe_intermediate_size` is missing"]),
+    ] {
+        refused(changed("qwen3_moe", changes), parts);
+    }
+}
+
+/// The later and the multimodal Qwen3 are other models under names that begin alike.
+#[test]
+fn a_folder_of_qwen3_5_or_qwen3_vl_is_refused_with_what_is_supported() {
+    for name in ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"] {
+        let folder = TempDir::new().unwrap();
+        let json =
+            json!({ "model_type": name, "architectures": ["Other"], "text_config": {"hidden_size": 8} });
+        std::fs::write(folder.path().join("config.json"), json.to_string()).unwrap();
+        let path = format!("model.path={}", folder.path().display());
+        let output = rloss(&["check", "quickstart_qwen3_moe", "--set", &path, "--set", "cold_start.steps=0"]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        let wanted = format!(
+            "model_type = \"{name}\" is not supported; known: \"gpt_oss\", \"qwen2\", \"qwen3\", \"qwen3_moe\""
+        );
+        assert!(text.contains(&wanted), "{text}");
+    }
+}
+
+fn saved(config: &Config, parameters: &Parameters, format: WeightFormat) -> TempDir {
+    let folder = TempDir::new().unwrap();
+    let tensor = |spec: &ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
+    save(folder.path(), config, format, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    folder
+}
+
+#[test]
+fn folders_give_back_every_bit_under_the_published_names() {
+    for (family, name) in FAMILIES.into_iter().zip(["mlp.gate_proj", "mlp.experts.3.gate_proj"]) {
+        let config = config(family);
+        let (_, before) = tiny::model(config.clone(), 3);
+        let folder = saved(&config, &before, WeightFormat::F32);
+        assert_eq!(Config::read(folder.path()).unwrap(), config);
+        let tensors = candle_core::safetensors::load(
+            folder.path().join("model.safetensors"),
+            &candle_core::Device::Cpu,
+        )
+        .unwrap();
+        assert_eq!(tensors[&format!("model.layers.1.{name}.weight")].dims(), [64, 64]);
+        assert_eq!(tensors["model.layers.0.self_attn.q_norm.weight"].dims(), [16]);
+        let after = tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
+        for (index, spec) in before.specs.iter().enumerate() {
+            let [a, b] = [&before, &after].map(|all| values(all.values(index).unwrap()));
+            assert_eq!(a, b, "{}", spec.name);
+        }
+        let never = |_: &ParameterSpec| panic!("nothing is asked for");
+        let (fresh, companions) = (TempDir::new().unwrap(), CompanionFiles::default());
+        let result = save(fresh.path(), &config, WeightFormat::Mxfp4, &companions, SHARD_BYTES_MAX, never);
+        refused(result, &["MXFP4", "bf16"]);
+        let missing = Config { num_hidden_layers: 5, layer_types: vec![LayerType::Full; 5], ..config };
+        refused(
+            ModelFolder::open(folder.path(), &missing).map(drop),
+            &["`model.layers.4.input_layernorm.weight` is missing"],
+        );
+    }
+    let config = config("qwen3_moe");
+    let folder = saved(&config, &tiny::model(config.clone(), 3).1, WeightFormat::Bf16);
+    let more = Config { num_local_experts: 5, ..config };
+    refused(
+        ModelFolder::open(folder.path(), &more).map(drop),
+        &["`model.layers.0.mlp.experts.4.gate_proj.weight` is missing"],
+    );
+}
+
+/// Tensors that only GPT-OSS has are refused in a folder of these families.
+#[test]
+fn sinks_in_a_folder_are_refused_by_name() {
+    let config = config("qwen3");
+    let folder = saved(&config, &tiny::model(config.clone(), 3).1, WeightFormat::F32);
+    let file = folder.path().join("model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&file, &candle_core::Device::Cpu).unwrap();
+    let sinks = candle_core::Tensor::new(&[1f32; 4], &candle_core::Device::Cpu).unwrap();
+    tensors.insert("model.layers.0.self_attn.sinks".to_owned(), sinks);
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    refused(
+        ModelFolder::open(folder.path(), &config).map(drop),
+        &["\"model.layers.0.self_attn.sinks\" is not a tensor of this model"],
+    );
+}
+
+/// Writes a random adapter of `config` on all matrices to a folder and returns its values.
+fn adapter(config: &Config, base: &Path) -> (TempDir, BTreeMap<String, Vec<f32>>) {
+    let specs = parameter_specs(config);
+    let lora = Lora { rank: 3, alpha: 8.0, rslora: false, targets: default_targets(config) };
+    let mut start = lora.initial_values(&specs, 3, Owner::Policy).unwrap();
+    let every = start.iter_mut().flatten().enumerate();
+    every.for_each(|(i, value)| *value += (i % 1009) as f32 * 1e-3);
+    let names = lora.factor_specs(&specs).unwrap().into_iter().map(|spec| spec.name);
+    let values: BTreeMap<String, Vec<f32>> = names.zip(start).collect();
+    let (folder, mut manifest) = (TempDir::new().unwrap(), Manifest::default());
+    let base = BaseModel::from_folder(base).unwrap();
+    peft::write(folder.path(), &mut manifest, (&lora, &specs), &base, |name| Ok(values[name].clone()))
+        .unwrap();
+    (folder, values)
+}
+
+#[test]
+fn adapters_of_experts_give_back_every_bit_and_one_that_lacks_an_expert_is_refused() {
+    for family in FAMILIES {
+        let config = config(family);
+        let base = saved(&config, &tiny::model(config.clone(), 3).1, WeightFormat::F32);
+        let (folder, values) = adapter(&config, base.path());
+        let specs = parameter_specs(&config);
+        let read = AdapterFolder::open(folder.path(), &specs).unwrap();
+        assert_eq!(read.lora.targets, default_targets(&config));
+        let found = read.read_values(&specs).unwrap();
+        let names = read.lora.factor_specs(&specs).unwrap().into_iter().map(|spec| spec.name);
+        assert!(names.zip(found).collect::<BTreeMap<_, _>>() == values, "{family}");
+    }
+    let config = config("qwen3_moe");
+    let specs = parameter_specs(&config);
+    let base = saved(&config, &tiny::model(config.clone(), 3).1, WeightFormat::F32);
+    let (folder, _) = adapter(&config, base.path());
+    let file = folder.path().join("adapter_model.safetensors");
+    let whole = candle_core::safetensors::load(&file, &candle_core::Device::Cpu).unwrap();
+    let module = "base_model.model.model.layers.1.mlp.experts.2.up_proj";
+    assert_eq!(whole[&format!("{module}.lora_A.weight")].dims(), [3, 64]);
+    let mut lacks_one = whole.clone();
+    lacks_one.retain(|name, _| !name.starts_with(module));
+    candle_core::safetensors::save(&lacks_one, &file).unwrap();
+    let words = ["model.layers.1.mlp.experts.up_proj.weight", "3 of 4 experts have an adapter"];
+    refused(AdapterFolder::open(folder.path(), &specs).map(drop), &words);
+    let mut beyond = whole;
+    for factor in ["lora_A", "lora_B"] {
+        let tensor = beyond[&format!("{module}.{factor}.weight")].clone();
+        beyond.insert(format!("{}.{factor}.weight", module.replace(".2.", ".4.")), tensor);
+    }
+    candle_core::safetensors::save(&beyond, &file).unwrap();
+    refused(AdapterFolder::open(folder.path(), &specs).map(drop), &["experts.4.up_proj", "no such matrix"]);
+}
+
+#[test]
+fn gguf_files_give_back_config_and_values() {
+    for family in FAMILIES {
+        let config = config(family);
+        let (_, before) = tiny::model(config.clone(), 3);
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("a.gguf");
+        let chat = config.family.chat.from_embedded().unwrap();
+        let tensor = |spec: &ParameterSpec| Ok(tiny::named(&before, &spec.name).clone());
+        for form in [GgufForm::F32, GgufForm::Bf16, GgufForm::F16, GgufForm::Q8] {
+            let json = chat.vocabulary().json_bytes();
+            let tokenizer = GgufTokenizer { json, template: chat.jinja() };
+            rloss::checkpoint::gguf::write(&path, &config, form, tokenizer, tensor).unwrap();
+            let read = GgufModel::open(&path).unwrap();
+            // GGUF has one end of a text, and its tokenizer no token for the beginning.
+            assert_eq!(Config { eos_token_ids: vec![2, 0], ..read.config.clone() }, config, "{family}");
+            assert!(
+                read.config
+                    .family
+                    .chat
+                    .from_bytes(read.tokenizer, "a.gguf")
+                    .unwrap()
+                    .renders_as(chat.jinja())
+            );
+            let files = ModelFolder::of_gguf(&path, read.weights);
+            for spec in parameter_specs(&config) {
+                let wanted = values(tiny::named(&before, &spec.name));
+                let found = files.read_values(&spec).unwrap();
+                let rounded: Vec<f32> = wanted.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect();
+                let is_exact = match form {
+                    GgufForm::F32 => found == wanted,
+                    GgufForm::Bf16 => found == rounded,
+                    // Half of 1/127 of a block's largest value, and the rounding to bf16.
+                    _ => {
+                        let largest = wanted.iter().fold(0f32, |m, v| m.max(v.abs()));
+                        found.iter().zip(&wanted).all(|(a, b)| (a - b).abs() <= 0.008 * largest)
+                    }
+                };
+                assert!(is_exact, "{family} as {form:?}: {}", spec.name);
+            }
+        }
+        let json = chat.vocabulary().json_bytes();
+        let tokenizer = GgufTokenizer { json, template: chat.jinja() };
+        refused(
+            rloss::checkpoint::gguf::write(&path, &config, GgufForm::Mxfp4, tokenizer, tensor),
+            &["MXFP4", "bf16"],
+        );
+    }
+}
+
+fn rloss(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_rloss")).args(arguments).output().unwrap()
+}
+
+fn recipe() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/quickstart_qwen3_moe.toml")
+}
+
+const SMALL: [&str; 9] = [
+    "cold_start.steps=60",
+    "cold_start.optimizer.warmup_steps=5",
+    "train.steps=2",
+    "rollout.prompts_per_step=2",
+    "eval.every_steps=0",
+    "eval.before_training=false",
+    "eval.problems_max=8",
+    "checkpoint.every_steps=1",
+    "parallel.threads=2",
+];
+
+fn train(out: &Path, sets: &[&str]) -> Output {
+    let recipe = recipe();
+    let mut arguments = vec!["train", recipe.to_str().unwrap(), "--out", out.to_str().unwrap()];
+    SMALL.iter().chain(sets).for_each(|set| arguments.extend(["--set", set]));
+    rloss(&arguments)
+}
+
+fn done(output: &Output) {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn rows(run: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    rows.filter(|row| row["phase"] == "rl").collect()
+}
+
+/// A run whose checkpoint another goes on from, with an adapter or a dense model; all links hold.
+#[test]
+fn the_quickstart_with_experts_trains_saves_and_goes_on() {
+    let folder = TempDir::new().unwrap();
+    let (first, second, dense) =
+        (folder.path().join("first"), folder.path().join("second"), folder.path().join("dense"));
+    done(&train(&first, &["train.load_balance_coefficient=0.01"]));
+    let again = format!("model.path={}", first.display());
+    done(&train(&second, &[&again, "cold_start.steps=0", "adapter.rank=4", "harmony.enable_thinking=true"]));
+    let without = ["cold_start.load_balance_coefficient=0", "model.architecture.model_type=qwen3"];
+    done(&train(&dense, &[&without[..], &["model.architecture.tie_word_embeddings=true"]].concat()));
+    for run in [&first, &second, &dense] {
+        let rows = rows(run);
+        assert_eq!(rows.len(), 2);
+        assert!(rows.iter().all(|row| row["mismatch/logprob_abs_diff_max"] == 0.0), "{rows:?}");
+    }
+    let checkpoint = first.join("checkpoints/step-000002");
+    let read = |name: &str| std::fs::read_to_string(checkpoint.join(name)).unwrap();
+    let config: Value = serde_json::from_str(&read("config.json")).unwrap();
+    assert_eq!((&config["model_type"], &config["norm_topk_prob"]), (&json!("qwen3_moe"), &json!(true)));
+    assert_eq!(read("chat_template.jinja"), Format::ThinkingChatMl.from_embedded().unwrap().jinja());
+    let prompt = |run: &Path| {
+        let text = std::fs::read_to_string(run.join("trajectories/step-000001.jsonl")).unwrap();
+        let row: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+        let tokens = row["tokens"].as_array().unwrap().iter().map(|token| token.as_u64().unwrap() as u32);
+        let tokens: Vec<u32> = tokens.collect();
+        Format::ThinkingChatMl.from_embedded().unwrap().vocabulary().decode(&tokens)
+    };
+    let empty = "<|im_start|>assistant\n<think>\n\n</think>\n\n";
+    assert!(prompt(&first).contains(empty), "{}", prompt(&first));
+    assert!(!prompt(&second).contains(empty), "{}", prompt(&second));
+
+    // What it sampled, as another engine's rows: they agree; at another temperature they do not.
+    let check = |file: &Path| {
+        let (run, out) = (first.to_str().unwrap(), folder.path().join("checked"));
+        let out = out.to_str().unwrap();
+        let output = rloss(&["check-mismatch", run, "--against", file.to_str().unwrap(), "--out", out]);
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let text = std::fs::read_to_string(first.join("trajectories/step-000002.jsonl")).unwrap();
+    let hotter = folder.path().join("hotter.jsonl");
+    let tempered: Vec<String> = text
+        .lines()
+        .map(|line| {
+            let mut row: Value = serde_json::from_str(line).unwrap();
+            row["temperature"] = json!(0.7);
+            row.to_string()
+        })
+        .collect();
+    std::fs::write(&hotter, tempered.join("\n")).unwrap();
+    let (code, verdict) = check(&hotter);
+    assert_eq!(code, Some(3), "{verdict}");
+    assert!(verdict.contains("another temperature") && !verdict.contains("sink"), "{verdict}");
+
+    // Ablations: noise of the router opens a gap, rollout in bf16 too; a clean arm has none.
+    let arms = "router_noise_train,rollout_bf16,rollout_mxfp4";
+    let arms_out = folder.path().join("arms").display().to_string();
+    let output = rloss(&["check-mismatch", first.to_str().unwrap(), "--arms", arms, "--out", &arms_out]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    for arm in arms.split(',') {
+        assert!(text.contains(arm), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
+fn keys_that_mean_nothing_to_the_families_are_refused_by_name() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    for (set, words) in [
+        ("arms.no_train_sinks=true", &["arms.no_train_sinks", "qwen3_moe", "no sinks"][..]),
+        ("arms.no_sink_gradient=true", &["arms.no_sink_gradient", "no sinks"]),
+        ("model.init.sink=1.0", &["model.init.sink", "no sinks"]),
+        ("model.architecture.swiglu_limit=5.0", &["model.architecture.swiglu_limit", "no clamp"]),
+        ("model.architecture.sliding_window=8", &["model.architecture.sliding_window", "full attention"]),
+        ("checkpoint.dtype=mxfp4", &["checkpoint.dtype", "MXFP4"]),
+        ("harmony.reasoning_effort=low", &["harmony.reasoning_effort", "qwen3_moe"]),
+        ("harmony.knowledge_cutoff=2024-06", &["harmony.knowledge_cutoff"]),
+        ("harmony.current_date=2025-06-28", &["harmony.current_date"]),
+    ] {
+        let output = train(&out, &[set]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{set}: {text}");
+        assert!(words.iter().all(|word| text.contains(word)), "{set}: {text}");
+        assert!(!out.exists());
+    }
+    // The dense family has no experts, and the other families no thoughts.
+    for (sets, words) in [
+        (&["arms.router_noise=0.3"][..], &["arms.router_noise", "\"qwen3\"", "no experts"][..]),
+        (&["model.architecture.num_local_experts=8"], &["model.architecture.num_local_experts"]),
+    ] {
+        let dense = ["model.architecture.model_type=qwen3", "cold_start.load_balance_coefficient=0"];
+        let output = train(&out, &[&dense[..], sets].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(words.iter().all(|word| text.contains(word)), "{text}");
+    }
+    for recipe in ["quickstart", "quickstart_dense"] {
+        let thinking = ["--set", "harmony.enable_thinking=false", "--out", out.to_str().unwrap()];
+        let output = rloss(&[&["train", recipe][..], &thinking].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains("harmony.enable_thinking") && text.contains("no thoughts"), "{text}");
+    }
+}
+
+/// No GPU kernel is checked with heads of 128 or norms of heads: `device = "cuda"` says so before any work.
+#[test]
+fn a_gpu_is_refused_in_one_line_for_each_reason() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let gpu = ["device=cuda", "model.dtype=bf16"];
+    for (head_dim, lines) in [(64, 1), (128, 2)] {
+        let heads = format!("model.architecture.head_dim={head_dim}");
+        let output = train(&out, &[&gpu[..], &[&heads]].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains("the family \"qwen3_moe\" is not checked on GPUs yet"), "{text}");
+        assert!(text.contains("the head size is 128") == (head_dim == 128), "{text}");
+        assert_eq!(text.matches("model.architecture.head_dim").count(), lines, "{text}");
+    }
+}
