@@ -94,6 +94,21 @@ impl Console {
         }
     }
 
+    /// Records that a step of stage `name` of the plan begins, within another stage. [`Self::count_step`]
+    /// ends it.
+    pub fn begin_step(&self, name: &str) {
+        if let Some(eta) = &mut *lock(&self.0.eta) {
+            eta.begin(name);
+        }
+    }
+
+    /// Sets the expected seconds of a step of stage `name` of the plan, which count until one is measured.
+    pub fn expect_step(&self, name: &str, seconds: f64) {
+        if let Some(eta) = &mut *lock(&self.0.eta) {
+            eta.expect(name, seconds);
+        }
+    }
+
     /// Keeps the stage under way in a file of `folder`, until [`Self::forget_status`].
     pub fn keep_status(&self, folder: &Path) {
         lock(&self.0.stages).status = Some(StatusFile::new(folder));

@@ -12,6 +12,8 @@ pub(super) struct Eta {
     stages: Vec<Stage>,
     /// The end of the last step of any stage.
     last_step_end: Instant,
+    /// The stage whose step is under way, if it is not the one that asks.
+    under_way: Option<String>,
 }
 
 struct Stage {
@@ -21,6 +23,8 @@ struct Stage {
     work: f64,
     /// Seconds of the last steps.
     recent: VecDeque<f64>,
+    /// Seconds of a step, derived from other measurements; counts until a step was measured.
+    expected: Option<f64>,
 }
 
 impl Eta {
@@ -31,8 +35,21 @@ impl Eta {
             left,
             work,
             recent: VecDeque::new(),
+            expected: None,
         };
-        Self { stages: stages.iter().map(stage).collect(), last_step_end: Instant::now() }
+        Self { stages: stages.iter().map(stage).collect(), last_step_end: Instant::now(), under_way: None }
+    }
+
+    /// Sets the expected `seconds` of a step of stage `name`, which count until one is measured.
+    pub fn expect(&mut self, name: &str, seconds: f64) {
+        if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name) {
+            stage.expected = Some(seconds);
+        }
+    }
+
+    /// Records that a step of stage `name` begins, within another stage.
+    pub fn begin(&mut self, name: &str) {
+        self.under_way = Some(name.to_owned());
     }
 
     /// Records that `steps` of stage `name` took the time since the last step of any stage.
@@ -40,13 +57,14 @@ impl Eta {
         let seconds = self.last_step_end.elapsed().as_secs_f64();
         if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name && steps > 0) {
             self.last_step_end = Instant::now();
+            self.under_way = None;
             stage.advance(steps, seconds);
         }
     }
 
     /// Returns the seconds left at `now`, in a step of stage `name`. A started stage uses the mean of its
-    /// last steps. Any other stage uses the others' time per unit of work. `None` before the first step
-    /// and after the last.
+    /// last steps. Any other stage uses its expected seconds, or else the others' time per unit of work.
+    /// `None` before the first step and after the last.
     pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
         let made = || self.stages.iter().filter_map(|stage| Some((stage.step()?, stage.work)));
         let (seconds, work) = made().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
@@ -54,8 +72,9 @@ impl Eta {
         if left == 0 || work == 0.0 {
             return None;
         }
-        let step = |stage: &Stage| stage.step().unwrap_or(stage.work * seconds / work);
+        let step = |stage: &Stage| stage.step().or(stage.expected).unwrap_or(stage.work * seconds / work);
         let all: f64 = self.stages.iter().map(|stage| stage.left as f64 * step(stage)).sum();
+        let name = self.under_way.as_deref().unwrap_or(name);
         let current = self.stages.iter().find(|stage| stage.name == name && stage.left > 0).map_or(0.0, step);
         let elapsed = now.saturating_duration_since(self.last_step_end).as_secs_f64();
         Some(all - elapsed.min(current))
@@ -94,6 +113,23 @@ mod tests {
         assert_eq!([within(2), within(50)], [Some(7.0), Some(6.0)], "a step takes its share, however long");
         eta.stages[1].advance(3, 9.0);
         assert_eq!(seconds(&eta, "rl"), None, "nothing is left");
+    }
+
+    /// A run's evaluations were left out of its time, or guessed too short.
+    #[test]
+    fn evaluations_to_come_count_by_what_their_trajectories_take() {
+        let mut eta = Eta::new(&[("rl", 4, 24.0), ("evaluation", 2, 8.0)]);
+        eta.stages[0].advance(1, 30.0);
+        let seconds =
+            |eta: &Eta, later| eta.seconds_left("rl", eta.last_step_end + Duration::from_secs(later));
+        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 2.0 * 10.0), "by the work");
+        eta.expect("evaluation", 25.0);
+        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 2.0 * 25.0));
+        eta.begin("evaluation");
+        assert_eq!([seconds(&eta, 10), seconds(&eta, 28)], [Some(130.0), Some(115.0)], "its own time passes");
+        eta.advance("evaluation", 1);
+        eta.stages[1].recent = VecDeque::from([40.0]);
+        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 40.0), "its own speed is known now");
     }
 
     #[test]

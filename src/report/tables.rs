@@ -2,7 +2,7 @@
 
 use super::mismatch_chart;
 use super::run::Run;
-use crate::metrics::{Phase, Row, format_number};
+use crate::metrics::{Phase, Row, Warning, counted, format_number};
 use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
@@ -53,7 +53,7 @@ fn mismatch_of_steps(run: &Run) -> Option<String> {
     let series = run.series(Phase::Rl, "mismatch/log_ppl_abs_diff_max");
     let largest =
         series.iter().map(|point| point.1).reduce(|a, b| if b > a || b.is_nan() { b } else { a })?;
-    let steps = format!("{} step{}", series.len(), if series.len() == 1 { "" } else { "s" });
+    let steps = counted(series.len() as u64, "step");
     Some(match largest == 0.0 {
         true => format!("exactly 0 ({steps})"),
         false => format!("up to {} ({steps})", format_number(largest)),
@@ -86,6 +86,23 @@ pub(super) fn failure_warning(run: &Run) -> Option<String> {
     })
 }
 
+/// Maximum number of warnings of a run on the page.
+const WARNINGS_MAX: usize = 100;
+
+/// Returns the warnings of each run that has some, the last ones if there are very many.
+pub(super) fn warnings(runs: &[Run]) -> Vec<Value> {
+    let told = runs.iter().filter(|run| !run.warnings.is_empty());
+    let of_run = |run: &Run| {
+        let left_out = run.warnings.len().saturating_sub(WARNINGS_MAX);
+        let line = |warning: &Warning| {
+            context! { place => warning.place().unwrap_or_else(|| "start".to_owned()), text => warning.text }
+        };
+        let lines: Vec<Value> = run.warnings.iter().skip(left_out).map(line).collect();
+        context! { run => run.curve, label => run.label, count => run.warnings.len(), lines, left_out }
+    };
+    told.map(of_run).collect()
+}
+
 /// Returns `gpt-oss-20b: gpt_oss, 24 layers, 20,914,757,184 parameters`, from the run's `model.json`.
 fn model(run: &Run) -> Option<String> {
     let facts = run.model.as_ref()?;
@@ -94,9 +111,9 @@ fn model(run: &Run) -> Option<String> {
     let name = facts.get("name").and_then(Json::as_str).map(|name| format!("{name}: ")).unwrap_or_default();
     let frozen = if learning < all { format!(", {} learn", format_number(learning)) } else { String::new() };
     Some(format!(
-        "{name}{}, {} layers, {} parameters{frozen}",
+        "{name}{}, {}, {} parameters{frozen}",
         facts.get("model_type").and_then(Json::as_str)?,
-        format_number(number("layers")?),
+        counted(number("layers")? as u64, "layer"),
         format_number(all)
     ))
 }
