@@ -346,10 +346,9 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     }
     let mut lines = vec![match done == steps {
         true => {
-            format!(
-                "resuming {}: step {steps}, the last, is done; for more, --set train.steps=N",
-                path.display()
-            )
+            let all =
+                if steps == 1 { "the one step is".to_owned() } else { format!("all {steps} steps are") };
+            format!("resuming {}: {all} done; for more, --set train.steps=N", path.display())
         }
         false => format!("resuming {} after step {done} of {steps}", path.display()),
     }];

@@ -162,8 +162,14 @@ fn missing_files(command: &[String]) -> String {
         let path = Path::new(word);
         let named = word.contains('/')
             || *index > 0
-                && path.extension().is_some_and(|kind| kind.to_string_lossy().chars().all(char::is_alphabetic));
-        named && path.is_relative() && !word.starts_with('-') && !word.contains(char::is_whitespace) && !path.exists()
+                && path
+                    .extension()
+                    .is_some_and(|kind| kind.to_string_lossy().chars().all(char::is_alphabetic));
+        named
+            && path.is_relative()
+            && !word.starts_with('-')
+            && !word.contains(char::is_whitespace)
+            && !path.exists()
     };
     let missing: Vec<&str> =
         command.iter().enumerate().filter(is_missing).map(|(_, word)| word.as_str()).collect();
