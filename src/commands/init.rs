@@ -97,7 +97,7 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
         (false, false) => format!("# Its data comes by: rloss fetch {fetched}\n"),
     };
     let mut text = format!(
-        "# {base} with sizes for {}: training takes {} at its peak.\n\
+        "# {base} with sizes for {}: training takes {}, and more where memory is free.\n\
          #   rloss check {file}         prompt, memory and what differs; --all shows every key\n\
          #   rloss train {file}\n\
          # A step should take minutes. More prompts and samples a step make it steadier, and longer.\n\

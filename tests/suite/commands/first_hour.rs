@@ -9,6 +9,7 @@ use std::os::fd::FromRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Output, Stdio};
+use std::ptr::{null, null_mut};
 use tempfile::TempDir;
 
 fn text(bytes: &[u8]) -> String {
@@ -228,9 +229,8 @@ struct TerminalChat {
 impl TerminalChat {
     fn start(arguments: &[&str]) -> Self {
         let (mut parent, mut child_end) = (0, 0);
-        let none = std::ptr::null_mut;
         // SAFETY: both ends are written; the other arguments may be null.
-        assert_eq!(unsafe { libc::openpty(&mut parent, &mut child_end, none(), none(), none()) }, 0);
+        assert_eq!(unsafe { libc::openpty(&mut parent, &mut child_end, null_mut(), null(), null()) }, 0);
         // SAFETY: openpty made both, and nothing else owns them.
         let [terminal, other] = [parent, child_end].map(|end| unsafe { std::fs::File::from_raw_fd(end) });
         let mut command = rloss();
