@@ -55,7 +55,8 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let console = Console::plain();
     let at_terminal = std::io::stdin().is_terminal();
     let plan = open(args, &console)?;
-    let context = RunContext::open(plan, ModelCommand::Chat, &console)?;
+    // A terminal sees how far the model is read.
+    let context = RunContext::open(plan, ModelCommand::Chat, &Console::stderr(u64::from(at_terminal)))?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
         console.print("warning: this recipe's model is random and untrained; name a run's folder");

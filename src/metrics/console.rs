@@ -1,7 +1,7 @@
 //! Progress on stderr: bars on a terminal, plain lines elsewhere. A stage under way gives a sign of life by
 //! itself: a bar every second, a log one line within 30 seconds.
 
-use super::eta::Eta;
+use super::eta::{Eta, clock};
 use super::status::StatusFile;
 use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
@@ -462,13 +462,6 @@ impl Stage {
     }
 }
 
-/// Formats seconds as `m:ss` or `h:mm:ss`.
-fn clock(seconds: f64) -> String {
-    let seconds = seconds.round() as u64;
-    let (h, m, s) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
-    if h > 0 { format!("{h}:{m:02}:{s:02}") } else { format!("{m}:{s:02}") }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -595,10 +588,5 @@ mod tests {
         let lines = out.lines();
         assert!(lines[0].ends_with(" left"), "reinforcement learning is yet to come: {}", lines[0]);
         assert_eq!(lines[1].trim_end(), "rl 1/1");
-    }
-
-    #[test]
-    fn time_left_reads_as_a_clock() {
-        assert_eq!([0.0, 59.6, 3661.0].map(clock), ["0:00", "1:00", "1:01:01"]);
     }
 }

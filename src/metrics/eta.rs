@@ -94,6 +94,13 @@ impl Stage {
     }
 }
 
+/// Formats seconds as `m:ss` or `h:mm:ss`.
+pub(super) fn clock(seconds: f64) -> String {
+    let seconds = seconds.round() as u64;
+    let (h, m, s) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    if h > 0 { format!("{h}:{m:02}:{s:02}") } else { format!("{m}:{s:02}") }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -139,5 +146,10 @@ mod tests {
         (0..19).for_each(|step| eta.stages[0].advance(1, if step % 2 == 0 { 19.0 } else { 21.0 }));
         let left = eta.seconds_left("rl", eta.last_step_end).unwrap();
         assert!((left - 20.0 * 20.0).abs() < 0.2 * 400.0, "{left}");
+    }
+
+    #[test]
+    fn time_left_reads_as_a_clock() {
+        assert_eq!([0.0, 59.6, 3661.0].map(clock), ["0:00", "1:00", "1:01:01"]);
     }
 }

@@ -35,8 +35,8 @@ impl PolicyView<'_> {
         Ok(self.decoder_stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
-    /// Returns the log-probabilities of all batches' targets, in order. Calls `on_tokens` after each layer with
-    /// its share of the batch's tokens.
+    /// Returns the log-probabilities of all batches' targets, in order. Calls `on_tokens` after each layer,
+    /// with its share of the batch's tokens.
     ///
     /// # Errors
     /// When a batch does not fit the model.

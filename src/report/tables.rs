@@ -7,11 +7,12 @@ use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 
-/// Returns a metric's first and last value, shown as `name`.
+/// Returns a metric's first and last value, shown as `name`; of one value, only the last.
 fn change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
     let series = run.series(phase, metric);
     let (first, last) = (series.first()?.1, series.last()?.1);
-    Some(context! { name, first => format_number(first), last => format_number(last) })
+    let first = (series.len() > 1).then(|| format_number(first));
+    Some(context! { name, first, last => format_number(last) })
 }
 
 const ABSENT: &str = "–";
@@ -109,7 +110,8 @@ fn model(run: &Run) -> Option<String> {
     let number = |key: &str| facts.get(key).and_then(Json::as_f64);
     let (all, learning) = (number("parameters")?, number("learning")?);
     let name = facts.get("name").and_then(Json::as_str).map(|name| format!("{name}: ")).unwrap_or_default();
-    let frozen = if learning < all { format!(", {} learn", format_number(learning)) } else { String::new() };
+    let frozen =
+        if learning < all { format!(", {} trainable", format_number(learning)) } else { String::new() };
     Some(format!(
         "{name}{}, {}, {} parameters{frozen}",
         facts.get("model_type").and_then(Json::as_str)?,
@@ -160,10 +162,18 @@ fn wall_time(rows: &[Row]) -> String {
 }
 
 /// Returns the outcome counts: one row a metric, with the counts of each run's first and last RL step. `None`
-/// if no run counted outcomes.
+/// if no run counted outcomes. Counts of tool calls are left out if no run called a tool.
 pub(super) fn outcomes(runs: &[Run]) -> Option<Value> {
     let is_count = |name: &str| name.starts_with("outcome/") || name.starts_with("tool/");
-    let all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
+    let mut all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
+    // Without a tool its counts say nothing.
+    let is_zero = |name: &str| {
+        let rows = runs.iter().flat_map(|run| &run.rows);
+        rows.filter_map(|row| row.metrics.get(name)).all(|count| count == 0.0)
+    };
+    if all.iter().filter(|name| name.starts_with("tool/")).all(|name| is_zero(name)) {
+        all.retain(|name| !name.starts_with("tool/"));
+    }
     if all.is_empty() {
         return None;
     }

@@ -113,8 +113,8 @@ fn lora(plan: &Plan, settings: &AdapterSettings, config: &Config, base: &[Parame
     Ok(Lora { rank: settings.rank, alpha: settings.alpha, rslora: settings.rslora, targets })
 }
 
-/// Returns the mistake of a `pattern` that matches no parameter. A name of PEFT, such as `q_proj`, is answered
-/// with its pattern here. `known` holds the names of all matrices that can have an adapter.
+/// Returns the mistake of a `pattern` that matches no parameter. A name of PEFT, such as `q_proj`, is
+/// answered with its pattern here. `known` holds the names of all matrices that can have an adapter.
 fn unmatched_pattern(pattern: &str, known: &[String]) -> String {
     if pattern == "all-linear" {
         return "leave adapter.targets out for PEFT's \"all-linear\": every matrix that can have an adapter"

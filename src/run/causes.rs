@@ -136,7 +136,7 @@ impl SampleCauses {
     }
 }
 
-/// What the sentences about causes depend on.
+/// The facts of a run that the sentences about causes name.
 #[derive(Debug, Clone, Copy)]
 pub struct SampleFacts {
     /// Whether the model may call a tool.

@@ -85,8 +85,8 @@ fn data(recipe: &Recipe, command: ModelCommand) -> Option<(&'static str, String)
     (!files.is_empty()).then(|| ("data", files.join(", ")))
 }
 
-/// Returns the lines of the console header: model, task, data, work, device, threads, folder, and the sandbox if
-/// any.
+/// Returns the lines of the console header: model, task, data, work, device, threads, folder, and the
+/// sandbox if any.
 pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<String> {
     let (recipe, facts) = (context.recipe(), model(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);

@@ -45,11 +45,11 @@ pub struct Sizing {
 /// [`crate::error::BadInput`] for mistakes of the recipe or the model.
 pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     let plan = source.resolve_for(KeyScope::Export, sets)?;
-    let (threads, parameters) = {
+    let (threads, parameters, context) = {
         let preflight = preflight(&plan, &[])?;
         let input = preflight.plan_input();
         let parameters: usize = preflight.source.specs().iter().map(|spec| spec.element_count()).sum();
-        (input.threads, parameters as f64)
+        (input.threads, parameters as f64, preflight.source.config.max_position_embeddings)
     };
     let free = available_memory();
     let cores = counted(threads as u64, "thread");
@@ -62,7 +62,8 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     // The tokens that are sampled in a step, shared out to trajectories of a useful length.
     let tokens = STEP_SECONDS * threads as f64 * CORE_FLOPS / (FLOPS_PER_PARAMETER * parameters);
     let longest = (tokens / (MEAN_LENGTH * (PROMPTS_MIN * SAMPLES_MIN) as f64)) as usize;
-    let response = rollout.response_tokens_max.min(RESPONSE_TOKENS_MIN.max(longest));
+    let room = context.saturating_sub(rollout.prompt_tokens_max).max(context / 2);
+    let response = rollout.response_tokens_max.min(RESPONSE_TOKENS_MIN.max(longest)).min(room);
     let trajectories = ((tokens / (MEAN_LENGTH * response as f64)) as usize).max(PROMPTS_MIN * SAMPLES_MIN);
     let samples = rollout.samples_per_prompt.min(SAMPLES_MIN.max(trajectories / 8));
     let prompts = rollout.prompts_per_step.min((trajectories / samples).max(PROMPTS_MIN));

@@ -137,7 +137,7 @@ pub fn closest_word<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> 
 const PROPOSALS_MAX: usize = 3;
 
 /// Returns ` did you mean a or b?` for the names of `known` that are similar to `written`, or that have all
-/// its parts, as `gsm8k_qwen_lora` has those of `gsm8k-lora`. Returns an empty text if there are none.
+/// its parts, as `gsm8k_qwen_lora` has those of `gsm8k-lora`. A name with the same parts stands alone. Returns an empty text if there are none.
 pub fn did_you_mean<'k>(written: &str, known: impl Iterator<Item = &'k str> + Clone) -> String {
     fn parts(name: &str) -> impl Iterator<Item = &str> {
         name.split(['_', '-', '.']).filter(|part| !part.is_empty())
@@ -145,8 +145,8 @@ pub fn did_you_mean<'k>(written: &str, known: impl Iterator<Item = &'k str> + Cl
     let has_parts = |name: &&str| {
         parts(written).next().is_some() && parts(written).all(|part| parts(name).any(|p| p == part))
     };
-    let exact = known.clone().find(|name| *name == written);
-    let mut names: Vec<&str> = exact.into_iter().collect();
+    let same_parts = known.clone().find(|name| parts(name).eq(parts(written)));
+    let mut names: Vec<&str> = same_parts.into_iter().collect();
     if names.is_empty() {
         names.extend(similar_words(written, known.clone()));
         for name in known.filter(has_parts) {

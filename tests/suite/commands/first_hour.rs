@@ -359,7 +359,7 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
     super::copy_model(&super::first_checkpoint(super::warm_model()), &model);
     std::fs::write(
         folder.path().join("long.toml"),
-        "base = \"gsm8k\"\n[rollout]\nprompts_per_step = 2000000\nsamples_per_prompt = 64\nresponse_tokens_max = 16000000\n",
+        "base = \"gsm8k\"\n[rollout]\nprompts_per_step = 1000\nsamples_per_prompt = 64\nresponse_tokens_max = 16000000\n",
     )
     .unwrap();
     let mut init = rloss();

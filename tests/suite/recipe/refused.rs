@@ -6,13 +6,13 @@ use rloss::random::{Purpose, stream};
 use rloss::recipe::{KeyScope, resolve};
 use std::path::Path;
 
-fn mistakes(text: &str, sets: &[&str]) -> Vec<String> {
+pub(super) fn mistakes(text: &str, sets: &[&str]) -> Vec<String> {
     let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
     let mistakes = resolve(Path::new("r.toml"), text, &sets).expect_err("the recipe is broken");
     mistakes.0.iter().map(ToString::to_string).collect()
 }
 
-fn mistake(text: &str, sets: &[&str]) -> String {
+pub(super) fn mistake(text: &str, sets: &[&str]) -> String {
     let mistakes = mistakes(text, sets);
     assert_eq!(mistakes.len(), 1, "{text} {sets:?} gives {mistakes:#?}");
     mistakes.concat()
@@ -382,48 +382,6 @@ fn mistakes_of_syntax_are_shown_with_those_of_meaning() {
     assert!(all.iter().any(|mistake| mistake.starts_with("r.toml:5: not TOML: ")), "{all:#?}");
     assert!(all.iter().any(|mistake| mistake.starts_with("r.toml:6: not TOML: duplicate")), "{all:#?}");
     assert!(mistakes("steps = \"", &[])[0].starts_with("r.toml:1: not TOML: "));
-}
-
-/// Only the second line was told, and not which key.
-#[test]
-fn a_duplicate_key_is_named_with_both_lines() {
-    for (text, told) in [
-        (
-            "[train]\nsteps = 3\n\nsteps = 4",
-            "r.toml:4: not TOML: duplicate key steps, which line 2 has, too; remove one of the two",
-        ),
-        (
-            "[train]\nsteps = 3\n[eval] # last\nsamples = 1\n[train]\nseed = 1",
-            "r.toml:5: not TOML: duplicate key [train], which line 1 has, too; remove one of the two",
-        ),
-        (
-            "[eval]\nsamples = 1\n[train]\nsteps = 1\noptimizer.lr = 1.0\noptimizer.lr = 2.0",
-            "r.toml:6: not TOML: duplicate key optimizer.lr, which line 5 has, too; remove one of the two",
-        ),
-    ] {
-        assert_eq!(mistakes(text, &[])[0], told, "{text}");
-    }
-}
-
-/// "no file at FOLDER; fetch the data" was said of a folder that holds it.
-#[test]
-fn a_folder_in_place_of_a_file_is_told_with_the_files_in_it() {
-    let folder = tempfile::TempDir::new().unwrap();
-    let shown = folder.path().display();
-    let text =
-        format!("[task]\nname = \"gsm8k\"\nvalidation_file = \"Cargo.toml\"\ntrain_file = \"{shown}\"");
-    let told = format!("r.toml:4: task.train_file: {shown} is a folder; name a file");
-    assert_eq!(mistake(&text, &[]), format!("{told} of JSON lines"));
-    for name in ["train.jsonl", "test.jsonl.gz", "notes.txt"] {
-        std::fs::write(folder.path().join(name), "").unwrap();
-    }
-    assert_eq!(mistake(&text, &[]), format!("{told} in it: test.jsonl.gz, train.jsonl"));
-}
-
-#[test]
-fn a_misspelt_base_is_answered_with_the_recipes_that_are_like_it() {
-    let told = mistake("base = \"gsm8k_qwen_lra\"", &[]);
-    assert!(told.contains("did you mean gsm8k_qwen_lora or gsm8k_qwen? give the path"), "{told}");
 }
 
 #[test]
