@@ -12,7 +12,7 @@ use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
-use crate::settings::{Choice, KeyLocations, Mistake, changed_entries};
+use crate::settings::{Choice, KeyLocations, Mistake, SourceLocation, changed_entries};
 use crate::tasks::TaskName;
 use std::path::Path;
 
@@ -246,8 +246,23 @@ impl Rules<'_> {
                 }
                 _ => "name a file that is there".to_owned(),
             };
+            let remedy = self.beside_recipe(key, file).unwrap_or(remedy);
             self.refuse(&[key], format!("no file at {}; {remedy}", file.display()));
         }
+    }
+
+    /// Returns the remedy if the file of `key` lies relative to the recipe's folder, not to the working
+    /// directory.
+    fn beside_recipe(&self, key: &str, file: &Path) -> Option<String> {
+        let SourceLocation::File { path, .. } = self.key_locations.of(key) else { return None };
+        let folder = std::path::absolute(path).ok()?.parent()?.to_owned();
+        let relative = file.strip_prefix(std::env::current_dir().ok()?).ok()?;
+        folder.join(relative).is_file().then(|| {
+            format!(
+                "relative paths count from the working directory, and {} has it: run there",
+                folder.display()
+            )
+        })
     }
 
     fn interpreter(&mut self) {

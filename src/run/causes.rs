@@ -80,7 +80,13 @@ impl SampleCauses {
         let Self {
             all, right, truncated, out_of_context, without_call, code_blocks, untagged, ended, ..
         } = *self;
-        let SampleFacts { has_tool, random_weights, response_tokens_max, context_tokens_max } = *facts;
+        let SampleFacts {
+            has_tool,
+            random_weights,
+            cold_start_steps,
+            response_tokens_max,
+            context_tokens_max,
+        } = *facts;
         let most = |part: usize, of: usize| of > 0 && part * 10 >= of * 9;
         let in_tags = format!("{untagged} of {all} answers hold a call without its tags");
         let mut instead = String::new();
@@ -92,18 +98,27 @@ impl SampleCauses {
         }
         // A policy that is right without the tool needs none.
         let is_tool_unused = has_tool && most(without_call, all) && right * 2 < all;
-        let shows_calls = "show calls to the model in a cold start";
+        let shows = |what: &str| match cold_start_steps {
+            0 => format!("show {what} to the model in a cold start"),
+            steps => {
+                format!("raise cold_start.steps, which is {steps}, with {what} among the demonstrations")
+            }
+        };
+        let shows_calls = shows("calls");
         let ask_for_tool = match random_weights {
             true => format!("the weights began at random, so {shows_calls}"),
             false => format!("ask for the tool in harmony.developer_instructions, or {shows_calls}"),
         };
         let ask_for_answer = match random_weights {
             true => {
-                "the weights began at random, so show answers to the model in a cold start, or name a trained model with \
-                 model.path"
+                let shows_answers = shows("answers");
+                format!(
+                    "the weights began at random, so {shows_answers}, or name a trained model with model.path"
+                )
             }
             false => {
-                "look at them in trajectories/, and say in harmony.developer_instructions how to write the answer"
+                let how = "look at them in trajectories/, and say in harmony.developer_instructions how to write the answer";
+                how.to_owned()
             }
         };
         [
@@ -143,6 +158,8 @@ pub struct SampleFacts {
     pub has_tool: bool,
     /// Whether the run began with random weights.
     pub random_weights: bool,
+    /// `cold_start.steps`.
+    pub cold_start_steps: u64,
     pub response_tokens_max: usize,
     pub context_tokens_max: usize,
 }
@@ -152,6 +169,7 @@ impl SampleFacts {
         Self {
             has_tool: context.interpreter.is_some() || context.task.answers_calls(),
             random_weights: context.random_weights,
+            cold_start_steps: context.recipe().cold_start.steps,
             response_tokens_max: context.recipe().rollout.response_tokens_max,
             context_tokens_max: context.model.context_tokens_max(),
         }
@@ -210,8 +228,13 @@ mod tests {
         }
     }
 
-    const FACTS: SampleFacts =
-        SampleFacts { has_tool: true, random_weights: false, response_tokens_max: 1, context_tokens_max: 64 };
+    const FACTS: SampleFacts = SampleFacts {
+        has_tool: true,
+        random_weights: false,
+        cold_start_steps: 0,
+        response_tokens_max: 1,
+        context_tokens_max: 64,
+    };
 
     fn messages(samples: &[(Outcome, bool, &str)]) -> Vec<String> {
         messages_with(FACTS, samples)
@@ -317,5 +340,8 @@ mod tests {
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told.iter().all(|line| line.contains("the weights began at random")), "{told:?}");
         assert!(told.iter().all(|line| !line.contains("developer_instructions")), "{told:?}");
+        let facts = SampleFacts { cold_start_steps: 3, ..facts };
+        let told = messages_with(facts, &[(Outcome::Finished, false, "x"); 4]);
+        assert!(told.iter().all(|line| line.contains("raise cold_start.steps, which is 3")), "{told:?}");
     }
 }

@@ -41,6 +41,11 @@ fn what_init_writes_runs_as_it_is_and_stays() {
     done(rloss().current_dir(&elsewhere).arg("chat").arg(&run));
     done(rloss().current_dir(&elsewhere).arg("train").arg(&run).args(["--resume", "--set", "train.steps=3"]));
     assert_eq!(phase(&rows(&run), "rl").count(), 3);
+    // From another folder the files are not found, and the cure is told.
+    let from_elsewhere =
+        output(rloss().current_dir(&elsewhere).arg("train").arg(folder.path().join("first.toml")));
+    let told = format!("and {} has it: run there", folder.path().display());
+    assert!(stderr(&from_elsewhere).contains(&told), "{}", stderr(&from_elsewhere));
     // A file that is there stays, and then none is written.
     std::fs::remove_file(folder.path().join("first.py")).unwrap();
     let again = init("first");
