@@ -137,7 +137,8 @@ pub fn closest_word<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> 
 const PROPOSALS_MAX: usize = 3;
 
 /// Returns ` did you mean a or b?` for the names of `known` that are similar to `written`, or that have all
-/// its parts, as `gsm8k_qwen_lora` has those of `gsm8k-lora`. A name with the same parts stands alone. Returns an empty text if there are none.
+/// its parts, as `gsm8k_qwen_lora` has those of `gsm8k-lora`. A name with the same parts stands alone.
+/// Returns an empty text if there are none.
 pub fn did_you_mean<'k>(written: &str, known: impl Iterator<Item = &'k str> + Clone) -> String {
     fn parts(name: &str) -> impl Iterator<Item = &str> {
         name.split(['_', '-', '.']).filter(|part| !part.is_empty())
