@@ -5,13 +5,14 @@ use crate::checkpoint::gguf::is_gguf;
 use crate::commands::arguments::recipe_help;
 use crate::error::EXIT_DONE;
 use crate::harmony::{Message, Role};
-use crate::metrics::{Console, sanitize_line, sanitize_terminal};
+use crate::metrics::{Console, counted, sanitize_line, sanitize_terminal};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, Plan, locate, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress};
 use crate::run::context::RunContext;
 use crate::run::memory::ModelCommand;
 use crate::run::sampling_folder::print_text;
+use crate::run::signals::AnswerInterrupt;
 use crate::run::source::pin_model;
 use crate::run::trust::ask_consent;
 use crate::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
@@ -36,7 +37,8 @@ pub struct ChatArgs {
     trust: bool,
 }
 
-const HELP: &str = "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends.\n";
+const HELP: &str =
+    "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends. Ctrl-C ends an answer.\n";
 
 /// The recipe of a chat with a model's folder: no task's tool, and answers of a usual length.
 const TALK: &str = "task.name = \"arithmetic_single\"
@@ -53,10 +55,8 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let console = Console::plain();
     let at_terminal = std::io::stdin().is_terminal();
     let plan = open(args, &console)?;
-    if at_terminal {
-        console.print("reading the model");
-    }
-    let context = RunContext::open(plan, ModelCommand::Chat, &console)?;
+    // A terminal sees how far the model is read.
+    let context = RunContext::open(plan, ModelCommand::Chat, &Console::stderr(u64::from(at_terminal)))?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
         console.print("warning: this recipe's model is random and untrained; name a run's folder");
@@ -68,7 +68,17 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
         console.print(HELP.trim_end());
     }
     let policy = context.policy_without_ablations()?;
-    let mut talk = Talk { context: &context, policy, messages: vec![], answers: 0, at_terminal };
+    // Without a terminal, a signal ends the program as usual.
+    let interrupt = at_terminal.then(AnswerInterrupt::listen).transpose()?;
+    let mut talk = Talk {
+        context: &context,
+        policy,
+        messages: vec![],
+        answers: 0,
+        at_terminal,
+        interrupt,
+        interrupts: 0,
+    };
     let ask = || if at_terminal { print_text("\n> ") } else { Ok(()) };
     ask()?;
     for line in bounded_file::lines(std::io::stdin().lock()) {
@@ -87,6 +97,10 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
             }
         }
         ask()?;
+    }
+    // Ctrl-D leaves the cursor behind the prompt.
+    if at_terminal {
+        print_text("\n")?
     }
     Ok(EXIT_DONE)
 }
@@ -121,6 +135,10 @@ struct Talk<'a> {
     /// Number of answers given. Each answer has its own random stream.
     answers: u64,
     at_terminal: bool,
+    /// Ctrl-C, at a terminal.
+    interrupt: Option<AnswerInterrupt>,
+    /// Number of answers that it ended.
+    interrupts: u64,
 }
 
 /// Interval between two updates of [`AnswerLine`].
@@ -141,7 +159,7 @@ impl AnswerLine {
         let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.elapsed() >= REDRAW_INTERVAL {
             *last = Instant::now();
-            self.write(&format!("… {tokens} tokens"));
+            self.write(&format!("… {}", counted(tokens, "token")));
         }
     }
 
@@ -183,9 +201,16 @@ impl Talk<'_> {
         }
         let line = AnswerLine::new(self.at_terminal);
         let show = |progress: RolloutProgress| line.show(progress.sampled_tokens);
-        let rollouts =
-            self.sampler(&plan).sample_groups(&prompt, 1, &show, &|| false)?.context("no answer")?;
+        let stop = || self.interrupt.as_ref().is_some_and(AnswerInterrupt::is_requested);
+        self.interrupt.iter().for_each(AnswerInterrupt::begin);
+        let rollouts = self.sampler(&plan).sample_groups(&prompt, 1, &show, &stop);
+        self.interrupt.iter().for_each(AnswerInterrupt::end);
         drop(line);
+        let Some(rollouts) = rollouts? else {
+            self.messages.pop();
+            self.interrupts += 1;
+            return Ok(shown + ended_note(self.interrupts));
+        };
         let given = self.context.system_prompt.len() + self.messages.len();
         let trajectory = rollouts.trajectories().next().context("no answer")?;
         let all = rollouts.messages.iter().flatten().next().context("no answer")?;
@@ -215,8 +240,8 @@ impl Talk<'_> {
         let why = match trajectory.outcome {
             Outcome::Finished => return String::new(),
             Outcome::TruncatedLength => format!(
-                "cut off after {} tokens, by rollout.response_tokens_max = {} or the model's context of {}",
-                trajectory.sampled_tokens(),
+                "cut off after {}, by rollout.response_tokens_max = {} or the model's context of {}",
+                counted(trajectory.sampled_tokens() as u64, "token"),
                 rollout.response_tokens_max,
                 self.context.model.context_tokens_max()
             ),
@@ -232,6 +257,14 @@ impl Talk<'_> {
             .vocabulary()
             .decode(trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default());
         format!("({why}; as written: {})\n", sanitize_line(&whole))
+    }
+}
+
+/// Returns what to print after the `nth` answer that Ctrl-C ended, from 1.
+fn ended_note(nth: u64) -> &'static str {
+    match nth {
+        1 => "(ended; this message is forgotten. Ctrl-C at the prompt, or Ctrl-D, leaves the chat)\n",
+        _ => "(ended)\n",
     }
 }
 

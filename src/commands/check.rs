@@ -5,7 +5,7 @@ use crate::commands::arguments::RecipeArgs;
 use crate::dist::RolloutWeightPlacement;
 use crate::error::EXIT_DONE;
 use crate::harmony::Message;
-use crate::metrics::{Console, sanitize_terminal};
+use crate::metrics::{Console, counted, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, locate, resolve};
 use crate::run::memory::{
@@ -116,7 +116,8 @@ fn resolved(plan: &Plan, all: bool) -> Result<String> {
 
 fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {
     let (text, tokens) = preflight.prompt(problem)?;
-    Ok(format!("\nFirst prompt of {}, {tokens} tokens:\n\n{text}\n", preflight.task.name()))
+    let tokens = counted(tokens as u64, "token");
+    Ok(format!("\nFirst prompt of {}, {tokens}:\n\n{text}\n", preflight.task.name()))
 }
 
 /// Runs a short conversation with the task: its reply to a useless answer, and the reward.

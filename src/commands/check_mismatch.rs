@@ -6,7 +6,7 @@ use crate::dist::Mesh;
 use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
 use crate::learner::batch_runner::BatchRunner;
-use crate::metrics::{Console, sanitize_terminal};
+use crate::metrics::{Console, counted, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityProof;
 use crate::mismatch::measure::AblationMeasurement;
 use crate::mismatch::output::{ResultLine, equality_table, mismatch_table, to_json};
@@ -18,6 +18,7 @@ use crate::model::rounding::WeightRounding;
 use crate::recipe::{KeyScope, Plan, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress};
 use crate::run::context::RunContext;
+use crate::run::header;
 use crate::run::memory::{ModelCommand, SecondWeights, explain_out_of_memory};
 use crate::run::processes;
 use crate::run::sampling_folder::print_text;
@@ -90,6 +91,14 @@ impl CheckMismatchArgs {
         Ok(plan)
     }
 
+    /// Returns the kind of comparison, for the header.
+    fn command(&self) -> ModelCommand {
+        ModelCommand::CheckMismatch(match self.against.as_slice() {
+            [] => SecondWeights::Rounded(WeightRounding::default()),
+            _ => SecondWeights::Changed,
+        })
+    }
+
     fn out(&self) -> Result<PathBuf> {
         if let Some(out) = &self.out {
             return Ok(out.clone());
@@ -119,6 +128,8 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let weights = context.recipe().model.path.as_deref();
     processes::check_agreement(&mesh, &context.plan, weights, &named.join(" "))?;
     let console = console(&context.plan, &mesh);
+    let (command, out) = (args.command(), args.out()?);
+    header::lines(&context, command, &out).iter().for_each(|line| console.print(line));
     let found = match args.against.as_slice() {
         [] => check_arms(&context, &arms, &console)
             .map_err(|error| explain_out_of_memory(error, &context.memory))?,
@@ -128,7 +139,6 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     if !mesh.is_rank_zero() {
         return Ok(found.code);
     }
-    let out = args.out()?;
     std::fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
     for (name, text) in &found.files {
         write_file(&out.join(name), text)?;
@@ -193,6 +203,11 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     let (config, tokens_max) = (&context.model.config, context.model.context_tokens_max());
     let found = RowReader::new(config, tokens_max, context.chat.vocabulary(), args.temperature)
         .read(&args.against)?;
+    let (rows, tokens): (usize, usize) =
+        (found.rows.len(), found.rows.iter().map(|row| row.tokens.len()).sum());
+    let counts = [counted(rows as u64, "row"), counted(tokens as u64, "token")].join(" of ");
+    let files: Vec<String> = args.against.iter().map(|file| file.display().to_string()).collect();
+    note(&format!("data     {}: {counts}", files.join(", ")));
     found.formats.iter().for_each(|format| note(format));
     for message in found.bad_row_messages() {
         note(&format!("error: {message}"));

@@ -4,10 +4,10 @@ use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
-use crate::metrics::{Console, Phase, Row, Table, format_number};
+use crate::metrics::{Console, Phase, Row, Table, counted, format_number};
 use crate::recipe::{KeyScope, locate};
 use crate::rollout::accuracy;
-use crate::run::causes::warn_of_causes;
+use crate::run::causes::sample_causes;
 use crate::run::context::RunContext;
 use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult, validation_prompts};
 use crate::run::header;
@@ -77,7 +77,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
-    warn_of_causes(&context, rows, "", &console);
+    collection.warn(sample_causes(&context, rows), Phase::Eval, step, &console)?;
     check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_DONE)
 }
 
@@ -120,10 +120,14 @@ fn tables(set: &ValidationResult) -> String {
         turns.add_row([whole(n), whole(all), whole(right)]);
     }
     let mut text = format!(
-        "{}: {} problems, {} trajectories; intervals over problems\n\n{table}\n{outcomes}\n{turns}\n",
+        "{}: {}, {}; intervals over problems\n\n{table}\n{outcomes}\n{turns}\n",
         crate::metrics::sanitize_line(&set.name),
-        whole(problems),
-        whole(trajectories)
+        counted(problems as u64, "problem"),
+        if trajectories == 1 {
+            "1 trajectory".to_owned()
+        } else {
+            format!("{} trajectories", whole(trajectories))
+        }
     );
     let calls = calls(set);
     if !calls.is_empty() {

@@ -89,12 +89,19 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
     };
     let model = toml::Value::String(absolute_path_text(model)?).to_string();
     let sizing = propose(&source, &[format!("model.path={model}")])?;
+    let (missing, fetched) = &sizing.missing_data;
+    let missing: Vec<String> = missing.iter().map(|file| file.display().to_string()).collect();
+    let data = match (missing.is_empty(), fetched.is_empty()) {
+        (true, _) => String::new(),
+        (false, true) => "# Its data is not there yet: name it in [task].\n".to_owned(),
+        (false, false) => format!("# Its data comes by: rloss fetch {fetched}\n"),
+    };
     let mut text = format!(
-        "# {base} with sizes for {}: training takes {} at its peak.\n\
+        "# {base} with sizes for {}: training takes {}, and more where memory is free.\n\
          #   rloss check {file}         prompt, memory and what differs; --all shows every key\n\
          #   rloss train {file}\n\
          # A step should take minutes. More prompts and samples a step make it steadier, and longer.\n\
-         base = {}\n\n\
+         {data}base = {}\n\n\
          [model]\npath = {model}\n",
         sizing.machine,
         sizing.memory,
@@ -113,7 +120,23 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
         text += &if remark.is_empty() { format!("{line}\n") } else { format!("{line:<31} # {remark}\n") };
     }
     write(Path::new(&file), &text)?;
-    print_text(&format!("{file:<24} the recipe\n\nnext: {}\n", command_line(&["check", &file])))?;
+    let mut output = format!("{file:<24} the recipe\n");
+    if let Some((response, before)) = sizing.shorter_response {
+        output += &format!(
+            "\nAnswers are cut at {response} tokens, {before} in {base}, for a step in minutes on this machine: \
+             rollout.response_tokens_max\n"
+        );
+    }
+    if !missing.is_empty() {
+        output += &format!("\nno data at {}\n", missing.join(", "));
+        let words = ["fetch"].into_iter().chain(fetched.split_whitespace());
+        output += &match fetched.is_empty() {
+            true => "name the files in [task] of the recipe\n".to_owned(),
+            false => format!("get it: {}\n", command_line(&words.collect::<Vec<_>>())),
+        };
+    }
+    output += &format!("\nnext: {}\n", command_line(&["check", &file]));
+    print_text(&output)?;
     Ok(EXIT_DONE)
 }
 

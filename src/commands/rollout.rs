@@ -7,7 +7,7 @@ use crate::metrics::{Console, Phase, Row, Table, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, locate};
-use crate::run::causes::warn_of_causes;
+use crate::run::causes::sample_causes;
 use crate::run::context::RunContext;
 use crate::run::header;
 use crate::run::memory::ModelCommand;
@@ -71,7 +71,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
         console.print(&format!("stopped: {}; the same command resumes", out.display()));
         return Ok(EXIT_STOPPED);
     };
-    warn_of_causes(&context, rows.iter().flatten(), "", &console);
+    folder.warn(sample_causes(&context, rows.iter().flatten()), Phase::Rl, step, &console)?;
     let failures = check_failures(rows.iter().flatten(), &console);
     let group = |rows: Vec<_>| Group {
         trajectories: rows.into_iter().map(|row: crate::trajectory::TrajectoryRow| row.trajectory).collect(),

@@ -1,7 +1,7 @@
 //! Progress on stderr: bars on a terminal, plain lines elsewhere. A stage under way gives a sign of life by
 //! itself: a bar every second, a log one line within 30 seconds.
 
-use super::eta::Eta;
+use super::eta::{Eta, clock};
 use super::status::StatusFile;
 use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
@@ -91,6 +91,21 @@ impl Console {
     pub fn count_step(&self, name: &str) {
         if let Some(eta) = &mut *lock(&self.0.eta) {
             eta.advance(name, 1);
+        }
+    }
+
+    /// Records that a step of stage `name` of the plan begins, within another stage. [`Self::count_step`]
+    /// ends it.
+    pub fn begin_step(&self, name: &str) {
+        if let Some(eta) = &mut *lock(&self.0.eta) {
+            eta.begin(name);
+        }
+    }
+
+    /// Sets the expected seconds of a step of stage `name` of the plan, which count until one is measured.
+    pub fn expect_step(&self, name: &str, seconds: f64) {
+        if let Some(eta) = &mut *lock(&self.0.eta) {
+            eta.expect(name, seconds);
         }
     }
 
@@ -447,13 +462,6 @@ impl Stage {
     }
 }
 
-/// Formats seconds as `m:ss` or `h:mm:ss`.
-fn clock(seconds: f64) -> String {
-    let seconds = seconds.round() as u64;
-    let (h, m, s) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
-    if h > 0 { format!("{h}:{m:02}:{s:02}") } else { format!("{m}:{s:02}") }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -580,10 +588,5 @@ mod tests {
         let lines = out.lines();
         assert!(lines[0].ends_with(" left"), "reinforcement learning is yet to come: {}", lines[0]);
         assert_eq!(lines[1].trim_end(), "rl 1/1");
-    }
-
-    #[test]
-    fn time_left_reads_as_a_clock() {
-        assert_eq!([0.0, 59.6, 3661.0].map(clock), ["0:00", "1:00", "1:01:01"]);
     }
 }

@@ -12,6 +12,8 @@ pub(super) struct Eta {
     stages: Vec<Stage>,
     /// The end of the last step of any stage.
     last_step_end: Instant,
+    /// The stage whose step is under way, if it is not the one that asks.
+    under_way: Option<String>,
 }
 
 struct Stage {
@@ -21,6 +23,8 @@ struct Stage {
     work: f64,
     /// Seconds of the last steps.
     recent: VecDeque<f64>,
+    /// Seconds of a step, derived from other measurements; counts until a step was measured.
+    expected: Option<f64>,
 }
 
 impl Eta {
@@ -31,8 +35,21 @@ impl Eta {
             left,
             work,
             recent: VecDeque::new(),
+            expected: None,
         };
-        Self { stages: stages.iter().map(stage).collect(), last_step_end: Instant::now() }
+        Self { stages: stages.iter().map(stage).collect(), last_step_end: Instant::now(), under_way: None }
+    }
+
+    /// Sets the expected `seconds` of a step of stage `name`, which count until one is measured.
+    pub fn expect(&mut self, name: &str, seconds: f64) {
+        if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name) {
+            stage.expected = Some(seconds);
+        }
+    }
+
+    /// Records that a step of stage `name` begins, within another stage.
+    pub fn begin(&mut self, name: &str) {
+        self.under_way = Some(name.to_owned());
     }
 
     /// Records that `steps` of stage `name` took the time since the last step of any stage.
@@ -40,13 +57,14 @@ impl Eta {
         let seconds = self.last_step_end.elapsed().as_secs_f64();
         if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name && steps > 0) {
             self.last_step_end = Instant::now();
+            self.under_way = None;
             stage.advance(steps, seconds);
         }
     }
 
     /// Returns the seconds left at `now`, in a step of stage `name`. A started stage uses the mean of its
-    /// last steps. Any other stage uses the others' time per unit of work. `None` before the first step
-    /// and after the last.
+    /// last steps. Any other stage uses its expected seconds, or else the others' time per unit of work.
+    /// `None` before the first step and after the last.
     pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
         let made = || self.stages.iter().filter_map(|stage| Some((stage.step()?, stage.work)));
         let (seconds, work) = made().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
@@ -54,8 +72,9 @@ impl Eta {
         if left == 0 || work == 0.0 {
             return None;
         }
-        let step = |stage: &Stage| stage.step().unwrap_or(stage.work * seconds / work);
+        let step = |stage: &Stage| stage.step().or(stage.expected).unwrap_or(stage.work * seconds / work);
         let all: f64 = self.stages.iter().map(|stage| stage.left as f64 * step(stage)).sum();
+        let name = self.under_way.as_deref().unwrap_or(name);
         let current = self.stages.iter().find(|stage| stage.name == name && stage.left > 0).map_or(0.0, step);
         let elapsed = now.saturating_duration_since(self.last_step_end).as_secs_f64();
         Some(all - elapsed.min(current))
@@ -73,6 +92,13 @@ impl Stage {
     fn step(&self) -> Option<f64> {
         (!self.recent.is_empty()).then(|| self.recent.iter().sum::<f64>() / self.recent.len() as f64)
     }
+}
+
+/// Formats seconds as `m:ss` or `h:mm:ss`.
+pub(super) fn clock(seconds: f64) -> String {
+    let seconds = seconds.round() as u64;
+    let (h, m, s) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    if h > 0 { format!("{h}:{m:02}:{s:02}") } else { format!("{m}:{s:02}") }
 }
 
 #[cfg(test)]
@@ -96,6 +122,23 @@ mod tests {
         assert_eq!(seconds(&eta, "rl"), None, "nothing is left");
     }
 
+    /// A run's evaluations were left out of its time, or guessed too short.
+    #[test]
+    fn evaluations_to_come_count_by_what_their_trajectories_take() {
+        let mut eta = Eta::new(&[("rl", 4, 24.0), ("evaluation", 2, 8.0)]);
+        eta.stages[0].advance(1, 30.0);
+        let seconds =
+            |eta: &Eta, later| eta.seconds_left("rl", eta.last_step_end + Duration::from_secs(later));
+        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 2.0 * 10.0), "by the work");
+        eta.expect("evaluation", 25.0);
+        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 2.0 * 25.0));
+        eta.begin("evaluation");
+        assert_eq!([seconds(&eta, 10), seconds(&eta, 28)], [Some(130.0), Some(115.0)], "its own time passes");
+        eta.advance("evaluation", 1);
+        eta.stages[1].recent = VecDeque::from([40.0]);
+        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 40.0), "its own speed is known now");
+    }
+
     #[test]
     fn the_time_of_ten_steps_is_right_within_a_fifth_after_a_slow_start() {
         let mut eta = Eta::new(&[("rl", 40, 1.0)]);
@@ -103,5 +146,10 @@ mod tests {
         (0..19).for_each(|step| eta.stages[0].advance(1, if step % 2 == 0 { 19.0 } else { 21.0 }));
         let left = eta.seconds_left("rl", eta.last_step_end).unwrap();
         assert!((left - 20.0 * 20.0).abs() < 0.2 * 400.0, "{left}");
+    }
+
+    #[test]
+    fn time_left_reads_as_a_clock() {
+        assert_eq!([0.0, 59.6, 3661.0].map(clock), ["0:00", "1:00", "1:01:01"]);
     }
 }

@@ -17,6 +17,7 @@ mod table;
 mod tensorboard;
 mod terminal;
 mod timings;
+mod warnings;
 
 pub use accumulator::Accumulator;
 pub use console::{Console, Progress};
@@ -24,7 +25,8 @@ pub use jsonl::{MetricsFile, read_rows};
 pub use row::{Metrics, Phase, Row};
 pub use settings::LoggingSettings;
 pub use status::stage_under_way;
-pub use table::{Table, format_number};
+pub use table::{Table, counted, format_number};
 pub use tensorboard::TensorBoard;
 pub use terminal::{sanitize_line, sanitize_terminal};
 pub use timings::Timings;
+pub use warnings::{WARNINGS_FILE, Warning, append_warning, read_warnings, warnings_text};

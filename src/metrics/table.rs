@@ -108,6 +108,11 @@ pub fn format_number(value: f64) -> String {
     trim_zeros(&format!("{value:.decimals$}")).to_owned()
 }
 
+/// Formats `1 step` or `1,200 steps`.
+pub fn counted(count: u64, noun: &str) -> String {
+    format!("{} {noun}{}", format_number(count as f64), if count == 1 { "" } else { "s" })
+}
+
 fn trim_zeros(digits: &str) -> &str {
     if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.') } else { digits }
 }

@@ -56,9 +56,9 @@ impl<'a> AblationMeasurement<'a> {
         }
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
         let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
-        let stage = stage(&reference, "without arms", &batches, 1);
-        let unmodified = policy
-            .all_log_probs(reference.threads, &batches, temperature, &|batch| advance(&stage, batch))?;
+        let stage = stage(&reference, "without ablations", &batches, 1);
+        let on_tokens = |tokens| stage.advance_tokens(tokens);
+        let unmodified = policy.all_log_probs(reference.threads, &batches, temperature, &on_tokens)?;
         stage.finish();
         let observed = EngineLogProbs::from_samples(batches, temperature, log_probs);
         let sampled_under = arms.clone();
@@ -77,16 +77,16 @@ impl<'a> AblationMeasurement<'a> {
             self.observed.batches.iter().map(|batch| batch.micro_batch.clone()).collect();
         let second = ForwardOptions::for_old_log_probs(arms, self.seed);
         let stage = stage(&self.reference, name, &batches, 2 + usize::from(second.is_some()));
-        let on_batch = |batch: &MicroBatch| advance(&stage, batch);
+        let on_tokens = |tokens| stage.advance_tokens(tokens);
         let ([mut stored, computed], divergence) =
-            compare_forwards(threads, [&rollout, &training], &batches, self.temperature, &on_batch)?;
+            compare_forwards(threads, [&rollout, &training], &batches, self.temperature, &on_tokens)?;
         if self.is_sampled_alike(arms) {
             stored.clone_from(&self.observed.log_probs);
         }
         let old = match second {
             Some(forward) => {
                 let second = PolicyView { forward, ..training };
-                second.all_log_probs(threads, &batches, self.temperature, &on_batch)?
+                second.all_log_probs(threads, &batches, self.temperature, &on_tokens)?
             }
             None => stored.clone(),
         };
@@ -156,7 +156,7 @@ struct Divergence {
 }
 
 /// Runs both forwards over the same batches. Returns their log-probabilities and where they diverge. Calls
-/// `on_batch` after each pass.
+/// `on_tokens` after each layer with its share of the batch's tokens.
 ///
 /// # Errors
 /// When a forward fails.
@@ -165,16 +165,17 @@ fn compare_forwards(
     [a, b]: [&PolicyView; 2],
     batches: &[MicroBatch],
     temperature: f64,
-    on_batch: &dyn Fn(&MicroBatch),
+    on_tokens: &(dyn Fn(f64) + Sync),
 ) -> Result<([Vec<f32>; 2], Divergence)> {
     let (mut log_probs, mut divergence) = ([vec![], vec![]], Divergence::default());
     let (mut same, mut all) = (0usize, 0usize);
     let top_k = a.model.config.num_experts_per_tok.max(1);
     for batch in batches {
-        let (x, y) = threads.run_on_all(|| -> Result<_> { Ok((layers(a, batch)?, layers(b, batch)?)) })?;
+        let (x, y) = threads.run_on_all(|| -> Result<_> {
+            Ok((layers(a, batch, on_tokens)?, layers(b, batch, on_tokens)?))
+        })?;
         for ((policy, normed), log_probs) in [(a, &x.0), (b, &y.0)].into_iter().zip(&mut log_probs) {
             log_probs.extend(policy.log_probs(normed, batch, temperature)?);
-            on_batch(batch);
         }
         for (layer, (x, y)) in x.1.iter().zip(&y.1).enumerate() {
             for (x, y) in x.routes.chunks_exact(top_k).zip(y.routes.chunks_exact(top_k)) {
@@ -199,12 +200,17 @@ struct LayerTrace {
 }
 
 /// Runs `batch` through `policy`; returns the head's input and the output of each layer.
-fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerTrace>)> {
-    let mut layers = vec![];
+fn layers(
+    policy: &PolicyView,
+    batch: &MicroBatch,
+    on_tokens: &(dyn Fn(f64) + Sync),
+) -> Result<(Tensor, Vec<LayerTrace>)> {
+    let (mut layers, share) = (vec![], policy.layer_tokens(batch));
     let normed = policy.head_input(batch, &mut |_, _, output: &LayerOutput| {
         let routes = output.routed_experts().map(|routes| routes.flatten_all()?.to_vec1()).transpose()?;
         let hidden = to_host(&output.hidden)?.flatten_all()?.to_vec1()?;
         layers.push(LayerTrace { routes: routes.unwrap_or_default(), hidden });
+        on_tokens(share);
         Ok(())
     })?;
     Ok((normed, layers))
@@ -214,11 +220,6 @@ fn layers(policy: &PolicyView, batch: &MicroBatch) -> Result<(Tensor, Vec<LayerT
 fn stage(reference: &UnmodifiedModel, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
     reference.console.work_tokens(name, (tokens * passes) as u64)
-}
-
-/// Counts one pass over `batch` as done.
-fn advance(stage: &Progress, batch: &MicroBatch) {
-    stage.advance_tokens(batch.tokens.len() as f64);
 }
 
 fn same_bits(a: &[f32], b: &[f32]) -> bool {

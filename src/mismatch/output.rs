@@ -61,7 +61,10 @@ pub fn mismatch_table(title: &str, lines: &[ResultLine], columns: usize) -> Stri
     }
     let mut text = table.format_within(columns);
     let caused = lines.iter().filter_map(|line| Some((&line.name, line.cause.as_ref()?)));
-    caused.for_each(|(name, cause)| text.push_str(&format!("{name}: {cause}\n")));
+    for (name, cause) in caused {
+        let cause = cause.strip_prefix("none: ").map_or(cause.clone(), |why| format!("no difference; {why}"));
+        text.push_str(&format!("{name}: {cause}\n"));
+    }
     text
 }
 

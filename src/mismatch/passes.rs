@@ -35,7 +35,8 @@ impl PolicyView<'_> {
         Ok(self.decoder_stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
-    /// Returns the log-probabilities of all batches' targets, in order. Calls `on_batch` after each batch.
+    /// Returns the log-probabilities of all batches' targets, in order. Calls `on_tokens` after each layer,
+    /// with its share of the batch's tokens.
     ///
     /// # Errors
     /// When a batch does not fit the model.
@@ -44,14 +45,23 @@ impl PolicyView<'_> {
         threads: &Threads,
         batches: &[MicroBatch],
         temperature: f64,
-        on_batch: &(dyn Fn(&MicroBatch) + Sync),
+        on_tokens: &(dyn Fn(f64) + Sync),
     ) -> Result<Vec<f32>> {
         let one = |batch: &MicroBatch| {
-            let normed = self.head_input(batch, &mut decoder_stack::keep_nothing)?;
-            self.log_probs(&normed, batch, temperature).inspect(|_| on_batch(batch))
+            let share = self.layer_tokens(batch);
+            let normed = self.head_input(batch, &mut |_, _, _| {
+                on_tokens(share);
+                Ok(())
+            })?;
+            self.log_probs(&normed, batch, temperature)
         };
         let found: Vec<Vec<f32>> = threads.run_on_all(|| batches.iter().map(one).collect::<Result<_>>())?;
         Ok(found.concat())
+    }
+
+    /// Returns a layer's share of the batch's tokens, for progress.
+    pub fn layer_tokens(&self, batch: &MicroBatch) -> f64 {
+        batch.tokens.len() as f64 / self.model.config.num_hidden_layers.max(1) as f64
     }
 
     /// Returns the log-probability of every token but the first of each sequence. Each prompt is read in one

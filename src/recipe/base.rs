@@ -2,6 +2,7 @@
 
 use super::source::{BUILT_IN, BUILT_IN_SUFFIX};
 use crate::bounded_file::{self, TOML_BYTES_MAX};
+use crate::settings::did_you_mean;
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 
@@ -65,6 +66,9 @@ fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     match bounded_file::read_text(&file, TOML_BYTES_MAX) {
         Ok(text) => Ok(Some(Base { file, text })),
         Err(_) if !file.exists() && built_in(name).is_some() => Ok(built_in(name)),
-        Err(e) => Err(format!("cannot read {}: {e}; {REMEDY}", file.display())),
+        Err(e) => {
+            let meant = did_you_mean(stem, BUILT_IN.iter().map(|(name, _)| *name));
+            Err(format!("cannot read {}: {e};{meant} {REMEDY}", file.display()))
+        }
     }
 }

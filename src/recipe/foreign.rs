@@ -13,8 +13,8 @@ const fn with_note(name: &'static str, keys: &'static [&'static str], note: &'st
 const CLIP: &[&str] = &["policy.clip_low", "policy.clip_high"];
 const KL: &[&str] = &["policy.kl.place", "policy.kl.coefficient"];
 
-/// Keys of TRL and verl.
-const KEYS: [ForeignName; 66] = [
+/// Keys of TRL, PEFT and verl.
+const KEYS: &[ForeignName] = &[
     // TRL
     same_meaning("num_generations", &["rollout.samples_per_prompt"]),
     same_meaning("max_completion_length", &["rollout.response_tokens_max"]),
@@ -45,7 +45,22 @@ const KEYS: [ForeignName; 66] = [
     same_meaning("eval_steps", &["eval.every_steps"]),
     same_meaning("logging_steps", &["logging.console_every_steps"]),
     same_meaning("model_name_or_path", &["model.path"]),
+    with_note(
+        "batch_size",
+        &["rollout.prompts_per_step"],
+        ", with rollout.samples_per_prompt samples each; in [cold_start] it is batch_size",
+    ),
+    // PEFT
     same_meaning("use_peft", &["adapter"]),
+    same_meaning("r", &["adapter.rank"]),
+    same_meaning("use_rslora", &["adapter.rslora"]),
+    same_meaning("lora_target_parameters", &["adapter.targets"]),
+    same_meaning("target_parameters", &["adapter.targets"]),
+    with_note("exclude_modules", &["adapter.targets"], ": name those that are adapted"),
+    with_note("layers_to_transform", &["adapter.targets"], ", such as \"model.layers.3.*\""),
+    with_note("modules_to_save", &["adapter"], ": it adapts matrices and trains no whole module beside them"),
+    with_note("init_lora_weights", &["adapter"], ", whose A is drawn as PEFT draws it, and whose B is 0"),
+    with_note("use_dora", &["adapter"], ", which is plain LoRA, or rsLoRA by adapter.rslora"),
     same_meaning("lora_r", &["adapter.rank"]),
     same_meaning("lora_alpha", &["adapter.alpha"]),
     same_meaning("lora_dropout", &["adapter.dropout"]),
@@ -89,8 +104,8 @@ const KEYS: [ForeignName; 66] = [
     same_meaning("train_files", &["task.train_file"]),
 ];
 
-/// Words of TRL and verl that are no value here.
-const WORDS: [ForeignName; 9] = [
+/// Words of other trainers that are no value here.
+const WORDS: &[ForeignName] = &[
     with_note(
         "dapo",
         &[
@@ -101,6 +116,8 @@ const WORDS: [ForeignName; 9] = [
         ],
         "; DAPO has clip_high = 0.28 and aggregation = \"token_mean\"",
     ),
+    with_note("gpu", &["device"], " = \"cuda\""),
+    with_note("all-linear", &["adapter.targets"], " = []: every matrix that can have an adapter"),
     with_note("bnpo", &["policy.aggregation"], " = \"token_mean\""),
     with_note("vanilla", &["policy.loss"], " = \"ppo\""),
     with_note("grpo", &["policy.advantage"], " = \"grpo\", whose loss is \"ppo\""),
@@ -115,8 +132,8 @@ const WORDS: [ForeignName; 9] = [
 pub(super) fn foreign_name(name: &str, word: Option<&str>) -> Option<&'static ForeignName> {
     let named = |list: &'static [ForeignName], wanted: &str| list.iter().find(|known| known.name == wanted);
     match word {
-        Some(word) => named(&WORDS, word),
-        None => named(&KEYS, name),
+        Some(word) => named(WORDS, word),
+        None => named(KEYS, name),
     }
 }
 
@@ -130,7 +147,7 @@ mod tests {
     fn every_name_of_another_trainer_leads_to_a_key_that_exists() {
         let known: Vec<String> =
             Recipe::default().entries().iter().map(|entry| entry.path().to_owned()).collect();
-        for foreign in KEYS.iter().chain(&WORDS) {
+        for foreign in KEYS.iter().chain(WORDS) {
             for key in foreign.keys {
                 assert!(known.iter().any(|known| known == key), "{}: {key}", foreign.name);
             }
@@ -158,9 +175,32 @@ mod tests {
                 "[actor_rollout_ref.rollout]\nn = 8",
                 "r.toml:2: actor_rollout_ref.rollout.n: unknown key; here it is rollout.samples_per_prompt",
             ),
+            ("[adapter]\nr = 8", "r.toml:2: adapter.r: unknown key; here it is adapter.rank"),
+            ("[lora]\nr = 8", "r.toml:2: lora.r: unknown key; here it is adapter.rank"),
+            (
+                "[adapter]\nlora_alpha = 8",
+                "r.toml:2: adapter.lora_alpha: unknown key; here it is adapter.alpha",
+            ),
+            (
+                "[adapter]\ntarget_modules = \"all-linear\"",
+                "r.toml:2: adapter.target_modules: unknown key; here it is adapter.targets",
+            ),
+            (
+                "device = \"gpu\"",
+                "r.toml:1: device: no such value \"gpu\"; give \"auto\", \"cpu\" or \"cuda\"; here it is device = \"cuda\"",
+            ),
+            (
+                "[train]\nbatch_size = 8",
+                "r.toml:2: train.batch_size: unknown key; here it is rollout.prompts_per_step, with \
+                 rollout.samples_per_prompt samples each; in [cold_start] it is batch_size",
+            ),
         ] {
             assert_eq!(refused(text), answer);
         }
+        let all = refused("[adapter]\ntargets = \"all-linear\"");
+        assert!(all.contains("; here it is adapter.targets = []: every matrix"), "{all}");
+        let set = resolve(Path::new("r.toml"), "", &["device=gpu".to_owned()]).unwrap_err().to_string();
+        assert!(set.ends_with("here it is device = \"cuda\""), "{set}");
         let dapo = refused("[policy]\nloss = \"dapo\"");
         assert!(dapo.starts_with("r.toml:2: policy.loss: no such value \"dapo\"; give \"ppo\""), "{dapo}");
         assert!(

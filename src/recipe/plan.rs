@@ -166,7 +166,7 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
         return reader.refuse_syntax(start(first), what);
     }
     for error in &errors {
-        reader.refuse_syntax(start(error), format!("not TOML: {}", error.message()));
+        reader.refuse_syntax(start(error), format!("not TOML: {}", syntax_error(error, text)));
     }
     let broken: Vec<_> = reader.mistakes.0.iter().map(|mistake| mistake.location.clone()).collect();
     let before = reader.mistakes.0.len();
@@ -182,6 +182,34 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
         broken.contains(&mistake.location) || (header_is_invalid && !mistake.key.contains('.'))
     };
     reader.mistakes.0.extend(read.into_iter().filter(|mistake| !follows(mistake)));
+}
+
+/// Returns the message of a syntax error. A duplicate key is named, with the line that has it first.
+fn syntax_error(error: &toml::de::Error, text: &str) -> String {
+    let written = error.span().filter(|_| error.message() == "duplicate key");
+    let Some(before) = written.as_ref().and_then(|span| text.get(..span.start)) else {
+        return error.message().to_owned();
+    };
+    /// Returns the header `[table]` or the key of a line.
+    fn subject(line: &str) -> Option<&str> {
+        let line = line.trim();
+        match line.starts_with('[') {
+            true => line.find(']').map(|end| &line[..=end]),
+            false => line.split_once('=').map(|(key, _)| key.trim()).filter(|key| !key.starts_with('#')),
+        }
+    }
+    let (mut table, mut seen) = ("", vec![]);
+    let last = before.matches('\n').count();
+    for (number, line) in text.lines().enumerate().take(last + 1) {
+        let Some(subject) = subject(line) else { continue };
+        let is_header = subject.starts_with('[');
+        seen.push((number, if is_header { "" } else { table }, subject));
+        table = if is_header { subject } else { table };
+    }
+    let Some((_, around, name)) = seen.pop() else { return error.message().to_owned() };
+    let first = seen.iter().find(|(_, table, subject)| (*table, *subject) == (around, name));
+    let first = first.map(|(number, ..)| format!(", which line {} has, too", number + 1)).unwrap_or_default();
+    format!("duplicate key {name}{first}; remove one of the two")
 }
 
 /// Reads the tables of a document. The key `base` is accepted, or refused with `base_fault`.

@@ -12,7 +12,7 @@ use crate::interpreter::InterpreterKind;
 use crate::learner::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
-use crate::settings::{Choice, KeyLocations, Mistake, changed_entries};
+use crate::settings::{Choice, KeyLocations, Mistake, SourceLocation, changed_entries};
 use crate::tasks::TaskName;
 use std::path::Path;
 
@@ -144,7 +144,8 @@ impl Rules<'_> {
             self.refuse(
                 &["rollout.response_tokens_max", "model.architecture.max_position_embeddings"],
                 format!(
-                    "{response} leaves no room for a prompt in a context of {} tokens; lower it, or raise \
+                    "{response} leaves no room for a prompt: the recipe names no model, and the model of its \
+                     [model.architecture] has a context of {} tokens; name yours with model.path, lower this key, or raise \
                      model.architecture.max_position_embeddings",
                     a.max_position_embeddings
                 ),
@@ -234,7 +235,10 @@ impl Rules<'_> {
 
     /// Checks that a file exists.
     fn file(&mut self, key: &str, file: &Path) {
-        if !file.is_file() {
+        if file.is_dir() {
+            let what = format!("{} is a folder; name a file{}", file.display(), files_in(file));
+            self.refuse(&[key], what);
+        } else if !file.is_file() {
             let data = self.recipe.task.name.data;
             let remedy = match key {
                 "task.train_file" | "task.validation_file" | "task.validation_files" if !data.is_empty() => {
@@ -242,8 +246,23 @@ impl Rules<'_> {
                 }
                 _ => "name a file that is there".to_owned(),
             };
+            let remedy = self.beside_recipe(key, file).unwrap_or(remedy);
             self.refuse(&[key], format!("no file at {}; {remedy}", file.display()));
         }
+    }
+
+    /// Returns the remedy if the file of `key` lies relative to the recipe's folder, not to the working
+    /// directory.
+    fn beside_recipe(&self, key: &str, file: &Path) -> Option<String> {
+        let SourceLocation::File { path, .. } = self.key_locations.of(key) else { return None };
+        let folder = std::path::absolute(path).ok()?.parent()?.to_owned();
+        let relative = file.strip_prefix(std::env::current_dir().ok()?).ok()?;
+        folder.join(relative).is_file().then(|| {
+            format!(
+                "relative paths count from the working directory, and {} has it: run there",
+                folder.display()
+            )
+        })
     }
 
     fn interpreter(&mut self) {
@@ -349,7 +368,10 @@ impl Rules<'_> {
         if steps > 0 && warmup >= steps {
             self.warn(
                 &[&format!("{table}.warmup_steps"), steps_key],
-                format!("the warm-up of {warmup} steps does not end within the {steps} of {steps_key}"),
+                format!(
+                    "the warm-up of {warmup} step{} does not end within the {steps} of {steps_key}",
+                    if warmup == 1 { "" } else { "s" }
+                ),
             );
         }
     }
@@ -383,6 +405,21 @@ impl Rules<'_> {
             );
         }
     }
+}
+
+/// Maximum number of files of a folder that a message names.
+const FILES_SHOWN_MAX: usize = 5;
+
+/// Returns the names of the data files in `folder` for a message.
+fn files_in(folder: &Path) -> String {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .filter(|name| [".jsonl", ".jsonl.gz"].iter().any(|kind| name.ends_with(kind)))
+        .collect();
+    names.sort();
+    names.truncate(FILES_SHOWN_MAX);
+    if names.is_empty() { " of JSON lines".to_owned() } else { format!(" in it: {}", names.join(", ")) }
 }
 
 /// Returns true when `text` is the first `parts` parts of a valid date YYYY-MM-DD.

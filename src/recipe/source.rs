@@ -5,7 +5,7 @@ use super::plan::{Plan, resolve_for, resolve_run_recipe};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::integrity::ChecksumStatus;
-use crate::settings::{Mistakes, closest_word};
+use crate::settings::{Mistakes, did_you_mean};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
@@ -81,7 +81,7 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
     }
     // `recipes/quickstart.toml` also names the built-in recipe, if there is no such file.
     let stem = argument.file_stem().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
-    let meant = closest_word(stem, names()).map(|near| format!(" did you mean {near}?")).unwrap_or_default();
+    let meant = did_you_mean(stem, names());
     Err(bad_input!(
         "{shown}: no such file or folder;{meant} name a recipe file, a run folder, or a recipe of the program: {}",
         names().collect::<Vec<_>>().join(", ")

@@ -30,7 +30,7 @@ mod tables;
 mod trajectories;
 
 use crate::atomic_file::write_file;
-use crate::metrics::{sanitize_line, sanitize_terminal, stage_under_way};
+use crate::metrics::{WARNINGS_FILE, sanitize_line, sanitize_terminal, stage_under_way};
 use anyhow::Result;
 use content_policy::content_policy;
 use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
@@ -102,7 +102,9 @@ pub fn page(runs: &[PathBuf], served: bool) -> Result<String> {
 pub fn state_digest(runs: &[PathBuf]) -> String {
     let mut hash = crc32fast::Hasher::new();
     for run in runs {
-        let mut files = vec![run.join("metrics.jsonl"), run.join("mismatch.json"), run.join("trajectories")];
+        let mut files = ["metrics.jsonl", "mismatch.json", "trajectories", WARNINGS_FILE]
+            .map(|name| run.join(name))
+            .to_vec();
         // A folder's modification time changes with each new file.
         files.push(run.join("recipe.toml"));
         for file in files {
@@ -157,6 +159,7 @@ fn render(mut runs: Vec<Run>, served: bool) -> Result<String> {
         runs => curves.iter().map(|run| &run.label).collect::<Vec<_>>(),
         empty => runs.iter().filter(|run| run.rows.is_empty()).map(|run| &run.label).collect::<Vec<_>>(),
         failed => runs.iter().filter_map(tables::failure_warning).collect::<Vec<_>>(),
+        warnings => tables::warnings(runs),
         summary => tables::summary(curves),
         given => if runs.len() > 1 { tables::summary(runs) } else { vec![] },
         sections,

@@ -356,7 +356,14 @@ fn notes(lines: &[Line]) -> Vec<Note> {
         let count = line.points.len();
         let (_, first) = line.points.first().copied().unwrap_or_default();
         if count > 1 && first.is_finite() && line.points.iter().all(|p| p.1 == first) {
-            note(line, format!("exactly {} at all {count} steps", format_number(first)));
+            note(
+                line,
+                format!(
+                    "exactly {} at {}",
+                    format_number(first),
+                    if count == 1 { "the one step".to_owned() } else { format!("all {count} steps") }
+                ),
+            );
         }
         let broken = line.points.iter().filter(|p| !p.1.is_finite()).count();
         if broken > 0 {

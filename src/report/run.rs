@@ -4,7 +4,7 @@ use super::conversation::{self, SelectedTrajectory};
 use super::plot::Points;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX, TOKENIZER_BYTES_MAX, TOML_BYTES_MAX};
-use crate::metrics::{Phase, Row, read_rows};
+use crate::metrics::{Phase, Row, Warning, read_rows, read_warnings};
 use anyhow::Result;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -22,6 +22,7 @@ pub(super) struct Run {
     /// `model.json`, if present.
     pub model: Option<serde_json::Value>,
     pub rows: Vec<Row>,
+    pub warnings: Vec<Warning>,
     /// The resolved recipe; empty if the folder has none.
     pub recipe: toml::Table,
     pub sample_trajectories: Vec<SelectedTrajectory>,
@@ -51,6 +52,7 @@ impl Run {
             seeds: String::new(),
             model: None,
             rows: read_rows(&folder.join("metrics.jsonl"))?,
+            warnings: read_warnings(folder),
             recipe: read_recipe(&folder.join("recipe.toml"))?,
             sample_trajectories: Vec::new(),
             mismatch: None,

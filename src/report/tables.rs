@@ -2,16 +2,17 @@
 
 use super::mismatch_chart;
 use super::run::Run;
-use crate::metrics::{Phase, Row, format_number};
+use crate::metrics::{Phase, Row, Warning, counted, format_number};
 use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 
-/// Returns a metric's first and last value, shown as `name`.
+/// Returns a metric's first and last value, shown as `name`; of one value, only the last.
 fn change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
     let series = run.series(phase, metric);
     let (first, last) = (series.first()?.1, series.last()?.1);
-    Some(context! { name, first => format_number(first), last => format_number(last) })
+    let first = (series.len() > 1).then(|| format_number(first));
+    Some(context! { name, first, last => format_number(last) })
 }
 
 const ABSENT: &str = "–";
@@ -53,7 +54,7 @@ fn mismatch_of_steps(run: &Run) -> Option<String> {
     let series = run.series(Phase::Rl, "mismatch/log_ppl_abs_diff_max");
     let largest =
         series.iter().map(|point| point.1).reduce(|a, b| if b > a || b.is_nan() { b } else { a })?;
-    let steps = format!("{} step{}", series.len(), if series.len() == 1 { "" } else { "s" });
+    let steps = counted(series.len() as u64, "step");
     Some(match largest == 0.0 {
         true => format!("exactly 0 ({steps})"),
         false => format!("up to {} ({steps})", format_number(largest)),
@@ -86,17 +87,35 @@ pub(super) fn failure_warning(run: &Run) -> Option<String> {
     })
 }
 
+/// Maximum number of warnings of a run on the page.
+const WARNINGS_MAX: usize = 100;
+
+/// Returns the warnings of each run that has some, the last ones if there are very many.
+pub(super) fn warnings(runs: &[Run]) -> Vec<Value> {
+    let told = runs.iter().filter(|run| !run.warnings.is_empty());
+    let of_run = |run: &Run| {
+        let left_out = run.warnings.len().saturating_sub(WARNINGS_MAX);
+        let line = |warning: &Warning| {
+            context! { place => warning.place().unwrap_or_else(|| "start".to_owned()), text => warning.text }
+        };
+        let lines: Vec<Value> = run.warnings.iter().skip(left_out).map(line).collect();
+        context! { run => run.curve, label => run.label, count => run.warnings.len(), lines, left_out }
+    };
+    told.map(of_run).collect()
+}
+
 /// Returns `gpt-oss-20b: gpt_oss, 24 layers, 20,914,757,184 parameters`, from the run's `model.json`.
 fn model(run: &Run) -> Option<String> {
     let facts = run.model.as_ref()?;
     let number = |key: &str| facts.get(key).and_then(Json::as_f64);
     let (all, learning) = (number("parameters")?, number("learning")?);
     let name = facts.get("name").and_then(Json::as_str).map(|name| format!("{name}: ")).unwrap_or_default();
-    let frozen = if learning < all { format!(", {} learn", format_number(learning)) } else { String::new() };
+    let frozen =
+        if learning < all { format!(", {} trainable", format_number(learning)) } else { String::new() };
     Some(format!(
-        "{name}{}, {} layers, {} parameters{frozen}",
+        "{name}{}, {}, {} parameters{frozen}",
         facts.get("model_type").and_then(Json::as_str)?,
-        format_number(number("layers")?),
+        counted(number("layers")? as u64, "layer"),
         format_number(all)
     ))
 }
@@ -143,10 +162,18 @@ fn wall_time(rows: &[Row]) -> String {
 }
 
 /// Returns the outcome counts: one row a metric, with the counts of each run's first and last RL step. `None`
-/// if no run counted outcomes.
+/// if no run counted outcomes. Counts of tool calls are left out if no run called a tool.
 pub(super) fn outcomes(runs: &[Run]) -> Option<Value> {
     let is_count = |name: &str| name.starts_with("outcome/") || name.starts_with("tool/");
-    let all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
+    let mut all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
+    // Without a tool its counts say nothing.
+    let is_zero = |name: &str| {
+        let rows = runs.iter().flat_map(|run| &run.rows);
+        rows.filter_map(|row| row.metrics.get(name)).all(|count| count == 0.0)
+    };
+    if all.iter().filter(|name| name.starts_with("tool/")).all(|name| is_zero(name)) {
+        all.retain(|name| !name.starts_with("tool/"));
+    }
     if all.is_empty() {
         return None;
     }

@@ -75,6 +75,8 @@ pub struct PromptLimits<'a> {
     pub chat: &'a Chat,
     /// Messages before every problem: system prompt and developer message.
     pub system_prompt: &'a [Message],
+    /// Whether the system prompt declares tools.
+    pub has_tools: bool,
     /// `rollout.prompt_tokens_max`.
     pub prompt_tokens_max: usize,
     pub context_tokens_max: usize,
@@ -108,8 +110,8 @@ impl PromptLimits<'_> {
         }
         if n >= context {
             return Err(bad_input!(
-                "problem {id}: its prompt has {n} tokens{}; no room is left in the model's context of {context}: leave the problem \
-                 out or take a model with a longer context",
+                "problem {id}: its prompt has {n} tokens{}; no room is left in the model's context of {context}: shorten the prompt, \
+                 or take a model with a longer context (max_position_embeddings in its config.json)",
                 self.system_prompt_note()
             ));
         }
@@ -120,6 +122,10 @@ impl PromptLimits<'_> {
     fn system_prompt_note(&self) -> String {
         match self.chat.render_training(self.system_prompt).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),
+            n if self.has_tools => format!(
+                ", {n} of them before the problem: the messages of [harmony] and the declarations of the task's tools; \
+                 harmony.system_message = false removes the system message, and shorter tools take fewer tokens"
+            ),
             n => format!(
                 ", {n} of them before the problem; [harmony] sets these messages, and system_message = false removes the system message"
             ),
@@ -140,6 +146,7 @@ impl Rollout<'_> {
         let limits = PromptLimits {
             chat: self.chat,
             system_prompt: self.system_prompt,
+            has_tools: self.interpreter.is_some() || !self.task.tools().is_empty(),
             prompt_tokens_max: self.plan.settings.prompt_tokens_max,
             context_tokens_max: self.context_tokens_max(),
         };

@@ -150,7 +150,8 @@ impl<'a> Queue<'a> {
     /// An engine takes at most its share of the remaining work, so that the work is spread evenly.
     pub(super) fn try_refill(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> RefillResult {
         let mut state = self.lock();
-        if sampled > 0 {
+        // The last trajectory's end has counted all tokens.
+        if sampled > 0 && state.unfinished > 0 {
             state.progress.sampled_tokens += sampled;
             (self.hooks.progress)(state.progress);
         }
@@ -287,6 +288,8 @@ impl<'a> Queue<'a> {
             *result = Some((trajectory, messages));
         }
         if state.unfinished == 0 {
+            // Engines report the tokens of their last forward later.
+            state.progress.sampled_tokens = state.progress.finished_tokens;
             (self.hooks.progress)(state.progress);
             self.wake_all();
         }

@@ -8,7 +8,9 @@ use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
 use crate::model::settings::AdapterSettings;
 use crate::recipe::Plan;
+use crate::settings::closest_word;
 use anyhow::Result;
+use std::collections::BTreeSet;
 
 /// An adapter that is trained, or that came with the model.
 #[derive(Debug, Clone)]
@@ -87,10 +89,7 @@ fn lora(plan: &Plan, settings: &AdapterSettings, config: &Config, base: &[Parame
     for pattern in &settings.targets {
         let mut named = base.iter().filter(|spec| matches(pattern, &spec.name)).peekable();
         if named.peek().is_none() {
-            let known = default_targets(config);
-            let like = known.first().map_or("", String::as_str);
-            let what = format!("the pattern {pattern:?} matches no parameter; names look like {like}");
-            return Err(mistake(what).into());
+            return Err(mistake(unmatched_pattern(pattern, &default_targets(config))).into());
         }
         if !named.any(is_adaptable) {
             let what = format!(
@@ -112,6 +111,31 @@ fn lora(plan: &Plan, settings: &AdapterSettings, config: &Config, base: &[Parame
         }
     };
     Ok(Lora { rank: settings.rank, alpha: settings.alpha, rslora: settings.rslora, targets })
+}
+
+/// Returns the mistake of a `pattern` that matches no parameter. A name of PEFT, such as `q_proj`, is
+/// answered with its pattern here. `known` holds the names of all matrices that can have an adapter.
+fn unmatched_pattern(pattern: &str, known: &[String]) -> String {
+    if pattern == "all-linear" {
+        return "leave adapter.targets out for PEFT's \"all-linear\": every matrix that can have an adapter"
+            .to_owned();
+    }
+    let name = |full: &str| -> Option<String> {
+        let stem = full.strip_suffix(".weight").unwrap_or(full);
+        Some(stem.rsplit('.').next()?.to_owned())
+    };
+    let names: BTreeSet<String> = known.iter().filter_map(|full| name(full)).collect();
+    let suffix = pattern.rsplit('.').next().unwrap_or(pattern);
+    match closest_word(suffix, names.iter().map(String::as_str)) {
+        Some(near) => format!(
+            "the pattern {pattern:?} matches no parameter, since a pattern is of a whole name; did you mean \"*.{near}.*\"?"
+        ),
+        None => format!(
+            "the pattern {pattern:?} matches no parameter; names look like {}, and the matrices are {}",
+            known.first().map_or("", String::as_str),
+            names.into_iter().collect::<Vec<_>>().join(", ")
+        ),
+    }
 }
 
 fn message(lora: &Lora) -> String {

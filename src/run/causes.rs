@@ -2,22 +2,24 @@
 
 use super::context::RunContext;
 use crate::harmony::{Message, Role};
-use crate::metrics::Console;
 use crate::tasks::{Task, Transcript};
 use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
 
 /// Number of causes that [`SampleCauses::messages`] tells apart.
-pub const CAUSES: usize = 3;
+pub const CAUSES: usize = 5;
 
 /// Counts over trajectories.
 #[derive(Default)]
 pub struct SampleCauses {
     all: usize,
     right: usize,
+    /// Trajectories cut at `response_tokens_max`, and those cut where the model's context ends.
     truncated: usize,
-    /// Trajectories without a call, and those of them with code blocks.
+    out_of_context: usize,
+    /// Trajectories without a call; those of them with code blocks, and those with a call outside its tags.
     without_call: usize,
     code_blocks: usize,
+    untagged: usize,
     /// Trajectories that ended by themselves, and those of them without an answer that the task can read.
     ended: usize,
     without_answer: usize,
@@ -27,26 +29,42 @@ impl SampleCauses {
     /// Counts `samples`: trajectories and their conversations.
     pub fn count<'s>(
         task: &dyn Task,
+        response_tokens_max: usize,
         samples: impl Iterator<Item = (&'s Trajectory, &'s [Message])>,
     ) -> Self {
         let mut counts = Self::default();
         for (trajectory, messages) in samples {
             let after = messages.iter().rposition(|message| message.role == Role::User);
-            counts.add(task, trajectory, &messages[after.map_or(0, |user| user + 1)..]);
+            counts.add(
+                (task, response_tokens_max),
+                trajectory,
+                &messages[after.map_or(0, |user| user + 1)..],
+            );
         }
         counts
     }
 
     /// Adds a trajectory with the messages after its prompt.
-    fn add(&mut self, task: &dyn Task, trajectory: &Trajectory, messages: &[Message]) {
+    fn add(
+        &mut self,
+        (task, response_tokens_max): (&dyn Task, usize),
+        trajectory: &Trajectory,
+        messages: &[Message],
+    ) {
         let outcome = trajectory.outcome;
         self.all += 1;
         self.right += usize::from(trajectory.success);
-        self.truncated += usize::from(outcome == Outcome::TruncatedLength);
+        if outcome == Outcome::TruncatedLength {
+            let is_full = trajectory.sampled_tokens() >= response_tokens_max;
+            *(if is_full { &mut self.truncated } else { &mut self.out_of_context }) += 1;
+        }
         let is_call = trajectory.turns.iter().any(|turn| !turn.calls.is_empty());
         if !is_call && outcome != Outcome::TurnsExhausted {
             self.without_call += 1;
-            self.code_blocks += usize::from(messages.iter().any(|message| message.content.contains("```py")));
+            let any =
+                |has: fn(&str) -> bool| usize::from(messages.iter().any(|message| has(&message.content)));
+            self.code_blocks += any(|text| text.contains("```py"));
+            self.untagged += any(holds_call);
         }
         if matches!(outcome, Outcome::Finished | Outcome::Malformed) {
             let transcript = Transcript { messages, outcome, calls_answered: 0 };
@@ -56,13 +74,52 @@ impl SampleCauses {
         }
     }
 
-    /// Returns a sentence for each cause that at least nine tenths of the trajectories have.
-    pub fn messages(&self, has_tool: bool, response_tokens_max: usize) -> [Option<String>; CAUSES] {
-        let Self { all, right, truncated, without_call, code_blocks, ended, without_answer } = *self;
+    /// Returns a sentence for each cause that at least nine tenths of the trajectories have; half of them for
+    /// calls outside their tags.
+    pub fn messages(&self, facts: &SampleFacts) -> [Option<String>; CAUSES] {
+        let Self {
+            all, right, truncated, out_of_context, without_call, code_blocks, untagged, ended, ..
+        } = *self;
+        let SampleFacts {
+            has_tool,
+            random_weights,
+            cold_start_steps,
+            response_tokens_max,
+            context_tokens_max,
+        } = *facts;
         let most = |part: usize, of: usize| of > 0 && part * 10 >= of * 9;
-        let blocks = match code_blocks {
-            0 => String::new(),
-            some => format!(", and {some} of them have code blocks in place of calls"),
+        let in_tags = format!("{untagged} of {all} answers hold a call without its tags");
+        let mut instead = String::new();
+        if code_blocks > 0 {
+            instead += &format!("; {code_blocks} of {all} answers hold a code block in place of a call");
+        }
+        if untagged > 0 {
+            instead += &format!("; {in_tags}");
+        }
+        // A policy that is right without the tool needs none.
+        let is_tool_unused = has_tool && most(without_call, all) && right * 2 < all;
+        let shows = |what: &str| match cold_start_steps {
+            0 => format!("show {what} to the model in a cold start"),
+            steps => {
+                format!("raise cold_start.steps, which is {steps}, with {what} among the demonstrations")
+            }
+        };
+        let shows_calls = shows("calls");
+        let ask_for_tool = match random_weights {
+            true => format!("the weights began at random, so {shows_calls}"),
+            false => format!("ask for the tool in harmony.developer_instructions, or {shows_calls}"),
+        };
+        let ask_for_answer = match random_weights {
+            true => {
+                let shows_answers = shows("answers");
+                format!(
+                    "the weights began at random, so {shows_answers}, or name a trained model with model.path"
+                )
+            }
+            false => {
+                let how = "look at them in trajectories/, and say in harmony.developer_instructions how to write the answer";
+                how.to_owned()
+            }
         };
         [
             most(truncated, all).then(|| {
@@ -71,36 +128,74 @@ impl SampleCauses {
                      rollout.response_tokens_max, or ask for shorter answers"
                 )
             }),
-            // A policy that is right without the tool needs none.
-            (has_tool && most(without_call, all) && right * 2 < all).then(|| {
+            most(out_of_context, all).then(|| {
                 format!(
-                    "{} of {all} trajectories called the tool{blocks}; ask for the tool in \
-                     harmony.developer_instructions, or show calls to the model in a cold start",
-                    all - without_call
+                    "{out_of_context} of {all} trajectories were cut where the model's context of {context_tokens_max} tokens \
+                     ends, which prompt, answer and the tool's replies share; shorten the prompt, or take a model with a \
+                     longer context"
                 )
             }),
-            most(without_answer, ended).then(|| {
+            is_tool_unused.then(|| {
+                format!("{} of {all} trajectories called the tool{instead}; {ask_for_tool}", all - without_call)
+            }),
+            (has_tool && !is_tool_unused && untagged * 2 >= all && untagged > 0).then(|| {
+                format!("{in_tags}, so nothing answered it; show the tags in harmony.developer_instructions, or {shows_calls}")
+            }),
+            most(self.without_answer, ended).then(|| {
                 format!(
-                    "no answer could be read in {without_answer} of the {ended} trajectories that ended; look at them in \
-                     trajectories/, and say in harmony.developer_instructions how to write the answer"
+                    "no answer could be read in {} of the {ended} trajectories that ended; {ask_for_answer}",
+                    self.without_answer
                 )
             }),
         ]
     }
 }
 
-/// Prints a warning for each cause in `rows`.
-pub fn warn_of_causes<'r>(
-    context: &RunContext,
-    rows: impl Iterator<Item = &'r TrajectoryRow>,
-    label: &str,
-    console: &Console,
-) {
+/// The facts of a run that the sentences about causes name.
+#[derive(Debug, Clone, Copy)]
+pub struct SampleFacts {
+    /// Whether the model may call a tool.
+    pub has_tool: bool,
+    /// Whether the run began with random weights.
+    pub random_weights: bool,
+    /// `cold_start.steps`.
+    pub cold_start_steps: u64,
+    pub response_tokens_max: usize,
+    pub context_tokens_max: usize,
+}
+
+impl SampleFacts {
+    pub fn new(context: &RunContext) -> Self {
+        Self {
+            has_tool: context.interpreter.is_some() || context.task.answers_calls(),
+            random_weights: context.random_weights,
+            cold_start_steps: context.recipe().cold_start.steps,
+            response_tokens_max: context.recipe().rollout.response_tokens_max,
+            context_tokens_max: context.model.context_tokens_max(),
+        }
+    }
+}
+
+/// Number of braces of a text at which a call may begin that are tried.
+const BRACES_MAX: usize = 32;
+
+/// Returns whether `text` holds a call as JSON: `{"name": …, "arguments": …}`. In a message of an answer it
+/// stands outside the tags of calls.
+fn holds_call(text: &str) -> bool {
+    let is_call = |(at, _): (usize, &str)| {
+        let mut values = serde_json::Deserializer::from_str(&text[at..]).into_iter::<serde_json::Value>();
+        let value = values.next().and_then(Result::ok).unwrap_or_default();
+        value["name"].is_string() && ["arguments", "parameters"].iter().any(|key| value.get(key).is_some())
+    };
+    text.contains("\"name\"") && text.match_indices('{').take(BRACES_MAX).any(is_call)
+}
+
+/// Returns the causes in `rows`.
+pub fn sample_causes<'r>(context: &RunContext, rows: impl Iterator<Item = &'r TrajectoryRow>) -> Vec<String> {
     let samples = rows.map(|row| (&row.trajectory, row.messages.as_slice()));
-    let counts = SampleCauses::count(context.task.as_ref(), samples);
-    let messages =
-        counts.messages(context.interpreter.is_some(), context.recipe().rollout.response_tokens_max);
-    messages.iter().flatten().for_each(|message| console.print(&format!("warning: {label}{message}")));
+    let facts = SampleFacts::new(context);
+    let counts = SampleCauses::count(context.task.as_ref(), facts.response_tokens_max, samples);
+    counts.messages(&facts).into_iter().flatten().collect()
 }
 
 #[cfg(test)]
@@ -133,7 +228,19 @@ mod tests {
         }
     }
 
+    const FACTS: SampleFacts = SampleFacts {
+        has_tool: true,
+        random_weights: false,
+        cold_start_steps: 0,
+        response_tokens_max: 1,
+        context_tokens_max: 64,
+    };
+
     fn messages(samples: &[(Outcome, bool, &str)]) -> Vec<String> {
+        messages_with(FACTS, samples)
+    }
+
+    fn messages_with(facts: SampleFacts, samples: &[(Outcome, bool, &str)]) -> Vec<String> {
         let sample = |&(outcome, calls, text): &(Outcome, bool, &str)| {
             let calls = if calls { vec![CallOutcome::Answered] } else { vec![] };
             let trajectory = Trajectory {
@@ -159,8 +266,12 @@ mod tests {
             )
         };
         let samples: Vec<(Trajectory, Vec<Message>)> = samples.iter().map(sample).collect();
-        let counts = SampleCauses::count(&Numbers, samples.iter().map(|(t, m)| (t, m.as_slice())));
-        counts.messages(true, 64).into_iter().flatten().collect()
+        let counts = SampleCauses::count(
+            &Numbers,
+            facts.response_tokens_max,
+            samples.iter().map(|(t, m)| (t, m.as_slice())),
+        );
+        counts.messages(&facts).into_iter().flatten().collect()
     }
 
     #[test]
@@ -173,14 +284,16 @@ mod tests {
         let truncated = messages(&[(TruncatedLength, true, "and so on"); 16]);
         assert_eq!(truncated.len(), 1, "{truncated:?}");
         assert!(
-            truncated[0].starts_with("16 of 16 trajectories were cut at response_tokens_max = 64"),
+            truncated[0].starts_with("16 of 16 trajectories were cut at response_tokens_max = 1;"),
             "{truncated:?}"
         );
         let block = (Finished, false, "```python\nprint(12)\n```");
         let without_call = messages(&[(Finished, false, "12"), block, block, block]);
         assert_eq!(without_call.len(), 1, "{without_call:?}");
         assert!(
-            without_call[0].starts_with("0 of 4 trajectories called the tool, and 3 of them"),
+            without_call[0].starts_with(
+                "0 of 4 trajectories called the tool; 3 of 4 answers hold a code block in place of a call; ask"
+            ),
             "{without_call:?}"
         );
         let without_answer = messages(&[(Finished, true, "\\boxed{The answer}"); 4]);
@@ -189,5 +302,46 @@ mod tests {
             without_answer[0].starts_with("no answer could be read in 4 of the 4 trajectories"),
             "{without_answer:?}"
         );
+        // Two sampled tokens would have fit.
+        let facts = SampleFacts { response_tokens_max: 2, ..FACTS };
+        let ended = messages_with(facts, &[(TruncatedLength, true, "and so on"); 4]);
+        assert!(
+            ended.len() == 1
+                && ended[0]
+                    .starts_with("4 of 4 trajectories were cut where the model's context of 64 tokens ends"),
+            "{ended:?}"
+        );
+    }
+
+    #[test]
+    fn a_call_without_its_tags_is_said() {
+        let call = "{\"name\": \"python\", \"arguments\": {\"code\": \"1\"}}";
+        let fenced = format!("I compute {{1}}:\n```json\n{call}\n```");
+        let answers = [(Outcome::Finished, false, call), (Outcome::Finished, false, &fenced)];
+        let unused = messages(&answers);
+        let said =
+            "0 of 2 trajectories called the tool; 2 of 2 answers hold a call without its tags; ask for";
+        assert!(unused[0].starts_with(said), "{unused:?}");
+        let half = messages(&[answers[0], (Outcome::Finished, true, "12")]);
+        assert!(
+            half.len() == 1 && half[0].starts_with("1 of 2 answers hold a call without its tags, so nothing"),
+            "{half:?}"
+        );
+        for text in ["{\"name\": \"Ann\"}", "12", "\"name\" {", "{\"name\": 1, \"arguments\": 2}"] {
+            assert!(!holds_call(text), "{text}");
+        }
+    }
+
+    /// Instructions do not help a model that knows no words.
+    #[test]
+    fn random_weights_need_a_cold_start() {
+        let facts = SampleFacts { random_weights: true, ..FACTS };
+        let told = messages_with(facts, &[(Outcome::Finished, false, "x"); 4]);
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(told.iter().all(|line| line.contains("the weights began at random")), "{told:?}");
+        assert!(told.iter().all(|line| !line.contains("developer_instructions")), "{told:?}");
+        let facts = SampleFacts { cold_start_steps: 3, ..facts };
+        let told = messages_with(facts, &[(Outcome::Finished, false, "x"); 4]);
+        assert!(told.iter().all(|line| line.contains("raise cold_start.steps, which is 3")), "{told:?}");
     }
 }

@@ -4,7 +4,7 @@ use super::adapter::RunAdapter;
 use super::family::unsupported_keys;
 use super::memory::{ModelCommand, available_memory, min_over_processes};
 use super::preflight::{ErrorList, Preflight};
-use super::source::{ModelSource, Placement, model_folder};
+use super::source::{ModelSource, Placement, model_folder, reading_note};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::checkpoint::BaseModel;
@@ -39,6 +39,8 @@ pub struct RunContext {
     pub companions: CompanionFiles,
     pub model: Model,
     pub parameters: Parameters,
+    /// Whether the weights were drawn at random, not read.
+    pub random_weights: bool,
     /// Name of the device that computes.
     pub device_name: String,
     /// The memory plan as text.
@@ -90,6 +92,10 @@ impl RunContext {
             mesh,
             available_memory().map(|found| found.process_share(mesh.ranks_on_host())),
         )?;
+        // Before the first weights are there, a minute may pass.
+        if let Some(model) = reading_note(&plan.recipe) {
+            console.print(&model);
+        }
         let mut preflight = Preflight::open_on_mesh(plan, command, mesh, checkpoint, console)?;
         preflight.check_memory(available)?;
         preflight.load(console)

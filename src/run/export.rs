@@ -95,6 +95,7 @@ pub fn export_merged_model(
         return Err(without_adapter(recipe));
     }
     let format = recipe.checkpoint.dtype;
+    let stage = console.inner_stage("writing the merged model", 0);
     write_folder(out, |aside| {
         let config = &context.model.config;
         let manifest = save(aside, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
@@ -102,6 +103,7 @@ pub fn export_merged_model(
         })?;
         manifest.write(aside)
     })?;
+    stage.finish();
     let Some(file) = trajectories else { return Ok(None) };
     let sequences: Vec<Sequence> = trajectory_file::read(file, false)?
         .0
@@ -109,7 +111,7 @@ pub fn export_merged_model(
         .map(|row| Sequence { tokens: row.trajectory.tokens, mask: row.trajectory.mask })
         .collect();
     let batches = MicroBatch::split(&sequences, recipe.train.micro_batch_tokens);
-    let log_probs = |parameters: &Parameters| -> Result<Vec<f32>> {
+    let log_probs = |name: &str, parameters: &Parameters| -> Result<Vec<f32>> {
         let RunContext { threads, model, .. } = context;
         let settings = PassSettings {
             recompute_layers: true,
@@ -117,11 +119,15 @@ pub fn export_merged_model(
             load_balance: 0.0,
             forward: Default::default(),
         };
-        let found = BatchRunner { threads, model, parameters }.forward(&batches, settings)?;
+        let runner = BatchRunner { threads, model, parameters };
+        let stage = console.pass(name, runner.own_tokens(&batches));
+        let found = runner.forward_with_progress(&batches, settings, &stage)?;
+        stage.finish();
         Ok(found.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
     };
-    let before = log_probs(parameters)?;
-    let after = log_probs(&context.load_weights(out, console)?)?;
+    let before = log_probs("log-probs with the adapter", parameters)?;
+    // The folder is read back, so that the comparison is of what other programs will read.
+    let after = log_probs("log-probs merged", &context.load_weights(out, console)?)?;
     let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     let (sum, largest) =
         changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)));
@@ -133,7 +139,13 @@ pub fn export_merged_model(
 /// # Errors
 /// [`crate::error::BadInput`] when there is an adapter and `merges` is false, or none and it is true; those
 /// of [`gguf::write`].
-pub fn gguf_file(context: &RunContext, format: GgufForm, merges: bool, out: &Path) -> Result<()> {
+pub fn gguf_file(
+    context: &RunContext,
+    format: GgufForm,
+    merges: bool,
+    out: &Path,
+    console: &Console,
+) -> Result<()> {
     let parameters = &context.parameters;
     match (parameters.adapter().is_some(), merges) {
         (false, true) => return Err(without_adapter(context.recipe())),
@@ -148,6 +160,7 @@ pub fn gguf_file(context: &RunContext, format: GgufForm, merges: bool, out: &Pat
     let json = context.chat.vocabulary().json_bytes();
     let template = context.companions.template().unwrap_or_else(|| context.chat.jinja().to_owned());
     let tokenizer = GgufTokenizer { json, template: &template };
+    let _stage = console.inner_stage("writing the file", 0);
     gguf::write(out, &context.model.config, format, tokenizer, |spec| merge(parameters, spec))
 }
 

@@ -2,10 +2,11 @@
 
 use super::context::RunContext;
 use super::evaluation::validation_prompts;
-use super::memory::ModelCommand;
+use super::memory::{ModelCommand, SecondWeights};
 use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
-use crate::metrics::format_number;
+use crate::metrics::{counted, format_number};
+use crate::recipe::Recipe;
 use crate::rollout::RolloutSettings;
 use crate::settings::Choice;
 use serde_json::{Value, json};
@@ -37,32 +38,60 @@ pub fn model(context: &RunContext) -> Value {
 fn work(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
     let recipe = context.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
-    let sampled = format!("{prompts_per_step} prompts × {samples_per_prompt}");
+    let prompts = counted(*prompts_per_step as u64, "prompt");
+    let sampled = format!("{prompts} × {samples_per_prompt}");
     match command {
         ModelCommand::Train => {
             let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
             let whole = |steps: u64| format_number(steps as f64);
             let cold =
                 if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
-            ("steps", format!("{cold}{} of reinforcement learning, {sampled} samples each", whole(train)))
+            let samples = if *samples_per_prompt == 1 { "sample" } else { "samples" };
+            ("steps", format!("{cold}{} of reinforcement learning, {sampled} {samples} each", whole(train)))
         }
         ModelCommand::Eval => {
             let problems: usize =
                 validation_prompts(context).iter().map(|(_, problems)| problems.len()).sum();
-            ("sampled", format!("{problems} held-out problems × {}", recipe.eval.samples))
+            let problems = counted(problems as u64, "held-out problem");
+            ("sampled", format!("{problems} × {}", recipe.eval.samples))
         }
-        ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => {
+        ModelCommand::CheckMismatch(SecondWeights::Changed) => (
+            "compared",
+            "the file's log-probabilities with those that this model gives its tokens".to_owned(),
+        ),
+        ModelCommand::CheckMismatch(SecondWeights::Rounded(_)) => (
+            "compared",
+            format!("the log-probabilities of rollout and of training, over {sampled} trajectories"),
+        ),
+        ModelCommand::Rollout | ModelCommand::Chat => {
             ("sampled", format!("{sampled}, as in one step of training"))
         }
     }
 }
 
-/// Returns the lines of the console header: model, task, work, device, threads, folder, and the sandbox if
-/// any.
+/// Returns the files whose problems the command samples, if the task reads files.
+fn data(recipe: &Recipe, command: ModelCommand) -> Option<(&'static str, String)> {
+    let task = &recipe.task;
+    let held_out = task.validation_file.iter().chain(&task.validation_files);
+    let files: Vec<_> = match command {
+        ModelCommand::Eval => held_out.collect(),
+        ModelCommand::Train => task.train_file.iter().chain(held_out).collect(),
+        ModelCommand::Chat | ModelCommand::CheckMismatch(SecondWeights::Changed) => vec![],
+        ModelCommand::Rollout | ModelCommand::CheckMismatch(SecondWeights::Rounded(_)) => {
+            task.train_file.iter().collect()
+        }
+    };
+    let files: Vec<String> = files.into_iter().map(|file| file.display().to_string()).collect();
+    (!files.is_empty()).then(|| ("data", files.join(", ")))
+}
+
+/// Returns the lines of the console header: model, task, data, work, device, threads, folder, and the
+/// sandbox if any.
 pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<String> {
     let (recipe, facts) = (context.recipe(), model(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
+    let layers = counted(number("layers") as u64, "layer");
     let learning = match number("learning") {
         _ if !command.trains() => String::new(),
         _ if !recipe.trains() => ", none trainable".to_owned(),
@@ -70,7 +99,7 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
         some => format!(", {} trainable", format_number(some)),
     };
     let kind = facts["model_type"].as_str().unwrap_or_default();
-    let (layers, parameters) = (format_number(number("layers")), format_number(number("parameters")));
+    let parameters = format_number(number("parameters"));
     let tool = match (&context.interpreter, recipe.interpreter.kind) {
         (None, _) => "",
         (Some(_), InterpreterKind::Embedded) => ", with the embedded Python tool",
@@ -84,9 +113,11 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
             format!("{threads} in each of {ranks} processes, {sharing} per sequence-parallel group")
         }
     };
-    let head = [
-        ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters{learning}")),
-        ("task", format!("{}{tool}", context.task.name())),
+    let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{learning}"));
+    let task = ("task", format!("{}{tool}", context.task.name()));
+    let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
+    let task = Some(task).filter(|_| !is_of_file);
+    let rest = [
         work(context, command),
         ("device", context.device_name.clone()),
         ("threads", threads),
@@ -94,7 +125,8 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     ];
     // Every command that may run generated code shows the sandbox.
     let confinement = context.sandbox_description().map(|confinement| ("sandbox", confinement));
-    head.into_iter().chain(confinement).map(|(what, text)| format!("{what:<8} {text}")).collect()
+    let head = [model].into_iter().chain(task).chain(data(recipe, command)).chain(rest);
+    head.chain(confinement.filter(|_| !is_of_file)).map(|(what, text)| format!("{what:<8} {text}")).collect()
 }
 
 /// Returns a command line of this program, with the path by which it was called.

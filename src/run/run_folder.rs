@@ -9,7 +9,10 @@ use crate::checkpoint::peft::is_adapter_folder;
 use crate::checkpoint::{self, ResumePoint, TrainerState};
 use crate::integrity::add_checksum;
 use crate::learner::{OptimizerSettings, Schedule};
-use crate::metrics::{MetricsFile, Phase, Row, TensorBoard, read_rows};
+use crate::metrics::{
+    MetricsFile, Phase, Row, TensorBoard, WARNINGS_FILE, Warning, append_warning, read_rows, read_warnings,
+    warnings_text,
+};
 use crate::recipe::{Plan, RecipeSource, resume_differences};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
@@ -19,9 +22,10 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Files that a run or a sampling writes before its first result.
-const INITIAL_FILES: [&str; 10] = [
+const INITIAL_FILES: [&str; 11] = [
     "recipe.toml",
     "metrics.jsonl",
+    WARNINGS_FILE,
     "model.json",
     "sandbox.txt",
     "reference.safetensors",
@@ -81,6 +85,7 @@ impl RunFolder {
         Self::refuse_existing(path)?;
         let begin = || {
             write_recipe(path, plan)?;
+            write_warnings(path, plan, None)?;
             MetricsFile::create(&path.join("metrics.jsonl"))
         };
         let metrics = begin().inspect_err(|_| Self::clear_unused(path))?;
@@ -116,6 +121,7 @@ impl RunFolder {
             false => None,
         };
         write_recipe(path, plan)?;
+        write_warnings(path, plan, point)?;
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
@@ -151,6 +157,14 @@ impl RunFolder {
             tensorboard.write(row)?;
         }
         Ok(())
+    }
+
+    /// Appends a warning to `warnings.jsonl`.
+    ///
+    /// # Errors
+    /// When the disk cannot be written.
+    pub fn write_warning(&self, warning: &Warning) -> Result<()> {
+        if self.files.is_some() { append_warning(&self.path, warning) } else { Ok(()) }
     }
 
     /// Syncs the metrics to disk. Returns their length in bytes and their digest, for the checkpoint.
@@ -332,7 +346,9 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     }
     let mut lines = vec![match done == steps {
         true => {
-            format!("resuming {}: all {steps} steps are done; for more, --set train.steps=N", path.display())
+            let all =
+                if steps == 1 { "the one step is".to_owned() } else { format!("all {steps} steps are") };
+            format!("resuming {}: {all} done; for more, --set train.steps=N", path.display())
         }
         false => format!("resuming {} after step {done} of {steps}", path.display()),
     }];
@@ -376,6 +392,21 @@ fn keep_schedule_end(
         "the learning-rate schedule, {}, still ends at step {end}: {table}.optimizer.schedule_steps = {end}",
         new.schedule
     ))
+}
+
+/// Writes `warnings.jsonl` of a run that begins, or that resumes from `point`: the warnings of `plan`, and
+/// those of steps before `point`.
+fn write_warnings(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<()> {
+    let before = point.map_or(vec![], |_| read_warnings(path));
+    let stands =
+        |warning: &Warning| point.is_some_and(|point| warning.precedes(point.state.phase, point.state.step));
+    let all = plan.warnings.iter().cloned().map(Warning::of_run).chain(before.into_iter().filter(stands));
+    let all: Vec<Warning> = all.collect();
+    let file = path.join(WARNINGS_FILE);
+    match all.is_empty() && !file.exists() {
+        true => Ok(()),
+        false => write_file(&file, &warnings_text(&all)?),
+    }
 }
 
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {

@@ -17,7 +17,7 @@ use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
 use crate::checkpoint::gguf::{self, is_gguf};
 use crate::integrity::add_checksum;
-use crate::metrics::{Console, Phase};
+use crate::metrics::{Console, Phase, WARNINGS_FILE, Warning, warnings_text};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{Plan, RecipeSource};
 use crate::rollout::{Prompt, RolloutPlan, RolloutProgress, trajectory_file};
@@ -235,6 +235,18 @@ impl<'a> SamplingFolder<'a> {
         let Some(rollouts) = rollouts else { return Ok(None) };
         let mut rows = rollouts.rows(phase);
         Ok(Some(prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect()))
+    }
+
+    /// Prints warnings about the samples, and keeps them for the report page.
+    ///
+    /// # Errors
+    /// When the disk cannot be written.
+    pub fn warn(&self, causes: Vec<String>, phase: Phase, step: u64, console: &Console) -> Result<()> {
+        causes.iter().for_each(|cause| console.print(&format!("warning: {cause}")));
+        let of_step = |cause| Warning::of_step(phase, step, cause);
+        let of_run = self.context.plan.warnings.iter().cloned().map(Warning::of_run);
+        let all: Vec<Warning> = of_run.chain(causes.into_iter().map(of_step)).collect();
+        write_file(&self.path.join(WARNINGS_FILE), &warnings_text(&all)?)
     }
 
     /// Writes all rows in order to `done`, atomically, then removes the partial file.

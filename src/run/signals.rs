@@ -1,12 +1,13 @@
 //! Stop signals: SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop. A second SIGINT or SIGTERM exits at
-//! once.
+//! once. In a conversation, SIGINT ends the answer under way.
 
 use crate::error::EXIT_STOPPED;
 use anyhow::{Context, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
+use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Polling interval of the thread that announces a stop.
@@ -90,10 +91,104 @@ impl StopFlag {
     }
 }
 
+/// Ctrl-C in a conversation on a terminal. It ends the answer under way. Without one, it ends the program
+/// with exit code 130.
+#[derive(Clone)]
+pub struct AnswerInterrupt(Arc<Mutex<InterruptState>>);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum InterruptState {
+    /// No answer is under way.
+    Idle,
+    /// An answer is under way.
+    Answering,
+    /// The answer under way ended, or is to end, by a signal at this time.
+    Interrupted(Instant),
+}
+
+impl InterruptState {
+    /// Returns the state after a signal at `now`; `None` if the program is to end.
+    fn after_signal(self, now: Instant) -> Option<Self> {
+        match self {
+            Self::Answering => Some(Self::Interrupted(now)),
+            Self::Interrupted(at) if now.saturating_duration_since(at) < DEBOUNCE => Some(self),
+            Self::Idle | Self::Interrupted(_) => None,
+        }
+    }
+}
+
+impl AnswerInterrupt {
+    /// Starts to listen for SIGINT.
+    ///
+    /// # Errors
+    /// When the system refuses the handler or a thread.
+    pub fn listen() -> Result<Self> {
+        let interrupt = Self(Arc::new(Mutex::new(InterruptState::Idle)));
+        let mut signals = Signals::new([SIGINT]).context("listening for signals")?;
+        let shared = interrupt.clone();
+        let wait = move || {
+            for _ in signals.forever() {
+                let mut state = shared.lock();
+                match state.after_signal(Instant::now()) {
+                    Some(next) => *state = next,
+                    None => {
+                        // The shell's prompt begins on a line of its own. A terminal that is gone needs none.
+                        let _ = std::io::stderr().write_all(b"\r\x1b[K\n");
+                        signal_hook::low_level::exit(EXIT_STOPPED.into());
+                    }
+                }
+            }
+        };
+        // The thread ends with the process.
+        std::thread::Builder::new().name("signals".into()).spawn(wait).context("starting a thread")?;
+        Ok(interrupt)
+    }
+
+    /// Marks the begin of an answer.
+    pub fn begin(&self) {
+        *self.lock() = InterruptState::Answering;
+    }
+
+    /// Marks the end of the answer. A signal that ended it keeps its time, so that a repeated one does not
+    /// end the program too.
+    pub fn end(&self) {
+        let mut state = self.lock();
+        if *state == InterruptState::Answering {
+            *state = InterruptState::Idle;
+        }
+    }
+
+    /// Returns whether the answer under way is to end.
+    pub fn is_requested(&self) -> bool {
+        matches!(*self.lock(), InterruptState::Interrupted(_))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, InterruptState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Returns whether this process was started with `signal` ignored; false if the system does not say.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok());
     mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ctrl_c_ends_an_answer_and_without_one_the_program() {
+        let now = Instant::now();
+        let interrupted = InterruptState::Answering.after_signal(now);
+        assert_eq!(interrupted, Some(InterruptState::Interrupted(now)));
+        assert_eq!(InterruptState::Idle.after_signal(now), None);
+        // A repeated signal counts only after a while: the first may take a moment to be seen.
+        let again = |later| InterruptState::Interrupted(now).after_signal(now + later);
+        assert_eq!(again(DEBOUNCE / 2), interrupted);
+        assert_eq!(again(DEBOUNCE), None);
+    }
 }

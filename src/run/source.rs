@@ -1,7 +1,7 @@
 //! Sources of a model: a folder, an adapter with its base, or the recipe's own architecture. Opening reads
 //! headers only.
 
-use super::memory::ModelCommand;
+use super::memory::{ModelCommand, gigabytes};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::checkpoint;
@@ -337,6 +337,28 @@ impl ModelSource {
         shown.finish();
         Ok(parameters)
     }
+}
+
+/// Returns a line that names the model to read and its size; `None` if it is small. A model that cannot be
+/// opened is reported later.
+pub(super) fn reading_note(recipe: &Recipe) -> Option<String> {
+    let folder = model_folder(recipe.model.path.as_deref()?).ok()?;
+    let base = match is_adapter_folder(&folder) {
+        true => read_base(&folder).ok()??.find(&folder, None).ok()?,
+        false => folder.clone(),
+    };
+    let files: Vec<PathBuf> = match std::fs::read_dir(&base) {
+        Ok(entries) => entries.filter_map(|entry| Some(entry.ok()?.path())).collect(),
+        Err(_) => checkpoint::gguf::files(&base).ok()?,
+    };
+    let is_weights =
+        |file: &&PathBuf| is_gguf(file) || file.extension().is_some_and(|kind| kind == "safetensors");
+    let bytes = files.iter().filter(is_weights).filter_map(|file| Some(std::fs::metadata(file).ok()?.len()));
+    let bytes: u64 = bytes.sum();
+    let adapter =
+        if base == folder { String::new() } else { format!(", for the adapter {}", folder.display()) };
+    (bytes >= SHOWN_MEGABYTES * 1_000_000)
+        .then(|| format!("reading the model {} ({}){adapter}", base.display(), gigabytes(bytes)))
 }
 
 /// Returns the precision of matrix products on a CPU.

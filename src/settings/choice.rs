@@ -130,10 +130,60 @@ pub(crate) use {choice, registered};
 
 /// Returns the most similar word of `known`, if it is similar enough to be the intended one.
 pub fn closest_word<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
+    similar_words(written, known).first().copied()
+}
+
+/// Maximum number of names that [`did_you_mean`] proposes.
+const PROPOSALS_MAX: usize = 3;
+
+/// Returns ` did you mean a or b?` for the names of `known` that are similar to `written`, or that have all
+/// its parts, as `gsm8k_qwen_lora` has those of `gsm8k-lora`. A name with the same parts stands alone.
+/// Returns an empty text if there are none.
+pub fn did_you_mean<'k>(written: &str, known: impl Iterator<Item = &'k str> + Clone) -> String {
+    fn parts(name: &str) -> impl Iterator<Item = &str> {
+        name.split(['_', '-', '.']).filter(|part| !part.is_empty())
+    }
+    let has_parts = |name: &&str| {
+        parts(written).next().is_some() && parts(written).all(|part| parts(name).any(|p| p == part))
+    };
+    let same_parts = known.clone().find(|name| parts(name).eq(parts(written)));
+    let mut names: Vec<&str> = same_parts.into_iter().collect();
+    if names.is_empty() {
+        names.extend(similar_words(written, known.clone()));
+        for name in known.filter(has_parts) {
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+    }
+    names.truncate(PROPOSALS_MAX);
+    if names.is_empty() { String::new() } else { format!(" did you mean {}?", names.join(" or ")) }
+}
+
+/// Returns the words of `known` that are similar enough to `written`, the most similar first.
+fn similar_words<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Vec<&'k str> {
     let slips_max = (written.chars().count() / 3).max(1);
-    known
+    let mut words: Vec<(usize, &str)> = known
         .map(|known| (strsim::damerau_levenshtein(written, known), known))
         .filter(|(slips, _)| *slips <= slips_max)
-        .min()
-        .map(|(_, known)| known)
+        .collect();
+    words.sort_unstable();
+    words.into_iter().map(|(_, known)| known).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::did_you_mean;
+
+    #[test]
+    fn similar_names_and_names_with_the_same_parts_are_proposed() {
+        let known = ["quickstart", "quickstart_cuda", "quickstart_ppo", "gsm8k_qwen", "gsm8k_qwen_lora"];
+        let meant = |written: &str| did_you_mean(written, known.into_iter());
+        assert_eq!(meant("quikstart"), " did you mean quickstart?");
+        assert_eq!(meant("quickstart"), " did you mean quickstart?");
+        assert_eq!(meant("quickstart-cuda"), " did you mean quickstart_cuda?");
+        assert_eq!(meant("gsm8k-lora"), " did you mean gsm8k_qwen_lora?");
+        assert_eq!(meant("gsm8k_qwen_lra"), " did you mean gsm8k_qwen_lora or gsm8k_qwen?");
+        assert_eq!((meant("nothing").as_str(), meant("").as_str()), ("", ""));
+    }
 }

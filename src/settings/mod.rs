@@ -12,7 +12,7 @@ mod reader;
 mod scalar;
 mod table;
 
-pub use choice::{Choice, closest_word};
+pub use choice::{Choice, closest_word, did_you_mean};
 pub(crate) use choice::{choice, registered};
 pub(crate) use limits::{Limits, above, from};
 pub(crate) use mistake::KeyLocations;

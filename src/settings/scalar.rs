@@ -10,6 +10,15 @@ use toml::de::DeValue;
 pub(crate) struct ParsedValue<'a> {
     pub value: &'a DeValue<'a>,
     pub unquoted: Option<&'a str>,
+    /// Whether the value is another trainer's word, whose meaning is known. Then no similar word is proposed.
+    pub is_foreign: bool,
+}
+
+impl ParsedValue<'_> {
+    /// Returns the value as a word, in quotes or not.
+    fn word(&self) -> Option<&str> {
+        self.value.as_str().or(self.unquoted)
+    }
 }
 
 /// A type of a key's value.
@@ -37,19 +46,20 @@ pub(crate) trait Scalar: Sized {
 
 impl<T: Scalar> Field for T {
     fn read(&mut self, limits: Option<Limits>, written: &ParsedKey, reader: &mut Reader) {
-        let found = ParsedValue {
+        let mut found = ParsedValue {
             value: written.value.get_ref(),
             unquoted: reader.unquoted_text(written.value.span()),
+            is_foreign: false,
         };
+        let name = written.path.rsplit('.').next().unwrap_or_default();
+        let ours = found.word().and_then(|word| (reader.foreign)(name, Some(word)));
+        found.is_foreign = ours.is_some();
         match T::parse(&found, limits) {
             Ok(value) => {
                 *self = value;
                 reader.accept(written);
             }
             Err(what) => {
-                let word = found.value.as_str();
-                let name = written.path.rsplit('.').next().unwrap_or_default();
-                let ours = word.and_then(|word| (reader.foreign)(name, Some(word)));
                 let ours = ours.map(|ours| format!("; {ours}")).unwrap_or_default();
                 reader.refuse(written, what + &ours);
             }
@@ -264,7 +274,9 @@ impl<T: Scalar> Scalar for Vec<T> {
 
     fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
         let elements = found.value.as_array().ok_or_else(|| wrong_type::<Self>(found, limits))?;
-        let read = |element: &DeValue| T::parse(&ParsedValue { value: element, unquoted: None }, limits);
+        let read = |element: &DeValue| {
+            T::parse(&ParsedValue { value: element, unquoted: None, is_foreign: false }, limits)
+        };
         elements
             .iter()
             .enumerate()
@@ -291,7 +303,7 @@ pub(crate) fn word_index(found: &ParsedValue, words: &[&str]) -> Result<usize, S
         (value, None) => return Err(format!("found {}; give {give}", show(value))),
     };
     words.iter().position(|word| *word == text).ok_or_else(|| {
-        match closest_word(text, words.iter().copied()) {
+        match closest_word(text, words.iter().copied()).filter(|_| !found.is_foreign) {
             Some(word) => format!("no such value {text:?}, did you mean \"{word}\"? Give {give}"),
             None => format!("no such value {text:?}; give {give}"),
         }

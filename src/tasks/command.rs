@@ -14,6 +14,7 @@ use crate::metrics::{Console, sanitize_line};
 use anyhow::{Result, bail};
 use protocol::{ProgramReply, REQUEST_ID, TaskDescription, VERSION, with_request};
 use serde_json::{Value, json};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -58,8 +59,9 @@ impl CommandTask {
             .map_err(|e| bad_input!("task.command_timeout_s: {e}; give seconds above 0"))?;
         let wrong = |what: anyhow::Error| {
             bad_input!(
-                "task.command: {}: {what:#}; the program must answer as docs/TASKS.md says",
-                command.join(" ")
+                "task.command: {}: {what:#}; the program must answer as docs/TASKS.md says{}",
+                command.join(" "),
+                missing_files(command)
             )
         };
         let pool = ProcessPool::new(command.clone(), processes, timeout);
@@ -151,6 +153,34 @@ impl CommandTask {
     /// Returns the text or null under `content` in the answer to `request`.
     fn content(&self, request: &str, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
         self.ask_about(request, problem, transcript, |reply| reply.content())
+    }
+}
+
+/// Returns a note on words of `command` that look like relative paths to files, and are none.
+fn missing_files(command: &[String]) -> String {
+    let is_missing = |(index, word): &(usize, &String)| {
+        let path = Path::new(word);
+        let named = word.contains('/')
+            || *index > 0
+                && path
+                    .extension()
+                    .is_some_and(|kind| kind.to_string_lossy().chars().all(char::is_alphabetic));
+        named
+            && path.is_relative()
+            && !word.starts_with('-')
+            && !word.contains(char::is_whitespace)
+            && !path.exists()
+    };
+    let missing: Vec<&str> =
+        command.iter().enumerate().filter(is_missing).map(|(_, word)| word.as_str()).collect();
+    let folder = std::env::current_dir().unwrap_or_default();
+    match missing.is_empty() {
+        true => String::new(),
+        false => format!(
+            "; no file {} in {}, the working directory, from which relative paths count",
+            missing.join(", "),
+            folder.display()
+        ),
     }
 }
 

@@ -32,7 +32,8 @@ table! {
         /// How `verify_if` makes a reward of the instructions that were followed.
         pub grading: Option<verify_if::Grading> = None,
         /// The program of the task `command` and its arguments. It runs with your own rights, outside any
-        /// sandbox. A word that names a file is a path: a run keeps it absolute.
+        /// sandbox. A word that names a file is a path, relative to the working directory: a run keeps it
+        /// absolute.
         pub command: Vec<String> = Vec::new(),
         /// Seconds after which a program of the task `command` that has not answered is killed and started
         /// again.

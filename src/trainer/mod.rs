@@ -20,12 +20,12 @@ use crate::learner::batch_runner::BatchRunner;
 use crate::learner::critic::Critic;
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::optimizer::Optimizer;
-use crate::metrics::{Console, Metrics, Phase, Row, Timings, read_rows};
+use crate::metrics::{Console, Metrics, Phase, Row, Timings, Warning, read_rows};
 use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, reset_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
-use crate::run::causes::{SampleCauses, warn_of_causes};
+use crate::run::causes::{SampleCauses, SampleFacts, sample_causes};
 use crate::run::context::RunContext;
 use crate::run::evaluation::{ValidationResult, evaluate, validation_prompts};
 use crate::run::run_folder::RunFolder;
@@ -178,6 +178,17 @@ impl Trainer {
         ]);
     }
 
+    /// Derives the time of an evaluation from that of the step's rollout: both sample trajectories.
+    fn expect_evaluation(&self, sampled: &sample::SampleOutput) {
+        let all = sampled.drawn.trajectories().count();
+        if self.data.stored.is_none() && all > 0 {
+            let problems: usize =
+                validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
+            let trajectories = problems * self.context.recipe().eval.samples;
+            self.console.expect_step("evaluation", sampled.seconds * trajectories as f64 / all as f64);
+        }
+    }
+
     /// Sets the current activity, which is printed when a signal asks for a stop.
     fn set_activity(&self, activity: String) {
         *self.activity.lock().unwrap_or_else(PoisonError::into_inner) = activity;
@@ -211,6 +222,7 @@ impl Trainer {
             self.set_activity(format!("step {step}"));
             let started = std::time::Instant::now();
             let (sampled, update, learned) = self.step(step, &mut optimizer, critic.as_mut())?;
+            self.expect_evaluation(&sampled);
             let mut metrics = sampled.metrics()?;
             metrics.extend(update);
             let seconds = started.elapsed().as_secs_f64();
@@ -219,8 +231,8 @@ impl Trainer {
             let tokens = counts.prefilled_tokens + counts.sampled_tokens;
             metrics.set("perf/throughput", tokens as f64 / seconds);
             metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
-            self.warn_about_step(step, &sampled.drawn, &metrics);
-            self.watch_workers(step);
+            self.warn_about_step(step, &sampled.drawn, &metrics)?;
+            self.watch_workers(Phase::Rl, step)?;
             let shown: Vec<(&str, f64)> = SHOWN
                 .iter()
                 .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
@@ -254,20 +266,17 @@ impl Trainer {
             _ => format!("the evaluation after step {step}"),
         });
         let started = std::time::Instant::now();
+        self.console.begin_step("evaluation");
         let evaluation = evaluate(&self.context, step, &self.console, &|| false)?
             .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
         self.console.count_step("evaluation");
         self.timings.add("testing", started.elapsed().as_secs_f64());
         self.timings.add("step", started.elapsed().as_secs_f64());
-        self.watch_workers(step);
+        self.watch_workers(Phase::Eval, step)?;
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
-        let label = format!("evaluation after step {step}: ");
-        warn_of_causes(
-            &self.context,
-            evaluation.sets.iter().flat_map(ValidationResult::rows),
-            &label,
-            &self.console,
-        );
+        for cause in sample_causes(&self.context, evaluation.sets.iter().flat_map(ValidationResult::rows)) {
+            self.warn(Phase::Eval, step, cause)?;
+        }
         let failed = evaluation.rows().filter(|row| row.trajectory.has_failure()).count();
         let all = evaluation.rows().count();
         // Stop before training: steps would fail too, each only after its time limits.
@@ -278,9 +287,9 @@ impl Trainer {
         );
         self.write_row(step, Phase::Eval, evaluation.metrics())?;
         if failed * 2 > all {
-            self.console.print(&format!(
-                "warning: evaluation after step {step}: {failed} of {all} trajectories failed, whatever the policy did: it measured little"
-            ));
+            let what =
+                format!("{failed} of {all} trajectories failed, whatever the policy did: it measured little");
+            self.warn(Phase::Eval, step, what)?;
         }
         let logged_rows = evaluation.rows().take(self.context.plan.recipe.logging.trajectories_per_step);
         self.folder.write_trajectories(&format!("eval-{step:06}"), logged_rows)
@@ -301,31 +310,37 @@ impl Trainer {
     }
 
     /// Warns when workers of the Python tool died.
-    fn watch_workers(&self, step: u64) {
-        if let Some(deaths) = self.context.dead_worker_warning() {
-            self.console.print(&format!("warning: step {step}: {deaths}"));
+    fn watch_workers(&self, phase: Phase, step: u64) -> Result<()> {
+        match self.context.dead_worker_warning() {
+            Some(deaths) => self.warn(phase, step, deaths),
+            None => Ok(()),
         }
     }
 
+    /// Prints a warning about a step and keeps it for the report page.
+    fn warn(&self, phase: Phase, step: u64, text: String) -> Result<()> {
+        let warning = Warning::of_step(phase, step, text);
+        self.console.print(&warning.line());
+        self.folder.write_warning(&warning)
+    }
+
     /// Warns about unusual values of a step.
-    fn warn_about_step(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) {
+    fn warn_about_step(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) -> Result<()> {
         if rollouts.has_tool_timeout() && !self.timed_out {
             self.timed_out = true;
-            self.console.print(&format!(
-                "warning: step {step}: a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of this recipe may differ"
-            ));
+            let what = "a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of \
+                        this recipe may differ";
+            self.warn(Phase::Rl, step, what.to_owned())?;
         }
         let samples = rollouts.groups.iter().zip(&rollouts.messages).flat_map(|(group, messages)| {
             group.trajectories.iter().zip(messages).map(|(trajectory, of)| (trajectory, of.as_slice()))
         });
-        let causes = SampleCauses::count(self.context.task.as_ref(), samples);
-        let tokens_max = self.context.recipe().rollout.response_tokens_max;
-        let causes = causes.messages(self.context.interpreter.is_some(), tokens_max);
+        let facts = SampleFacts::new(&self.context);
+        let causes = SampleCauses::count(self.context.task.as_ref(), facts.response_tokens_max, samples);
+        let causes = causes.messages(&facts);
         let mut warnings = self.monitor.note_causes(causes);
         warnings.extend(self.monitor.record(step, metrics));
-        for warning in warnings {
-            self.console.print(&format!("warning: step {step}: {warning}"));
-        }
+        warnings.into_iter().try_for_each(|warning| self.warn(Phase::Rl, step, warning))
     }
 
     fn write_row(&mut self, step: u64, phase: Phase, mut metrics: Metrics) -> Result<()> {

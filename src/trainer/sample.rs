@@ -16,6 +16,8 @@ pub(super) struct SampleOutput {
     trained: Vec<usize>,
     /// Number of extra sampling rounds; `None` without dynamic sampling.
     rounds: Option<u64>,
+    /// Seconds that sampling took.
+    pub seconds: f64,
 }
 
 impl SampleOutput {
@@ -58,8 +60,9 @@ impl Trainer {
         if let Some(stored) = &self.data.stored {
             let drawn = stored.step_groups(step, count as u64);
             let trained = (0..drawn.groups.len()).collect();
-            return Ok(SampleOutput { drawn, trained, rounds: None });
+            return Ok(SampleOutput { drawn, trained, rounds: None, seconds: 0.0 });
         }
+        let started = std::time::Instant::now();
         let mut drawn = Rollouts::default();
         let (mut informative, mut without_signal, mut round) = (vec![], vec![], 0);
         loop {
@@ -79,7 +82,8 @@ impl Trainer {
         }
         let mut trained: Vec<usize> = informative.into_iter().chain(without_signal).take(count).collect();
         trained.sort_unstable();
-        Ok(SampleOutput { drawn, trained, rounds: (rounds_max > 0).then_some(round) })
+        let (rounds, seconds) = ((rounds_max > 0).then_some(round), started.elapsed().as_secs_f64());
+        Ok(SampleOutput { drawn, trained, rounds, seconds })
     }
 
     /// Samples one group a prompt, and a greedy sample if the advantage needs one.

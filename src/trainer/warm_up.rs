@@ -61,7 +61,7 @@ impl Trainer {
                 }
             }
             if let Some(warning) = self.monitor.warm_up_norms.note(&metrics) {
-                self.console.print(&format!("warning: step {step} of the cold start: {warning}"));
+                self.warn(Phase::ColdStart, step, warning)?;
             }
             metrics.set("cold_start/lr", lr);
             let last = step == cold_start.steps;

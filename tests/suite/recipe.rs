@@ -2,6 +2,7 @@
 
 mod page;
 mod refused;
+mod slips;
 
 use rloss::error::BadInput;
 use rloss::learner::CriticSettings;

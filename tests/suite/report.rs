@@ -2,7 +2,7 @@
 
 use rloss::error::BadInput;
 use rloss::harmony::{Message, Role};
-use rloss::metrics::{MetricsFile, Phase, Row};
+use rloss::metrics::{MetricsFile, Phase, Row, Warning, append_warning};
 use rloss::report::write_report;
 use rloss::trajectory::{CallOutcome, Outcome, Trajectory, TrajectoryRow, Turn};
 use std::path::{Path, PathBuf};
@@ -437,6 +437,38 @@ fn bad_input_names_the_place() {
         page(&[folder.path().join("talk")]).contains("first of the step"),
         "a torn last line is left out"
     );
+}
+
+/// The console told them alone.
+#[test]
+fn warnings_stand_on_the_page_with_their_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let (one, other) = (run(folder.path(), "one", &rising(0.1)), run(folder.path(), "other", &rising(0.2)));
+    assert!(!page(std::slice::from_ref(&one)).contains("<details class=\"warnings\""));
+    let told = [
+        Warning::of_run("weights <random>".to_owned()),
+        Warning::of_step(Phase::Rl, 3, "16 of 16 trajectories were cut".to_owned()),
+        Warning::of_step(Phase::Eval, 4, "0 of 4 trajectories called the tool".to_owned()),
+    ];
+    told.iter().for_each(|warning| append_warning(&one, warning).unwrap());
+    let text = page(std::slice::from_ref(&one));
+    for part in [
+        "<summary>3 warnings</summary>",
+        "<dt>start<dd>weights &lt;random&gt;",
+        "<dt>step 3<dd>16 of 16 trajectories were cut",
+        "<dt>evaluation after step 4<dd>0 of 4 trajectories called the tool",
+    ] {
+        assert!(text.contains(part), "{part}");
+    }
+    let both = page(&[one.clone(), other]);
+    assert!(
+        both.contains("one: 3 warnings</summary>")
+            && both.matches("<details class=\"warnings\"").count() == 1,
+        "the run is named"
+    );
+    (0..120).for_each(|step| append_warning(&one, &Warning::of_step(Phase::Rl, step, "x".into())).unwrap());
+    let text = page(std::slice::from_ref(&one));
+    assert!(text.contains("The last 100; the first 23 are in") && text.contains("123 warnings</summary>"));
 }
 
 #[test]

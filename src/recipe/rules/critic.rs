@@ -22,7 +22,7 @@ impl Rules<'_> {
             self.warn(
                 &["critic.warmup_steps", "train.steps"],
                 format!(
-                    "the policy never learns: only the critic does in the first {} steps, and train.steps is {steps}",
+                    "the policy never learns: only the critic does until step {}, and train.steps is {steps}",
                     critic.warmup_steps
                 ),
             );

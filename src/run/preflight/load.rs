@@ -40,6 +40,7 @@ impl Preflight {
         }
         let context = source.config.max_position_embeddings;
         Ok(RunContext {
+            random_weights: source.weights.is_none(),
             model: Model::new(source.config, context),
             chat: source.chat,
             companions: source.companions,

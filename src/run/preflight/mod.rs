@@ -194,6 +194,7 @@ impl Preflight {
         let limits = PromptLimits {
             chat: &self.source.chat,
             system_prompt: &self.system_prompt,
+            has_tools: self.interpreter.is_some() || !self.task.tools().is_empty(),
             prompt_tokens_max: self.plan.recipe.rollout.prompt_tokens_max,
             context_tokens_max: self.source.config.max_position_embeddings,
         };
@@ -255,7 +256,16 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     let response = plan.recipe.rollout.response_tokens_max;
     // An answer in a chat ends where the context does.
     if response >= context && plan.scope != KeyScope::Chat && plan.reads("rollout.response_tokens_max") {
-        let what = format!("{response} sampled tokens do not fit the model's context of {context}; lower it");
+        let place = match &plan.recipe.model.path {
+            Some(path) => {
+                format!(", which {} says (max_position_embeddings)", path.join("config.json").display())
+            }
+            None => String::new(),
+        };
+        let what = format!(
+            "{response} sampled tokens and a prompt do not fit the model's context of {context} tokens{place}; lower this key, \
+             or take a model with a longer context"
+        );
         return Err(plan.mistake("rollout.response_tokens_max", what).into());
     }
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);

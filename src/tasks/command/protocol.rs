@@ -92,6 +92,12 @@ impl ProgramReply {
         let one = self.number("reward")?;
         let named = self.numbers("rewards")?;
         if let Some(name) = weights.keys().find(|name| !named.contains_key(*name)) {
+            let others = named.keys().filter(|other| !weights.contains_key(*other)).map(String::as_str);
+            if let Some(near) = closest_word(name, others) {
+                bail!(
+                    "`rewards` of the answer has `{near}`, which `describe` does not weigh; did you mean `{name}`, which it does?"
+                );
+            }
             bail!("`rewards` of the answer has no `{name}`, which the answer to `describe` weighs");
         }
         if let Some(name) = named.keys().find(|name| !weights.contains_key(*name)) {

@@ -1,6 +1,7 @@
 //! What a user sees of a run.
 
 use super::{baseline, done, output, rloss, small, stderr};
+use rloss::metrics::Warning;
 use std::process::Stdio;
 use tempfile::TempDir;
 
@@ -28,6 +29,59 @@ fn plain_lines_name_both_stages_and_the_end() {
         format!("to see it: {program} report {}", rloss::error::shell_quote(&out.display().to_string()));
     assert_eq!(last[last.len() - 2..], [format!("done: {}", out.display()), report]);
     assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text:?}");
+}
+
+/// The page told none of them.
+#[test]
+fn the_warnings_of_the_console_are_kept_for_the_page() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    // Every answer is cut, so no group has two rewards.
+    let sets = ["rollout.response_tokens_max=2", "cold_start.steps=0", "train.on_bad_step=skip"];
+    let told = stderr(&done(&mut small(&out, &[&sets[..], &["train.steps=2"]].concat())));
+    let of = |text: &str| -> Vec<String> {
+        text.lines().filter(|line| line.starts_with("warning: ")).map(str::to_owned).collect()
+    };
+    let kept = || rloss::metrics::read_warnings(&out).iter().map(Warning::line).collect::<Vec<_>>();
+    assert_eq!(kept(), of(&told));
+    assert!(
+        told.contains("warning: step 1: 8 of 8 trajectories were cut at response_tokens_max = 2"),
+        "{told}"
+    );
+    assert!(told.contains("warning: evaluation after step 0: 16 of 16 trajectories were cut"), "{told}");
+    let page = done(rloss().arg("report").arg(&out)).stdout;
+    let page = std::fs::read_to_string(String::from_utf8(page).unwrap().trim()).unwrap();
+    assert!(page.contains("<dt>step 1<dd>8 of 8 trajectories were cut at response_tokens_max = 2"));
+    // A run that goes on keeps those before its checkpoint, once.
+    let before = kept();
+    let told = stderr(&done(&mut super::resumed(&out, &[&sets[..], &["train.steps=3"]].concat())));
+    let mut all = before.clone();
+    all.extend(of(&told));
+    assert_eq!(kept(), all);
+    assert!(told.contains("warning: step 3: "), "{told}");
+    // Samplings keep theirs, too.
+    let told = stderr(&done(rloss().args(["rollout", "--set", "rollout.response_tokens_max=2"]).arg(&out)));
+    assert!(told.contains("warning: 8 of 8 trajectories were cut"), "{told}");
+    let sampled = std::fs::read_dir(out.join("rollout")).unwrap().next().unwrap().unwrap().path();
+    assert_eq!(rloss::metrics::read_warnings(&sampled).len(), of(&told).len(), "{told}");
+}
+
+#[test]
+fn one_of_a_thing_is_no_plural() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let one = ["rollout.prompts_per_step=1", "eval.problems_max=1", "train.steps=1", "cold_start.steps=1"];
+    let told = stderr(&done(&mut small(&out, &one)));
+    assert!(
+        told.contains("1 of SFT warm-up, then 1 of reinforcement learning, 1 prompt × 4 samples"),
+        "{told}"
+    );
+    let told = stderr(&done(&mut super::resumed(&out, &one)));
+    assert!(told.contains("the one step is done"), "{told}");
+    let told = output(rloss().args(["eval", "--set", "eval.problems_max=1"]).arg(&out));
+    assert!(stderr(&told).contains("sampled  1 held-out problem × 1\n"), "{}", stderr(&told));
+    let tables = String::from_utf8(told.stdout).unwrap();
+    assert!(tables.starts_with("arithmetic: 1 problem, 1 trajectory; "), "{tables}");
 }
 
 #[test]

@@ -5,8 +5,11 @@ use super::{baseline, done, output, phase, rloss, rows, stderr};
 use crate::skips;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::fd::FromRawFd;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Output, Stdio};
+use std::ptr::{null, null_mut};
 use tempfile::TempDir;
 
 fn text(bytes: &[u8]) -> String {
@@ -38,6 +41,11 @@ fn what_init_writes_runs_as_it_is_and_stays() {
     done(rloss().current_dir(&elsewhere).arg("chat").arg(&run));
     done(rloss().current_dir(&elsewhere).arg("train").arg(&run).args(["--resume", "--set", "train.steps=3"]));
     assert_eq!(phase(&rows(&run), "rl").count(), 3);
+    // From another folder the files are not found, and the cure is told.
+    let from_elsewhere =
+        output(rloss().current_dir(&elsewhere).arg("train").arg(folder.path().join("first.toml")));
+    let told = format!("and {} has it: run there", folder.path().display());
+    assert!(stderr(&from_elsewhere).contains(&told), "{}", stderr(&from_elsewhere));
     // A file that is there stays, and then none is written.
     std::fs::remove_file(folder.path().join("first.py")).unwrap();
     let again = init("first");
@@ -216,6 +224,98 @@ fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
     assert!(shown.chars().all(|c| c == '\n' || !c.is_control()), "{shown:?}");
 }
 
+/// A chat on a pseudo-terminal, with what it has written so far.
+struct TerminalChat {
+    child: Child,
+    terminal: std::fs::File,
+    written: String,
+    /// End of what was waited for, in bytes of `written`.
+    seen: usize,
+}
+
+impl TerminalChat {
+    fn start(arguments: &[&str]) -> Self {
+        let (mut parent, mut child_end) = (0, 0);
+        // SAFETY: both ends are written; the other arguments may be null.
+        assert_eq!(unsafe { libc::openpty(&mut parent, &mut child_end, null_mut(), null(), null()) }, 0);
+        // SAFETY: openpty made both, and nothing else owns them.
+        let [terminal, other] = [parent, child_end].map(|end| unsafe { std::fs::File::from_raw_fd(end) });
+        let mut command = rloss();
+        command.arg("chat").args(arguments);
+        command.stdin(other.try_clone().unwrap()).stdout(other.try_clone().unwrap()).stderr(other);
+        let controls = || {
+            // SAFETY: plain system calls. Ctrl-C then comes from the terminal, as for a user.
+            match unsafe { libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) != 0 } {
+                true => Err(std::io::Error::last_os_error()),
+                false => Ok(()),
+            }
+        };
+        // SAFETY: between fork and exec it makes system calls alone.
+        unsafe { command.pre_exec(controls) };
+        let child = command.spawn().unwrap();
+        drop(command);
+        Self { child, terminal, written: String::new(), seen: 0 }
+    }
+
+    fn type_in(&mut self, keys: &str) {
+        self.terminal.write_all(keys.as_bytes()).unwrap();
+    }
+
+    /// Reads until `part` is written after what was waited for before.
+    fn wait_for(&mut self, part: &str) {
+        let mut bytes = [0; 4096];
+        loop {
+            let fresh = &self.written[self.seen..];
+            assert!(!fresh.contains("as written"), "the answer ended by itself: {:?}", self.written);
+            if let Some(at) = fresh.find(part) {
+                self.seen += at + part.len();
+                return;
+            }
+            let count = self.terminal.read(&mut bytes).unwrap_or(0);
+            assert!(count > 0, "{part:?} is not in {:?}", self.written);
+            self.written.push_str(&String::from_utf8_lossy(&bytes[..count]));
+        }
+    }
+}
+
+impl Drop for TerminalChat {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// It ended the program without a word.
+#[test]
+fn ctrl_c_ends_an_answer_and_at_the_prompt_the_chat() {
+    // Random weights that run in circles at temperature 0, without an end.
+    let sets = [
+        "model.architecture.max_position_embeddings=1000000",
+        "rollout.response_tokens_max=900000",
+        "eval.temperature=0",
+        "train.seed=1",
+    ];
+    let sets: Vec<&str> = sets.into_iter().flat_map(|set| ["--set", set]).collect();
+    let arguments = [&["quickstart_dense"], &sets[..]].concat();
+    let mut chat = TerminalChat::start(&arguments);
+    chat.wait_for("\n> ");
+    chat.type_in("1+1?\n");
+    chat.wait_for(" tokens");
+    chat.type_in("\u{3}");
+    chat.wait_for("(ended; this message is forgotten. Ctrl-C at the prompt, or Ctrl-D, leaves the chat)");
+    chat.wait_for("\n> ");
+    chat.type_in("2+2?\n");
+    chat.wait_for(" tokens");
+    chat.type_in("\u{3}");
+    chat.wait_for("(ended)\r\n\r\n> ");
+    chat.type_in("\u{4}");
+    assert_eq!(chat.child.wait().unwrap().code(), Some(0), "Ctrl-D: {}", chat.written);
+    let mut chat = TerminalChat::start(&arguments);
+    chat.wait_for("\n> ");
+    chat.type_in("\u{3}");
+    assert_eq!(chat.child.wait().unwrap().code(), Some(130));
+}
+
 #[test]
 fn chat_needs_a_model_alone() {
     let folder = TempDir::new().unwrap();
@@ -261,6 +361,31 @@ fn init_writes_a_recipe_with_sizes_for_a_model_and_this_machine() {
     assert!(shown.contains("a model") && shown.contains("adapter.rank = 8"), "{shown}");
     assert!(stderr(&init("mine")).contains("mine.toml already exists"));
     assert_eq!(output(rloss().args(["init", "x", "--from", "quickstart"])).status.code(), Some(2));
+}
+
+/// The response was shortened and the data missing without a word.
+#[test]
+fn init_says_what_it_shortens_and_which_data_is_missing() {
+    let folder = TempDir::new().unwrap();
+    let model = folder.path().join("model");
+    super::copy_model(&super::first_checkpoint(super::warm_model()), &model);
+    std::fs::write(
+        folder.path().join("long.toml"),
+        "base = \"gsm8k\"\n[rollout]\nprompts_per_step = 1000\nsamples_per_prompt = 64\nresponse_tokens_max = 16000000\n",
+    )
+    .unwrap();
+    let mut init = rloss();
+    init.current_dir(&folder).args(["init", "mine", "--from", "long.toml", "--model"]).arg(&model);
+    let said = output(&mut init);
+    let (told, recipe) = (text(&said.stdout), std::fs::read_to_string(folder.path().join("mine.toml")));
+    assert!(told.contains("no data at ") && told.contains(" fetch gsm8k\n"), "{told} {}", stderr(&said));
+    let recipe = recipe.unwrap();
+    assert!(recipe.contains("# Its data comes by: rloss fetch gsm8k\n"), "{recipe}");
+    assert!(recipe.contains(" # 16000000 in the base: longer answers are cut\n"), "{recipe}");
+    assert!(
+        told.contains(" tokens, 16000000 in ") && told.contains("rollout.response_tokens_max\n"),
+        "{told}"
+    );
 }
 
 #[test]

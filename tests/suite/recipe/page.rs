@@ -20,7 +20,7 @@ unless a resume changed `[eval]` or `[checkpoint]` on the way.
   checks a recipe whose first line is `#:schema ./recipe.schema.json`.
 - A key that a command does not read is no mistake for it: `rloss chat` needs no training data, and
   `rloss rollout` ignores `train.minibatches`.
-- Names of TRL and verl are answered with the keys here: [POLICY.md](POLICY.md).
+- Names of TRL, PEFT and verl are answered with the keys here: [POLICY.md](POLICY.md).
 - `--set key=value` overrides a key, and the last one wins: `--set train.seed=3`, `--set task.name=gsm8k`,
   `--set 'eval.pass_at=[1, 4]'`. A string needs no quotes there.
 - `--set model.path=FOLDER` also replaces `model.architecture` and `model.tokenizer`: the folder has its own.

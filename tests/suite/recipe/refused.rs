@@ -6,13 +6,13 @@ use rloss::random::{Purpose, stream};
 use rloss::recipe::{KeyScope, resolve};
 use std::path::Path;
 
-fn mistakes(text: &str, sets: &[&str]) -> Vec<String> {
+pub(super) fn mistakes(text: &str, sets: &[&str]) -> Vec<String> {
     let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
     let mistakes = resolve(Path::new("r.toml"), text, &sets).expect_err("the recipe is broken");
     mistakes.0.iter().map(ToString::to_string).collect()
 }
 
-fn mistake(text: &str, sets: &[&str]) -> String {
+pub(super) fn mistake(text: &str, sets: &[&str]) -> String {
     let mistakes = mistakes(text, sets);
     assert_eq!(mistakes.len(), 1, "{text} {sets:?} gives {mistakes:#?}");
     mistakes.concat()
@@ -169,8 +169,9 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[rollout]\nresponse_tokens_max = 160",
-            "r.toml:2: rollout.response_tokens_max: 160 leaves no room for a prompt in a context of 160 tokens; lower it, or \
-             raise model.architecture.max_position_embeddings",
+            "r.toml:2: rollout.response_tokens_max: 160 leaves no room for a prompt: the recipe names no model, and the model \
+             of its [model.architecture] has a context of 160 tokens; name yours with model.path, lower this key, or raise \
+             model.architecture.max_position_embeddings",
         ),
         (
             "[model.architecture]\nnum_key_value_heads = 3",

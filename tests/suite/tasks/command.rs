@@ -256,6 +256,18 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
     let missing = open(&settings(&["no-such-program-here".into()])).err().expect("refused").to_string();
     assert!(missing.contains("cannot start \"no-such-program-here\""), "{missing}");
     assert!(open(&settings(&[])).err().expect("refused").is::<BadInput>());
+    // A relative path counts from the working directory, which the message names.
+    let here = std::env::current_dir().unwrap();
+    for command in [&["python3", "nowhere/task.py"][..], &["python3", "task.py"], &["./task.sh"]] {
+        let command: Vec<String> = command.iter().map(|word| (*word).to_owned()).collect();
+        let missing = open(&settings(&command)).err().expect("refused").to_string();
+        let file = &command[command.len() - 1];
+        let told = format!(
+            "; no file {file} in {}, the working directory, from which relative paths count",
+            here.display()
+        );
+        assert!(missing.ends_with(&told), "{missing}");
+    }
 }
 
 /// What is written to it, for who looks later.
@@ -430,6 +442,7 @@ fn named_rewards_are_those_that_describe_weighs() {
     for (reward, reason) in [
         ("{\"rewards\": {\"a\": 3}}", "`rewards` of the answer has no `b`"),
         ("{\"reward\": 1}", "`rewards` of the answer has no `a`"),
+        ("{\"rewards\": {\"c\": 3, \"b\": 4}}", "has `c`, which `describe` does not weigh; did you mean `a`"),
         ("{\"rewards\": {\"a\": 3, \"b\": 4, \"c\": 5}}", "`rewards` of the answer has `c`; give its weight"),
         ("{\"rewards\": {\"a\": 3, \"b\": \"x\"}}", "not numbers by name"),
         ("{\"reward\": 1, \"rewards\": {\"a\": 3, \"b\": 4}}", "has both `reward` and `rewards`"),

@@ -1,0 +1,122 @@
+//! `warnings.jsonl`: the warnings of a run, for its report page.
+
+use super::Phase;
+use crate::bounded_file::{self, ROWS_BYTES_MAX};
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// The file in a run's folder.
+pub const WARNINGS_FILE: &str = "warnings.jsonl";
+
+/// A warning. Without phase and step it concerns the whole run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Warning {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub phase: Option<Phase>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step: Option<u64>,
+    pub text: String,
+}
+
+impl Warning {
+    /// Returns a warning about a step, or about the evaluation after it.
+    pub fn of_step(phase: Phase, step: u64, text: String) -> Self {
+        Self { phase: Some(phase), step: Some(step), text }
+    }
+
+    /// Returns a warning about the whole run.
+    pub fn of_run(text: String) -> Self {
+        Self { phase: None, step: None, text }
+    }
+
+    /// Returns one line for the console.
+    pub fn line(&self) -> String {
+        match self.place() {
+            Some(place) => format!("warning: {place}: {}", self.text),
+            None => format!("warning: {}", self.text),
+        }
+    }
+
+    /// Returns the step in words; `None` for a warning about the whole run.
+    pub fn place(&self) -> Option<String> {
+        let step = self.step?;
+        Some(match self.phase? {
+            Phase::Rl => format!("step {step}"),
+            Phase::Eval => format!("evaluation after step {step}"),
+            Phase::ColdStart => format!("step {step} of the cold start"),
+        })
+    }
+
+    /// Returns whether the warning still stands in a run that resumes after step `last` of `phase`.
+    pub fn precedes(&self, phase: Phase, last: u64) -> bool {
+        match (self.phase, self.step) {
+            (Some(Phase::ColdStart), Some(step)) => phase != Phase::ColdStart || step <= last,
+            (Some(_), Some(step)) => phase != Phase::ColdStart && step <= last,
+            // A resumed run tells it again.
+            _ => false,
+        }
+    }
+
+    fn to_json(&self) -> Result<String> {
+        Ok(serde_json::to_string(self)? + "\n")
+    }
+}
+
+/// Appends a warning to the file in `folder`.
+///
+/// # Errors
+/// When the disk cannot be written, or the file is a link.
+pub fn append_warning(folder: &Path, warning: &Warning) -> Result<()> {
+    let path = folder.join(WARNINGS_FILE);
+    let file = OpenOptions::new().create(true).append(true).custom_flags(libc::O_NOFOLLOW).open(&path);
+    file.map_err(anyhow::Error::from)
+        .and_then(|mut file| Ok(file.write_all(warning.to_json()?.as_bytes())?))
+        .with_context(|| format!("{}: cannot be written", path.display()))
+}
+
+/// Returns the text of a file with `warnings`.
+///
+/// # Errors
+/// None in practice.
+pub fn warnings_text(warnings: &[Warning]) -> Result<String> {
+    warnings.iter().map(Warning::to_json).collect()
+}
+
+/// Reads the warnings in `folder`; none without the file. Lines that cannot be read are left out: a page is
+/// of use without them.
+pub fn read_warnings(folder: &Path) -> Vec<Warning> {
+    let text = bounded_file::read(&folder.join(WARNINGS_FILE), ROWS_BYTES_MAX).unwrap_or_default();
+    text.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warnings_read_back_and_those_after_a_checkpoint_fall() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let all = [
+            Warning::of_run("memory".to_owned()),
+            Warning::of_step(Phase::ColdStart, 3, "norm".to_owned()),
+            Warning::of_step(Phase::Rl, 2, "all \"cut\"\n".to_owned()),
+            Warning::of_step(Phase::Eval, 4, "no tool".to_owned()),
+        ];
+        all.iter().for_each(|warning| append_warning(folder.path(), warning).unwrap());
+        assert_eq!(read_warnings(folder.path()), all);
+        assert_eq!(
+            std::fs::read_to_string(folder.path().join(WARNINGS_FILE)).unwrap(),
+            warnings_text(&all).unwrap()
+        );
+        let kept = |phase, last| all.iter().map(|warning| warning.precedes(phase, last)).collect::<Vec<_>>();
+        assert_eq!(kept(Phase::ColdStart, 2), [false; 4]);
+        assert_eq!(kept(Phase::Rl, 2), [false, true, true, false]);
+        assert_eq!(kept(Phase::Rl, 4), [false, true, true, true]);
+        assert_eq!(all[3].line(), "warning: evaluation after step 4: no tool");
+        assert!(read_warnings(&folder.path().join("none")).is_empty());
+    }
+}
