@@ -14,7 +14,7 @@ const CLIP: &[&str] = &["policy.clip_low", "policy.clip_high"];
 const KL: &[&str] = &["policy.kl.place", "policy.kl.coefficient"];
 
 /// Keys of TRL and verl.
-const KEYS: [ForeignName; 66] = [
+const KEYS: [ForeignName; 74] = [
     // TRL
     same_meaning("num_generations", &["rollout.samples_per_prompt"]),
     same_meaning("max_completion_length", &["rollout.response_tokens_max"]),
@@ -34,6 +34,12 @@ const KEYS: [ForeignName; 66] = [
     with_note("scale_rewards", &["policy.advantage"], ": \"grpo\", \"dr_grpo\" or \"grpo_batch_std\""),
     same_meaning("loss_type", &["policy.loss", "policy.aggregation"]),
     with_note("importance_sampling_level", &["policy.loss"], "; \"gspo\" has one ratio a sequence"),
+    same_meaning("sapo_temperature_pos", &["policy.sapo.temperature_positive"]),
+    same_meaning("sapo_temperature_neg", &["policy.sapo.temperature_negative"]),
+    same_meaning("vespo_k_pos", &["policy.vespo.power_positive"]),
+    same_meaning("vespo_lambda_pos", &["policy.vespo.decay_positive"]),
+    same_meaning("vespo_k_neg", &["policy.vespo.power_negative"]),
+    same_meaning("vespo_lambda_neg", &["policy.vespo.decay_negative"]),
     same_meaning("learning_rate", &["train.optimizer.lr"]),
     same_meaning("lr_scheduler_type", &["train.optimizer.schedule"]),
     same_meaning("warmup_ratio", &["train.optimizer.warmup_steps"]),
@@ -61,6 +67,8 @@ const KEYS: [ForeignName; 66] = [
     same_meaning("clip_ratio_low", &["policy.clip_low"]),
     same_meaning("clip_ratio_high", &["policy.clip_high"]),
     same_meaning("clip_ratio_c", &["policy.dual_clip"]),
+    same_meaning("tau_pos", &["policy.sapo.temperature_positive"]),
+    same_meaning("tau_neg", &["policy.sapo.temperature_negative"]),
     same_meaning("train_batch_size", &["rollout.prompts_per_step"]),
     same_meaning("n", &["rollout.samples_per_prompt"]),
     with_note("ppo_mini_batch_size", &["train.minibatches"], ": how many, not how large"),
