@@ -125,6 +125,16 @@ def advantages():
                   {"norm_adv_by_std_in_grpo": False, "epsilon": 1e-6}, {"advantages": spread(centred, mask)})
         yield row(f"rloo/own/{seed}", "compute_rloo_outcome_advantage", grouped, {},
                   {"advantages": spread(others, mask)})
+        lengths = [sum(line) for line in mask]
+        part = lambda values, g: values[3 * g : 3 * g + 3]
+        opo = [s - sum(l * x for l, x in zip(part(lengths, g), part(scores, g))) / sum(part(lengths, g))
+               for g in (0, 1) for s in part(scores, g)]
+        yield row(f"opo/own/{seed}", "compute_opo_outcome_advantage", grouped, {}, {"advantages": spread(opo, mask)})
+        gains = [abs(s) for s in scores]
+        maxrl = [(s - mean(part(gains, g))) / (mean(part(gains, g)) + 1e-6) for g in (0, 1) for s in part(gains, g)]
+        positive = dict(grouped, token_level_rewards=[[abs(v) for v in line] for line in rewards])
+        yield row(f"maxrl/own/{seed}", "compute_maxrl_outcome_advantage", positive, {},
+                  {"advantages": spread(maxrl, mask)})
         yield row(f"reinforce_plus_plus_baseline/own/{seed}", "compute_reinforce_plus_plus_baseline_outcome_advantage",
                   grouped, {}, {"advantages": whiten(spread(centred, mask), mask)})
         returns = to_go(rewards, mask)
@@ -148,6 +158,10 @@ def advantages():
                                                  "returns": returns})
 
 
+# Temperatures of SAPO; power and decay of VESPO.
+SOFT = {"tau_pos": 1.0, "tau_neg": 1.05, "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+
+
 def clip(value, low, high):
     return min(max(value, low), high)
 
@@ -162,7 +176,7 @@ def losses():
         scores = [grid(rng, -2, 2) or 0.5 for _ in range(ROWS)]
         gain = [[s] * WIDTH for s in scores]
         inputs = {"old_log_prob": old, "log_prob": now, "advantages": gain, "response_mask": mask}
-        params = {"loss_agg_mode": mode, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": dual}
+        params = {"loss_agg_mode": mode, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": dual, **SOFT}
 
         def surrogate(a, ratio):
             return max(-a * ratio, -a * clip(ratio, 1 - low, 1 + high))
@@ -198,13 +212,43 @@ def losses():
         def reinforce(at):
             return aggregate(mode, [[-scores[r] * at[r][t] for t in range(WIDTH)] for r in range(ROWS)], mask)
 
+        def each(term):
+            return lambda at: aggregate(mode, [[term(at, r, t) for t in range(WIDTH)] for r in range(ROWS)], mask)
+
+        def sapo(at, r, t):
+            tau = SOFT["tau_pos"] if scores[r] > 0 else SOFT["tau_neg"]
+            return -scores[r] * 4 / tau / (1 + math.exp(-tau * (math.exp(at[r][t] - old[r][t]) - 1)))
+
+        def vespo(at, r, t):
+            # Weight and mask are detached, here as in DPPO: they stay where the policy is now.
+            total = clip(sum(now[r][u] - old[r][u] for u in range(WIDTH) if mask[r][u]), math.log(1e-8), 20)
+            power, decay = ("k_pos", "lambda_pos") if scores[r] >= 0 else ("k_neg", "lambda_neg")
+            return -math.exp(SOFT[power] * total + SOFT[decay] * (1 - math.exp(total))) * scores[r] * at[r][t]
+
+        # DPPO reads probabilities: these log-probs are below 0.
+        below = [[-abs(v) for v in line] for line in now]
+
+        def dppo(divergence):
+            def term(at, r, t):
+                p, q = math.exp(below[r][t]), math.exp(old[r][t])
+                apart = divergence(p, q)
+                masked = p > q and apart > high if scores[r] > 0 else p < q and apart > low
+                return 0.0 if masked else -scores[r] * min(p / q, dual) * at[r][t]
+            return each(term)
+
+        def binary_kl(p, q):
+            return q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+
         for family, value in [("vanilla", ppo), ("cispo", cispo), ("gspo", gspo), ("geo_mean", geo_mean),
-                              ("reinforce", reinforce)]:
-            given = inputs
+                              ("reinforce", reinforce), ("sapo", each(sapo)), ("vespo", each(vespo)),
+                              ("dppo_tv", dppo(lambda p, q: abs(p - q))), ("dppo_kl", dppo(binary_kl))]:
+            given, here = inputs, now
+            if family.startswith("dppo"):
+                given, here = dict(inputs, log_prob=below), below
             if family == "reinforce":
                 given = {("rollout_log_prob" if k == "old_log_prob" else k): v for k, v in inputs.items()}
             yield row(f"{family}/own/{mode}", f"compute_policy_loss_{family}", given, params,
-                      {"loss": value(now), "grad_log_prob": differences(value, now, mask)})
+                      {"loss": value(here), "grad_log_prob": differences(value, here, mask)})
 
 
 def divergences():

@@ -7,7 +7,7 @@ use crate::metrics::Metrics;
 use crate::policy::Sequences;
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::{
-    dr_grpo, grpo, grpo_batch_std, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo,
+    dr_grpo, grpo, grpo_batch_std, maxrl, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo,
 };
 use crate::policy::kl_in_reward::kl_in_reward;
 use crate::policy::ratio::OldLogprob;
@@ -56,6 +56,12 @@ impl AdvantageEstimator<'_> {
             Advantage::DrGrpo => of_groups(dr_grpo)?,
             Advantage::GrpoBatchStd => of_groups(grpo_batch_std)?,
             Advantage::Rloo => of_groups(rloo)?,
+            Advantage::Maxrl => of_groups(maxrl)?,
+            Advantage::Opo => {
+                let rows = sequences.token_ranges();
+                let lengths: Vec<usize> = rows.map(|row| sequences.valid_indices(row).count()).collect();
+                sequences.broadcast(&opo(&sequence_rewards()?, &sizes, &lengths)?)?
+            }
             Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token())?.advantages,
             Advantage::ReinforcePlusPlusBaseline => {
                 reinforce_plus_plus_baseline(&sequences, &sequence_rewards()?, &sizes)?

@@ -6,7 +6,7 @@ use super::correction::{
     CorrectionRules, ImportanceSampling, ImportanceSettings, RejectOption, RejectionRule, WeightBound,
 };
 use super::divergence::KlEstimator;
-use super::loss::Loss;
+use super::loss::{Loss, SapoSettings, VespoSettings};
 use super::ratio::OldLogprob;
 use crate::settings::{above, choice, from, table};
 use anyhow::Result;
@@ -23,12 +23,13 @@ table! {
         /// The log-probabilities in the denominator of the importance ratio.
         pub old_logprob: OldLogprob = OldLogprob::Detach,
         /// The ratio is clipped below at 1 - `clip_low`. Must be below 1, except with `cispo`, where 1 means
-        /// no lower bound.
+        /// no lower bound. With `dppo_tv` and `dppo_kl` it bounds the divergence where a probability fell.
         pub clip_low: f64 = 0.2 => above(0.0).to(1.0),
         /// The ratio is clipped above at 1 + `clip_high`. Must be below 1, except with `cispo`, where it
-        /// bounds a weight.
+        /// bounds a weight. With `dppo_tv` and `dppo_kl` it bounds the divergence where a probability rose.
         pub clip_high: f64 = 0.2 => above(0.0).to(1000.0),
-        /// Upper bound of `ppo` on the ratio for negative advantages, above 1; 0 means none.
+        /// Upper bound of `ppo` on the ratio for negative advantages, and of `dppo_tv` and `dppo_kl` on every
+        /// ratio, above 1; 0 means none.
         pub dual_clip: f64 = 3.0 => from(0.0).to(1e6),
         /// Weight of the entropy bonus, aggregated like the loss; 0 means none.
         pub entropy_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
@@ -37,6 +38,8 @@ table! {
         pub router_replay: RouterReplay = RouterReplay::None,
         pub correction: CorrectionSettings,
         pub kl: KlSettings,
+        pub sapo: SapoSettings,
+        pub vespo: VespoSettings,
         pub overlong: OverlongSettings,
     }
 }

@@ -14,7 +14,7 @@ const CLIP: &[&str] = &["policy.clip_low", "policy.clip_high"];
 const KL: &[&str] = &["policy.kl.place", "policy.kl.coefficient"];
 
 /// Keys of TRL, PEFT and verl.
-const KEYS: &[ForeignName] = &[
+const KEYS: &[ForeignName⟪OURS:⟪BASE:; 66⟪THEIRS:; 74⟫] = &[
     // TRL
     same_meaning("num_generations", &["rollout.samples_per_prompt"]),
     same_meaning("max_completion_length", &["rollout.response_tokens_max"]),
@@ -34,6 +34,12 @@ const KEYS: &[ForeignName] = &[
     with_note("scale_rewards", &["policy.advantage"], ": \"grpo\", \"dr_grpo\" or \"grpo_batch_std\""),
     same_meaning("loss_type", &["policy.loss", "policy.aggregation"]),
     with_note("importance_sampling_level", &["policy.loss"], "; \"gspo\" has one ratio a sequence"),
+    same_meaning("sapo_temperature_pos", &["policy.sapo.temperature_positive"]),
+    same_meaning("sapo_temperature_neg", &["policy.sapo.temperature_negative"]),
+    same_meaning("vespo_k_pos", &["policy.vespo.power_positive"]),
+    same_meaning("vespo_lambda_pos", &["policy.vespo.decay_positive"]),
+    same_meaning("vespo_k_neg", &["policy.vespo.power_negative"]),
+    same_meaning("vespo_lambda_neg", &["policy.vespo.decay_negative"]),
     same_meaning("learning_rate", &["train.optimizer.lr"]),
     same_meaning("lr_scheduler_type", &["train.optimizer.schedule"]),
     same_meaning("warmup_ratio", &["train.optimizer.warmup_steps"]),
@@ -66,7 +72,9 @@ const KEYS: &[ForeignName] = &[
     same_meaning("lora_dropout", &["adapter.dropout"]),
     same_meaning("target_modules", &["adapter.targets"]),
     same_meaning("lora_target_modules", &["adapter.targets"]),
-    same_meaning("system_prompt", &["harmony.model_identity", "harmony.developer_instructions"]),
+    same_meaning("⟪OURS:system_prompt⟪BASE:train_batch_size⟪THEIRS:tau_pos", &["policy.sapo.temperature_positive"]),
+    same_meaning("tau_neg", &["policy.sapo.temperature_negative"]),
+    same_meaning("train_batch_size⟫", &["harmony.model_identity", "harmony.developer_instructions"]),
     // verl
     same_meaning("adv_estimator", &["policy.advantage"]),
     with_note("norm_adv_by_std_in_grpo", &["policy.advantage"], "; false is \"dr_grpo\""),

@@ -310,7 +310,7 @@ impl Rules<'_> {
         }
         let advantage = self.recipe.policy.advantage;
         let alone = match advantage {
-            Advantage::Grpo | Advantage::DrGrpo | Advantage::Rloo => {
+            Advantage::Grpo | Advantage::DrGrpo | Advantage::Rloo | Advantage::Maxrl | Advantage::Opo => {
                 Some("keeps its raw reward as advantage")
             }
             Advantage::GrpoBatchStd | Advantage::ReinforcePlusPlusBaseline => {

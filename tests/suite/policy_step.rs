@@ -163,7 +163,7 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 #[test]
 fn on_fresh_data_every_anchor_and_correction_gives_the_same_bits() {
     let fixture = Fixture::new();
-    for loss in ["ppo", "gspo", "cispo", "geo_mean"].map(loss) {
+    for loss in ["ppo", "gspo", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "sapo", "vespo"].map(loss) {
         let plain = fixture.update(&PolicySettings { loss, ..PolicySettings::default() });
         assert_eq!(plain.metrics.get("actor/pg_clipfrac"), Some(0.0));
         let correction = CorrectionSettings {

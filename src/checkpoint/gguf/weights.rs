@@ -23,8 +23,11 @@ use std::sync::Arc;
 const MISTAKES_SHOWN_MAX: usize = 16;
 /// Most files of a split model.
 const FILES_MAX: i128 = 1000;
-/// Rows that are decoded at a time.
-const ROWS: usize = 64;
+/// Values that are decoded at a time, unless a row has more: larger buffers would be new memory of the system
+/// each time, which it fills with zeros first.
+const VALUES: usize = 16 * 1024;
+/// Rows that are transposed at a time: as many values of a column lie side by side.
+const TRANSPOSED_ROWS: usize = 64;
 
 /// The open files of a GGUF model, one or several.
 pub struct GgufWeights {
@@ -132,16 +135,19 @@ impl GgufWeights {
         let matrix = match format {
             PackedFormat::Bf16Rows => {
                 let mut bytes = vec![0; format.bytes(shape)];
-                bytes.par_chunks_mut(2 * ROWS * input).enumerate().try_for_each(|(index, to)| {
-                    let first = index * ROWS;
-                    write_bf16(to, &self.rows(spec, 0, first..(first + ROWS).min(output))?);
-                    anyhow::Ok(())
+                let rows = (VALUES / input).max(1);
+                bytes.par_chunks_mut(2 * rows * input).enumerate().try_for_each(|(index, to)| {
+                    let first = index * rows;
+                    self.decode_rows(spec, 0, first..(first + rows).min(output), |row, values| {
+                        write_bf16(&mut to[2 * row * input..], values);
+                    })
                 })?;
                 PackedMatrix::from_bytes(format, shape, bytes)
             }
             PackedFormat::Bf16 => PackedMatrix::read(format, shape, |rows: StoredRows| {
-                write_bf16(rows.values, &self.rows(spec, rows.expert, rows.columns)?);
-                anyhow::Ok(())
+                self.decode_rows(spec, rows.expert, rows.columns, |row, values| {
+                    write_bf16(&mut rows.values[2 * row * input..], values);
+                })
             })?,
             PackedFormat::Mxfp4 => PackedMatrix::read(format, shape, |rows: StoredRows| {
                 self.read_blocks(spec, rows.expert, rows.columns, |place, block| {
@@ -166,40 +172,52 @@ impl GgufWeights {
         let [experts, output, input] = geometry(spec);
         let is_transposed = spec.layout == Layout::Transposed || spec.is_expert_matrix();
         let mut values = vec![0.0; spec.element_count()];
+        let mut block = vec![0.0; if is_transposed { TRANSPOSED_ROWS * input } else { 0 }];
         for (expert, values) in values.chunks_exact_mut((output * input).max(1)).enumerate().take(experts) {
-            for first in (0..output).step_by(ROWS) {
-                let rows = first..(first + ROWS).min(output);
-                let decoded = self.rows(spec, expert, rows.clone())?;
-                if !is_transposed {
-                    values[rows.start * input..rows.end * input].copy_from_slice(&decoded);
-                    continue;
-                }
+            if !is_transposed {
+                self.decode_rows(spec, expert, 0..output, |row, decoded| {
+                    values[row * input..][..input].copy_from_slice(decoded);
+                })?;
+                continue;
+            }
+            for first in (0..output).step_by(TRANSPOSED_ROWS) {
+                let rows = first..(first + TRANSPOSED_ROWS).min(output);
+                self.decode_rows(spec, expert, rows.clone(), |row, decoded| {
+                    block[row * input..][..input].copy_from_slice(decoded);
+                })?;
                 for (i, to) in values.chunks_exact_mut(output).enumerate() {
-                    for (row, to) in to[rows.clone()].iter_mut().enumerate() {
-                        *to = decoded[row * input + i];
-                    }
+                    let column = block[i..].iter().step_by(input);
+                    to[rows.clone()].iter_mut().zip(column).for_each(|(to, value)| *to = *value);
                 }
             }
         }
         Ok(values)
     }
 
-    /// Decodes rows of one expert of the parameter `[experts, out, in]`.
-    fn rows(&self, spec: &ParameterSpec, expert: usize, rows: Range<usize>) -> Result<Vec<f32>> {
+    /// Decodes rows of one expert of the parameter `[experts, out, in]`. `put` gets each row's index among
+    /// `rows` and its values.
+    fn decode_rows(
+        &self,
+        spec: &ParameterSpec,
+        expert: usize,
+        rows: Range<usize>,
+        mut put: impl FnMut(usize, &[f32]),
+    ) -> Result<()> {
         let [_, _, input] = geometry(spec);
         let rounds = self.format_of(spec) != WeightFormat::F32;
-        let mut values = vec![0.0; rows.len() * input];
         self.read(spec, expert, rows, |dtype, bytes, step, first| {
-            let decoded = dtype.decode(bytes)?;
-            for (row, from) in decoded.chunks_exact(input).enumerate() {
-                let start = (first + row * step) * input;
-                for (to, value) in values[start..start + input].iter_mut().zip(from) {
-                    *to = if rounds { bf16::from_f32(*value).to_f32() } else { *value };
-                }
+            let mut decoded = dtype.decode(bytes)?;
+            if rounds {
+                decoded.iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
+            }
+            if !decoded.iter().all(|value| value.is_finite()) {
+                return Err(self.not_finite(spec));
+            }
+            for (row, values) in decoded.chunks_exact(input).enumerate() {
+                put(first + row * step, values);
             }
             Ok(())
-        })?;
-        if values.iter().all(|value| value.is_finite()) { Ok(values) } else { Err(self.not_finite(spec)) }
+        })
     }
 
     /// Passes each MXFP4 block of the rows to `put`, with its place among them.
@@ -219,8 +237,8 @@ impl GgufWeights {
         })
     }
 
-    /// Reads rows of one expert, part by part. `take` gets the type, the bytes, the distance of the part's
-    /// rows in the parameter, and the index of the first one among `rows`.
+    /// Reads rows of one expert, part by part and a few rows at a time. `take` gets the type, the bytes, the
+    /// distance of the part's rows in the parameter, and the index of the first one among `rows`.
     fn read(
         &self,
         spec: &ParameterSpec,
@@ -238,10 +256,14 @@ impl GgufWeights {
             // Row r of the part is row r · step + offset of the parameter.
             let own = |row: usize| (row + step - 1 - offset) / step;
             let (start, end) = (own(rows.start), own(rows.end));
-            let place = tensor.dtype.bytes_of((expert * (output / step) + start) * input);
-            let mut bytes = vec![0; tensor.dtype.bytes_of((end - start) * input)];
-            file.read_at(tensor, place, &mut bytes)?;
-            take(tensor.dtype, &bytes, step, start * step + offset - rows.start)?;
+            let count = (VALUES / input).max(1);
+            let mut bytes = vec![0; tensor.dtype.bytes_of(count.min(end - start) * input)];
+            for first in (start..end).step_by(count) {
+                let place = tensor.dtype.bytes_of((expert * (output / step) + first) * input);
+                let bytes = &mut bytes[..tensor.dtype.bytes_of(count.min(end - first) * input)];
+                file.read_at(tensor, place, bytes)?;
+                take(tensor.dtype, bytes, step, first * step + offset - rows.start)?;
+            }
         }
         Ok(())
     }

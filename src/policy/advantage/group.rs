@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail, ensure};
 
+use crate::bad_input;
 use crate::policy::sequences::{mean, sample_std};
 
 /// The term that GRPO adds to the standard deviation it divides by.
@@ -50,9 +51,47 @@ pub fn rloo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     })
 }
 
+/// Returns the advantages of MaxRL (Tajwar et al. 2026, arXiv 2602.02710): (r − mean) / (mean + 1e-6).
+///
+/// A group without a success has advantages of 0.
+///
+/// # Errors
+/// As [`grpo`], and [`BadInput`](crate::error::BadInput) for a negative reward: the mean would be no rate of
+/// success.
+pub fn maxrl(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
+    if let Some(response) = rewards.iter().position(|r| *r < 0.0) {
+        return Err(bad_input!(
+            "policy.advantage = \"maxrl\" divides by the mean reward of a group, so rewards must be 0 or more: \
+             response {response} of the batch has {}; use another advantage",
+            rewards[response]
+        ));
+    }
+    scale_rewards(rewards, group_sizes, |group| 1.0 / (group.mean + STD_EPSILON))
+}
+
+/// Returns the advantages of OPO (Hao et al. 2025, arXiv 2505.23585): r − Σ l·r / Σ l, with l the number of
+/// sampled tokens of each response, in `lengths`.
+///
+/// # Errors
+/// As [`grpo`], and when `lengths` has another length than `rewards`.
+pub fn opo(rewards: &[f32], group_sizes: &[usize], lengths: &[usize]) -> Result<Vec<f32>> {
+    ensure!(lengths.len() == rewards.len(), "{} lengths for {} rewards", lengths.len(), rewards.len());
+    let mut advantages = Vec::with_capacity(rewards.len());
+    for group in split_groups(rewards, group_sizes)? {
+        let lengths = &lengths[advantages.len()..][..group.len()];
+        let tokens: usize = lengths.iter().sum();
+        let weighted: f64 = group.iter().zip(lengths).map(|(&r, &l)| f64::from(r) * l as f64).sum();
+        let baseline = if group.len() == 1 || tokens == 0 { 0.0 } else { weighted / tokens as f64 };
+        advantages.extend(group.iter().map(|&r| (f64::from(r) - baseline) as f32));
+    }
+    Ok(advantages)
+}
+
 /// The inputs of a group's scale factor.
 struct GroupStats {
     responses: usize,
+    /// 1 for a group of one.
+    mean: f64,
     /// Standard deviation with n − 1; 1 for a group of one.
     std: f64,
 }
@@ -70,7 +109,8 @@ fn scale_rewards(
             1 => (0.0, 1.0),
             _ => (mean(rewards.iter().copied()), sample_std(&rewards)),
         };
-        let factor = factor(&GroupStats { responses: rewards.len(), std });
+        let mean = if rewards.len() == 1 { 1.0 } else { baseline };
+        let factor = factor(&GroupStats { responses: rewards.len(), mean, std });
         advantages.extend(rewards.iter().map(|r| ((r - baseline) * factor) as f32));
     }
     Ok(advantages)

@@ -3,7 +3,7 @@
 mod group;
 mod token;
 
-pub use group::{dr_grpo, grpo, grpo_batch_std, informative_groups, rloo};
+pub use group::{dr_grpo, grpo, grpo_batch_std, informative_groups, maxrl, opo, rloo};
 pub use token::{TokenAdvantages, gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, whiten};
 
 use crate::settings::choice;
@@ -19,6 +19,10 @@ choice! {
         GrpoBatchStd = "grpo_batch_std",
         /// Reward minus the mean of the group's other rewards.
         Rloo = "rloo",
+        /// Reward minus the group's mean, divided by that mean; rewards are 0 or more.
+        Maxrl = "maxrl",
+        /// Reward minus the group's mean, weighted by the responses' lengths.
+        Opo = "opo",
         /// Reward to go (the sum of the rewards from a token on), normalised over the whole batch.
         ReinforcePlusPlus = "reinforce_plus_plus",
         /// Reward minus the group's mean, normalised over the tokens of the whole batch.

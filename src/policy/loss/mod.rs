@@ -6,14 +6,18 @@
 //! Every loss but GMPO's is a weighted sum of per-token terms l(T). So `∂loss/∂T_t = weight_t · w_t ·
 //! l'(T_t)` with the weights of [`Normalizer::reduce`]. Each loss's documentation derives l and l'.
 
+mod dppo;
 mod entry;
 
 pub use cispo::{CispoClip, cispo};
+pub use dppo::{BinaryDivergence, DppoBounds, dppo};
 pub use entry::{LossEntry, LossFunction, TokenWeights};
 pub use geo_mean::geo_mean;
 pub use gspo::gspo;
 pub use ppo::{PpoClip, ppo};
 pub use reinforce::reinforce;
+pub use sapo::{SapoSettings, sapo};
+pub use vespo::{VespoSettings, vespo};
 
 use anyhow::Result;
 
@@ -32,6 +36,10 @@ registered! {
     mod cispo;
     mod reinforce;
     mod geo_mean;
+    mod dppo_tv;
+    mod dppo_kl;
+    mod sapo;
+    mod vespo;
 }
 
 /// The inputs of a policy loss: one value a token in each slice.

@@ -3,7 +3,7 @@
 use super::Rules;
 use crate::policy::advantage::Advantage;
 use crate::policy::correction::{ImportanceSampling, WeightBound};
-use crate::policy::loss::{Loss, TokenWeights};
+use crate::policy::loss::{Loss, SapoSettings, TokenWeights, VespoSettings};
 use crate::policy::ratio::OldLogprob;
 use crate::policy::{KlPlacement, RouterReplay};
 use crate::settings::Choice;
@@ -18,6 +18,8 @@ impl Rules<'_> {
             );
         }
         self.clip_range();
+        self.settings_of_other_losses();
+        self.rewards_of_maxrl();
         self.updates();
         self.importance();
         self.sequence_loss();
@@ -41,6 +43,61 @@ impl Rules<'_> {
                         "{value} is out of range for the ratio of {}; give a number above 0 and below 1 (only {weighing}, which \
                          bounds a weight, takes more)",
                         policy.loss
+                    ),
+                );
+            }
+        }
+    }
+
+    /// Refuses the settings of a loss that is not the recipe's.
+    fn settings_of_other_losses(&mut self) {
+        let policy = &self.recipe.policy;
+        let changed = [
+            ("policy.sapo", "sapo", policy.sapo != SapoSettings::default()),
+            ("policy.vespo", "vespo", policy.vespo != VespoSettings::default()),
+        ];
+        for (table, reader, is_changed) in changed {
+            if is_changed && policy.loss.name() != reader {
+                self.refuse(
+                    &[table, "policy.loss"],
+                    format!(
+                        "policy.loss = {reader:?} alone reads it, and it is \"{}\"; write {reader:?}, or remove [{table}]",
+                        policy.loss
+                    ),
+                );
+            }
+        }
+    }
+
+    /// MaxRL divides by a mean reward, which must not be negative.
+    fn rewards_of_maxrl(&mut self) {
+        let recipe = self.recipe;
+        if recipe.policy.advantage != Advantage::Maxrl {
+            return;
+        }
+        let negative = [
+            (
+                "task.name",
+                recipe.task.name.name() == "retool",
+                "retool's rewards are negative for wrong answers",
+            ),
+            (
+                "policy.kl.place",
+                recipe.policy.kl.place == KlPlacement::Reward,
+                "the divergence is subtracted from rewards",
+            ),
+            (
+                "policy.overlong.buffer_tokens",
+                recipe.policy.overlong.buffer_tokens > 0,
+                "the penalty makes rewards negative",
+            ),
+        ];
+        for (key, is_negative, why) in negative {
+            if is_negative {
+                self.refuse(
+                    &["policy.advantage", key],
+                    format!(
+                        "\"maxrl\" needs rewards of 0 and more, and {why} ({key}); write another advantage"
                     ),
                 );
             }

@@ -5,10 +5,11 @@ mod divergence;
 
 use anyhow::{Result, anyhow, bail};
 use rloss::policy::advantage::{
-    dr_grpo, gae, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, whiten,
+    dr_grpo, gae, grpo, maxrl, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, whiten,
 };
 use rloss::policy::loss::{
-    CispoClip, ClipRange, LossInput, PolicyLoss, PpoClip, cispo, geo_mean, gspo, ppo, reinforce,
+    BinaryDivergence, CispoClip, ClipRange, DppoBounds, LossInput, PolicyLoss, PpoClip, SapoSettings,
+    VespoSettings, cispo, dppo, geo_mean, gspo, ppo, reinforce, sapo, vespo,
 };
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use serde_json::Value;
@@ -94,9 +95,12 @@ fn group_based(row: &Row, sequences: &Sequences, rewards: &[f32]) -> Outcome {
     let scores = sequences.sequence_sums(rewards)?;
     let (order, sizes) = grouped(&numbers(&row.inputs["index"]));
     let ordered: Vec<f32> = order.iter().map(|&row| scores[row]).collect();
-    let by_group = |estimate: fn(&[f32], &[usize]) -> Result<Vec<f32>>| -> Result<Vec<f32>> {
+    let rows: Vec<_> = sequences.token_ranges().collect();
+    let lengths: Vec<usize> =
+        order.iter().map(|&row| sequences.valid_indices(rows[row].clone()).count()).collect();
+    let by_group = |ordered: Vec<f32>| -> Result<Vec<f32>> {
         let mut per_sequence = vec![0.0; order.len()];
-        for (&row, advantage) in order.iter().zip(estimate(&ordered, &sizes)?) {
+        for (&row, advantage) in order.iter().zip(ordered) {
             per_sequence[row] = advantage;
         }
         sequences.broadcast(&per_sequence)
@@ -109,10 +113,14 @@ fn group_based(row: &Row, sequences: &Sequences, rewards: &[f32]) -> Outcome {
             ("grpo" | "grpo_vectorized", Some(true)) => grpo,
             ("dr_grpo" | "grpo_vectorized", Some(false)) => dr_grpo,
             ("rloo" | "rloo_vectorized", None) => rloo,
+            ("maxrl", None) => maxrl,
+            ("opo", None) => {
+                return Ok(vec![("advantages", widen(&by_group(opo(&ordered, &sizes, &lengths)?)?))]);
+            }
             ("reinforce_plus_plus_baseline", None) => return whitened_by_group(row, sequences, &scores),
             other => panic!("{}: unknown family {other:?}", row.name),
         };
-    Ok(vec![("advantages", widen(&by_group(estimate)?))])
+    Ok(vec![("advantages", widen(&by_group(estimate(&ordered, &sizes)?)?))])
 }
 
 /// The function takes sequences group by group, so the batch itself is reordered, and its result put back.
@@ -209,6 +217,24 @@ fn loss(row: &Row) -> Outcome {
             cispo(&input, &CispoClip::new(param("clip_ratio_low"), param("clip_ratio_high"))?, &normalizer)?
         }
         "geo_mean" => geo_mean(&input, &range()?, sequences.len())?,
+        "dppo_tv" | "dppo_kl" => {
+            let divergence =
+                if row.family() == "dppo_tv" { BinaryDivergence::Tv } else { BinaryDivergence::Kl };
+            dppo(&input, &DppoBounds::new(divergence, range()?, Some(param("clip_ratio_c")))?, &normalizer)?
+        }
+        "sapo" => {
+            let (temperature_positive, temperature_negative) = (param("tau_pos"), param("tau_neg"));
+            sapo(&input, &SapoSettings { temperature_positive, temperature_negative }, &normalizer)?
+        }
+        "vespo" => {
+            let settings = VespoSettings {
+                power_positive: param("k_pos"),
+                decay_positive: param("lambda_pos"),
+                power_negative: param("k_neg"),
+                decay_negative: param("lambda_neg"),
+            };
+            vespo(&input, &settings, &normalizer)?
+        }
         "reinforce" => reinforce(&input, &normalizer)?,
         other => panic!("{}: unknown family {other}", row.name),
     };

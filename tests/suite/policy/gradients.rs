@@ -51,8 +51,8 @@ fn policy_losses_have_the_gradient_of_their_value() {
                     |token, step| {
                         let mut moved = batch.clone();
                         moved.log_prob[token] += step;
-                        // The weight of CISPO is detached: the anchor moves along, which keeps the ratio.
-                        if name == "cispo" {
+                        // A detached weight: the anchor moves along, which keeps the ratio.
+                        if ["cispo", "dppo_tv", "dppo_kl", "vespo"].contains(&name) {
                             moved.old_log_prob[token] += step;
                         }
                         value(&moved).loss

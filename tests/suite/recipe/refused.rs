@@ -558,6 +558,31 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         ("policy.advantage = \"gae\"\ncritic.lambda = 1.5".to_owned(), "critic.lambda", "0 to 1"),
         ("policy.advantage = \"gae\"\ncritic.freeze = [\"\"]".to_owned(), "critic.freeze", "empty pattern"),
         (
+            "[policy.sapo]\ntemperature_positive = 2".to_owned(),
+            "policy.sapo",
+            "policy.loss = \"sapo\" alone reads it, and it is \"ppo\"",
+        ),
+        (
+            "policy.loss = \"sapo\"\npolicy.vespo.power_positive = 1".to_owned(),
+            "policy.vespo",
+            "write \"vespo\", or remove [policy.vespo]",
+        ),
+        (
+            "policy.loss = \"vespo\"\npolicy.correction.is = \"token\"".to_owned(),
+            "policy.correction.is",
+            "vespo takes one ratio a sequence",
+        ),
+        (
+            "policy.advantage = \"maxrl\"\npolicy.kl.place = \"reward\"".to_owned(),
+            "policy.advantage",
+            "the divergence is subtracted from rewards",
+        ),
+        (
+            "policy.advantage = \"maxrl\"\npolicy.overlong.buffer_tokens = 4".to_owned(),
+            "policy.advantage",
+            "the penalty makes rewards negative",
+        ),
+        (
             "rollout.samples_per_prompt = 1\nrollout.resample_rounds_max = 1".to_owned(),
             "rollout.samples_per_prompt",
             "group of one",
@@ -578,6 +603,8 @@ fn what_only_looks_like_a_contradiction_is_allowed() {
         "policy.loss = \"reinforce\"\npolicy.old_logprob = \"rollout\"\npolicy.correction.is = \"sequence\"",
         "policy.loss = \"gspo\"\npolicy.correction.is = \"sequence\"",
         "policy.loss = \"geo_mean\"\npolicy.correction.is = \"token\"",
+        "policy.loss = \"sapo\"\n[policy.sapo]\ntemperature_positive = 2",
+        "policy.loss = \"dppo_kl\"\npolicy.advantage = \"maxrl\"",
         "[policy.kl]\nplace = \"reward\"\ntarget = 0.1",
         "policy.advantage = \"remax\"\nrollout.samples_per_prompt = 1",
     ] {

@@ -1,0 +1,124 @@
+//! DPPO: a trust region in the probability of the sampled token, in place of its ratio.
+
+use anyhow::Result;
+
+use super::{ClipRange, LossFunction, LossInput, PolicyLoss, Term, token_loss};
+use crate::bad_input;
+use crate::policy::PolicySettings;
+use crate::policy::aggregation::Normalizer;
+use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
+
+/// The divergence between two Bernoulli distributions: the sampled token against all others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BinaryDivergence {
+    /// Total variation.
+    Tv,
+    /// KL(old ‖ trained).
+    Kl,
+}
+
+/// The term that keeps the logarithm of the others' probability finite.
+const OTHERS_EPSILON: f64 = 1e-8;
+
+impl BinaryDivergence {
+    /// Returns the divergence of a token with log-probs T and O, in nats for `Kl`.
+    fn between(self, log_prob: f64, old_log_prob: f64) -> f64 {
+        let (p, old) = (log_prob.exp(), old_log_prob.exp());
+        match self {
+            BinaryDivergence::Tv => (p - old).abs(),
+            BinaryDivergence::Kl => {
+                let others = (1.0 - old + OTHERS_EPSILON) / (1.0 - p + OTHERS_EPSILON);
+                old * (old_log_prob - log_prob) + (1.0 - old) * others.ln()
+            }
+        }
+    }
+}
+
+/// DPPO's bounds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DppoBounds {
+    pub divergence: BinaryDivergence,
+    /// Bounds of the divergence: `low` where the probability fell, `high` where it rose.
+    range: ClipRange,
+    /// c, the largest weight.
+    ratio_max: f64,
+}
+
+impl DppoBounds {
+    /// Checks the bounds. `ratio_max` of `None` means no bound.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) unless `ratio_max` exceeds 1: a smaller one would cut the gradient
+    /// on fresh data.
+    pub fn new(divergence: BinaryDivergence, range: ClipRange, ratio_max: Option<f64>) -> Result<Self> {
+        match ratio_max {
+            Some(c) if !(c > 1.0 && c.is_finite()) => Err(bad_input!(
+                "dppo's largest ratio is {c}: it bounds a weight of the gradient, so it must exceed 1"
+            )),
+            _ => Ok(Self { divergence, range, ratio_max: ratio_max.unwrap_or(f64::INFINITY) }),
+        }
+    }
+
+    /// Reads the bounds of the recipe.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub(super) fn make(
+        divergence: BinaryDivergence,
+        settings: &PolicySettings,
+    ) -> Result<Box<dyn LossFunction>> {
+        let ratio_max = (settings.dual_clip > 0.0).then_some(settings.dual_clip);
+        Ok(Box::new(Self::new(divergence, ClipRange::from_settings(settings)?, ratio_max)?))
+    }
+
+    /// Whether the token has left the trust region in the direction in which its advantage pushes it.
+    fn masks(&self, log_prob: f64, old_log_prob: f64, advantage: f64) -> bool {
+        let divergence = self.divergence.between(log_prob, old_log_prob);
+        match advantage > 0.0 {
+            true => log_prob > old_log_prob && divergence > self.range.high(),
+            false => log_prob < old_log_prob && divergence > self.range.low(),
+        }
+    }
+}
+
+impl LossFunction for DppoBounds {
+    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        dppo(input, self, normalizer)
+    }
+}
+
+/// Computes the loss of divergence proximal policy optimisation (Qi et al. 2026, arXiv 2602.04879), in verl's
+/// form of 2026-02.
+///
+/// With r = exp(clamp(T − O, ±20)), p = e^T, q = e^O and D the binary divergence, |p − q| for TV and
+/// q·(O − T) + (1 − q)·ln((1 − q)/(1 − p)) for KL:
+///
+/// ```text
+/// l = −A·sg(min(r, c))·T,   and 0 where D exceeds its bound and A pushes p further away from q
+/// ```
+///
+/// T enters only as the last factor, so l' = −A·min(r, c), or 0.
+///
+/// Metrics: `actor/pg_clipfrac` is the share of masked tokens. `actor/pg_clipfrac_lower` is the share of the
+/// others with r above c. `actor/ppo_kl` is the mean of the clamped O − T.
+///
+/// # Errors
+/// When a slice of `input` does not fit its sequences.
+pub fn dppo(input: &LossInput, bounds: &DppoBounds, normalizer: &Normalizer) -> Result<PolicyLoss> {
+    input.check()?;
+    Ok(token_loss(input, normalizer, |_, token| {
+        let (log_prob, old) = (f64::from(input.log_prob[token]), f64::from(input.old_log_prob[token]));
+        let log_ratio = input.log_ratio(token);
+        let advantage = input.advantage(token);
+        let ratio = clamped_ratio(log_ratio);
+        let clipped = bounds.masks(log_prob, old, advantage);
+        let slope = if clipped { 0.0 } else { -advantage * ratio.min(bounds.ratio_max) };
+        Term {
+            loss: slope * log_prob,
+            slope,
+            kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
+            clipped,
+            clipped_lower: !clipped && ratio > bounds.ratio_max,
+        }
+    }))
+}

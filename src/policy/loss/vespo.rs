@@ -1,0 +1,84 @@
+//! VESPO: the policy gradient, weighted by a smooth function of the ratio of whole sequences.
+
+use anyhow::Result;
+
+use super::{LossEntry, LossFunction, LossInput, PolicyLoss, Term, TokenWeights, token_loss};
+use crate::policy::aggregation::Normalizer;
+use crate::policy::ratio::LOG_RATIO_MAX;
+use crate::settings::{from, table};
+
+pub(super) const ENTRY: LossEntry = LossEntry {
+    name: "vespo",
+    meaning: "Gradient of the log-probability, weighted by a smooth function of the sequence's ratio.",
+    make: |settings| Ok(Box::new(settings.vespo.clone())),
+    token_weights: TokenWeights::None(
+        "vespo takes one ratio a sequence, which weights of single tokens are no part of; write is = \"sequence\", or \
+         another loss",
+    ),
+    ..LossEntry::DEFAULT
+};
+
+table! {
+    /// Weight w^k·exp(λ·(1 − w)) of `loss = "vespo"`, for the ratio w of a sequence.
+    pub struct VespoSettings {
+        /// k for advantages of 0 and more.
+        pub power_positive: f64 = 2.0 => from(0.0).to(1e3),
+        /// λ for advantages of 0 and more.
+        pub decay_positive: f64 = 3.0 => from(1e-4).to(1e3),
+        /// k for negative advantages.
+        pub power_negative: f64 = 3.0 => from(0.0).to(1e3),
+        /// λ for negative advantages.
+        pub decay_negative: f64 = 2.0 => from(1e-4).to(1e3),
+    }
+}
+
+impl LossFunction for VespoSettings {
+    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        vespo(input, self, normalizer)
+    }
+}
+
+/// The smallest ratio of a sequence; the largest is e^20.
+const SEQUENCE_RATIO_MIN: f64 = 1e-8;
+
+/// Computes the loss of variational sequence-level soft policy optimisation, as in TRL at f2cd577.
+///
+/// w is the ratio of the whole sequence, not normalised by its length:
+///
+/// ```text
+/// log w = clamp(Σ_t clamp(T − O, ±20), ln 1e-8, 20),   φ = w^k·exp(λ·(1 − w)),   l = −sg(φ)·A·T
+/// ```
+///
+/// T enters only as the last factor, so l' = −φ·A. φ is 1 on fresh data.
+///
+/// Metrics: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` are always 0, as nothing is clipped.
+/// `actor/ppo_kl` is the mean of the clamped O − T.
+///
+/// # Errors
+/// When a slice of `input` does not fit its sequences.
+pub fn vespo(input: &LossInput, settings: &VespoSettings, normalizer: &Normalizer) -> Result<PolicyLoss> {
+    input.check()?;
+    let log_ratio = |token| input.log_ratio(token).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX);
+    let sequences = &input.sequences;
+    let log_ratios: Vec<f64> = sequences
+        .token_ranges()
+        .map(|row| sequences.valid_indices(row).map(log_ratio).sum::<f64>())
+        .map(|sum| sum.clamp(SEQUENCE_RATIO_MIN.ln(), LOG_RATIO_MAX))
+        .collect();
+    Ok(token_loss(input, normalizer, |row, token| {
+        let advantage = input.advantage(token);
+        let (power, decay) = match advantage >= 0.0 {
+            true => (settings.power_positive, settings.decay_positive),
+            false => (settings.power_negative, settings.decay_negative),
+        };
+        let log_weight = power * log_ratios[row] + decay * (1.0 - log_ratios[row].exp());
+        let slope = -log_weight.exp() * advantage;
+        Term {
+            loss: slope * f64::from(input.log_prob[token]),
+            slope,
+            kl: -log_ratio(token),
+            clipped: false,
+            clipped_lower: false,
+        }
+    }))
+}
