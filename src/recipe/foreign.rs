@@ -14,7 +14,7 @@ const CLIP: &[&str] = &["policy.clip_low", "policy.clip_high"];
 const KL: &[&str] = &["policy.kl.place", "policy.kl.coefficient"];
 
 /// Keys of TRL, PEFT and verl.
-const KEYS: &[ForeignName⟪OURS:⟪BASE:; 66⟪THEIRS:; 74⟫] = &[
+const KEYS: &[ForeignName] = &[
     // TRL
     same_meaning("num_generations", &["rollout.samples_per_prompt"]),
     same_meaning("max_completion_length", &["rollout.response_tokens_max"]),
@@ -72,9 +72,7 @@ const KEYS: &[ForeignName⟪OURS:⟪BASE:; 66⟪THEIRS:; 74⟫] = &[
     same_meaning("lora_dropout", &["adapter.dropout"]),
     same_meaning("target_modules", &["adapter.targets"]),
     same_meaning("lora_target_modules", &["adapter.targets"]),
-    same_meaning("⟪OURS:system_prompt⟪BASE:train_batch_size⟪THEIRS:tau_pos", &["policy.sapo.temperature_positive"]),
-    same_meaning("tau_neg", &["policy.sapo.temperature_negative"]),
-    same_meaning("train_batch_size⟫", &["harmony.model_identity", "harmony.developer_instructions"]),
+    same_meaning("system_prompt", &["harmony.model_identity", "harmony.developer_instructions"]),
     // verl
     same_meaning("adv_estimator", &["policy.advantage"]),
     with_note("norm_adv_by_std_in_grpo", &["policy.advantage"], "; false is \"dr_grpo\""),
@@ -84,6 +82,8 @@ const KEYS: &[ForeignName⟪OURS:⟪BASE:; 66⟪THEIRS:; 74⟫] = &[
     same_meaning("clip_ratio_low", &["policy.clip_low"]),
     same_meaning("clip_ratio_high", &["policy.clip_high"]),
     same_meaning("clip_ratio_c", &["policy.dual_clip"]),
+    same_meaning("tau_pos", &["policy.sapo.temperature_positive"]),
+    same_meaning("tau_neg", &["policy.sapo.temperature_negative"]),
     same_meaning("train_batch_size", &["rollout.prompts_per_step"]),
     same_meaning("n", &["rollout.samples_per_prompt"]),
     with_note("ppo_mini_batch_size", &["train.minibatches"], ": how many, not how large"),
