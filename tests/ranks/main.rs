@@ -124,7 +124,8 @@ fn weights_held_by_expert_while_sampling_change_no_bit() {
 #[test]
 fn packed_weights_in_pieces_change_no_bit() {
     let base = |recipe: &str, dtype: &str| {
-        let start = [&SHORT[..], &["train.steps=0", &format!("checkpoint.dtype={dtype}")]].concat();
+        let dtype = format!("checkpoint.dtype={dtype}");
+        let start = [&SHORT[..], &["train.steps=0", &dtype]].concat();
         Launch::new(recipe, &start).alone()
     };
     let (gpt_oss, qwen3) = (base("quickstart", "mxfp4"), base("quickstart_qwen3_moe", "bf16"));
