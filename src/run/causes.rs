@@ -105,9 +105,11 @@ impl SampleCauses {
             }
         };
         let shows_calls = shows("calls");
-        let ask_for_tool = match random_weights {
-            true => format!("the weights began at random, so {shows_calls}"),
-            false => format!("ask for the tool in harmony.developer_instructions, or {shows_calls}"),
+        let are_untagged = untagged > 0 && untagged * 2 >= all;
+        let ask_for_tool = match (random_weights, are_untagged) {
+            (true, _) => format!("the weights began at random, so {shows_calls}"),
+            (false, true) => format!("show the tags in harmony.developer_instructions, or {shows_calls}"),
+            (false, false) => format!("ask for the tool in harmony.developer_instructions, or {shows_calls}"),
         };
         let ask_for_answer = match random_weights {
             true => {
@@ -138,7 +140,7 @@ impl SampleCauses {
             is_tool_unused.then(|| {
                 format!("{} of {all} trajectories called the tool{instead}; {ask_for_tool}", all - without_call)
             }),
-            (has_tool && !is_tool_unused && untagged * 2 >= all && untagged > 0).then(|| {
+            (has_tool && !is_tool_unused && are_untagged).then(|| {
                 format!("{in_tags}, so nothing answered it; show the tags in harmony.developer_instructions, or {shows_calls}")
             }),
             most(self.without_answer, ended).then(|| {
@@ -320,7 +322,7 @@ mod tests {
         let answers = [(Outcome::Finished, false, call), (Outcome::Finished, false, &fenced)];
         let unused = messages(&answers);
         let said =
-            "0 of 2 trajectories called the tool; 2 of 2 answers hold a call without its tags; ask for";
+            "0 of 2 trajectories called the tool; 2 of 2 answers hold a call without its tags; show the tags";
         assert!(unused[0].starts_with(said), "{unused:?}");
         let half = messages(&[answers[0], (Outcome::Finished, true, "12")]);
         assert!(
