@@ -36,7 +36,7 @@ use rloss::rollout::{
 };
 use rloss::run::memory::{ModelCommand, PlanInput, available_memory};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
-use rloss::trainer::step::{PolicyStep, SkipAbove};
+use rloss::trainer::step::{PolicyStep, GradientNormLimits};
 use rloss::trajectory::Group;
 use serde_json::json;
 use std::sync::{Mutex, PoisonError};
@@ -335,7 +335,7 @@ fn main() -> Result<()> {
                 },
                 second_forward: None,
                 response_tokens_max: shapes.response_tokens,
-                skip_above: SkipAbove::default(),
+                norm_limits: GradientNormLimits::default(),
                 timings: &timings,
                 console: &Console::silent(),
             };

@@ -18,7 +18,7 @@ use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
 use rloss::policy::{Aggregation, KlPlacement, KlSettings, PolicySettings};
-use rloss::trainer::step::{PolicyStep, SkipAbove};
+use rloss::trainer::step::{GradientNormLimits, PolicyStep};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
@@ -304,7 +304,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
             pass: pass(false),
             second_forward: None,
             response_tokens_max: 72,
-            skip_above: SkipAbove::default(),
+            norm_limits: GradientNormLimits::default(),
             timings: &Timings::new(),
             console: &Console::silent(),
         };

@@ -55,7 +55,7 @@ impl Rules<'_> {
     fn updates(&mut self) {
         let train = &self.recipe.train;
         self.minibatches("train.minibatches", train.minibatches);
-        // The ablation computes the anchor by a forward of its own.
+        // The ablation computes the old log-probs by a forward of its own.
         let moves = !self.recipe.arms.second_forward_old_logprobs;
         if self.recipe.policy.old_logprob == OldLogprob::Detach && moves {
             for (key, count) in [("train.minibatches", train.minibatches), ("train.epochs", train.epochs)] {
