@@ -137,7 +137,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         tokenizer_bytes: 0,
         python_workers: 0,
         threads: 1,
-        streamed: false,
+        layers_on_demand: false,
         processes: 1,
         rollout_weights: RolloutWeightPlacement::Whole,
         packed_weights: PackedWeightPlacement::Whole,

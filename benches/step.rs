@@ -36,7 +36,7 @@ use rloss::rollout::{
 };
 use rloss::run::memory::{ModelCommand, PlanInput, available_memory};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
-use rloss::trainer::step::{PolicyStep, GradientNormLimits};
+use rloss::trainer::step::{GradientNormLimits, PolicyStep};
 use rloss::trajectory::Group;
 use serde_json::json;
 use std::sync::{Mutex, PoisonError};
@@ -225,14 +225,14 @@ fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: 
         tokenizer_bytes: 0,
         python_workers: 0,
         threads: threads.count(),
-        streamed: false,
+        layers_on_demand: false,
         processes: 1,
         rollout_weights: RolloutWeightPlacement::Whole,
         packed_weights: PackedWeightPlacement::Whole,
         gpu_sequences: None,
         recompute_layers: None,
     };
-    available_memory().is_some_and(|available| plan.recomputes_within(&available))
+    available_memory().is_some_and(|available| plan.needs_recomputation(&available))
 }
 
 /// Returns the seconds per decode step from the first to the last forward that sampled for all of `batch`.

@@ -175,7 +175,7 @@ fn print_memory_plan(
         print_text(&format!("`rloss {}`: {}\n", command.name(), gigabytes(peak)))?;
     }
     if let Some(found) = available {
-        print_text(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound))?;
+        print_text(&format!("There are {} {}.\n", gigabytes(found.bytes), found.limit))?;
     }
     if let Some(warning) = plan.check_available(available, &subject.remedies())? {
         print_text(&format!("warning: {warning}\n"))?;

@@ -35,7 +35,7 @@ impl ComputeDevice {
         let rank_offset = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
         let index = plan.recipe.parallel.device_index + rank_offset;
         let Gpu { device, name, free_bytes } = open_gpu(index)?;
-        let available = AvailableMemory { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
+        let available = AvailableMemory { bytes: free_bytes, limit: format!("free on GPU {index} ({name})") };
         Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
     }
 }

@@ -46,7 +46,7 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     };
     let free = available_memory();
     let machine = match &free {
-        Some(free) => format!("{threads} threads and {} {}", gigabytes(free.bytes), free.bound),
+        Some(free) => format!("{threads} threads and {} {}", gigabytes(free.bytes), free.limit),
         None => format!("{threads} threads"),
     };
     let bytes = free.map_or(f64::INFINITY, |free| free.bytes as f64 * MEMORY_SHARE);

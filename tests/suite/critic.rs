@@ -83,7 +83,7 @@ impl Fixture {
         let Self { threads, model, policy, .. } = self;
         let mut batches = MicroBatch::split(&self.sequences, 100_000);
         let runner = BatchRunner { threads, model, parameters: policy };
-        batches[0].replay = Some(runner.forward::<2>(&batches, pass(true)).unwrap().remove(0).routes);
+        batches[0].replay = Some(runner.forward::<2>(&batches, pass(true)).unwrap().remove(0).routed_experts);
         batches.remove(0)
     }
 

@@ -325,7 +325,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             tokenizer_bytes: 0,
             python_workers: 0,
             threads: 1,
-            streamed: false,
+            layers_on_demand: false,
             processes: 1,
             rollout_weights: RolloutWeightPlacement::Whole,
             packed_weights: PackedWeightPlacement::Whole,

@@ -1,4 +1,4 @@
-//! Remedies: recipe keys that would lower the peak, each with its saving. The plan is computed again for each
+//! Remedies: changes of the recipe that would lower the peak, each with its saving. The plan is computed again for each
 //! change.
 
 use super::{AdapterInput, MemoryPlan, ModelCommand, PlanInput, gigabytes};
@@ -30,7 +30,7 @@ impl PlanInput<'_> {
     /// Returns each single change that would lower the peak, the largest saving first.
     pub fn remedies(&self) -> Vec<Remedy> {
         let peak = MemoryPlan::new(self).peak_bytes();
-        let mut found: Vec<Remedy> = self
+        let mut remedies: Vec<Remedy> = self
             .changes()
             .into_iter()
             .map(|(change, peak_after)| {
@@ -39,18 +39,18 @@ impl PlanInput<'_> {
             })
             .filter(|remedy| remedy.saved_bytes > 0)
             .collect();
-        found.sort_by_key(|remedy| std::cmp::Reverse(remedy.saved_bytes));
-        found
+        remedies.sort_by_key(|remedy| std::cmp::Reverse(remedy.saved_bytes));
+        remedies
     }
 
-    /// Returns each change with the peak that results.
+    /// Returns each change with the resulting peak.
     fn changes(&self) -> Vec<(String, u64)> {
         let mut changes = vec![];
-        let mut add_recipe_change = |what: String, change: &dyn Fn(&mut Recipe)| {
+        let mut add_recipe_change = |text: String, change: &dyn Fn(&mut Recipe)| {
             let mut recipe = self.recipe.clone();
             change(&mut recipe);
-            changes
-                .push((what, MemoryPlan::new(&PlanInput { recipe: &recipe, ..self.clone() }).peak_bytes()));
+            let plan = MemoryPlan::new(&PlanInput { recipe: &recipe, ..self.clone() });
+            changes.push((text, plan.peak_bytes()));
         };
         let recipe = self.recipe;
         let half = |value: usize| (value / 2).max(1);
@@ -93,8 +93,8 @@ impl PlanInput<'_> {
                     self.peak_with_adapter(),
                 ));
             }
-            if let Some(frozen) = self.peak_with_frozen_experts().filter(|_| self.adapter.is_none()) {
-                changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));
+            if let Some(peak) = self.peak_with_frozen_experts().filter(|_| self.adapter.is_none()) {
+                changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), peak));
             }
         }
         if self.processes > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
@@ -122,8 +122,8 @@ impl PlanInput<'_> {
         let specs = lora.factor_specs(&base).unwrap_or_default();
         let adapter = AdapterInput { trainable: vec![true; specs.len()], specs, after_cold_start: false };
         let critic_trainable = self.critic_trainable.as_ref().map(|_| {
-            let own = value_model_specs(self.config);
-            let head = own.iter().map(|spec| spec.name.starts_with("score."));
+            let specs = value_model_specs(self.config);
+            let head = specs.iter().map(|spec| spec.name.starts_with("score."));
             head.chain(adapter.trainable.iter().copied()).collect()
         });
         let changed_input = PlanInput {
