@@ -1,4 +1,4 @@
-//! Causes of samples that teach little, in words.
+//! Warnings about samples from which a policy learns little, with their causes.
 
 use super::context::RunContext;
 use crate::harmony::{Message, Role};
@@ -9,17 +9,21 @@ use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
 /// Number of causes that [`SampleCauses::messages`] tells apart.
 pub const CAUSES: usize = 3;
 
-/// Counts over trajectories.
+/// Counts of trajectories.
 #[derive(Default)]
 pub struct SampleCauses {
-    all: usize,
-    right: usize,
+    count: usize,
+    /// Trajectories that solve their problem.
+    successes: usize,
+    /// Trajectories that reached the token limit.
     truncated: usize,
-    /// Trajectories without a call, and those of them with code blocks.
+    /// Trajectories without a tool call.
     without_call: usize,
-    code_blocks: usize,
-    /// Trajectories that ended by themselves, and those of them without an answer that the task can read.
+    /// Trajectories without a tool call but with code blocks.
+    with_code_blocks: usize,
+    /// Trajectories that the policy ended.
     ended: usize,
+    /// Trajectories that the policy ended, without an answer that the task can read.
     without_answer: usize,
 }
 
@@ -31,8 +35,8 @@ impl SampleCauses {
     ) -> Self {
         let mut counts = Self::default();
         for (trajectory, messages) in samples {
-            let after = messages.iter().rposition(|message| message.role == Role::User);
-            counts.add(task, trajectory, &messages[after.map_or(0, |user| user + 1)..]);
+            let last_user = messages.iter().rposition(|message| message.role == Role::User);
+            counts.add(task, trajectory, &messages[last_user.map_or(0, |user| user + 1)..]);
         }
         counts
     }
@@ -40,46 +44,48 @@ impl SampleCauses {
     /// Adds a trajectory with the messages after its prompt.
     fn add(&mut self, task: &dyn Task, trajectory: &Trajectory, messages: &[Message]) {
         let outcome = trajectory.outcome;
-        self.all += 1;
-        self.right += usize::from(trajectory.success);
+        self.count += 1;
+        self.successes += usize::from(trajectory.success);
         self.truncated += usize::from(outcome == Outcome::TruncatedLength);
-        let is_call = trajectory.turns.iter().any(|turn| !turn.calls.is_empty());
-        if !is_call && outcome != Outcome::TurnsExhausted {
+        let has_call = trajectory.turns.iter().any(|turn| !turn.calls.is_empty());
+        if !has_call && outcome != Outcome::TurnsExhausted {
             self.without_call += 1;
-            self.code_blocks += usize::from(messages.iter().any(|message| message.content.contains("```py")));
+            let has_code = messages.iter().any(|message| message.content.contains("```py"));
+            self.with_code_blocks += usize::from(has_code);
         }
         if matches!(outcome, Outcome::Finished | Outcome::Malformed) {
             let transcript = Transcript { messages, outcome, calls_answered: 0 };
-            let is_read = outcome == Outcome::Finished && task.answer_text(&transcript).is_some();
+            let has_answer = outcome == Outcome::Finished && task.answer_text(&transcript).is_some();
             self.ended += 1;
-            self.without_answer += usize::from(!is_read);
+            self.without_answer += usize::from(!has_answer);
         }
     }
 
     /// Returns a sentence for each cause that at least nine tenths of the trajectories have.
     pub fn messages(&self, has_tool: bool, response_tokens_max: usize) -> [Option<String>; CAUSES] {
-        let Self { all, right, truncated, without_call, code_blocks, ended, without_answer } = *self;
-        let most = |part: usize, of: usize| of > 0 && part * 10 >= of * 9;
-        let blocks = match code_blocks {
+        let Self { count, successes, truncated, without_call, with_code_blocks, ended, without_answer } =
+            *self;
+        let is_most = |part: usize, whole: usize| whole > 0 && part * 10 >= whole * 9;
+        let blocks = match with_code_blocks {
             0 => String::new(),
             some => format!(", and {some} of them have code blocks in place of calls"),
         };
         [
-            most(truncated, all).then(|| {
+            is_most(truncated, count).then(|| {
                 format!(
-                    "{truncated} of {all} trajectories were cut at response_tokens_max = {response_tokens_max}; raise \
+                    "{truncated} of {count} trajectories were cut at response_tokens_max = {response_tokens_max}; raise \
                      rollout.response_tokens_max, or ask for shorter answers"
                 )
             }),
-            // A policy that is right without the tool needs none.
-            (has_tool && most(without_call, all) && right * 2 < all).then(|| {
+            // A policy that solves most problems without the tool does not need it.
+            (has_tool && is_most(without_call, count) && successes * 2 < count).then(|| {
                 format!(
-                    "{} of {all} trajectories called the tool{blocks}; ask for the tool in \
-                     harmony.developer_instructions, or show calls to the model in a cold start",
-                    all - without_call
+                    "{} of {count} trajectories called the tool{blocks}; ask for the tool in \
+                     harmony.developer_instructions, or show calls to the model in an SFT warm-up ([cold_start])",
+                    count - without_call
                 )
             }),
-            most(without_answer, ended).then(|| {
+            is_most(without_answer, ended).then(|| {
                 format!(
                     "no answer could be read in {without_answer} of the {ended} trajectories that ended; look at them in \
                      trajectories/, and say in harmony.developer_instructions how to write the answer"

@@ -12,11 +12,11 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// Returns the contents of `model.json`: the model's name, family, device and size.
-pub fn model(context: &RunContext) -> Value {
+pub fn model_facts(context: &RunContext) -> Value {
     let parameters = &context.parameters;
-    let count = |learning: bool| -> usize {
+    let count = |only_trainable: bool| -> usize {
         (0..parameters.len())
-            .filter(|&index| !learning || context.trainable.get(index).copied().unwrap_or(true))
+            .filter(|&index| !only_trainable || context.trainable.get(index).copied().unwrap_or(true))
             .map(|index| parameters.specs[index].element_count())
             .sum()
     };
@@ -33,18 +33,20 @@ pub fn model(context: &RunContext) -> Value {
     })
 }
 
-/// Returns the header's line about the work to do, as label and text.
-fn work(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
+/// Returns the header's line about the work to do: label and text.
+fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
     let recipe = context.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
-    let sampled = format!("{prompts_per_step} prompts × {samples_per_prompt}");
+    let samples = format!("{prompts_per_step} prompts × {samples_per_prompt}");
     match command {
         ModelCommand::Train => {
-            let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
-            let whole = |steps: u64| format_number(steps as f64);
-            let cold =
-                if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
-            ("steps", format!("{cold}{} of reinforcement learning, {sampled} samples each", whole(train)))
+            let number = |steps: u64| format_number(steps as f64);
+            let warm_up = match recipe.cold_start.steps {
+                0 => String::new(),
+                steps => format!("{} of SFT warm-up, then ", number(steps)),
+            };
+            let steps = number(recipe.train.steps);
+            ("steps", format!("{warm_up}{steps} of reinforcement learning, {samples} samples each"))
         }
         ModelCommand::Eval => {
             let problems: usize =
@@ -52,7 +54,7 @@ fn work(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
             ("sampled", format!("{problems} held-out problems × {}", recipe.eval.samples))
         }
         ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => {
-            ("sampled", format!("{sampled}, as in one step of training"))
+            ("sampled", format!("{samples}, as in one step of training"))
         }
     }
 }
@@ -60,10 +62,10 @@ fn work(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
 /// Returns the lines of the console header: model, task, work, device, threads, folder, and the sandbox if
 /// any.
 pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<String> {
-    let (recipe, facts) = (context.recipe(), model(context));
+    let (recipe, facts) = (context.recipe(), model_facts(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
-    let learning = match number("learning") {
+    let trainable = match number("learning") {
         _ if !command.trains() => String::new(),
         _ if !recipe.trains() => ", none trainable".to_owned(),
         all if all == number("parameters") => ", all trainable".to_owned(),
@@ -80,21 +82,21 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     let threads = match (mesh.ranks(), mesh.sequence_ranks()) {
         (1, _) => threads.to_string(),
         (ranks, 1) => format!("{threads} in each of {ranks} processes"),
-        (ranks, sharing) => {
-            format!("{threads} in each of {ranks} processes, {sharing} per sequence-parallel group")
+        (ranks, group_size) => {
+            format!("{threads} in each of {ranks} processes, {group_size} per sequence-parallel group")
         }
     };
-    let head = [
-        ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters{learning}")),
+    let lines = [
+        ("model", format!("{name}{kind}, {layers} layers, {parameters} parameters{trainable}")),
         ("task", format!("{}{tool}", context.task.name())),
-        work(context, command),
+        work_line(context, command),
         ("device", context.device_name.clone()),
         ("threads", threads),
         ("folder", folder.display().to_string()),
     ];
     // Every command that may run generated code shows the sandbox.
     let confinement = context.sandbox_description().map(|confinement| ("sandbox", confinement));
-    head.into_iter().chain(confinement).map(|(what, text)| format!("{what:<8} {text}")).collect()
+    lines.into_iter().chain(confinement).map(|(label, text)| format!("{label:<8} {text}")).collect()
 }
 
 /// Returns a command line of this program, with the path by which it was called.

@@ -116,7 +116,8 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
     let output = runner.forward::<2>(&batches, pass()).unwrap().remove(0);
     let mut found = output.log_probs().iter().copied();
     let logprobs = sequence.mask.iter().map(|&m| if m { found.next().unwrap() } else { 0.0 }).collect();
-    let layers: Vec<Vec<Vec<u32>>> = output.routed_experts.iter().map(|layer| layer.to_vec2().unwrap()).collect();
+    let layers: Vec<Vec<Vec<u32>>> =
+        output.routed_experts.iter().map(|layer| layer.to_vec2().unwrap()).collect();
     let of_token = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
     let mut routes: Vec<Vec<u16>> = (0..sequence.tokens.len() - 1).map(of_token).collect();
     routes.push(vec![]);

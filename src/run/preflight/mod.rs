@@ -16,7 +16,7 @@ use crate::ops::threads::Threads;
 use crate::recipe::{KeyScope, Plan, Recipe};
 use crate::rollout::{PromptLimits, system_prompt};
 use crate::run::adapter::RunAdapter;
-use crate::run::device::{ComputeDevice, choose};
+use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::family::unsupported_keys;
 use crate::run::memory::{ModelCommand, PlanInput, SecondWeights, tokenizer_bytes};
 use crate::run::source::ModelSource;
@@ -121,7 +121,8 @@ impl Preflight {
             errors.0.extend(unsupported_keys(&plan, source.config.family));
         }
         let compares_changed = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
-        let compute_device = source.as_ref().map(|s| choose(&mut plan, &s.config, mesh, compares_changed));
+        let compute_device =
+            source.as_ref().map(|s| choose_device(&mut plan, &s.config, mesh, compares_changed));
         let compute_device = compute_device
             .and_then(|compute_device| compute_device.map_err(|messages| errors.0.extend(messages)).ok());
         let (
@@ -138,7 +139,7 @@ impl Preflight {
         if !errors.0.is_empty() {
             return Err(errors.into_error());
         }
-        if let Some(folder) = &source.lacks_weights {
+        if let Some(folder) = &source.folder_without_weights {
             plan.warnings
                 .push(format!("{} holds no weights; they are initialized at random", folder.display()));
         }
