@@ -34,7 +34,7 @@ use rloss::rollout::{
     Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SamplingParameters, TokenPosition,
     TokenSource,
 };
-use rloss::run::memory::{ModelCommand, PlanInput, available_memory};
+use rloss::run::memory::{MemoryPlanInput, ModelCommand, available_memory};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trainer::step::{GradientNormLimits, PolicyStep};
 use rloss::trajectory::Group;
@@ -214,7 +214,7 @@ fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: 
     (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) =
         (shapes.prompts as usize, shapes.samples);
     (recipe.eval.every_steps, recipe.eval.before_training) = (0, false);
-    let plan = PlanInput {
+    let plan = MemoryPlanInput {
         command: ModelCommand::Train,
         recipe: &recipe,
         config,

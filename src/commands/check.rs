@@ -9,7 +9,8 @@ use crate::metrics::{Console, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, locate, resolve};
 use crate::run::memory::{
-    AvailableMemory, MemoryPlan, ModelCommand, PlanInput, SecondWeights, Traffic, available_memory, gigabytes,
+    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, available_memory,
+    gigabytes,
 };
 use crate::run::preflight::Preflight;
 use crate::run::sampling_folder::print_text;
@@ -149,7 +150,7 @@ fn print_memory_plan(
     available: Option<&AvailableMemory>,
 ) -> Result<u8> {
     let first = if preflight.plan.recipe.trains() { ModelCommand::Train } else { ModelCommand::Rollout };
-    let subject = preflight.plan_input_for(first);
+    let subject = preflight.memory_plan_input_for(first);
     let plan = MemoryPlan::new(&subject);
     let each = match processes {
         1 => String::new(),
@@ -166,10 +167,10 @@ fn print_memory_plan(
     let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&preflight.plan.recipe.arms));
     for command in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
         // These commands run in one process.
-        let peak = MemoryPlan::new(&PlanInput {
+        let peak = MemoryPlan::new(&MemoryPlanInput {
             processes: 1,
             rollout_weights: RolloutWeightPlacement::Whole,
-            ..preflight.plan_input_for(command)
+            ..preflight.memory_plan_input_for(command)
         })
         .peak_bytes();
         print_text(&format!("`rloss {}`: {}\n", command.name(), gigabytes(peak)))?;

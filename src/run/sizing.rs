@@ -41,7 +41,7 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     let plan = source.resolve_for(KeyScope::Export, sets)?;
     let (threads, parameters) = {
         let preflight = preflight(&plan, &[])?;
-        let input = preflight.plan_input();
+        let input = preflight.memory_plan_input();
         let parameters: usize = preflight.source.specs().iter().map(|spec| spec.element_count()).sum();
         (input.threads, parameters as f64)
     };
@@ -99,5 +99,5 @@ fn preflight(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<
 }
 
 fn peak_bytes(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<f64> {
-    Ok(MemoryPlan::new(&preflight(plan, changes)?.plan_input()).peak_bytes() as f64)
+    Ok(MemoryPlan::new(&preflight(plan, changes)?.memory_plan_input()).peak_bytes() as f64)
 }

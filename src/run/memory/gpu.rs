@@ -1,8 +1,8 @@
 //! Memory plan of a GPU: bf16 matrices with f32 masters and gradients, and a paged KV cache.
 
 use super::{
-    AvailableMemory, MemoryItem, MemoryPlan, ModelCommand, PassShape, PlanInput, Stage, TrainableTensor,
-    WARNED_SHARE, gathered_bytes, gigabytes,
+    AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, Stage,
+    TrainableTensor, WARNED_SHARE, gathered_bytes, gigabytes,
 };
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
@@ -38,7 +38,7 @@ fn optimizer_bytes(settings: &OptimizerSettings, tensors: &[TrainableTensor]) ->
     tensors.iter().map(tensor_bytes).sum()
 }
 
-impl PlanInput<'_> {
+impl MemoryPlanInput<'_> {
     /// Returns the capacity of the GPU's KV cache for `sequences`.
     pub fn cache_capacity(&self, sequences: usize) -> CacheCapacity {
         let fed_tokens_max = FORWARD_TOKENS_MAX + self.recipe.rollout.sequences_max;
@@ -58,7 +58,7 @@ impl PlanInput<'_> {
     pub fn sequence_capacity(&self, available: &AvailableMemory) -> usize {
         let (prompts, samples) = self.rollout_size();
         let fits = |sequences: usize| {
-            let input = PlanInput { gpu_sequences: Some(sequences), ..self.clone() };
+            let input = MemoryPlanInput { gpu_sequences: Some(sequences), ..self.clone() };
             MemoryPlan::new(&input).peak_bytes() as f64 <= WARNED_SHARE * available.bytes as f64
         };
         let (mut fitting, mut too_many) = (1, prompts.saturating_mul(samples).max(1) + 1);

@@ -96,7 +96,7 @@ impl ModelCommand {
 
 /// The input of a memory plan.
 #[derive(Clone)]
-pub struct PlanInput<'a> {
+pub struct MemoryPlanInput<'a> {
     pub command: ModelCommand,
     pub recipe: &'a Recipe,
     pub config: &'a Config,
@@ -202,7 +202,7 @@ fn total_bytes(items: &[MemoryItem]) -> u64 {
 
 impl MemoryPlan {
     /// Computes the plan of `input`.
-    pub fn new(input: &PlanInput) -> Self {
+    pub fn new(input: &MemoryPlanInput) -> Self {
         match input.gpu_sequences {
             None => {
                 let (mut resident, phases) = (input.resident(), input.phases());
@@ -287,7 +287,7 @@ fn plain_gigabytes(bytes: u64) -> String {
     format!("{:.places$}", bytes as f64 / 1e9)
 }
 
-impl PlanInput<'_> {
+impl MemoryPlanInput<'_> {
     /// Formats the plan and the remedies.
     pub fn to_text(&self) -> String {
         format!("{}\nwhat would help: {}", MemoryPlan::new(self), join_remedies(&self.remedies()))
@@ -315,7 +315,7 @@ impl PlanInput<'_> {
 
     /// Returns whether recomputation is needed: a plan without it would nearly fill the `available` memory.
     pub fn needs_recomputation(&self, available: &AvailableMemory) -> bool {
-        let plan = MemoryPlan::new(&PlanInput { recompute_layers: Some(false), ..self.clone() });
+        let plan = MemoryPlan::new(&MemoryPlanInput { recompute_layers: Some(false), ..self.clone() });
         plan.peak_bytes() as f64 > WARNED_SHARE * available.bytes as f64
     }
 

@@ -1,7 +1,7 @@
 //! Memory of the program without the model: code, tokenizer, threads, the Python tool's workers, and memory that the
 //! allocator keeps. The constants are measured; docs/RELIABILITY.md names the runs.
 
-use super::{MemoryItem, PlanInput, total_bytes};
+use super::{MemoryItem, MemoryPlanInput, total_bytes};
 use crate::interpreter::InterpreterKind;
 use crate::vocabulary::Vocabulary;
 
@@ -37,7 +37,7 @@ pub(super) fn retained_bytes(phases: &[(&str, Vec<MemoryItem>)]) -> u64 {
     (phase_bytes().sum::<u64>() - phase_bytes().max().unwrap_or(0)).min(RETAINED_BYTES_MAX)
 }
 
-impl PlanInput<'_> {
+impl MemoryPlanInput<'_> {
     /// Returns the memory of the program and of the tool's idle workers. Code in a worker may use up to
     /// `interpreter.memory_mib` more.
     pub(super) fn program(&self) -> Vec<MemoryItem> {

@@ -1,7 +1,7 @@
 //! Remedies: changes of the recipe that would lower the peak, each with its saving. The plan is computed again for each
 //! change.
 
-use super::{AdapterInput, MemoryPlan, ModelCommand, PlanInput, gigabytes};
+use super::{AdapterInput, MemoryPlan, MemoryPlanInput, ModelCommand, gigabytes};
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerKind;
 use crate::model::adapter::{Lora, default_targets};
@@ -26,7 +26,7 @@ impl std::fmt::Display for Remedy {
 /// Matches the expert weights, most of an MoE model's parameters.
 const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
 
-impl PlanInput<'_> {
+impl MemoryPlanInput<'_> {
     /// Returns each single change that would lower the peak, the largest saving first.
     pub fn remedies(&self) -> Vec<Remedy> {
         let peak = MemoryPlan::new(self).peak_bytes();
@@ -49,7 +49,7 @@ impl PlanInput<'_> {
         let mut add_recipe_change = |text: String, change: &dyn Fn(&mut Recipe)| {
             let mut recipe = self.recipe.clone();
             change(&mut recipe);
-            let plan = MemoryPlan::new(&PlanInput { recipe: &recipe, ..self.clone() });
+            let plan = MemoryPlan::new(&MemoryPlanInput { recipe: &recipe, ..self.clone() });
             changes.push((text, plan.peak_bytes()));
         };
         let recipe = self.recipe;
@@ -98,7 +98,8 @@ impl PlanInput<'_> {
             }
         }
         if self.processes > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
-            let changed_input = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
+            let changed_input =
+                MemoryPlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
             let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
             changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
         }
@@ -107,7 +108,7 @@ impl PlanInput<'_> {
             && self.has_remote_experts()
         {
             let rollout_weights = RolloutWeightPlacement::ByExpert;
-            let changed_input = PlanInput { rollout_weights, ..self.clone() };
+            let changed_input = MemoryPlanInput { rollout_weights, ..self.clone() };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
             changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
         }
@@ -126,7 +127,7 @@ impl PlanInput<'_> {
             let head = specs.iter().map(|spec| spec.name.starts_with("score."));
             head.chain(adapter.trainable.iter().copied()).collect()
         });
-        let changed_input = PlanInput {
+        let changed_input = MemoryPlanInput {
             trainable: vec![false; base.len()],
             critic_trainable,
             adapter: Some(adapter),
@@ -146,6 +147,6 @@ impl PlanInput<'_> {
             .collect();
         trainable
             .contains(&true)
-            .then(|| MemoryPlan::new(&PlanInput { trainable, ..self.clone() }).peak_bytes())
+            .then(|| MemoryPlan::new(&MemoryPlanInput { trainable, ..self.clone() }).peak_bytes())
     }
 }

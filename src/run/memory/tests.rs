@@ -56,7 +56,7 @@ fn each_process_uses_the_planned_bytes_exactly() {
                     weight[2].max(bytes_of_rank[2]),
                 ];
             }
-            let input = PlanInput {
+            let input = MemoryPlanInput {
                 command: ModelCommand::Train,
                 recipe: &recipe,
                 config: &config,
@@ -141,7 +141,7 @@ fn the_placement_of_rollout_weights_depends_on_memory() {
         let available = bytes.map(|bytes| AvailableMemory { bytes, limit: String::new() });
         preflight.choose_sharding(processes, available.as_ref());
         let warned = preflight.plan.warnings.drain(..).any(|text| text.contains("parallel.rollout_weights"));
-        let input = preflight.plan_input();
+        let input = preflight.memory_plan_input();
         assert_eq!(warned, input.rollout_weights != RolloutWeightPlacement::Whole);
         (input.rollout_weights, MemoryPlan::new(&input).peak_bytes())
     };
@@ -158,13 +158,17 @@ fn the_placement_of_rollout_weights_depends_on_memory() {
     assert_eq!(planned(1, Some(1)).0, RolloutWeightPlacement::Whole);
     // Unsharded packed experts are complete on every process, for any rollout_weights.
     preflight.choose_sharding(4, None);
-    let input = preflight.plan_input();
+    let input = preflight.memory_plan_input();
     let formats = vec![WeightFormat::Bf16; input.formats.len()];
     let trainable: Vec<bool> =
         parameter_specs(input.config).iter().map(|spec| !spec.is_expert_parameter()).collect();
     let sampling = |rollout_weights| {
-        let input =
-            PlanInput { rollout_weights, formats: &formats, trainable: trainable.clone(), ..input.clone() };
+        let input = MemoryPlanInput {
+            rollout_weights,
+            formats: &formats,
+            trainable: trainable.clone(),
+            ..input.clone()
+        };
         MemoryPlan::new(&input).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
     };
     assert_eq!(sampling(RolloutWeightPlacement::ByExpert), sampling(RolloutWeightPlacement::Whole));
@@ -181,30 +185,30 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
         .iter()
         .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 })
         .collect();
-    let weights = |input: &PlanInput| {
+    let weights = |input: &MemoryPlanInput| {
         let resident = MemoryPlan::new(input).resident;
         resident.iter().find(|part| part.name == "weights").unwrap().bytes
     };
     let alone = {
         preflight.choose_sharding(1, None);
-        weights(&preflight.plan_input())
+        weights(&preflight.memory_plan_input())
     };
     for processes in [2, 3, 8] {
         preflight.choose_sharding(processes, None);
         assert_eq!(
-            preflight.plan_input().packed_weights,
+            preflight.memory_plan_input().packed_weights,
             PackedWeightPlacement::Whole,
             "memory is not known"
         );
-        let peak = MemoryPlan::new(&preflight.plan_input()).peak_bytes();
+        let peak = MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes();
         preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, limit: String::new() }));
-        assert_eq!(preflight.plan_input().packed_weights, PackedWeightPlacement::Whole, "it suffices");
+        assert_eq!(preflight.memory_plan_input().packed_weights, PackedWeightPlacement::Whole, "it suffices");
         preflight.plan.warnings.clear();
         preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: 1, limit: String::new() }));
         assert!(
             preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
         );
-        let input = preflight.plan_input();
+        let input = preflight.memory_plan_input();
         assert_eq!(input.packed_weights, PackedWeightPlacement::Sharded);
         // Bytes that the process `rank` actually holds.
         let weight = |rank: usize| -> u64 {
@@ -229,7 +233,7 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
         };
         let most = (0..processes).map(weight).max().unwrap();
         // Other commands hold packed weights unsharded, and get no such remedy.
-        assert!(!PlanInput { command: ModelCommand::Rollout, ..input.clone() }.can_shard_packed());
+        assert!(!MemoryPlanInput { command: ModelCommand::Rollout, ..input.clone() }.can_shard_packed());
         let planned = weights(&input);
         // The largest shard of factors and the largest of the base may be on different processes.
         assert!(

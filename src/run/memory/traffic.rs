@@ -1,7 +1,7 @@
 //! Communication of one training step: the bytes that each process receives, computed from recipe and config.
 
 use super::weights::{ShardedTensor, unsharded_bytes};
-use super::{PlanInput, Stage, gathered_bytes};
+use super::{MemoryPlanInput, Stage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
 use crate::metrics::Table;
 
@@ -22,7 +22,7 @@ pub struct Traffic {
 
 impl Traffic {
     /// Computes the traffic of `input`.
-    pub fn new(input: &PlanInput) -> Self {
+    pub fn new(input: &MemoryPlanInput) -> Self {
         let (recipe, config, ranks) = (input.recipe, input.config, input.processes as u64);
         let sequence_parallel_size = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
         let tensors = input.trainable_tensors(Stage::Reinforcement);
@@ -65,7 +65,7 @@ impl Traffic {
 
 /// Returns the bytes of weights and of expert rows that a process receives while it samples. `weight_bytes` is the
 /// size of all sharded weights.
-fn sampling_bytes(input: &PlanInput, weight_bytes: u64) -> [u64; 2] {
+fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&input.recipe.rollout, input.config, input.processes as u64);
     let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
     let local_sequences =

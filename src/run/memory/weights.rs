@@ -1,6 +1,6 @@
 //! The weights in a memory plan: resident, read on demand, gathered, and second sets.
 
-use super::{AdapterInput, MemoryItem, PlanInput, TrainableTensor, f32_bytes, gathered_bytes};
+use super::{AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes};
 use crate::dist::shard_range;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::WeightFormat;
@@ -51,7 +51,7 @@ pub(super) fn gather_peak_bytes(sharded: &[ShardedTensor]) -> u64 {
     outside + 3 * layers.into_values().max().unwrap_or(0)
 }
 
-impl PlanInput<'_> {
+impl MemoryPlanInput<'_> {
     /// Returns the bytes of the policy's weights in memory, with its adapter, unsharded.
     pub(super) fn weight_bytes(&self) -> u64 {
         let is_trainable = |index: usize| self.command.trains() && self.trainable[index];

@@ -8,7 +8,7 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::layers_on_demand::LayersOnDemand;
 use crate::model::weights::LayerSource;
-use crate::run::memory::{AvailableMemory, MemoryPlan, PlanInput, gigabytes};
+use crate::run::memory::{AvailableMemory, MemoryPlan, MemoryPlanInput, gigabytes};
 use anyhow::Result;
 use std::sync::Arc;
 use std::time::Instant;
@@ -28,12 +28,16 @@ impl Preflight {
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
         self.processes = processes;
         if self.gpu_sequences.is_some() {
-            self.gpu_sequences = available.map(|memory| self.plan_input().sequence_capacity(memory));
+            self.gpu_sequences = available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
             return;
         }
         let requested = self.plan.recipe.parallel.clone();
         let fits = |&(rollout_weights, packed_weights): &(RolloutWeightPlacement, PackedWeightPlacement)| {
-            let plan = MemoryPlan::new(&PlanInput { rollout_weights, packed_weights, ..self.plan_input() });
+            let plan = MemoryPlan::new(&MemoryPlanInput {
+                rollout_weights,
+                packed_weights,
+                ..self.memory_plan_input()
+            });
             available.is_none_or(|memory| plan.peak_bytes() <= memory.bytes)
         };
         let options = match processes {
@@ -56,14 +60,14 @@ impl Preflight {
             ));
         }
         (self.rollout_weights, self.packed_weights) = (rollout, packed);
-        self.recompute_layers = available.map(|memory| self.plan_input().needs_recomputation(memory));
+        self.recompute_layers = available.map(|memory| self.memory_plan_input().needs_recomputation(memory));
     }
 
     /// Returns the options that the recipe allows for holding weights on several processes, in order of
     /// preference.
     fn sharding_options(&self) -> Vec<(RolloutWeightPlacement, PackedWeightPlacement)> {
         let requested = &self.plan.recipe.parallel;
-        let input = self.plan_input();
+        let input = self.memory_plan_input();
         let packed_options = match requested.packed_weights {
             PackedWeightPlacement::Auto if input.can_shard_packed() => {
                 vec![PackedWeightPlacement::Whole, PackedWeightPlacement::Sharded]
@@ -73,7 +77,8 @@ impl Preflight {
         };
         let rollout_options = |packed_weights: PackedWeightPlacement| match requested.rollout_weights {
             RolloutWeightPlacement::Auto => {
-                let has_remote_experts = PlanInput { packed_weights, ..input.clone() }.has_remote_experts();
+                let has_remote_experts =
+                    MemoryPlanInput { packed_weights, ..input.clone() }.has_remote_experts();
                 let by_expert = has_remote_experts.then_some(RolloutWeightPlacement::ByExpert);
                 [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
             }
@@ -93,9 +98,9 @@ impl Preflight {
     pub fn check_memory(&mut self, host: Option<AvailableMemory>) -> Result<()> {
         if self.gpu_sequences.is_some()
             && let Some(host) = host.as_ref()
-            && self.plan_input().host_bytes() > host.bytes
+            && self.memory_plan_input().host_bytes() > host.bytes
         {
-            let (needed, present) = (gigabytes(self.plan_input().host_bytes()), gigabytes(host.bytes));
+            let (needed, present) = (gigabytes(self.memory_plan_input().host_bytes()), gigabytes(host.bytes));
             return Err(bad_input!(
                 "{needed} of host memory are needed beside the GPU's, {present} are {}; use a larger machine",
                 host.limit
@@ -104,7 +109,7 @@ impl Preflight {
         let available = self.available_memory(host);
         let available = available.as_ref();
         self.choose_sharding(self.processes, available);
-        let peak = MemoryPlan::new(&self.plan_input()).peak_bytes();
+        let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
         if available.is_some_and(|available| peak > available.bytes)
             && self.command.can_read_layers_on_demand()
             && self.gpu_sequences.is_none()
@@ -113,7 +118,7 @@ impl Preflight {
             self.layers_on_demand = true;
             self.plan.warnings.push(on_demand_warning(peak, files, &self.source.config)?);
         }
-        let input = self.plan_input();
+        let input = self.memory_plan_input();
         let result = MemoryPlan::new(&input).check_available(available, &input.remedies());
         let warning = result.map_err(|error| match self.gpu_sequences {
             Some(_) => bad_input!("{error}; {}. {PLAN_HINT}", input.describe_sequence_cache()),

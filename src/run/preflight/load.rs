@@ -14,10 +14,10 @@ impl Preflight {
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.
     pub fn load(self, console: &Console) -> Result<RunContext> {
-        let plan_input = self.plan_input();
+        let memory_plan_input = self.memory_plan_input();
         let (cache_capacity, memory) =
-            (plan_input.cache_capacity(self.gpu_sequences.unwrap_or(1)), plan_input.to_text());
-        let recompute_layers = plan_input.recomputes_layers();
+            (memory_plan_input.cache_capacity(self.gpu_sequences.unwrap_or(1)), memory_plan_input.to_text());
+        let recompute_layers = memory_plan_input.recomputes_layers();
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let placement = match (self.layers_on_demand, self.packed_weights) {

@@ -18,7 +18,7 @@ use crate::rollout::{PromptLimits, system_prompt};
 use crate::run::adapter::RunAdapter;
 use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::family::unsupported_keys;
-use crate::run::memory::{ModelCommand, PlanInput, SecondWeights, tokenizer_bytes};
+use crate::run::memory::{MemoryPlanInput, ModelCommand, SecondWeights, tokenizer_bytes};
 use crate::run::source::ModelSource;
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
 use crate::tasks::{self, Problem, Task, TaskContext};
@@ -201,13 +201,13 @@ impl Preflight {
     }
 
     /// Returns the memory plan's input.
-    pub fn plan_input(&self) -> PlanInput<'_> {
-        self.plan_input_for(self.command)
+    pub fn memory_plan_input(&self) -> MemoryPlanInput<'_> {
+        self.memory_plan_input_for(self.command)
     }
 
     /// Returns the memory plan's input for another command.
-    pub fn plan_input_for(&self, command: ModelCommand) -> PlanInput<'_> {
-        PlanInput {
+    pub fn memory_plan_input_for(&self, command: ModelCommand) -> MemoryPlanInput<'_> {
+        MemoryPlanInput {
             command,
             recipe: &self.plan.recipe,
             config: &self.source.config,
