@@ -1,5 +1,5 @@
-//! `rloss check-mismatch [RECIPE]`: compares the log-probs of the same tokens in rollout and training, or with
-//! another engine's, and names the cause of a mismatch.
+//! `rloss check-mismatch [RECIPE]`: compares the log-probs of the same tokens in rollout and training, or
+//! with another engine's, and names the cause of a mismatch.
 
 use crate::atomic_file::write_file;
 use crate::dist::Mesh;

@@ -30,8 +30,8 @@ pub struct AdvantageEstimator<'a> {
 }
 
 impl AdvantageEstimator<'_> {
-    /// Computes the advantages of `batch`, which holds the trajectories of `groups`. With a critic, computes the
-    /// returns too. Returns the metrics.
+    /// Computes the advantages of `batch`, which holds the trajectories of `groups`. With a critic, computes
+    /// the returns too. Returns the metrics.
     ///
     /// # Errors
     /// When a column is missing, a value is NaN, or `remax` has no greedy samples.

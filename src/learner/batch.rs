@@ -81,8 +81,8 @@ impl Batch {
         }
     }
 
-    /// Packs the batch again with the experts to replay. Every later forward of the policy uses `experts`, one
-    /// entry a sequence.
+    /// Packs the batch again with the experts to replay. Every later forward of the policy uses `experts`,
+    /// one entry a sequence.
     ///
     /// # Errors
     /// When memory runs out.
@@ -114,8 +114,8 @@ impl Batch {
     }
 
     /// Returns the sequence indices of each of `count` minibatches of epoch `epoch`. One minibatch has all
-    /// sequences in order. Several minibatches are equal parts of a shuffle, which depends on seed, step and epoch
-    /// alone.
+    /// sequences in order. Several minibatches are equal parts of a shuffle, which depends on seed, step and
+    /// epoch alone.
     pub fn minibatches(&self, count: usize, seed: u64, step: u64, epoch: u64) -> Vec<Vec<usize>> {
         let total = self.sequences.len();
         let count = count.clamp(1, total.max(1));
@@ -126,7 +126,8 @@ impl Batch {
         (0..count).map(|i| order[i * total / count..(i + 1) * total / count].to_vec()).collect()
     }
 
-    /// Returns the minibatch of the sequences `indices`, in that order. Borrows the batch if it is the whole one.
+    /// Returns the minibatch of the sequences `indices`, in that order. Borrows the batch if it is the whole
+    /// one.
     ///
     /// # Errors
     /// When memory runs out.
@@ -169,8 +170,8 @@ impl Batch {
         Ok(Cow::Owned(minibatch))
     }
 
-    /// Joins the outputs of the policy's micro-batches. Reads the routed experts only if the batch has those of
-    /// sampling to compare.
+    /// Joins the outputs of the policy's micro-batches. Reads the routed experts only if the batch has those
+    /// of sampling to compare.
     ///
     /// # Errors
     /// When experts cannot be read.
@@ -183,9 +184,9 @@ impl Batch {
         Ok(ForwardResult { log_probs, routed_experts })
     }
 
-    /// Returns the `rollout_corr/`, `mismatch/` and `training/` metrics. They compare log-probs and experts of
-    /// sampling with those of `training`, a forward with the weights before the first update. Rejected tokens are
-    /// included.
+    /// Returns the `rollout_corr/`, `mismatch/` and `training/` metrics. They compare log-probs and experts
+    /// of sampling with those of `training`, a forward with the weights before the first update. Rejected
+    /// tokens are included.
     ///
     /// # Errors
     /// When no token was sampled, or a log-probability is NaN.
@@ -210,8 +211,8 @@ impl Batch {
         Ok(metrics)
     }
 
-    /// Returns statistics of each sequence, one value for every token: the advantages, and with `training` the
-    /// log-prob differences. `training` are the log-probs of a forward before the first update.
+    /// Returns statistics of each sequence, one value for every token: the advantages, and with `training`
+    /// the log-prob differences. `training` are the log-probs of a forward before the first update.
     pub fn token_stats(&self, training: Option<&[f32]>) -> Vec<TokenStats> {
         let sequence_stats = |(sequence, span): (&Arc<Sequence>, &[usize])| {
             // Tokens that are not trained get the value 0.

@@ -40,9 +40,9 @@ impl BatchRunner<'_> {
     /// Runs the forward and backward pass of every micro-batch. The parameters hold the gradients of the
     /// batch.
     ///
-    /// `objective` is called for every micro-batch, including those that other processes ran. It must divide its
-    /// gradients by the token count of the whole batch. `settings.load_balance` is the coefficient for the whole
-    /// batch.
+    /// `objective` is called for every micro-batch, including those that other processes ran. It must divide
+    /// its gradients by the token count of the whole batch. `settings.load_balance` is the coefficient for
+    /// the whole batch.
     ///
     /// # Errors
     /// When a pass or the objective fails.
@@ -141,8 +141,8 @@ impl BatchRunner<'_> {
         self.model.config.num_hidden_layers as f64
     }
 
-    /// Clips the gradients and updates the weights. With `norm_limit`, an update is skipped if its gradient norm
-    /// is not finite or exceeds the limit.
+    /// Clips the gradients and updates the weights. With `norm_limit`, an update is skipped if its gradient
+    /// norm is not finite or exceeds the limit.
     ///
     /// # Errors
     /// When the norm is not finite and there is no `norm_limit`. The weights are then unchanged.
@@ -178,8 +178,8 @@ impl BatchRunner<'_> {
         MicroBatchLimits { tokens_max, in_pairs: self.runs_passes_in_parallel() }
     }
 
-    /// Returns the parameters for packing trajectories into micro-batches of up to `tokens_max` tokens. On a GPU,
-    /// sequences share no rows, because the attention kernels read whole sequences.
+    /// Returns the parameters for packing trajectories into micro-batches of up to `tokens_max` tokens. On a
+    /// GPU, sequences share no rows, because the attention kernels read whole sequences.
     pub fn packing_parameters(&self, tokens_max: usize) -> PackingParameters {
         let shared_positions_max = if self.parameters.device().is_cpu() { usize::MAX } else { 0 };
         let top_k = self.model.config.num_experts_per_tok;
@@ -203,8 +203,8 @@ impl BatchRunner<'_> {
     }
 
     /// Distributes the micro-batches over the processes, or over sequence-parallel groups of processes, in
-    /// round-robin order. All processes run the same number of passes, because passes exchange tensors. A process
-    /// without a micro-batch in the last round runs a masked pass.
+    /// round-robin order. All processes run the same number of passes, because passes exchange tensors. A
+    /// process without a micro-batch in the last round runs a masked pass.
     fn run_distributed<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -277,6 +277,7 @@ struct PassSlot {
     index: usize,
     /// Index of the pass among the passes of this process.
     round: usize,
-    /// Whether the pass adds no gradient. It then runs only to exchange tensors with the passes of other ranks.
+    /// Whether the pass adds no gradient. It then runs only to exchange tensors with the passes of other
+    /// ranks.
     masked: bool,
 }

@@ -31,9 +31,9 @@ pub struct Critic {
 }
 
 impl Critic {
-    /// Creates a critic: a copy of the policy's decoder stack, and a random value head drawn from `seed`. If the
-    /// policy has an adapter, the critic is a second adapter on the same base. `trainable` marks the trainable
-    /// tensors.
+    /// Creates a critic: a copy of the policy's decoder stack, and a random value head drawn from `seed`. If
+    /// the policy has an adapter, the critic is a second adapter on the same base. `trainable` marks the
+    /// trainable tensors.
     ///
     /// # Errors
     /// When memory runs out.

@@ -21,7 +21,8 @@ pub struct PassSettings {
     pub recompute_layers: bool,
     /// The sampling temperature. Log-probabilities are those of the distribution at this temperature.
     pub temperature: f64,
-    /// Coefficient of the load-balancing loss, multiplied by the micro-batch's share of the batch; 0 means off.
+    /// Coefficient of the load-balancing loss, multiplied by the micro-batch's share of the batch; 0 means
+    /// off.
     pub load_balance: f64,
     pub forward: ForwardOptions,
 }
@@ -113,8 +114,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Runs embedding and layers. Returns the output of the last layer, `[T, H]`. Calls `on_layer` with the output
-    /// of each layer.
+    /// Runs embedding and layers. Returns the output of the last layer, `[T, H]`. Calls `on_layer` with the
+    /// output of each layer.
     fn run_layers(&self, stack: &DecoderStack, on_layer: LayerCallback) -> Result<Tensor> {
         let to_device = |layers: &Vec<Tensor>| {
             let device = self.weights.device();
@@ -198,8 +199,8 @@ impl Pass<'_> {
         Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance })
     }
 
-    /// Returns the mean of `losses` over layers. It is called only at the end of a pass, because each read waits
-    /// for the GPU.
+    /// Returns the mean of `losses` over layers. It is called only at the end of a pass, because each read
+    /// waits for the GPU.
     fn layer_mean(&self, losses: &[Tensor]) -> Result<f64> {
         let mut sum = 0.0;
         for loss in losses {
@@ -208,8 +209,8 @@ impl Pass<'_> {
         Ok(sum / self.model.config.num_hidden_layers as f64)
     }
 
-    /// Returns the layer's load-balancing loss and its coefficient, if the coefficient is not 0. Appends the loss
-    /// to `losses`.
+    /// Returns the layer's load-balancing loss and its coefficient, if the coefficient is not 0. Appends the
+    /// loss to `losses`.
     fn load_balance(
         &self,
         output: &LayerOutput,
@@ -260,8 +261,8 @@ impl Pass<'_> {
     }
 }
 
-/// Returns the gradient with respect to `x`. `forward` computes outputs from `x`; it returns each output with the
-/// gradient with respect to it.
+/// Returns the gradient with respect to `x`. `forward` computes outputs from `x`; it returns each output with
+/// the gradient with respect to it.
 fn input_gradient(x: &Tensor, forward: impl FnOnce() -> Result<Vec<(Tensor, Tensor)>>) -> Result<Tensor> {
     differentiate(&[x], forward)?.pop().flatten().context("no gradient at a layer's input")
 }

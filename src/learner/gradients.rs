@@ -38,8 +38,8 @@ pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
 /// The gradient buffers of one batch and, for each buffer, the index of the pass whose turn it is to add.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
-    /// Number of additions that one pass makes to each parameter: 2 for an embedding that is tied to the head,
-    /// else 1. The head's gradient comes before the embedding's.
+    /// Number of additions that one pass makes to each parameter: 2 for an embedding that is tied to the
+    /// head, else 1. The head's gradient comes before the embedding's.
     additions_per_pass: Vec<usize>,
     order: Mutex<PassOrder>,
     changed: Condvar,
@@ -64,8 +64,8 @@ struct InFlightGradients {
     /// Whole tensors that wait to be sent together, with their parameters.
     waiting: Vec<(usize, Tensor)>,
     waiting_bytes: u64,
-    /// The pass of the waiting tensors. An exchange holds tensors of one pass only: tensors of two passes would be
-    /// added in rank order, not in batch order.
+    /// The pass of the waiting tensors. An exchange holds tensors of one pass only: tensors of two passes
+    /// would be added in rank order, not in batch order.
     pass: usize,
     /// Exchanges in flight: their parameters, their bytes, and the exchange.
     exchanges: VecDeque<(Vec<usize>, u64, PendingExchange)>,
@@ -117,8 +117,8 @@ impl GradientSum {
         self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))
     }
 
-    /// Returns the gradient sink of pass `pass` (from 0) of the batch. The sink receives one gradient for each use
-    /// of a parameter. Together, the gradients advance `progress` by its number of tokens.
+    /// Returns the gradient sink of pass `pass` (from 0) of the batch. The sink receives one gradient for
+    /// each use of a parameter. Together, the gradients advance `progress` by its number of tokens.
     pub fn pass_sink(
         self: &Arc<Self>,
         pass: usize,
@@ -178,8 +178,8 @@ impl GradientSink for PassGradientSink {
 }
 
 impl Reduction {
-    /// Calls `add` on a tensor of zeros, which then waits to be sent. Sends the waiting tensors once they have
-    /// [`EXCHANGE_BYTES_MIN`] bytes.
+    /// Calls `add` on a tensor of zeros, which then waits to be sent. Sends the waiting tensors once they
+    /// have [`EXCHANGE_BYTES_MIN`] bytes.
     fn add(
         &self,
         pass: usize,

@@ -32,8 +32,8 @@ pub struct MicroBatch {
     pub sequence_rows: Arc<SequenceRows>,
     /// Number of sequences that share each row, `[T]`; `None` if no row is shared.
     pub sequences_per_row: Option<Arc<Vec<u32>>>,
-    /// Rows that predict a trained token, `[R]`. A shared row appears once for each sequence that trains the token
-    /// after it.
+    /// Rows that predict a trained token, `[R]`. A shared row appears once for each sequence that trains the
+    /// token after it.
     pub rows: Arc<Vec<u32>>,
     /// The tokens that `rows` predict, `[R]`.
     pub targets: Arc<Vec<u32>>,
@@ -41,8 +41,8 @@ pub struct MicroBatch {
     pub cu_targets: Vec<usize>,
     /// Experts that replace the router's choice, u32 `[T, K]` for each layer.
     pub replay: Option<Vec<Tensor>>,
-    /// Present in one rank's shard of a micro-batch. Tokens, positions, rows, targets and experts are then those
-    /// of this rank; the other fields describe the whole micro-batch.
+    /// Present in one rank's shard of a micro-batch. Tokens, positions, rows, targets and experts are then
+    /// those of this rank; the other fields describe the whole micro-batch.
     pub split: Option<Arc<SequenceSplit>>,
 }
 
@@ -61,8 +61,8 @@ pub struct PackingParameters {
 pub struct MicroBatchLimits {
     /// Maximum input tokens of a micro-batch.
     pub tokens_max: usize,
-    /// Whether the number of micro-batches must be even if it is above 1, so that two threads have equal work. It
-    /// does not depend on the actual number of threads, because the result of a run must not.
+    /// Whether the number of micro-batches must be even if it is above 1, so that two threads have equal
+    /// work. It does not depend on the actual number of threads, because the result of a run must not.
     pub in_pairs: bool,
 }
 
@@ -204,9 +204,9 @@ impl MicroBatch {
         let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
         // An even number is not always possible. Try up to three micro-batches more than the fewest.
         let full = (fewest..fewest + 4).map(split).find(is_even).unwrap_or_else(|| split(fewest));
-        // A micro-batch that begins within a group repeats the group's prompt, so it may exceed the limit. The
-        // split then has one more micro-batch than intended, a small one. If a larger number of micro-batches
-        // avoids this, it is used.
+        // A micro-batch that begins within a group repeats the group's prompt, so it may exceed the limit.
+        // The split then has one more micro-batch than intended, a small one. If a larger number of
+        // micro-batches avoids this, it is used.
         let within_count = (fewest..=full.len())
             .map(|parts| (parts, split(parts)))
             .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
@@ -231,9 +231,10 @@ struct SequenceGroup {
     tokens: usize,
 }
 
-/// Groups `sequences` by their common prefix. A group that fits in a micro-batch stays together, because a split
-/// would compute its prompt twice. A sequence begins a new group if it shares less than half as many tokens with
-/// the sequence before it as with the one after it. All prompts may share a prefix, such as a system prompt.
+/// Groups `sequences` by their common prefix. A group that fits in a micro-batch stays together, because a
+/// split would compute its prompt twice. A sequence begins a new group if it shares less than half as many
+/// tokens with the sequence before it as with the one after it. All prompts may share a prefix, such as a
+/// system prompt.
 fn group_by_prefix(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
     let single_group = |(i, sequence): (usize, &&Sequence)| {
         let tokens = sequence.inputs().len();

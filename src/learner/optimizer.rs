@@ -15,8 +15,8 @@ const CODES: [&str; 2] = ["first_codes", "second_codes"];
 /// SGD's momentum buffer.
 const MOMENTUM: &str = "momentum";
 
-/// Lists the state buffers of a tensor of `values` values: name, type and shape. `shape` is that of the tensor's
-/// shard in this process.
+/// Lists the state buffers of a tensor of `values` values: name, type and shape. `shape` is that of the
+/// tensor's shard in this process.
 fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
     match settings.kind {
         OptimizerKind::AdamW8Bit if values >= adamw_8bit::VALUES_MIN => {

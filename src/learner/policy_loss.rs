@@ -11,8 +11,8 @@ use crate::policy::{BatchSize, KlPlacement, Normalizer, PolicySettings, Sequence
 use anyhow::Result;
 use std::collections::BTreeMap;
 
-/// The loss of an update over a batch or a minibatch. The loss of every micro-batch is divided by the token count
-/// of the whole update, so the split into micro-batches does not change the result.
+/// The loss of an update over a batch or a minibatch. The loss of every micro-batch is divided by the token
+/// count of the whole update, so the split into micro-batches does not change the result.
 pub struct UpdateLoss<'a> {
     batch: &'a Batch,
     policy: &'a PolicySettings,
@@ -91,8 +91,8 @@ impl<'a> UpdateLoss<'a> {
         Ok((LossShare { policy: loss, kl }, [log_probs, entropies]))
     }
 
-    /// Returns the update's metrics from the `shares` and outputs of its micro-batches: means over its tokens.
-    /// `has_load_balance`: the load-balancing loss is on.
+    /// Returns the update's metrics from the `shares` and outputs of its micro-batches: means over its
+    /// tokens. `has_load_balance`: the load-balancing loss is on.
     pub fn metrics(&self, shares: &[LossShare], outputs: &[PassOutput], has_load_balance: bool) -> Metrics {
         let mut metrics = Metrics::new();
         let mut means: BTreeMap<&str, TokenMean> = BTreeMap::new();

@@ -6,8 +6,8 @@ use crate::policy::CorrectionSettings;
 use crate::policy::correction::correct;
 use anyhow::{Context, Result};
 
-/// Computes the importance weights of `batch` from its training and rollout log-probabilities, and masks rejected
-/// tokens. Returns the metrics. An inactive correction changes nothing.
+/// Computes the importance weights of `batch` from its training and rollout log-probabilities, and masks
+/// rejected tokens. Returns the metrics. An inactive correction changes nothing.
 ///
 /// # Errors
 /// When there are no training log-probabilities, or one of them is NaN.

@@ -12,8 +12,8 @@ use candle_core::{Device, Tensor};
 /// Routed experts of one sequence's input tokens: for each layer, `[T × K]`.
 pub type RoutedExperts = Vec<Vec<u16>>;
 
-/// Returns the routed experts stored at sampling, one entry a sequence. `top_k` is the number of experts per token
-/// and layer.
+/// Returns the routed experts stored at sampling, one entry a sequence. `top_k` is the number of experts per
+/// token and layer.
 ///
 /// # Errors
 /// When a trajectory has no experts for a token that the model reads.

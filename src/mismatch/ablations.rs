@@ -15,8 +15,8 @@ pub struct AblationRow {
     pub sets: Vec<String>,
 }
 
-/// Parses the rows of `text`; values are checked later, with the recipe. An ablation without a value keeps the
-/// value of `recipe` if it is enabled there.
+/// Parses the rows of `text`; values are checked later, with the recipe. An ablation without a value keeps
+/// the value of `recipe` if it is enabled there.
 pub fn parse_rows(text: &str, recipe: &Ablations) -> Vec<AblationRow> {
     text.split(',')
         .map(|row| AblationRow {

@@ -28,8 +28,8 @@ const DROPPED_SCALE_SHARE: f64 = 0.5;
 pub(super) const EVIDENCE_MIN: f64 = 25.0;
 /// Maximum scale of a named cause's fit, as a share of the unchanged model's scale.
 const SCALE_SHARE_MAX: f64 = 0.95;
-/// [`SCALE_SHARE_MAX`] for a mismatch that could be rounding. Then likelihood is weak evidence: one token with
-/// other experts changes many tokens after it.
+/// [`SCALE_SHARE_MAX`] for a mismatch that could be rounding. Then likelihood is weak evidence: one token
+/// with other experts changes many tokens after it.
 const SCALE_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
 /// A cause fits as well as the best one if its log-likelihood is lower by less than this, in nats.
 const INDISTINGUISHABLE_NATS: f64 = 15.0;
@@ -383,8 +383,8 @@ fn decide(baseline: &BoundedFit, bounded_fits: &[BoundedFit]) -> Option<Verdict>
     }
 }
 
-/// Returns whether `bounded` fits better than `baseline`, the unchanged model. The comparison is made with the
-/// better precision of each, and in f32. A cause that fits only in bf16 fits by chance.
+/// Returns whether `bounded` fits better than `baseline`, the unchanged model. The comparison is made with
+/// the better precision of each, and in f32. A cause that fits only in bf16 fits by chance.
 fn is_supported(baseline: &BoundedFit, bounded: &BoundedFit) -> bool {
     is_better_fit(baseline, &baseline.student_t, &bounded.student_t)
         && is_better_fit(baseline, &baseline.fit.student_t, &bounded.fit.student_t)

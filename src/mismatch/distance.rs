@@ -1,5 +1,5 @@
-//! The distance between two lists of log-probabilities. [`DifferenceStats`] shows whether a few tokens differ,
-//! [`StudentTFit`] ranks causes.
+//! The distance between two lists of log-probabilities. [`DifferenceStats`] shows whether a few tokens
+//! differ, [`StudentTFit`] ranks causes.
 
 /// Maximum difference, in nats. It is also the difference between −∞ and a number.
 const DIFFERENCE_MAX: f64 = 50.0;

@@ -167,7 +167,8 @@ pub fn compare_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Resul
     }))
 }
 
-/// Packs the rows into batches of one temperature. Also returns for each target the index of its row in `rows`.
+/// Packs the rows into batches of one temperature. Also returns for each target the index of its row in
+/// `rows`.
 fn pack_rows(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec<usize>) {
     let mut order: Vec<usize> = (0..rows.len()).collect();
     order.sort_by(|&a, &b| rows[a].temperature.total_cmp(&rows[b].temperature));

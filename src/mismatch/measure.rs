@@ -1,8 +1,8 @@
 //! Measures ablations (`[arms]`) on the same tokens.
 //!
 //! The tokens come from one rollout. If an ablation changes the rollout's forward, the rollout's log-probs of
-//! these tokens are recomputed with it. A rollout with the ablation would have stored the same values, because
-//! an ablation changes each row independently of the others.
+//! these tokens are recomputed with it. A rollout with the ablation would have stored the same values,
+//! because an ablation changes each row independently of the others.
 
 use super::compare::LogProbPair;
 use super::diagnose::{UnmodifiedModel, Verdict};
@@ -36,8 +36,8 @@ pub struct AblationMeasurement<'a> {
 }
 
 impl<'a> AblationMeasurement<'a> {
-    /// Computes the log-probs of `trajectories` without ablations. `sampled_under` and `temperature` are those
-    /// of the rollout that sampled them.
+    /// Computes the log-probs of `trajectories` without ablations. `sampled_under` and `temperature` are
+    /// those of the rollout that sampled them.
     pub fn new(
         reference: UnmodifiedModel<'a>,
         trajectories: &[&Trajectory],

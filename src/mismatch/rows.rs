@@ -31,8 +31,8 @@ pub struct TokenRow {
     /// follows; if there are several files, the file's name comes first.
     pub name: String,
     pub tokens: Vec<u32>,
-    /// One value a token; `None` if the engine gave none. The first token's value is ignored: nothing predicts
-    /// that token.
+    /// One value a token; `None` if the engine gave none. The first token's value is ignored: nothing
+    /// predicts that token.
     pub log_probs: Vec<Option<f32>>,
     /// A trainer's log-probs, if the file has both.
     pub trainer_log_probs: Option<Vec<Option<f32>>>,

@@ -1,4 +1,5 @@
-//! The search for a cause: runs this model under each known cause and compares the log-probs with the engine's.
+//! The search for a cause: runs this model under each known cause and compares the log-probs with the
+//! engine's.
 
 use super::causes::variant::Variant;
 use super::causes::{Cause, causes};
@@ -78,7 +79,8 @@ impl CauseFit {
         }
     }
 
-    /// Fits the differences between `theirs` and `rounded`: the log-probs under this cause, in another precision.
+    /// Fits the differences between `theirs` and `rounded`: the log-probs under this cause, in another
+    /// precision.
     pub fn fit_rounded(&self, theirs: &[f32], rounded: &[f32]) -> StudentTFit {
         StudentTFit::from_differences(&log_prob_differences(theirs, rounded, &self.has_value))
     }
@@ -88,8 +90,8 @@ impl CauseFit {
         self.cause.as_ref().map(|cause| cause.name)
     }
 
-    /// Returns the `count` fits with the highest likelihood, best first. Keeps at most two variants of a cause.
-    /// Drops fits whose scale is far larger than the smallest one.
+    /// Returns the `count` fits with the highest likelihood, best first. Keeps at most two variants of a
+    /// cause. Drops fits whose scale is far larger than the smallest one.
     pub fn select_best(mut fits: Vec<Self>, count: usize) -> Vec<Self> {
         let is_rounding = |fit: &Self| fit.cause.as_ref().is_some_and(Cause::is_rounding);
         let scales = fits.iter().filter(|fit| !is_rounding(fit)).map(|fit| fit.student_t.scale);
@@ -224,8 +226,8 @@ impl<'a> CauseSearch<'a> {
         self.representative_subset(targets)
     }
 
-    /// Selects evenly spaced rows with about `targets` targets. Doubles `targets` until the mean difference of
-    /// the subset is close to the mean over all rows. Also returns the indices of the subset's targets.
+    /// Selects evenly spaced rows with about `targets` targets. Doubles `targets` until the mean difference
+    /// of the subset is close to the mean over all rows. Also returns the indices of the subset's targets.
     fn representative_subset(&self, mut targets: usize) -> Result<(CauseSearch<'a>, Vec<usize>)> {
         let differences = elementwise_differences(&self.observed.log_probs, &self.unmodified_log_probs);
         let mean = DifferenceStats::from_differences(&differences).mean;
@@ -290,8 +292,8 @@ impl<'a> CauseSearch<'a> {
         if config.family.has_experts { config.num_experts_per_tok } else { 0 }
     }
 
-    /// Returns the model's log-probs under `cause`, and the router scores. `bits` are the mantissa bits of the
-    /// weights and of the activations.
+    /// Returns the model's log-probs under `cause`, and the router scores. `bits` are the mantissa bits of
+    /// the weights and of the activations.
     ///
     /// # Errors
     /// When a forward fails.
@@ -319,8 +321,8 @@ impl<'a> CauseSearch<'a> {
         Ok(trace)
     }
 
-    /// Returns `f(index)` for every index below `count`, in order. The calls run in parallel for a small model,
-    /// one after the other for a larger one.
+    /// Returns `f(index)` for every index below `count`, in order. The calls run in parallel for a small
+    /// model, one after the other for a larger one.
     ///
     /// # Errors
     /// The first error of `f`.
@@ -336,8 +338,8 @@ impl<'a> CauseSearch<'a> {
         }
     }
 
-    /// Tries the known causes: first all of them on a subset of the targets, then the best ones on all targets.
-    /// Announces the number of causes and the expected time.
+    /// Tries the known causes: first all of them on a subset of the targets, then the best ones on all
+    /// targets. Announces the number of causes and the expected time.
     ///
     /// # Errors
     /// When a forward fails.

@@ -1,4 +1,5 @@
-//! Ties of routing: the scores of two experts differ only by f32 rounding, so an engine may choose either one.
+//! Ties of routing: the scores of two experts differ only by f32 rounding, so an engine may choose either
+//! one.
 
 use super::distance::DifferenceStats;
 use std::ops::Range;
@@ -8,8 +9,8 @@ pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
 /// A rounded forward explains a difference if at most this share of it remains. A row counts too, because
 /// later tokens attend to the token with the tie.
 const UNEXPLAINED_SHARE_MAX: f64 = 0.1;
-/// In a row that a forward explains, a token is explained if its remaining difference is at most this multiple
-/// of the row's 90th percentile.
+/// In a row that a forward explains, a token is explained if its remaining difference is at most this
+/// multiple of the row's 90th percentile.
 const NOISE_FACTOR_MAX: f64 = 4.0;
 
 /// Returns a copy of `differences` with 0 for every tie, and the number of ties. A target is a tie if one of

@@ -56,12 +56,12 @@ impl Operation<1> for Route {
     }
 }
 
-/// Computes the weights of the routed experts: `logits [T, E]`, `routed_experts [T, K]` → `[T, K]`, differentiable in
-/// the logits.
+/// Computes the weights of the routed experts: `logits [T, E]`, `routed_experts [T, K]` → `[T, K]`,
+/// differentiable in the logits.
 ///
 /// # Errors
-/// When the number of tokens differs, or an expert is not below `E`. On a GPU the experts are not checked: a token with
-/// such an expert gets the weights NaN.
+/// When the number of tokens differs, or an expert is not below `E`. On a GPU the experts are not checked: a
+/// token with such an expert gets the weights NaN.
 pub fn top_k_softmax(logits: &Tensor, routed_experts: &Tensor) -> Result<Tensor> {
     if routed_experts.dim(0)? != logits.dim(0)? {
         bail!("top_k_softmax: routed experts {:?} for logits {:?}", routed_experts.dims(), logits.dims());

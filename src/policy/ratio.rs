@@ -30,8 +30,8 @@ impl OldLogprob {
     /// Selects the old log-probs.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) for `Detach` when `updates_per_batch` exceeds 1: the old log-probs
-    /// must be fixed before the first update. Also for `Recompute` without `recomputed`.
+    /// [`BadInput`](crate::error::BadInput) for `Detach` when `updates_per_batch` exceeds 1: the old
+    /// log-probs must be fixed before the first update. Also for `Recompute` without `recomputed`.
     pub fn select<'a>(
         self,
         current: &'a [f32],

@@ -1,4 +1,5 @@
-//! `base = "FILE"`: a recipe that has only its differences from another recipe. That recipe may have a base too.
+//! `base = "FILE"`: a recipe that has only its differences from another recipe. That recipe may have a base
+//! too.
 
 use super::source::{BUILT_IN, BUILT_IN_SUFFIX};
 use crate::bounded_file::{self, TOML_BYTES_MAX};

@@ -1,5 +1,5 @@
-//! Keys and values of other trainers, with the recipe keys that correspond to them. docs/POLICY.md explains the
-//! differences.
+//! Keys and values of other trainers, with the recipe keys that correspond to them. docs/POLICY.md explains
+//! the differences.
 
 use crate::settings::ForeignName;
 

@@ -34,7 +34,8 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     resolve_for(KeyScope::Train, path, text, sets)
 }
 
-/// Reads the recipe `text` of the file `path` and its bases, applies each `--set key=value`, and checks the result.
+/// Reads the recipe `text` of the file `path` and its bases, applies each `--set key=value`, and checks the
+/// result.
 ///
 /// # Errors
 /// All mistakes at once: syntax, unknown key, wrong type, out of range, contradiction, missing file. If a
@@ -249,8 +250,8 @@ impl Plan {
         self.scope.reads(key)
     }
 
-    /// Returns a mistake with the place of `key`. It is for mistakes that are found after resolution: in the model, the
-    /// data or the machine.
+    /// Returns a mistake with the place of `key`. It is for mistakes that are found after resolution: in the
+    /// model, the data or the machine.
     pub fn mistake(&self, key: &str, what: String) -> Mistake {
         Mistake { location: self.locations.of(key), key: key.to_owned(), what }
     }

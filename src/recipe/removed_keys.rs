@@ -42,8 +42,8 @@ pub(super) fn removed_key_error(key: &str, value: &DeValue) -> Option<String> {
     })
 }
 
-/// Makes those lines of a run folder's recipe empty that have a removed key or value without effect on the run. All other
-/// lines keep their numbers.
+/// Makes those lines of a run folder's recipe empty that have a removed key or value without effect on the
+/// run. All other lines keep their numbers.
 pub(super) fn blank_removed_keys(recipe: &str) -> String {
     let mut table = "";
     let mut text = String::with_capacity(recipe.len());

@@ -23,8 +23,8 @@ pub(crate) struct Findings {
     pub warnings: Vec<Mistake>,
 }
 
-/// Checks the whole recipe. Rules over one of the `unreliable_keys` are skipped: these keys have a mistake already. Rules
-/// over a key outside `scope` are skipped too.
+/// Checks the whole recipe. Rules over one of the `unreliable_keys` are skipped: these keys have a mistake
+/// already. Rules over a key outside `scope` are skipped too.
 pub(crate) fn check(
     recipe: &Recipe,
     key_locations: &KeyLocations,
@@ -56,7 +56,8 @@ struct Rules<'a> {
 }
 
 impl Rules<'_> {
-    /// Records a mistake at the first of `keys`. The rule is skipped if one of `keys` is unreliable or outside the scope.
+    /// Records a mistake at the first of `keys`. The rule is skipped if one of `keys` is unreliable or
+    /// outside the scope.
     fn refuse(&mut self, keys: &[&str], what: impl Into<String>) {
         if let Some(mistake) = self.finding(keys, what.into()) {
             self.findings.mistakes.push(mistake);

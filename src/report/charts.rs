@@ -16,8 +16,8 @@ pub(super) struct Section {
     /// Whether the section is collapsed when the page opens.
     folded: bool,
     charts: Vec<Chart>,
-    /// Charts whose curves are exactly 0 at every step. They are collapsed into one line. A chart stays in `charts` if 0
-    /// is an alarm or a result to see.
+    /// Charts whose curves are exactly 0 at every step. They are collapsed into one line. A chart stays in
+    /// `charts` if 0 is an alarm or a result to see.
     zeros: Vec<Chart>,
     /// Titles of charts without values.
     absent: Vec<&'static str>,
@@ -44,8 +44,8 @@ struct ChartSpec {
     scale: Scale,
 }
 
-/// The charts in the page's order. The charts of a section are consecutive. Curves of a chart's second and later metrics
-/// are dashed.
+/// The charts in the page's order. The charts of a section are consecutive. Curves of a chart's second and
+/// later metrics are dashed.
 const SPECS: [ChartSpec; 21] = {
     const fn spec(
         section: &'static str,
@@ -238,7 +238,8 @@ fn chart(
     Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, healthy, plot })
 }
 
-/// Numbers the charts and collects their data. The data has numbers only, so no text of a run reaches the script.
+/// Numbers the charts and collects their data. The data has numbers only, so no text of a run reaches the
+/// script.
 fn number_charts(sections: &mut [Section]) -> Value {
     let mut data = Vec::new();
     for chart in sections.iter_mut().flat_map(|section| section.charts.iter_mut().chain(&mut section.zeros)) {

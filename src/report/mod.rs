@@ -10,7 +10,8 @@
 //! ```
 //!
 //! Runs that differ only in their seed share a curve (`seeds.rs`). `server.rs` serves the live page of a run.
-//! `content_policy.rs` allows only the page's own script. `figures/` makes a page of figures over several seeds.
+//! `content_policy.rs` allows only the page's own script. `figures/` makes a page of figures over several
+//! seeds.
 //!
 //! The code computes the geometry; the template has the markup, and escapes every value.
 
@@ -35,15 +36,15 @@ use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
 use std::path::{Path, PathBuf};
 
-/// Writes one page for all `runs` and returns its path. The path is `out` if it is given. Otherwise it is `report.html`
-/// in the run's folder, or for several runs `report-N-runs-DIGEST.html` in the first run's folder. The page needs no
-/// network.
+/// Writes one page for all `runs` and returns its path. The path is `out` if it is given. Otherwise it is
+/// `report.html` in the run's folder, or for several runs `report-N-runs-DIGEST.html` in the first run's
+/// folder. The page needs no network.
 ///
 /// A folder with a `figures.toml` is a set of figures, not a run: see `docs/FIGURES.md`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when a folder is missing or named twice, has no `metrics.jsonl`, or has a line that cannot
-/// be read. Also when a set of figures is not the only folder.
+/// [`crate::error::BadInput`] when a folder is missing or named twice, has no `metrics.jsonl`, or has a line
+/// that cannot be read. Also when a set of figures is not the only folder.
 pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
     if let Some(figure_set) = runs.iter().find(|folder| folder.join(figures::FILE).is_file()) {
@@ -112,7 +113,8 @@ pub fn state_digest(runs: &[PathBuf]) -> String {
     format!("{:08x}", hash.finalize())
 }
 
-/// Returns the current stage of each of `runs` that is running. If there are several runs, the run's folder comes first.
+/// Returns the current stage of each of `runs` that is running. If there are several runs, the run's folder
+/// comes first.
 pub fn stages_under_way(runs: &[PathBuf]) -> Vec<String> {
     let stage = |run: &PathBuf| {
         let stage = sanitize_line(&stage_under_way(run)?).into_owned();

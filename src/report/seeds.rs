@@ -5,12 +5,13 @@ use super::run::Run;
 use crate::metrics::{Metrics, Phase, Row};
 use std::collections::BTreeMap;
 
-/// Keys and tables that may differ between the runs of a curve: the seed, and tables that do not affect results.
+/// Keys and tables that may differ between the runs of a curve: the seed, and tables that do not affect
+/// results.
 const MAY_DIFFER: [(&str, Option<&str>); 4] =
     [("train", Some("seed")), ("parallel", None), ("logging", None), ("checkpoint", None)];
 
-/// Returns one curve for each recipe: its run, or the merged runs of its seeds. Sets each run's `curve` to the index of
-/// the run's curve.
+/// Returns one curve for each recipe: its run, or the merged runs of its seeds. Sets each run's `curve` to
+/// the index of the run's curve.
 pub(super) fn merge_seeds(runs: &mut [Run]) -> Vec<Run> {
     let mut groups: Vec<(Option<toml::Table>, Vec<usize>)> = Vec::new();
     for (i, run) in runs.iter().enumerate() {

@@ -16,8 +16,8 @@ const HEAD_BYTES_MAX: usize = 16 << 10;
 const HEAD_WAIT: Duration = Duration::from_secs(5);
 /// Time limit for a client to receive a response.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
-/// Time for which the server discards input after the response. An earlier close could reset the connection before the
-/// client has read the response.
+/// Time for which the server discards input after the response. An earlier close could reset the connection
+/// before the client has read the response.
 const LINGER: Duration = Duration::from_millis(200);
 const LINGER_BYTES_MAX: usize = 64 << 10;
 /// Maximum connections. A further one replaces the oldest connection without a response in progress.

@@ -1,8 +1,8 @@
-//! Packs all stored trajectories of the runs for the page's browser: tokens, log-probs, advantages and log-prob
-//! mismatches.
+//! Packs all stored trajectories of the runs for the page's browser: tokens, log-probs, advantages and
+//! log-prob mismatches.
 //!
-//! `vocabulary` has each token's text once. The tokens of a trajectory are indices into it, and its numbers are single
-//! bytes. Both are encoded as base64, so that ten thousand trajectories fit in a page.
+//! `vocabulary` has each token's text once. The tokens of a trajectory are indices into it, and its numbers
+//! are single bytes. Both are encoded as base64, so that ten thousand trajectories fit in a page.
 
 use super::run::Run;
 use crate::harmony::Role;
@@ -293,8 +293,8 @@ fn token_text(tokenizer: &Vocabulary, token: u32) -> String {
     }
 }
 
-/// Returns a log-prob as a byte: the square root of its share of [`LOG_PROB_MIN`]. The root gives likely tokens a finer
-/// resolution.
+/// Returns a log-prob as a byte: the square root of its share of [`LOG_PROB_MIN`]. The root gives likely
+/// tokens a finer resolution.
 fn log_prob_byte(log_prob: f32) -> u8 {
     let share = (f64::from(log_prob) / LOG_PROB_MIN).clamp(0.0, 1.0);
     (share.sqrt() * 255.0).round() as u8
@@ -314,8 +314,8 @@ fn pack_advantages(values: Option<Vec<f32>>) -> (Option<f32>, Option<String>) {
     }
 }
 
-/// Encodes sign and magnitude of each log-prob difference, on a logarithmic scale. The byte 0 means exactly 0. The text is
-/// empty if all differences are 0.
+/// Encodes sign and magnitude of each log-prob difference, on a logarithmic scale. The byte 0 means exactly
+/// 0. The text is empty if all differences are 0.
 fn pack_mismatches(diffs: &[f32]) -> String {
     if diffs.iter().all(|diff| *diff == 0.0) {
         return String::new();

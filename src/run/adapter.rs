@@ -23,8 +23,8 @@ pub struct RunAdapter {
 }
 
 impl RunAdapter {
-    /// Returns the adapter of the run: `existing`, the adapter in the model's folder, or else the one that the recipe
-    /// requests, if the command `trains`.
+    /// Returns the adapter of the run: `existing`, the adapter in the model's folder, or else the one that
+    /// the recipe requests, if the command `trains`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when both exist and differ, when a pattern of `adapter.targets` matches no

@@ -65,8 +65,8 @@ pub struct RunContext {
 }
 
 impl RunContext {
-    /// Opens everything that the recipe names, and reads the weights if the memory suffices. Writes nothing. `console`
-    /// shows progress, and later the failures of a task's program.
+    /// Opens everything that the recipe names, and reads the weights if the memory suffices. Writes nothing.
+    /// `console` shows progress, and later the failures of a task's program.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
@@ -117,8 +117,9 @@ impl RunContext {
         }
     }
 
-    /// Reads frozen weights of the same architecture from `folder`: a Hugging Face folder, a checkpoint, or the last
-    /// checkpoint of a run. Weights that do not fit into the memory left stay on disk, with a warning on `console`.
+    /// Reads frozen weights of the same architecture from `folder`: a Hugging Face folder, a checkpoint, or
+    /// the last checkpoint of a run. Weights that do not fit into the memory left stay on disk, with a
+    /// warning on `console`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder has no weights, or weights of another architecture.
@@ -153,8 +154,9 @@ impl RunContext {
         ForwardOptions::for_training(&self.recipe().arms, self.recipe().train.seed)
     }
 
-    /// Returns `count` prompts for sampling round `round` (from 0) of training step `step` (from 1). Each step has a
-    /// fixed range of the task's problems, large enough for all its rounds, so its prompts depend only on its number.
+    /// Returns `count` prompts for sampling round `round` (from 0) of training step `step` (from 1). Each
+    /// step has a fixed range of the task's problems, large enough for all its rounds, so its prompts depend
+    /// only on its number.
     pub fn training_prompts(&self, step: u64, round: u64, count: usize) -> Vec<Prompt> {
         let recipe = self.recipe();
         let rounds_max = recipe.rollout.resample_rounds_max + 1;

@@ -40,8 +40,9 @@ impl ComputeDevice {
     }
 }
 
-/// Chooses the device that the recipe requests. With `"auto"`, a GPU that cannot be used is replaced by the CPU, with a
-/// warning in the plan. `reads_on_demand`: the command reads layers on demand, which no GPU supports.
+/// Chooses the device that the recipe requests. With `"auto"`, a GPU that cannot be used is replaced by the
+/// CPU, with a warning in the plan. `reads_on_demand`: the command reads layers on demand, which no GPU
+/// supports.
 ///
 /// # Errors
 /// The reasons why the requested GPU cannot be used.

@@ -31,8 +31,8 @@ pub struct ProblemResult {
     pub votes: Vec<Vote>,
 }
 
-/// Samples every validation set with the policy without ablations. `console` shows the progress as a stage within a
-/// step. Returns `None` when `stop` returned true.
+/// Samples every validation set with the policy without ablations. `console` shows the progress as a stage
+/// within a step. Returns `None` when `stop` returned true.
 ///
 /// # Errors
 /// When the rollout fails.

@@ -130,11 +130,12 @@ pub fn export_merged_model(
     Ok(Some(RoundingError { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
 }
 
-/// Writes the model of `context` to the GGUF file `out`. `merges_adapter`: the user asked to merge the adapter.
+/// Writes the model of `context` to the GGUF file `out`. `merges_adapter`: the user asked to merge the
+/// adapter.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is an adapter and `merges_adapter` is false, or there is none and it is true.
-/// Also when [`gguf::write`] fails.
+/// [`crate::error::BadInput`] when there is an adapter and `merges_adapter` is false, or there is none and it
+/// is true. Also when [`gguf::write`] fails.
 pub fn write_gguf_file(
     context: &RunContext,
     format: GgufForm,

@@ -89,8 +89,8 @@ impl RunFolder {
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
-    /// Resumes the run in `path` from `point`, the result of [`prepare_resume`]; without a checkpoint, from the start.
-    /// Removes results after that point.
+    /// Resumes the run in `path` from `point`, the result of [`prepare_resume`]; without a checkpoint, from
+    /// the start. Removes results after that point.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the run is in use, or advanced after `point` was read.
@@ -119,8 +119,8 @@ impl RunFolder {
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
-    /// Removes the files of a run that failed before its first result, so that another run can start in the folder. A
-    /// folder with results is not changed.
+    /// Removes the files of a run that failed before its first result, so that another run can start in the
+    /// folder. A folder with results is not changed.
     pub fn remove_without_results(path: &Path) {
         let has_content = |file: &Path| fs::metadata(file).is_ok_and(|metadata| metadata.len() > 0);
         let trajectories = fs::read_dir(path.join("trajectories")).into_iter().flatten().flatten();
@@ -162,7 +162,8 @@ impl RunFolder {
         Ok((files.metrics.sync()?, files.metrics.digest()))
     }
 
-    /// Returns the reason for the failed write that gave `error`: that the folder was moved or removed, or else `error`.
+    /// Returns the reason for the failed write that gave `error`: that the folder was moved or removed, or
+    /// else `error`.
     pub fn explain_write_error(&self, error: anyhow::Error) -> anyhow::Error {
         let path_check = self.files.as_ref().map(|files| files.metrics.check_path());
         path_check.and_then(Result::err).unwrap_or(error)
@@ -250,8 +251,8 @@ pub fn contains_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
-/// Locks a run folder. Refuses a folder that a running process has locked, and a folder with links at paths that this
-/// program writes.
+/// Locks a run folder. Refuses a folder that a running process has locked, and a folder with links at paths
+/// that this program writes.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for either.
@@ -349,8 +350,8 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     Ok((lines, Some(point)))
 }
 
-/// Keeps the end of the learning-rate schedule, unless the user set another end. Returns a line for the console if the
-/// end differs from the last step.
+/// Keeps the end of the learning-rate schedule, unless the user set another end. Returns a line for the
+/// console if the end differs from the last step.
 fn keep_schedule_end(
     table: &str,
     old: &OptimizerSettings,

@@ -66,9 +66,9 @@ pub struct SamplingFolder<'a> {
 }
 
 impl<'a> SamplingFolder<'a> {
-    /// Starts or resumes a sampling of `kind` (`eval` or `rollout`) after training step `step`. The results go to `out`.
-    /// Without `out`, they go to the default folder of the recipe's source; a number is appended if the folder has other
-    /// results.
+    /// Starts or resumes a sampling of `kind` (`eval` or `rollout`) after training step `step`. The results
+    /// go to `out`. Without `out`, they go to the default folder of the recipe's source; a number is appended
+    /// if the folder has other results.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder has other contents. They are not changed.
@@ -132,12 +132,12 @@ impl<'a> SamplingFolder<'a> {
         self.path.join("trajectories").join(format!("{name}.jsonl"))
     }
 
-    /// Samples the `prompts` that the file `name` does not have yet. Returns the rows of every prompt, in sample order.
-    /// Returns `None` when `stop` returned true; finished trajectories stay in the file.
+    /// Samples the `prompts` that the file `name` does not have yet. Returns the rows of every prompt, in
+    /// sample order. Returns `None` when `stop` returned true; finished trajectories stay in the file.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a file with other prompts. Also when the rollout fails or the disk cannot be
-    /// written.
+    /// [`crate::error::BadInput`] for a file with other prompts. Also when the rollout fails or the disk
+    /// cannot be written.
     #[allow(clippy::too_many_arguments)]
     pub fn sample(
         &self,
@@ -308,8 +308,8 @@ fn append_row(mut file: &File, row: &TrajectoryRow) -> Result<()> {
     Ok(file.write_all(&line)?)
 }
 
-/// Groups `rows` by prompt, in sample order. A prompt with a missing sample has `None`. Rows of the same sample are
-/// equal, because the recipe determines them.
+/// Groups `rows` by prompt, in sample order. A prompt with a missing sample has `None`. Rows of the same
+/// sample are equal, because the recipe determines them.
 fn group_by_prompt(
     rows: Vec<TrajectoryRow>,
     prompts: &[Prompt],
@@ -338,7 +338,8 @@ fn group_by_prompt(
     Ok(prompts.iter().map(group).collect())
 }
 
-/// Lists the model's files with length and modification time. A comparison shows whether the files were changed.
+/// Lists the model's files with length and modification time. A comparison shows whether the files were
+/// changed.
 fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
     let paths: Vec<PathBuf> = match fs::read_dir(model) {
         Ok(entries) => entries.filter_map(|entry| Some(entry.ok()?.path())).collect(),

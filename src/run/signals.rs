@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 /// Polling interval of the thread that prints the notice.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// A repeated signal within this time is ignored. GNU `timeout` and batch schedulers send a signal twice: to the process
-/// and to its group.
+/// A repeated signal within this time is ignored. GNU `timeout` and batch schedulers send a signal twice: to
+/// the process and to its group.
 const REPEAT_TIME: Duration = Duration::from_secs(1);
 
 /// A flag that a signal sets to request a stop.
@@ -79,8 +79,8 @@ impl StopFlag {
     pub fn is_requested(&self) -> bool {
         let requested = self.0.requested.load(Ordering::Relaxed);
         if requested {
-            // A short step may end before the waiting thread wakes, so the notice is also called here. The lock is held
-            // until the notice returns.
+            // A short step may end before the waiting thread wakes, so the notice is also called here. The
+            // lock is held until the notice returns.
             let mut notice = self.0.notice.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(notice) = notice.take() {
                 notice();

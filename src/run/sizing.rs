@@ -1,4 +1,5 @@
-//! Proposes the sizes of a recipe for a model and this machine, so that a step fits into memory and takes minutes.
+//! Proposes the sizes of a recipe for a model and this machine, so that a step fits into memory and takes
+//! minutes.
 
 use super::memory::{MemoryPlan, ModelCommand, available_memory, gigabytes};
 use super::preflight::Preflight;

@@ -356,9 +356,10 @@ pub fn model_config(recipe: &Recipe) -> Result<Config> {
     Ok(ModelSource::open(recipe)?.config)
 }
 
-/// Sets the plan's `model.path` to the folder with the weights: the last checkpoint of a run folder, or a checkpoint
-/// itself. `--set model.path=…` overrides it. For a run with an adapter, `--set model.path=…` names the adapter's base
-/// instead. Returns the training step after which the model was saved; 0 if it is not a checkpoint.
+/// Sets the plan's `model.path` to the folder with the weights: the last checkpoint of a run folder, or a
+/// checkpoint itself. `--set model.path=…` overrides it. For a run with an adapter, `--set model.path=…`
+/// names the adapter's base instead. Returns the training step after which the model was saved; 0 if it is
+/// not a checkpoint.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.

@@ -5,8 +5,8 @@ use anyhow::Result;
 use std::fs;
 use std::path::Path;
 
-/// Files and folders of a run that are written in place, so that a link would be followed. All other writes replace a
-/// link.
+/// Files and folders of a run that are written in place, so that a link would be followed. All other writes
+/// replace a link.
 const IN_PLACE: [&str; 5] = [".lock", "metrics.jsonl", "checkpoints", "eval", "rollout"];
 /// Folders that are written in place, and whose entries are too.
 const IN_PLACE_FOLDERS: [&str; 3] = ["trajectories", "tensorboard", "token_exports"];

@@ -81,8 +81,9 @@ fn trainable_flags(
     Ok(trainable)
 }
 
-/// Returns whether `pattern` matches the whole `name`. `*` matches any characters, also dots. All other characters match
-/// themselves. The crate also requires a wildcard for one character; it is U+0000, which no name contains.
+/// Returns whether `pattern` matches the whole `name`. `*` matches any characters, also dots. All other
+/// characters match themselves. The crate also requires a wildcard for one character; it is U+0000, which no
+/// name contains.
 pub(super) fn matches(pattern: &str, name: &str) -> bool {
     WildMatchPattern::<'*', '\0'>::new(pattern).matches(name)
 }

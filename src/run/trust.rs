@@ -65,8 +65,9 @@ pub fn program_lines(recipe: &Recipe) -> Vec<String> {
         .collect()
 }
 
-/// Prints the programs of `recipe` before they start. If a run folder from somebody else names them, they need the
-/// user's consent: `trust`, or an answer at the terminal. Programs that the user set by `sets` need none.
+/// Prints the programs of `recipe` before they start. If a run folder from somebody else names them, they
+/// need the user's consent: `trust`, or an answer at the terminal. Programs that the user set by `sets` need
+/// none.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] without consent.
@@ -114,7 +115,8 @@ fn ask_user(run: &Path) -> Result<bool> {
     Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
 }
 
-/// Marks the programs of `recipe` as approved in the run folder `folder`. Does nothing if this user has no key.
+/// Marks the programs of `recipe` as approved in the run folder `folder`. Does nothing if this user has no
+/// key.
 ///
 /// # Errors
 /// When the disk cannot be written.

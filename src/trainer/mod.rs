@@ -54,8 +54,8 @@ pub struct Trainer {
     console: Console,
     stop: StopFlag,
     timings: Timings,
-    /// Whether a tool call has hit the wall-clock limit, so that the run is not reproducible. The warning about
-    /// it is printed once.
+    /// Whether a tool call has hit the wall-clock limit, so that the run is not reproducible. The warning
+    /// about it is printed once.
     has_tool_timeout: bool,
     /// The current activity, as text.
     activity: Arc<Mutex<String>>,
@@ -151,7 +151,8 @@ impl Trainer {
         self.reinforcement_learning(optimizer, critic, rl_start)
     }
 
-    /// Passes the work that remains after `done` to the console, which shows one remaining time for all stages.
+    /// Passes the work that remains after `done` to the console, which shows one remaining time for all
+    /// stages.
     fn plan_progress(&self, done: Option<(Phase, u64)>) {
         let recipe = self.context.recipe();
         let (steps, every) = (recipe.train.steps, recipe.eval.every_steps);

@@ -100,7 +100,8 @@ impl Monitor {
         due
     }
 
-    /// Records the failed trajectories of a step. Returns a warning if most trajectories failed and it is due.
+    /// Records the failed trajectories of a step. Returns a warning if most trajectories failed and it is
+    /// due.
     fn failure_warning(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
         let get = |name: &str| metrics.get(name).unwrap_or(0.0);
         let count = trajectory_count(metrics);
@@ -142,8 +143,8 @@ impl Monitor {
         ))
     }
 
-    /// Records the success rate of a step. Returns a warning, once, when the moving average falls below half of
-    /// its best value.
+    /// Records the success rate of a step. Returns a warning, once, when the moving average falls below half
+    /// of its best value.
     fn success_rate_warning(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
         let count = trajectory_count(metrics);
         self.window.push_back((metrics.get("critic/success/mean")? * count, count));

@@ -9,8 +9,8 @@ use crate::model::config::WeightFormat;
 use anyhow::Result;
 
 impl Trainer {
-    /// Saves a checkpoint if it is due: by the schedule, at the end of a stage, or after a signal. Returns whether
-    /// a signal requested a stop.
+    /// Saves a checkpoint if it is due: by the schedule, at the end of a stage, or after a signal. Returns
+    /// whether a signal requested a stop.
     pub(super) fn save_if_due(
         &mut self,
         phase: Phase,

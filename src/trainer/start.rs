@@ -105,8 +105,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Creates the controller of the KL coefficient. It starts with the recipe's coefficient, or in a resumed run
-    /// with `adapted_coefficient`.
+    /// Creates the controller of the KL coefficient. It starts with the recipe's coefficient, or in a resumed
+    /// run with `adapted_coefficient`.
     pub(super) fn kl_controller(kl: &KlSettings, adapted_coefficient: Option<f64>) -> Result<KlController> {
         match kl.target {
             None => Ok(KlController::Fixed { coefficient: kl.coefficient }),

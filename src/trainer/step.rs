@@ -24,8 +24,8 @@ use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
 
 impl Trainer {
-    /// Samples the groups of step `step` and trains on them. Returns the samples, the metrics, and statistics of
-    /// each trained token.
+    /// Samples the groups of step `step` and trains on them. Returns the samples, the metrics, and statistics
+    /// of each trained token.
     pub(super) fn step(
         &mut self,
         step: u64,
@@ -129,9 +129,9 @@ pub struct PolicyUpdate {
 }
 
 impl PolicyStep<'_> {
-    /// Runs the step after sampling. Returns the metrics, and statistics of each token. A metric is a mean over
-    /// the updates, or a value of the whole batch before the first update. During critic warm-up only the critic
-    /// is updated.
+    /// Runs the step after sampling. Returns the metrics, and statistics of each token. A metric is a mean
+    /// over the updates, or a value of the whole batch before the first update. During critic warm-up only
+    /// the critic is updated.
     ///
     /// # Errors
     /// When a pass fails, or a log-probability, value or gradient norm is NaN.
@@ -183,8 +183,8 @@ impl PolicyStep<'_> {
         Ok((batch, forward, metrics))
     }
 
-    /// Runs the forwards before the first update: reference, policy and critic. They fill in columns of `batch`
-    /// and the experts to replay. Returns the policy's forward if it ran.
+    /// Runs the forwards before the first update: reference, policy and critic. They fill in columns of
+    /// `batch` and the experts to replay. Returns the policy's forward if it ran.
     fn score(
         &self,
         batch: &mut Batch,

@@ -1,5 +1,5 @@
-//! Pairs of computations that must be bitwise equal: rollout and training, split and serial decode, two runs of
-//! a backward.
+//! Pairs of computations that must be bitwise equal: rollout and training, split and serial decode, two runs
+//! of a backward.
 
 use super::cpu_reference::round_to_bf16;
 use super::problem::{AttentionProblem, AttentionShape};
@@ -224,8 +224,8 @@ fn compare_rollout_with_training(
 /// Maximum number of new tokens per sequence in [`compare_split_with_serial`].
 const NEW_TOKENS_MAX: usize = 3;
 
-/// Compares two decodes over pages. The split one has a block for each chunk of keys and merges their results;
-/// the serial one has a block for all chunks.
+/// Compares two decodes over pages. The split one has a block for each chunk of keys and merges their
+/// results; the serial one has a block for all chunks.
 fn compare_split_with_serial(
     problem: &AttentionProblem,
     device: &Device,
@@ -292,8 +292,8 @@ fn repeat_backward(
     })
 }
 
-/// Checks that outputs, dQ, dK and dV of a sequence do not depend on the rest of the batch. The sinks' gradient is
-/// a sum over the batch, so it is not compared.
+/// Checks that outputs, dQ, dK and dV of a sequence do not depend on the rest of the batch. The sinks'
+/// gradient is a sum over the batch, so it is not compared.
 fn compare_alone_with_batch(
     problem: &AttentionProblem,
     device: &Device,

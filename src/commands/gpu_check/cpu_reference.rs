@@ -1,5 +1,5 @@
-//! Compares the GPU's outputs and gradients of attention with the CPU's. The GPU's errors may be at most twice
-//! those of plain bf16: attention that rounds every intermediate value to bf16.
+//! Compares the GPU's outputs and gradients of attention with the CPU's. The GPU's errors may be at most
+//! twice those of plain bf16: attention that rounds every intermediate value to bf16.
 
 use super::Verdicts;
 use super::bitwise_equality::{AttentionBits, training_bits};
@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 /// Maximum error, as a multiple of plain bf16's.
 const REFERENCE_ERROR_FACTOR: f64 = 2.0;
-/// Error that is always allowed, as a fraction of the tensor's largest value: the error of f32. It is needed where
-/// plain bf16 happens to be exact.
+/// Error that is always allowed, as a fraction of the tensor's largest value: the error of f32. It is needed
+/// where plain bf16 happens to be exact.
 const FLOOR: f64 = 1e-6;
 /// Maximum error of the CPU's op in f32, as a fraction of the tensor's largest value.
 const CPU_ERROR: f64 = 1e-4;
@@ -42,8 +42,8 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     }
 }
 
-/// Runs the CPU's op and compares it with the formulas' results, `exact`. The op does not return log-sum-exps, so
-/// those of `exact` are used.
+/// Runs the CPU's op and compares it with the formulas' results, `exact`. The op does not return
+/// log-sum-exps, so those of `exact` are used.
 fn cpu_reference(
     problem: &AttentionProblem,
     exact: &AttentionOutputs,
@@ -117,15 +117,15 @@ fn compare_with_plain_bf16(
     compare(outputs, reference, bound)
 }
 
-/// Returns the maximum error of a tensor's elements, from plain bf16's distance to `exact`. In a small tensor plain
-/// bf16 may be exact by chance; there at least one rounding step of bf16 is allowed.
+/// Returns the maximum error of a tensor's elements, from plain bf16's distance to `exact`. In a small tensor
+/// plain bf16 may be exact by chance; there at least one rounding step of bf16 is allowed.
 pub(super) fn error_bound(plain: &[f64], exact: &[f64]) -> f64 {
     let floor = if exact.len() < 32 { 2f64.powi(-7) } else { FLOOR };
     REFERENCE_ERROR_FACTOR * distance(plain, exact).largest.max(floor * largest(exact))
 }
 
-/// Checks that the error of every tensor of `outputs` is at most its bound, both the maximum and the RMS. `bound`
-/// gets the tensor's accessor and the largest value of `reference`.
+/// Checks that the error of every tensor of `outputs` is at most its bound, both the maximum and the RMS.
+/// `bound` gets the tensor's accessor and the largest value of `reference`.
 fn compare(
     outputs: &AttentionOutputs,
     reference: &AttentionOutputs,

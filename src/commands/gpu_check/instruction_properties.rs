@@ -39,7 +39,8 @@ fn verdict(trials: usize, differing: usize) -> Result<String, String> {
     }
 }
 
-/// Checks that sums are rounded. Exact sums would be equal in any order, so the other checks would prove nothing.
+/// Checks that sums are rounded. Exact sums would be equal in any order, so the other checks would prove
+/// nothing.
 fn check_rounding(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(1, Purpose::Evaluation, &[]);
     let problem = Operands::random(instruction, &mut rng);
@@ -126,8 +127,8 @@ fn check_zeros(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     for trial in 0..TRIALS {
         let mut first = Operands::random(instruction, &mut rng);
         let (row, column) = (rng.random_range(0..instruction.rows), rng.random_range(0..instruction.columns));
-        // Like a masked key in attention: its probability is 0, its value any finite number. Every fourth trial
-        // masks all keys.
+        // Like a masked key in attention: its probability is 0, its value any finite number. Every fourth
+        // trial masks all keys.
         let masked: Vec<bool> = (0..DEPTH).map(|_| trial % 4 == 0 || rng.random_bool(0.5)).collect();
         for k in (0..DEPTH).filter(|&k| masked[k]) {
             first.row_of_a(row)[k] = bf16::ZERO;

@@ -1,5 +1,5 @@
-//! Compares the GPU's outputs and gradients with the CPU's, for the ops of models other than attention, and for
-//! the optimizers. Also compares the bits of a row alone with its bits in a batch.
+//! Compares the GPU's outputs and gradients with the CPU's, for the ops of models other than attention, and
+//! for the optimizers. Also compares the bits of a row alone with its bits in a batch.
 
 use super::Verdicts;
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
@@ -135,7 +135,8 @@ pub(super) fn trainable_parameter(values: &Tensor) -> Result<(Parameter, Tensor)
     Ok((Parameter::with_gradient_sink(variable.as_tensor(), sink, 0), buffer))
 }
 
-/// Applies `op` to `inputs`. Returns its output, and the gradients of the inputs for the upstream gradient `dy`.
+/// Applies `op` to `inputs`. Returns its output, and the gradients of the inputs for the upstream gradient
+/// `dy`.
 fn run_with_backward(
     inputs: &[Tensor],
     dy: &Tensor,
@@ -284,7 +285,8 @@ fn silu_gated(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     ])
 }
 
-/// Runs SwiGLU of GPT-OSS's experts, and RMSNorm. A large batch has rows as wide as a model's. Upstream gradients are 1.
+/// Runs SwiGLU of GPT-OSS's experts, and RMSNorm. A large batch has rows as wide as a model's. Upstream
+/// gradients are 1.
 fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let width = match rows.end {
         ..=5 => 24,
@@ -422,8 +424,8 @@ const OPS: [(&str, OpRun); 9] = [
 ];
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
-    // Products of few rows use narrow tiles, products of many rows wide tiles. Experts need some hundred rows for
-    // wide tiles.
+    // Products of few rows use narrow tiles, products of many rows wide tiles. Experts need some hundred rows
+    // for wide tiles.
     let counts: &[usize] = if small { &[3, 140] } else { &[1, 3, 67, 140, 1000] };
     for (name, op) in OPS {
         for &count in counts {
@@ -446,7 +448,8 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     }
 }
 
-/// Checks every value within its output's tolerance. Returns the largest error as a fraction of the tolerance.
+/// Checks every value within its output's tolerance. Returns the largest error as a fraction of the
+/// tolerance.
 fn compare(outputs: &[Output], expected: &[Output]) -> Result<String, String> {
     let mut worst: f32 = 0.0;
     for (output, expected) in outputs.iter().zip(expected) {
@@ -470,7 +473,8 @@ fn compare(outputs: &[Output], expected: &[Output]) -> Result<String, String> {
     Ok(format!("largest error / allowed error = {worst:.2}"))
 }
 
-/// Returns the outputs that the file of seeded outputs holds: every op on a few rows, and a product with wide tiles.
+/// Returns the outputs that the file of seeded outputs holds: every op on a few rows, and a product with wide
+/// tiles.
 pub(super) fn seeded_outputs(device: &Device) -> Result<Vec<Output>> {
     let mut outputs = vec![];
     for (_, op) in OPS {

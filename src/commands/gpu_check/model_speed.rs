@@ -1,8 +1,8 @@
 //! Tokens per second of whole models of gpt-oss-20b's shape, with random weights.
 //!
-//! Decode, prefill and adapter training run all layers, with experts packed in MXFP4 as in the released model.
-//! Full training of all layers does not fit. It is measured with one and with two layers; the difference is the
-//! time of a layer, from which the time of all layers is extrapolated.
+//! Decode, prefill and adapter training run all layers, with experts packed in MXFP4 as in the released
+//! model. Full training of all layers does not fit. It is measured with one and with two layers; the
+//! difference is the time of a layer, from which the time of all layers is extrapolated.
 
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::BatchRunner;
@@ -124,8 +124,8 @@ pub(super) fn run(device: &Device, is_small: bool) -> Result<()> {
     measure_full_training(device, &cases)
 }
 
-/// Prints a row of the table. Its memory is the peak since the previous row. `processed` is the number of tokens
-/// in `seconds`.
+/// Prints a row of the table. Its memory is the peak since the previous row. `processed` is the number of
+/// tokens in `seconds`.
 fn print_row(
     device: &Device,
     work: &str,
@@ -270,8 +270,8 @@ fn compare_recorded_decode(device: &Device, policy: &PolicyView) -> Result<()> {
     Ok(())
 }
 
-/// Runs a step of sampling: the forward of `count` new tokens for each sequence, by `decoder` if there is one, then
-/// the draw of the next token.
+/// Runs a step of sampling: the forward of `count` new tokens for each sequence, by `decoder` if there is
+/// one, then the draw of the next token.
 fn run_step(
     policy: &PolicyView,
     sequence_caches: &mut [SequenceCache],
@@ -349,8 +349,8 @@ fn measure_layers(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f
     measure_training(device, cases, &model, parameters, &format!("training, layers: {layers}"))
 }
 
-/// Measures forward and backward with recomputed layers, and an update; prints the rows of `work`. Returns the
-/// seconds of forward and backward, one value for each of the cases' `step_tokens`.
+/// Measures forward and backward with recomputed layers, and an update; prints the rows of `work`. Returns
+/// the seconds of forward and backward, one value for each of the cases' `step_tokens`.
 fn measure_training(
     device: &Device,
     cases: &Cases,

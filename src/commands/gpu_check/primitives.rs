@@ -1,4 +1,5 @@
-//! Compares every instruction that the kernels use with its host twin: the same function in C++, run on the CPU.
+//! Compares every instruction that the kernels use with its host twin: the same function in C++, run on the
+//! CPU.
 
 use super::Verdicts;
 use crate::ops::cuda::run_primitive_check;

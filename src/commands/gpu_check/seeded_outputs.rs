@@ -1,8 +1,8 @@
-//! Compares each op's outputs for seeded inputs with those of the emulated driver. It is the first check on a new
-//! GPU.
+//! Compares each op's outputs for seeded inputs with those of the emulated driver. It is the first check on a
+//! new GPU.
 //!
-//! Values may differ by twice the error of plain bf16. A value that is exactly zero on the emulator, such as a
-//! masked element, must be zero. Counts and positions must be equal.
+//! Values may differ by twice the error of plain bf16. A value that is exactly zero on the emulator, such as
+//! a masked element, must be zero. Counts and positions must be equal.
 
 use super::Verdicts;
 use super::bitwise_equality::training_bits;
@@ -63,7 +63,8 @@ fn run_ops(device: &Device) -> Result<Outputs> {
     Ok(outputs)
 }
 
-/// Appends numbered rows to a cache. Returns for each row of the cache's memory the number of the row in it, from 1.
+/// Appends numbered rows to a cache. Returns for each row of the cache's memory the number of the row in it,
+/// from 1.
 fn append_to_cache(device: &Device) -> Result<Vec<u32>> {
     let gpu = device.as_cuda_device()?;
     let (width, pages) = (2 * 64, 3);

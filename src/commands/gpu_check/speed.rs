@@ -1,8 +1,8 @@
 //! TFLOP/s of attention, forward and backward, next to other implementations measured in the same run.
 //!
-//! Operations are counted as in publications, not as a kernel computes them: 4 · D for each head and visible pair
-//! of query and key in the forward, and 2.5 times that in the backward. A batch has 16,384 tokens, in sequences of
-//! equal length.
+//! Operations are counted as in publications, not as a kernel computes them: 4 · D for each head and visible
+//! pair of query and key in the forward, and 2.5 times that in the backward. A batch has 16,384 tokens, in
+//! sequences of equal length.
 
 use super::cpu_reference::round_to_bf16;
 use super::peers::{AttentionTimings, TimingCase};
@@ -21,8 +21,8 @@ const MEASUREMENTS: usize = 21;
 /// Number of consecutive passes in a measurement, so that the host's time is hidden.
 const PASSES: usize = 5;
 
-/// ((heads, key-value heads), window) of published benchmarks, of GPT-OSS's full layers, and of its sliding-window
-/// layers.
+/// ((heads, key-value heads), window) of published benchmarks, of GPT-OSS's full layers, and of its
+/// sliding-window layers.
 const LAYERS: [((usize, usize), Option<usize>); 3] =
     [((32, 32), None), ((64, 8), None), ((64, 8), Some(128))];
 const LENGTHS: [usize; 5] = [1024, 2048, 4096, 8192, 16_384];
@@ -96,8 +96,8 @@ fn operations(case: TimingCase) -> f64 {
     if backward { 2.5 * forward } else { forward }
 }
 
-/// Returns `count` random values. About a million values are drawn and repeated. Zeros would run faster than real
-/// data.
+/// Returns `count` random values. About a million values are drawn and repeated. Zeros would run faster than
+/// real data.
 pub(super) fn random_values(count: usize, seed: u64) -> Vec<bf16> {
     let problem = AttentionProblem::new(&AttentionShape::new("values", (128, 128), None, &[128]), seed);
     round_to_bf16(&problem.q).into_iter().cycle().take(count).collect()

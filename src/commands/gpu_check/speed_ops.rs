@@ -1,8 +1,8 @@
 //! Milliseconds, TFLOP/s and GB/s of the ops other than attention, at gpt-oss-20b's shapes, compared with the
 //! limits of docs/ROOFLINE.md.
 //!
-//! A multiply-add counts as two operations, and the bytes of each tensor count once. A backward is timed on a graph
-//! of one op.
+//! A multiply-add counts as two operations, and the bytes of each tensor count once. A backward is timed on a
+//! graph of one op.
 
 use super::model_ops::trainable_parameter;
 use super::speed::{median_milliseconds, random_values};
@@ -75,8 +75,9 @@ pub(super) fn run(device: &Device, small: bool) -> Result<()> {
     })
 }
 
-/// Measures `pass` and prints its row. The last column is the ratio of the shortest possible time to the measured
-/// time. The shortest possible time is that of the operations or that of the bytes, whichever is longer.
+/// Measures `pass` and prints its row. The last column is the ratio of the shortest possible time to the
+/// measured time. The shortest possible time is that of the operations or that of the bytes, whichever is
+/// longer.
 fn measure_and_print(
     device: &Device,
     op: &str,

@@ -41,8 +41,8 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
 }
 
 /// Rounds to MXFP4 in blocks of 32 inputs. The scale of a block is a power of two; the largest magnitude,
-/// divided by the scale, is in 4..8. Each magnitude rounds to the nearest of the format's eight values, ties to
-/// the even index. Values above 6 become 6.
+/// divided by the scale, is in 4..8. Each magnitude rounds to the nearest of the format's eight values, ties
+/// to the even index. Values above 6 become 6.
 fn round_to_mxfp4_saturating(tensor: &Tensor) -> Result<Tensor> {
     let [_, inputs, outputs]: [usize; 3] = tensor.dims3()?.into();
     let mut values = tensor.flatten_all()?.to_vec1::<f32>()?;

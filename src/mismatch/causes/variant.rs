@@ -99,8 +99,8 @@ impl Variant {
         Ok(PolicyView { model, weights: Arc::new(weights), forward: self.forward })
     }
 
-    /// Returns `batch` with the variant's changes. Also returns whether each target has a value: with a shift,
-    /// a target at the end of a row has none.
+    /// Returns `batch` with the variant's changes. Also returns whether each target has a value: with a
+    /// shift, a target at the end of a row has none.
     pub fn change_batch(&self, batch: &MicroBatch) -> (MicroBatch, Vec<bool>) {
         let mut batch = if self.double_start_token { repeat_first_tokens(batch) } else { batch.clone() };
         match self.shift {

@@ -38,8 +38,8 @@ struct Settings {
 const LEFT_OUT: &str = "completion_probabilities lacks tokens: llama.cpp writes no entry for a token that ends within a character; \
     ask with \"return_tokens\": true, which gives all ids";
 
-/// Finds the token of an entry: returns its index in `ids`, searched from `start` on. `id` and `bytes` are the
-/// entry's. A token that ends within a character has no entry; the next entry's bytes include its bytes.
+/// Finds the token of an entry: returns its index in `ids`, searched from `start` on. `id` and `bytes` are
+/// the entry's. A token that ends within a character has no entry; the next entry's bytes include its bytes.
 fn find_token(
     ids: &[u64],
     start: usize,

@@ -1,5 +1,6 @@
 //! prime-rl's `token_exports/step_N/rank_R.jsonl`: one sequence a line, as columns with one value a token. It
-//! has the log-probs of the inference engine and of the trainer. Values where `loss_mask` is false are ignored.
+//! has the log-probs of the inference engine and of the trainer. Values where `loss_mask` is false are
+//! ignored.
 
 use super::{RawRow, parse};
 use crate::trajectory::Trajectory;
@@ -72,8 +73,8 @@ pub struct ExportLine {
 }
 
 impl ExportLine {
-    /// Creates the line of `trajectory`, which has the number `index` in `step`. `trainer` holds one log-prob for
-    /// each sampled token.
+    /// Creates the line of `trajectory`, which has the number `index` in `step`. `trainer` holds one log-prob
+    /// for each sampled token.
     pub fn new(
         trajectory: &Trajectory,
         trainer: &[f32],

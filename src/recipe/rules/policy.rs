@@ -107,7 +107,8 @@ impl Rules<'_> {
         }
     }
 
-    /// Checks that the loss can use importance weights of single tokens. Losses with one ratio per sequence cannot.
+    /// Checks that the loss can use importance weights of single tokens. Losses with one ratio per sequence
+    /// cannot.
     fn sequence_loss(&mut self) {
         let policy = &self.recipe.policy;
         let correction = &policy.correction;

@@ -69,8 +69,8 @@ impl MemoryPlanInput<'_> {
         fitting
     }
 
-    /// Returns the bytes of host memory: the program, and the weights while they are read. With several processes,
-    /// this process's shards are included.
+    /// Returns the bytes of host memory: the program, and the weights while they are read. With several
+    /// processes, this process's shards are included.
     pub fn host_bytes(&self) -> u64 {
         match self.processes {
             1 => self.program().iter().map(|item| item.bytes).sum::<u64>() + self.weight_bytes(),
@@ -121,7 +121,8 @@ impl MemoryPlanInput<'_> {
                 (gathered_bytes(&tensors), optimizer_bytes(optimizer, &tensors))
             });
         let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
-        // Of several processes, each has its shards in host memory, and one whole gradient at a time on the GPU.
+        // Of several processes, each has its shards in host memory, and one whole gradient at a time on the
+        // GPU.
         let is_alone = self.processes == 1;
         let largest_gradient = |tensors: &[TrainableTensor]| {
             let bytes = tensors.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
@@ -164,8 +165,8 @@ impl MemoryPlanInput<'_> {
         PassShape { config: self.config, tokens, targets, has_adapter: self.adapter.is_some(), on_gpu: true }
     }
 
-    /// Returns the bytes of partial attention results. Decode of few long sequences splits each one over several
-    /// blocks, whose results are merged.
+    /// Returns the bytes of partial attention results. Decode of few long sequences splits each one over
+    /// several blocks, whose results are merged.
     fn partial_attention_bytes(&self) -> u64 {
         let chunks = self.longest_sequence().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
         let values = chunks * self.config.num_attention_heads * (self.config.head_dim + 2);

@@ -37,8 +37,8 @@ pub fn min_over_processes(mesh: &Mesh, local: Option<AvailableMemory>) -> Result
     Ok(smallest.map(|(bytes, limit)| AvailableMemory { bytes, limit }))
 }
 
-/// Returns the memory that machine, control groups and `ulimit -v` all allow; `None` if none of them is known.
-/// Memory that this process already uses counts as available, because a memory plan includes it.
+/// Returns the memory that machine, control groups and `ulimit -v` all allow; `None` if none of them is
+/// known. Memory that this process already uses counts as available, because a memory plan includes it.
 pub fn available_memory() -> Option<AvailableMemory> {
     let status = read_file("/proc/self/status");
     let limits = [
@@ -76,8 +76,8 @@ fn address_space_bytes(limits: &str, status: &str) -> Option<u64> {
     Some(limit.saturating_sub(field_bytes(status, "VmSize")?))
 }
 
-/// Returns the memory left in this process's control group and its ancestors, whichever has least. Reads cgroup v2
-/// and the memory controller of v1. `membership` is the text of `/proc/self/cgroup`.
+/// Returns the memory left in this process's control group and its ancestors, whichever has least. Reads
+/// cgroup v2 and the memory controller of v1. `membership` is the text of `/proc/self/cgroup`.
 fn control_group_bytes(root: &Path, membership: &str) -> Option<u64> {
     membership.lines().filter_map(|line| hierarchy_bytes(root, line)).min()
 }

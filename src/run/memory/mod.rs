@@ -87,8 +87,8 @@ impl ModelCommand {
         self == ModelCommand::Train
     }
 
-    /// Returns whether the command may read layers from disk on demand. This is fast enough only for few forwards over
-    /// many tokens.
+    /// Returns whether the command may read layers from disk on demand. This is fast enough only for few
+    /// forwards over many tokens.
     pub fn can_read_layers_on_demand(self) -> bool {
         matches!(self, ModelCommand::Eval | ModelCommand::CheckMismatch(_))
     }
@@ -121,11 +121,11 @@ pub struct MemoryPlanInput<'a> {
     pub rollout_weights: RolloutWeightPlacement,
     /// How each process holds the packed weights.
     pub packed_weights: PackedWeightPlacement,
-    /// Number of sequences in the GPU's KV cache; `None` on the CPU. The plan is for the GPU's memory if it is set,
-    /// else for the host's.
+    /// Number of sequences in the GPU's KV cache; `None` on the CPU. The plan is for the GPU's memory if it
+    /// is set, else for the host's.
     pub gpu_sequences: Option<usize>,
-    /// Whether the backward recomputes layers, chosen by the available memory; `None` if that is unknown. The recipe's
-    /// key overrides it.
+    /// Whether the backward recomputes layers, chosen by the available memory; `None` if that is unknown. The
+    /// recipe's key overrides it.
     pub recompute_layers: Option<bool>,
 }
 
@@ -307,7 +307,8 @@ impl MemoryPlanInput<'_> {
         match self.processes {
             _ if self.gpu_sequences.is_some() => saved,
             1 => concurrent_passes(self.weight_bytes(), self.threads).saturating_mul(saved),
-            // Sharded weights are gathered for the graph of all layers. The base of an adapter may not be sharded.
+            // Sharded weights are gathered for the graph of all layers. The base of an adapter may not be
+            // sharded.
             _ if !has_adapter || !self.sharded_packed_tensors().is_empty() => saved + self.weight_bytes(),
             _ => saved,
         }
@@ -370,8 +371,9 @@ impl MemoryPlanInput<'_> {
         })
     }
 
-    /// Returns the bytes that a process gathers in a pass: weights, and gradients in exchange. With recomputation,
-    /// sharded weights are gathered layer by layer. Without, the graph holds the weights of all layers.
+    /// Returns the bytes that a process gathers in a pass: weights, and gradients in exchange. With
+    /// recomputation, sharded weights are gathered layer by layer. Without, the graph holds the weights of
+    /// all layers.
     fn gathered_pass_bytes(&self, tensors: &[TrainableTensor], recomputes: bool) -> u64 {
         let largest =
             tensors.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
@@ -521,7 +523,8 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns the maximum number of sequences that this process samples at a time, in a rollout or an evaluation.
+    /// Returns the maximum number of sequences that this process samples at a time, in a rollout or an
+    /// evaluation.
     fn concurrent_sequences(&self) -> usize {
         let (rollout, eval) = (&self.recipe.rollout, &self.recipe.eval);
         let local_sequences =

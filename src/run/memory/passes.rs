@@ -1,5 +1,5 @@
-//! The memory of a forward, and of a forward with its backward, without weights and their gradients. Shapes are named
-//! as in [`crate::ops`].
+//! The memory of a forward, and of a forward with its backward, without weights and their gradients. Shapes
+//! are named as in [`crate::ops`].
 
 use crate::model::config::Config;
 use crate::ops::logits::{device_logits_rows, logits_rows_max};
@@ -47,8 +47,8 @@ impl PassShape<'_> {
         self.value_bytes(self.tokens * self.config.num_experts_per_tok.max(1), width)
     }
 
-    /// Returns the bytes of one layer's small tensors: log-sum-exps, router logits, routing weights, expert indices
-    /// and dispatch plan.
+    /// Returns the bytes of one layer's small tensors: log-sum-exps, router logits, routing weights, expert
+    /// indices and dispatch plan.
     fn small_tensor_bytes(&self) -> u64 {
         let c = self.config;
         let width = c.num_attention_heads + c.num_local_experts + 4 * c.num_experts_per_tok;
@@ -60,8 +60,8 @@ impl PassShape<'_> {
         self.saved_base_layer_bytes() + self.adapter_product_bytes()
     }
 
-    /// Returns the bytes of the adapters' products in one layer: q, k, v, o, gate_up (or gate and up) and down. The
-    /// low-rank intermediate values are too small to count.
+    /// Returns the bytes of the adapters' products in one layer: q, k, v, o, gate_up (or gate and up) and
+    /// down. The low-rank intermediate values are too small to count.
     fn adapter_product_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         match self.has_adapter {
@@ -100,9 +100,9 @@ impl PassShape<'_> {
 
     /// Returns the peak bytes of one layer's backward, without the graph.
     ///
-    /// The gradients of one op's input and output take `2I + H` values per expert row. With an adapter they take
-    /// `2I + 3H`: the input has a second gradient, and a sum of both. The plan uses a larger number, `7I`. It was
-    /// measured with candle's backward; a smaller one would need a measurement of this backward.
+    /// The gradients of one op's input and output take `2I + H` values per expert row. With an adapter they
+    /// take `2I + 3H`: the input has a second gradient, and a sum of both. The plan uses a larger number,
+    /// `7I`. It was measured with candle's backward; a smaller one would need a measurement of this backward.
     fn layer_backward_bytes(&self) -> u64 {
         2 * self.hidden_bytes() + self.expert_rows_bytes(7 * self.config.intermediate_size)
     }
@@ -129,8 +129,8 @@ impl PassShape<'_> {
         self.hidden_bytes() + self.layer_forward_bytes().max(self.head_row_bytes() + self.logit_bytes())
     }
 
-    /// Returns the peak bytes of forward and backward. With `recompute_layers`, the inputs of all layers and the
-    /// graph of one layer are saved. Without, the graphs of all layers are saved.
+    /// Returns the peak bytes of forward and backward. With `recompute_layers`, the inputs of all layers and
+    /// the graph of one layer are saved. Without, the graphs of all layers are saved.
     pub fn forward_backward_bytes(&self, recompute_layers: bool) -> u64 {
         let layers = self.config.num_hidden_layers as u64;
         // Hidden states that are used twice have two gradients and their sum.

@@ -1,5 +1,5 @@
-//! Memory of the program without the model: code, tokenizer, threads, the Python tool's workers, and memory that the
-//! allocator keeps. The constants are measured; docs/RELIABILITY.md names the runs.
+//! Memory of the program without the model: code, tokenizer, threads, the Python tool's workers, and memory
+//! that the allocator keeps. The constants are measured; docs/RELIABILITY.md names the runs.
 
 use super::{MemoryItem, MemoryPlanInput, total_bytes};
 use crate::interpreter::InterpreterKind;
@@ -16,13 +16,13 @@ const COMMON_THREADS: usize = 5;
 const EMBEDDED_WORKER_BYTES: u64 = 2 * MIB;
 /// An idle worker of CPython, without preloaded modules.
 const CPYTHON_WORKER_BYTES: u64 = 16 * MIB;
-/// Memory for each entry of the vocabulary and its merges, while the tokenizer is read. Most of it is freed later, but
-/// in pieces that are too small for other uses.
+/// Memory for each entry of the vocabulary and its merges, while the tokenizer is read. Most of it is freed
+/// later, but in pieces that are too small for other uses.
 const TOKENIZER_ENTRY_BYTES: u64 = 730;
 /// Memory of a tokenizer for each byte of its file, while it is read.
 const TOKENIZER_FILE_FACTOR: u64 = 10;
-/// Maximum memory that the allocator keeps for one phase and the others cannot use. It keeps blocks below 512 KiB by
-/// size and thread. Larger blocks return to its arena, where all phases can use them.
+/// Maximum memory that the allocator keeps for one phase and the others cannot use. It keeps blocks below 512
+/// KiB by size and thread. Larger blocks return to its arena, where all phases can use them.
 const RETAINED_BYTES_MAX: u64 = 256 * MIB;
 
 /// Returns the memory that `vocabulary` takes while it is read.

@@ -1,5 +1,5 @@
-//! Remedies: changes of the recipe that would lower the peak, each with its saving. The plan is computed again for each
-//! change.
+//! Remedies: changes of the recipe that would lower the peak, each with its saving. The plan is computed
+//! again for each change.
 
 use super::{AdapterInput, MemoryPlan, MemoryPlanInput, ModelCommand, gigabytes};
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};

@@ -63,8 +63,8 @@ impl Traffic {
     }
 }
 
-/// Returns the bytes of weights and of expert rows that a process receives while it samples. `weight_bytes` is the
-/// size of all sharded weights.
+/// Returns the bytes of weights and of expert rows that a process receives while it samples. `weight_bytes`
+/// is the size of all sharded weights.
 fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&input.recipe.rollout, input.config, input.processes as u64);
     let bytes_from_others = |bytes: u64| bytes - bytes / ranks;

@@ -26,8 +26,8 @@ impl ShardedTensor {
         self.spec.resident_bytes(self.format)
     }
 
-    /// Returns the layer with which the tensor is gathered. It is `None` for adapter factors and tensors outside layers:
-    /// these are gathered before the forward.
+    /// Returns the layer with which the tensor is gathered. It is `None` for adapter factors and tensors
+    /// outside layers: these are gathered before the forward.
     pub fn layer(&self) -> Option<usize> {
         self.spec.layer.filter(|_| self.spec.role != TensorRole::AdapterFactor)
     }
@@ -38,8 +38,8 @@ pub(super) fn unsharded_bytes(sharded: &[ShardedTensor]) -> u64 {
     sharded.iter().map(ShardedTensor::bytes).sum()
 }
 
-/// Returns the peak bytes of gathering `sharded` layer by layer: tensors outside layers, a layer twice (its shards and
-/// the whole, while it arrives), and the next layer, which is prefetched.
+/// Returns the peak bytes of gathering `sharded` layer by layer: tensors outside layers, a layer twice (its
+/// shards and the whole, while it arrives), and the next layer, which is prefetched.
 pub(super) fn gather_peak_bytes(sharded: &[ShardedTensor]) -> u64 {
     let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
     for tensor in sharded {
@@ -62,7 +62,8 @@ impl MemoryPlanInput<'_> {
         specs.map(tensor_bytes).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterInput::bytes)
     }
 
-    /// Returns the bytes of the policy's weights in this process: its shards of sharded tensors, and all other tensors.
+    /// Returns the bytes of the policy's weights in this process: its shards of sharded tensors, and all
+    /// other tensors.
     pub(super) fn local_weight_bytes(&self) -> u64 {
         if self.processes == 1 || !self.command.trains() {
             return self.weight_bytes();
@@ -92,7 +93,8 @@ impl MemoryPlanInput<'_> {
         packed.map(|(index, spec)| ShardedTensor { index, spec, format: self.formats[index] }).collect()
     }
 
-    /// Returns the policy's sharded tensors: those that are trainable in any stage, and packed ones if they are sharded.
+    /// Returns the policy's sharded tensors: those that are trainable in any stage, and packed ones if they
+    /// are sharded.
     pub(super) fn sharded_tensors(&self) -> Vec<ShardedTensor> {
         self.ever_trainable_tensors()
             .into_iter()
@@ -101,8 +103,8 @@ impl MemoryPlanInput<'_> {
             .collect()
     }
 
-    /// Returns how a process holds the weights while it samples. It is `Whole` without sharding, or if experts cannot
-    /// be on other processes.
+    /// Returns how a process holds the weights while it samples. It is `Whole` without sharding, or if
+    /// experts cannot be on other processes.
     pub(super) fn effective_rollout_weights(&self) -> RolloutWeightPlacement {
         match self.rollout_weights {
             _ if self.processes == 1 || !self.command.trains() => RolloutWeightPlacement::Whole,
@@ -134,8 +136,8 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns whether experts can be on other processes, with rows sent to them. They cannot if each process has all
-    /// experts, packed.
+    /// Returns whether experts can be on other processes, with rows sent to them. They cannot if each process
+    /// has all experts, packed.
     pub fn has_remote_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed = |(index, spec): (usize, ParameterSpec)| {
@@ -151,7 +153,8 @@ impl MemoryPlanInput<'_> {
         self.command.trains() && specs.any(|(index, spec)| self.is_packed(&spec, index))
     }
 
-    /// Returns the bytes of weights whose layers are read on demand: all tensors outside layers, and the largest layer.
+    /// Returns the bytes of weights whose layers are read on demand: all tensors outside layers, and the
+    /// largest layer.
     pub(super) fn on_demand_weight_bytes(&self) -> u64 {
         let specs = parameter_specs(self.config);
         let mut layers: BTreeMap<Option<usize>, u64> = BTreeMap::new();
@@ -175,8 +178,8 @@ impl MemoryPlanInput<'_> {
         unpacked.map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
-    /// Returns the bytes of the critic's own weights. The critic shares packed tensors and an adapter's base with the
-    /// policy.
+    /// Returns the bytes of the critic's own weights. The critic shares packed tensors and an adapter's base
+    /// with the policy.
     pub(super) fn critic_weight_bytes(&self, trainable: &[bool]) -> u64 {
         let specs = value_model_specs(self.config);
         if let Some(adapter) = &self.adapter {
@@ -196,8 +199,8 @@ impl MemoryPlanInput<'_> {
         copied.map(|(spec, _)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
-    /// Returns the bytes of the second set of weights, with which ablations sample. A layer that is read on demand is
-    /// rounded as it is read, without a copy.
+    /// Returns the bytes of the second set of weights, with which ablations sample. A layer that is read on
+    /// demand is rounded as it is read, without a copy.
     pub(super) fn rounded_weight_bytes(&self, rounding: WeightRounding) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let copied = specs.filter(|(_, spec)| !self.layers_on_demand || spec.layer.is_none());
@@ -208,8 +211,8 @@ impl MemoryPlanInput<'_> {
         copied.map(copy_bytes).sum()
     }
 
-    /// Returns the peak bytes of weights that a cause of mismatch changes: a decoded layer and a copy of its largest
-    /// tensor, or the head and its transpose.
+    /// Returns the peak bytes of weights that a cause of mismatch changes: a decoded layer and a copy of its
+    /// largest tensor, or the head and its transpose.
     pub(super) fn changed_weight_bytes(&self) -> u64 {
         let mut layers = BTreeMap::<usize, (u64, u64)>::new();
         let mut head = 0;

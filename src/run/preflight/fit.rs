@@ -22,9 +22,9 @@ impl Preflight {
         self.compute_device.available.clone().or(host)
     }
 
-    /// Plans for `processes` processes. For keys that are `"auto"`, selects the first option that fits into `available`
-    /// memory: unsharded packed weights before sharded ones, sampling with less communication before sampling with more.
-    /// On the CPU, all activations are saved for the backward if they fit too.
+    /// Plans for `processes` processes. For keys that are `"auto"`, selects the first option that fits into
+    /// `available` memory: unsharded packed weights before sharded ones, sampling with less communication
+    /// before sampling with more. On the CPU, all activations are saved for the backward if they fit too.
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
         self.processes = processes;
         if self.gpu_sequences.is_some() {
@@ -90,8 +90,8 @@ impl Preflight {
         packed_options.into_iter().flat_map(pairs).collect()
     }
 
-    /// Refuses a plan that exceeds the available memory, and warns if it nearly does. If the command can read layers on
-    /// demand, a model that is too large stays on disk, with a warning that names the cost.
+    /// Refuses a plan that exceeds the available memory, and warns if it nearly does. If the command can read
+    /// layers on demand, a model that is too large stays on disk, with a warning that names the cost.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the keys to change.
@@ -129,7 +129,8 @@ impl Preflight {
     }
 }
 
-/// Returns a warning with the cost of reading layers on demand. It is estimated from the time of the first layer.
+/// Returns a warning with the cost of reading layers on demand. It is estimated from the time of the first
+/// layer.
 fn on_demand_warning(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
     let layers = LayersOnDemand::new(files.clone(), config);
     let start = Instant::now();

@@ -1,4 +1,5 @@
-//! Preflight: opens and checks everything that a command needs, before any work. It does not read the weights.
+//! Preflight: opens and checks everything that a command needs, before any work. It does not read the
+//! weights.
 
 mod fit;
 mod load;
