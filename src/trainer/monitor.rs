@@ -251,7 +251,10 @@ mod tests {
             reported.extend(monitor.record(at, &step(0.0, 0.0, success)).into_iter().map(|line| (at, line)));
         }
         assert_eq!(reported.len(), 1, "{reported:?}");
-        assert!(reported[0].0 > 15 && reported[0].1.contains("the success fell from 0.6"), "{reported:?}");
+        assert!(
+            reported[0].0 > 15 && reported[0].1.contains("the success rate fell from 0.6"),
+            "{reported:?}"
+        );
         let mut noisy = self::monitor();
         for at in 1..=30 {
             let success = if at % 2 == 0 { 0.03 } else { 0.015 };

@@ -452,7 +452,7 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         (
             "policy.old_logprob = \"rollout\"\npolicy.correction.is = \"token\"".to_owned(),
             "policy.correction.is",
-            "count the gap twice",
+            "count the mismatch twice",
         ),
         (correction("normalize = true"), "policy.correction.normalize", "no weights to normalise"),
         (correction("is = \"token\"\nthreshold = []"), "policy.correction.threshold", "give one number"),
