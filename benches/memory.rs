@@ -23,7 +23,7 @@ use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::storage::TensorStorage;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::run::memory::{self, MemoryPlan, PlanInput};
+use rloss::run::memory::{self, MemoryPlan, MemoryPlanInput};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -126,7 +126,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     (recipe.rollout.prompt_tokens_max, recipe.rollout.response_tokens_max) = (8, tokens - 8);
     (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) = (1, 1);
     let formats = vec![WeightFormat::F32; parameters.len()];
-    let subject = PlanInput {
+    let subject = MemoryPlanInput {
         command: memory::ModelCommand::Train,
         recipe: &recipe,
         config: &model.config,
@@ -137,7 +137,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         tokenizer_bytes: 0,
         python_workers: 0,
         threads: 1,
-        streamed: false,
+        layers_on_demand: false,
         processes: 1,
         rollout_weights: RolloutWeightPlacement::Whole,
         packed_weights: PackedWeightPlacement::Whole,

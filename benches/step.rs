@@ -34,9 +34,9 @@ use rloss::rollout::{
     Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SamplingParameters, TokenPosition,
     TokenSource,
 };
-use rloss::run::memory::{ModelCommand, PlanInput, available_memory};
+use rloss::run::memory::{MemoryPlanInput, ModelCommand, available_memory};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
-use rloss::trainer::step::{PolicyStep, SkipAbove};
+use rloss::trainer::step::{GradientNormLimits, PolicyStep};
 use rloss::trajectory::Group;
 use serde_json::json;
 use std::sync::{Mutex, PoisonError};
@@ -214,7 +214,7 @@ fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: 
     (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) =
         (shapes.prompts as usize, shapes.samples);
     (recipe.eval.every_steps, recipe.eval.before_training) = (0, false);
-    let plan = PlanInput {
+    let plan = MemoryPlanInput {
         command: ModelCommand::Train,
         recipe: &recipe,
         config,
@@ -225,14 +225,14 @@ fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: 
         tokenizer_bytes: 0,
         python_workers: 0,
         threads: threads.count(),
-        streamed: false,
+        layers_on_demand: false,
         processes: 1,
         rollout_weights: RolloutWeightPlacement::Whole,
         packed_weights: PackedWeightPlacement::Whole,
         gpu_sequences: None,
         recompute_layers: None,
     };
-    available_memory().is_some_and(|available| plan.recomputes_within(&available))
+    available_memory().is_some_and(|available| plan.needs_recomputation(&available))
 }
 
 /// Returns the seconds per decode step from the first to the last forward that sampled for all of `batch`.
@@ -335,7 +335,7 @@ fn main() -> Result<()> {
                 },
                 second_forward: None,
                 response_tokens_max: shapes.response_tokens,
-                skip_above: SkipAbove::default(),
+                norm_limits: GradientNormLimits::default(),
                 timings: &timings,
                 console: &Console::silent(),
             };

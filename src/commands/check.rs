@@ -9,7 +9,8 @@ use crate::metrics::{Console, counted, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, locate, resolve};
 use crate::run::memory::{
-    AvailableMemory, MemoryPlan, ModelCommand, PlanInput, SecondWeights, Traffic, available_memory, gigabytes,
+    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, available_memory,
+    gigabytes,
 };
 use crate::run::preflight::Preflight;
 use crate::run::sampling_folder::print_text;
@@ -150,7 +151,7 @@ fn print_memory_plan(
     available: Option<&AvailableMemory>,
 ) -> Result<u8> {
     let first = if preflight.plan.recipe.trains() { ModelCommand::Train } else { ModelCommand::Rollout };
-    let subject = preflight.plan_input_for(first);
+    let subject = preflight.memory_plan_input_for(first);
     let plan = MemoryPlan::new(&subject);
     let each = match processes {
         1 => String::new(),
@@ -167,16 +168,16 @@ fn print_memory_plan(
     let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&preflight.plan.recipe.arms));
     for command in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
         // These commands run in one process.
-        let peak = MemoryPlan::new(&PlanInput {
+        let peak = MemoryPlan::new(&MemoryPlanInput {
             processes: 1,
             rollout_weights: RolloutWeightPlacement::Whole,
-            ..preflight.plan_input_for(command)
+            ..preflight.memory_plan_input_for(command)
         })
         .peak_bytes();
         print_text(&format!("`rloss {}`: {}\n", command.name(), gigabytes(peak)))?;
     }
     if let Some(found) = available {
-        print_text(&format!("There are {} {}.\n", gigabytes(found.bytes), found.bound))?;
+        print_text(&format!("There are {} {}.\n", gigabytes(found.bytes), found.limit))?;
     }
     if let Some(warning) = plan.check_available(available, &subject.remedies())? {
         print_text(&format!("warning: {warning}\n"))?;

@@ -1,5 +1,5 @@
-//! `rloss check-mismatch [RECIPE]`: computes the log-probs of the same tokens on two paths, and explains
-//! every mismatch.
+//! `rloss check-mismatch [RECIPE]`: compares the log-probs of the same tokens in rollout and training, or
+//! with another engine's, and names the cause of a mismatch.
 
 use crate::atomic_file::write_file;
 use crate::dist::Mesh;
@@ -80,8 +80,9 @@ impl CheckMismatchArgs {
         locate(self.recipe.as_deref().unwrap_or(Path::new("quickstart")))
     }
 
-    fn plan(&self, more: &[String]) -> Result<Plan> {
-        let sets: Vec<String> = self.sets.iter().chain(more).cloned().collect();
+    /// Resolves the recipe with the command line's settings and `more_sets`.
+    fn plan(&self, more_sets: &[String]) -> Result<Plan> {
+        let sets: Vec<String> = self.sets.iter().chain(more_sets).cloned().collect();
         let source = self.source()?;
         let scope =
             if self.against.is_empty() { KeyScope::CheckMismatch } else { KeyScope::CheckMismatchAgainst };
@@ -99,16 +100,16 @@ impl CheckMismatchArgs {
         })
     }
 
-    fn out(&self) -> Result<PathBuf> {
+    fn out_folder(&self) -> Result<PathBuf> {
         if let Some(out) = &self.out {
             return Ok(out.clone());
         }
-        let named = |stem: &str| PathBuf::from("runs").join(format!("{stem}-mismatch"));
+        let folder = |stem: &str| PathBuf::from("runs").join(format!("{stem}-mismatch"));
         Ok(match &self.recipe {
-            None => named("quickstart"),
+            None => folder("quickstart"),
             Some(argument) => match locate(argument)? {
-                RecipeSource::Run(folder) | RecipeSource::Checkpoint { run: folder, .. } => folder,
-                source => named(&source.stem()),
+                RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => run,
+                source => folder(&source.stem()),
             },
         })
     }
@@ -123,40 +124,40 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
         require_single_process("check-mismatch --against")?;
     }
     let mesh = Mesh::connect()?;
-    let (context, arms) = mesh.agree("the recipe", open(args, &mesh))?;
-    let named: Vec<&str> = arms.iter().map(|(name, _)| name.as_str()).collect();
+    let (context, ablations) = mesh.agree("the recipe", open(args, &mesh))?;
+    let names: Vec<&str> = ablations.iter().map(|(name, _)| name.as_str()).collect();
     let weights = context.recipe().model.path.as_deref();
-    processes::check_agreement(&mesh, &context.plan, weights, &named.join(" "))?;
+    processes::check_agreement(&mesh, &context.plan, weights, &names.join(" "))?;
     let console = console(&context.plan, &mesh);
-    let (command, out) = (args.command(), args.out()?);
+    let (command, out) = (args.command(), args.out_folder()?);
     header::lines(&context, command, &out).iter().for_each(|line| console.print(line));
-    let found = match args.against.as_slice() {
-        [] => check_arms(&context, &arms, &console)
+    let result = match args.against.as_slice() {
+        [] => check_ablations(&context, &ablations, &console)
             .map_err(|error| explain_out_of_memory(error, &context.memory))?,
         _ => check_against(&context, args, &console)?,
     };
     mesh.disconnect();
     if !mesh.is_rank_zero() {
-        return Ok(found.code);
+        return Ok(result.code);
     }
     std::fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
-    for (name, text) in &found.files {
+    for (name, text) in &result.files {
         write_file(&out.join(name), text)?;
     }
     let file = out.join("mismatch.json");
-    write_file(&file, &to_json(&found.lines, &found.verdict, found.diagnosis, &found.bad_rows))?;
+    write_file(&file, &to_json(&result.lines, &result.verdict, result.diagnosis, &result.bad_rows))?;
     print_text(&sanitize_terminal(&format!("{}\n", file.display())))?;
-    Ok(found.code)
+    Ok(result.code)
 }
 
-/// Opens the model, and resolves the named ablations to measure.
+/// Opens the model. Also returns the ablations to measure, with their names.
 fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(String, Ablations)>)> {
-    args.out()?;
+    args.out_folder()?;
     let plan = args.plan(&[])?;
     processes::configure_mesh(mesh, &plan)?;
     let rows = ablations::parse_rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
-    let arms: Vec<(String, Plan)> =
+    let ablation_plans: Vec<(String, Plan)> =
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
     let console = console(&plan, mesh);
     if mesh.is_rank_zero() {
@@ -164,8 +165,8 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
     }
     let other_weights = match args.against.as_slice() {
         [] => {
-            let all = [&plan].into_iter().chain(arms.iter().map(|(_, plan)| plan));
-            let rounding = all.map(|plan| WeightRounding::from_ablations(&plan.recipe.arms));
+            let plans = [&plan].into_iter().chain(ablation_plans.iter().map(|(_, plan)| plan));
+            let rounding = plans.map(|plan| WeightRounding::from_ablations(&plan.recipe.arms));
             SecondWeights::Rounded(rounding.fold(WeightRounding::default(), WeightRounding::union))
         }
         _ => SecondWeights::Changed,
@@ -173,10 +174,10 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
     let context =
         RunContext::open_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    arms.iter().try_for_each(|(_, plan)| context.check_family(plan))?;
-    let arms: Vec<(String, Ablations)> =
-        arms.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
-    Ok((context, arms))
+    ablation_plans.iter().try_for_each(|(_, plan)| context.check_family(plan))?;
+    let ablations: Vec<(String, Ablations)> =
+        ablation_plans.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
+    Ok((context, ablations))
 }
 
 /// Returns the console for progress, silent on ranks other than 0.
@@ -187,8 +188,8 @@ fn console(plan: &Plan, mesh: &Mesh) -> Console {
     }
 }
 
-/// The results to print and write, and the exit code.
-struct Checked {
+/// The result of the command: what is written to files, and the exit code.
+struct CheckResult {
     lines: Vec<ResultLine>,
     verdict: String,
     diagnosis: Option<serde_json::Value>,
@@ -199,64 +200,66 @@ struct Checked {
     code: u8,
 }
 
-fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Console) -> Result<Checked> {
+/// Compares the files of `--against` with the model, one side at a time.
+fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Console) -> Result<CheckResult> {
     let (config, tokens_max) = (&context.model.config, context.model.context_tokens_max());
-    let found = RowReader::new(config, tokens_max, context.chat.vocabulary(), args.temperature)
+    let token_rows = RowReader::new(config, tokens_max, context.chat.vocabulary(), args.temperature)
         .read(&args.against)?;
     let (rows, tokens): (usize, usize) =
-        (found.rows.len(), found.rows.iter().map(|row| row.tokens.len()).sum());
+        (token_rows.rows.len(), token_rows.rows.iter().map(|row| row.tokens.len()).sum());
     let counts = [counted(rows as u64, "row"), counted(tokens as u64, "token")].join(" of ");
     let files: Vec<String> = args.against.iter().map(|file| file.display().to_string()).collect();
-    note(&format!("data     {}: {counts}", files.join(", ")));
-    found.formats.iter().for_each(|format| note(format));
-    for message in found.bad_row_messages() {
-        note(&format!("error: {message}"));
+    print_note(&format!("data     {}: {counts}", files.join(", ")));
+    token_rows.formats.iter().for_each(|format| print_note(format));
+    for message in token_rows.bad_row_messages() {
+        print_note(&format!("error: {message}"));
     }
     let tokens = context.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| context.load_weights(folder, console)).transpose()?;
     let reference = UnmodifiedModel { earlier: earlier.as_ref(), ..reference(context, console) };
-    let between = external_engine::compare_sides(&found.rows, clip(context))?;
+    let sides_line = external_engine::compare_sides(&token_rows.rows, clip(context))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
-    let (mut differs, mut pictures) = (false, vec![]);
-    let sides = external_engine::split_sides(found.rows);
-    let several = sides.len() > 1;
+    let (mut differs, mut files) = (false, vec![]);
+    let sides = external_engine::split_sides(token_rows.rows);
+    let has_several = sides.len() > 1;
     for (side, rows) in &sides {
-        let announce = |text: &str| match several {
+        let announce = |text: &str| match has_several {
             true => print_text(&sanitize_terminal(&format!("{side}: {text}\n"))),
             false => print_text(&sanitize_terminal(&format!("{text}\n"))),
         };
         let search =
             SearchSettings { limit: args.search_minutes, announce: &announce, ..SearchSettings::silent() };
-        let compared =
+        let comparison =
             external_engine::compare(reference, &context.chat, rows, tokens, clip(context), &search)?;
-        differs |= compared.diagnosis.verdict.has_mistake();
-        answers.push(if several { format!("{side}: {}", compared.answer) } else { compared.answer.clone() });
-        diagnoses.insert((*side).to_owned(), compared.to_json());
-        let name = if several { format!("mismatch-{side}.svg") } else { "mismatch.svg".to_owned() };
-        pictures.push((name, page::chart(&compared)));
-        lines.extend(compared.lines.into_iter().map(|line| match several {
+        differs |= comparison.diagnosis.verdict.differs();
+        let answer = &comparison.answer;
+        answers.push(if has_several { format!("{side}: {answer}") } else { answer.clone() });
+        diagnoses.insert((*side).to_owned(), comparison.to_json());
+        let name = if has_several { format!("mismatch-{side}.svg") } else { "mismatch.svg".to_owned() };
+        files.push((name, page::chart(&comparison)));
+        lines.extend(comparison.lines.into_iter().map(|line| match has_several {
             true => ResultLine { name: format!("{side}: {}", line.name), ..line },
             false => line,
         }));
     }
-    lines.extend(between);
+    lines.extend(sides_line);
     let answer = answers.join("\n\n");
     let table = |columns| mismatch_table("link", &lines, columns);
     print_text(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
-    let mut files = pictures;
     if args.out.is_some() {
-        files.push(("mismatch.md".to_owned(), page::page(&answer, &table(usize::MAX), &found.formats)));
+        let page = page::page(&answer, &table(usize::MAX), &token_rows.formats);
+        files.push(("mismatch.md".to_owned(), page));
     }
-    let code = match (found.bad_rows.is_empty(), differs) {
+    let code = match (token_rows.bad_rows.is_empty(), differs) {
         (false, _) => EXIT_BAD_INPUT,
         (true, true) => EXIT_DIFFERS,
         (true, false) => EXIT_DONE,
     };
-    let diagnosis = match several {
+    let diagnosis = match has_several {
         true => Some(serde_json::Value::Object(diagnoses)),
         false => diagnoses.into_iter().next().map(|(_, diagnosis)| diagnosis),
     };
-    Ok(Checked { lines, verdict: answer, diagnosis, bad_rows: found.bad_rows, files, code })
+    Ok(CheckResult { lines, verdict: answer, diagnosis, bad_rows: token_rows.bad_rows, files, code })
 }
 
 /// Returns the width of the terminal on standard output; unlimited for a file.
@@ -265,19 +268,24 @@ fn stdout_columns() -> usize {
 }
 
 /// Prints a line to stderr; a closed stderr is no error.
-fn note(line: &str) {
+fn print_note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
 }
 
-fn check_arms(context: &RunContext, rows: &[(String, Ablations)], console: &Console) -> Result<Checked> {
-    let tell = |text: &str| if context.mesh().is_rank_zero() { print_text(text) } else { Ok(()) };
-    let trajectories = sample(context, console)?;
+/// Checks that rollout and training agree, then measures each of `ablations`, given with their names.
+fn check_ablations(
+    context: &RunContext,
+    ablations: &[(String, Ablations)],
+    console: &Console,
+) -> Result<CheckResult> {
+    let print = |text: &str| if context.mesh().is_rank_zero() { print_text(text) } else { Ok(()) };
+    let trajectories = sample_step(context, console)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = context.recipe();
     let RunContext { threads, model, parameters, .. } = context;
     let proof = EqualityProof {
         runner: BatchRunner { threads, model, parameters },
-        // Each process makes these forward passes on its own.
+        // Each process runs these forwards by itself.
         rollout: &PolicyView::for_rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
         training: context.training_forward(),
         temperature: recipe.rollout.temperature,
@@ -286,9 +294,9 @@ fn check_arms(context: &RunContext, rows: &[(String, Ablations)], console: &Cons
     };
     let links = proof.run_checks(&trajectories)?;
     let mut lines: Vec<ResultLine> = links.iter().map(ResultLine::from_check).collect();
-    tell(&format!("{}\n", equality_table(&lines)))?;
+    print(&format!("{}\n", equality_table(&lines)))?;
 
-    let measure = AblationMeasurement::new(
+    let measurement = AblationMeasurement::new(
         reference(context, console),
         &trajectories,
         &recipe.arms,
@@ -297,25 +305,25 @@ fn check_arms(context: &RunContext, rows: &[(String, Ablations)], console: &Cons
         clip(context),
         recipe.train.micro_batch_tokens,
     )?;
-    let mut gaps = vec![measure.measure("the recipe as it is", &recipe.arms)?];
-    for (name, arms) in rows {
-        gaps.push(measure.measure(name, arms)?);
+    let mut mismatches = vec![measurement.measure("the recipe as it is", &recipe.arms)?];
+    for (name, ablations) in ablations {
+        mismatches.push(measurement.measure(name, ablations)?);
     }
-    tell(&format!("{}\n", mismatch_table("arm", &gaps, stdout_columns())))?;
-    let broken: Vec<&str> = links.iter().filter(|link| !link.is_bit_equal()).map(|link| link.name).collect();
+    print(&format!("{}\n", mismatch_table("ablation", &mismatches, stdout_columns())))?;
+    let failed: Vec<&str> = links.iter().filter(|link| !link.is_bit_equal()).map(|link| link.name).collect();
     let tokens = links.last().map_or(0, |link| link.tokens);
-    let verdict = if broken.is_empty() {
+    let verdict = if failed.is_empty() {
         format!("rollout and training agree to the last bit on {tokens} sampled tokens")
     } else {
-        format!("rollout and training differ; links that fail: {}", broken.join(", "))
+        format!("rollout and training differ; links that fail: {}", failed.join(", "))
     };
-    lines.extend(gaps);
-    tell(&format!("{}\n", sanitize_terminal(&verdict)))?;
-    Ok(Checked { lines, verdict, diagnosis: None, bad_rows: vec![], files: vec![], code: EXIT_DONE })
+    lines.extend(mismatches);
+    print(&format!("{}\n", sanitize_terminal(&verdict)))?;
+    Ok(CheckResult { lines, verdict, diagnosis: None, bad_rows: vec![], files: vec![], code: EXIT_DONE })
 }
 
 /// Samples the rollouts of one training step.
-fn sample(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
+fn sample_step(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
     let recipe = context.recipe();
     let prompts: Vec<Prompt> = (0..recipe.rollout.prompts_per_step as u64)
         .map(|index| Prompt { index, problem: context.task.training_problem(recipe.train.seed, index) })

@@ -63,7 +63,7 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);
         let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
-        export::gguf_file(&context, args.format, args.merged, out, &console)?;
+        export::write_gguf_file(&context, args.format, args.merged, out, &console)?;
         let adapter = if args.merged { " with its adapter merged in" } else { "" };
         print_text(&format!("{shown}: the model{adapter}, {}\n", args.format))?;
         return Ok(EXIT_DONE);

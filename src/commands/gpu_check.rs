@@ -5,13 +5,13 @@
 //! results are still useful.
 
 mod bitwise_equality;
-mod facts;
+mod cpu_reference;
 mod instruction;
+mod instruction_properties;
 mod model_ops;
 mod model_speed;
 #[cfg(test)]
 mod on_device;
-mod oracle;
 mod peers;
 mod primitives;
 mod problem;
@@ -56,7 +56,7 @@ pub enum Part {
     Primitives,
     /// Every op on small seeded inputs against the outputs of the emulated driver
     Seeded,
-    /// The properties that the equality of rows depends on
+    /// Properties of the tensor cores on which the equality of rows depends
     Facts,
     /// Values and gradients against the CPU's
     Oracle,
@@ -71,7 +71,10 @@ pub enum Part {
     Model,
 }
 
-/// The results of checks, printed as they arrive.
+/// The result of a check: `Ok` or `Err` with the measured values, or an error that stopped the check.
+type CheckResult = Result<Result<String, String>>;
+
+/// Counts the results of checks and prints them as they arrive.
 #[derive(Debug, Default)]
 pub struct Verdicts {
     passed: usize,
@@ -79,25 +82,25 @@ pub struct Verdicts {
 }
 
 impl Verdicts {
-    /// Prints one row of the table; `Ok` and `Err` hold the measured values.
-    fn row(&mut self, what: &str, verdict: Result<String, String>) {
-        let (word, seen) = match verdict {
-            Ok(seen) => {
+    /// Prints one row of the table. `Ok` and `Err` hold the measured values.
+    fn print_row(&mut self, name: &str, verdict: Result<String, String>) {
+        let (word, measured) = match verdict {
+            Ok(measured) => {
                 self.passed += 1;
-                ("passed", seen)
+                ("passed", measured)
             }
-            Err(seen) => {
+            Err(measured) => {
                 self.failed += 1;
-                ("**FAILED**", seen)
+                ("**FAILED**", measured)
             }
         };
-        println!("| {what} | {word} | {} |", seen.replace('|', "/").replace('\n', " "));
+        println!("| {name} | {word} | {} |", measured.replace('|', "/").replace('\n', " "));
     }
 
-    /// Prints the row of a check that may fail with an error.
-    fn check(&mut self, what: &str, check: impl FnOnce() -> Result<Result<String, String>>) {
-        let verdict = check().unwrap_or_else(|error| Err(format!("broke off: {error:#}")));
-        self.row(what, verdict);
+    /// Runs `check` and prints its row. A check that returns an error has failed.
+    fn check(&mut self, name: &str, check: impl FnOnce() -> CheckResult) {
+        let verdict = check().unwrap_or_else(|error| Err(format!("stopped: {error:#}")));
+        self.print_row(name, verdict);
     }
 }
 
@@ -117,12 +120,12 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let mut verdicts = Verdicts::default();
     for part in parts {
         match part {
-            Part::Device => describe(gpu)?,
+            Part::Device => print_device(gpu)?,
             Part::Primitives => primitives::run(gpu, &mut verdicts)?,
             Part::Seeded => seeded_outputs::run(&device, &mut verdicts)?,
-            Part::Facts => facts::run(gpu, &mut verdicts)?,
+            Part::Facts => instruction_properties::run(gpu, &mut verdicts),
             Part::Oracle => {
-                oracle::run(&device, args.small, &mut verdicts);
+                cpu_reference::run(&device, args.small, &mut verdicts);
                 model_ops::run(&device, args.small, &mut verdicts);
             }
             Part::Links => bitwise_equality::run(&device, args.small, &mut verdicts),
@@ -143,7 +146,7 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     Ok(if verdicts.failed == 0 { EXIT_DONE } else { EXIT_FAILED })
 }
 
-fn describe(gpu: &CudaDevice) -> Result<()> {
+fn print_device(gpu: &CudaDevice) -> Result<()> {
     let stream = gpu.cuda_stream();
     let context = stream.context();
     let (major, minor) = context.compute_capability().w()?;

@@ -96,6 +96,6 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     metrics.iter().for_each(|(name, value)| table.add_row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
     print_text(&table.to_string())?;
-    console.print(&format!("done: {}", folder.file(&name).display()));
+    console.print(&format!("done: {}", folder.trajectories_file(&name).display()));
     failures.map(|()| EXIT_DONE)
 }

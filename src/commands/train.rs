@@ -74,7 +74,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     }
     let memory = context.memory.clone();
     let run = || {
-        folder.write_model(&header::model(&context))?;
+        folder.write_model(&header::model_facts(&context))?;
         if let Some(confinement) = context.sandbox_description() {
             folder.write_sandbox_description(&confinement)?;
         }
@@ -83,7 +83,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     };
     let stopped = run().map_err(|error| explain_out_of_memory(error, &memory)).inspect_err(|_| {
         if !resumes && mesh.is_rank_zero() {
-            RunFolder::clear_unused(&out);
+            RunFolder::remove_without_results(&out);
         }
     })?;
     mesh.disconnect();

@@ -19,8 +19,8 @@ use anyhow::{Context, Result};
 /// Estimates the advantages of a batch.
 pub struct AdvantageEstimator<'a> {
     pub policy: &'a PolicySettings,
-    /// The source of the old log-probabilities of the ratio.
-    pub anchor: OldLogprob,
+    /// The source of the old log-probs in the importance ratio.
+    pub old_log_prob_source: OldLogprob,
     /// Coefficient of the KL penalty in the reward at this step.
     pub kl_coefficient: f64,
     /// The token limit of overlong shaping.
@@ -30,17 +30,17 @@ pub struct AdvantageEstimator<'a> {
 }
 
 impl AdvantageEstimator<'_> {
-    /// Computes the advantages of `batch`, which holds the trajectories of `groups`; with a critic also the
-    /// returns. Returns the metrics.
+    /// Computes the advantages of `batch`, which holds the trajectories of `groups`. With a critic, computes
+    /// the returns too. Returns the metrics.
     ///
     /// # Errors
-    /// When a column is missing or a value is not a number, or `remax` has no greedy samples.
+    /// When a column is missing, a value is NaN, or `remax` has no greedy samples.
     pub fn estimate(&self, batch: &mut Batch, groups: &[&Group]) -> Result<Metrics> {
         let mut metrics = Metrics::new();
-        let shaping = self.shaping()?;
+        let shaping = self.overlong_penalty()?;
         let rewards = rewards(groups, shaping.as_ref(), &mut metrics);
         let sequences = batch.tokens()?;
-        let penalties = self.penalties(batch, &sequences, &mut metrics)?;
+        let penalties = self.kl_penalties(batch, &sequences, &mut metrics)?;
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
         let sequence_rewards = || -> Result<Vec<f32>> {
@@ -48,15 +48,15 @@ impl AdvantageEstimator<'_> {
             Ok(rewards.iter().zip(&penalties).map(|(reward, penalty)| reward + penalty).collect())
         };
         type GroupEstimator = fn(&[f32], &[usize]) -> Result<Vec<f32>>;
-        let of_groups =
+        let group_advantages =
             |estimate: GroupEstimator| sequences.broadcast(&estimate(&sequence_rewards()?, &sizes)?);
         let mut returns = None;
         let advantages = match self.policy.advantage {
-            Advantage::Grpo => of_groups(grpo)?,
-            Advantage::DrGrpo => of_groups(dr_grpo)?,
-            Advantage::GrpoBatchStd => of_groups(grpo_batch_std)?,
-            Advantage::Rloo => of_groups(rloo)?,
-            Advantage::Maxrl => of_groups(maxrl)?,
+            Advantage::Grpo => group_advantages(grpo)?,
+            Advantage::DrGrpo => group_advantages(dr_grpo)?,
+            Advantage::GrpoBatchStd => group_advantages(grpo_batch_std)?,
+            Advantage::Rloo => group_advantages(rloo)?,
+            Advantage::Maxrl => group_advantages(maxrl)?,
             Advantage::Opo => {
                 let rows = sequences.token_ranges();
                 let lengths: Vec<usize> = rows.map(|row| sequences.valid_indices(row).count()).collect();
@@ -85,7 +85,8 @@ impl AdvantageEstimator<'_> {
         Ok(metrics)
     }
 
-    fn shaping(&self) -> Result<Option<OverlongPenalty>> {
+    /// Returns the overlong shaping, if the recipe enables it.
+    fn overlong_penalty(&self) -> Result<Option<OverlongPenalty>> {
         let settings = &self.policy.overlong;
         if settings.buffer_tokens == 0 {
             return Ok(None);
@@ -95,21 +96,21 @@ impl AdvantageEstimator<'_> {
 
     /// Returns the KL penalty of each token, between the old and the reference log-probabilities; 0 if the
     /// reward has no penalty.
-    fn penalties(&self, batch: &Batch, sequences: &Sequences, metrics: &mut Metrics) -> Result<Vec<f32>> {
-        let nothing = vec![0.0; sequences.tokens()];
+    fn kl_penalties(&self, batch: &Batch, sequences: &Sequences, metrics: &mut Metrics) -> Result<Vec<f32>> {
+        let zeros = vec![0.0; sequences.tokens()];
         let (KlPlacement::Reward, Some(reference)) = (self.policy.kl.place, &batch.reference_log_probs)
         else {
-            return Ok(nothing);
+            return Ok(zeros);
         };
         let rollout = &batch.rollout_log_probs;
         let training = batch.training_log_probs.as_deref().unwrap_or(rollout);
-        let anchor = self.anchor.select(training, rollout, Some(training), 1)?;
+        let old_log_probs = self.old_log_prob_source.select(training, rollout, Some(training), 1)?;
         let divergence = self.policy.kl.estimator;
-        let penalised =
-            kl_in_reward(sequences, &nothing, anchor, reference, divergence, self.kl_coefficient)?;
-        metrics.set("actor/reward_kl_penalty", penalised.kl);
+        let penalty =
+            kl_in_reward(sequences, &zeros, old_log_probs, reference, divergence, self.kl_coefficient)?;
+        metrics.set("actor/reward_kl_penalty", penalty.kl);
         metrics.set("actor/reward_kl_penalty_coeff", self.kl_coefficient);
-        Ok(penalised.rewards)
+        Ok(penalty.rewards)
     }
 }
 
@@ -118,36 +119,36 @@ fn rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>, metrics: &mut M
     let trajectories = || groups.iter().flat_map(|g| &g.trajectories);
     let mut rewards: Vec<f32> = trajectories().map(|t| t.reward).collect();
     if let Some(overlong) = shaping {
-        let shaped: Vec<f32> = trajectories().map(|t| overlong.reward(t.sampled_tokens())).collect();
-        let sum: f64 = shaped.iter().map(|&s| f64::from(s)).sum();
+        let shaping: Vec<f32> = trajectories().map(|t| overlong.reward(t.sampled_tokens())).collect();
+        let sum: f64 = shaping.iter().map(|&s| f64::from(s)).sum();
         metrics.set("critic/overlong_reward/mean", sum / rewards.len().max(1) as f64);
-        rewards.iter_mut().zip(&shaped).for_each(|(reward, shaped)| *reward += shaped);
+        rewards.iter_mut().zip(&shaping).for_each(|(reward, shaping)| *reward += shaping);
     }
     rewards
 }
 
-/// Returns the reward of each token: `penalties` on every token, and the response's reward on its last one.
+/// Returns the reward of each token: its penalty, plus the response's reward for the response's last token.
 fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) -> Vec<f32> {
-    let mut of_tokens = penalties;
+    let mut token_rewards = penalties;
     for (reward, row) in rewards.iter().zip(sequences.token_ranges()) {
         if let Some(last) = row.last() {
-            of_tokens[last] += *reward;
+            token_rewards[last] += *reward;
         }
     }
-    of_tokens
+    token_rewards
 }
 
-/// Returns the shaped reward of the prompt's greedy sample, once for every trajectory of its group.
+/// Returns for each trajectory the shaped reward of its prompt's greedy sample.
 fn greedy_rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>) -> Result<Vec<f32>> {
-    let of_group = |group: &&Group| -> Result<Vec<f32>> {
+    let repeat_greedy_reward = |group: &&Group| -> Result<Vec<f32>> {
         let Some(greedy) = &group.greedy else {
             return Err(bad_input!(
                 "policy.advantage = \"remax\" needs a greedy sample of every prompt, and these trajectories have none; \
                  sample them anew"
             ));
         };
-        let shaped = shaping.map_or(0.0, |overlong| overlong.reward(greedy.sampled_tokens()));
-        Ok(vec![greedy.reward + shaped; group.trajectories.len()])
+        let shaping = shaping.map_or(0.0, |overlong| overlong.reward(greedy.sampled_tokens()));
+        Ok(vec![greedy.reward + shaping; group.trajectories.len()])
     };
-    Ok(groups.iter().map(of_group).collect::<Result<Vec<_>>>()?.concat())
+    Ok(groups.iter().map(repeat_greedy_reward).collect::<Result<Vec<_>>>()?.concat())
 }

@@ -1,5 +1,5 @@
-//! The record of a step's trajectories: columns with one value a trained token, sequence after sequence. A
-//! step fills in the columns from top to bottom. They do not change between its first and its last update.
+//! The record of a step's trajectories, as columns. A column has one value for each trained token, sequence
+//! after sequence. A step fills in the columns before its first update; its updates do not change them.
 
 use super::forward_backward::PassOutput;
 use super::micro_batch::{MicroBatch, PackingParameters, Sequence};
@@ -19,7 +19,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Batch {
     pub sequences: Vec<Arc<Sequence>>,
-    /// Start of each sequence in the columns, and the length of the columns.
+    /// Start of each sequence in the columns, then the length of the columns.
     pub cu_seqlens: Vec<usize>,
     /// Log-probabilities stored at sampling.
     pub rollout_log_probs: Vec<f32>,
@@ -32,12 +32,11 @@ pub struct Batch {
     pub advantages: Vec<f32>,
     /// The critic's targets.
     pub returns: Option<Vec<f32>>,
-    /// False where rejection removed the token from the loss.
+    /// False for a token that the rollout correction rejected; the loss leaves it out.
     pub mask: Vec<bool>,
     /// Importance weights of the rollout correction.
     pub weights: Option<Vec<f32>>,
-    /// Experts chosen at sampling, one entry a sequence; present when they are compared with training's
-    /// experts.
+    /// Routed experts at sampling, one entry a sequence. Present if they are compared with training's.
     pub rollout_experts: Option<Vec<RoutedExperts>>,
     /// Experts to replay, one entry a sequence.
     replayed_experts: Option<Vec<RoutedExperts>>,
@@ -50,8 +49,8 @@ pub struct Batch {
 pub struct ForwardResult {
     /// One value a trained token.
     pub log_probs: Vec<f32>,
-    /// The chosen experts, one entry a sequence.
-    pub routes: Vec<RoutedExperts>,
+    /// Routed experts, one entry a sequence; empty if they are not compared.
+    pub routed_experts: Vec<RoutedExperts>,
 }
 
 impl Batch {
@@ -59,8 +58,8 @@ impl Batch {
     pub fn new(groups: &[&Group], packing: PackingParameters) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
         for Trajectory { tokens, mask, logprobs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
-            let of_tokens = mask.iter().zip(logprobs).skip(1).filter(|(m, _)| **m);
-            rollout_log_probs.extend(of_tokens.map(|(_, &logprob)| logprob));
+            let trained = mask.iter().zip(logprobs).skip(1).filter(|(mask, _)| **mask);
+            rollout_log_probs.extend(trained.map(|(_, &log_prob)| log_prob));
             cu_seqlens.push(rollout_log_probs.len());
             sequences.push(Arc::new(Sequence { tokens: tokens.clone(), mask: mask.clone() }));
         }
@@ -82,17 +81,18 @@ impl Batch {
         }
     }
 
-    /// Packs the batch again. Every later forward of the policy uses `routes` as its experts.
+    /// Packs the batch again with the experts to replay. Every later forward of the policy uses `experts`,
+    /// one entry a sequence.
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn set_replay(&mut self, routes: Vec<RoutedExperts>) -> Result<()> {
-        self.micro_batches = pack_replayed(&self.sequences, self.packing, &routes)?;
-        self.replayed_experts = Some(routes);
+    pub fn set_replay(&mut self, experts: Vec<RoutedExperts>) -> Result<()> {
+        self.micro_batches = pack_with_replay(&self.sequences, self.packing, &experts)?;
+        self.replayed_experts = Some(experts);
         Ok(())
     }
 
-    /// Returns the micro-batches for a model that replays no experts and packs by `packing`.
+    /// Returns the micro-batches of `packing`, without experts to replay.
     pub fn micro_batches_for(&self, packing: PackingParameters) -> Cow<'_, [MicroBatch]> {
         match self.replayed_experts.is_none() && packing == self.packing {
             true => Cow::Borrowed(&self.micro_batches),
@@ -113,8 +113,9 @@ impl Batch {
         Sequences::new(&self.cu_seqlens, &self.mask)
     }
 
-    /// Returns the sequence indices of each update of epoch `epoch`. A single update takes all sequences in
-    /// order. Several updates take equal shares of a shuffle that depends on seed, step and epoch alone.
+    /// Returns the sequence indices of each of `count` minibatches of epoch `epoch`. One minibatch has all
+    /// sequences in order. Several minibatches are equal parts of a shuffle, which depends on seed, step and
+    /// epoch alone.
     pub fn minibatches(&self, count: usize, seed: u64, step: u64, epoch: u64) -> Vec<Vec<usize>> {
         let total = self.sequences.len();
         let count = count.clamp(1, total.max(1));
@@ -125,8 +126,8 @@ impl Batch {
         (0..count).map(|i| order[i * total / count..(i + 1) * total / count].to_vec()).collect()
     }
 
-    /// Returns the minibatch of the sequences `indices`, in that order; borrows the batch if `indices` is all
-    /// of it.
+    /// Returns the minibatch of the sequences `indices`, in that order. Borrows the batch if it is the whole
+    /// one.
     ///
     /// # Errors
     /// When memory runs out.
@@ -138,8 +139,8 @@ impl Batch {
         let column = |values: &Vec<f32>| -> Vec<f32> {
             indices.iter().flat_map(|s| values[span(s)].iter().copied()).collect()
         };
-        let of_sequences = |routes: &Vec<RoutedExperts>| -> Vec<RoutedExperts> {
-            indices.iter().map(|&s| routes[s].clone()).collect()
+        let select_experts = |experts: &Vec<RoutedExperts>| -> Vec<RoutedExperts> {
+            indices.iter().map(|&s| experts[s].clone()).collect()
         };
         let sequences: Vec<_> = indices.iter().map(|&s| self.sequences[s].clone()).collect();
         let ends = indices.iter().scan(0, |end, s| {
@@ -156,38 +157,39 @@ impl Batch {
             returns: self.returns.as_ref().map(column),
             mask: indices.iter().flat_map(|s| self.mask[span(s)].iter().copied()).collect(),
             weights: self.weights.as_ref().map(column),
-            rollout_experts: self.rollout_experts.as_ref().map(of_sequences),
+            rollout_experts: self.rollout_experts.as_ref().map(select_experts),
             replayed_experts: None,
             packing: self.packing,
             micro_batches: vec![],
             sequences,
         };
         match &self.replayed_experts {
-            Some(routes) => minibatch.set_replay(of_sequences(routes))?,
+            Some(experts) => minibatch.set_replay(select_experts(experts))?,
             None => minibatch.micro_batches = pack(&minibatch.sequences, self.packing),
         }
         Ok(Cow::Owned(minibatch))
     }
 
-    /// Joins the outputs of the policy's micro-batches. Reads the experts only if those of sampling are
-    /// known.
+    /// Joins the outputs of the policy's micro-batches. Reads the routed experts only if the batch has those
+    /// of sampling to compare.
     ///
     /// # Errors
     /// When experts cannot be read.
     pub fn join_forward(&self, outputs: &[PassOutput]) -> Result<ForwardResult> {
-        let routes = match self.rollout_experts {
+        let routed_experts = match self.rollout_experts {
             Some(_) => experts::experts_from_forward(&self.micro_batches, outputs)?,
             None => vec![],
         };
-        Ok(ForwardResult { log_probs: outputs.iter().flat_map(|o| o.log_probs()).copied().collect(), routes })
+        let log_probs = outputs.iter().flat_map(|o| o.log_probs()).copied().collect();
+        Ok(ForwardResult { log_probs, routed_experts })
     }
 
-    /// Returns the `rollout_corr/`, `mismatch/` and `training/` metrics. They compare the log-probabilities
-    /// and experts of sampling with those of `training`, a forward before the first update. Rejected tokens
-    /// are included.
+    /// Returns the `rollout_corr/`, `mismatch/` and `training/` metrics. They compare log-probs and experts
+    /// of sampling with those of `training`, a forward with the weights before the first update. Rejected
+    /// tokens are included.
     ///
     /// # Errors
-    /// When no token was sampled, or a log-probability is not a number.
+    /// When no token was sampled, or a log-probability is NaN.
     pub fn mismatch_metrics(&self, training: &ForwardResult) -> Result<Metrics> {
         let all = vec![true; self.rollout_log_probs.len()];
         let sequences = Sequences::new(&self.cu_seqlens, &all)?;
@@ -196,37 +198,39 @@ impl Batch {
         for (name, value) in off_policy_metrics(&sequences, log_probs, Some(rollout))? {
             metrics.set(format!("rollout_corr/{name}"), value);
         }
-        for found in [
+        for group in [
             agreement_metrics(&sequences, log_probs, rollout)?,
             probs_diff_metrics(&sequences, log_probs, rollout)?,
         ] {
-            found.into_iter().for_each(|(name, value)| metrics.set(name, value));
+            group.into_iter().for_each(|(name, value)| metrics.set(name, value));
         }
-        if let Some(sampled) = &self.rollout_experts {
-            let agreement = experts::agreement(sampled, &training.routes, self.packing.top_k);
+        if let Some(rollout) = &self.rollout_experts {
+            let agreement = experts::agreement(rollout, &training.routed_experts, self.packing.top_k);
             metrics.set("mismatch/routing_agreement", agreement);
         }
         Ok(metrics)
     }
 
-    /// Returns the advantages of all tokens of each sequence. With `training`, the log-probabilities of a
-    /// forward before the first update, it also returns the mismatches.
+    /// Returns statistics of each sequence, one value for every token: the advantages, and with `training`
+    /// the log-prob differences. `training` are the log-probs of a forward before the first update.
     pub fn token_stats(&self, training: Option<&[f32]>) -> Vec<TokenStats> {
-        let of_sequence = |(sequence, span): (&Arc<Sequence>, &[usize])| {
-            let spread = |value: &dyn Fn(usize) -> f32| -> Vec<f32> {
-                let mut at = span[0]..span[1];
+        let sequence_stats = |(sequence, span): (&Arc<Sequence>, &[usize])| {
+            // Tokens that are not trained get the value 0.
+            let expand_to_tokens = |value: &dyn Fn(usize) -> f32| -> Vec<f32> {
+                let mut column_indices = span[0]..span[1];
                 let token = |(i, &mask): (usize, &bool)| match mask && i > 0 {
-                    true => at.next().map_or(0.0, value),
+                    true => column_indices.next().map_or(0.0, value),
                     false => 0.0,
                 };
                 sequence.mask.iter().enumerate().map(token).collect()
             };
             TokenStats {
-                advantages: spread(&|t| self.advantages[t]),
-                log_prob_diffs: training.map(|training| spread(&|t| training[t] - self.rollout_log_probs[t])),
+                advantages: expand_to_tokens(&|t| self.advantages[t]),
+                log_prob_diffs: training
+                    .map(|training| expand_to_tokens(&|t| training[t] - self.rollout_log_probs[t])),
             }
         };
-        self.sequences.iter().zip(self.cu_seqlens.windows(2)).map(of_sequence).collect()
+        self.sequences.iter().zip(self.cu_seqlens.windows(2)).map(sequence_stats).collect()
     }
 }
 
@@ -234,18 +238,19 @@ fn pack(sequences: &[Arc<Sequence>], packing: PackingParameters) -> Vec<MicroBat
     MicroBatch::split_with_prefixes(sequences, packing.limits, |_| packing.shared_positions_max)
 }
 
-/// Packs the sequences with the experts to replay. Two sequences share a row only where their experts are
-/// equal.
-fn pack_replayed(
+/// Packs the sequences with the experts to replay. Two sequences share a row only if its experts are equal in
+/// both.
+fn pack_with_replay(
     sequences: &[Arc<Sequence>],
     PackingParameters { limits, shared_positions_max, top_k }: PackingParameters,
-    routes: &[RoutedExperts],
+    replayed: &[RoutedExperts],
 ) -> Result<Vec<MicroBatch>> {
-    let common = |i: usize| experts::common_prefix_length(&routes[i - 1], &routes[i], top_k);
+    let common = |i: usize| experts::common_prefix_length(&replayed[i - 1], &replayed[i], top_k);
     let mut micro_batches =
         MicroBatch::split_with_prefixes(sequences, limits, |i| common(i).min(shared_positions_max));
     for batch in &mut micro_batches {
-        batch.replay = experts::pack_experts(&routes[batch.sequences.clone()], &batch.sequence_rows, top_k)?;
+        let sequences = &replayed[batch.sequences.clone()];
+        batch.replay = experts::pack_experts(sequences, &batch.sequence_rows, top_k)?;
     }
     Ok(micro_batches)
 }

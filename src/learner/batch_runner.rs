@@ -12,11 +12,11 @@ use crate::ops::threads::{Threads, with_spinning_threads};
 use anyhow::{Context, Result, ensure};
 use std::sync::{Mutex, PoisonError};
 
-/// Maximum bytes of a model that runs micro-batches in parallel, one a thread. Larger models run one
-/// micro-batch at a time and parallelise each op.
+/// Maximum bytes of a model that runs micro-batches in parallel, one a thread. A larger model runs one
+/// micro-batch at a time; its ops use all threads.
 const PARALLEL_BYTES_MAX: u64 = 256 << 20;
 
-/// Share of a pass's time that its forward takes, for its progress.
+/// Share of a pass's time that its forward takes, for the progress display.
 const FORWARD_SHARE: f64 = 1.0 / 3.0;
 
 /// Returns whether micro-batches of a model of `weight_bytes` run in parallel.
@@ -32,8 +32,7 @@ pub struct BatchRunner<'a> {
     pub parameters: &'a Parameters,
 }
 
-/// The objective of each micro-batch: its index, then the arguments of
-/// [`super::forward_backward::HeadObjective`].
+/// A [`super::forward_backward::HeadObjective`] that also gets the index of the micro-batch.
 pub type BatchObjective<'a, const N: usize> =
     &'a (dyn Fn(usize, [&[f32]; N]) -> Result<HeadColumns<N>> + Sync);
 
@@ -41,8 +40,8 @@ impl BatchRunner<'_> {
     /// Runs the forward and backward pass of every micro-batch. The parameters hold the gradients of the
     /// batch.
     ///
-    /// `objective` is called for every micro-batch, including those that other processes ran. Its gradients
-    /// must already be divided by the token count of the whole batch. `load_balance` is the coefficient over
+    /// `objective` is called for every micro-batch, including those that other processes ran. It must divide
+    /// its gradients by the token count of the whole batch. `settings.load_balance` is the coefficient for
     /// the whole batch.
     ///
     /// # Errors
@@ -56,7 +55,7 @@ impl BatchRunner<'_> {
         self.accumulate_with_progress(batches, settings, objective, &Progress::unseen())
     }
 
-    /// Does [`Self::accumulate`], and advances `progress` by the tokens of this process, layer by layer.
+    /// Like [`Self::accumulate`]. Advances `progress` by the tokens of this process, layer by layer.
     ///
     /// # Errors
     /// As [`Self::accumulate`].
@@ -76,25 +75,25 @@ impl BatchRunner<'_> {
             let share = if slot.masked { 0.0 } else { share };
             let settings = PassSettings { load_balance: settings.load_balance * share, ..settings };
             let pass = Pass { model: self.model, weights, batch, settings };
-            let shown = tokens_shown(&batches[slot.index], &slot);
+            let progress_tokens = progress_tokens(&batches[slot.index], &slot);
             let objective = |columns: [&[f32]; N]| match slot.masked {
                 true => Ok(columns.map(|column| vec![0.0; column.len()])),
                 false => objective(slot.index, columns),
             };
-            let on_layer = || progress.advance_tokens(shown * FORWARD_SHARE / self.layers());
+            let on_layer = || progress.advance_tokens(progress_tokens * FORWARD_SHARE / self.layers());
             pass.forward_backward(&objective, &on_layer)
         };
         let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
         let outputs = self.run_passes(batches, |slot| {
-            let shown = tokens_shown(&batches[slot.index], &slot) * (1.0 - FORWARD_SHARE);
-            let sink = sum.pass_sink(slot.round, Some((progress, shown)));
+            let backward_tokens = progress_tokens(&batches[slot.index], &slot) * (1.0 - FORWARD_SHARE);
+            let sink = sum.pass_sink(slot.round, Some((progress, backward_tokens)));
             let weights = self.parameters.pass_weights(Some(&sink));
-            // Otherwise later passes would wait for a failed one.
+            // Later passes must not wait for a failed one.
             weights.and_then(|weights| pass(slot, &weights)).inspect_err(|_| sum.fail(slot.round))
         })?;
         sum.finish()?;
-        let is_foreign = |index: usize| index % mesh.data_ranks() != mesh.data_rank();
-        for (index, output) in outputs.iter().enumerate().filter(|(index, _)| is_foreign(*index)) {
+        let ran_elsewhere = |index: usize| index % mesh.data_ranks() != mesh.data_rank();
+        for (index, output) in outputs.iter().enumerate().filter(|(index, _)| ran_elsewhere(*index)) {
             objective(index, output.head.each_ref().map(Vec::as_slice))?;
         }
         Ok(outputs)
@@ -112,7 +111,7 @@ impl BatchRunner<'_> {
         self.forward_with_progress(batches, settings, &Progress::unseen())
     }
 
-    /// Does [`Self::forward`], and advances `progress` by the tokens of this process, layer by layer.
+    /// Like [`Self::forward`]. Advances `progress` by the tokens of this process, layer by layer.
     ///
     /// # Errors
     /// When a pass fails.
@@ -125,37 +124,37 @@ impl BatchRunner<'_> {
         let weights = self.parameters.pass_weights(None)?;
         self.run_passes(batches, |slot| {
             let batch = &*batches[slot.index].local_shard(self.parameters.mesh())?;
-            let shown = tokens_shown(&batches[slot.index], &slot);
-            let on_layer = || progress.advance_tokens(shown / self.layers());
+            let progress_tokens = progress_tokens(&batches[slot.index], &slot);
+            let on_layer = || progress.advance_tokens(progress_tokens / self.layers());
             Pass { model: self.model, weights: &weights, batch, settings }.forward(&on_layer)
         })
     }
 
-    /// Returns the tokens of `batches` that this process takes through the model.
-    pub fn own_tokens(&self, batches: &[MicroBatch]) -> u64 {
+    /// Returns the number of tokens of `batches` that this process runs through the model.
+    pub fn local_tokens(&self, batches: &[MicroBatch]) -> u64 {
         let mesh = self.parameters.mesh();
-        let own = batches.iter().skip(mesh.data_rank()).step_by(mesh.data_ranks());
-        own.map(|batch| batch.sequence_rows.positions_count() as u64).sum()
+        let local = batches.iter().skip(mesh.data_rank()).step_by(mesh.data_ranks());
+        local.map(|batch| batch.sequence_rows.positions_count() as u64).sum()
     }
 
     fn layers(&self) -> f64 {
         self.model.config.num_hidden_layers as f64
     }
 
-    /// Clips the gradients and updates the weights with them. A norm that is not finite or is above
-    /// `skip_above` skips the update. Without `skip_above` a norm that is not finite is an error.
+    /// Clips the gradients and updates the weights. With `norm_limit`, an update is skipped if its gradient
+    /// norm is not finite or exceeds the limit.
     ///
     /// # Errors
-    /// When the norm is not finite and may not be skipped; the weights are then unchanged.
+    /// When the norm is not finite and there is no `norm_limit`. The weights are then unchanged.
     pub fn clip_and_update(
         &self,
         optimizer: &mut Optimizer,
         lr: f64,
-        skip_above: Option<f64>,
+        norm_limit: Option<f64>,
     ) -> Result<GradientNorm> {
         self.threads.run_on_all(|| {
             let norm = global_norm(self.parameters)?;
-            if skip_above.is_some_and(|limit| !norm.is_finite() || norm > limit) {
+            if norm_limit.is_some_and(|limit| !norm.is_finite() || norm > limit) {
                 return Ok(GradientNorm::Skipped(norm));
             }
             ensure!(
@@ -169,7 +168,7 @@ impl BatchRunner<'_> {
         })
     }
 
-    /// Returns whether passes run in parallel. On a GPU they run one at a time.
+    /// Returns whether passes run in parallel. On a GPU, passes run one at a time.
     fn runs_passes_in_parallel(&self) -> bool {
         self.parameters.device().is_cpu() && runs_in_parallel(self.parameters.bytes())
     }
@@ -179,16 +178,15 @@ impl BatchRunner<'_> {
         MicroBatchLimits { tokens_max, in_pairs: self.runs_passes_in_parallel() }
     }
 
-    /// Returns the packing of trajectories into micro-batches of up to `tokens_max` tokens. On a GPU
-    /// sequences share no rows, because its attention reads whole sequences.
+    /// Returns the parameters for packing trajectories into micro-batches of up to `tokens_max` tokens. On a
+    /// GPU, sequences share no rows, because the attention kernels read whole sequences.
     pub fn packing_parameters(&self, tokens_max: usize) -> PackingParameters {
         let shared_positions_max = if self.parameters.device().is_cpu() { usize::MAX } else { 0 };
         let top_k = self.model.config.num_experts_per_tok;
         PackingParameters { limits: self.limits(tokens_max), shared_positions_max, top_k }
     }
 
-    /// Calls `run` for each of `batches` and returns the results in order. The thread that runs a batch does
-    /// not change its result.
+    /// Calls `run` for each of `batches` and returns the results in order.
     fn run_passes<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -204,9 +202,9 @@ impl BatchRunner<'_> {
         }
     }
 
-    /// Distributes the micro-batches over the processes, or groups of them, in round-robin order. All
-    /// processes run the same number of passes, because passes exchange tensors. A process with no
-    /// micro-batch left runs its last one masked.
+    /// Distributes the micro-batches over the processes, or over sequence-parallel groups of processes, in
+    /// round-robin order. All processes run the same number of passes, because passes exchange tensors. A
+    /// process without a micro-batch in the last round runs a masked pass.
     fn run_distributed<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -214,42 +212,43 @@ impl BatchRunner<'_> {
     ) -> Result<Vec<PassOutput<N>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
         let (group, groups) = (mesh.data_rank(), mesh.data_ranks());
-        let mut own = vec![];
+        let mut local_records = vec![];
         for round in 0..count.div_ceil(groups) {
             let index = round * groups + group;
             let masked = index >= count;
             let result = run(PassSlot { index: index.min(count - 1), round, masked })?;
             if !masked {
-                own.push(result.into_record()?);
+                local_records.push(result.into_record()?);
             }
         }
-        let mut all = mesh.all_gather_records("pass results", &own)?;
-        all.iter_mut().for_each(|results| results.reverse());
+        let mut records = mesh.all_gather_records("pass results", &local_records)?;
+        records.iter_mut().for_each(|of_rank| of_rank.reverse());
         let ranks_per_group = mesh.sequence_ranks();
-        let of = |(index, batch): (usize, &MicroBatch)| {
+        let join_ranks = |(index, batch): (usize, &MicroBatch)| {
             let first = index % groups * ranks_per_group;
-            let parts =
-                all[first..first + ranks_per_group].iter_mut().map(Vec::pop).collect::<Option<Vec<_>>>();
-            PassOutput::join(parts.context("a rank made fewer passes")?, batch, mesh)
+            let ranks = &mut records[first..first + ranks_per_group];
+            let shards = ranks.iter_mut().map(Vec::pop).collect::<Option<Vec<_>>>();
+            PassOutput::join(shards.context("a rank made fewer passes")?, batch, mesh)
         };
-        batches.iter().enumerate().map(of).collect()
+        batches.iter().enumerate().map(join_ranks).collect()
     }
 }
 
 /// The norm of an update's gradient before clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum GradientNorm {
+    /// The weights were updated.
     Used(f64),
     /// The update was skipped; the weights are unchanged.
     Skipped(f64),
 }
 
-/// Returns the tokens that a pass shows as progress.
-fn tokens_shown(batch: &MicroBatch, slot: &PassSlot) -> f64 {
+/// Returns the tokens by which a pass advances the progress display.
+fn progress_tokens(batch: &MicroBatch, slot: &PassSlot) -> f64 {
     if slot.masked { 0.0 } else { batch.sequence_rows.positions_count() as f64 }
 }
 
-/// One value a micro-batch; objectives set the values from any thread.
+/// One value for each micro-batch. Objectives set the values from any thread.
 pub struct MicroBatchValues<S>(Vec<Mutex<Option<S>>>);
 
 impl<S> MicroBatchValues<S> {
@@ -257,8 +256,8 @@ impl<S> MicroBatchValues<S> {
         Self(micro_batches.iter().map(|_| Mutex::new(None)).collect())
     }
 
-    pub fn set(&self, index: usize, share: S) {
-        *self.0[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(share);
+    pub fn set(&self, index: usize, value: S) {
+        *self.0[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
     }
 
     /// Returns the values in batch order.
@@ -266,18 +265,19 @@ impl<S> MicroBatchValues<S> {
     /// # Errors
     /// When an objective was not called.
     pub fn into_values(self) -> Result<Vec<S>> {
-        let share = |share: Mutex<Option<S>>| share.into_inner().unwrap_or_else(PoisonError::into_inner);
-        self.0.into_iter().map(|s| share(s).context("a loss is missing")).collect()
+        let value = |cell: Mutex<Option<S>>| cell.into_inner().unwrap_or_else(PoisonError::into_inner);
+        self.0.into_iter().map(|cell| value(cell).context("a loss is missing")).collect()
     }
 }
 
-/// One pass of a batch in this process.
+/// One pass over a batch in this process.
 #[derive(Debug, Clone, Copy)]
 struct PassSlot {
-    /// Index of its micro-batch.
+    /// Index of the micro-batch.
     index: usize,
-    /// Index of the pass among those of this process.
+    /// Index of the pass among the passes of this process.
     round: usize,
-    /// Whether the pass adds no gradient and runs only to exchange tensors with the passes of other ranks.
+    /// Whether the pass adds no gradient. It then runs only to exchange tensors with the passes of other
+    /// ranks.
     masked: bool,
 }

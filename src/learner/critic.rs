@@ -1,6 +1,7 @@
-//! The critic: the policy's decoder stack with a value head; its advantage estimates and gradients.
+//! The critic: a decoder stack like the policy's, with a value head; its advantage estimates and gradients.
 //!
-//! The value of a token is read at the row that predicts the token. It is V of the state, not of the action.
+//! The value of a token is read at the row that predicts the token: it is the value of the state before the
+//! token is chosen.
 
 use super::batch::Batch;
 use super::batch_runner::{BatchRunner, MicroBatchValues};
@@ -30,8 +31,8 @@ pub struct Critic {
 }
 
 impl Critic {
-    /// Creates a critic from a copy of the `policy`'s decoder stack, with a head drawn from the run's `seed`.
-    /// If the policy has an adapter, the critic is a second adapter on the same base. `trainable` selects its
+    /// Creates a critic: a copy of the policy's decoder stack, and a random value head drawn from `seed`. If
+    /// the policy has an adapter, the critic is a second adapter on the same base. `trainable` marks the
     /// trainable tensors.
     ///
     /// # Errors
@@ -45,7 +46,7 @@ impl Critic {
         round_to_bf16: bool,
     ) -> Result<Self> {
         if let Some(lora) = policy.adapter() {
-            return Self::adapted((config, policy, lora), trainable, settings, seed, round_to_bf16);
+            return Self::with_adapter((config, policy, lora), trainable, settings, seed, round_to_bf16);
         }
         let is_trainable: HashSet<String> = value_model_specs(config)
             .into_iter()
@@ -61,8 +62,8 @@ impl Critic {
                 None => TensorStorage::to_variable(spec, &policy.weight(index)?),
             }
         });
-        let values = values.enumerate().map(|(index, found)| {
-            let (spec, stored) = found?;
+        let values = values.enumerate().map(|(index, tensor)| {
+            let (spec, stored) = tensor?;
             Ok((spec, if trainable[index] { stored.into_shard(index, policy.mesh())? } else { stored }))
         });
         let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
@@ -71,8 +72,8 @@ impl Critic {
         Ok(Self { settings: settings.clone(), parameters, optimizer })
     }
 
-    /// Creates a second adapter with a value head on the policy's base. It copies no tensor of the base.
-    fn adapted(
+    /// Creates a critic that is a second adapter on the policy's base. It copies no tensor of the base.
+    fn with_adapter(
         (config, policy, lora): (&Config, &Parameters, &Lora),
         trainable: &[bool],
         settings: &CriticSettings,
@@ -92,7 +93,7 @@ impl Critic {
     }
 }
 
-/// The critic and its settings at one step.
+/// The critic at one step, with its settings.
 #[derive(Clone, Copy)]
 pub struct CriticStep<'a> {
     /// Runs batches with the critic's parameters.
@@ -130,28 +131,28 @@ impl CriticStep<'_> {
     /// Returns advantages and returns from `rewards` and `values`, one value a token.
     ///
     /// # Errors
-    /// When a value is not a number, or the batch has too few tokens to normalise over.
+    /// When a value is NaN, or the batch has too few tokens to normalise the advantages.
     pub fn estimate(&self, sequences: &Sequences, rewards: &[f32], values: &[f32]) -> Result<ValueEstimate> {
-        let found = gae(sequences, rewards, values, self.settings.gamma, self.settings.lambda)?;
-        let advantages = whiten(sequences, &found.advantages)?;
+        let estimate = gae(sequences, rewards, values, self.settings.gamma, self.settings.lambda)?;
+        let advantages = whiten(sequences, &estimate.advantages)?;
         let mut metrics = Metrics::new();
-        for (name, column) in [("values", values), ("returns", &found.returns)] {
-            let of = || sequences.all_valid_indices().map(|t| f64::from(column[t]));
-            metrics.set(format!("critic/{name}/mean"), of().sum::<f64>() / of().count() as f64);
-            metrics.set(format!("critic/{name}/max"), of().fold(f64::NEG_INFINITY, f64::max));
-            metrics.set(format!("critic/{name}/min"), of().fold(f64::INFINITY, f64::min));
+        for (name, column) in [("values", values), ("returns", &estimate.returns)] {
+            let valid = || sequences.all_valid_indices().map(|t| f64::from(column[t]));
+            metrics.set(format!("critic/{name}/mean"), valid().sum::<f64>() / valid().count() as f64);
+            metrics.set(format!("critic/{name}/max"), valid().fold(f64::NEG_INFINITY, f64::max));
+            metrics.set(format!("critic/{name}/min"), valid().fold(f64::INFINITY, f64::min));
         }
-        if let Some(explained) = explained_variance(sequences, values, &found.returns)? {
-            metrics.set("critic/vf_explained_var", explained);
+        if let Some(explained_var) = explained_variance(sequences, values, &estimate.returns)? {
+            metrics.set("critic/vf_explained_var", explained_var);
         }
-        Ok(ValueEstimate { advantages, returns: found.returns, metrics })
+        Ok(ValueEstimate { advantages, returns: estimate.returns, metrics })
     }
 
     /// Computes the gradients of the value loss over `batch` or a minibatch, into the critic's parameters.
     /// Returns the metrics; `None` when every token was rejected.
     ///
     /// # Errors
-    /// When a pass fails, a value is not a number, or the batch has no values and returns.
+    /// When a pass fails, a value is NaN, or the batch has no values and returns.
     pub fn gradients(&self, batch: &Batch) -> Result<Option<Metrics>> {
         let tokens = batch.tokens()?;
         if tokens.valid_tokens() == 0 {
@@ -174,9 +175,9 @@ impl CriticStep<'_> {
             Ok([gradient])
         })?;
         let shares = shares.into_values()?;
-        let sum = |of: fn(&ValueLoss) -> f64| shares.iter().map(of).fold(0.0, |sum, share| sum + share);
-        let clipped = sum(|share| share.clipped.sum) / sum(|share| share.clipped.tokens);
+        let sum = |field: fn(&ValueLoss) -> f64| shares.iter().map(field).fold(0.0, |sum, share| sum + share);
+        let clip_fraction = sum(|share| share.clipped.sum) / sum(|share| share.clipped.tokens);
         let loss = sum(|share| share.loss);
-        Ok(Some(Metrics::from_iter([("critic/vf_loss", loss), ("critic/vf_clipfrac", clipped)])))
+        Ok(Some(Metrics::from_iter([("critic/vf_loss", loss), ("critic/vf_clipfrac", clip_fraction)])))
     }
 }

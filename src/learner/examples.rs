@@ -25,7 +25,7 @@ pub struct ConversationRenderer<'a> {
     pub chat: &'a Chat,
     /// System and developer messages before a demonstration.
     pub system_prompt: &'a [Message],
-    /// Maximum tokens of a sequence.
+    /// Maximum number of tokens of a sequence.
     pub context_tokens_max: usize,
     /// Size of the model's vocabulary.
     pub vocabulary: usize,
@@ -39,31 +39,31 @@ impl ConversationRenderer<'_> {
     pub fn render_demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
         let messages: Vec<Message> =
             self.system_prompt.iter().chain(&demonstration.messages).cloned().collect();
-        let place = match self.system_prompt.is_empty() {
+        let source = match self.system_prompt.is_empty() {
             true => "a demonstration",
-            false => {
-                "a demonstration after the messages of [harmony], which system_message = false takes away"
-            }
+            false => "a demonstration after the messages of [harmony], which system_message = false removes",
         };
-        self.conversation(&messages, place)
+        self.render_conversation(&messages, source)
     }
 
-    fn conversation(&self, messages: &[Message], place: &str) -> Result<Sequence> {
+    /// Renders a conversation. `source` names it in messages.
+    fn render_conversation(&self, messages: &[Message], source: &str) -> Result<Sequence> {
         let rendered = self.chat.render_training(messages)?;
-        self.checked(rendered.tokens, rendered.mask, place)
+        self.check_sequence(rendered.tokens, rendered.mask, source)
     }
 
-    fn checked(&self, tokens: Vec<u32>, mask: Vec<bool>, place: &str) -> Result<Sequence> {
+    /// Checks that the sequence fits in the context and has a trained token.
+    fn check_sequence(&self, tokens: Vec<u32>, mask: Vec<bool>, source: &str) -> Result<Sequence> {
         if tokens.len() > self.context_tokens_max {
             return Err(bad_input!(
-                "{place}: {} tokens, more than the model's context of {}; shorten or drop it",
+                "{source}: {} tokens, more than the model's context of {}; shorten or drop it",
                 tokens.len(),
                 self.context_tokens_max
             ));
         }
         if !mask.iter().skip(1).any(|&m| m) {
             return Err(bad_input!(
-                "{place}: no token to train on; it needs an assistant's message or a mask"
+                "{source}: no token to train on; it needs an assistant's message or a mask"
             ));
         }
         Ok(Sequence { tokens, mask })
@@ -74,30 +74,30 @@ impl ConversationRenderer<'_> {
     /// # Errors
     /// [`crate::error::BadInput`] naming file and row.
     pub fn read_rows(&self, path: &Path, rows_max: Option<usize>) -> Result<Vec<Sequence>> {
-        let form = "{\"messages\": [...]} or {\"tokens\": [...], \"mask\": [...]}";
-        rows::read(path, rows_max, form, |row| self.row(row).map_err(|e| format!("{e:#}")))
+        let format = "{\"messages\": [...]} or {\"tokens\": [...], \"mask\": [...]}";
+        rows::read(path, rows_max, format, |row| self.row(row).map_err(|e| format!("{e:#}")))
     }
 
     fn row(&self, row: &Value) -> Result<Sequence> {
         if row.get("messages").is_some() {
-            return self.conversation(&self.chat.read_messages(row, "row")?, "row");
+            return self.render_conversation(&self.chat.read_messages(row, "row")?, "row");
         }
-        let wrong = || {
+        let format_error = || {
             bad_input!(
                 "needs \"messages\", or \"tokens\" (ids below {}) and \"mask\" (true or 1 where trained) of one length",
                 self.vocabulary
             )
         };
-        let list = |key: &str| row.get(key).and_then(Value::as_array).ok_or_else(wrong);
+        let list = |key: &str| row.get(key).and_then(Value::as_array).ok_or_else(format_error);
         let id = |value: &Value| value.as_u64().filter(|&id| id < self.vocabulary as u64).map(|id| id as u32);
         let flag = |value: &Value| value.as_bool().or_else(|| value.as_u64().map(|m| m != 0));
         let tokens: Option<Vec<u32>> = list("tokens")?.iter().map(id).collect();
         let mask: Option<Vec<bool>> = list("mask")?.iter().map(flag).collect();
         match (tokens, mask) {
             (Some(tokens), Some(mask)) if tokens.len() == mask.len() && !tokens.is_empty() => {
-                self.checked(tokens, mask, "row")
+                self.check_sequence(tokens, mask, "row")
             }
-            _ => Err(wrong()),
+            _ => Err(format_error()),
         }
     }
 }
@@ -107,10 +107,10 @@ impl Examples {
     ///
     /// # Errors
     /// When [`ConversationRenderer::read_rows`] fails.
-    pub fn open(file: Option<&Path>, rendering: &ConversationRenderer) -> Result<Self> {
+    pub fn open(file: Option<&Path>, renderer: &ConversationRenderer) -> Result<Self> {
         Ok(match file {
             Some(path) => {
-                let sequences = rendering.read_rows(path, None)?;
+                let sequences = renderer.read_rows(path, None)?;
                 let order = Order::new(sequences.len(), Purpose::Shuffle);
                 Examples::Rows { sequences, order }
             }
@@ -118,13 +118,13 @@ impl Examples {
         })
     }
 
-    /// Returns examples `start..start + count` of the endless stream.
+    /// Returns the examples `start..start + count` of the endless sequence of examples.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the task has no demonstrations.
     pub fn batch(
         &self,
-        rendering: &ConversationRenderer,
+        renderer: &ConversationRenderer,
         task: &dyn Task,
         seed: u64,
         start: u64,
@@ -136,7 +136,7 @@ impl Examples {
                 Examples::Demonstrations => {
                     let demonstration =
                         task.demonstration(seed, index).ok_or_else(|| no_demonstrations(task))?;
-                    rendering.render_demonstration(&demonstration)
+                    renderer.render_demonstration(&demonstration)
                 }
             })
             .collect()
@@ -145,7 +145,7 @@ impl Examples {
 
 fn no_demonstrations(task: &dyn Task) -> anyhow::Error {
     bad_input!(
-        "cold_start.train_file: the task {} makes no demonstrations of its own; name a JSONL file, or set cold_start.steps = 0",
+        "cold_start.train_file: the task {} has no demonstrations; name a JSONL file, or set cold_start.steps = 0",
         task.name()
     )
 }

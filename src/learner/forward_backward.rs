@@ -21,25 +21,25 @@ pub struct PassSettings {
     pub recompute_layers: bool,
     /// The sampling temperature. Log-probabilities are those of the distribution at this temperature.
     pub temperature: f64,
-    /// Coefficient of the load-balancing loss for this micro-batch, scaled by its share of the batch; 0 means
+    /// Coefficient of the load-balancing loss, multiplied by the micro-batch's share of the batch; 0 means
     /// off.
     pub load_balance: f64,
     pub forward: ForwardOptions,
 }
 
-/// The head's outputs for each target, in `N` columns of `[R]`: a policy's log-probabilities and entropies,
-/// or a critic's values.
+/// The head's outputs, `N` columns with one value for each target, `[R]`. A policy has the columns
+/// log-probabilities and entropies, a critic has the column values.
 pub type HeadColumns<const N: usize> = [Vec<f32>; N];
 
-/// A function from the head's columns to the objective's gradients with respect to them.
+/// Computes the gradient of the objective with respect to the head's columns.
 pub type HeadObjective<'a, const N: usize> = &'a dyn Fn([&[f32]; N]) -> Result<HeadColumns<N>>;
 
-/// The output of a pass. The gradients are in the sink of the weights.
+/// The output of a pass, without its gradients; these go to the gradient sink of the weights.
 #[derive(Debug)]
 pub struct PassOutput<const N: usize = 2> {
     pub head: HeadColumns<N>,
-    /// The chosen experts, u32 `[T, K]` for each layer; empty for a model without experts.
-    pub routes: Vec<Tensor>,
+    /// Routed experts, u32 `[T, K]` for each layer; empty for a model without experts.
+    pub routed_experts: Vec<Tensor>,
     /// Load-balancing loss, mean over layers, before its coefficient; 0 when it is off.
     pub load_balance: f64,
 }
@@ -59,26 +59,25 @@ impl PassOutput {
 /// The forward and backward pass of one micro-batch.
 pub struct Pass<'a> {
     pub model: &'a Model,
-    /// The weights; trainable ones have a sink for their gradients.
+    /// The weights. Trainable ones have a gradient sink.
     pub weights: &'a Weights,
     pub batch: &'a MicroBatch,
     pub settings: PassSettings,
 }
 
 impl Pass<'_> {
-    /// Returns the head's columns and the chosen experts; `weights` should be frozen. A critic's value of a
-    /// target is read at the row that predicts it. Calls `on_layer` after each layer.
+    /// Runs the forward without gradients; `weights` should be frozen. Calls `on_layer` after each layer.
     ///
     /// # Errors
     /// When the batch does not fit the model, or the head gives a number of columns other than `N`.
     pub fn forward<const N: usize>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<N>> {
-        let mut routes = vec![];
-        let hidden = self.walk(&self.stack(), &mut |_, _, output| {
-            routes.extend(output.routed_experts());
+        let mut routed_experts = vec![];
+        let hidden = self.run_layers(&self.stack(), &mut |_, _, output| {
+            routed_experts.extend(output.routed_experts());
             on_layer();
             Ok(())
         })?;
-        Ok(PassOutput { head: columns(&self.head(&hidden)?)?, routes, load_balance: 0.0 })
+        Ok(PassOutput { head: split_columns(&self.head(&hidden)?)?, routed_experts, load_balance: 0.0 })
     }
 
     /// Runs the forward pass, `objective` on the head's columns, and the backward pass. Calls `on_layer`
@@ -93,8 +92,8 @@ impl Pass<'_> {
         on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
         match self.settings.recompute_layers {
-            true => self.recomputed(objective, on_layer),
-            false => self.whole_graph(objective, on_layer),
+            true => self.run_with_recomputation(objective, on_layer),
+            false => self.run_as_one_graph(objective, on_layer),
         }
     }
 
@@ -102,7 +101,7 @@ impl Pass<'_> {
         DecoderStack { model: self.model, weights: self.weights, forward: self.settings.forward }
     }
 
-    /// Calls `f` with the batch's rows. The rows use the experts `replay`, if given.
+    /// Calls `f` with the batch's rows. With `replay`, the rows are routed to these experts.
     fn with_rows<R>(&self, replay: Option<&[Tensor]>, f: impl FnOnce(&mut Rows) -> R) -> R {
         let sequence_rows = self.batch.sequence_rows.clone();
         let rotation = self.model.rotation(self.batch.positions.clone());
@@ -115,13 +114,15 @@ impl Pass<'_> {
         }
     }
 
-    fn walk(&self, stack: &DecoderStack, keep: LayerCallback) -> Result<Tensor> {
-        let on_device = |layers: &Vec<Tensor>| {
+    /// Runs embedding and layers. Returns the output of the last layer, `[T, H]`. Calls `on_layer` with the
+    /// output of each layer.
+    fn run_layers(&self, stack: &DecoderStack, on_layer: LayerCallback) -> Result<Tensor> {
+        let to_device = |layers: &Vec<Tensor>| {
             let device = self.weights.device();
-            layers.iter().map(|routes| Ok(routes.to_device(device)?)).collect::<Result<Vec<_>>>()
+            layers.iter().map(|experts| Ok(experts.to_device(device)?)).collect::<Result<Vec<_>>>()
         };
-        let replay = self.batch.replay.as_ref().map(on_device).transpose()?;
-        self.with_rows(replay.as_deref(), |rows| stack.forward(&self.batch.tokens, rows, keep))
+        let replay = self.batch.replay.as_ref().map(to_device).transpose()?;
+        self.with_rows(replay.as_deref(), |rows| stack.forward(&self.batch.tokens, rows, on_layer))
     }
 
     /// Returns the head's output, `[N, R]`.
@@ -130,80 +131,77 @@ impl Pass<'_> {
         self.stack().head(&normed, &self.batch.targets, self.settings.temperature)
     }
 
-    fn whole_graph<const N: usize>(
+    /// Runs the pass without recomputation.
+    fn run_as_one_graph<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
         on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
-        let (mut routes, mut balances, mut values) = (vec![], vec![], None);
+        let (mut routed_experts, mut balance_losses, mut head_output) = (vec![], vec![], None);
         differentiate(&[], || {
             let mut roots = vec![];
-            let hidden = self.walk(&self.stack(), &mut |_, _, output| {
-                roots.extend(self.load_balance(output, &mut balances)?);
-                routes.extend(output.routed_experts());
+            let hidden = self.run_layers(&self.stack(), &mut |_, _, output| {
+                roots.extend(self.load_balance(output, &mut balance_losses)?);
+                routed_experts.extend(output.routed_experts());
                 on_layer();
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
             roots.push((head.clone(), self.gradient(&head, objective)?));
-            values = Some(head);
+            head_output = Some(head);
             anyhow::Ok(roots)
         })?;
-        let head = values.context("a pass without a head")?;
-        Ok(PassOutput { head: columns(&head)?, routes, load_balance: self.mean_of_layers(&balances)? })
+        let head = head_output.context("a pass without a head")?;
+        let load_balance = self.layer_mean(&balance_losses)?;
+        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance })
     }
 
-    fn recomputed<const N: usize>(
+    /// Runs the pass with recomputation.
+    fn run_with_recomputation<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
         on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
         let layers = self.model.config.num_hidden_layers;
-        let (mut inputs, mut routes) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
+        let (mut inputs, mut routed_experts) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
         let frozen = self.weights.without_gradient();
-        let hidden =
-            self.walk(&DecoderStack { weights: &frozen, ..self.stack() }, &mut |_, input, output| {
-                inputs.push(input.clone());
-                routes.extend(output.routed_experts());
-                on_layer();
-                Ok(())
-            })?;
-        let mut values = None;
-        let mut upstream = self.through(&hidden, || {
+        let stack = DecoderStack { weights: &frozen, ..self.stack() };
+        let hidden = self.run_layers(&stack, &mut |_, input, output| {
+            inputs.push(input.clone());
+            routed_experts.extend(output.routed_experts());
+            on_layer();
+            Ok(())
+        })?;
+        let mut head_output = None;
+        let mut upstream = input_gradient(&hidden, || {
             let head = self.head(&hidden)?;
             let root = (head.clone(), self.gradient(&head, objective)?);
-            values = Some(head);
+            head_output = Some(head);
             Ok(vec![root])
         })?;
         drop(hidden);
-        let head = values.context("a pass without a head")?;
+        let head = head_output.context("a pass without a head")?;
 
-        let mut balances = vec![];
+        let mut balance_losses = vec![];
         for index in (0..layers).rev() {
             let x = inputs.pop().context("a layer's input is missing")?;
             let next = index.checked_sub(1);
-            upstream = self.through(&x, || {
+            upstream = input_gradient(&x, || {
                 // The recomputation uses the experts of the first forward.
-                let output =
-                    self.with_rows(Some(&routes), |rows| self.stack().run_layer(index, next, &x, rows))?;
-                let balance = self.load_balance(&output, &mut balances)?;
+                let output = self
+                    .with_rows(Some(&routed_experts), |rows| self.stack().run_layer(index, next, &x, rows))?;
+                let balance = self.load_balance(&output, &mut balance_losses)?;
                 Ok([(output.hidden, upstream)].into_iter().chain(balance).collect())
             })?;
         }
         differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
-        Ok(PassOutput { head: columns(&head)?, routes, load_balance: self.mean_of_layers(&balances)? })
+        let load_balance = self.layer_mean(&balance_losses)?;
+        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance })
     }
 
-    /// Returns the gradient with respect to `x`. `forward` computes outputs from `x` and returns each with
-    /// its gradient.
-    fn through(&self, x: &Tensor, forward: impl FnOnce() -> Result<Vec<(Tensor, Tensor)>>) -> Result<Tensor> {
-        let gradient = differentiate(&[x], forward)?.pop().flatten();
-        gradient.context("no gradient at a layer's input")
-    }
-
-    /// Returns the mean of `losses` over layers. It is read once at the end of a pass, because a read waits
-    /// for the GPU.
-    fn mean_of_layers(&self, losses: &[Tensor]) -> Result<f64> {
+    /// Returns the mean of `losses` over layers. It is called only at the end of a pass, because each read
+    /// waits for the GPU.
+    fn layer_mean(&self, losses: &[Tensor]) -> Result<f64> {
         let mut sum = 0.0;
         for loss in losses {
             sum += f64::from(loss.to_scalar::<f32>()?);
@@ -212,11 +210,11 @@ impl Pass<'_> {
     }
 
     /// Returns the layer's load-balancing loss and its coefficient, if the coefficient is not 0. Appends the
-    /// loss to `balances`.
+    /// loss to `losses`.
     fn load_balance(
         &self,
         output: &LayerOutput,
-        balances: &mut Vec<Tensor>,
+        losses: &mut Vec<Tensor>,
     ) -> Result<Option<(Tensor, Tensor)>> {
         let (true, Some(routing)) = (self.settings.load_balance != 0.0, &output.routing) else {
             return Ok(None);
@@ -225,46 +223,53 @@ impl Pass<'_> {
         let loss = match &self.batch.split {
             None => ops::load_balance(&routing.router_logits, &routing.plan, sequences_per_row)?,
             Some(split) => {
-                let routes = split.rows.gather_routed_experts(&routing.routes)?;
-                let plan = Dispatch::new(&routes, self.model.config.num_local_experts)?;
+                let routed_experts = split.rows.gather_routed_experts(&routing.routes)?;
+                let plan = Dispatch::new(&routed_experts, self.model.config.num_local_experts)?;
                 ops::load_balance(&split.rows.gather_rows(&routing.router_logits)?, &plan, sequences_per_row)?
             }
         };
-        balances.push(loss.clone());
+        losses.push(loss.clone());
         let layers = self.model.config.num_hidden_layers as f64;
         let coefficient = Tensor::new((self.settings.load_balance / layers) as f32, loss.device())?;
         Ok(Some((loss, coefficient)))
     }
 
-    /// Returns the objective's gradient as a tensor of the head's shape, `[N, R]`.
+    /// Returns the objective's gradient with respect to `head`, `[N, R]`.
     fn gradient<const N: usize>(&self, head: &Tensor, objective: HeadObjective<'_, N>) -> Result<Tensor> {
-        let mut columns = columns::<N>(head)?;
+        let mut columns = split_columns::<N>(head)?;
         for column in &mut columns {
-            *column = self.of_all(std::mem::take(column))?;
+            *column = self.gather_column(std::mem::take(column))?;
         }
         let gradients = objective(columns.each_ref().map(Vec::as_slice))?;
-        let own: Vec<f32> = gradients.into_iter().flat_map(|column| self.of_own(column)).collect();
-        Ok(Tensor::from_vec(own, head.shape(), head.device())?)
+        let local: Vec<f32> = gradients.into_iter().flat_map(|column| self.local_shard(column)).collect();
+        Ok(Tensor::from_vec(local, head.shape(), head.device())?)
     }
 
-    /// Joins this rank's column `own` with the columns of the other ranks into the column of all targets.
-    fn of_all(&self, own: Vec<f32>) -> Result<Vec<f32>> {
-        let Some(split) = &self.batch.split else { return Ok(own) };
+    /// Gathers a column of all targets from the shards of the ranks; `local` is this rank's shard.
+    fn gather_column(&self, local: Vec<f32>) -> Result<Vec<f32>> {
+        let Some(split) = &self.batch.split else { return Ok(local) };
         let lengths: Vec<usize> = split.targets.iter().map(Vec::len).collect();
-        Ok(split.join_columns(&split.rows.gather("what the head gives", &own, &lengths)?))
+        Ok(split.join_columns(&split.rows.gather("the head's output", &local, &lengths)?))
     }
 
     /// Returns this rank's shard of a column of all targets.
-    fn of_own(&self, all: Vec<f32>) -> Vec<f32> {
+    fn local_shard(&self, column: Vec<f32>) -> Vec<f32> {
         match &self.batch.split {
-            None => all,
-            Some(split) => split.local_targets().iter().map(|&place| all[place]).collect(),
+            None => column,
+            Some(split) => split.local_targets().iter().map(|&index| column[index]).collect(),
         }
     }
 }
 
-fn columns<const N: usize>(head: &Tensor) -> Result<HeadColumns<N>> {
-    ensure!(head.dim(0)? == N, "the head gives {} columns, and {N} were asked for", head.dim(0)?);
+/// Returns the gradient with respect to `x`. `forward` computes outputs from `x`; it returns each output with
+/// the gradient with respect to it.
+fn input_gradient(x: &Tensor, forward: impl FnOnce() -> Result<Vec<(Tensor, Tensor)>>) -> Result<Tensor> {
+    differentiate(&[x], forward)?.pop().flatten().context("no gradient at a layer's input")
+}
+
+/// Splits the head's output `[N, R]` into its columns.
+fn split_columns<const N: usize>(head: &Tensor) -> Result<HeadColumns<N>> {
+    ensure!(head.dim(0)? == N, "the head has {} columns, but {N} were requested", head.dim(0)?);
     let mut columns = [const { vec![] }; N];
     for (index, column) in columns.iter_mut().enumerate() {
         *column = head.get(index)?.to_vec1()?;

@@ -25,12 +25,12 @@ use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// Minimum bytes of gradients in one exchange; small tensors are sent together.
-const GROUP_BYTES: u64 = 4 << 20;
+/// Minimum bytes of gradients in one exchange. Small tensors are sent together.
+const EXCHANGE_BYTES_MIN: u64 = 4 << 20;
 /// Maximum bytes of gradients in flight, sent and received. A larger tensor is sent alone.
 const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
 
-/// Returns the maximum bytes in flight when one pass has gradients of `pass_bytes`; at most `pass_bytes`.
+/// Returns the maximum bytes in flight, sent and received, if one pass has gradients of `pass_bytes`.
 pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
     EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
 }
@@ -38,8 +38,8 @@ pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
 /// The gradient buffers of one batch and, for each buffer, the index of the pass whose turn it is to add.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
-    /// Additions of one pass to each parameter: 2 for an embedding tied to the head (the head's first), else
-    /// 1.
+    /// Number of additions that one pass makes to each parameter: 2 for an embedding that is tied to the
+    /// head, else 1. The head's gradient comes before the embedding's.
     additions_per_pass: Vec<usize>,
     order: Mutex<PassOrder>,
     changed: Condvar,
@@ -58,31 +58,33 @@ struct Reduction {
     in_flight: Mutex<InFlightGradients>,
 }
 
-/// Gradients that are not added yet, in order.
+/// Gradients that are not added to the buffers yet, in order.
 #[derive(Default)]
 struct InFlightGradients {
-    /// Whole tensors that wait to be sent together, and their bytes.
-    waiting: (Vec<(usize, Tensor)>, u64),
-    /// The pass of the waiting tensors. One exchange holds one pass: two passes would be added by rank, not
-    /// in batch order.
+    /// Whole tensors that wait to be sent together, with their parameters.
+    waiting: Vec<(usize, Tensor)>,
+    waiting_bytes: u64,
+    /// The pass of the waiting tensors. An exchange holds tensors of one pass only: tensors of two passes
+    /// would be added in rank order, not in batch order.
     pass: usize,
     /// Exchanges in flight: their parameters, their bytes, and the exchange.
-    started: VecDeque<(Vec<usize>, u64, PendingExchange)>,
+    exchanges: VecDeque<(Vec<usize>, u64, PendingExchange)>,
 }
 
+/// The order of additions.
 struct PassOrder {
-    /// Additions to each parameter's buffer so far.
-    adds: Vec<usize>,
+    /// Number of additions to each parameter's buffer so far.
+    additions: Vec<usize>,
     /// The first pass that failed before it had added all gradients.
-    failed: Option<usize>,
+    failed_pass: Option<usize>,
 }
 
 /// The gradient sink of one pass.
 struct PassGradientSink {
     sum: Arc<GradientSum>,
     pass: usize,
-    /// Where the pass is shown, and the tokens for which one gradient stands.
-    shown: Option<(Progress, f64)>,
+    /// The progress display, and the tokens by which each gradient advances it.
+    progress: Option<(Progress, f64)>,
 }
 
 impl GradientSum {
@@ -93,10 +95,10 @@ impl GradientSum {
     pub fn begin(parameters: &Parameters) -> Result<Arc<Self>> {
         let buffers: Vec<Option<Tensor>> = parameters.gradients().map(Option::<&Tensor>::cloned).collect();
         buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
-        let order = Mutex::new(PassOrder { adds: vec![0; buffers.len()], failed: None });
+        let order = Mutex::new(PassOrder { additions: vec![0; buffers.len()], failed_pass: None });
         let additions_per_pass = (0..buffers.len()).map(|index| parameters.use_count(index)).collect();
-        let learning = buffers.iter().zip(&parameters.specs).filter(|(buffer, _)| buffer.is_some());
-        let values: usize = learning.map(|(_, spec)| spec.element_count()).sum();
+        let trainable = buffers.iter().zip(&parameters.specs).filter(|(buffer, _)| buffer.is_some());
+        let values: usize = trainable.map(|(_, spec)| spec.element_count()).sum();
         let reduction = (parameters.mesh().ranks() > 1).then(|| Reduction {
             mesh: parameters.mesh().clone(),
             specs: parameters.specs.clone(),
@@ -115,23 +117,25 @@ impl GradientSum {
         self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))
     }
 
-    /// Returns the gradient sink of pass `pass` of the batch, from 0. The sink takes one gradient for each
-    /// use of a parameter. All of them together advance `progress` by its tokens.
+    /// Returns the gradient sink of pass `pass` (from 0) of the batch. The sink receives one gradient for
+    /// each use of a parameter. Together, the gradients advance `progress` by its number of tokens.
     pub fn pass_sink(
         self: &Arc<Self>,
         pass: usize,
         progress: Option<(&Progress, f64)>,
     ) -> Arc<dyn GradientSink> {
-        let used = self.buffers.iter().zip(&self.additions_per_pass).filter(|(buffer, _)| buffer.is_some());
-        let adds: usize = used.map(|(_, additions)| additions).sum();
-        let shown = progress.map(|(progress, tokens)| (progress.clone(), tokens / adds.max(1) as f64));
-        Arc::new(PassGradientSink { sum: self.clone(), pass, shown })
+        let trainable =
+            self.buffers.iter().zip(&self.additions_per_pass).filter(|(buffer, _)| buffer.is_some());
+        let additions: usize = trainable.map(|(_, additions)| additions).sum();
+        let progress =
+            progress.map(|(progress, tokens)| (progress.clone(), tokens / additions.max(1) as f64));
+        Arc::new(PassGradientSink { sum: self.clone(), pass, progress })
     }
 
     /// Marks pass `pass` as failed, so that later passes do not wait for it.
     pub fn fail(&self, pass: usize) {
         let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        order.failed = Some(order.failed.map_or(pass, |first| first.min(pass)));
+        order.failed_pass = Some(order.failed_pass.map_or(pass, |first| first.min(pass)));
         drop(order);
         self.changed.notify_all();
     }
@@ -144,21 +148,22 @@ impl GradientSink for PassGradientSink {
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
     ) -> candle_core::Result<()> {
         let GradientSum { buffers, additions_per_pass, order, changed, reduction } = &*self.sum;
-        if let Some((progress, tokens)) = &self.shown {
+        if let Some((progress, tokens)) = &self.progress {
             progress.advance_tokens(*tokens);
         }
         let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} is not trainable") };
         let lock = order.lock().unwrap_or_else(PoisonError::into_inner);
-        let earlier_pass_failed = |order: &PassOrder| order.failed.is_some_and(|failed| failed < self.pass);
+        let earlier_pass_failed =
+            |order: &PassOrder| order.failed_pass.is_some_and(|failed| failed < self.pass);
         let additions = additions_per_pass[parameter];
         let must_wait = |order: &mut PassOrder| {
-            order.adds[parameter] / additions < self.pass && !earlier_pass_failed(order)
+            order.additions[parameter] / additions < self.pass && !earlier_pass_failed(order)
         };
         let lock = changed.wait_while(lock, must_wait).unwrap_or_else(PoisonError::into_inner);
         if earlier_pass_failed(&lock) {
             bail!("a micro-batch before this one failed");
         }
-        if lock.adds[parameter] / additions > self.pass {
+        if lock.additions[parameter] / additions > self.pass {
             bail!("parameter {parameter} was added to more than {additions} times in one pass");
         }
         drop(lock);
@@ -166,14 +171,15 @@ impl GradientSink for PassGradientSink {
             None => add(buffer)?,
             Some(reduction) => reduction.add(self.pass, parameter, buffers, add)?,
         }
-        order.lock().unwrap_or_else(PoisonError::into_inner).adds[parameter] += 1;
+        order.lock().unwrap_or_else(PoisonError::into_inner).additions[parameter] += 1;
         changed.notify_all();
         Ok(())
     }
 }
 
 impl Reduction {
-    /// Calls `add` on a tensor of zeros. Sends the waiting tensors once they hold [`GROUP_BYTES`].
+    /// Calls `add` on a tensor of zeros, which then waits to be sent. Sends the waiting tensors once they
+    /// have [`EXCHANGE_BYTES_MIN`] bytes.
     fn add(
         &self,
         pass: usize,
@@ -189,19 +195,19 @@ impl Reduction {
             self.send(&mut state, buffers)?;
             state.pass = pass;
         }
-        state.waiting.1 += (whole.elem_count() * size_of::<f32>()) as u64;
-        state.waiting.0.push((parameter, whole));
-        if state.waiting.1 >= GROUP_BYTES { self.send(&mut state, buffers) } else { Ok(()) }
+        state.waiting_bytes += (whole.elem_count() * size_of::<f32>()) as u64;
+        state.waiting.push((parameter, whole));
+        if state.waiting_bytes >= EXCHANGE_BYTES_MIN { self.send(&mut state, buffers) } else { Ok(()) }
     }
 
     /// Sends the shards of the waiting tensors in one exchange.
     fn send(&self, state: &mut InFlightGradients, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
-        let (tensors, bytes) = std::mem::take(&mut state.waiting);
+        let (tensors, bytes) = (std::mem::take(&mut state.waiting), std::mem::take(&mut state.waiting_bytes));
         let Some((first, _)) = tensors.first() else { return Ok(()) };
         self.drain(state, buffers, self.bytes_max.saturating_sub(2 * bytes))?;
         let what = format!("gradients from {} on", self.specs[*first].name);
         let (mesh, ranks) = (&self.mesh, self.mesh.ranks());
-        let (mut parts, mut own_bytes) = (vec![vec![]; ranks], 0);
+        let (mut parts, mut shard_bytes) = (vec![vec![]; ranks], 0);
         for (parameter, tensor) in &tensors {
             let values = host_values(tensor)?;
             for (rank, part) in parts.iter_mut().enumerate() {
@@ -209,32 +215,32 @@ impl Reduction {
                     &values[shard_range(values.len(), *parameter, rank, ranks)],
                 ));
             }
-            own_bytes += self.own_values(*parameter) * size_of::<f32>();
+            shard_bytes += self.shard_values(*parameter) * size_of::<f32>();
         }
         let parts = parts.into_iter().map(Arc::new).collect();
-        let started =
-            mesh.start(&what, &mesh.all_ranks(), parts, &vec![own_bytes; ranks]).map_err(to_op_error)?;
+        let exchange =
+            mesh.start(&what, &mesh.all_ranks(), parts, &vec![shard_bytes; ranks]).map_err(to_op_error)?;
         let parameters = tensors.into_iter().map(|(parameter, _)| parameter).collect();
-        state.started.push_back((parameters, 2 * bytes, started));
+        state.exchanges.push_back((parameters, 2 * bytes, exchange));
         Ok(())
     }
 
-    /// Returns the number of values of a parameter's gradient that this rank holds.
-    fn own_values(&self, parameter: usize) -> usize {
+    /// Returns the number of values in this rank's shard of a parameter's gradient.
+    fn shard_values(&self, parameter: usize) -> usize {
         let values = self.specs[parameter].element_count();
         shard_range(values, parameter, self.mesh.rank(), self.mesh.ranks()).len()
     }
 
-    /// Adds received shards in rank order until at most `left` bytes are in flight.
+    /// Adds received shards, in rank order, until at most `bytes_max` bytes are in flight.
     fn drain(
         &self,
         state: &mut InFlightGradients,
         buffers: &[Option<Tensor>],
-        left: u64,
+        bytes_max: u64,
     ) -> candle_core::Result<()> {
-        while state.started.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > left {
-            let Some((parameters, _, started)) = state.started.pop_front() else { break };
-            for part in started.wait().map_err(to_op_error)? {
+        while state.exchanges.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > bytes_max {
+            let Some((parameters, _, exchange)) = state.exchanges.pop_front() else { break };
+            for part in exchange.wait().map_err(to_op_error)? {
                 let mut values = f32_values(&part);
                 for &parameter in &parameters {
                     let Some(buffer) = &buffers[parameter] else {
@@ -276,8 +282,8 @@ pub fn global_norm(parameters: &Parameters) -> Result<f64> {
     let squares = squares.collect::<candle_core::Result<Vec<f64>>>()?;
     // The squared norms of all ranks' shards, in rank order.
     let ranks = parameters.mesh().all_gather_records("the gradient's norm", &squares)?;
-    let of_tensor = |index: usize| ranks.iter().map(|squares| squares[index]).sum::<f64>();
-    Ok((0..squares.len()).map(of_tensor).sum::<f64>().sqrt())
+    let tensor_sum = |index: usize| ranks.iter().map(|squares| squares[index]).sum::<f64>();
+    Ok((0..squares.len()).map(tensor_sum).sum::<f64>().sqrt())
 }
 
 /// Scales all gradients down if their `norm` exceeds `norm_max`; 0 means no limit.

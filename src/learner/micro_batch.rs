@@ -32,16 +32,16 @@ pub struct MicroBatch {
     pub sequence_rows: Arc<SequenceRows>,
     /// Number of sequences that share each row, `[T]`; `None` if no row is shared.
     pub sequences_per_row: Option<Arc<Vec<u32>>>,
-    /// Rows that predict a trained token, `[R]`. A shared row appears once for each sequence in which it
-    /// predicts one.
+    /// Rows that predict a trained token, `[R]`. A shared row appears once for each sequence that trains the
+    /// token after it.
     pub rows: Arc<Vec<u32>>,
     /// The tokens that `rows` predict, `[R]`.
     pub targets: Arc<Vec<u32>>,
-    /// Start of each sequence in `rows`, and the length `R`.
+    /// Start of each sequence in `rows`, then the length `R`.
     pub cu_targets: Vec<usize>,
     /// Experts that replace the router's choice, u32 `[T, K]` for each layer.
     pub replay: Option<Vec<Tensor>>,
-    /// Present in one rank's shard of a micro-batch. Then tokens, positions, rows, targets and experts are
+    /// Present in one rank's shard of a micro-batch. Tokens, positions, rows, targets and experts are then
     /// those of this rank; the other fields describe the whole micro-batch.
     pub split: Option<Arc<SequenceSplit>>,
 }
@@ -52,22 +52,22 @@ pub struct PackingParameters {
     pub limits: MicroBatchLimits,
     /// Maximum positions that a sequence may share with the one before it.
     pub shared_positions_max: usize,
-    /// Number of experts of a token.
+    /// Number of experts per token.
     pub top_k: usize,
 }
 
-/// The limits for a split of a batch into micro-batches.
+/// The limits of the split into micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MicroBatchLimits {
     /// Maximum input tokens of a micro-batch.
     pub tokens_max: usize,
-    /// Whether the number of micro-batches is even when it is above 1, so that two threads have equal work.
-    /// It does not depend on the actual number of threads, so results do not either.
+    /// Whether the number of micro-batches must be even if it is above 1, so that two threads have equal
+    /// work. It does not depend on the actual number of threads, because the result of a run must not.
     pub in_pairs: bool,
 }
 
 impl From<usize> for MicroBatchLimits {
-    /// As few micro-batches of up to `tokens_max` tokens as possible.
+    /// Limits only the tokens of a micro-batch.
     fn from(tokens_max: usize) -> Self {
         Self { tokens_max, in_pairs: false }
     }
@@ -112,9 +112,8 @@ impl MicroBatch {
             return Ok(None);
         }
         let rows = SequenceShards::new(mesh, self.tokens.len())?;
-        let holds = |range: &Range<usize>, row: u32| range.contains(&(row as usize));
         let target_indices = |range: &Range<usize>| -> Vec<usize> {
-            (0..self.rows.len()).filter(|&index| holds(range, self.rows[index])).collect()
+            (0..self.rows.len()).filter(|&index| range.contains(&(self.rows[index] as usize))).collect()
         };
         let targets = rows.ranges().iter().map(target_indices).collect();
         Ok(Some(SequenceSplit { rows: Arc::new(rows), targets }))
@@ -126,13 +125,14 @@ impl MicroBatch {
     /// When there are fewer rows than ranks.
     pub fn local_shard(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
         let Some(split) = self.shards(mesh)? else { return Ok(Cow::Borrowed(self)) };
-        let (own, target_indices) = (split.rows.local_range(), split.local_targets());
-        let cut = |routes: &Tensor| Ok(routes.narrow(0, own.start, own.len())?.contiguous()?);
-        let replay = self.replay.as_ref().map(|layers| layers.iter().map(cut).collect::<Result<_>>());
+        let (local_rows, target_indices) = (split.rows.local_range(), split.local_targets());
+        let (start, length) = (local_rows.start, local_rows.len());
+        let shard = |experts: &Tensor| Ok(experts.narrow(0, start, length)?.contiguous()?);
+        let replay = self.replay.as_ref().map(|layers| layers.iter().map(shard).collect::<Result<_>>());
         Ok(Cow::Owned(Self {
-            tokens: Arc::new(self.tokens[own.clone()].to_vec()),
-            positions: self.positions[own.clone()].to_vec(),
-            rows: Arc::new(target_indices.iter().map(|&index| self.rows[index] - own.start as u32).collect()),
+            tokens: Arc::new(self.tokens[local_rows.clone()].to_vec()),
+            positions: self.positions[local_rows].to_vec(),
+            rows: Arc::new(target_indices.iter().map(|&index| self.rows[index] - start as u32).collect()),
             targets: Arc::new(target_indices.iter().map(|&index| self.targets[index]).collect()),
             replay: replay.transpose()?,
             split: Some(Arc::new(split)),
@@ -198,14 +198,15 @@ impl MicroBatch {
         MicroBatchLimits { tokens_max, in_pairs }: MicroBatchLimits,
     ) -> Vec<Self> {
         let groups = group_by_prefix(sequences, shared, tokens_max);
-        let total: usize = groups.iter().map(|group| group.own_tokens).sum();
+        let total: usize = groups.iter().map(|group| group.added_tokens).sum();
         let fewest = total.div_ceil(tokens_max.max(1));
         let split = |parts: usize| split_into(parts, total, &groups, tokens_max);
         let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
-        // If lengths and limit make the number of micro-batches odd, try up to three more.
+        // An even number is not always possible. Try up to three micro-batches more than the fewest.
         let full = (fewest..fewest + 4).map(split).find(is_even).unwrap_or_else(|| split(fewest));
-        // A micro-batch that begins within a group repeats its prompt. It may exceed the limit, which leaves
-        // a small micro-batch over; the other passes then wait. A larger number of micro-batches avoids that.
+        // A micro-batch that begins within a group repeats the group's prompt, so it may exceed the limit.
+        // The split then has one more micro-batch than intended, a small one. If a larger number of
+        // micro-batches avoids this, it is used.
         let within_count = (fewest..=full.len())
             .map(|parts| (parts, split(parts)))
             .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
@@ -214,7 +215,7 @@ impl MicroBatch {
     }
 }
 
-/// Returns the mean over rows of `values`, one value a micro-batch.
+/// Returns the mean of `values`, one for each micro-batch, weighted by the rows of the micro-batch.
 pub(super) fn mean_of_rows(micro_batches: &[MicroBatch], values: impl Iterator<Item = f64>) -> f64 {
     let rows: usize = micro_batches.iter().map(|batch| batch.tokens.len()).sum();
     let weighted = values.zip(micro_batches).map(|(value, batch)| value * batch.tokens.len() as f64);
@@ -224,32 +225,33 @@ pub(super) fn mean_of_rows(micro_batches: &[MicroBatch], values: impl Iterator<I
 /// Sequences that stay together in one micro-batch.
 struct SequenceGroup {
     sequences: Range<usize>,
-    /// Its rows that the sequences before it do not share, or its targets if they are more.
-    own_tokens: usize,
-    /// Its rows when it is first in a micro-batch and shares none.
+    /// Number of rows that it adds after the sequences before it, or of targets if they are more.
+    added_tokens: usize,
+    /// Number of rows as the first group of a micro-batch, where it shares none.
     tokens: usize,
 }
 
-/// Groups `sequences` by their shared beginning. A group stays together if it fits, because a split
-/// computes its prompt twice. A new group begins where far fewer tokens are shared than within it: all
-/// prompts may begin alike.
+/// Groups `sequences` by their common prefix. A group that fits in a micro-batch stays together, because a
+/// split would compute its prompt twice. A sequence begins a new group if it shares less than half as many
+/// tokens with the sequence before it as with the one after it. All prompts may share a prefix, such as a
+/// system prompt.
 fn group_by_prefix(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
     let single_group = |(i, sequence): (usize, &&Sequence)| {
         let tokens = sequence.inputs().len();
-        let predicted = sequence.mask.iter().skip(1).filter(|m| **m).count();
-        // Sequences may share all their rows, but targets count for each.
-        SequenceGroup { sequences: i..i + 1, own_tokens: (tokens - shared[i]).max(predicted), tokens }
+        let targets = sequence.mask.iter().skip(1).filter(|m| **m).count();
+        // Sequences may share all rows, but each has its own targets.
+        SequenceGroup { sequences: i..i + 1, added_tokens: (tokens - shared[i]).max(targets), tokens }
     };
     let single: Vec<SequenceGroup> = sequences.iter().enumerate().map(single_group).collect();
     let mut groups = vec![];
     let shared = |i: usize| shared.get(i).copied().unwrap_or(0);
-    let begins = |i: usize| shared(i) == 0 || 2 * shared(i) < shared(i + 1);
-    for group in single.chunk_by(|_, next| !begins(next.sequences.start)) {
-        let tokens = group[0].tokens + group[1..].iter().map(|member| member.own_tokens).sum::<usize>();
+    let begins_group = |i: usize| shared(i) == 0 || 2 * shared(i) < shared(i + 1);
+    for group in single.chunk_by(|_, next| !begins_group(next.sequences.start)) {
+        let tokens = group[0].tokens + group[1..].iter().map(|member| member.added_tokens).sum::<usize>();
         if tokens <= tokens_max {
             let sequences = group[0].sequences.start..group[group.len() - 1].sequences.end;
-            let own_tokens = tokens - group[0].tokens + group[0].own_tokens;
-            groups.push(SequenceGroup { sequences, own_tokens, tokens });
+            let added_tokens = tokens - group[0].tokens + group[0].added_tokens;
+            groups.push(SequenceGroup { sequences, added_tokens, tokens });
         } else {
             groups.extend(
                 group.iter().map(|member| SequenceGroup { sequences: member.sequences.clone(), ..*member }),
@@ -259,26 +261,26 @@ fn group_by_prefix(sequences: &[&Sequence], shared: &[usize], tokens_max: usize)
     groups
 }
 
-/// Splits `groups` (`total` tokens) into about `parts` similar ranges, each of at most
-/// `tokens_max` tokens.
+/// Splits `groups`, which have `total` tokens, into about `parts` ranges of similar size. A range has at most
+/// `tokens_max` tokens, unless a single group has more.
 fn split_into(parts: usize, total: usize, groups: &[SequenceGroup], tokens_max: usize) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = vec![];
     let (mut tokens, mut part, mut before) = (0, 0, 0);
     for group in groups {
-        // The range that holds the group's middle if the total is divided into equal ranges.
-        let own_part = (2 * before + group.own_tokens) * parts / (2 * total).max(1);
-        before += group.own_tokens;
+        // The part that holds the group's middle if `total` is divided into equal parts.
+        let group_part = (2 * before + group.added_tokens) * parts / (2 * total).max(1);
+        before += group.added_tokens;
         match ranges.last_mut() {
-            Some(range) if own_part <= part && tokens + group.own_tokens <= tokens_max => {
+            Some(range) if group_part <= part && tokens + group.added_tokens <= tokens_max => {
                 range.end = group.sequences.end;
-                tokens += group.own_tokens;
+                tokens += group.added_tokens;
             }
             _ => {
                 ranges.push(group.sequences.clone());
                 tokens = group.tokens;
             }
         }
-        part = own_part;
+        part = group_part;
     }
     ranges
 }

@@ -15,7 +15,8 @@ const CODES: [&str; 2] = ["first_codes", "second_codes"];
 /// SGD's momentum buffer.
 const MOMENTUM: &str = "momentum";
 
-/// Lists the state buffers of a tensor of `values` values, whose shard in this process has `shape`.
+/// Lists the state buffers of a tensor of `values` values: name, type and shape. `shape` is that of the
+/// tensor's shard in this process.
 fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
     match settings.kind {
         OptimizerKind::AdamW8Bit if values >= adamw_8bit::VALUES_MIN => {
@@ -32,10 +33,10 @@ fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static s
     }
 }
 
-/// Returns the bytes of state of a tensor of `values` values, `here` of which are in this process.
-pub fn state_bytes(settings: &Settings, values: usize, here: usize) -> u64 {
+/// Returns the bytes of state of a tensor of `values` values. `local_values` of them are in this process.
+pub fn state_bytes(settings: &Settings, values: usize, local_values: usize) -> u64 {
     let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
-    buffers(settings, values, &Shape::from(here)).into_iter().map(bytes).sum()
+    buffers(settings, values, &Shape::from(local_values)).into_iter().map(bytes).sum()
 }
 
 /// An optimizer over the trainable tensors. [`Parameters`] stores its state.
@@ -47,9 +48,8 @@ pub struct Optimizer {
 }
 
 impl Optimizer {
-    /// Creates an optimizer with zero state in `parameters`. If the model computes with weights rounded to
-    /// bf16, [`MASTER`] keeps the f32 weights. Otherwise the weights are the masters, as vectors on a GPU
-    /// are.
+    /// Creates an optimizer with zero state in `parameters`. A tensor that the model uses in bf16 has its f32
+    /// weights in the state [`MASTER`]. The other tensors are their own masters.
     ///
     /// # Errors
     /// When memory runs out.
@@ -91,11 +91,14 @@ impl Optimizer {
         let steps = s.schedule_steps.unwrap_or(steps);
         let span = steps.saturating_sub(s.warmup_steps).saturating_sub(1).max(1) as f64;
         let progress = ((done - s.warmup_steps) as f64 / span).min(1.0);
-        let last = s.lr_final_fraction;
+        let final_fraction = s.lr_final_fraction;
         let fraction = match s.schedule {
             Schedule::Constant => 1.0,
-            Schedule::Linear => 1.0 + (last - 1.0) * progress,
-            Schedule::Cosine => last + (1.0 - last) * 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
+            Schedule::Linear => 1.0 + (final_fraction - 1.0) * progress,
+            Schedule::Cosine => {
+                let cosine = (std::f64::consts::PI * progress).cos();
+                final_fraction + (1.0 - final_fraction) * 0.5 * (1.0 + cosine)
+            }
         };
         s.lr * fraction
     }
@@ -121,21 +124,21 @@ impl Optimizer {
         for index in 0..parameters.len() {
             let Some(gradient) = parameters.gradient(index) else { continue };
             let (master, state) = (parameters.master(index)?, parameters.state(index));
-            let kept = |name: &str| state.get(name).with_context(|| format!("the optimizer has no {name}"));
+            let buffer = |name: &str| state.get(name).with_context(|| format!("the optimizer has no {name}"));
             let moment = |i: usize| {
-                Ok::<_, anyhow::Error>(Moment { codes: kept(CODES[i])?, scales: kept(BLOCK_STATES[i])? })
+                Ok::<_, anyhow::Error>(Moment { codes: buffer(CODES[i])?, scales: buffer(BLOCK_STATES[i])? })
             };
             match s.kind {
                 OptimizerKind::AdamW8Bit if state.contains_key(CODES[0]) => {
                     adamw_8bit(master, [moment(0)?, moment(1)?], gradient, &step)?;
                 }
                 OptimizerKind::AdamW | OptimizerKind::AdamW8Bit => {
-                    adamw(master, [kept(MOMENTS[0])?, kept(MOMENTS[1])?], gradient, &step)?;
+                    adamw(master, [buffer(MOMENTS[0])?, buffer(MOMENTS[1])?], gradient, &step)?;
                 }
                 OptimizerKind::Sgd if s.momentum > 0.0 => {
-                    let buffer = kept(MOMENTUM)?;
-                    update_momentum(buffer, gradient, s.momentum as f32)?;
-                    sgd(master, buffer, shrink, lr as f32)?;
+                    let momentum = buffer(MOMENTUM)?;
+                    update_momentum(momentum, gradient, s.momentum as f32)?;
+                    sgd(master, momentum, shrink, lr as f32)?;
                 }
                 OptimizerKind::Sgd => sgd(master, gradient, shrink, lr as f32)?,
             }
@@ -144,8 +147,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Writes the master weight of tensor `index`, if there is one, in the precision that the model computes
-    /// with.
+    /// Rounds the master weight of tensor `index`, if there is one, into the weight that the model uses.
     fn write_working_weights(&self, parameters: &Parameters, index: usize) -> Result<()> {
         match parameters.state(index).get(MASTER) {
             Some(master) => Ok(round_to_bf16(parameters.values(index)?, master)?),
@@ -153,8 +155,7 @@ impl Optimizer {
         }
     }
 
-    /// Writes all master weights in the precision that the model computes with; for use after loading a
-    /// checkpoint.
+    /// Rounds all master weights into the weights that the model uses. Call it after loading a checkpoint.
     ///
     /// # Errors
     /// When a weight cannot be written.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub(super) struct PassRecord {
     head: Vec<Vec<f32>>,
     /// Routed experts of each layer.
-    routes: Vec<Vec<u32>>,
+    routed_experts: Vec<Vec<u32>>,
     top_k: usize,
     load_balance: f64,
 }
@@ -24,40 +24,40 @@ impl<const N: usize> PassOutput<N> {
     /// # Errors
     /// When the experts cannot be read.
     pub(super) fn into_record(self) -> Result<PassRecord> {
-        let Self { head, mut routes, load_balance } = self;
+        let Self { head, mut routed_experts, load_balance } = self;
         if N == 1 {
             // A critic's experts are not used.
-            routes.clear();
+            routed_experts.clear();
         }
-        let top_k = routes.first().map_or(Ok(1), |routes| routes.dim(1))?;
-        let experts = |routes: &Tensor| Ok(routes.flatten_all()?.to_vec1()?);
-        let routes = routes.iter().map(experts).collect::<Result<_>>()?;
-        Ok(PassRecord { head: head.into(), routes, top_k, load_balance })
+        let top_k = routed_experts.first().map_or(Ok(1), |experts| experts.dim(1))?;
+        let to_host = |experts: &Tensor| Ok(experts.flatten_all()?.to_vec1()?);
+        let routed_experts = routed_experts.iter().map(to_host).collect::<Result<_>>()?;
+        Ok(PassRecord { head: head.into(), routed_experts, top_k, load_balance })
     }
 
     /// Joins the outputs of the ranks of one sequence-parallel group into the output of `batch`.
     ///
     /// # Errors
     /// When there is no output, or the outputs do not fit the batch.
-    pub(super) fn join(mut parts: Vec<PassRecord>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self> {
-        let first = parts.first().context("a group without ranks")?;
-        let (layers, top_k, load_balance) = (first.routes.len(), first.top_k, first.load_balance);
-        let experts = |layer: usize| {
+    pub(super) fn join(mut shards: Vec<PassRecord>, batch: &MicroBatch, mesh: &Arc<Mesh>) -> Result<Self> {
+        let first = shards.first().context("a group without ranks")?;
+        let (layers, top_k, load_balance) = (first.routed_experts.len(), first.top_k, first.load_balance);
+        let layer_experts = |layer: usize| {
             let experts: Vec<u32> =
-                parts.iter().flat_map(|part| part.routes[layer].iter().copied()).collect();
+                shards.iter().flat_map(|shard| shard.routed_experts[layer].iter().copied()).collect();
             let tokens = experts.len() / top_k;
             Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)
         };
-        let routes = (0..layers).map(experts).collect::<Result<_>>()?;
+        let routed_experts = (0..layers).map(layer_experts).collect::<Result<_>>()?;
         let split = batch.shards(mesh)?;
         let mut head = [const { vec![] }; N];
         for (index, column) in head.iter_mut().enumerate() {
-            let own = parts.iter_mut().map(|part| std::mem::take(&mut part.head[index]));
+            let columns = shards.iter_mut().map(|shard| std::mem::take(&mut shard.head[index]));
             *column = match &split {
-                None => own.last().unwrap_or_default(),
-                Some(split) => split.join_columns(&own.collect::<Vec<_>>()),
+                None => columns.last().unwrap_or_default(),
+                Some(split) => split.join_columns(&columns.collect::<Vec<_>>()),
             };
         }
-        Ok(Self { head, routes, load_balance })
+        Ok(Self { head, routed_experts, load_balance })
     }
 }

@@ -11,13 +11,13 @@ use crate::policy::{BatchSize, KlPlacement, Normalizer, PolicySettings, Sequence
 use anyhow::Result;
 use std::collections::BTreeMap;
 
-/// The objective of an update over a batch or a minibatch. Every micro-batch's loss is divided by the token
-/// count of the whole update. So the split into micro-batches does not change the result.
+/// The loss of an update over a batch or a minibatch. The loss of every micro-batch is divided by the token
+/// count of the whole update, so the split into micro-batches does not change the result.
 pub struct UpdateLoss<'a> {
     batch: &'a Batch,
     policy: &'a PolicySettings,
     loss: Box<dyn LossFunction>,
-    anchor: OldLogprob,
+    old_log_prob_source: OldLogprob,
     /// Number of updates in the step.
     updates: usize,
     normalizer: Normalizer,
@@ -32,7 +32,7 @@ pub struct LossShare {
 }
 
 impl<'a> UpdateLoss<'a> {
-    /// Creates the loss over `batch`, with ratios against the log-probabilities of `anchor`.
+    /// Creates the loss over `batch`. `old_log_prob_source` gives the old log-probs of the importance ratio.
     /// `response_tokens_max` is the constant of [`crate::policy::Aggregation::Constant`].
     ///
     /// # Errors
@@ -40,21 +40,21 @@ impl<'a> UpdateLoss<'a> {
     pub fn new(
         batch: &'a Batch,
         policy: &'a PolicySettings,
-        anchor: OldLogprob,
+        old_log_prob_source: OldLogprob,
         updates: usize,
         response_tokens_max: usize,
     ) -> Result<Self> {
         let loss = (policy.loss.make)(policy)?;
         let size = BatchSize::from_sequences(&batch.tokens()?, response_tokens_max);
         let normalizer = Normalizer::new(policy.aggregation, size)?;
-        Ok(Self { batch, policy, loss, anchor, updates, normalizer })
+        Ok(Self { batch, policy, loss, old_log_prob_source, updates, normalizer })
     }
 
     /// Returns the loss share of micro-batch `index`, and its gradient with respect to the head's
     /// log-probabilities and entropies.
     ///
     /// # Errors
-    /// When a log-probability is not a number.
+    /// When a log-probability is NaN.
     pub fn loss_share(
         &self,
         index: usize,
@@ -63,18 +63,18 @@ impl<'a> UpdateLoss<'a> {
         let Self { batch, policy, normalizer, .. } = self;
         let micro_batch = &batch.micro_batches[index];
         let span = batch.column_range(micro_batch);
-        let part = |column: &'a Option<Vec<f32>>| column.as_ref().map(|column| &column[span.clone()]);
-        let (rollout, training) = (&batch.rollout_log_probs[span.clone()], part(&batch.training_log_probs));
+        let shard = |column: &'a Option<Vec<f32>>| column.as_ref().map(|column| &column[span.clone()]);
+        let (rollout, training) = (&batch.rollout_log_probs[span.clone()], shard(&batch.training_log_probs));
         let input = LossInput {
             sequences: Sequences::new(&micro_batch.cu_targets, &batch.mask[span.clone()])?,
             log_prob,
-            old_log_prob: self.anchor.select(log_prob, rollout, training, self.updates)?,
+            old_log_prob: self.old_log_prob_source.select(log_prob, rollout, training, self.updates)?,
             advantages: &batch.advantages[span.clone()],
-            weights: part(&batch.weights),
+            weights: shard(&batch.weights),
         };
         let mut loss = self.loss.loss(&input, normalizer, batch.sequences.len())?;
         let mut kl = 0.0;
-        if let (KlPlacement::Loss, Some(reference)) = (policy.kl.place, part(&batch.reference_log_probs)) {
+        if let (KlPlacement::Loss, Some(reference)) = (policy.kl.place, shard(&batch.reference_log_probs)) {
             let term = kl_loss(&input.sequences, log_prob, reference, policy.kl.estimator, normalizer)?;
             kl = term.loss;
             for (sum, gradient) in loss.grad_log_prob.iter_mut().zip(&term.grad_log_prob) {
@@ -91,14 +91,15 @@ impl<'a> UpdateLoss<'a> {
         Ok((LossShare { policy: loss, kl }, [log_probs, entropies]))
     }
 
-    /// Returns the update's metrics from its `shares` and passes: means over its own tokens.
-    pub fn metrics(&self, shares: &[LossShare], outputs: &[PassOutput], balanced: bool) -> Metrics {
+    /// Returns the update's metrics from the `shares` and outputs of its micro-batches: means over its
+    /// tokens. `has_load_balance`: the load-balancing loss is on.
+    pub fn metrics(&self, shares: &[LossShare], outputs: &[PassOutput], has_load_balance: bool) -> Metrics {
         let mut metrics = Metrics::new();
         let mut means: BTreeMap<&str, TokenMean> = BTreeMap::new();
         for mean in shares.iter().flat_map(|s| &s.policy.metrics) {
-            let whole = means.entry(mean.name).or_insert(TokenMean { sum: 0.0, tokens: 0.0, ..*mean });
-            whole.sum += mean.sum;
-            whole.tokens += mean.tokens;
+            let total = means.entry(mean.name).or_insert(TokenMean { sum: 0.0, tokens: 0.0, ..*mean });
+            total.sum += mean.sum;
+            total.tokens += mean.tokens;
         }
         means.into_iter().for_each(|(name, mean)| metrics.set(name, mean.value()));
         metrics.set("actor/pg_loss", shares.iter().map(|s| s.policy.loss).sum::<f64>());
@@ -107,7 +108,7 @@ impl<'a> UpdateLoss<'a> {
         }
         let entropies = outputs.iter().flat_map(|o| o.entropies()).map(|&e| f64::from(e));
         metrics.set("actor/entropy", entropies.sum::<f64>() / self.batch.rollout_log_probs.len() as f64);
-        if balanced {
+        if has_load_balance {
             let load_balance = outputs.iter().map(|output| output.load_balance);
             metrics.set("actor/load_balance", mean_of_rows(&self.batch.micro_batches, load_balance));
         }

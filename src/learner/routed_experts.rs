@@ -9,20 +9,20 @@ use crate::trajectory::{Group, Trajectory};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 
-/// Routed experts of one sequence's input tokens: `[layers]` of `[T × K]`.
+/// Routed experts of one sequence's input tokens: for each layer, `[T × K]`.
 pub type RoutedExperts = Vec<Vec<u16>>;
 
-/// Returns the routed experts stored at sampling, one entry a sequence, with `top_k` experts a token and
-/// layer.
+/// Returns the routed experts stored at sampling, one entry a sequence. `top_k` is the number of experts per
+/// token and layer.
 ///
 /// # Errors
 /// When a trajectory has no experts for a token that the model reads.
 pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<RoutedExperts>> {
-    let of_one = |trajectory: &Trajectory| {
-        let fed = trajectory.tokens.len().saturating_sub(1);
-        let complete = trajectory.routes.len() >= fed
-            && trajectory.routes[..fed].iter().all(|token| token.len() == layers * top_k);
-        if !complete {
+    let sequence_experts = |trajectory: &Trajectory| {
+        let inputs = trajectory.tokens.len().saturating_sub(1);
+        let is_complete = trajectory.routes.len() >= inputs
+            && trajectory.routes[..inputs].iter().all(|token| token.len() == layers * top_k);
+        if !is_complete {
             return Err(bad_input!(
                 "policy.router_replay: sample {} of prompt {} has no experts kept from sampling; sample it again with \
                  rollout.keep_routes = true",
@@ -31,14 +31,15 @@ pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> 
             ));
         }
         let layer = |l: usize| {
-            trajectory.routes[..fed].iter().flat_map(move |t| t[l * top_k..(l + 1) * top_k].iter().copied())
+            let tokens = trajectory.routes[..inputs].iter();
+            tokens.flat_map(move |token| token[l * top_k..(l + 1) * top_k].iter().copied())
         };
         Ok((0..layers).map(|l| layer(l).collect()).collect())
     };
-    groups.iter().flat_map(|group| &group.trajectories).map(of_one).collect()
+    groups.iter().flat_map(|group| &group.trajectories).map(sequence_experts).collect()
 }
 
-/// Returns the experts that a forward chose, one entry a sequence.
+/// Returns the routed experts of a forward, one entry a sequence.
 ///
 /// # Errors
 /// When the tensors of experts cannot be read.
@@ -46,24 +47,24 @@ pub fn experts_from_forward(
     micro_batches: &[MicroBatch],
     outputs: &[PassOutput],
 ) -> Result<Vec<RoutedExperts>> {
-    let mut routes = vec![];
+    let mut routed_experts = vec![];
     for (batch, output) in micro_batches.iter().zip(outputs) {
-        let layers = output.routes.iter().map(experts_of).collect::<Result<Vec<_>>>()?;
+        let layers = output.routed_experts.iter().map(layer_to_host).collect::<Result<Vec<_>>>()?;
         for sequence in 0..batch.sequence_rows.sequences() {
             let path = batch.sequence_rows.row_indices(sequence);
-            let part = |(layer, top_k): &(Vec<u16>, usize)| -> Vec<u16> {
+            let select_rows = |(layer, top_k): &(Vec<u16>, usize)| -> Vec<u16> {
                 path.iter().flat_map(|row| &layer[row * top_k..(row + 1) * top_k]).copied().collect()
             };
-            routes.push(layers.iter().map(part).collect());
+            routed_experts.push(layers.iter().map(select_rows).collect());
         }
     }
-    Ok(routes)
+    Ok(routed_experts)
 }
 
-/// Returns a layer's routed experts u32 `[T, K]` on the host, and `K`.
-fn experts_of(routes: &Tensor) -> Result<(Vec<u16>, usize)> {
-    let experts = routes.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|e| e as u16);
-    Ok((experts.collect(), routes.dim(1)?))
+/// Copies a layer's routed experts u32 `[T, K]` to the host. Also returns `K`.
+fn layer_to_host(layer: &Tensor) -> Result<(Vec<u16>, usize)> {
+    let experts = layer.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|e| e as u16);
+    Ok((experts.collect(), layer.dim(1)?))
 }
 
 /// Returns the share of (input token, layer) pairs with the same set of experts; 1 when there are no pairs.
@@ -95,9 +96,10 @@ pub(super) fn pack_experts(
 ) -> Result<Option<Vec<Tensor>>> {
     let Some(first) = sequences.first() else { return Ok(None) };
     let layer = |l: usize| {
-        let own =
-            |(i, s): (usize, &RoutedExperts)| s[l][sequence_rows.first_own_position(i) * top_k..].to_vec();
-        let experts: Vec<u32> = sequences.iter().enumerate().flat_map(own).map(u32::from).collect();
+        let unshared = |(i, sequence): (usize, &RoutedExperts)| {
+            sequence[l][sequence_rows.first_own_position(i) * top_k..].to_vec()
+        };
+        let experts: Vec<u32> = sequences.iter().enumerate().flat_map(unshared).map(u32::from).collect();
         let tokens = experts.len() / top_k.max(1);
         Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)
     };

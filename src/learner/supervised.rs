@@ -6,13 +6,13 @@ use super::micro_batch::{MicroBatch, Sequence, mean_of_rows};
 use crate::metrics::Console;
 use anyhow::Result;
 
-/// The loss and counts of one supervised step.
+/// The result of one supervised step.
 pub struct SupervisedOutput {
     /// Mean negative log-likelihood of the trained tokens.
     pub loss: f64,
     /// Load-balancing loss before its coefficient; 0 when it is off.
     pub load_balance: f64,
-    /// Tokens that went through the model.
+    /// Number of tokens that went through the model.
     pub tokens: usize,
 }
 
@@ -30,7 +30,7 @@ pub fn gradients(
     let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
     let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
     let share = -1.0 / targets.max(1) as f32;
-    let stage = console.pass("update", runner.own_tokens(&batches));
+    let stage = console.pass("update", runner.local_tokens(&batches));
     let objective: BatchObjective<'_, 2> =
         &|_, [log_probs, entropies]| Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]]);
     let outputs = runner.accumulate_with_progress(&batches, pass, objective, &stage)?;
@@ -53,7 +53,7 @@ pub fn loss(
     console: &Console,
 ) -> Result<f64> {
     let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
-    let stage = console.pass("held-out loss", runner.own_tokens(&batches));
+    let stage = console.pass("held-out loss", runner.local_tokens(&batches));
     let outputs = runner.forward_with_progress(&batches, pass, &stage)?;
     stage.finish();
     let log_probs = outputs.iter().flat_map(|o| o.log_probs());

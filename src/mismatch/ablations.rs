@@ -3,9 +3,9 @@
 use crate::model::ablations::Ablations;
 use std::fmt::Write;
 
-/// Default standard deviation of router noise; stronger than in practice, so that its effect is clear.
+/// Default standard deviation of router noise. It is larger than in practice, so that its effect is clear.
 const ROUTER_NOISE: &str = "0.3";
-/// Default mantissa bits: those of FP8 E4M3, also stronger than in practice.
+/// Default mantissa bits: those of FP8 E4M3. They are fewer than in practice, so that the effect is clear.
 const MANTISSA_BITS: &str = "3";
 
 /// One row: its name, and the `key=value` settings that enable its ablations.
@@ -15,39 +15,39 @@ pub struct AblationRow {
     pub sets: Vec<String>,
 }
 
-/// Parses the rows of `text`. The settings check the values later. An ablation without a value takes its
-/// strength from `recipe`, if the recipe enables it.
+/// Parses the rows of `text`; values are checked later, with the recipe. An ablation without a value keeps
+/// the value of `recipe` if it is enabled there.
 pub fn parse_rows(text: &str, recipe: &Ablations) -> Vec<AblationRow> {
     text.split(',')
         .map(|row| AblationRow {
             name: row.trim().to_owned(),
-            sets: row.split('+').filter_map(|arm| setting(arm.trim(), recipe)).collect(),
+            sets: row.split('+').filter_map(|ablation| setting(ablation.trim(), recipe)).collect(),
         })
         .collect()
 }
 
 /// Returns the setting of one ablation, `name` or `name=value`; `None` to keep the recipe's value.
-fn setting(arm: &str, recipe: &Ablations) -> Option<String> {
-    let value = match arm {
-        _ if arm.contains('=') => return Some(format!("arms.{arm}")),
-        _ if recipe.list_enabled().iter().any(|(key, _)| key == arm) => return None,
+fn setting(ablation: &str, recipe: &Ablations) -> Option<String> {
+    let value = match ablation {
+        _ if ablation.contains('=') => return Some(format!("arms.{ablation}")),
+        _ if recipe.list_enabled().iter().any(|(key, _)| key == ablation) => return None,
         "router_noise" | "router_noise_rollout" | "router_noise_train" => ROUTER_NOISE,
         "rollout_mantissa_bits" => MANTISSA_BITS,
         _ => "true",
     };
-    Some(format!("arms.{arm}={value}"))
+    Some(format!("arms.{ablation}={value}"))
 }
 
 /// Returns the list of ablations for a help text.
 pub fn help() -> String {
-    let mut text = "Arms, each also a key of the recipe's [arms]:\n".to_owned();
+    let mut text = "Ablations (each is also a key of the recipe's table [arms]):\n".to_owned();
     for (key, what) in Ablations::descriptions() {
         // A write to a String cannot fail.
         let _ = writeln!(text, "  {key:<28} {what}");
     }
     let _ = write!(
         text,
-        "Strength: router_noise=0.3 (standard deviation), rollout_mantissa_bits=3; these values where none is given."
+        "Strengths and their defaults: router_noise=0.3 (standard deviation), rollout_mantissa_bits=3."
     );
     text
 }

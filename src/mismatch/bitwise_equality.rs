@@ -31,7 +31,7 @@ pub struct EqualityCheck {
     pub tokens: usize,
     /// Number of tokens with the same bits on both sides.
     pub bit_equal: usize,
-    /// Largest difference, in nats; infinite if one side is not a number.
+    /// Largest difference, in nats; infinite if one side is NaN.
     pub logprob_abs_diff_max: f64,
 }
 
@@ -62,7 +62,7 @@ impl EqualityCheck {
     }
 }
 
-/// The rollout and the training computation whose bits are compared.
+/// The proof: the two computations whose bits are compared, and their settings.
 #[derive(Clone, Copy)]
 pub struct EqualityProof<'a> {
     pub runner: BatchRunner<'a>,
@@ -77,7 +77,7 @@ pub struct EqualityProof<'a> {
 }
 
 impl EqualityProof<'_> {
-    /// Returns all links over `trajectories`, in order.
+    /// Checks all links over `trajectories`; returns the results in the order of the table above.
     ///
     /// # Errors
     /// When a forward fails.
@@ -91,21 +91,22 @@ impl EqualityProof<'_> {
         let training = self.distributed_log_probs(&sequences)?;
 
         let mut invariance = EqualityCheck::new("batch_invariance");
-        let alone = self.training("each alone", &sequences, 1, &Threads::new(1)?)?;
+        let alone = self.local_log_probs("each alone", &sequences, 1, &Threads::new(1)?)?;
         let reversed: Vec<Sequence> = sequences.iter().rev().cloned().collect();
         let tokens_max = self.micro_batch_tokens / 2 + 7;
-        let mut packed = self.training("packed otherwise", &reversed, tokens_max, &Threads::new(3)?)?;
-        packed.reverse();
-        for (alone, others) in alone.iter().zip(training.iter().zip(&packed)) {
-            invariance.add(alone, others.0);
-            invariance.add(alone, others.1);
+        let mut repacked =
+            self.local_log_probs("packed otherwise", &reversed, tokens_max, &Threads::new(3)?)?;
+        repacked.reverse();
+        for ((alone, training), repacked) in alone.iter().zip(&training).zip(&repacked) {
+            invariance.add(alone, training);
+            invariance.add(alone, repacked);
         }
 
         let tokens: Vec<&[u32]> = trajectories.iter().map(|t| &t.tokens[..]).collect();
         let (mut prefill_link, mut decode_link) =
             (EqualityCheck::new("prefill_equals_training"), EqualityCheck::new("decode_equals_prefill"));
         let threads = self.runner.threads;
-        let stage = self.stage("prefill", &sequences);
+        let stage = self.start_stage("prefill", &sequences);
         let mut prefill = Vec::with_capacity(tokens.len());
         for tokens in &tokens {
             prefill.extend(threads.run_on_all(|| self.rollout.prefill(&[tokens], self.temperature))?);
@@ -113,10 +114,10 @@ impl EqualityProof<'_> {
         }
         stage.finish();
         prefill.iter().zip(&training).for_each(|(a, b)| prefill_link.add(a, b));
-        let stage = self.stage("token by token", &sequences);
+        let stage = self.start_stage("token by token", &sequences);
         for (chunk, prefill) in tokens.chunks(DECODE_SEQUENCES).zip(prefill.chunks(DECODE_SEQUENCES)) {
-            let fed = |count: usize| stage.advance_tokens(count as f64);
-            let decode = threads.run_on_all(|| self.rollout.decode(chunk, self.temperature, &fed))?;
+            let advance = |count: usize| stage.advance_tokens(count as f64);
+            let decode = threads.run_on_all(|| self.rollout.decode(chunk, self.temperature, &advance))?;
             decode.iter().zip(prefill).for_each(|(a, b)| decode_link.add(a, b));
         }
         stage.finish();
@@ -131,16 +132,16 @@ impl EqualityProof<'_> {
         Ok([invariance, prefill_link, decode_link, rollout])
     }
 
-    /// Runs `sequences` through the forward as training does; returns the log-probabilities of each sequence.
+    /// Runs the training forward on all processes together; returns the log-probabilities of each sequence.
     fn distributed_log_probs(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
-        let stage = self.stage("training", sequences);
+        let stage = self.start_stage("training", sequences);
         let outputs = self.runner.forward_with_progress(&batches, self.settings(), &stage)?;
         stage.finish();
-        let of = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
+        let sequence_log_probs = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
             batch.cu_targets.windows(2).map(|w| output.log_probs()[w[0]..w[1]].to_vec()).collect()
         };
-        Ok(batches.iter().zip(&outputs).flat_map(of).collect())
+        Ok(batches.iter().zip(&outputs).flat_map(sequence_log_probs).collect())
     }
 
     fn settings(&self) -> PassSettings {
@@ -152,11 +153,11 @@ impl EqualityProof<'_> {
         }
     }
 
-    /// Runs the training forward of `sequences` in this process, packed up to `tokens_max`, with a progress
-    /// stage `name`. Returns the log-probabilities of each sequence.
-    fn training(
+    /// Runs the training forward in this process alone. Micro-batches have up to `tokens_max` tokens; `stage`
+    /// names the stage of the progress display. Returns the log-probabilities of each sequence.
+    fn local_log_probs(
         &self,
-        name: &str,
+        stage: &str,
         sequences: &[Sequence],
         tokens_max: usize,
         threads: &Threads,
@@ -164,23 +165,24 @@ impl EqualityProof<'_> {
         let BatchRunner { model, parameters, .. } = self.runner;
         let weights = &parameters.frozen_weights(None)?;
         let settings = self.settings();
-        let stage = self.stage(name, sequences);
+        let stage = self.start_stage(stage, sequences);
         let mut log_probs = Vec::with_capacity(sequences.len());
         for batch in &MicroBatch::split(sequences, tokens_max) {
             let pass = Pass { model, weights, batch, settings };
-            let share = batch.sequence_rows.positions_count() as f64 / model.config.num_hidden_layers as f64;
-            let passed = || stage.advance_tokens(share);
-            let [found, _] = threads.run_on_all(|| pass.forward(&passed))?.head;
-            log_probs.extend(batch.cu_targets.windows(2).map(|w| found[w[0]..w[1]].to_vec()));
+            let tokens_per_layer =
+                batch.sequence_rows.positions_count() as f64 / model.config.num_hidden_layers as f64;
+            let on_layer = || stage.advance_tokens(tokens_per_layer);
+            let [batch_log_probs, _] = threads.run_on_all(|| pass.forward(&on_layer))?.head;
+            log_probs.extend(batch.cu_targets.windows(2).map(|w| batch_log_probs[w[0]..w[1]].to_vec()));
         }
         stage.finish();
         Ok(log_probs)
     }
 
-    /// Starts a progress stage over all input tokens of `sequences`.
-    fn stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
-        let all: usize = sequences.iter().map(|sequence| input_count(&sequence.tokens)).sum();
-        self.console.work_tokens(name, all as u64)
+    /// Starts a stage of the progress display over all input tokens of `sequences`.
+    fn start_stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
+        let tokens: usize = sequences.iter().map(|sequence| input_count(&sequence.tokens)).sum();
+        self.console.work_tokens(name, tokens as u64)
     }
 }
 

@@ -5,7 +5,7 @@ use crate::policy::correction::{ImportanceSettings, Level, WeightBound, importan
 use crate::policy::off_policy::{agreement_metrics, off_policy_metrics};
 use anyhow::{Result, ensure};
 
-/// Importance weights are capped here, so that one token does not decide spread and sample size.
+/// Maximum importance weight, so that one token does not dominate `IS std` and `ESS`.
 const WEIGHT_MAX: f64 = 1e6;
 
 /// Columns of the table: metric and short name.
@@ -24,9 +24,9 @@ pub const COLUMNS: [(&str, &str); 12] = [
     ("mismatch/first_divergent_layer", "first layer"),
 ];
 
-/// Log-probabilities of the same targets from both computations.
+/// Log-probabilities of the same targets from training and rollout.
 pub struct LogProbPair<'a> {
-    /// Start of each sequence, and the number of targets.
+    /// Start of each sequence among the targets, then the number of targets.
     pub cu_seqlens: &'a [usize],
     pub training: &'a [f32],
     pub rollout: &'a [f32],
@@ -40,7 +40,7 @@ impl LogProbPair<'_> {
     /// Returns the figures, with the metric names of [`COLUMNS`].
     ///
     /// # Errors
-    /// When a log-probability is not a number, or there are no targets.
+    /// When a log-probability is NaN, or there are no targets.
     pub fn metrics(&self) -> Result<Vec<(String, f64)>> {
         let tokens = self.training.len();
         ensure!(self.rollout.len() == tokens && self.old.len() == tokens, "lengths differ");
@@ -62,11 +62,11 @@ impl LogProbPair<'_> {
         }
         let difference_sum = log_ratio.iter().map(|difference| f64::from(difference.abs())).sum::<f64>();
         metrics.push(("mismatch/logprob_abs_diff_mean".to_owned(), difference_sum / tokens as f64));
-        let clipped = |(t, o): (&f32, &f32)| {
+        let is_clipped = |(t, o): (&f32, &f32)| {
             let ratio = (f64::from(*t) - f64::from(*o)).exp();
             ratio < 1.0 - self.clip.0 || ratio > 1.0 + self.clip.1
         };
-        let clipped = self.training.iter().zip(self.old).filter(|pair| clipped(*pair)).count();
+        let clipped = self.training.iter().zip(self.old).filter(|pair| is_clipped(*pair)).count();
         metrics.push(("mismatch/clip_fraction".to_owned(), clipped as f64 / tokens as f64));
         metrics.retain(|(name, _)| COLUMNS.iter().any(|(column, _)| column == name));
         Ok(metrics)

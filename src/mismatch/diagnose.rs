@@ -1,15 +1,17 @@
-//! Decides which known mistake explains log-probabilities, if any.
+//! Decides which known cause explains a log-prob mismatch, if any.
 //!
-//! This model's log-probs of the same tokens are computed under each cause. [`RoundingBounds`] bound the
-//! mismatch that rounding makes. A cause is named under three conditions: the remaining mismatch is within
-//! rounding by every figure of [`DifferenceStats`], the regression slope is 1, and no other cause explains
-//! the data as well.
+//! [`CauseSearch`] computes this model's log-probs of the same tokens under each cause. [`RoundingBounds`]
+//! bounds the mismatch that rounding alone makes. A cause is named if three conditions hold:
+//!
+//! - every figure of the remaining mismatch ([`DifferenceStats`]) is within the rounding bounds;
+//! - the regression slope is 1;
+//! - no other cause fits as well.
 
 use super::causes::Cause;
 use super::distance::{DifferenceStats, StudentTFit, regression_slope};
 use super::engine_log_probs::EngineLogProbs;
 use super::rounding::{F32_FLOOR, RoundingBounds, is_within_f32};
-use super::search::{Candidate, CandidateList, CauseSearch, SearchExtent, SearchSettings};
+use super::search::{CauseFit, CauseSearch, SearchExtent, SearchSettings};
 use super::ties::{TIE_BITS, clear_ties};
 use crate::metrics::{Console, format_number};
 use crate::model::forward::Model;
@@ -17,28 +19,30 @@ use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// A candidate is dropped early if it exceeds both thresholds: a multiple of the rounding bound, and a
-/// fraction of the spread.
-const DROP_THRESHOLDS: (f64, f64) = (2.0, 0.5);
-/// A named cause improves the log-likelihood over no cause by at least this many nats. It leaves at most this
-/// share of the spread.
+/// The rounding bounds of a cause are not computed if its figures exceed the unchanged model's bf16 bound by
+/// more than this factor and its scale exceeds [`DROPPED_SCALE_SHARE`].
+const DROPPED_BOUND_FACTOR: f64 = 2.0;
+/// Share of the unchanged model's scale; see [`DROPPED_BOUND_FACTOR`].
+const DROPPED_SCALE_SHARE: f64 = 0.5;
+/// A named cause has at least this much more log-likelihood than the unchanged model, in nats.
 pub(super) const EVIDENCE_MIN: f64 = 25.0;
-const SPREAD_SHARE_MAX: f64 = 0.95;
-/// Maximum share of the spread that a cause may leave if rounding could explain the mismatch too. There,
-/// likelihood proves little: one change of routing moves many tokens together.
-const SPREAD_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
-/// A cause is not distinguishable from the best one within this many nats of log-likelihood and this factor
-/// of its spread.
+/// Maximum scale of a named cause's fit, as a share of the unchanged model's scale.
+const SCALE_SHARE_MAX: f64 = 0.95;
+/// [`SCALE_SHARE_MAX`] for a mismatch that could be rounding. Then likelihood is weak evidence: one token
+/// with other experts changes many tokens after it.
+const SCALE_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
+/// A cause fits as well as the best one if its log-likelihood is lower by less than this, in nats.
 const INDISTINGUISHABLE_NATS: f64 = 15.0;
-const INDISTINGUISHABLE_SPREAD_FACTOR: f64 = 1.02;
-/// The slope of a correct cause is 1, within this tolerance plus four standard errors.
-const SLOPE_ERROR: f64 = 0.12;
-/// Number of candidates whose rounding is computed.
-const CANDIDATES_MAX: usize = 8;
+/// A cause also fits as well as the best one if its scale is larger by less than this factor.
+const INDISTINGUISHABLE_SCALE_FACTOR: f64 = 1.02;
+/// Tolerance of the slope of a correct cause, which is 1. Four standard errors are added.
+const SLOPE_TOLERANCE: f64 = 0.12;
+/// Number of best causes whose rounding bounds are computed.
+const BOUNDED_CAUSES_MAX: usize = 8;
 /// Maximum number of indistinguishable causes that are named.
 const NAMED_CAUSES_MAX: usize = 3;
 
-/// The model without any mistake, and the means to compute it.
+/// The model without any cause of mismatch, and what its forward needs.
 #[derive(Clone, Copy)]
 pub struct UnmodifiedModel<'a> {
     pub threads: &'a Threads,
@@ -57,13 +61,13 @@ pub enum Verdict {
     Agrees,
     /// No figure exceeds what bf16 rounding makes, and no cause is evident.
     Rounding,
-    /// This mistake explains the mismatch; only rounding remains.
+    /// This cause explains the mismatch; only rounding remains.
     Named(Cause),
-    /// Each of these mistakes alone leaves only rounding.
+    /// Each of these causes alone explains the mismatch.
     OneOf(Vec<Cause>),
-    /// No known cause explains the mismatch. Lists up to two causes that explain a part.
+    /// No known cause explains the mismatch. Up to two causes explain a part of it.
     Unknown(Vec<Cause>),
-    /// The time limit ended the search. Lists up to two causes that explain at least a part.
+    /// The time limit ended the search. Up to two causes explain at least a part.
     Unfinished(Vec<Cause>),
 }
 
@@ -80,13 +84,13 @@ impl Verdict {
         }
     }
 
-    /// Returns whether there is a mistake: neither agreement nor rounding.
-    pub fn has_mistake(&self) -> bool {
+    /// Returns whether the sides differ by more than rounding.
+    pub fn differs(&self) -> bool {
         !matches!(self, Verdict::Agrees | Verdict::Rounding)
     }
 
-    /// Returns the causes of the verdict: the named one, the indistinguishable ones, or the partial
-    /// explanations.
+    /// Returns the causes of the verdict: the named one, the indistinguishable ones, or those that explain a
+    /// part.
     pub fn causes(&self) -> &[Cause] {
         match self {
             Verdict::Agrees | Verdict::Rounding => &[],
@@ -119,44 +123,44 @@ pub struct Diagnosis {
     /// `theirs − ours` for all targets, in nats.
     pub differences: Vec<f64>,
     pub figures: DifferenceStats,
-    /// Remaining mismatch under the verdict's first explanation, or under the unchanged model if the
-    /// verdict is `Agrees`. It excludes [`Self::ties`].
+    /// Mismatch that remains under the verdict's first cause, or of the unchanged model if the verdict is
+    /// `Agrees`. Excludes [`Self::ties`].
     pub remaining: Option<DifferenceStats>,
-    /// Mismatch of this model in slightly shortened f32 against itself.
+    /// Mismatch between this model and itself with slightly shorter mantissas than f32's.
     pub f32_bound: DifferenceStats,
-    /// Mismatch of this model in bf16 against itself.
+    /// Mismatch between this model and itself in bf16.
     pub bf16_bound: DifferenceStats,
-    /// Whether no figure exceeds what bf16 makes, independent of the verdict.
+    /// Whether every figure is within the bf16 bound, whatever the verdict is.
     pub within_bf16: bool,
-    /// Causes that change no log-prob of these rows; these rows cannot confirm or exclude them.
+    /// Causes that change no log-prob of these rows. These rows cannot confirm or exclude them.
     pub without_effect: Vec<&'static str>,
-    /// This model's log-probs of the same targets.
-    pub computed: Vec<f32>,
+    /// The unchanged model's log-probs of the same targets.
+    pub unmodified_log_probs: Vec<f32>,
     /// Number of targets that differ because f32 rounding decides between two experts.
     pub ties: usize,
     /// This model's routed experts of each target, `[layer][target]`; empty for a model without experts.
     pub routed_experts: Vec<Vec<Vec<u32>>>,
-    /// The extent of the search for a cause; `None` if the sides agree.
+    /// How many causes the search tried; `None` if the sides agree.
     pub search: Option<SearchExtent>,
 }
 
-/// A candidate with its rounding bounds.
-struct BoundedCandidate {
-    candidate: Candidate,
-    /// Remaining mismatch without the targets whose choice of experts is a tie, and the number of those
-    /// targets.
+/// A fit with its rounding bounds.
+struct BoundedFit {
+    fit: CauseFit,
+    /// Remaining mismatch without ties: targets where rounding decides between two experts.
     figures_without_ties: DifferenceStats,
+    /// Number of ties.
     ties: usize,
-    /// Fit with the candidate computed in bf16 or f32, whichever is better.
-    fit: StudentTFit,
+    /// The better one of the fits in f32 and in bf16.
+    student_t: StudentTFit,
     bounds: RoundingBounds,
 }
 
-impl BoundedCandidate {
-    /// Wraps a candidate whose rounding is not computed.
-    fn without_bounds(candidate: Candidate) -> Self {
-        let (fit, figures_without_ties) = (candidate.fit, candidate.figures);
-        Self { candidate, figures_without_ties, ties: 0, fit, bounds: RoundingBounds::exact() }
+impl BoundedFit {
+    /// Wraps a fit whose rounding bounds are not computed; they are 0.
+    fn without_bounds(fit: CauseFit) -> Self {
+        let (student_t, figures_without_ties) = (fit.student_t, fit.figures);
+        Self { fit, figures_without_ties, ties: 0, student_t, bounds: RoundingBounds::zero() }
     }
 
     fn remainder_is_within_f32(&self) -> bool {
@@ -164,43 +168,43 @@ impl BoundedCandidate {
     }
 
     fn remainder_is_within_bf16(&self) -> bool {
-        self.bounds.is_within_bf16(&self.candidate.differences)
+        self.bounds.is_within_bf16(&self.fit.differences)
     }
 
     fn is_f32_rounding(&self) -> bool {
         self.bounds.is_f32_rounding(&self.figures_without_ties)
     }
 
-    /// Returns whether the cause is a form of rounding. Such a cause must match to the last digits, since any
-    /// noise of its size resembles it. Rounding to bf16 weights is part of bf16 computation.
+    /// Returns whether the cause is a form of rounding. Any noise of its size resembles such a cause, so it
+    /// must match to the last digits of f32.
     fn is_rounding(&self) -> bool {
-        self.candidate.cause.as_ref().is_some_and(Cause::is_rounding)
+        self.fit.cause.as_ref().is_some_and(Cause::is_rounding)
     }
 
-    /// Returns whether `other` explains the data as well as `self`, the best candidate.
-    fn fits_as_well(&self, other: &BoundedCandidate) -> bool {
-        self.fit.log_likelihood - other.fit.log_likelihood < INDISTINGUISHABLE_NATS
-            || other.fit.spread < self.fit.spread * INDISTINGUISHABLE_SPREAD_FACTOR
+    /// Returns whether `other` fits as well as `self`, the best fit.
+    fn is_matched_by(&self, other: &BoundedFit) -> bool {
+        self.student_t.log_likelihood - other.student_t.log_likelihood < INDISTINGUISHABLE_NATS
+            || other.student_t.scale < self.student_t.scale * INDISTINGUISHABLE_SCALE_FACTOR
     }
 }
 
 impl UnmodifiedModel<'_> {
-    /// Returns why `observed` differs from this model, if it does. Announces the verdict before the search
-    /// for the cause.
+    /// Compares `observed` with this model and searches for the cause of a difference. Announces the verdict
+    /// before the search.
     ///
     /// # Errors
     /// When a forward fails.
     pub fn diagnose(&self, observed: &EngineLogProbs, settings: &SearchSettings) -> Result<Diagnosis> {
         let search_of_all = CauseSearch::new(*self, observed)?;
         let all = search_of_all.baseline();
-        let (mut search, places) = search_of_all.sample(settings)?;
-        let is_complete = places.len() == all.differences.len();
-        let baseline = self.bound_candidate(&search, search.baseline())?;
+        let (mut search, sample_indices) = search_of_all.sample(settings)?;
+        let is_complete = sample_indices.len() == all.differences.len();
+        let baseline = self.bound_fit(&search, search.baseline())?;
         let (figures_without_ties, ties) = match is_complete {
             true => (baseline.figures_without_ties, baseline.ties),
             false => self.figures_without_ties(&search_of_all, &all, &baseline.bounds)?,
         };
-        let mut found = Diagnosis {
+        let mut diagnosis = Diagnosis {
             verdict: Verdict::Agrees,
             figures: all.figures,
             remaining: None,
@@ -210,174 +214,164 @@ impl UnmodifiedModel<'_> {
                 && baseline.bounds.is_near_bf16(&all.figures, 1.0),
             without_effect: vec![],
             differences: all.differences,
-            computed: search_of_all.computed.clone(),
+            unmodified_log_probs: search_of_all.unmodified_log_probs.clone(),
             ties,
             routed_experts: search_of_all.routed_experts().to_vec(),
             search: None,
         };
         if is_within_f32(&figures_without_ties, &baseline.bounds.f32) {
-            found.remaining = Some(figures_without_ties);
-            return Ok(found);
+            diagnosis.remaining = Some(figures_without_ties);
+            return Ok(diagnosis);
         }
-        // bf16 moves every token. If only a few tokens of an f32 file differ, the reason is another.
-        let is_rounding = found.within_bf16 && !baseline.bounds.is_f32_rounding(&figures_without_ties);
-        (settings.announce)(&found.to_text_before_search(is_rounding))?;
+        // bf16 changes every token. If only a few tokens of an f32 file differ, bf16 is not the reason.
+        let is_rounding = diagnosis.within_bf16 && !baseline.bounds.is_f32_rounding(&figures_without_ties);
+        (settings.announce)(&diagnosis.to_text_before_search(is_rounding))?;
         search.start_limit(settings.limit);
-        let list = search.candidates(settings)?;
-        let mut extent = list.extent;
-        let (bounded_candidates, subset_causes) =
-            self.bound_candidates(&search, list, &baseline, &mut found)?;
+        let result = search.try_causes(settings)?;
+        let mut extent = result.extent;
+        diagnosis.without_effect = result.without_effect;
+        let bounded_fits = self.bound_best_fits(&search, result.fits, &baseline)?;
         extent.ended_by_limit |= search.is_over();
-        found.search = Some(extent);
-        let explains =
-            |bounded: &&BoundedCandidate| !bounded.is_rounding() && is_supported(&baseline, bounded);
-        let cause = |bounded: &BoundedCandidate| bounded.candidate.cause.clone();
-        let mut guesses: Vec<Cause> =
-            bounded_candidates.iter().filter(explains).take(2).filter_map(cause).collect();
-        let verdict = match decide(&baseline, &bounded_candidates) {
+        diagnosis.search = Some(extent);
+        let explains_a_part =
+            |bounded: &&BoundedFit| !bounded.is_rounding() && is_supported(&baseline, bounded);
+        let cause = |bounded: &BoundedFit| bounded.fit.cause.clone();
+        let mut partial_causes: Vec<Cause> =
+            bounded_fits.iter().filter(explains_a_part).take(2).filter_map(cause).collect();
+        let verdict = match decide(&baseline, &bounded_fits) {
             _ if extent.ended_by_limit && is_rounding => Verdict::Rounding,
             _ if extent.ended_by_limit => {
-                guesses.extend(subset_causes.into_iter().take(2 - guesses.len()));
-                Verdict::Unfinished(guesses)
+                partial_causes.extend(result.subset_causes.into_iter().take(2 - partial_causes.len()));
+                Verdict::Unfinished(partial_causes)
             }
             Some(verdict) => verdict,
             None if is_rounding => Verdict::Rounding,
-            None => Verdict::Unknown(guesses),
+            None => Verdict::Unknown(partial_causes),
         };
-        found.verdict = verdict;
-        if let Some(first) = found.verdict.causes().first().cloned()
+        diagnosis.verdict = verdict;
+        if let Some(first) = diagnosis.verdict.causes().first().cloned()
             && let Some(bounded) =
-                bounded_candidates.iter().find(|bounded| bounded.candidate.cause.as_ref() == Some(&first))
+                bounded_fits.iter().find(|bounded| bounded.fit.cause.as_ref() == Some(&first))
         {
-            (found.remaining, found.ties) = (Some(bounded.figures_without_ties), bounded.ties);
-            let has_name = matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_));
-            if has_name && !is_complete && !self.holds_on_all(&search_of_all, bounded, &mut found)? {
-                found.verdict = Verdict::Unknown(vec![first]);
+            (diagnosis.remaining, diagnosis.ties) = (Some(bounded.figures_without_ties), bounded.ties);
+            let is_named = matches!(diagnosis.verdict, Verdict::Named(_) | Verdict::OneOf(_));
+            if is_named && !is_complete && !self.explains_all_rows(&search_of_all, bounded, &mut diagnosis)? {
+                diagnosis.verdict = Verdict::Unknown(vec![first]);
             }
         }
-        Ok(found)
+        Ok(diagnosis)
     }
 
-    /// Returns whether `bounded`, a cause that explains the sample, leaves only rounding on all rows. Sets
-    /// what it leaves.
-    fn holds_on_all(
+    /// Returns whether the cause of `bounded`, which explains the sample, explains all rows too. Sets the
+    /// diagnosis' remaining mismatch and ties to those of all rows.
+    fn explains_all_rows(
         &self,
         search_of_all: &CauseSearch,
-        bounded: &BoundedCandidate,
-        found: &mut Diagnosis,
+        bounded: &BoundedFit,
+        diagnosis: &mut Diagnosis,
     ) -> Result<bool> {
-        let Some(cause) = &bounded.candidate.cause else { return Ok(true) };
-        let all = search_of_all.evaluate(cause)?;
+        let Some(cause) = &bounded.fit.cause else { return Ok(true) };
+        let all = search_of_all.fit_cause(cause)?;
         let (figures_without_ties, ties) = self.figures_without_ties(search_of_all, &all, &bounded.bounds)?;
-        (found.remaining, found.ties) = (Some(figures_without_ties), ties);
+        (diagnosis.remaining, diagnosis.ties) = (Some(figures_without_ties), ties);
         Ok(match bounded.remainder_is_within_f32() {
             true => is_within_f32(&figures_without_ties, &bounded.bounds.f32),
             false => bounded.bounds.is_near_bf16(&all.figures, 1.0),
         })
     }
 
-    /// Returns the best candidates of `list`, best first, and the supported causes of its part. Each has the
-    /// better of its fits in f32 and bf16. Sets the causes without effect.
-    fn bound_candidates(
+    /// Selects the best of `fits` and adds their rounding bounds; best first.
+    fn bound_best_fits(
         &self,
         search: &CauseSearch,
-        list: CandidateList,
-        baseline: &BoundedCandidate,
-        found: &mut Diagnosis,
-    ) -> Result<(Vec<BoundedCandidate>, Vec<Cause>)> {
-        found.without_effect = list.without_effect;
-        let hopeless = |candidate: &Candidate| {
-            candidate.fit.spread > DROP_THRESHOLDS.1 * baseline.fit.spread
-                && !baseline.bounds.is_near_bf16(&candidate.figures, DROP_THRESHOLDS.0)
+        fits: Vec<CauseFit>,
+        baseline: &BoundedFit,
+    ) -> Result<Vec<BoundedFit>> {
+        let is_far_off = |fit: &CauseFit| {
+            fit.student_t.scale > DROPPED_SCALE_SHARE * baseline.student_t.scale
+                && !baseline.bounds.is_near_bf16(&fit.figures, DROPPED_BOUND_FACTOR)
         };
-        let candidates = Candidate::select_best(list.candidates, CANDIDATES_MAX);
-        let mut bounded_candidates = search.map_candidates(candidates.len(), |index| {
-            let candidate = candidates[index].clone();
-            match hopeless(&candidate) || !may_explain(baseline, &candidate) || search.is_over() {
-                true => Ok(BoundedCandidate::without_bounds(candidate)),
-                false => self.bound_candidate(search, candidate),
+        let best = CauseFit::select_best(fits, BOUNDED_CAUSES_MAX);
+        let mut bounded_fits = search.map_indices(best.len(), |index| {
+            let fit = best[index].clone();
+            match is_far_off(&fit) || !may_explain(baseline, &fit) || search.is_over() {
+                true => Ok(BoundedFit::without_bounds(fit)),
+                false => self.bound_fit(search, fit),
             }
         })?;
         // The bounds are never smaller than those of the unchanged model.
-        bounded_candidates.iter_mut().for_each(|bounded| bounded.bounds.raise_to(&baseline.bounds));
-        bounded_candidates.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
-        Ok((bounded_candidates, list.subset_causes))
+        bounded_fits.iter_mut().for_each(|bounded| bounded.bounds.raise_to(&baseline.bounds));
+        bounded_fits.sort_by(|a, b| b.student_t.log_likelihood.total_cmp(&a.student_t.log_likelihood));
+        Ok(bounded_fits)
     }
 
-    fn bound_candidate(&self, search: &CauseSearch, candidate: Candidate) -> Result<BoundedCandidate> {
-        let cause = candidate.cause.as_ref();
-        // Rounding it again would be another explanation, so the bounds of the unchanged model apply.
+    /// Adds the rounding bounds to `fit`.
+    fn bound_fit(&self, search: &CauseSearch, fit: CauseFit) -> Result<BoundedFit> {
+        let cause = fit.cause.as_ref();
+        // This cause rounds already, so its own bounds have no meaning. Those of the unchanged model apply.
         if cause.is_some_and(Cause::reduces_mantissa) {
-            return Ok(BoundedCandidate::without_bounds(candidate));
+            return Ok(BoundedFit::without_bounds(fit));
         }
         let theirs = &search.observed.log_probs;
-        let bounds = RoundingBounds::compute(search, cause, &candidate.log_probs)?;
-        let in_bf16 = bounds.in_bf16.iter().map(|rounded| candidate.fit_rounded(theirs, rounded));
+        let bounds = RoundingBounds::compute(search, cause, &fit.log_probs)?;
+        let bf16_fits = bounds.bf16_log_probs.iter().map(|rounded| fit.fit_rounded(theirs, rounded));
         let better_fit =
             |a: StudentTFit, b: StudentTFit| if b.log_likelihood > a.log_likelihood { b } else { a };
-        let fit = in_bf16.fold(candidate.fit, better_fit);
-        let (figures_without_ties, ties) = self.figures_without_ties(search, &candidate, &bounds)?;
-        Ok(BoundedCandidate { fit, figures_without_ties, ties, bounds, candidate })
+        let student_t = bf16_fits.fold(fit.student_t, better_fit);
+        let (figures_without_ties, ties) = self.figures_without_ties(search, &fit, &bounds)?;
+        Ok(BoundedFit { student_t, figures_without_ties, ties, bounds, fit })
     }
 
-    /// Returns what `candidate` leaves without the targets whose experts are a tie, and their number.
+    /// Returns the figures of `fit` without ties of routing, and the number of ties.
     fn figures_without_ties(
         &self,
         search: &CauseSearch,
-        candidate: &Candidate,
+        fit: &CauseFit,
         bounds: &RoundingBounds,
     ) -> Result<(DifferenceStats, usize)> {
         let may_have_ties = self.model.config.family.has_experts
-            && bounds.is_f32_rounding(&candidate.figures)
-            && !is_within_f32(&candidate.figures, &bounds.f32);
+            && bounds.is_f32_rounding(&fit.figures)
+            && !is_within_f32(&fit.figures, &bounds.f32);
         if !may_have_ties {
-            return Ok((candidate.figures, 0));
+            return Ok((fit.figures, 0));
         }
         let theirs = &search.observed.log_probs;
-        let rounded =
-            |bits| Ok(search.trace_with_rounding(candidate.cause.as_ref(), (bits, bits))?.log_probs);
+        let rounded = |bits| Ok(search.trace_with_rounding(fit.cause.as_ref(), (bits, bits))?.log_probs);
         let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
-        let (differences, ties) = clear_ties(
-            &candidate.differences,
-            theirs,
-            &search.observed.target_ranges(),
-            &forwards,
-            F32_FLOOR,
-        );
+        let (differences, ties) =
+            clear_ties(&fit.differences, theirs, &search.observed.target_ranges(), &forwards, F32_FLOOR);
         Ok((DifferenceStats::from_differences(&differences), ties))
     }
 }
 
-/// Returns the verdict from the `bounded_candidates`, best first; `None` if none explains the data.
-fn decide(baseline: &BoundedCandidate, bounded_candidates: &[BoundedCandidate]) -> Option<Verdict> {
-    let exact: Vec<&BoundedCandidate> =
-        bounded_candidates.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
-    let explains = |bounded: &&BoundedCandidate| {
-        let (slope, error) =
-            regression_slope(&baseline.candidate.differences, &bounded.candidate.differences);
+/// Returns the verdict from `bounded_fits`, best first; `None` if none of them explains the mismatch.
+fn decide(baseline: &BoundedFit, bounded_fits: &[BoundedFit]) -> Option<Verdict> {
+    let exact: Vec<&BoundedFit> =
+        bounded_fits.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
+    let explains = |bounded: &&BoundedFit| {
+        let (slope, error) = regression_slope(&baseline.fit.differences, &bounded.fit.differences);
         !bounded.is_rounding()
             && bounded.remainder_is_within_bf16()
-            // If most tokens agree to f32's digits, a cause that moves them is no explanation.
+            // If most tokens agree to f32's digits without the cause, they must also agree with it.
             && (bounded.is_f32_rounding() || !baseline.is_f32_rounding())
             && is_supported(baseline, bounded)
-            && (slope - 1.0).abs() <= SLOPE_ERROR + 4.0 * error
+            && (slope - 1.0).abs() <= SLOPE_TOLERANCE + 4.0 * error
     };
-    let fitting: Vec<&BoundedCandidate> =
-        if exact.is_empty() { bounded_candidates.iter().filter(explains).collect() } else { exact.clone() };
-    let best = fitting.first()?;
-    // A candidate that fits better but fails another test makes this one uncertain.
-    let has_better_fit = bounded_candidates.iter().any(|other| {
-        best.fit.log_likelihood + INDISTINGUISHABLE_NATS < other.fit.log_likelihood
+    let explanations: Vec<&BoundedFit> =
+        if exact.is_empty() { bounded_fits.iter().filter(explains).collect() } else { exact.clone() };
+    let best = explanations.first()?;
+    // A cause with a higher likelihood that fails another condition makes this one uncertain.
+    let has_better_fit = bounded_fits.iter().any(|other| {
+        best.student_t.log_likelihood + INDISTINGUISHABLE_NATS < other.student_t.log_likelihood
             && !other.is_rounding()
-            && other.candidate.name() != best.candidate.name()
+            && other.fit.name() != best.fit.name()
     });
     if exact.is_empty() && has_better_fit {
         return None;
     }
     let mut causes: Vec<Cause> = vec![];
-    for cause in
-        fitting.iter().filter(|other| best.fits_as_well(other)).filter_map(|c| c.candidate.cause.as_ref())
-    {
+    let indistinguishable = explanations.iter().filter(|other| best.is_matched_by(other));
+    for cause in indistinguishable.filter_map(|bounded| bounded.fit.cause.as_ref()) {
         if causes.iter().all(|other| other.name != cause.name) {
             causes.push(cause.clone());
         }
@@ -389,35 +383,36 @@ fn decide(baseline: &BoundedCandidate, bounded_candidates: &[BoundedCandidate]) 
     }
 }
 
-/// Returns whether the data favours `bounded` over `baseline`, the unchanged model. The unrounded
-/// computation must show it; a rounding that happens to fit does not count.
-fn is_supported(baseline: &BoundedCandidate, bounded: &BoundedCandidate) -> bool {
-    favours(baseline, &baseline.fit, &bounded.fit)
-        && favours(baseline, &baseline.candidate.fit, &bounded.candidate.fit)
+/// Returns whether `bounded` fits better than `baseline`, the unchanged model. The comparison is made with
+/// the better precision of each, and in f32. A cause that fits only in bf16 fits by chance.
+fn is_supported(baseline: &BoundedFit, bounded: &BoundedFit) -> bool {
+    is_better_fit(baseline, &baseline.student_t, &bounded.student_t)
+        && is_better_fit(baseline, &baseline.fit.student_t, &bounded.fit.student_t)
 }
 
-/// Returns whether `candidate` may be named once its rounding is known.
-fn may_explain(baseline: &BoundedCandidate, candidate: &Candidate) -> bool {
-    favours(baseline, &baseline.candidate.fit, &candidate.fit)
-        || is_within_f32(&candidate.figures, &baseline.bounds.f32.scale(2.0))
+/// Returns whether the cause of `fit` could be named, depending on its rounding bounds.
+fn may_explain(baseline: &BoundedFit, fit: &CauseFit) -> bool {
+    is_better_fit(baseline, &baseline.fit.student_t, &fit.student_t)
+        || is_within_f32(&fit.figures, &baseline.bounds.f32.scaled_by(2.0))
 }
 
-/// Returns whether the fit `bounded` is better than `before`, the fit of `baseline`, by enough evidence.
-fn favours(baseline: &BoundedCandidate, before: &StudentTFit, bounded: &StudentTFit) -> bool {
+/// Returns whether `with_cause` is a clearly better fit than `without`, one of the fits of `baseline`.
+fn is_better_fit(baseline: &BoundedFit, without: &StudentTFit, with_cause: &StudentTFit) -> bool {
     let may_be_rounding = baseline.remainder_is_within_bf16() && !baseline.is_f32_rounding();
-    let share = if may_be_rounding { SPREAD_SHARE_OF_ROUNDING_MAX } else { SPREAD_SHARE_MAX };
-    bounded.log_likelihood - before.log_likelihood >= EVIDENCE_MIN && bounded.spread <= share * before.spread
+    let share = if may_be_rounding { SCALE_SHARE_OF_ROUNDING_MAX } else { SCALE_SHARE_MAX };
+    with_cause.log_likelihood - without.log_likelihood >= EVIDENCE_MIN
+        && with_cause.scale <= share * without.scale
 }
 
 impl Diagnosis {
     /// Returns the verdict before the search, as text.
     fn to_text_before_search(&self, is_rounding: bool) -> String {
         let verdict = match is_rounding {
-            true => "Verdict: rounding, no larger than what bf16 makes of this model.",
+            true => "Verdict: rounding; no larger than this model's own mismatch in bf16.",
             false => "Verdict: differs.",
         };
         format!(
-            "{verdict} |Δlogp| has median {}, mean {}, maximum {}; this model in bf16 is {} (median) and {} (maximum) from itself.",
+            "{verdict} |Δlogp| has median {}, mean {}, maximum {}; rounding this model to bf16 changes it by {} (median) and {} (maximum).",
             format_number(self.figures.median),
             format_number(self.figures.mean),
             format_number(self.figures.max),

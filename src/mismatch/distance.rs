@@ -1,16 +1,16 @@
-//! The distance between two lists of log-probabilities: figures that detect a differing minority, and a score
-//! that ranks explanations.
+//! The distance between two lists of log-probabilities. [`DifferenceStats`] shows whether a few tokens
+//! differ, [`StudentTFit`] ranks causes.
 
-/// Maximum difference, in nats; it stands for −∞ against a number.
+/// Maximum difference, in nats. It is also the difference between −∞ and a number.
 const DIFFERENCE_MAX: f64 = 50.0;
-/// Log-probs below this mean "impossible": JSON has no −∞, so engines write −9999 or similar.
-const IMPOSSIBLE: f32 = -1000.0;
-/// Minimum spread: the resolution of f32.
-const SPREAD_MIN: f64 = 2e-7;
+/// Log-probs below this stand for −∞: JSON has no −∞, so engines write −9999 or similar.
+const INFINITE_BELOW: f32 = -1000.0;
+/// Minimum scale of a fit: the resolution of f32.
+const SCALE_MIN: f64 = 2e-7;
 
 /// Returns the differences `theirs − ours`, in nats; 0 where `has_value` is false.
 pub fn log_prob_differences(theirs: &[f32], ours: &[f32], has_value: &[bool]) -> Vec<f64> {
-    let difference = |(&t, &o): (&f32, &f32)| match (t < IMPOSSIBLE, o < IMPOSSIBLE) {
+    let difference = |(&t, &o): (&f32, &f32)| match (t < INFINITE_BELOW, o < INFINITE_BELOW) {
         (true, true) => 0.0,
         (false, false) if t.is_finite() && o.is_finite() => {
             (f64::from(t) - f64::from(o)).clamp(-DIFFERENCE_MAX, DIFFERENCE_MAX)
@@ -22,7 +22,7 @@ pub fn log_prob_differences(theirs: &[f32], ours: &[f32], has_value: &[bool]) ->
     pairs.map(|(pair, has_value)| if *has_value { difference(pair) } else { 0.0 }).collect()
 }
 
-/// Statistics of |Δlogp|. Each of them alone can refute agreement.
+/// Statistics of |Δlogp|. One statistic that is too large is enough to show a difference.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DifferenceStats {
     pub median: f64,
@@ -71,8 +71,8 @@ impl DifferenceStats {
         ]
     }
 
-    /// Scales the figures by `factor`. For the effective sample, it scales the loss.
-    pub fn scale(&self, factor: f64) -> Self {
+    /// Multiplies the differences by `factor`: the effective sample size loses `factor²` times as much.
+    pub fn scaled_by(&self, factor: f64) -> Self {
         Self {
             median: factor * self.median,
             p90: factor * self.p90,
@@ -84,7 +84,7 @@ impl DifferenceStats {
         }
     }
 
-    /// Returns the larger value of each figure; for the effective sample, the smaller one.
+    /// Returns the larger value of each figure; for the effective sample size, the smaller one.
     pub fn elementwise_max(&self, other: &DifferenceStats) -> Self {
         Self {
             median: self.median.max(other.median),
@@ -97,27 +97,27 @@ impl DifferenceStats {
         }
     }
 
-    /// Returns whether every figure is at most the larger of `floor` and a factor times `other`'s figure. The
-    /// factor is `body` for median, p90 and mean, and `tail` for the rest.
-    pub fn is_within(&self, other: &DifferenceStats, (body, tail): (f64, f64), floor: f64) -> bool {
-        let at_most = |mine: f64, theirs: f64, factor: f64| mine <= (factor * theirs).max(floor);
-        at_most(self.median, other.median, body)
-            && at_most(self.p90, other.p90, body)
-            && at_most(self.mean, other.mean, body)
-            // With few tokens, one token with other experts may be the last percent; it belongs to the
-            // maximum.
-            && at_most(self.p99, other.p99.max(other.p999 / tail), tail)
-            && at_most(self.p999, other.p999, tail)
-            && at_most(self.max, other.max, tail)
-            && at_most(1.0 - self.effective_sample_share, 1.0 - other.effective_sample_share, tail * tail)
+    /// Returns whether every figure is at most `max(floor, factor × bound)`. The factor is `body` for median,
+    /// p90 and mean, and `tail` for the rest.
+    pub fn is_within(&self, bound: &DifferenceStats, (body, tail): (f64, f64), floor: f64) -> bool {
+        let at_most = |figure: f64, bound: f64, factor: f64| figure <= (factor * bound).max(floor);
+        at_most(self.median, bound.median, body)
+            && at_most(self.p90, bound.p90, body)
+            && at_most(self.mean, bound.mean, body)
+            // With few tokens, p99 may be one token that is routed to other experts. So it may also reach the
+            // bound's p99.9.
+            && at_most(self.p99, bound.p99.max(bound.p999 / tail), tail)
+            && at_most(self.p999, bound.p999, tail)
+            && at_most(self.max, bound.max, tail)
+            && at_most(1.0 - self.effective_sample_share, 1.0 - bound.effective_sample_share, tail * tail)
     }
 }
 
-/// Student's t distribution with 3 degrees of freedom, fitted to differences: spread and log-likelihood. A
-/// few tokens with other experts do not move the spread.
+/// Student's t distribution with 3 degrees of freedom and location 0, fitted to differences. A few outliers,
+/// such as tokens that are routed to other experts, hardly change its scale.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StudentTFit {
-    pub spread: f64,
+    pub scale: f64,
     pub log_likelihood: f64,
 }
 
@@ -128,38 +128,38 @@ impl StudentTFit {
         let middle = sorted.len() / 2;
         let start =
             if sorted.is_empty() { 0.0 } else { *sorted.select_nth_unstable_by(middle, f64::total_cmp).1 };
-        let mut spread = start.max(SPREAD_MIN);
+        let mut scale = start.max(SCALE_MIN);
         for _ in 0..30 {
-            // The expectation step reduces the weight of outliers; the maximisation step takes the weighted
+            // EM: the expectation step gives outliers less weight, the maximisation step takes the weighted
             // variance.
             let weighted: f64 = differences
                 .iter()
-                .map(|difference| difference * difference * weight(*difference, spread))
+                .map(|difference| difference * difference * weight(*difference, scale))
                 .sum();
-            spread = (weighted / count).sqrt().max(SPREAD_MIN);
+            scale = (weighted / count).sqrt().max(SCALE_MIN);
         }
-        let log_density = |difference: &f64| {
-            -spread.ln() - 2.0 * (difference / spread).powi(2).mul_add(1.0 / 3.0, 1.0).ln()
-        };
-        Self { spread, log_likelihood: differences.iter().map(log_density).sum() }
+        let log_density =
+            |difference: &f64| -scale.ln() - 2.0 * (difference / scale).powi(2).mul_add(1.0 / 3.0, 1.0).ln();
+        Self { scale, log_likelihood: differences.iter().map(log_density).sum() }
     }
 }
 
-fn weight(difference: f64, spread: f64) -> f64 {
-    4.0 / (3.0 + (difference / spread).powi(2))
+fn weight(difference: f64, scale: f64) -> f64 {
+    4.0 / (3.0 + (difference / scale).powi(2))
 }
 
-/// Regresses `before` on `before - after`. Returns the slope and its standard error. Outliers have less
-/// weight. The slope is 1 if the step is correct and 0 if it is unrelated to the data.
+/// Regresses the differences `before` a cause is applied on `before - after`, with less weight for outliers.
+/// Returns the slope and its standard error. The slope is 1 for the right cause, and 0 for a cause whose
+/// change is unrelated to the differences.
 pub fn regression_slope(before: &[f64], after: &[f64]) -> (f64, f64) {
-    let spread = StudentTFit::from_differences(after).spread;
+    let scale = StudentTFit::from_differences(after).scale;
     let (mut xy, mut xx) = (0.0, 0.0);
     for (b, a) in before.iter().zip(after) {
-        let (step, w) = (b - a, weight(*a, spread));
+        let (step, w) = (b - a, weight(*a, scale));
         xy += w * step * b;
         xx += w * step * step;
     }
-    if xx == 0.0 { (0.0, f64::INFINITY) } else { (xy / xx, spread / xx.sqrt()) }
+    if xx == 0.0 { (0.0, f64::INFINITY) } else { (xy / xx, scale / xx.sqrt()) }
 }
 
 #[cfg(test)]
@@ -182,23 +182,23 @@ mod tests {
     }
 
     #[test]
-    fn impossible_tokens_are_alike_however_they_are_written() {
-        let found = log_prob_differences(
+    fn all_spellings_of_minus_infinity_are_equal() {
+        let differences = log_prob_differences(
             &[-9999.0, -1.0, -1e30],
             &[f32::NEG_INFINITY, f32::NEG_INFINITY, -2.0],
             &[true; 3],
         );
-        assert_eq!(found, [0.0, 50.0, -50.0]);
+        assert_eq!(differences, [0.0, 50.0, -50.0]);
         assert_eq!(log_prob_differences(&[-1.0], &[-3.0], &[false]), [0.0]);
     }
 
     #[test]
-    fn a_right_step_has_slope_one() {
+    fn a_correct_step_has_slope_one() {
         let noise: Vec<f64> = (0..500).map(|i| (f64::from(i) * 0.7).sin() * 0.01).collect();
         let step = |i: usize| (i as f64 * 1.3).cos() * 0.1;
         let before: Vec<f64> = noise.iter().enumerate().map(|(i, n)| n + step(i)).collect();
-        let (found, error) = regression_slope(&before, &noise);
-        assert!((found - 1.0).abs() < 4.0 * error && error < 0.02, "{found} ± {error}");
+        let (slope, error) = regression_slope(&before, &noise);
+        assert!((slope - 1.0).abs() < 4.0 * error && error < 0.02, "{slope} ± {error}");
         assert!(
             StudentTFit::from_differences(&noise).log_likelihood
                 > StudentTFit::from_differences(&before).log_likelihood

@@ -1,4 +1,4 @@
-//! Tokens with log-probabilities from another computation.
+//! Tokens with an engine's log-probs, packed into batches.
 
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use std::ops::Range;
@@ -9,8 +9,8 @@ pub struct EngineBatch {
     pub micro_batch: MicroBatch,
     /// The temperature that the file states for the log-probs.
     pub temperature: f64,
-    /// Whether each target was sampled. Engines give raw log-probs for a prompt: at temperature 1, over the
-    /// whole vocabulary.
+    /// Whether each target was sampled. Targets of the prompt were not: engines report their log-probs at
+    /// temperature 1, without filters.
     pub sampled: Vec<bool>,
 }
 
@@ -38,25 +38,25 @@ impl EngineLogProbs {
         positions.max().map_or(0, |&last| last as usize + 1)
     }
 
-    /// Returns the range of each sequence's targets.
+    /// Returns for each sequence the range of its targets.
     pub fn target_ranges(&self) -> Vec<Range<usize>> {
         let counts = self
             .batches
             .iter()
             .flat_map(|batch| batch.micro_batch.cu_targets.windows(2).map(|w| w[1] - w[0]));
         let mut end = 0;
-        let mut row = |count| {
+        let mut next_range = |count| {
             end += count;
             end - count..end
         };
-        counts.map(&mut row).collect()
+        counts.map(&mut next_range).collect()
     }
 
     /// Selects evenly spaced sequences with up to about `targets_max` targets; the last one may be truncated.
     /// Also returns the indices of their targets among all targets.
     pub fn select_sequences(&self, targets_max: usize) -> (Self, Vec<usize>) {
         let stride = self.log_probs.len().div_ceil(targets_max.max(1)).max(1);
-        let (mut part, mut indices) = (Self::default(), vec![]);
+        let (mut subset, mut indices) = (Self::default(), vec![]);
         let (mut sequence, mut first) = (0, 0);
         for batch in &self.batches {
             let mut selected = vec![];
@@ -70,34 +70,35 @@ impl EngineLogProbs {
             }
             first += batch.sampled.len();
             if !selected.is_empty() {
-                part.batches.push(batch.select_sequences_of_batch(&selected));
+                subset.batches.push(batch.select_sequences_of_batch(&selected));
             }
         }
-        part.log_probs = indices.iter().map(|&index| self.log_probs[index]).collect();
-        (part, indices)
+        subset.log_probs = indices.iter().map(|&index| self.log_probs[index]).collect();
+        (subset, indices)
     }
 }
 
 impl EngineBatch {
-    /// Selects sequences: `selected` lists (index, number of first targets).
+    /// Selects sequences. `selected` lists each sequence's index and how many of its targets to keep.
     fn select_sequences_of_batch(&self, selected: &[(usize, usize)]) -> Self {
         let whole = &self.micro_batch;
         let (mut sequences, mut sampled) = (vec![], vec![]);
         for &(index, count) in selected {
-            let own = whole.cu_targets[index]..whole.cu_targets[index] + count;
+            let targets = whole.cu_targets[index]..whole.cu_targets[index] + count;
             let path = whole.sequence_rows.row_indices(index);
-            let indices =
-                whole.rows[own.clone()].iter().filter_map(|&row| path.binary_search(&(row as usize)).ok());
+            let indices = whole.rows[targets.clone()]
+                .iter()
+                .filter_map(|&row| path.binary_search(&(row as usize)).ok());
             let indices: Vec<usize> = indices.collect();
             let length = indices.last().map_or(0, |&index| index + 1);
             let inputs = path[..length].iter().map(|&row| whole.tokens[row]);
-            let tokens: Vec<u32> = inputs.chain(whole.targets[own.clone()].last().copied()).collect();
+            let tokens: Vec<u32> = inputs.chain(whole.targets[targets.clone()].last().copied()).collect();
             let mut mask = vec![false; tokens.len()];
             indices.iter().for_each(|&index| mask[index + 1] = true);
             sequences.push(Sequence { tokens, mask });
-            sampled.extend_from_slice(&self.sampled[own]);
+            sampled.extend_from_slice(&self.sampled[targets]);
         }
-        // One micro-batch without a limit.
+        // Without a limit there is exactly one micro-batch.
         let tokens = MicroBatch::split(&sequences, usize::MAX).swap_remove(0);
         Self { micro_batch: tokens, temperature: self.temperature, sampled }
     }

@@ -1,5 +1,5 @@
-//! Compares the engine's routed experts with ours: the share of tokens with other experts by layer, and
-//! whether these tokens have the log-prob mismatch.
+//! Compares the engine's routed experts with ours: how many tokens have different experts in each layer, and
+//! whether those are the tokens with the log-prob mismatch.
 
 use super::distance::DifferenceStats;
 use super::locate::TargetPositions;
@@ -7,50 +7,50 @@ use super::rows::TokenRow;
 use crate::metrics::format_number;
 use serde_json::{Value, json};
 
-/// Shares of targets with other experts than ours, if routed experts are known.
+/// How often the engine's routed experts differ from ours.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertComparison {
+    /// Number of targets whose routed experts are known.
     pub targets: usize,
-    /// Share of targets with another set of experts, by layer.
+    /// Share of targets with a different set of experts, for each layer.
     pub differing_by_layer: Vec<f64>,
-    /// Share of targets with another set in any layer.
+    /// Share of targets with a different set of experts in at least one layer.
     pub differing_share: f64,
-    /// Median |Δlogp|: first of targets routed to different experts in at least one layer, then of all other
-    /// targets.
-    pub medians: (f64, f64),
+    /// Median |Δlogp| of the targets with different experts in at least one layer.
+    pub median_differing: f64,
+    /// Median |Δlogp| of the targets with the same experts in all layers.
+    pub median_same: f64,
 }
 
 impl ExpertComparison {
-    /// Compares the routed experts of `rows`; `None` if no row has any. `differences` are those of the
-    /// targets at `targets`.
+    /// Compares the routed experts of `rows`; `None` if no row has any. `targets` and `differences` have one
+    /// entry a target.
     pub fn from_rows(rows: &[TokenRow], targets: &TargetPositions, differences: &[f64]) -> Option<Self> {
-        let layers = rows.iter().find_map(|row| row.routes.as_ref())?.layers;
-        let mut differing = vec![0usize; layers];
-        let (mut with_other_experts, mut with_same_experts) = (vec![], vec![]);
+        let layers = rows.iter().find_map(|row| row.routed_experts.as_ref())?.layers;
+        let mut differing_counts = vec![0usize; layers];
+        let (mut differing_differences, mut same_differences) = (vec![], vec![]);
         for (target, difference) in differences.iter().enumerate() {
-            let Some(routes) = &rows[targets.rows[target]].routes else { continue };
+            let Some(experts) = &rows[targets.rows[target]].routed_experts else { continue };
             let mut same = true;
-            for (layer, count) in differing.iter_mut().enumerate() {
+            for (layer, count) in differing_counts.iter_mut().enumerate() {
                 // The target is predicted from the position before it.
-                let theirs = routes.at(targets.positions[target] - 1, layer)?;
+                let theirs = experts.get(targets.positions[target] - 1, layer)?;
                 let ours = targets.experts(layer, target)?;
                 if !ours.iter().all(|expert| theirs.contains(expert)) {
                     *count += 1;
                     same = false;
                 }
             }
-            if same { with_same_experts.push(*difference) } else { with_other_experts.push(*difference) }
+            if same { same_differences.push(*difference) } else { differing_differences.push(*difference) }
         }
-        let targets = with_other_experts.len() + with_same_experts.len();
+        let targets = differing_differences.len() + same_differences.len();
         let share = |count: usize| count as f64 / targets.max(1) as f64;
         Some(Self {
             targets,
-            differing_by_layer: differing.into_iter().map(share).collect(),
-            differing_share: share(with_other_experts.len()),
-            medians: (
-                DifferenceStats::from_differences(&with_other_experts).median,
-                DifferenceStats::from_differences(&with_same_experts).median,
-            ),
+            differing_by_layer: differing_counts.into_iter().map(share).collect(),
+            differing_share: share(differing_differences.len()),
+            median_differing: DifferenceStats::from_differences(&differing_differences).median,
+            median_same: DifferenceStats::from_differences(&same_differences).median,
         })
     }
 
@@ -58,10 +58,9 @@ impl ExpertComparison {
     pub fn to_text(&self) -> String {
         let layers: Vec<String> =
             self.differing_by_layer.iter().map(|share| format!("{:.1}%", 100.0 * share)).collect();
-        let (with_other_experts, with_same_experts) = self.medians;
         let relation = match () {
             () if self.differing_share == 0.0 => "the mismatch does not come from routing",
-            () if with_same_experts * 4.0 < with_other_experts => "the mismatch is on these tokens",
+            () if self.median_same * 4.0 < self.median_differing => "the mismatch is on these tokens",
             () => "the mismatch is not on these tokens alone",
         };
         format!(
@@ -69,8 +68,8 @@ impl ExpertComparison {
             100.0 * self.differing_share,
             self.targets,
             layers.join(", "),
-            format_number(with_other_experts),
-            format_number(with_same_experts)
+            format_number(self.median_differing),
+            format_number(self.median_same)
         )
     }
 
@@ -80,8 +79,8 @@ impl ExpertComparison {
             "tokens": self.targets,
             "differ": self.differing_share,
             "differ_by_layer": self.differing_by_layer,
-            "median_where_they_differ": self.medians.0,
-            "median_elsewhere": self.medians.1,
+            "median_where_they_differ": self.median_differing,
+            "median_elsewhere": self.median_same,
         })
     }
 }

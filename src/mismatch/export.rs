@@ -7,8 +7,9 @@ use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;
 use anyhow::Result;
 
-/// Returns prime-rl's `token_exports/step_N/rank_0.jsonl` for `trajectories` of `step`. `training` computes
-/// the trainer's side. Conversations without a sampled token are left out, as prime-rl does.
+/// Returns the text of prime-rl's `token_exports/step_N/rank_0.jsonl` for the `trajectories` of `step`.
+/// `training` computes the trainer's log-probs. Conversations without a sampled token are left out, as in
+/// prime-rl.
 ///
 /// # Errors
 /// When a forward fails.
@@ -26,9 +27,9 @@ pub fn prime_rl(
     let computed = training.all_log_probs(threads, &batches, temperature, &|_| ())?;
     let (mut text, mut rest) = (String::new(), computed.as_slice());
     for (index, trajectory) in sampled.into_iter().enumerate() {
-        let (own, others) = rest.split_at(trajectory.sampled_tokens().min(rest.len()));
-        rest = others;
-        let line = ExportLine::new(trajectory, own, (step, index), env_name);
+        let (log_probs, following) = rest.split_at(trajectory.sampled_tokens().min(rest.len()));
+        rest = following;
+        let line = ExportLine::new(trajectory, log_probs, (step, index), env_name);
         text.push_str(&serde_json::to_string(&line)?);
         text.push('\n');
     }

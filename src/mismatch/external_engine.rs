@@ -1,4 +1,4 @@
-//! Compares another engine's rows with this model: verdict, location of the mismatch, and text for both.
+//! Compares another engine's rows with this model: verdict, location of the mismatch, and an answer as text.
 
 use super::compare::LogProbPair;
 use super::diagnose::{Diagnosis, UnmodifiedModel, Verdict, join_causes};
@@ -18,17 +18,17 @@ use crate::model::config::LayerType;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-/// The comparison of one side's rows with the model.
+/// The comparison of one side (engine or trainer) with the model.
 pub struct Comparison {
-    /// Figures over all tokens, then by position.
+    /// Figures over all tokens, then within the sliding window and past it.
     pub lines: Vec<ResultLine>,
     /// The answer, one paragraph.
     pub answer: String,
     pub diagnosis: Diagnosis,
     pub location_result: LocationResult,
     pub target_positions: TargetPositions,
-    /// Present if the rows hold the routed experts.
-    pub routes: Option<ExpertComparison>,
+    /// Present if the rows hold routed experts.
+    pub routed_experts: Option<ExpertComparison>,
 }
 
 impl Comparison {
@@ -37,20 +37,19 @@ impl Comparison {
         let Diagnosis { verdict, figures, remaining, f32_bound, bf16_bound, within_bf16, .. } =
             &self.diagnosis;
         let Diagnosis { without_effect, search, .. } = &self.diagnosis;
-        let of = |figures: &DifferenceStats| {
+        let figures_json = |figures: &DifferenceStats| {
             Value::Object(figures.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
         };
-        let explanations = verdict.causes().iter();
-        let explanations =
-            explanations.map(|cause| json!({"causes": [cause.name], "words": cause.description()}));
+        let causes = verdict.causes().iter();
+        let causes = causes.map(|cause| json!({"causes": [cause.name], "words": cause.description()}));
         json!({
             "verdict": verdict.kind(),
-            "differs": verdict.has_mistake(),
-            "explanations": explanations.collect::<Vec<_>>(),
-            "logprob_abs_diff": of(figures),
-            "left": remaining.as_ref().map(of),
-            "f32_rounding": of(f32_bound),
-            "bf16_rounding": of(bf16_bound),
+            "differs": verdict.differs(),
+            "explanations": causes.collect::<Vec<_>>(),
+            "logprob_abs_diff": figures_json(figures),
+            "left": remaining.as_ref().map(figures_json),
+            "f32_rounding": figures_json(f32_bound),
+            "bf16_rounding": figures_json(bf16_bound),
             "within_bf16_rounding": within_bf16,
             "ties_of_routing": self.diagnosis.ties,
             "causes_without_effect_on_these_rows": without_effect,
@@ -64,7 +63,7 @@ impl Comparison {
                 "of": self.location_result.targets,
                 "place": self.location_result.location.as_ref().map(|location| &location.description),
             },
-            "routes": self.routes.as_ref().map(ExpertComparison::to_json),
+            "routes": self.routed_experts.as_ref().map(ExpertComparison::to_json),
         })
     }
 }
@@ -81,7 +80,7 @@ pub fn compare(
     clip: (f64, f64),
     search: &SearchSettings,
 ) -> Result<Comparison> {
-    let (observed, row_of_target) = observe(rows, micro_batch_tokens);
+    let (observed, row_of_target) = pack_rows(rows, micro_batch_tokens);
     if observed.log_probs.is_empty() {
         return Err(bad_input!(
             "no row holds a log-prob after its first token; ask the engine for log-probs"
@@ -95,57 +94,57 @@ pub fn compare(
     let config = &reference.model.config;
     let window = config.sliding_window;
     let mut lines = vec![];
-    let parts: [(_, &dyn Fn(usize) -> bool); 3] = [
+    let position_ranges: [(_, &dyn Fn(usize) -> bool); 3] = [
         ("rollout_equals_training", &|_| true),
         ("… positions within the window", &|position| position <= window),
         ("… positions past the window", &|position| position > window),
     ];
     let has_windows = config.layer_types.contains(&LayerType::Sliding);
-    for (name, keep) in parts.into_iter().take(if has_windows { 3 } else { 1 }) {
+    for (name, keep) in position_ranges.into_iter().take(if has_windows { 3 } else { 1 }) {
         lines.extend(figures_line(name, keep, &target_positions, &observed, &diagnosis, clip)?);
     }
     if let Some(first) = lines.first_mut() {
         first.cause = Some(diagnosis.verdict.to_text());
     }
-    let routes = ExpertComparison::from_rows(rows, &target_positions, &diagnosis.differences);
+    let routed_experts = ExpertComparison::from_rows(rows, &target_positions, &diagnosis.differences);
     let mut answer = answer(&diagnosis, &location_result, &lines);
-    if let Some(routes) = &routes {
-        answer.push_str(&routes.to_text());
+    if let Some(comparison) = &routed_experts {
+        answer.push_str(&comparison.to_text());
     }
-    let ill_formed = ill_formed(chat, rows);
-    if let Some((row, what)) = ill_formed.first() {
-        let count = ill_formed.len();
+    let malformed_rows = malformed_rows(chat, rows);
+    if let Some((row, reason)) = malformed_rows.first() {
+        let count = malformed_rows.len();
         answer.push_str(&format!(
-            " Rows that are not a well-formed {} conversation: {count} (the first is row {row}: {what}).",
+            " Rows that are not a well-formed {} conversation: {count} (the first is row {row}: {reason}).",
             chat.name()
         ));
     }
-    Ok(Comparison { lines, answer, diagnosis, location_result, target_positions, routes })
+    Ok(Comparison { lines, answer, diagnosis, location_result, target_positions, routed_experts })
 }
 
-/// Splits `rows` into the sides that they hold: the engine's, and a trainer's if the file has both.
+/// Returns the sides of `rows` with their names: the engine's rows, and the trainer's if the file has both.
 pub fn split_sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
     if rows.iter().all(|row| row.trainer_log_probs.is_none()) {
         return vec![("rollout", rows)];
     }
-    let of_trainer =
+    let trainer_row =
         |row: &TokenRow| row.trainer_log_probs.clone().map(|log_probs| TokenRow { log_probs, ..row.clone() });
-    let trainer = rows.iter().filter_map(of_trainer).collect();
+    let trainer = rows.iter().filter_map(trainer_row).collect();
     vec![("inference", rows), ("trainer", trainer)]
 }
 
 /// Compares the file's two sides with each other; `None` if it has only one.
 ///
 /// # Errors
-/// When a log-prob is not a number.
+/// When a log-prob is NaN.
 pub fn compare_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<ResultLine>> {
     let (mut inference, mut trainer, mut cu_seqlens) = (vec![], vec![], vec![0]);
     for row in rows {
-        let Some(of_trainer) = &row.trainer_log_probs else { continue };
-        let pairs = row.log_probs.iter().zip(of_trainer).skip(1);
-        for (theirs, ours) in pairs.filter_map(|(i, t)| Some(((*i)?, (*t)?))) {
-            inference.push(theirs);
-            trainer.push(ours);
+        let Some(trainer_log_probs) = &row.trainer_log_probs else { continue };
+        let pairs = row.log_probs.iter().zip(trainer_log_probs).skip(1);
+        for (inference_value, trainer_value) in pairs.filter_map(|(i, t)| Some(((*i)?, (*t)?))) {
+            inference.push(inference_value);
+            trainer.push(trainer_value);
         }
         if cu_seqlens.last() != Some(&inference.len()) {
             cu_seqlens.push(inference.len());
@@ -163,13 +162,14 @@ pub fn compare_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Resul
     };
     Ok(Some(ResultLine {
         name: "inference against trainer".to_owned(),
-        metrics: named_metrics(&pair)?,
+        metrics: pair_metrics(&pair)?,
         cause: None,
     }))
 }
 
-/// Packs the rows, grouped by temperature. Also returns the index in `rows` of every target's row.
-fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec<usize>) {
+/// Packs the rows into batches of one temperature. Also returns for each target the index of its row in
+/// `rows`.
+fn pack_rows(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec<usize>) {
     let mut order: Vec<usize> = (0..rows.len()).collect();
     order.sort_by(|&a, &b| rows[a].temperature.total_cmp(&rows[b].temperature));
     let (mut observed, mut row_of_target) = (EngineLogProbs::default(), vec![]);
@@ -194,23 +194,23 @@ fn observe(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec
         }
         let mut sampled = sampled.into_iter();
         let temperature = rows[same_temperature[0]].temperature;
-        for tokens in MicroBatch::split(&sequences, micro_batch_tokens) {
-            let sampled = sampled.by_ref().take(tokens.targets.len()).collect();
-            observed.batches.push(EngineBatch { micro_batch: tokens, temperature, sampled });
+        for micro_batch in MicroBatch::split(&sequences, micro_batch_tokens) {
+            let sampled = sampled.by_ref().take(micro_batch.targets.len()).collect();
+            observed.batches.push(EngineBatch { micro_batch, temperature, sampled });
         }
     }
     (observed, row_of_target)
 }
 
-/// Returns the difference beyond which a target differs: more than rounding makes. This is f32 rounding if
-/// most targets agree that closely, else bf16 rounding.
+/// Returns the difference, in nats, above which a target counts as different: more than rounding makes. The
+/// bound is that of f32 if the median is f32 rounding, else that of bf16.
 fn threshold(diagnosis: &Diagnosis) -> f64 {
     let f32_like = diagnosis.figures.median <= 4.0 * diagnosis.f32_bound.median.max(1e-6);
     let bound = if f32_like { &diagnosis.f32_bound } else { &diagnosis.bf16_bound };
     (4.0 * bound.p90).max(1e-4)
 }
 
-/// Returns the figures over the targets whose position `keep` accepts; `None` if there are none.
+/// Returns the line `name`: figures over the targets whose position `keep` accepts; `None` if there are none.
 fn figures_line(
     name: &str,
     keep: &dyn Fn(usize) -> bool,
@@ -219,57 +219,58 @@ fn figures_line(
     diagnosis: &Diagnosis,
     clip: (f64, f64),
 ) -> Result<Option<ResultLine>> {
-    let (mut theirs, mut ours, mut cu_seqlens, mut of_row) = (vec![], vec![], vec![0], None);
+    let (mut theirs, mut ours, mut cu_seqlens, mut current_row) = (vec![], vec![], vec![0], None);
     let floor = |log_prob: f32| log_prob.max(-1e4);
     for target in
         (0..target_positions.positions.len()).filter(|&target| keep(target_positions.positions[target]))
     {
-        if of_row.is_some_and(|row| row != target_positions.rows[target]) {
+        if current_row.is_some_and(|row| row != target_positions.rows[target]) {
             cu_seqlens.push(theirs.len());
         }
-        of_row = Some(target_positions.rows[target]);
+        current_row = Some(target_positions.rows[target]);
         theirs.push(floor(observed.log_probs[target]));
-        ours.push(floor(diagnosis.computed[target]));
+        ours.push(floor(diagnosis.unmodified_log_probs[target]));
     }
     if theirs.is_empty() {
         return Ok(None);
     }
     cu_seqlens.push(theirs.len());
     let pair = LogProbPair { cu_seqlens: &cu_seqlens, training: &ours, rollout: &theirs, old: &theirs, clip };
-    Ok(Some(ResultLine { name: name.to_owned(), metrics: named_metrics(&pair)?, cause: None }))
+    Ok(Some(ResultLine { name: name.to_owned(), metrics: pair_metrics(&pair)?, cause: None }))
 }
 
-/// Returns a line's figures by name.
-fn named_metrics(pair: &LogProbPair) -> Result<Vec<(String, Option<f64>)>> {
+/// Returns the metrics of a line: the number of tokens, then the figures of the mismatch.
+fn pair_metrics(pair: &LogProbPair) -> Result<Vec<(String, Option<f64>)>> {
     let mut metrics = vec![("mismatch/tokens".to_owned(), Some(pair.rollout.len() as f64))];
     metrics.extend(pair.metrics()?.into_iter().map(|(name, value)| (name, Some(value))));
     Ok(metrics)
 }
 
-/// Returns the rows that are not a well-formed conversation, with the reason. Rows of one token are ignored.
-fn ill_formed(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
-    let longer = rows.iter().filter(|row| row.tokens.len() > 1);
-    longer
+/// Returns the names of the rows that are not a well-formed conversation, each with the reason. Rows of one
+/// token are ignored.
+fn malformed_rows(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
+    rows.iter()
+        .filter(|row| row.tokens.len() > 1)
         .filter_map(|row| Some((row.name.clone(), format!("{:#}", chat.check(&row.tokens).err()?))))
         .collect()
 }
 
-/// Returns the answer: how far, where and why, in one paragraph.
-fn answer(found: &Diagnosis, location_result: &LocationResult, lines: &[ResultLine]) -> String {
+/// Returns the answer, one paragraph: the verdict, the size of the mismatch, and its location.
+fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[ResultLine]) -> String {
     let number = |value: f64| format_number(value);
-    let figures = &found.figures;
+    let figures = &diagnosis.figures;
     let (tokens, max) = (location_result.targets, number(figures.max));
-    let mut text = match &found.verdict {
+    let mut text = match &diagnosis.verdict {
         Verdict::Agrees => {
-            let equal = found.remaining.map_or(figures.max, |remaining| remaining.max);
+            let max_without_ties = diagnosis.remaining.map_or(figures.max, |remaining| remaining.max);
             format!(
                 "Agrees: {} tokens differ by at most {} nats, which f32 rounding explains.",
-                tokens - found.ties,
-                number(equal)
+                tokens - diagnosis.ties,
+                number(max_without_ties)
             )
         }
         Verdict::Rounding => format!(
-            "No mistake found: over {tokens} tokens the mismatch is no larger than what bf16 rounding makes of this model."
+            "No mistake found: over {tokens} tokens the mismatch is no larger than the one that bf16 rounding makes in this model."
         ),
         Verdict::Named(cause) => format!("Differs: {}.", cause.description()),
         Verdict::OneOf(causes) => format!(
@@ -277,9 +278,9 @@ fn answer(found: &Diagnosis, location_result: &LocationResult, lines: &[ResultLi
             join_causes(causes),
             causes[0].deciding_experiment
         ),
-        Verdict::Unknown(guesses) => {
+        Verdict::Unknown(partial_causes) => {
             let mut text = "Differs, and the cause is unknown: no known one leaves only rounding.".to_owned();
-            if let [first, rest @ ..] = guesses.as_slice() {
+            if let [first, rest @ ..] = partial_causes.as_slice() {
                 text.push_str(&format!(" Nearest: {}", first.description()));
                 if let Some(second) = rest.first() {
                     text.push_str(&format!("; then: {}", second.description()));
@@ -288,30 +289,30 @@ fn answer(found: &Diagnosis, location_result: &LocationResult, lines: &[ResultLi
             }
             text
         }
-        Verdict::Unfinished(guesses) => {
+        Verdict::Unfinished(partial_causes) => {
             let mut text = "Differs; the cause is not known yet.".to_owned();
-            if !guesses.is_empty() {
-                text.push_str(&format!(" Nearest so far: {}.", join_causes(guesses)));
+            if !partial_causes.is_empty() {
+                text.push_str(&format!(" Nearest so far: {}.", join_causes(partial_causes)));
             }
             text
         }
     };
-    if let Some(search) = found.search.filter(|search| search.ended_by_limit) {
+    if let Some(search) = diagnosis.search.filter(|search| search.ended_by_limit) {
         text.push_str(&format!(
             " The time limit ended the search for a cause: {} of {} causes were tried.",
             search.tried, search.causes
         ));
     }
     text.push_str(&format!(
-        " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; rounding this model to bf16 moves it by {} (median) and {} (maximum).",
+        " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; rounding this model to bf16 changes it by {} (median) and {} (maximum).",
         number(figures.median),
         number(figures.mean),
         number(figures.p99),
-        number(found.bf16_bound.median),
-        number(found.bf16_bound.max),
+        number(diagnosis.bf16_bound.median),
+        number(diagnosis.bf16_bound.max),
     ));
-    if let Some(remaining) = &found.remaining
-        && matches!(found.verdict, Verdict::Named(_) | Verdict::OneOf(_))
+    if let Some(remaining) = &diagnosis.remaining
+        && matches!(diagnosis.verdict, Verdict::Named(_) | Verdict::OneOf(_))
     {
         text.push_str(&format!(
             " With this cause, {} (median) and {} (maximum) remain.",
@@ -319,23 +320,27 @@ fn answer(found: &Diagnosis, location_result: &LocationResult, lines: &[ResultLi
             number(remaining.max)
         ));
     }
-    if found.ties > 0 {
+    if diagnosis.ties > 0 {
         text.push_str(&format!(
             " {} of the tokens differ because two experts have nearly equal scores: f32 rounding decides between them.",
-            found.ties
+            diagnosis.ties
         ));
     }
-    if found.verdict.has_mistake() && found.within_bf16 {
+    if diagnosis.verdict.differs() && diagnosis.within_bf16 {
         text.push_str(" By its size alone the mismatch could be bf16 rounding.");
     }
-    if found.verdict != Verdict::Agrees {
-        text.push_str(&describe_location(found, location_result, lines));
+    if diagnosis.verdict != Verdict::Agrees {
+        text.push_str(&describe_location(diagnosis, location_result, lines));
     }
     text
 }
 
-/// Describes which tokens differ.
-fn describe_location(found: &Diagnosis, location_result: &LocationResult, lines: &[ResultLine]) -> String {
+/// Returns a text that says how many tokens differ, and which.
+fn describe_location(
+    diagnosis: &Diagnosis,
+    location_result: &LocationResult,
+    lines: &[ResultLine],
+) -> String {
     let share = 100.0 * location_result.differing as f64 / location_result.targets as f64;
     let mut text = format!(" {:.3}% of the tokens differ by more than rounding", share);
     if let Some(location) = &location_result.location {
@@ -348,9 +353,9 @@ fn describe_location(found: &Diagnosis, location_result: &LocationResult, lines:
         ));
     } else if location_result.differing > 0 && share < 50.0 {
         let first: Vec<String> = location_result
-            .first
+            .first_differing
             .iter()
-            .map(|(row, at, pair)| format!("row {row} token {at} ({pair:+.3})"))
+            .map(|(row, position, difference)| format!("row {row} token {position} ({difference:+.3})"))
             .collect();
         text.push_str(&format!(", scattered: {}", first.join(", ")));
     }
@@ -364,7 +369,7 @@ fn describe_location(found: &Diagnosis, location_result: &LocationResult, lines:
             .and_then(|(_, v)| *v)
     };
     if let (Some(within), Some(past), false) =
-        (mean("within"), mean("past"), is_within_f32(&found.figures, &found.f32_bound))
+        (mean("within"), mean("past"), is_within_f32(&diagnosis.figures, &diagnosis.f32_bound))
     {
         text.push_str(&format!(
             " Mean |Δlogp| within the window {}, past it {}.",

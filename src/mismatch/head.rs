@@ -1,5 +1,4 @@
-//! Log-probabilities as engines may report them: at another temperature, after a filter, or from rounded
-//! logits.
+//! Causes in the head: log-probs at another temperature, after a filter, or from rounded logits.
 
 use super::causes::Cause;
 use super::engine_log_probs::EngineBatch;
@@ -17,18 +16,19 @@ pub enum Filter {
     MinP(f64),
 }
 
-/// The extra input that tells mistakes of the head apart.
-pub const DISTINGUISHING_INPUT: &str = "the log-probs of several tokens at one place (top_logprobs)";
+/// The deciding experiment for causes in the head.
+pub const TOP_LOG_PROBS: &str = "the log-probs of several tokens at one position (top_logprobs)";
 
-/// Declares the cause: log-probs over the tokens that `filter` keeps.
-fn filtered(filter: Filter) -> Cause {
+/// Declares the cause that log-probs are computed after `filter`.
+fn filter_cause(filter: Filter) -> Cause {
     let (name, setting) = match filter {
         Filter::TopP(p) => ("log-probs after top-p", format!("top_p = {p:.3}")),
         Filter::TopK(k) => ("log-probs after top-k", format!("top_k = {k}")),
         Filter::MinP(p) => ("log-probs after min-p", format!("min_p = {p:.3}")),
     };
     let settings = HeadSettings { filter: Some(filter), ..HeadSettings::default() };
-    Cause::in_head(name, format!("renormalised over what {setting} keeps"), DISTINGUISHING_INPUT, settings)
+    let detail = format!("renormalised over the tokens that {setting} keeps");
+    Cause::in_head(name, detail, TOP_LOG_PROBS, settings)
 }
 
 /// The computation of log-probabilities from logits.
@@ -47,20 +47,23 @@ impl Default for HeadSettings {
 }
 
 impl HeadSettings {
-    /// Returns the log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ where the filter removes
-    /// the target. Targets that were not sampled are at temperature 1, over the whole vocabulary.
+    /// Returns the log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ if the filter removes the
+    /// target. Targets that were not sampled have temperature 1 and no filter.
     ///
     /// # Errors
     /// When shapes disagree.
     pub fn log_probs(&self, policy: &PolicyView, normed: &Tensor, batch: &EngineBatch) -> Result<Vec<f32>> {
         let temperature = batch.temperature * self.temperature_factor;
-        let mut found = self.log_probs_as_sampled(policy, normed, batch, temperature)?;
+        let mut log_probs = self.log_probs_as_sampled(policy, normed, batch, temperature)?;
         if (temperature != 1.0 || self.filter.is_some()) && batch.sampled.contains(&false) {
             let raw = Self { filter: None, ..*self }.log_probs_as_sampled(policy, normed, batch, 1.0)?;
-            let of_prompt = found.iter_mut().zip(raw).zip(&batch.sampled).filter(|(_, sampled)| !**sampled);
-            of_prompt.for_each(|((log_prob, raw), _)| *log_prob = raw);
+            for ((log_prob, raw), sampled) in log_probs.iter_mut().zip(raw).zip(&batch.sampled) {
+                if !sampled {
+                    *log_prob = raw;
+                }
+            }
         }
-        Ok(found)
+        Ok(log_probs)
     }
 
     /// Returns the log-probabilities as if all targets were sampled.
@@ -75,15 +78,15 @@ impl HeadSettings {
             return policy.log_probs(normed, &batch.micro_batch, temperature);
         }
         let targets = &batch.micro_batch.targets;
-        let mut found = Vec::with_capacity(targets.len());
+        let mut log_probs = Vec::with_capacity(targets.len());
         each_row(policy, normed, 0..targets.len(), &mut |row, z| {
             let mut z = z.to_vec();
             if self.bf16_logits {
                 z.iter_mut().for_each(|z| *z = bf16::from_f32(*z).to_f32());
             }
-            found.push(log_prob(&z, targets[row] as usize, temperature, self.filter) as f32);
+            log_probs.push(log_prob(&z, targets[row] as usize, temperature, self.filter) as f32);
         })?;
-        Ok(found)
+        Ok(log_probs)
     }
 }
 
@@ -116,12 +119,12 @@ fn log_prob(z: &[f32], target: usize, temperature: f64, filter: Option<Filter>) 
     }
 }
 
-/// A token with at least this share of the last kept token's probability may be kept instead.
+/// A removed token counts as kept if its probability is at least this share of the last kept token's.
 const EDGE_PROBABILITY_RATIO: f64 = 0.7;
 
 /// One row's distribution, most likely token first.
 struct SortedDistribution {
-    /// Rank of the target.
+    /// Number of tokens before the target.
     rank: usize,
     log_prob: f64,
     probabilities: Vec<f64>,
@@ -172,8 +175,8 @@ impl SortedDistribution {
         }
     }
 
-    /// Returns the target's log-probability after `filter`. The engine reported the target, so it kept it. A
-    /// target at the edge counts as kept, since rounding moves the edge.
+    /// Returns the target's log-probability after `filter`; −∞ if the filter removes it. A target at the edge
+    /// counts as kept, because rounding moves the edge.
     fn log_prob(&self, filter: Filter) -> f64 {
         let kept_count = self.kept_count(filter);
         let at_edge = || {
@@ -238,21 +241,21 @@ impl FitRows {
         if self.rows.is_empty() {
             return vec![];
         }
-        let mut found = self.filters().map(filtered).to_vec();
+        let mut causes = self.filters().map(filter_cause).to_vec();
         let factor = self.temperature_factor();
         if factor.ln().abs() > TEMPERATURE_TOLERANCE {
-            let detail = format!("log-probs are those of {factor:.3} times the temperature stated");
+            let detail = format!("the log-probs have {factor:.3} times the stated temperature");
             let settings = HeadSettings { temperature_factor: factor, ..HeadSettings::default() };
-            found.push(Cause::in_head("another temperature", detail, DISTINGUISHING_INPUT, settings));
+            causes.push(Cause::in_head("another temperature", detail, TOP_LOG_PROBS, settings));
         }
-        found
+        causes
     }
 
     /// Returns the factor on the stated temperature that fits best: a grid over 0.1 to 10, then
     /// golden-section search.
     fn temperature_factor(&self) -> f64 {
         let objective = |log: f64| {
-            spread(self.rows.iter().map(|(z, target, temperature, theirs)| {
+            mean_root_abs(self.rows.iter().map(|(z, target, temperature, theirs)| {
                 SortedDistribution::unsorted_log_prob(z, *target, temperature * log.exp()) - theirs
             }))
         };
@@ -280,16 +283,16 @@ impl FitRows {
         let vocabulary = self.rows.first().map_or(1, |(z, ..)| z.len());
         let best = |filters: Vec<Filter>| {
             let objective = |filter: Filter| {
-                spread(sorted.iter().map(|(row, theirs)| match row.log_prob(filter) {
+                mean_root_abs(sorted.iter().map(|(row, theirs)| match row.log_prob(filter) {
                     f64::NEG_INFINITY => 50.0,
                     log_prob => log_prob - theirs,
                 }))
             };
-            let differences = filters.into_iter().map(|filter| (filter, objective(filter)));
-            // Filters that keep the same tokens are equivalent; the middle one is named.
-            let differences: Vec<(Filter, f64)> = differences.collect();
-            let least = differences.iter().map(|(_, objective)| *objective).fold(f64::INFINITY, f64::min);
-            let equal: Vec<Filter> = differences
+            let objectives: Vec<(Filter, f64)> =
+                filters.into_iter().map(|filter| (filter, objective(filter))).collect();
+            let least = objectives.iter().map(|(_, objective)| *objective).fold(f64::INFINITY, f64::min);
+            // Filters that keep the same tokens have equal objectives. The middle one is returned.
+            let equal: Vec<Filter> = objectives
                 .iter()
                 .filter(|(_, objective)| *objective <= least * 1.000_001)
                 .map(|(filter, _)| *filter)
@@ -305,8 +308,8 @@ impl FitRows {
     }
 }
 
-/// Returns the mean of √|x|, on which a few large values have little effect.
-fn spread(values: impl Iterator<Item = f64>) -> f64 {
+/// Returns the mean of √|x|. A few large values have little effect on it.
+fn mean_root_abs(values: impl Iterator<Item = f64>) -> f64 {
     let (mut sum, mut count) = (0.0, 0.0);
     for value in values {
         sum += value.abs().min(50.0).sqrt();
@@ -320,15 +323,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_filter_renormalises_what_it_keeps() {
+    fn a_filter_renormalises_the_kept_tokens() {
         let z: Vec<f32> = [0.5f32, 0.25, 0.15, 0.1].iter().map(|p| p.ln()).collect();
-        let of = |target, filter| log_prob(&z, target, 1.0, Some(filter)).exp();
-        assert!((of(0, Filter::TopK(2)) - 0.5 / 0.75).abs() < 1e-6);
-        assert!((of(1, Filter::TopP(0.6)) - 0.25 / 0.75).abs() < 1e-6);
-        assert!((of(2, Filter::MinP(0.29)) - 0.15 / 0.9).abs() < 1e-6);
-        assert_eq!(of(3, Filter::TopK(2)), 0.0);
+        let probability = |target, filter| log_prob(&z, target, 1.0, Some(filter)).exp();
+        assert!((probability(0, Filter::TopK(2)) - 0.5 / 0.75).abs() < 1e-6);
+        assert!((probability(1, Filter::TopP(0.6)) - 0.25 / 0.75).abs() < 1e-6);
+        assert!((probability(2, Filter::MinP(0.29)) - 0.15 / 0.9).abs() < 1e-6);
+        assert_eq!(probability(3, Filter::TopK(2)), 0.0);
         // The first removed token is at the edge.
-        assert!((of(3, Filter::MinP(0.29)) - 0.1 / 0.9).abs() < 1e-6);
+        assert!((probability(3, Filter::MinP(0.29)) - 0.1 / 0.9).abs() < 1e-6);
         assert!((log_prob(&z, 3, 0.5, None).exp() - 0.01 / 0.345).abs() < 1e-6);
     }
 }

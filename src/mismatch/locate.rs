@@ -3,9 +3,9 @@
 use super::engine_log_probs::EngineLogProbs;
 use std::collections::BTreeMap;
 
-/// A group locates the mismatch if it has at least this share of the differing targets, and at least this
-/// share of its targets differ.
+/// A group of targets locates the mismatch if it holds at least this share of all differing targets.
 const RECALL_MIN: f64 = 0.8;
+/// At least this share of the group's targets must differ.
 const PRECISION_MIN: f64 = 0.5;
 /// Maximum rate of differing targets outside the group, relative to the rate inside.
 const OUTSIDE_MAX: f64 = 0.25;
@@ -26,8 +26,8 @@ pub struct TargetPositions {
 }
 
 impl TargetPositions {
-    /// Collects the locations of the targets of `observed`. `rows` has one entry a target, an index into
-    /// `names`; `experts` are the routed experts.
+    /// Collects the positions and tokens of the targets of `observed`. `names`, `rows` and `experts` are the
+    /// fields of the same names.
     pub fn collect(
         observed: &EngineLogProbs,
         names: Vec<String>,
@@ -42,7 +42,7 @@ impl TargetPositions {
         Self { names, rows, positions, experts, tokens }
     }
 
-    /// Returns the experts of target `target` at `layer`.
+    /// Returns the routed experts of `target` at `layer`.
     pub fn experts(&self, layer: usize, target: usize) -> Option<&[u32]> {
         self.experts.get(layer)?.get(target).map(Vec::as_slice)
     }
@@ -53,26 +53,31 @@ impl TargetPositions {
 pub struct Location {
     /// Description, such as "positions from 513 on".
     pub description: String,
-    /// Shares of the targets that differ, inside and outside the location.
+    /// Share of the targets inside the location that differ.
     pub differing_inside: f64,
+    /// Share of the targets outside the location that differ.
     pub differing_outside: f64,
+    /// Number of targets inside the location.
     pub targets: usize,
 }
 
-/// The targets that differ by more than a threshold, and the location that explains them, if there is one.
+/// How many targets differ by more than a threshold, and where.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LocationResult {
+    /// Number of targets that differ.
     pub differing: usize,
+    /// Number of all targets.
     pub targets: usize,
+    /// The location that holds most of the differing targets, if there is one.
     pub location: Option<Location>,
     /// The first few differing targets: name of the row, position, difference in nats.
-    pub first: Vec<(String, usize, f64)>,
+    pub first_differing: Vec<(String, usize, f64)>,
 }
 
 /// Locates the differences beyond `threshold`, in nats.
 pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) -> LocationResult {
     let differing: Vec<bool> = differences.iter().map(|difference| difference.abs() > threshold).collect();
-    let total = differing.iter().filter(|m| **m).count();
+    let total = differing.iter().filter(|differs| **differs).count();
     let mut best: Option<(f64, Location)> = None;
     let mut consider = |description: &dyn Fn() -> String, inside: &[usize]| {
         if inside.len() < GROUP_TARGETS_MIN || inside.len() == differences.len() || total == 0 {
@@ -98,12 +103,12 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
             best = Some((score, location));
         }
     };
-    let groups = |keys: &mut dyn Iterator<Item = usize>| -> BTreeMap<usize, Vec<usize>> {
+    let group_by = |keys: &mut dyn Iterator<Item = usize>| -> BTreeMap<usize, Vec<usize>> {
         let mut groups: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         keys.enumerate().for_each(|(target, key)| groups.entry(key).or_default().push(target));
         groups
     };
-    // A boundary by position: the differing targets begin or end there.
+    // Groups by position: the targets before a boundary, and those from it on.
     let longest = targets.positions.iter().copied().max().unwrap_or(0);
     for boundary in boundaries(targets, &differing, longest) {
         let side = |keep: &dyn Fn(usize) -> bool| -> Vec<usize> {
@@ -112,7 +117,8 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
         consider(&|| format!("positions from {boundary} on"), &side(&|p| p >= boundary));
         consider(&|| format!("positions before {boundary}"), &side(&|p| p < boundary));
     }
-    let rows = groups(&mut targets.rows.iter().copied());
+    let rows = group_by(&mut targets.rows.iter().copied());
+    // One group of rows: all rows in which at least half of the targets differ.
     let (mut broken, mut members): (Vec<usize>, Vec<usize>) = (vec![], vec![]);
     for (row, targets) in &rows {
         if targets.iter().filter(|&&t| differing[t]).count() as f64 >= PRECISION_MIN * targets.len() as f64 {
@@ -132,7 +138,7 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
             &members,
         );
     }
-    for (token, targets) in groups(&mut targets.tokens.iter().map(|&token| token as usize)) {
+    for (token, targets) in group_by(&mut targets.tokens.iter().map(|&token| token as usize)) {
         consider(&|| format!("targets of token {token}"), &targets);
     }
     for (layer, layer_experts) in targets.experts.iter().enumerate() {
@@ -144,42 +150,44 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
             consider(&|| format!("tokens that go through expert {expert} of layer {layer}"), &targets);
         }
     }
-    let first = (0..differences.len()).filter(|&t| differing[t]).take(5);
+    let first_differing = (0..differences.len()).filter(|&t| differing[t]).take(5);
     LocationResult {
         differing: total,
         targets: differences.len(),
         location: best.map(|(_, location)| location),
-        first: first
+        first_differing: first_differing
             .map(|t| (targets.names[targets.rows[t]].clone(), targets.positions[t], differences[t]))
             .collect(),
     }
 }
 
-/// Returns the positions where differences may begin or end: each row's first differing one, and the one
-/// after its last.
+/// Returns up to two positions where differences may begin or end, counted over all rows.
 fn boundaries(targets: &TargetPositions, differing: &[bool], longest: usize) -> Vec<usize> {
+    // For each position: differing targets, all targets.
     let mut counts = vec![(0usize, 0usize); longest + 2];
     for (position, differing) in targets.positions.iter().zip(differing) {
         counts[*position].0 += usize::from(*differing);
         counts[*position].1 += 1;
     }
-    let total: usize = counts.iter().map(|s| s.0).sum();
-    let count: usize = counts.iter().map(|s| s.1).sum();
-    // The best boundary: the largest difference between the differing targets up to it and their number if
-    // they were spread evenly.
-    let (mut before, mut seen, mut best) = (0usize, 0usize, (0.0f64, 0usize, 0.0f64, 0usize));
-    for (position, (m, n)) in counts.iter().enumerate() {
-        let excess = before as f64 / total.max(1) as f64 - seen as f64 / count.max(1) as f64;
-        if excess < best.0 {
-            (best.0, best.1) = (excess, position);
+    let differing_count: usize = counts.iter().map(|count| count.0).sum();
+    let targets_count: usize = counts.iter().map(|count| count.1).sum();
+    // The share of the differing targets before a boundary, minus the share of all targets before it. Its
+    // minimum is where differences begin, its maximum where they end.
+    let (mut differing_before, mut targets_before) = (0usize, 0usize);
+    let ((mut lowest, mut begin), (mut highest, mut end)) = ((0.0f64, 0usize), (0.0f64, 0usize));
+    for (position, (differing, targets)) in counts.iter().enumerate() {
+        let excess = differing_before as f64 / differing_count.max(1) as f64
+            - targets_before as f64 / targets_count.max(1) as f64;
+        if excess < lowest {
+            (lowest, begin) = (excess, position);
         }
-        if excess > best.2 {
-            (best.2, best.3) = (excess, position);
+        if excess > highest {
+            (highest, end) = (excess, position);
         }
-        before += m;
-        seen += n;
+        differing_before += differing;
+        targets_before += targets;
     }
-    vec![best.1, best.3].into_iter().filter(|&boundary| boundary > 1).collect()
+    vec![begin, end].into_iter().filter(|&boundary| boundary > 1).collect()
 }
 
 fn list_rows(rows: &[usize], names: &[String]) -> String {
@@ -206,21 +214,20 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_is_found_where_it_was_put() {
+    fn a_mismatch_is_located_where_it_was_put() {
         let targets = targets();
-        let found = |differing: &dyn Fn(usize) -> bool| {
+        let located = |differing: &dyn Fn(usize) -> bool| {
             let differences: Vec<f64> = (0..800).map(|t| if differing(t) { -0.5 } else { 1e-5 }).collect();
             locate(&targets, &differences, 1e-3)
         };
-        let description =
-            |located: LocationResult| located.location.map(|l| l.description).unwrap_or_default();
-        assert_eq!(description(found(&|t| t % 100 >= 59)), "positions from 60 on");
-        assert_eq!(description(found(&|t| t % 100 < 20)), "positions before 21");
-        assert_eq!(description(found(&|t| t / 100 == 2 || t / 100 == 6)), "rows 3, 7");
-        assert_eq!(description(found(&|t| t % 5 == 3)), "tokens that go through expert 3 of layer 0");
-        assert_eq!(description(found(&|t| t * 7 % 11 == 4)), "targets of token 4");
-        let scattered = found(&|t| t * 31 % 97 == 5);
+        let description = |result: LocationResult| result.location.map(|l| l.description).unwrap_or_default();
+        assert_eq!(description(located(&|t| t % 100 >= 59)), "positions from 60 on");
+        assert_eq!(description(located(&|t| t % 100 < 20)), "positions before 21");
+        assert_eq!(description(located(&|t| t / 100 == 2 || t / 100 == 6)), "rows 3, 7");
+        assert_eq!(description(located(&|t| t % 5 == 3)), "tokens that go through expert 3 of layer 0");
+        assert_eq!(description(located(&|t| t * 7 % 11 == 4)), "targets of token 4");
+        let scattered = located(&|t| t * 31 % 97 == 5);
         assert_eq!(scattered.location, None);
-        assert_eq!((scattered.differing, scattered.first.len()), (8, 5));
+        assert_eq!((scattered.differing, scattered.first_differing.len()), (8, 5));
     }
 }

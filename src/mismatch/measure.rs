@@ -1,8 +1,8 @@
 //! Measures ablations (`[arms]`) on the same tokens.
 //!
-//! The tokens come from one rollout. If an ablation changes the rollout's forward, the rollout's log-probs
-//! are recomputed on these tokens. They equal the values which that rollout would have stored, because every
-//! perturbation acts on each row alone.
+//! The tokens come from one rollout. If an ablation changes the rollout's forward, the rollout's log-probs of
+//! these tokens are recomputed with it. A rollout with the ablation would have stored the same values,
+//! because an ablation changes each row independently of the others.
 
 use super::compare::LogProbPair;
 use super::diagnose::{UnmodifiedModel, Verdict};
@@ -36,11 +36,12 @@ pub struct AblationMeasurement<'a> {
 }
 
 impl<'a> AblationMeasurement<'a> {
-    /// Prepares the measurement of `trajectories`, sampled under `arms` at `temperature`.
+    /// Computes the log-probs of `trajectories` without ablations. `sampled_under` and `temperature` are
+    /// those of the rollout that sampled them.
     pub fn new(
         reference: UnmodifiedModel<'a>,
         trajectories: &[&Trajectory],
-        arms: &Ablations,
+        sampled_under: &Ablations,
         seed: u64,
         temperature: f64,
         clip: (f64, f64),
@@ -56,12 +57,12 @@ impl<'a> AblationMeasurement<'a> {
         }
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
         let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
-        let stage = stage(&reference, "without ablations", &batches, 1);
+        let stage = start_stage(&reference, "without ablations", &batches, 1);
         let on_tokens = |tokens| stage.advance_tokens(tokens);
         let unmodified = policy.all_log_probs(reference.threads, &batches, temperature, &on_tokens)?;
         stage.finish();
         let observed = EngineLogProbs::from_samples(batches, temperature, log_probs);
-        let sampled_under = arms.clone();
+        let sampled_under = sampled_under.clone();
         Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, unmodified })
     }
 
@@ -69,24 +70,24 @@ impl<'a> AblationMeasurement<'a> {
     ///
     /// # Errors
     /// When an ablation does not fit the model, or a forward fails.
-    pub fn measure(&self, name: &str, arms: &Ablations) -> Result<ResultLine> {
+    pub fn measure(&self, name: &str, ablations: &Ablations) -> Result<ResultLine> {
         let UnmodifiedModel { threads, model, parameters, .. } = self.reference;
-        let rollout = PolicyView::for_rollout(model, parameters, arms, self.seed)?;
-        let training = PolicyView::for_training(model, parameters, arms, self.seed)?;
+        let rollout = PolicyView::for_rollout(model, parameters, ablations, self.seed)?;
+        let training = PolicyView::for_training(model, parameters, ablations, self.seed)?;
         let batches: Vec<MicroBatch> =
             self.observed.batches.iter().map(|batch| batch.micro_batch.clone()).collect();
-        let second = ForwardOptions::for_old_log_probs(arms, self.seed);
-        let stage = stage(&self.reference, name, &batches, 2 + usize::from(second.is_some()));
+        let old_forward = ForwardOptions::for_old_log_probs(ablations, self.seed);
+        let stage = start_stage(&self.reference, name, &batches, 2 + usize::from(old_forward.is_some()));
         let on_tokens = |tokens| stage.advance_tokens(tokens);
         let ([mut stored, computed], divergence) =
             compare_forwards(threads, [&rollout, &training], &batches, self.temperature, &on_tokens)?;
-        if self.is_sampled_alike(arms) {
+        if self.has_rollout_of_samples(ablations) {
             stored.clone_from(&self.observed.log_probs);
         }
-        let old = match second {
+        let old = match old_forward {
             Some(forward) => {
-                let second = PolicyView { forward, ..training };
-                second.all_log_probs(threads, &batches, self.temperature, &on_tokens)?
+                let old_policy = PolicyView { forward, ..training };
+                old_policy.all_log_probs(threads, &batches, self.temperature, &on_tokens)?
             }
             None => stored.clone(),
         };
@@ -102,22 +103,23 @@ impl<'a> AblationMeasurement<'a> {
             pair.metrics().context(name.to_owned())?.into_iter().map(|(k, v)| (k, Some(v))).collect();
         metrics.push(("mismatch/routing_agreement".into(), Some(divergence.routing_agreement)));
         metrics.push(("mismatch/first_divergent_layer".into(), divergence.first_layer.map(|l| l as f64)));
-        let mut cause = self.cause(arms, [&stored, &computed], &divergence)?;
-        if arms.second_forward_old_logprobs && !same_bits(&old, &computed) {
-            cause.push_str("; the second forward gives other old log-probs, so the ratio is not 1");
+        let mut cause = self.cause(ablations, [&stored, &computed], &divergence)?;
+        if ablations.second_forward_old_logprobs && !same_bits(&old, &computed) {
+            cause.push_str("; the second forward's old log-probs differ, so the ratio is not 1");
         }
         Ok(ResultLine { name: name.to_owned(), metrics, cause: Some(cause) })
     }
 
-    /// Returns whether the tokens were sampled with the rollout settings of `arms`.
-    fn is_sampled_alike(&self, arms: &Ablations) -> bool {
-        let side =
-            |arms: &Ablations| (arms.rollout_noise(), arms.rollout_mantissa_limit(), arms.rollout_mxfp4);
-        side(arms) == side(&self.sampled_under)
+    /// Returns whether the rollout under `ablations` is the one that sampled the tokens.
+    fn has_rollout_of_samples(&self, ablations: &Ablations) -> bool {
+        let rollout_settings = |ablations: &Ablations| {
+            (ablations.rollout_noise(), ablations.rollout_mantissa_limit(), ablations.rollout_mxfp4)
+        };
+        rollout_settings(ablations) == rollout_settings(&self.sampled_under)
     }
 
     /// Returns the likely cause, derived from the log-probs alone.
-    fn cause(&self, arms: &Ablations, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
+    fn cause(&self, ablations: &Ablations, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
         let mut causes = vec![];
         for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
             if same_bits(&self.unmodified, log_probs) {
@@ -125,8 +127,8 @@ impl<'a> AblationMeasurement<'a> {
             }
             let observed =
                 EngineLogProbs { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
-            let found = self.reference.diagnose(&observed, &SearchSettings::silent())?;
-            causes.push(match found.verdict {
+            let diagnosis = self.reference.diagnose(&observed, &SearchSettings::silent())?;
+            causes.push(match diagnosis.verdict {
                 Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}) and no rounding explains it: router noise",
                     divergence.routing_agreement
@@ -135,8 +137,8 @@ impl<'a> AblationMeasurement<'a> {
             });
         }
         if causes.is_empty() {
-            let backward = arms.no_sink_gradient || arms.freeze_attention;
-            return Ok(if backward {
+            let changes_backward = ablations.no_sink_gradient || ablations.freeze_attention;
+            return Ok(if changes_backward {
                 "both forwards have the same bits; this ablation changes only the backward".to_owned()
             } else {
                 "none: both forwards have the same bits".to_owned()
@@ -146,10 +148,10 @@ impl<'a> AblationMeasurement<'a> {
     }
 }
 
-/// Where two forward passes diverge.
+/// How two forwards differ inside the model.
 #[derive(Default)]
 struct Divergence {
-    /// Share of (token, layer) pairs with the same set of experts.
+    /// Share of (token, layer) pairs with the same set of experts in both forwards.
     routing_agreement: f64,
     /// First layer, from 0, whose output differs in any bit.
     first_layer: Option<usize>,
@@ -168,56 +170,60 @@ fn compare_forwards(
     on_tokens: &(dyn Fn(f64) + Sync),
 ) -> Result<([Vec<f32>; 2], Divergence)> {
     let (mut log_probs, mut divergence) = ([vec![], vec![]], Divergence::default());
-    let (mut same, mut all) = (0usize, 0usize);
+    let (mut same_pairs, mut pairs) = (0usize, 0usize);
     let top_k = a.model.config.num_experts_per_tok.max(1);
     for batch in batches {
-        let (x, y) = threads.run_on_all(|| -> Result<_> {
-            Ok((layers(a, batch, on_tokens)?, layers(b, batch, on_tokens)?))
+        let (a_trace, b_trace) = threads.run_on_all(|| -> Result<_> {
+            Ok((trace_layers(a, batch, on_tokens)?, trace_layers(b, batch, on_tokens)?))
         })?;
-        for ((policy, normed), log_probs) in [(a, &x.0), (b, &y.0)].into_iter().zip(&mut log_probs) {
+        for ((policy, normed), log_probs) in
+            [(a, &a_trace.0), (b, &b_trace.0)].into_iter().zip(&mut log_probs)
+        {
             log_probs.extend(policy.log_probs(normed, batch, temperature)?);
         }
-        for (layer, (x, y)) in x.1.iter().zip(&y.1).enumerate() {
-            for (x, y) in x.routes.chunks_exact(top_k).zip(y.routes.chunks_exact(top_k)) {
-                same += usize::from(x.iter().all(|expert| y.contains(expert)));
-                all += 1;
+        for (layer, (a, b)) in a_trace.1.iter().zip(&b_trace.1).enumerate() {
+            let a_experts = a.routed_experts.chunks_exact(top_k);
+            for (a, b) in a_experts.zip(b.routed_experts.chunks_exact(top_k)) {
+                same_pairs += usize::from(a.iter().all(|expert| b.contains(expert)));
+                pairs += 1;
             }
-            if divergence.first_layer.is_none_or(|first| layer < first) && !same_bits(&x.hidden, &y.hidden) {
+            if divergence.first_layer.is_none_or(|first| layer < first) && !same_bits(&a.hidden, &b.hidden) {
                 divergence.first_layer = Some(layer);
             }
         }
     }
-    divergence.routing_agreement = if all == 0 { 1.0 } else { same as f64 / all as f64 };
+    divergence.routing_agreement = if pairs == 0 { 1.0 } else { same_pairs as f64 / pairs as f64 };
     Ok((log_probs, divergence))
 }
 
 /// The output of one layer.
 struct LayerTrace {
     /// Routed experts, `[T, K]`; empty for a model without experts.
-    routes: Vec<u32>,
+    routed_experts: Vec<u32>,
     /// The layer's output, `[T, H]`.
     hidden: Vec<f32>,
 }
 
 /// Runs `batch` through `policy`; returns the head's input and the output of each layer.
-fn layers(
+fn trace_layers(
     policy: &PolicyView,
     batch: &MicroBatch,
     on_tokens: &(dyn Fn(f64) + Sync),
 ) -> Result<(Tensor, Vec<LayerTrace>)> {
     let (mut layers, share) = (vec![], policy.layer_tokens(batch));
     let normed = policy.head_input(batch, &mut |_, _, output: &LayerOutput| {
-        let routes = output.routed_experts().map(|routes| routes.flatten_all()?.to_vec1()).transpose()?;
+        let routed_experts =
+            output.routed_experts().map(|experts| experts.flatten_all()?.to_vec1()).transpose()?;
         let hidden = to_host(&output.hidden)?.flatten_all()?.to_vec1()?;
-        layers.push(LayerTrace { routes: routes.unwrap_or_default(), hidden });
+        layers.push(LayerTrace { routed_experts: routed_experts.unwrap_or_default(), hidden });
         on_tokens(share);
         Ok(())
     })?;
     Ok((normed, layers))
 }
 
-/// Starts a progress stage of `passes` passes over `batches`, counted in tokens.
-fn stage(reference: &UnmodifiedModel, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
+/// Starts a stage of the progress display: `passes` passes over `batches`, counted in tokens.
+fn start_stage(reference: &UnmodifiedModel, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
     reference.console.work_tokens(name, (tokens * passes) as u64)
 }

@@ -1,16 +1,15 @@
-//! Prints the result as a table, and writes it as `mismatch.json`.
+//! The result as a table, and as the text of `mismatch.json`.
 
 use super::bitwise_equality::EqualityCheck;
 use super::compare::COLUMNS;
 use crate::metrics::{Table, format_number};
 use serde_json::{Map, Value, json};
 
-/// One line of the result.
+/// One line of the result: a link of the proof, an ablation, or a range of positions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ResultLine {
     pub name: String,
-    /// Values by metric name; `None` if there is no value, such as the first differing layer when no layer
-    /// differs.
+    /// Values by metric name. `None` if there is no value: for example, no layer differs.
     pub metrics: Vec<(String, Option<f64>)>,
     /// The likely cause as text.
     pub cause: Option<String>,
@@ -31,7 +30,7 @@ impl ResultLine {
         }
     }
 
-    fn get(&self, name: &str) -> Option<f64> {
+    fn value(&self, name: &str) -> Option<f64> {
         self.metrics.iter().find(|(key, _)| key == name).and_then(|(_, value)| *value)
     }
 }
@@ -41,34 +40,34 @@ pub fn equality_table(lines: &[ResultLine]) -> String {
     let mut table = Table::new(["link", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
     for line in lines {
         let keys = ["mismatch/tokens", "mismatch/logprob_abs_diff_max", "mismatch/bit_equal_fraction"];
-        table.add_row(std::iter::once(line.name.clone()).chain(keys.map(|key| shown(line.get(key)))));
+        table.add_row(std::iter::once(line.name.clone()).chain(keys.map(|key| value_text(line.value(key)))));
     }
     table.to_string()
 }
 
-/// Formats the mismatches as a table of at most `columns` text columns, with the cause of each line below it.
+/// Formats the mismatches as a table, at most `columns` characters wide. The causes follow below the table.
 pub fn mismatch_table(title: &str, lines: &[ResultLine], columns: usize) -> String {
-    let used: Vec<_> = COLUMNS
+    let columns_with_values: Vec<_> = COLUMNS
         .iter()
         .filter(|(key, _)| lines.iter().any(|l| l.metrics.iter().any(|(k, _)| k == key)))
         .collect();
-    let header = std::iter::once(title).chain(used.iter().map(|(_, short)| *short));
+    let header = std::iter::once(title).chain(columns_with_values.iter().map(|(_, short)| *short));
     let mut table = Table::new(header);
     for line in lines {
-        table.add_row(
-            std::iter::once(line.name.clone()).chain(used.iter().map(|(key, _)| shown(line.get(key)))),
-        );
+        let values = columns_with_values.iter().map(|(key, _)| value_text(line.value(key)));
+        table.add_row(std::iter::once(line.name.clone()).chain(values));
     }
     let mut text = table.format_within(columns);
-    let caused = lines.iter().filter_map(|line| Some((&line.name, line.cause.as_ref()?)));
-    for (name, cause) in caused {
-        let cause = cause.strip_prefix("none: ").map_or(cause.clone(), |why| format!("no difference; {why}"));
+    let causes = lines.iter().filter_map(|line| Some((&line.name, line.cause.as_ref()?)));
+    for (name, cause) in causes {
+        let cause =
+            cause.strip_prefix("none: ").map_or(cause.clone(), |reason| format!("no difference; {reason}"));
         text.push_str(&format!("{name}: {cause}\n"));
     }
     text
 }
 
-fn shown(value: Option<f64>) -> String {
+fn value_text(value: Option<f64>) -> String {
     value.map_or("–".to_owned(), |value| match value {
         // A share just below 1 must not print as 1.
         value if value < 1.0 && format_number(value) == "1" => format!("{value}"),

@@ -1,4 +1,4 @@
-//! A Markdown page to paste into an issue, and its chart: |Δlogp| by position.
+//! Writes a Markdown page to paste into an issue, and a chart of |Δlogp| by position.
 
 use super::distance::DifferenceStats;
 use super::external_engine::Comparison;
@@ -13,23 +13,24 @@ const FOOT: f64 = 36.0;
 /// Maximum number of position ranges; the chart shows the median and the maximum of each.
 const RANGES_MAX: usize = 80;
 /// Lower end of the axis. Smaller values are drawn there.
-const GAP_MIN: f64 = 1e-7;
+const DIFFERENCE_MIN: f64 = 1e-7;
 
 /// Returns `mismatch.md`: the answer, the table and the rounding bounds. `table` is the terminal's table;
 /// `formats` lists the formats that were read.
 pub fn page(answer: &str, table: &str, formats: &[String]) -> String {
-    let read: String = formats.iter().map(|line| format!("- {line}\n")).collect();
+    let formats_list: String = formats.iter().map(|line| format!("- {line}\n")).collect();
     format!(
-        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{read}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, all figures are in mismatch.json.\n",
+        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{formats_list}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, all figures are in mismatch.json.\n",
         table.trim_end(),
         env!("CARGO_PKG_VERSION")
     )
 }
 
-/// Returns `mismatch.svg`: median and maximum of |Δlogp| over ranges of positions, on a logarithmic axis,
-/// with the bf16 bound.
-pub fn chart(found: &Comparison) -> String {
-    let (positions, differences) = (&found.target_positions.positions, &found.diagnosis.differences);
+/// Returns `mismatch.svg`: median and maximum of |Δlogp| for each range of positions, on a logarithmic axis.
+/// Lines show the bf16 bound.
+pub fn chart(comparison: &Comparison) -> String {
+    let (positions, differences) =
+        (&comparison.target_positions.positions, &comparison.diagnosis.differences);
     let longest = positions.iter().copied().max().unwrap_or(1);
     let width = longest.div_ceil(RANGES_MAX).max(1);
     let mut ranges: Vec<Vec<f64>> = vec![vec![]; longest / width + 1];
@@ -37,10 +38,11 @@ pub fn chart(found: &Comparison) -> String {
         .iter()
         .zip(differences)
         .for_each(|(position, difference)| ranges[position / width].push(*difference));
-    let highest = found.diagnosis.figures.max.max(found.diagnosis.bf16_bound.max).max(10.0 * GAP_MIN);
-    let decades = (highest / GAP_MIN).log10().ceil().max(1.0);
+    let highest =
+        comparison.diagnosis.figures.max.max(comparison.diagnosis.bf16_bound.max).max(10.0 * DIFFERENCE_MIN);
+    let decades = (highest / DIFFERENCE_MIN).log10().ceil().max(1.0);
     let y = |difference: f64| {
-        let share = (difference.max(GAP_MIN) / GAP_MIN).log10() / decades;
+        let share = (difference.max(DIFFERENCE_MIN) / DIFFERENCE_MIN).log10() / decades;
         HEIGHT - FOOT - share * (HEIGHT - FOOT - TOP)
     };
     let x = |position: f64| LEFT + position / longest as f64 * (WIDTH - LEFT - 10.0);
@@ -50,7 +52,7 @@ pub fn chart(found: &Comparison) -> String {
     );
     // A write to a String cannot fail.
     for decade in 0..=decades as i32 {
-        let at = y(GAP_MIN * 10f64.powi(decade));
+        let at = y(DIFFERENCE_MIN * 10f64.powi(decade));
         let label = -7 + decade;
         let right = WIDTH - 10.0;
         let _ = writeln!(
@@ -60,9 +62,10 @@ pub fn chart(found: &Comparison) -> String {
             at + 4.0
         );
     }
-    for (name, value) in
-        [("bf16 median", found.diagnosis.bf16_bound.median), ("bf16 99%", found.diagnosis.bf16_bound.p99)]
-    {
+    for (name, value) in [
+        ("bf16 median", comparison.diagnosis.bf16_bound.median),
+        ("bf16 99%", comparison.diagnosis.bf16_bound.p99),
+    ] {
         let (at, right) = (y(value), WIDTH - 10.0);
         let _ = writeln!(
             svg,

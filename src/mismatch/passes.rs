@@ -12,7 +12,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// The steps of a policy's forward as separate functions.
+/// Forwards over given tokens.
 impl PolicyView<'_> {
     /// Returns the head's input after the forward of whole sequences, `[R, H]`, with the ops of the training
     /// forward in the same order. Calls `on_layer` with the output of each layer.
@@ -55,8 +55,9 @@ impl PolicyView<'_> {
             })?;
             self.log_probs(&normed, batch, temperature)
         };
-        let found: Vec<Vec<f32>> = threads.run_on_all(|| batches.iter().map(one).collect::<Result<_>>())?;
-        Ok(found.concat())
+        let log_probs: Vec<Vec<f32>> =
+            threads.run_on_all(|| batches.iter().map(one).collect::<Result<_>>())?;
+        Ok(log_probs.concat())
     }
 
     /// Returns a layer's share of the batch's tokens, for progress.
@@ -89,8 +90,8 @@ impl PolicyView<'_> {
     }
 
     /// Returns the log-probability of every token but the first of each sequence. All sequences decode one
-    /// token at a time in one batch, and leave it when they end. Calls `on_forward` with the tokens of
-    /// each forward.
+    /// token at a time in one batch, and leave it when they end. Calls `on_forward` with the number of tokens
+    /// of each forward.
     ///
     /// # Errors
     /// When a sequence does not fit the model.
@@ -105,8 +106,8 @@ impl PolicyView<'_> {
         let caches = self.caches(sequences.len(), longest, sequences.len())?;
         let mut caches: Vec<SequenceCache> = sequences.iter().map(|_| caches.sequence()).collect();
         for position in 1..longest {
-            let alive = |index: &usize| sequences[*index].len() > position;
-            let indices: Vec<usize> = (0..sequences.len()).filter(alive).collect();
+            let has_token = |index: &usize| sequences[*index].len() > position;
+            let indices: Vec<usize> = (0..sequences.len()).filter(has_token).collect();
             let tokens = indices.iter().map(|&i| sequences[i][position - 1]).collect();
             let targets: Vec<u32> = indices.iter().map(|&i| sequences[i][position]).collect();
             let mut batch: Vec<&mut SequenceCache> = caches
@@ -122,9 +123,9 @@ impl PolicyView<'_> {
                 &counts,
                 &mut decoder_stack::keep_nothing,
             )?;
-            let found = sampler_log_probs(self, &x, &targets, temperature)?;
+            let step_log_probs = sampler_log_probs(self, &x, &targets, temperature)?;
             on_forward(indices.len());
-            indices.iter().zip(found).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
+            indices.iter().zip(step_log_probs).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
         }
         Ok(log_probs)
     }

@@ -1,6 +1,6 @@
 //! Reads another engine's rows from files: JSON, JSONL or gzip, one record at a time.
 
-use super::formats::{EXAMPLE, RawRow, RecordFormat, TORCH_FILE, TokenTexts};
+use super::formats::{EXAMPLE, RawRoutedExperts, RawRow, RecordFormat, TORCH_FILE, TokenTexts};
 use crate::bad_input;
 use crate::bounded_file;
 use crate::model::config::Config;
@@ -13,12 +13,13 @@ use std::cell::Cell;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// Maximum log-prob above 0; rounding can exceed 0 slightly.
-const ABOVE_ZERO_MAX: f64 = 1e-3;
-/// Maximum size of a record and of a file, in bytes of text.
+/// Maximum log-prob; rounding can exceed 0 slightly.
+const LOG_PROB_MAX: f64 = 1e-3;
+/// Maximum size of a record, in bytes of text.
 const RECORD_BYTES_MAX: u64 = 64 << 20;
+/// Maximum size of a file, in bytes of text.
 const FILE_BYTES_MAX: u64 = 2 << 30;
-/// Maximum number of bad rows that are stored; a file with more has other content.
+/// Maximum number of bad rows. Reading stops at more: the file then has other content.
 const BAD_ROWS_MAX: usize = 100_000;
 /// Maximum number of bad rows that are printed; `mismatch.json` has all.
 const BAD_ROWS_PRINTED_MAX: usize = 10;
@@ -26,32 +27,34 @@ const BAD_ROWS_PRINTED_MAX: usize = 10;
 /// A valid row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRow {
-    /// Line or element in the file, from 1, and the choice if a record has several. With several files, the
-    /// file's name comes first.
+    /// Number of the line or element in the file, from 1. If a record has several choices, the choice's index
+    /// follows; if there are several files, the file's name comes first.
     pub name: String,
     pub tokens: Vec<u32>,
-    /// `None` if the engine gave no value. The first token's is ignored: nothing predicts it.
+    /// One value a token; `None` if the engine gave none. The first token's value is ignored: nothing
+    /// predicts that token.
     pub log_probs: Vec<Option<f32>>,
     /// A trainer's log-probs, if the file has both.
     pub trainer_log_probs: Option<Vec<Option<f32>>>,
     /// Temperature of the sampled tokens' log-probs.
     pub temperature: f64,
-    /// Number of prompt tokens with raw log-probs: at temperature 1, over the whole vocabulary.
+    /// Number of prompt tokens with raw log-probs: at temperature 1, without filters.
     pub raw_tokens: usize,
-    pub routes: Option<ChosenExperts>,
+    pub routed_experts: Option<EngineRoutedExperts>,
 }
 
-/// The engine's routed experts, `[token][layer × slot]`, for the input tokens.
+/// The engine's routed experts of the input tokens, `[token][layer][slot]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ChosenExperts {
+pub struct EngineRoutedExperts {
     pub layers: usize,
+    /// Number of experts per token.
     pub slots: usize,
     pub experts: Vec<u32>,
 }
 
-impl ChosenExperts {
+impl EngineRoutedExperts {
     /// Returns the experts of the token at `position`, at `layer`.
-    pub fn at(&self, position: usize, layer: usize) -> Option<&[u32]> {
+    pub fn get(&self, position: usize, layer: usize) -> Option<&[u32]> {
         self.experts.get((position * self.layers + layer) * self.slots..)?.get(..self.slots)
     }
 }
@@ -60,7 +63,7 @@ impl ChosenExperts {
 #[derive(Debug, Default)]
 pub struct TokenRows {
     pub rows: Vec<TokenRow>,
-    /// The formats that were read, as text, with any conversion.
+    /// One line for each file: its path, its format, and any conversion.
     pub formats: Vec<String>,
     /// Rows that cannot be compared, each with its name and the reason.
     pub bad_rows: Vec<String>,
@@ -102,66 +105,72 @@ impl<'a> RowReader<'a> {
     /// # Errors
     /// [`crate::error::BadInput`] when a file cannot be read, or none holds a row that can be compared.
     pub fn read(&self, files: &[PathBuf]) -> Result<TokenRows> {
-        let mut found = TokenRows::default();
+        let mut token_rows = TokenRows::default();
         for path in files {
             let has_several = files.len() > 1;
-            let mut file = FileState { shape: None, from_texts: 0, has_several, path, found: &mut found };
+            let mut file = FileState {
+                format: None,
+                rows_from_texts: 0,
+                has_several,
+                path,
+                token_rows: &mut token_rows,
+            };
             self.read_file(&mut file)?;
-            let (shape, from_texts) = (file.shape, file.from_texts);
-            if let Some(shape) = shape {
-                let mut formats = format!("{}: {}", path.display(), shape.name);
-                if from_texts > 0 {
-                    let how = "each id was found from its text, which leaves no doubt";
-                    formats.push_str(&format!("; text without ids in {from_texts} rows: {how}"));
+            let (format, rows_from_texts) = (file.format, file.rows_from_texts);
+            if let Some(format) = format {
+                let mut line = format!("{}: {}", path.display(), format.name);
+                if rows_from_texts > 0 {
+                    let how = "each text belongs to exactly one id, so the ids are certain";
+                    line.push_str(&format!("; text without ids in {rows_from_texts} rows: {how}"));
                 }
-                found.formats.push(formats);
+                token_rows.formats.push(line);
             }
         }
-        if found.rows.is_empty() {
-            let shown = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");
-            let what = match found.bad_rows.is_empty() {
-                true => format!("{shown}: holds no rows"),
-                false => found.bad_row_messages().join("\n"),
+        if token_rows.rows.is_empty() {
+            let paths = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");
+            let problem = match token_rows.bad_rows.is_empty() {
+                true => format!("{paths}: holds no rows"),
+                false => token_rows.bad_row_messages().join("\n"),
             };
             return Err(bad_input!(
-                "{what}\nno row can be compared; docs/MISMATCH.md lists the formats; the simplest is one row a line: {EXAMPLE}"
+                "{problem}\nno row can be compared; docs/MISMATCH.md lists the formats; the simplest is one row a line: {EXAMPLE}"
             ));
         }
-        Ok(found)
+        Ok(token_rows)
     }
 
     fn read_file(&self, file: &mut FileState) -> Result<()> {
-        let shown = file.path.display().to_string();
-        let failed = |e: io::Error| bad_input!("{shown}: cannot be read: {e}; name a file of JSON or JSONL");
+        let path = file.path.display().to_string();
+        let failed = |e: io::Error| bad_input!("{path}: cannot be read: {e}; name a file of JSON or JSONL");
         let mut start = BufReader::new(bounded_file::open(file.path, FILE_BYTES_MAX).map_err(failed)?);
         let magic = start.fill_buf().map_err(failed)?;
         let compressed = magic.starts_with(&[0x1f, 0x8b]);
         if magic.starts_with(b"PK") || magic.starts_with(&[0x80]) {
-            return Err(bad_input!("{shown}: {TORCH_FILE}"));
+            return Err(bad_input!("{path}: {TORCH_FILE}"));
         }
         let text: Box<dyn Read> =
             if compressed { Box::new(MultiGzDecoder::new(start)) } else { Box::new(start) };
         let mut text = BufReader::new(text.take(FILE_BYTES_MAX + 1));
         if text.fill_buf().map_err(failed)?.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[') {
-            let (mut at, left) = (0, Cell::new(RECORD_BYTES_MAX));
+            let (mut number, bytes_left) = (0, Cell::new(RECORD_BYTES_MAX));
             let mut add_element = |value: Value| {
-                at += 1;
-                left.set(RECORD_BYTES_MAX);
-                self.add_record(file, at, value);
+                number += 1;
+                bytes_left.set(RECORD_BYTES_MAX);
+                self.add_record(file, number, value);
                 file.check_bad_row_limit()
             };
-            let records = Records { text: &mut text, left: &left };
-            let read =
-                serde_json::Deserializer::from_reader(records).deserialize_seq(Elements(&mut add_element));
-            if let Err(e) = read {
-                file.add_bad_row(at + 1, format!("not JSON from here on: {e}"));
+            let reader = RecordReader { text: &mut text, bytes_left: &bytes_left };
+            let result = serde_json::Deserializer::from_reader(reader)
+                .deserialize_seq(ElementVisitor(&mut add_element));
+            if let Err(e) = result {
+                file.add_bad_row(number + 1, format!("not JSON from here on: {e}"));
             }
         } else {
             self.read_lines(file, &mut text).map_err(failed)?;
         }
         if text.get_ref().limit() == 0 {
             return Err(bad_input!(
-                "{shown}: more than {} GiB of text; name a part of it",
+                "{path}: more than {} GiB of text; name a part of it",
                 FILE_BYTES_MAX >> 30
             ));
         }
@@ -186,8 +195,8 @@ impl<'a> RowReader<'a> {
             }
             let mut parsed = serde_json::from_slice::<Value>(&line);
             // A record of many lines begins with an incomplete line.
-            let first = file.shape.is_none() && file.found.bad_rows.is_empty();
-            if first && parsed.as_ref().is_err_and(serde_json::Error::is_eof) {
+            let is_first = file.format.is_none() && file.token_rows.bad_rows.is_empty();
+            if is_first && parsed.as_ref().is_err_and(serde_json::Error::is_eof) {
                 text.take(RECORD_BYTES_MAX).read_to_end(&mut line)?;
                 parsed = serde_json::from_slice(&line);
             }
@@ -200,34 +209,41 @@ impl<'a> RowReader<'a> {
         Ok(())
     }
 
-    /// Adds the rows of one record, or the reason why it has none.
+    /// Adds the rows of one record. A record or row that cannot be compared becomes a bad row.
     fn add_record(&self, file: &mut FileState, number: usize, value: Value) {
-        let raws = match self.raw_rows(file, value) {
-            Ok(raws) => raws,
-            Err(what) => return file.add_bad_row(number, what),
+        let raw_rows = match self.raw_rows(file, value) {
+            Ok(raw_rows) => raw_rows,
+            Err(reason) => return file.add_bad_row(number, reason),
         };
-        let has_several = raws.len() > 1;
-        for (index, raw) in raws.into_iter().enumerate() {
-            let name = file.name(number, has_several.then_some(index));
-            file.from_texts += usize::from(raw.from_texts);
+        let has_several = raw_rows.len() > 1;
+        for (index, raw) in raw_rows.into_iter().enumerate() {
+            let name = file.row_name(number, has_several.then_some(index));
+            file.rows_from_texts += usize::from(raw.from_texts);
             match self.row(raw, name.clone()) {
-                Ok(row) => file.found.rows.push(row),
-                Err(what) => file.found.bad_rows.push(format!("{}: row {name}: {what}", file.path.display())),
+                Ok(row) => file.token_rows.rows.push(row),
+                Err(reason) => {
+                    let message = format!("{}: row {name}: {reason}", file.path.display());
+                    file.token_rows.bad_rows.push(message);
+                }
             }
         }
     }
 
+    /// Returns the rows of one record, unchecked. All records of a file must have one format.
     fn raw_rows(&self, file: &mut FileState, value: Value) -> Result<Vec<RawRow>, String> {
-        let shape = RecordFormat::of(&value)?;
-        let first = file.shape.get_or_insert(shape).name;
-        if first != shape.name {
-            let name = shape.name;
+        let format = RecordFormat::recognize(&value)?;
+        let first = file.format.get_or_insert(format).name;
+        if first != format.name {
+            let name = format.name;
             return Err(format!("one of {name}, but the file began with {first}; use one format a file"));
         }
-        shape.rows(value, &self.texts)
+        format.rows(value, &self.texts)
     }
 
-    /// Checks `raw` and returns it as a row, if it can be compared with this model.
+    /// Checks `raw` and returns it as a valid row.
+    ///
+    /// # Errors
+    /// With the reason why it cannot be compared with this model.
     fn row(&self, raw: RawRow, name: String) -> Result<TokenRow, String> {
         let (count, vocab_size) = (raw.tokens.len(), self.config.vocab_size);
         if count == 0 {
@@ -238,9 +254,9 @@ impl<'a> RowReader<'a> {
             return Err(format!("{count} tokens are more than the model's context of {max}"));
         }
         let is_out_of_vocabulary = |(_, token): &(usize, &u64)| **token >= vocab_size as u64;
-        if let Some((at, token)) = raw.tokens.iter().enumerate().find(is_out_of_vocabulary) {
+        if let Some((index, token)) = raw.tokens.iter().enumerate().find(is_out_of_vocabulary) {
             return Err(format!(
-                "token {at} is {token}, but vocab_size = {vocab_size}; was another tokenizer used?"
+                "token {index} is {token}, but vocab_size = {vocab_size}; was another tokenizer used?"
             ));
         }
         let temperature = raw.temperature.unwrap_or(self.temperature);
@@ -254,22 +270,23 @@ impl<'a> RowReader<'a> {
         if count > 1 && log_probs.iter().skip(1).all(Option::is_none) {
             return Err("all log-probs after the first are null; ask the engine for them".into());
         }
-        let routes = raw.routes.map(|routes| self.routes(routes.experts, routes.shape, count)).transpose()?;
+        let routed_experts =
+            raw.routed_experts.map(|experts| self.check_routed_experts(experts, count)).transpose()?;
         let (trainer_log_probs, raw_tokens) = (trainer.transpose()?, raw.raw_tokens);
-        Ok(TokenRow { name, tokens, log_probs, trainer_log_probs, temperature, raw_tokens, routes })
+        Ok(TokenRow { name, tokens, log_probs, trainer_log_probs, temperature, raw_tokens, routed_experts })
     }
 
-    /// Checks that ids and texts belong to one tokenizer. Texts with lost bytes and blank special tokens are
-    /// ignored.
+    /// Checks that the file's texts of tokens are those of this tokenizer. Ignores texts with lost bytes, and
+    /// empty texts, which some engines write for special tokens.
     fn check_texts(&self, tokens: &[u32], texts: &[(usize, String)]) -> Result<(), String> {
-        for (at, text) in texts {
-            let bytes = tokens.get(*at).and_then(|&token| self.tokenizer.token_bytes(token));
+        for (index, text) in texts {
+            let bytes = tokens.get(*index).and_then(|&token| self.tokenizer.token_bytes(token));
             let Some(bytes) = bytes else { continue };
             let is_lossy = text.is_empty() || text.contains('\u{fffd}') || text.starts_with("bytes:");
             if std::str::from_utf8(bytes).is_ok() && !is_lossy && bytes != text.as_bytes() {
                 return Err(format!(
-                    "token {at} is {}, which is {:?} here and {text:?} in the file; it comes from another tokenizer",
-                    tokens[*at],
+                    "token {index} is {}, which is {:?} here and {text:?} in the file; it comes from another tokenizer",
+                    tokens[*index],
                     String::from_utf8_lossy(bytes)
                 ));
             }
@@ -277,12 +294,13 @@ impl<'a> RowReader<'a> {
         Ok(())
     }
 
-    fn routes(
+    /// Checks that `raw` fits the model and a row of `count` tokens. The last token may have no experts.
+    fn check_routed_experts(
         &self,
-        experts: Vec<u32>,
-        shape: Option<[usize; 3]>,
+        raw: RawRoutedExperts,
         count: usize,
-    ) -> Result<ChosenExperts, String> {
+    ) -> Result<EngineRoutedExperts, String> {
+        let RawRoutedExperts { experts, shape } = raw;
         let (layers, slots) = (self.config.num_hidden_layers, self.config.num_experts_per_tok);
         let tokens = experts.len() / (layers * slots);
         let fits = tokens * layers * slots == experts.len() && (tokens + 1 == count || tokens == count);
@@ -296,36 +314,40 @@ impl<'a> RowReader<'a> {
         let max = self.config.num_local_experts;
         match experts.iter().find(|&&expert| expert as usize >= max) {
             Some(expert) => Err(format!("routed expert {expert}, but the model has {max}")),
-            None => Ok(ChosenExperts { layers, slots, experts }),
+            None => Ok(EngineRoutedExperts { layers, slots, experts }),
         }
     }
 }
 
-/// Checks that `values` are possible log-probs.
-fn check_log_probs(values: &[Option<f64>], count: usize, what: &str) -> Result<Vec<Option<f32>>, String> {
+/// Checks that `values`, named `key` in messages, are `count` possible log-probs.
+fn check_log_probs(values: &[Option<f64>], count: usize, key: &str) -> Result<Vec<Option<f32>>, String> {
     if values.len() != count {
         let given = values.len();
-        return Err(format!("{count} tokens but {given} {what}; give one a token, null where there is none"));
+        return Err(format!("{count} tokens but {given} {key}; give one a token, null where there is none"));
     }
-    let impossible = |l: f64| !l.is_finite() || l > ABOVE_ZERO_MAX;
-    let found = values.iter().enumerate().skip(1).find(|(_, l)| l.is_some_and(impossible));
-    if let Some((at, Some(value))) = found {
-        return Err(format!("the log-prob of token {at} is {value}, which no probability has"));
+    let is_impossible = |l: f64| !l.is_finite() || l > LOG_PROB_MAX;
+    let impossible = values.iter().enumerate().skip(1).find(|(_, l)| l.is_some_and(is_impossible));
+    if let Some((index, Some(value))) = impossible {
+        return Err(format!("the log-prob of token {index} is {value}, which no probability has"));
     }
     Ok(values.iter().map(|l| l.map(|l| l as f32)).collect())
 }
 
-/// A file and its state while it is read.
+/// A file while it is read.
 struct FileState<'a> {
-    shape: Option<&'static RecordFormat>,
-    from_texts: usize,
+    /// The format of the records; `None` before the first one.
+    format: Option<&'static RecordFormat>,
+    /// Number of rows whose ids were derived from texts.
+    rows_from_texts: usize,
+    /// Whether several files are read, so that names of rows include the file.
     has_several: bool,
     path: &'a Path,
-    found: &'a mut TokenRows,
+    token_rows: &'a mut TokenRows,
 }
 
 impl FileState<'_> {
-    fn name(&self, number: usize, choice: Option<usize>) -> String {
+    /// Returns the name of the row at record `number`; `choice` is its index if the record has several.
+    fn row_name(&self, number: usize, choice: Option<usize>) -> String {
         let number = choice.map_or(number.to_string(), |choice| format!("{number}.{choice}"));
         match self.path.file_name().filter(|_| self.has_several) {
             Some(file) => format!("{}:{number}", file.to_string_lossy()),
@@ -333,12 +355,12 @@ impl FileState<'_> {
         }
     }
 
-    fn add_bad_row(&mut self, number: usize, what: String) {
-        self.found.bad_rows.push(format!("{}: row {number}: {what}", self.path.display()));
+    fn add_bad_row(&mut self, number: usize, reason: String) {
+        self.token_rows.bad_rows.push(format!("{}: row {number}: {reason}", self.path.display()));
     }
 
     fn check_bad_row_limit(&self) -> Result<(), String> {
-        match self.found.bad_rows.len() > BAD_ROWS_MAX {
+        match self.token_rows.bad_rows.len() > BAD_ROWS_MAX {
             true => Err(format!("more than {BAD_ROWS_MAX} rows are bad")),
             false => Ok(()),
         }
@@ -347,7 +369,7 @@ impl FileState<'_> {
 
 /// Returns why a line cannot be parsed.
 fn parse_error_text(line: &[u8], error: &serde_json::Error) -> String {
-    // Some writers emit these for a value that is not a number; they are not JSON.
+    // Some programs write these words for such values; they are not JSON.
     let text = String::from_utf8_lossy(line);
     match ["NaN", "Infinity"].iter().any(|word| text.contains(word)) {
         true => "a log-prob is NaN or infinite; write null where there is none".to_owned(),
@@ -355,27 +377,27 @@ fn parse_error_text(line: &[u8], error: &serde_json::Error) -> String {
     }
 }
 
-/// Limits each record to `left` bytes. The consumer of a record resets `left`.
-struct Records<'a, R> {
+/// Limits the bytes of each record. The consumer resets `bytes_left` after each record.
+struct RecordReader<'a, R> {
     text: R,
-    left: &'a Cell<u64>,
+    bytes_left: &'a Cell<u64>,
 }
 
-impl<R: Read> Read for Records<'_, R> {
+impl<R: Read> Read for RecordReader<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.text.read(buffer)?;
-        let left = self.left.get().checked_sub(count as u64);
-        self.left.set(left.ok_or_else(|| {
+        let bytes_left = self.bytes_left.get().checked_sub(count as u64);
+        self.bytes_left.set(bytes_left.ok_or_else(|| {
             io::Error::other(format!("a record longer than {} MiB; split it", RECORD_BYTES_MAX >> 20))
         })?);
         Ok(count)
     }
 }
 
-/// Passes the elements of an array to a function, until it refuses one.
-struct Elements<'a>(&'a mut dyn FnMut(Value) -> Result<(), String>);
+/// Passes each element of an array to a function; stops at its first error.
+struct ElementVisitor<'a>(&'a mut dyn FnMut(Value) -> Result<(), String>);
 
-impl<'de> Visitor<'de> for Elements<'_> {
+impl<'de> Visitor<'de> for ElementVisitor<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {

@@ -1,4 +1,5 @@
-//! Computes this model's log-probs under each known cause.
+//! The search for a cause: runs this model under each known cause and compares the log-probs with the
+//! engine's.
 
 use super::causes::variant::Variant;
 use super::causes::{Cause, causes};
@@ -19,40 +20,41 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Maximum parameters of a small model. Its causes run in parallel, one a thread, since copies of its weights
-/// are cheap, and its rounding and causes are computed on all rows.
+/// Maximum number of parameters of a small model. The causes of a small model run in parallel, one a thread,
+/// because copies of its weights are cheap. Its rounding and its causes are computed on all rows.
 pub const SMALL_PARAMETERS_MAX: u128 = 1 << 24;
-/// The rounding and the causes of a larger model are computed on this share of the targets, but on no fewer
-/// than this number.
+/// For a larger model, a sample is used: the number of targets divided by this.
 const SAMPLE_DIVISOR: usize = 3;
+/// Minimum number of targets of a sample.
 const SAMPLE_TARGETS_MIN: usize = 512;
-/// A cause has no effect if it moves no log-prob by more than this, in nats.
-const NO_EFFECT: f64 = 1e-6;
+/// A cause has an effect if it changes a log-prob by more than this, in nats.
+const EFFECT_MIN: f64 = 1e-6;
 
-/// Causes first run on about this many targets. The number doubles until the mean difference there is at
-/// least this share of the mean over all: a mistake may affect only few rows, or only late positions.
+/// Number of targets of the subset on which all causes run first.
 const SUBSET_TARGETS: usize = 256;
+/// The subset doubles until its mean difference is at least this share of the mean over all targets. A cause
+/// may affect only few rows, or only late positions.
 const SUBSET_DIFFERENCE_SHARE_MIN: f64 = 0.5;
-/// Number of best causes of the subset that then run on all targets.
+/// Number of causes that run on all targets: the best ones of the subset.
 const FULL_RUN_CAUSES_MAX: usize = 12;
-/// A cause is dropped if it leaves more than this multiple of the spread that the best one leaves. Rounding
-/// cannot make up for that.
-const SPREAD_FACTOR_MAX: f64 = 8.0;
-/// A cause is dropped after the subset run if its log-likelihood there is this far below that of no cause,
-/// in nats.
-const PART_LOSS_MAX: f64 = 15.0;
+/// A cause is dropped if its scale exceeds the best cause's scale by more than this factor. Rounding cannot
+/// explain such a factor.
+const SCALE_FACTOR_MAX: f64 = 8.0;
+/// A cause is dropped after the subset run if its log-likelihood is lower than the unchanged model's by more
+/// than this, in nats.
+const SUBSET_LOSS_MAX: f64 = 15.0;
 
-/// One explanation with its fit.
+/// The model's log-probs under one cause, compared with the engine's.
 #[derive(Clone)]
-pub struct Candidate {
+pub struct CauseFit {
     /// The cause; `None` for the unchanged model.
     pub cause: Option<Cause>,
     pub log_probs: Vec<f32>,
-    /// `theirs − ours`, in nats; 0 where the explanation gives no value.
+    /// `theirs − ours`, in nats; 0 where the cause gives no value.
     pub differences: Vec<f64>,
     pub figures: DifferenceStats,
-    pub fit: StudentTFit,
-    /// Whether the explanation gives a value for each target.
+    pub student_t: StudentTFit,
+    /// Whether the cause gives a value for each target.
     has_value: Vec<bool>,
 }
 
@@ -63,13 +65,13 @@ pub struct LogProbTrace {
     pub scores: Vec<Vec<Vec<f32>>>,
 }
 
-impl Candidate {
-    /// Compares a cause's log-probs with `theirs`. Tokens with `has_value` false are ignored.
+impl CauseFit {
+    /// Compares `log_probs` with `theirs`. Targets with `has_value` false are ignored.
     fn new(theirs: &[f32], cause: Option<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
         let differences = log_prob_differences(theirs, &log_probs, &has_value);
         Self {
             figures: DifferenceStats::from_differences(&differences),
-            fit: StudentTFit::from_differences(&differences),
+            student_t: StudentTFit::from_differences(&differences),
             cause,
             log_probs,
             differences,
@@ -77,7 +79,8 @@ impl Candidate {
         }
     }
 
-    /// Returns how well `rounded`, this explanation in another precision, fits `theirs`.
+    /// Fits the differences between `theirs` and `rounded`: the log-probs under this cause, in another
+    /// precision.
     pub fn fit_rounded(&self, theirs: &[f32], rounded: &[f32]) -> StudentTFit {
         StudentTFit::from_differences(&log_prob_differences(theirs, rounded, &self.has_value))
     }
@@ -87,30 +90,30 @@ impl Candidate {
         self.cause.as_ref().map(|cause| cause.name)
     }
 
-    /// Returns the best `count` candidates by fit, best first, with at most two variants of one mistake.
-    /// Drops those that leave far more than the best one.
-    pub fn select_best(mut candidates: Vec<Self>, count: usize) -> Vec<Self> {
-        let is_rounding = |candidate: &Self| candidate.cause.as_ref().is_some_and(Cause::is_rounding);
-        let spreads = candidates.iter().filter(|candidate| !is_rounding(candidate)).map(|c| c.fit.spread);
-        let least = spreads.fold(f64::INFINITY, f64::min);
-        candidates.retain(|candidate| candidate.fit.spread <= SPREAD_FACTOR_MAX * least);
-        candidates.sort_by(|a, b| b.fit.log_likelihood.total_cmp(&a.fit.log_likelihood));
+    /// Returns the `count` fits with the highest likelihood, best first. Keeps at most two variants of a
+    /// cause. Drops fits whose scale is far larger than the smallest one.
+    pub fn select_best(mut fits: Vec<Self>, count: usize) -> Vec<Self> {
+        let is_rounding = |fit: &Self| fit.cause.as_ref().is_some_and(Cause::is_rounding);
+        let scales = fits.iter().filter(|fit| !is_rounding(fit)).map(|fit| fit.student_t.scale);
+        let scale_min = scales.fold(f64::INFINITY, f64::min);
+        fits.retain(|fit| fit.student_t.scale <= SCALE_FACTOR_MAX * scale_min);
+        fits.sort_by(|a, b| b.student_t.log_likelihood.total_cmp(&a.student_t.log_likelihood));
         let mut seen = vec![];
-        candidates.retain(|candidate| {
-            seen.push(candidate.name());
-            seen.iter().filter(|name| **name == candidate.name()).count() <= 2
+        fits.retain(|fit| {
+            seen.push(fit.name());
+            seen.iter().filter(|name| **name == fit.name()).count() <= 2
         });
-        candidates.truncate(count);
-        candidates
+        fits.truncate(count);
+        fits
     }
 }
 
-/// A forward pass up to the head; any head's log-probs follow from it.
+/// The result of a forward up to the head. Log-probs for any head settings follow from it.
 struct HeadInput {
     model: Model,
     weights: Arc<Weights>,
     forward: ForwardOptions,
-    /// The batches as they were fed to the model.
+    /// The input of the forward: the engine's batches with the cause's changes.
     batches: Vec<EngineBatch>,
     normed: Vec<Tensor>,
     has_value: Vec<bool>,
@@ -124,50 +127,51 @@ impl HeadInput {
     }
 
     fn log_probs(&self, head: HeadSettings) -> Result<Vec<f32>> {
-        let mut found = vec![];
+        let mut log_probs = vec![];
         for (batch, normed) in self.batches.iter().zip(&self.normed) {
-            found.extend(head.log_probs(&self.policy(), normed, batch)?);
+            log_probs.extend(head.log_probs(&self.policy(), normed, batch)?);
         }
-        Ok(found)
+        Ok(log_probs)
     }
 }
 
-/// The limit of a search for a cause, and the receiver of what is known before it.
+/// Settings of the search for a cause.
 #[derive(Clone, Copy)]
 pub struct SearchSettings<'a> {
-    /// The search ends this long after the verdict; `None`: it tries every cause.
+    /// Time limit, counted from the verdict; `None` for a search over all causes.
     pub limit: Option<Duration>,
-    /// Receives the verdict, and the search's causes and time.
+    /// Receives text for the user: the verdict, then the number of causes and the expected time.
     pub announce: &'a dyn Fn(&str) -> Result<()>,
-    /// Maximum parameters of a model whose rounding and causes are computed on all rows.
+    /// Models with at most this many parameters are searched on all rows, larger ones on a sample.
     pub whole_rows_parameters_max: u128,
 }
 
 impl SearchSettings<'_> {
-    /// Returns a search without a limit, which announces nothing.
+    /// Returns settings without a time limit and without text for the user.
     pub fn silent() -> Self {
         Self { limit: None, announce: &|_| Ok(()), whole_rows_parameters_max: SMALL_PARAMETERS_MAX }
     }
 }
 
-/// The extent of a search for a cause.
+/// How many causes a search tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SearchExtent {
-    /// Number of causes, and of those that were computed.
+    /// Number of causes to try.
     pub causes: usize,
+    /// Number of causes that were tried.
     pub tried: usize,
     /// Whether the time limit ended the search.
     pub ended_by_limit: bool,
 }
 
-/// Rows to compare, and the model's log-probs of them.
+/// The engine's rows and the unchanged model's log-probs of the same tokens.
 pub struct CauseSearch<'a> {
     reference: UnmodifiedModel<'a>,
     pub observed: Cow<'a, EngineLogProbs>,
     unmodified_input: HeadInput,
     /// The unchanged model's log-probs.
-    pub computed: Vec<f32>,
-    /// Time of the unchanged model's forward, for each target.
+    pub unmodified_log_probs: Vec<f32>,
+    /// Measured time of the unchanged model's forward, divided by the number of targets.
     seconds_per_target: f64,
     deadline: Option<Instant>,
 }
@@ -179,22 +183,28 @@ impl<'a> CauseSearch<'a> {
     /// When a forward fails.
     pub fn new(reference: UnmodifiedModel<'a>, observed: &'a EngineLogProbs) -> Result<Self> {
         let start = Instant::now();
-        let computed = || -> Result<_> {
+        let forward = || -> Result<_> {
             let head_input = reference.run_forward(None, observed)?;
             let log_probs = head_input.log_probs(HeadSettings::default())?;
             Ok((head_input, log_probs))
         };
-        let (unmodified_input, computed) =
-            reference.threads.run_on_all(computed).context("the model as it is")?;
-        let seconds_per_target = start.elapsed().as_secs_f64() / computed.len().max(1) as f64;
-        let observed = Cow::Borrowed(observed);
-        Ok(Self { reference, observed, unmodified_input, computed, seconds_per_target, deadline: None })
+        let (unmodified_input, unmodified_log_probs) =
+            reference.threads.run_on_all(forward).context("the unchanged model")?;
+        let seconds_per_target = start.elapsed().as_secs_f64() / unmodified_log_probs.len().max(1) as f64;
+        Ok(Self {
+            reference,
+            observed: Cow::Borrowed(observed),
+            unmodified_input,
+            unmodified_log_probs,
+            seconds_per_target,
+            deadline: None,
+        })
     }
 
-    /// Returns the candidate of the unchanged model.
-    pub fn baseline(&self) -> Candidate {
-        let all = vec![true; self.computed.len()];
-        Candidate::new(&self.observed.log_probs, None, self.computed.clone(), all)
+    /// Returns the fit of the unchanged model.
+    pub fn baseline(&self) -> CauseFit {
+        let has_value = vec![true; self.unmodified_log_probs.len()];
+        CauseFit::new(&self.observed.log_probs, None, self.unmodified_log_probs.clone(), has_value)
     }
 
     /// Returns the routed experts of the unchanged model, `[layer][target]`; empty for a model without
@@ -203,23 +213,23 @@ impl<'a> CauseSearch<'a> {
         &self.unmodified_input.routed_experts
     }
 
-    /// Selects the rows on which rounding and causes are computed. Also returns the indices of their targets.
-    /// For a small model, that is all rows.
+    /// Selects the rows on which rounding and causes are computed: all rows for a small model, else a sample.
+    /// Also returns the indices of their targets.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn sample(&self, settings: &SearchSettings) -> Result<(CauseSearch<'a>, Vec<usize>)> {
-        let count = self.computed.len();
+        let count = self.unmodified_log_probs.len();
         let is_small = parameter_count(&self.reference.model.config) <= settings.whole_rows_parameters_max;
         let targets =
             if is_small { count } else { (count / SAMPLE_DIVISOR).max(SAMPLE_TARGETS_MIN).min(count) };
         self.representative_subset(targets)
     }
 
-    /// Selects rows with differences like those of all rows. It doubles `targets`, the number of their
-    /// targets, until they are.
+    /// Selects evenly spaced rows with about `targets` targets. Doubles `targets` until the mean difference
+    /// of the subset is close to the mean over all rows. Also returns the indices of the subset's targets.
     fn representative_subset(&self, mut targets: usize) -> Result<(CauseSearch<'a>, Vec<usize>)> {
-        let differences = elementwise_differences(&self.observed.log_probs, &self.computed);
+        let differences = elementwise_differences(&self.observed.log_probs, &self.unmodified_log_probs);
         let mean = DifferenceStats::from_differences(&differences).mean;
         loop {
             let (observed, indices) = self.observed.select_sequences(targets);
@@ -235,24 +245,24 @@ impl<'a> CauseSearch<'a> {
         }
     }
 
-    /// Returns a search on a subset. `indices` are the positions of its targets in this search. It reuses
-    /// this search's forward.
+    /// Returns a search over `observed`, a subset whose targets have `indices` in this search. Reuses the
+    /// forward of this search.
     fn restrict_to(&self, observed: EngineLogProbs, indices: &[usize]) -> Result<CauseSearch<'a>> {
         let HeadInput { model, weights, forward, normed, .. } = &self.unmodified_input;
         let normed = Tensor::cat(normed, 0)?;
-        let (mut parts, mut first) = (vec![], 0);
+        let (mut normed_by_batch, mut first) = (vec![], 0);
         for batch in &observed.batches {
             let indices: Vec<u32> =
                 indices[first..first + batch.sampled.len()].iter().map(|&index| index as u32).collect();
             first += indices.len();
-            parts.push(normed.index_select(&Tensor::new(indices, normed.device())?, 0)?);
+            normed_by_batch.push(normed.index_select(&Tensor::new(indices, normed.device())?, 0)?);
         }
         let unmodified_input = HeadInput {
             model: model.clone(),
             weights: weights.clone(),
             forward: *forward,
             batches: observed.batches.clone(),
-            normed: parts,
+            normed: normed_by_batch,
             has_value: vec![true; indices.len()],
             routed_experts: vec![],
         };
@@ -260,7 +270,7 @@ impl<'a> CauseSearch<'a> {
             reference: self.reference,
             observed: Cow::Owned(observed),
             unmodified_input,
-            computed: indices.iter().map(|&index| self.computed[index]).collect(),
+            unmodified_log_probs: indices.iter().map(|&index| self.unmodified_log_probs[index]).collect(),
             seconds_per_target: self.seconds_per_target,
             deadline: self.deadline,
         })
@@ -276,14 +286,14 @@ impl<'a> CauseSearch<'a> {
         self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
-    /// Returns the number of experts of a token; 0 for a model without experts.
+    /// Returns the number of experts per token; 0 for a model without experts.
     pub fn experts_per_token(&self) -> usize {
         let config = &self.reference.model.config;
         if config.family.has_experts { config.num_experts_per_tok } else { 0 }
     }
 
-    /// Returns the model's log-probs under `cause` and the router scores. `bits` are the mantissa bits of
-    /// weights and of activations.
+    /// Returns the model's log-probs under `cause`, and the router scores. `bits` are the mantissa bits of
+    /// the weights and of the activations.
     ///
     /// # Errors
     /// When a forward fails.
@@ -293,30 +303,30 @@ impl<'a> CauseSearch<'a> {
         variant.set_rounding(bits.0, bits.1);
         let model = variant.model(self.observed.sequence_tokens_max());
         let policy = variant.policy(&model, parameters, earlier)?;
-        let mut found = LogProbTrace { log_probs: vec![], scores: vec![] };
+        let mut trace = LogProbTrace { log_probs: vec![], scores: vec![] };
         for batch in &self.observed.batches {
-            let (fed, _) = variant.batch(&batch.micro_batch);
-            let batch = EngineBatch { micro_batch: fed, ..batch.clone() };
+            let (micro_batch, _) = variant.change_batch(&batch.micro_batch);
+            let batch = EngineBatch { micro_batch, ..batch.clone() };
             let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
                 if let Some(routing) = &output.routing {
                     let scores = ops::select_rows(&routing.router_logits, &batch.micro_batch.rows)?;
-                    found.scores.resize(found.scores.len().max(layer + 1), vec![]);
-                    found.scores[layer].extend(scores.to_vec2::<f32>()?);
+                    trace.scores.resize(trace.scores.len().max(layer + 1), vec![]);
+                    trace.scores[layer].extend(scores.to_vec2::<f32>()?);
                 }
                 Ok(())
             };
             let normed = threads.run_on_all(|| policy.head_input(&batch.micro_batch, keep))?;
-            found.log_probs.extend(threads.run_on_all(|| variant.head.log_probs(&policy, &normed, &batch))?);
+            trace.log_probs.extend(threads.run_on_all(|| variant.head.log_probs(&policy, &normed, &batch))?);
         }
-        Ok(found)
+        Ok(trace)
     }
 
-    /// Returns `f(index)` for every index below `count`, in order. Small models run the calls in parallel,
-    /// others run one call at a time with all threads.
+    /// Returns `f(index)` for every index below `count`, in order. The calls run in parallel for a small
+    /// model, one after the other for a larger one.
     ///
     /// # Errors
     /// The first error of `f`.
-    pub fn map_candidates<R: Send>(
+    pub fn map_indices<R: Send>(
         &self,
         count: usize,
         f: impl Fn(usize) -> Result<R> + Sync + Send,
@@ -328,29 +338,29 @@ impl<'a> CauseSearch<'a> {
         }
     }
 
-    /// Returns the candidates of all promising causes, the names of those without any effect on these rows,
-    /// and the extent of the search. Announces the causes and their time.
+    /// Tries the known causes: first all of them on a subset of the targets, then the best ones on all
+    /// targets. Announces the number of causes and the expected time.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn candidates(&self, settings: &SearchSettings) -> Result<CandidateList> {
+    pub fn try_causes(&self, settings: &SearchSettings) -> Result<SearchResult> {
         let UnmodifiedModel { model, threads, earlier, .. } = self.reference;
         let HeadInput { batches, normed, .. } = &self.unmodified_input;
         let theirs = &self.observed.log_probs;
-        let mut list = CandidateList::default();
-        let mut known = causes(&model.config, earlier.is_some());
-        list.extent.causes = known.len();
+        let mut result = SearchResult::default();
+        let mut declared_causes = causes(&model.config, earlier.is_some());
+        result.extent.causes = declared_causes.len();
         if self.is_over() {
-            return Ok(list);
+            return Ok(result);
         }
         let rows = threads
             .run_on_all(|| FitRows::select_rows(&self.unmodified_input.policy(), batches, normed, theirs))?;
-        // The likely causes come first: those of the sampler cost no forward.
+        // The sampler's causes come first: they are likely, and need no forward.
         let mut causes_to_try = threads.run_on_all(|| rows.causes());
-        causes_to_try.append(&mut known);
-        list.extent.causes = causes_to_try.len();
+        causes_to_try.append(&mut declared_causes);
+        result.extent.causes = causes_to_try.len();
         let (subset, indices) = self.representative_subset(SUBSET_TARGETS)?;
-        let targets = self.computed.len();
+        let targets = self.unmodified_log_probs.len();
         (settings.announce)(&format!(
             "Search: {} causes on {} tokens, {} each; then the best on {targets} tokens, {} each.",
             causes_to_try.len(),
@@ -359,37 +369,34 @@ impl<'a> CauseSearch<'a> {
             self.pass_time(targets)
         ))?;
         if indices.len() < targets {
-            let null = subset.baseline().fit.log_likelihood;
-            let (mut with_effect, without_effect_candidates) = subset.evaluate_causes(&causes_to_try)?;
-            list.extent.tried = with_effect.len() + without_effect_candidates.len();
-            with_effect.retain(|candidate| candidate.fit.log_likelihood >= null - PART_LOSS_MAX);
-            // A cause without effect on the subset may have one on all targets.
-            let best = Candidate::select_best(with_effect, FULL_RUN_CAUSES_MAX);
-            causes_to_try = best
-                .iter()
-                .chain(&without_effect_candidates)
-                .filter_map(|candidate| candidate.cause.clone())
-                .collect();
-            let supported = best.iter().filter(|c| c.fit.log_likelihood >= null + EVIDENCE_MIN);
-            list.subset_causes = supported.filter_map(|candidate| candidate.cause.clone()).collect();
+            let baseline = subset.baseline().student_t.log_likelihood;
+            let (mut fits, fits_without_effect) = subset.fit_causes(&causes_to_try)?;
+            result.extent.tried = fits.len() + fits_without_effect.len();
+            fits.retain(|fit| fit.student_t.log_likelihood >= baseline - SUBSET_LOSS_MAX);
+            // A cause without effect on the subset may have an effect on other targets.
+            let best = CauseFit::select_best(fits, FULL_RUN_CAUSES_MAX);
+            causes_to_try =
+                best.iter().chain(&fits_without_effect).filter_map(|fit| fit.cause.clone()).collect();
+            let supported = best.iter().filter(|fit| fit.student_t.log_likelihood >= baseline + EVIDENCE_MIN);
+            result.subset_causes = supported.filter_map(|fit| fit.cause.clone()).collect();
         }
-        let without_effect_candidates;
-        (list.candidates, without_effect_candidates) = self.evaluate_causes(&causes_to_try)?;
+        let fits_without_effect;
+        (result.fits, fits_without_effect) = self.fit_causes(&causes_to_try)?;
         if indices.len() == targets {
-            list.extent.tried = list.candidates.len() + without_effect_candidates.len();
+            result.extent.tried = result.fits.len() + fits_without_effect.len();
         }
-        list.extent.ended_by_limit = self.is_over();
-        let with_effect = &list.candidates;
-        list.without_effect = without_effect_candidates
+        result.extent.ended_by_limit = self.is_over();
+        let fits = &result.fits;
+        result.without_effect = fits_without_effect
             .iter()
-            .filter_map(Candidate::name)
-            .filter(|name| with_effect.iter().all(|other| other.name() != Some(name)))
+            .filter_map(CauseFit::name)
+            .filter(|name| fits.iter().all(|other| other.name() != Some(name)))
             .collect();
-        list.without_effect.dedup();
-        Ok(list)
+        result.without_effect.dedup();
+        Ok(result)
     }
 
-    /// Returns the time of a forward over `targets` of these rows, as text.
+    /// Returns the expected time of a forward over `targets` targets, as text.
     pub fn pass_time(&self, targets: usize) -> String {
         let seconds = self.seconds_per_target * targets as f64;
         match seconds < 100.0 {
@@ -398,46 +405,47 @@ impl<'a> CauseSearch<'a> {
         }
     }
 
-    /// Computes each of the causes `causes_to_try`, until the time limit. Returns the causes that change a
-    /// log-prob, and those that change none.
-    fn evaluate_causes(&self, causes_to_try: &[Cause]) -> Result<(Vec<Candidate>, Vec<Candidate>)> {
-        let stage = self.reference.console.work_stage("causes tried", causes_to_try.len() as u64, 0);
-        let found = self.map_candidates(causes_to_try.len(), |index| match self.is_over() {
+    /// Fits each of `causes` until the time limit. Returns the fits of causes that change a log-prob, and the
+    /// fits of causes that change none.
+    fn fit_causes(&self, causes: &[Cause]) -> Result<(Vec<CauseFit>, Vec<CauseFit>)> {
+        let stage = self.reference.console.work_stage("causes tried", causes.len() as u64, 0);
+        let fits = self.map_indices(causes.len(), |index| match self.is_over() {
             true => Ok(None),
-            false => self.evaluate(&causes_to_try[index]).inspect(|_| stage.advance(1, 0, &[])).map(Some),
+            false => self.fit_cause(&causes[index]).inspect(|_| stage.advance(1, 0, &[])).map(Some),
         })?;
         stage.finish();
-        Ok(found.into_iter().flatten().partition(|candidate| {
-            elementwise_differences(&candidate.log_probs, &self.computed)
+        Ok(fits.into_iter().flatten().partition(|fit| {
+            elementwise_differences(&fit.log_probs, &self.unmodified_log_probs)
                 .iter()
-                .any(|step| step.abs() > NO_EFFECT)
+                .any(|change| change.abs() > EFFECT_MIN)
         }))
     }
 
-    /// Computes the log-probs under `cause`.
+    /// Computes the log-probs under `cause` and compares them with the engine's.
     ///
     /// # Errors
     /// When a forward fails.
-    pub fn evaluate(&self, cause: &Cause) -> Result<Candidate> {
-        let own;
+    pub fn fit_cause(&self, cause: &Cause) -> Result<CauseFit> {
+        let changed_input;
         let (head_input, head) = match cause.head_settings() {
             Some(head) => (&self.unmodified_input, head),
             None => {
                 let head_input = self.reference.run_forward(Some(cause), &self.observed);
-                own = head_input.with_context(|| cause.description())?;
-                (&own, HeadSettings::default())
+                changed_input = head_input.with_context(|| cause.description())?;
+                (&changed_input, HeadSettings::default())
             }
         };
         let (log_probs, has_value) = (head_input.log_probs(head)?, head_input.has_value.clone());
-        Ok(Candidate::new(&self.observed.log_probs, Some(cause.clone()), log_probs, has_value))
+        Ok(CauseFit::new(&self.observed.log_probs, Some(cause.clone()), log_probs, has_value))
     }
 }
 
-/// The causes of a search that were computed.
+/// The result of a search.
 #[derive(Default)]
-pub struct CandidateList {
-    pub candidates: Vec<Candidate>,
-    /// The causes that explain the subset better than none, best first.
+pub struct SearchResult {
+    /// Fits of the causes that ran on all targets and change a log-prob.
+    pub fits: Vec<CauseFit>,
+    /// Causes that fit the subset better than the unchanged model does, best first.
     pub subset_causes: Vec<Cause>,
     /// Names of causes that change no log-prob.
     pub without_effect: Vec<&'static str>,
@@ -450,6 +458,7 @@ pub fn elementwise_differences(a: &[f32], b: &[f32]) -> Vec<f64> {
 }
 
 impl UnmodifiedModel<'_> {
+    /// Runs the forward of `observed` under `cause`, up to the head.
     fn run_forward(&self, cause: Option<&Cause>, observed: &EngineLogProbs) -> Result<HeadInput> {
         let variant = Variant::new(&self.model.config, cause);
         let model = variant.model(observed.sequence_tokens_max());
@@ -457,18 +466,18 @@ impl UnmodifiedModel<'_> {
         let (mut routed_experts, top_k) = (vec![], self.model.config.num_experts_per_tok);
         let policy = variant.policy(&model, self.parameters, self.earlier)?;
         for batch in &observed.batches {
-            let (fed, has_values) = variant.batch(&batch.micro_batch);
+            let (micro_batch, has_values) = variant.change_batch(&batch.micro_batch);
             let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {
-                if let (None, Some(routes)) = (cause, output.routed_experts()) {
-                    let routes = routes.flatten_all()?.to_vec1::<u32>()?;
-                    let of_row = |&row: &u32| routes[row as usize * top_k..][..top_k].to_vec();
+                if let (None, Some(experts)) = (cause, output.routed_experts()) {
+                    let experts = experts.flatten_all()?.to_vec1::<u32>()?;
+                    let row_experts = |&row: &u32| experts[row as usize * top_k..][..top_k].to_vec();
                     routed_experts.resize(routed_experts.len().max(layer + 1), vec![]);
-                    routed_experts[layer].extend(fed.rows.iter().map(of_row));
+                    routed_experts[layer].extend(micro_batch.rows.iter().map(row_experts));
                 }
                 Ok(())
             };
-            normed.push(policy.head_input(&fed, keep)?);
-            batches.push(EngineBatch { micro_batch: fed, ..batch.clone() });
+            normed.push(policy.head_input(&micro_batch, keep)?);
+            batches.push(EngineBatch { micro_batch, ..batch.clone() });
             has_value.extend(has_values);
         }
         let (weights, forward) = (policy.weights, policy.forward);

@@ -1,20 +1,20 @@
-//! Ties of routing: two experts with scores that differ only by f32 rounding. An engine may choose either
+//! Ties of routing: the scores of two experts differ only by f32 rounding, so an engine may choose either
 //! one.
 
 use super::distance::DifferenceStats;
 use std::ops::Range;
 
-/// Mantissa bits of forwards that choose different sides of a tie.
+/// Mantissa bits of the forwards that are tried: their rounding decides ties differently.
 pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
-/// Maximum share of a difference that a rounded forward may leave unexplained. It is checked for the
-/// token, then for its row, because later tokens attend to a tied token.
+/// A rounded forward explains a difference if at most this share of it remains. A row counts too, because
+/// later tokens attend to the token with the tie.
 const UNEXPLAINED_SHARE_MAX: f64 = 0.1;
-/// In a row that a forward explains, the maximum difference left on any token, as a multiple of the row's
-/// 90th percentile.
-const NOISE_MAX: f64 = 4.0;
+/// In a row that a forward explains, a token is explained if its remaining difference is at most this
+/// multiple of the row's 90th percentile.
+const NOISE_FACTOR_MAX: f64 = 4.0;
 
-/// Returns a copy of `differences` with 0 where one of `forwards`, each rounded in another way, explains the
-/// difference to `theirs`. Also returns the number of such targets. Differences up to `floor` are ignored.
+/// Returns a copy of `differences` with 0 for every tie, and the number of ties. A target is a tie if one of
+/// the rounded `forwards` explains its difference from `theirs`. Differences up to `floor` are ignored.
 pub fn clear_ties(
     differences: &[f64],
     theirs: &[f32],
@@ -28,13 +28,13 @@ pub fn clear_ties(
         for forward in forwards {
             let unexplained = |target: usize| (f64::from(theirs[target]) - f64::from(forward[target])).abs();
             let unexplained_of_row: Vec<f64> = row.clone().map(unexplained).collect();
-            let explained = unexplained_of_row.iter().sum::<f64>() <= UNEXPLAINED_SHARE_MAX * row_sum;
-            let noise = NOISE_MAX * DifferenceStats::from_differences(&unexplained_of_row).p90;
+            let explains_row = unexplained_of_row.iter().sum::<f64>() <= UNEXPLAINED_SHARE_MAX * row_sum;
+            let noise = NOISE_FACTOR_MAX * DifferenceStats::from_differences(&unexplained_of_row).p90;
             for (target, unexplained) in row.clone().zip(unexplained_of_row) {
                 let difference = remaining[target].abs();
                 if difference > floor
                     && (unexplained <= UNEXPLAINED_SHARE_MAX * difference
-                        || explained && unexplained <= noise)
+                        || explains_row && unexplained <= noise)
                 {
                     remaining[target] = 0.0;
                     ties += 1;

@@ -132,14 +132,14 @@ pub fn adamw_8bit(
         return cuda::adamw_8bit(weights, [first, second], gradient, step, &maps);
     }
     let gradient = host_values(gradient)?;
-    let of_scales = CHUNK_VALUES / BLOCK;
+    let chunk_scales = CHUNK_VALUES / BLOCK;
     edit_moment(first, |m, m_scales| {
         edit_moment(second, |v, v_scales| {
             edit(weights, |w| {
                 if should_parallelize(w.len()) {
                     let weights = w.par_chunks_mut(CHUNK_VALUES).zip(gradient.par_chunks(CHUNK_VALUES));
-                    let first = m.par_chunks_mut(CHUNK_VALUES).zip(m_scales.par_chunks_mut(of_scales));
-                    let second = v.par_chunks_mut(CHUNK_VALUES).zip(v_scales.par_chunks_mut(of_scales));
+                    let first = m.par_chunks_mut(CHUNK_VALUES).zip(m_scales.par_chunks_mut(chunk_scales));
+                    let second = v.par_chunks_mut(CHUNK_VALUES).zip(v_scales.par_chunks_mut(chunk_scales));
                     weights.zip(first.zip(second)).for_each(|((w, g), (m, v))| update(w, g, m, v, step));
                 } else {
                     update(w, &gradient, (m, m_scales), (v, v_scales), step);
@@ -183,7 +183,7 @@ fn update(
 mod tests {
     use super::*;
 
-    fn encoded(map: &CodeMap, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
+    fn encode_values(map: &CodeMap, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
         let mut codes = vec![0; values.len()];
         let scale = map.encode(values, &mut codes);
         let mut decoded = vec![0.0; values.len()];
@@ -233,18 +233,18 @@ mod tests {
         let values: Vec<f32> = (0..256).map(|i| ((i * 7919) % 1000) as f32 * 3e-5 - 0.01).collect();
         let squares: Vec<f32> = values.iter().map(|x| x * x).collect();
         for (map, values) in [(&SIGNED, values), (&UNSIGNED, squares)] {
-            let (codes, decoded) = encoded(map, &values);
-            assert_eq!(encoded(map, &decoded), (codes, decoded.clone()));
+            let (codes, decoded) = encode_values(map, &values);
+            assert_eq!(encode_values(map, &decoded), (codes, decoded.clone()));
             assert!(values.iter().zip(&decoded).all(|(x, y)| x * y >= 0.0), "no sign turns");
-            assert!(encoded(map, &[0.0; 5]).1.iter().all(|&x| x == 0.0));
-            assert!(encoded(map, &[0.0, 2.5, 0.0]).1 == [0.0, 2.5, 0.0]);
+            assert!(encode_values(map, &[0.0; 5]).1.iter().all(|&x| x == 0.0));
+            assert!(encode_values(map, &[0.0, 2.5, 0.0]).1 == [0.0, 2.5, 0.0]);
         }
     }
 
     #[test]
     fn a_second_moment_is_never_lost() {
         for small in [1e-9, 1e-20, 1e-38, 1e-45] {
-            let (codes, decoded) = encoded(&UNSIGNED, &[1.0, small, 0.0]);
+            let (codes, decoded) = encode_values(&UNSIGNED, &[1.0, small, 0.0]);
             assert_eq!(codes, [255, 1, 0], "{small}");
             assert_eq!(decoded, [1.0, 3.25e-7, 0.0]);
         }

@@ -111,9 +111,9 @@ pub(super) struct TokensById {
 }
 
 impl TokensById {
-    pub(super) fn new(of_tokens: &[u32]) -> Self {
-        let mut order: Vec<u32> = (0..of_tokens.len() as u32).collect();
-        let id = |token: u32| of_tokens[token as usize];
+    pub(super) fn new(token_ids: &[u32]) -> Self {
+        let mut order: Vec<u32> = (0..token_ids.len() as u32).collect();
+        let id = |token: u32| token_ids[token as usize];
         order.sort_by_key(|&token| (id(token), token));
         let (mut ids, mut starts) = (vec![], vec![0]);
         for tokens in order.chunk_by(|&a, &b| id(a) == id(b)) {

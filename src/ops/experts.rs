@@ -79,7 +79,7 @@ impl Dispatch {
         self.experts
     }
 
-    /// Returns each expert that has rows and its range of rows, of `rows` in all.
+    /// Returns the experts that have rows, each with the range of its rows. `rows` is the number of all rows.
     pub(super) fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         if rows != self.rows() {
             bail!("{rows} rows, a plan of {}", self.rows());

@@ -107,7 +107,7 @@ fn is_recording() -> bool {
 }
 
 /// Records how `output` was computed, if one of `inputs` is tracked.
-fn recorded(output: Tensor, inputs: &[&Tensor], source: impl FnOnce() -> Source) -> Tensor {
+fn record_op(output: Tensor, inputs: &[&Tensor], source: impl FnOnce() -> Source) -> Tensor {
     if inputs.iter().any(|x| is_tracked(x)) {
         let source = source();
         TAPE.with_borrow_mut(|tape| {
@@ -148,7 +148,7 @@ pub fn apply<O: Operation<N>, const N: usize>(inputs: [&Tensor; N], op: O) -> Re
         [x, y, z] => x.apply_op3_no_bwd(y, z, &op),
         _ => bail!("{}: ops of {N} tensors are not supported", O::NAME),
     }?;
-    Ok(recorded(output, &inputs, || Source::Operation(Box::new((op, inputs.map(Tensor::clone))))))
+    Ok(record_op(output, &inputs, || Source::Operation(Box::new((op, inputs.map(Tensor::clone))))))
 }
 
 /// Adds `x` and `y` of one shape; recorded.
@@ -159,7 +159,7 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     if !is_recording() {
         return x + y;
     }
-    Ok(recorded(sum(x, y)?, &[x, y], || Source::Sum([x.clone(), y.clone()])))
+    Ok(record_op(sum(x, y)?, &[x, y], || Source::Sum([x.clone(), y.clone()])))
 }
 
 /// Reshapes `x`; recorded.
@@ -171,7 +171,7 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     if !is_recording() {
         return Ok(output);
     }
-    Ok(recorded(output, &[x], || Source::Reshaped(x.clone())))
+    Ok(record_op(output, &[x], || Source::Reshaped(x.clone())))
 }
 
 /// Returns `x[at]` of the first dimension; recorded.
@@ -183,7 +183,7 @@ pub fn slice(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
     if !is_recording() {
         return Ok(output);
     }
-    Ok(recorded(output, &[x], || Source::Slice(x.clone(), at.start)))
+    Ok(record_op(output, &[x], || Source::Slice(x.clone(), at.start)))
 }
 
 /// Makes `x` contiguous; recorded if it was not.
@@ -195,7 +195,7 @@ pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     if x.is_contiguous() || !is_recording() {
         return Ok(output);
     }
-    Ok(recorded(output, &[x], || Source::Reshaped(x.clone())))
+    Ok(record_op(output, &[x], || Source::Reshaped(x.clone())))
 }
 
 /// Adds `x` and `y`. On the CPU large sums use all threads of the pool.

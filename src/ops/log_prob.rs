@@ -55,8 +55,8 @@ pub(super) fn row_stats_and_blocks(
 ) -> (RowStats, f32) {
     let highest = scale_and_max(row, inverse_temperature);
     let (mut sum, mut ends) = (0f64, ends.iter_mut());
-    let stats = sum_up(row, highest, |of_block| {
-        sum += of_block.iter().map(|&x| f64::from(x)).sum::<f64>();
+    let stats = sum_up(row, highest, |block_sums| {
+        sum += block_sums.iter().map(|&x| f64::from(x)).sum::<f64>();
         ends.next().into_iter().for_each(|end| *end = sum);
     });
     (stats, highest)
@@ -67,19 +67,19 @@ pub(super) fn row_stats_and_blocks(
 fn sum_up(row: &[f32], highest: f32, mut each_block: impl FnMut([f32; LANES])) -> RowStats {
     let (mut sums, mut moments) = ([0f32; LANES], [0f32; LANES]);
     for block in row.chunks(BLOCK) {
-        let mut of_block = [0f32; LANES];
+        let mut block_sums = [0f32; LANES];
         let mut add = |l: usize, z: f32| {
             let shifted = z - highest;
             let e = exp(shifted);
             sums[l] += e;
             moments[l] += e * shifted.max(-1e4);
-            of_block[l] += e;
+            block_sums[l] += e;
         };
         let chunks = block.chunks_exact(LANES);
         let rest = chunks.remainder();
         chunks.for_each(|chunk| (0..LANES).for_each(|l| add(l, chunk[l])));
         rest.iter().enumerate().for_each(|(l, &z)| add(l, z));
-        each_block(of_block);
+        each_block(block_sums);
     }
     let (sum, moment) = (add_lanes(sums), add_lanes(moments));
     let log_sum = sum.ln();

@@ -85,21 +85,21 @@ pub fn logits(h: &Tensor, weight: &Weight, sampling: &SamplingParameters) -> Res
     let mut z = buffer(rows * n);
     weight.product(&mut z, &host_values(&h.contiguous()?)?)?;
     let inverse_temperature = sampling.inverse_temperature();
-    let mut found = vec![(0.0, 0.0); rows];
+    let mut stats = vec![(0.0, 0.0); rows];
     let blocks = n.div_ceil(BLOCK);
     let mut ends = vec![0.0; rows * blocks];
-    let of_row = |z: &mut [f32], ends: &mut [f64], found: &mut (f32, f32)| {
-        let (stats, highest) = row_stats_and_blocks(z, inverse_temperature, ends);
-        *found = (stats.log_sum_exp, highest);
+    let compute_row = |z: &mut [f32], ends: &mut [f64], stats: &mut (f32, f32)| {
+        let (row_stats, highest) = row_stats_and_blocks(z, inverse_temperature, ends);
+        *stats = (row_stats.log_sum_exp, highest);
     };
     if should_parallelize(rows * 4 * n) {
         let rows = z.par_chunks_exact_mut(n).zip(ends.par_chunks_exact_mut(blocks));
-        rows.zip(&mut found).for_each(|((z, ends), found)| of_row(z, ends, found));
+        rows.zip(&mut stats).for_each(|((z, ends), stats)| compute_row(z, ends, stats));
     } else {
         let rows = z.chunks_exact_mut(n).zip(ends.chunks_exact_mut(blocks));
-        rows.zip(&mut found).for_each(|((z, ends), found)| of_row(z, ends, found));
+        rows.zip(&mut stats).for_each(|((z, ends), stats)| compute_row(z, ends, stats));
     }
-    let (log_sum_exp, highest): (Vec<f32>, Vec<f32>) = found.into_iter().unzip();
+    let (log_sum_exp, highest): (Vec<f32>, Vec<f32>) = stats.into_iter().unzip();
     let device = h.device();
     Ok(Logits {
         z: Tensor::from_vec(z, (rows, n), device)?,
@@ -121,8 +121,8 @@ impl Logits {
     pub fn draw(&self, sampling: &SamplingParameters, draws: &[(usize, f64)]) -> Result<Vec<SampledToken>> {
         let greedy = sampling.temperature == 0.0;
         if self.z.device().is_cuda() && (greedy || !sampling.truncates()) {
-            let drawn = draw_tokens(&self.z, &self.log_sum_exp, draws, greedy)?;
-            return drawn.into_iter().map(|drawn| drawn.map_or_else(not_finite, Ok)).collect();
+            let tokens = draw_tokens(&self.z, &self.log_sum_exp, draws, greedy)?;
+            return tokens.into_iter().map(|token| token.map_or_else(not_finite_error, Ok)).collect();
         }
         self.map_rows(draws, |row, &uniform| sampling.draw(row, uniform))
     }
@@ -156,25 +156,26 @@ impl Logits {
             bail!("logits: row {row} of {rows}");
         }
         if self.z.device().is_cuda() {
-            let of_row = |(row, of): &(usize, A)| {
+            let map_row = |(row, argument): &(usize, A)| {
                 // The row is copied on the GPU first: only whole storages can be transferred.
-                let copied = |x: &Tensor| x.narrow(0, *row, 1)?.copy()?.to_device(&Device::Cpu);
-                let (z, log_sum_exp) = (copied(&self.z)?, copied(&self.log_sum_exp)?);
-                f(Row { z: &host_values(&z)?, log_sum_exp: host_values(&log_sum_exp)?[0], blocks: None }, of)
+                let copy_row = |x: &Tensor| x.narrow(0, *row, 1)?.copy()?.to_device(&Device::Cpu);
+                let (z, log_sum_exp) = (copy_row(&self.z)?, copy_row(&self.log_sum_exp)?);
+                let (z, log_sum_exp) = (host_values(&z)?, host_values(&log_sum_exp)?[0]);
+                f(Row { z: &z, log_sum_exp, blocks: None }, argument)
             };
-            return pairs.iter().map(of_row).collect();
+            return pairs.iter().map(map_row).collect();
         }
         let (z, log_sum_exp) = (host_values(&self.z)?, host_values(&self.log_sum_exp)?);
         let (z, log_sum_exp): (&[f32], &[f32]) = (&z, &log_sum_exp);
-        let one = |(row, of): &(usize, A)| {
+        let map_row = |(row, argument): &(usize, A)| {
             let z = &z[row * vocabulary..(row + 1) * vocabulary];
-            let blocks = self.blocks.as_ref().map(|sums| sums.of_row(*row, vocabulary));
-            f(Row { z, log_sum_exp: log_sum_exp[*row], blocks }, of)
+            let blocks = self.blocks.as_ref().map(|sums| sums.row(*row, vocabulary));
+            f(Row { z, log_sum_exp: log_sum_exp[*row], blocks }, argument)
         };
         if should_parallelize(pairs.len() * 4 * vocabulary) {
-            pairs.par_iter().map(one).collect()
+            pairs.par_iter().map(map_row).collect()
         } else {
-            pairs.iter().map(one).collect()
+            pairs.iter().map(map_row).collect()
         }
     }
 }
@@ -190,7 +191,8 @@ struct Row<'a> {
 }
 
 impl BlockSums {
-    fn of_row(&self, row: usize, vocabulary: usize) -> (f32, &[f64]) {
+    /// Returns the reference and the cumulative sums of one row.
+    fn row(&self, row: usize, vocabulary: usize) -> (f32, &[f64]) {
         let blocks = vocabulary.div_ceil(BLOCK);
         (self.highest[row], &self.ends[row * blocks..(row + 1) * blocks])
     }
@@ -221,12 +223,12 @@ impl SamplingParameters {
     fn draw(&self, row: Row, uniform: f64) -> Result<SampledToken> {
         if self.temperature > 0.0 && self.truncates() {
             let (weights, total) = self.truncated_weights(row);
-            let token = pick(&weights, uniform * distribution(total)?)
+            let token = pick(&weights, uniform * check_total(total)?)
                 .context("no token has a probability above 0")? as u32;
             return Ok(SampledToken { token, log_prob: log_share(&weights, total, token) });
         }
-        let blocks = Blocks::of(row);
-        let total = distribution(blocks.total())?;
+        let blocks = Blocks::from_row(row);
+        let total = check_total(blocks.total())?;
         if self.temperature == 0.0 {
             return Ok(SampledToken { token: highest(row.z) as u32, log_prob: 0.0 });
         }
@@ -265,23 +267,23 @@ impl SamplingParameters {
         }
         if self.top_p < 1.0 {
             order.sort_unstable_by(falling);
-            let reached = self.top_p * order.iter().map(|&i| f64::from(weights[i])).sum::<f64>();
+            let target = self.top_p * order.iter().map(|&i| f64::from(weights[i])).sum::<f64>();
             let mut sum = 0.0;
-            let before = order.iter().take_while(|&&i| {
-                let below = sum < reached;
+            let needed = order.iter().take_while(|&&i| {
+                let is_needed = sum < target;
                 sum += f64::from(weights[i]);
-                below
+                is_needed
             });
-            let kept = before.count().max(1);
-            order.truncate(kept);
+            let count = needed.count().max(1);
+            order.truncate(count);
         }
-        let mut kept = vec![0.0; weights.len()];
-        order.into_iter().for_each(|i| kept[i] = weights[i]);
-        weights.copy_from_slice(&kept);
+        let mut truncated = vec![0.0; weights.len()];
+        order.into_iter().for_each(|i| truncated[i] = weights[i]);
+        weights.copy_from_slice(&truncated);
     }
 }
 
-fn not_finite<T>() -> Result<T> {
+fn not_finite_error<T>() -> Result<T> {
     bail!("the model's logits are not finite; its weights are broken or training has diverged")
 }
 
@@ -290,12 +292,12 @@ fn log_share(weights: &[f32], total: f64, token: u32) -> f32 {
     (f64::from(weights[token as usize]) / total).ln() as f32
 }
 
-/// Checks `total`, the sum of a row's weights, and returns it.
+/// Returns `total`, the sum of a row's weights.
 ///
 /// # Errors
-/// When the weights are not a distribution.
-fn distribution(total: f64) -> Result<f64> {
-    if total.is_finite() && total > 0.0 { Ok(total) } else { not_finite() }
+/// When it is not finite or not positive: the weights are not a distribution.
+fn check_total(total: f64) -> Result<f64> {
+    if total.is_finite() && total > 0.0 { Ok(total) } else { not_finite_error() }
 }
 
 /// The untruncated distribution of a row, in blocks of tokens. A draw looks inside one block.
@@ -307,7 +309,7 @@ struct Blocks<'a> {
 }
 
 impl<'a> Blocks<'a> {
-    fn of(row: Row<'a>) -> Self {
+    fn from_row(row: Row<'a>) -> Self {
         if let Some((shift, ends)) = row.blocks {
             return Self { shift, ends: Cow::Borrowed(ends) };
         }
@@ -459,7 +461,7 @@ mod tests {
             // Cumulative sums computed by the draw, and by the head.
             for (noted, precision) in [(None, 1e-12), (Some((highest, &ends[..])), 1e-6)] {
                 let row = Row { z: &values, log_sum_exp: stats.log_sum_exp, blocks: noted };
-                let blocks = Blocks::of(row);
+                let blocks = Blocks::from_row(row);
                 let mut weights = values.clone();
                 exponentials(&mut weights, blocks.shift);
                 let total: f64 = weights.iter().map(|&w| f64::from(w)).sum();

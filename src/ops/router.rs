@@ -34,21 +34,21 @@ impl Operation<1> for Route {
 
     fn cpu(&self, [logits]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
         let (tokens, experts) = logits.shape().dims2()?;
-        let mut routes = Vec::with_capacity(tokens * self.top_k);
+        let mut routed_experts = Vec::with_capacity(tokens * self.top_k);
         for row in logits.values()?.chunks_exact(experts) {
-            let first = routes.len();
+            let first = routed_experts.len();
             for _ in 0..self.top_k {
                 let mut best: Option<usize> = None;
                 for (e, &z) in row.iter().enumerate() {
-                    let taken = routes[first..].contains(&(e as u32));
+                    let taken = routed_experts[first..].contains(&(e as u32));
                     if !taken && best.is_none_or(|b| z > row[b]) {
                         best = Some(e);
                     }
                 }
-                routes.push(best.unwrap_or(0) as u32);
+                routed_experts.push(best.unwrap_or(0) as u32);
             }
         }
-        Ok((CpuStorage::U32(routes), Shape::from((tokens, self.top_k))))
+        Ok((CpuStorage::U32(routed_experts), Shape::from((tokens, self.top_k))))
     }
 
     fn cuda(&self, [logits]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
@@ -56,29 +56,29 @@ impl Operation<1> for Route {
     }
 }
 
-/// Computes the weights of the routed experts: `logits [T, E]`, `routes [T, K]` → `[T, K]`, differentiable
-/// in the logits.
+/// Computes the weights of the routed experts: `logits [T, E]`, `routed_experts [T, K]` → `[T, K]`,
+/// differentiable in the logits.
 ///
 /// # Errors
-/// When `routes` does not hold experts below `E` for each token. The host does not read a GPU's routes:
-/// there such a token's weights become NaN.
-pub fn top_k_softmax(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
-    if routes.dim(0)? != logits.dim(0)? {
-        bail!("top_k_softmax: routes {:?} for logits {:?}", routes.dims(), logits.dims());
+/// When the number of tokens differs, or an expert is not below `E`. On a GPU the experts are not checked: a
+/// token with such an expert gets the weights NaN.
+pub fn top_k_softmax(logits: &Tensor, routed_experts: &Tensor) -> Result<Tensor> {
+    if routed_experts.dim(0)? != logits.dim(0)? {
+        bail!("top_k_softmax: routed experts {:?} for logits {:?}", routed_experts.dims(), logits.dims());
     }
-    apply([&contiguous(logits)?], TopKSoftmax { routes: routes.contiguous()? })
+    apply([&contiguous(logits)?], TopKSoftmax { routed_experts: routed_experts.contiguous()? })
 }
 
 struct TopKSoftmax {
-    routes: Tensor,
+    routed_experts: Tensor,
 }
 
-/// Appends one token's weights.
+/// Appends the weights of one token's experts to `out`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn shares(row: &[f32], routes: &[u32], out: &mut Vec<f32>) {
-    let highest = routes.iter().fold(f32::NEG_INFINITY, |m, &e| m.max(row[e as usize]));
+fn append_weights(row: &[f32], routed_experts: &[u32], out: &mut Vec<f32>) {
+    let highest = routed_experts.iter().fold(f32::NEG_INFINITY, |m, &e| m.max(row[e as usize]));
     let first = out.len();
-    out.extend(routes.iter().map(|&e| exp(row[e as usize] - highest)));
+    out.extend(routed_experts.iter().map(|&e| exp(row[e as usize] - highest)));
     let total: f32 = out[first..].iter().sum();
     out[first..].iter_mut().for_each(|w| *w /= total);
 }
@@ -88,19 +88,20 @@ impl Operation<1> for TopKSoftmax {
 
     fn cpu(&self, [logits]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
         let (tokens, experts) = logits.shape().dims2()?;
-        let (logits, routes, top_k) = (logits.values()?, host_ids(&self.routes)?, self.routes.dim(1)?);
-        if let Some(expert) = routes.iter().find(|&&e| e as usize >= experts) {
+        let (logits, routed_experts, top_k) =
+            (logits.values()?, host_ids(&self.routed_experts)?, self.routed_experts.dim(1)?);
+        if let Some(expert) = routed_experts.iter().find(|&&e| e as usize >= experts) {
             bail!("top_k_softmax: expert {expert} of {experts}");
         }
         let mut out = Vec::with_capacity(tokens * top_k);
-        for (row, routes) in logits.chunks_exact(experts).zip(routes.chunks_exact(top_k)) {
-            shares(row, routes, &mut out);
+        for (row, routed_experts) in logits.chunks_exact(experts).zip(routed_experts.chunks_exact(top_k)) {
+            append_weights(row, routed_experts, &mut out);
         }
         Ok((CpuStorage::F32(out), Shape::from((tokens, top_k))))
     }
 
     fn cuda(&self, [logits]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
-        top_k_softmax_forward(logits, &self.routes)
+        top_k_softmax_forward(logits, &self.routed_experts)
     }
 
     fn backward(
@@ -111,16 +112,16 @@ impl Operation<1> for TopKSoftmax {
     ) -> Result<[Option<Tensor>; 1]> {
         let (tokens, experts) = logits.dims2()?;
         if logits.device().is_cuda() {
-            return Ok([Some(top_k_softmax_backward(weights, &self.routes, grad, experts)?)]);
+            return Ok([Some(top_k_softmax_backward(weights, &self.routed_experts, grad, experts)?)]);
         }
         let (w, g) = (host_values(weights)?, host_values(grad)?);
-        let (routes, top_k) = (host_ids(&self.routes)?, self.routes.dim(1)?);
+        let (routed_experts, top_k) = (host_ids(&self.routed_experts)?, self.routed_experts.dim(1)?);
         let mut dz = zeros(tokens * experts);
-        for (t, routes) in routes.chunks_exact(top_k).enumerate() {
+        for (t, routed_experts) in routed_experts.chunks_exact(top_k).enumerate() {
             let at = t * top_k..(t + 1) * top_k;
             let (w, g) = (&w[at.clone()], &g[at]);
             let mean: f32 = w.iter().zip(g).map(|(w, g)| w * g).sum();
-            for ((&e, w), g) in routes.iter().zip(w).zip(g) {
+            for ((&e, w), g) in routed_experts.iter().zip(w).zip(g) {
                 dz[t * experts + e as usize] += w * (g - mean);
             }
         }

@@ -140,10 +140,10 @@ impl PackedSinkAttention {
     /// Runs `f` on every task, on several threads if the work is large; results in task order.
     fn run<R: Send>(&self, caches: &[KvBlocks], f: impl Fn(usize, usize) -> R + Sync + Send) -> Vec<R> {
         let longest = caches.iter().map(KvBlocks::len).max().unwrap_or(0);
-        let seen = self.attention.window.unwrap_or(longest).min(longest);
+        let visible_keys = self.attention.window.unwrap_or(longest).min(longest);
         let tasks = self.tasks();
         if should_parallelize(
-            self.sequence_rows.rows() * seen * self.attention.heads * self.attention.head_dim,
+            self.sequence_rows.rows() * visible_keys * self.attention.heads * self.attention.head_dim,
         ) {
             tasks.into_par_iter().with_max_len(1).map(|(s, h)| f(s, h)).collect()
         } else {
@@ -157,12 +157,12 @@ impl PackedSinkAttention {
         let width = 2 * kv_heads * head_dim;
         let mut caches: Vec<KvBlocks> = Vec::with_capacity(self.sequence_rows.sequences());
         for s in 0..self.sequence_rows.sequences() {
-            let own = self.sequence_rows.own_rows(s);
+            let sequence = self.sequence_rows.own_rows(s);
             let mut cache = match (caches.last(), self.sequence_rows.first_own_position(s)) {
                 (Some(before), shared @ 1..) => before.prefix(shared),
                 _ => KvBlocks::new(kv_heads, head_dim),
             };
-            cache.append(&kv[own.start * width..own.end * width]);
+            cache.append(&kv[sequence.start * width..sequence.end * width]);
             caches.push(cache);
         }
         caches

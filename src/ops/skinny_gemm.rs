@@ -187,7 +187,7 @@ unsafe fn add_columns<W: SimdWords>(operands: &Operands, start: usize, out: &mut
 
 /// Loop sizes for reading the weights.
 struct BlockSizes {
-    /// Words of a weight column that are added between a load and a store of the sums.
+    /// Number of words of each weight column that are multiplied before the sums are stored.
     depth: usize,
     /// Maximum number of sums in a strip of columns, over all rows.
     sums_max: usize,

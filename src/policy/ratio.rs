@@ -1,4 +1,4 @@
-//! Importance ratios between two policies, and the anchor of the PPO ratio.
+//! Importance ratios between two policies, and the source of the old log-probs.
 
 use anyhow::Result;
 
@@ -27,11 +27,11 @@ choice! {
 
 /// Rollout and training share one forward pass, so the three are bit-equal on fresh data.
 impl OldLogprob {
-    /// Selects the anchor among the three candidates.
+    /// Selects the old log-probs.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) for `Detach` when `updates_per_batch` exceeds 1: the anchor must
-    /// be fixed before the first update. Also for `Recompute` without `recomputed`.
+    /// [`BadInput`](crate::error::BadInput) for `Detach` when `updates_per_batch` exceeds 1: the old
+    /// log-probs must be fixed before the first update. Also for `Recompute` without `recomputed`.
     pub fn select<'a>(
         self,
         current: &'a [f32],
@@ -41,8 +41,8 @@ impl OldLogprob {
     ) -> Result<&'a [f32]> {
         match self {
             OldLogprob::Detach if updates_per_batch > 1 => Err(bad_input!(
-                "policy.old_logprob = \"detach\" with {updates_per_batch} updates a batch would move the anchor \
-                 with every update: use \"rollout\" or \"recompute\""
+                "policy.old_logprob = \"detach\" with {updates_per_batch} updates a batch would change the old \
+                 log-probs with every update; use \"rollout\" or \"recompute\""
             )),
             OldLogprob::Detach => Ok(current),
             OldLogprob::Rollout => Ok(rollout),

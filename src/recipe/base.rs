@@ -1,4 +1,5 @@
-//! `base = "FILE"`: a recipe that contains only its differences from another, which may have a base itself.
+//! `base = "FILE"`: a recipe that has only its differences from another recipe. That recipe may have a base
+//! too.
 
 use super::source::{BUILT_IN, BUILT_IN_SUFFIX};
 use crate::bounded_file::{self, TOML_BYTES_MAX};
@@ -9,7 +10,7 @@ use toml::de::{DeTable, DeValue};
 /// The key, at the top level of the file.
 pub(crate) const BASE_KEY: &str = "base";
 
-/// Maximum number of bases of a recipe. A longer chain is a circle.
+/// Maximum length of a chain of bases. A longer chain is treated as a cycle.
 const BASES_MAX: usize = 16;
 
 const REMEDY: &str = "give the path of a recipe, counted from this one's folder, or a recipe of the program";
@@ -20,11 +21,12 @@ pub(crate) struct Base {
     pub text: String,
 }
 
-/// The bases of a recipe, the recipe's own first.
+/// The chain of a recipe's bases.
 #[derive(Default)]
 pub(crate) struct Bases {
-    pub found: Vec<Base>,
-    /// The mistake of the last key `base`, and its remedy.
+    /// The recipe's base, then the base of that one, and so on.
+    pub chain: Vec<Base>,
+    /// What is wrong with the last key `base`, and the remedy.
     pub error: Option<String>,
 }
 
@@ -32,14 +34,14 @@ pub(crate) struct Bases {
 pub(crate) fn read_all(path: &Path, text: &str) -> Bases {
     let mut bases = Bases::default();
     loop {
-        let (path, text) = bases.found.last().map_or((path, text), |base| (&*base.file, &*base.text));
+        let (path, text) = bases.chain.last().map_or((path, text), |base| (&*base.file, &*base.text));
         match read(path, text) {
             Ok(None) => return bases,
-            Ok(Some(_)) if bases.found.len() == BASES_MAX => {
+            Ok(Some(_)) if bases.chain.len() == BASES_MAX => {
                 bases.error = Some("each of these recipes is the base of another; remove one".to_owned());
                 return bases;
             }
-            Ok(Some(base)) => bases.found.push(base),
+            Ok(Some(base)) => bases.chain.push(base),
             Err(error) => {
                 bases.error = Some(error);
                 return bases;

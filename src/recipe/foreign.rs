@@ -1,4 +1,5 @@
-//! Names of other trainers, answered with the recipe's. docs/POLICY.md explains the differences.
+//! Keys and values of other trainers, with the recipe keys that correspond to them. docs/POLICY.md explains
+//! the differences.
 
 use crate::settings::ForeignName;
 
@@ -136,12 +137,12 @@ const WORDS: &[ForeignName] = &[
     with_note("mse", &["policy.kl.estimator"], " = \"k2\""),
 ];
 
-/// Returns what the `word` of another trainer is here, or else its key `name`.
+/// Returns the recipe's names for the value `word` of another trainer; without `word`, for the key `name`.
 pub(super) fn foreign_name(name: &str, word: Option<&str>) -> Option<&'static ForeignName> {
-    let named = |list: &'static [ForeignName], wanted: &str| list.iter().find(|known| known.name == wanted);
+    let find = |list: &'static [ForeignName], name: &str| list.iter().find(|foreign| foreign.name == name);
     match word {
-        Some(word) => named(WORDS, word),
-        None => named(KEYS, name),
+        Some(word) => find(WORDS, word),
+        None => find(KEYS, name),
     }
 }
 

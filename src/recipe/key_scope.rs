@@ -1,6 +1,6 @@
-//! The keys that a command reads. Contradictions and missing files of all other keys do not concern it.
+//! The keys that a command reads. Contradictions and missing files of other keys are ignored.
 
-/// A command by the keys that it reads.
+/// A command, as far as it determines which keys are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyScope {
     /// Reads every key.
@@ -9,12 +9,12 @@ pub enum KeyScope {
     TrainStoredRun,
     Rollout,
     Eval,
-    /// Talks to the model: no problems, no reward.
+    /// A chat: it has no problems and no reward.
     Chat,
     CheckMismatch,
-    /// `check-mismatch --against`: compares given tokens and samples none.
+    /// `check-mismatch --against`: compares the tokens of a file, without sampling.
     CheckMismatchAgainst,
-    /// Reads the model alone, and the format in which to write it.
+    /// Reads only the model, and the format in which it is written.
     Export,
 }
 
@@ -32,21 +32,23 @@ impl KeyScope {
     /// Returns whether the command reads `key`, a dotted path.
     pub fn reads(self, key: &str) -> bool {
         let (table, name) = key.split_once('.').unwrap_or((key, ""));
-        let samples_training = matches!(self, KeyScope::Rollout | KeyScope::CheckMismatch);
+        let samples_training_problems = matches!(self, KeyScope::Rollout | KeyScope::CheckMismatch);
         match table {
             _ if matches!(self, KeyScope::Train | KeyScope::TrainStoredRun) => true,
             "adapter" | "cold_start" | "critic" => false,
             "checkpoint" => self == KeyScope::Export && name == "dtype",
             "train" => ["seed", "micro_batch_tokens"].contains(&name),
             "policy" => self.is_check_mismatch() && name.starts_with("clip_"),
-            "arms" => samples_training || self.is_check_mismatch(),
-            "rollout" => samples_training || (self != KeyScope::Export && SAMPLING_KEYS.contains(&name)),
+            "arms" => samples_training_problems || self.is_check_mismatch(),
+            "rollout" => {
+                samples_training_problems || (self != KeyScope::Export && SAMPLING_KEYS.contains(&name))
+            }
             "eval" => match self {
                 KeyScope::Eval => !["every_steps", "before_training"].contains(&name),
                 KeyScope::Chat => ["temperature", "top_p", "top_k", "min_p"].contains(&name),
                 _ => false,
             },
-            "task" if name.starts_with("train_") => samples_training,
+            "task" if name.starts_with("train_") => samples_training_problems,
             "task" if name.starts_with("validation_") => self == KeyScope::Eval,
             _ => true,
         }

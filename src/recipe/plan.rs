@@ -19,7 +19,7 @@ use toml::de::DeTable;
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub recipe: Recipe,
-    /// Settings that are allowed but probably mistakes, one line each, with their places.
+    /// Settings that are allowed but probably not intended: one line each, with the place.
     pub warnings: Vec<String>,
     /// The keys that the command reads.
     pub scope: KeyScope,
@@ -34,7 +34,7 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
     resolve_for(KeyScope::Train, path, text, sets)
 }
 
-/// Reads the recipe `text` of the file `path` over its base, applies each `--set key=value`, and checks the
+/// Reads the recipe `text` of the file `path` and its bases, applies each `--set key=value`, and checks the
 /// result.
 ///
 /// # Errors
@@ -61,11 +61,11 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
         };
         read_text(&mut recipe, &mut reader, base_fault);
     };
-    let mut not_sets = Vec::new();
+    let mut set_mistakes = Vec::new();
     let bases = base::read_all(path, text);
-    // The fault belongs to the file that was read last.
+    // The error belongs to the first file that is read: the last one of the chain.
     let mut error = bases.error.as_deref();
-    for base in bases.found.iter().rev() {
+    for base in bases.chain.iter().rev() {
         read(Origin::File(&base.file), &base.text, error.take());
     }
     read(Origin::File(path), text, error);
@@ -78,16 +78,15 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
             ),
             None => {
                 let what = format!("{set:?} is not key=value; write it like --set train.steps=80");
-                not_sets.push(Mistake { location: SourceLocation::Set(index), key: String::new(), what });
+                set_mistakes.push(Mistake { location: SourceLocation::Set(index), key: String::new(), what });
             }
         }
     }
-    mistakes.0.append(&mut not_sets);
+    mistakes.0.append(&mut set_mistakes);
     let is_set =
         |table: &str| sets.iter().filter_map(|set| override_key(set)).any(|key| is_in_table(key, table));
     if is_set("model.path") && !is_set("model.architecture") && !is_set("model.tokenizer") {
-        // A folder given in place of a recipe, such as another checkpoint of a run, defines the whole
-        // model.
+        // A folder that replaces the recipe's model, such as another checkpoint, defines the whole model.
         (recipe.model.architecture, recipe.model.tokenizer) = (None, None);
         if !is_set("model.adapter") {
             recipe.model.adapter = None;
@@ -103,20 +102,20 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
     if recipe.policy.advantage == Advantage::Gae {
         recipe.critic.get_or_insert_default();
     }
-    // The keys of a base that is lost, whole or in part, may be those that a rule misses.
-    let in_a_base =
+    // If a base cannot be read completely, rules would report keys as missing that the base may have.
+    let is_in_base =
         |place: &SourceLocation| matches!(place, SourceLocation::File { path: file, .. } if file != path);
-    let base_is_lost = bases.error.is_some()
-        || mistakes.0.iter().any(|mistake| mistake.key.is_empty() && in_a_base(&mistake.location));
-    let found = match base_is_lost {
+    let is_base_incomplete = bases.error.is_some()
+        || mistakes.0.iter().any(|mistake| mistake.key.is_empty() && is_in_base(&mistake.location));
+    let findings = match is_base_incomplete {
         false => rules::check(&recipe, &locations, &unreliable_keys, scope),
         true => Findings::default(),
     };
-    mistakes.0.extend(found.mistakes);
+    mistakes.0.extend(findings.mistakes);
     if mistakes.0.is_empty() {
         return Ok(Plan {
             recipe,
-            warnings: found.warnings.iter().map(Mistake::to_string).collect(),
+            warnings: findings.warnings.iter().map(Mistake::to_string).collect(),
             scope,
             locations,
         });
@@ -152,10 +151,10 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
     let is_table = |key: &&String| reader.known.iter().any(|other| is_in_table(other, key) && other != *key);
     let tables: Vec<&str> =
         reader.known.iter().filter(|key| !key.contains('.')).filter(is_table).map(String::as_str).collect();
-    let recipe_like = document.get_ref().keys().any(|name| tables.contains(&name.get_ref().as_ref()));
+    let looks_like_recipe = document.get_ref().keys().any(|name| tables.contains(&name.get_ref().as_ref()));
     // Syntax mistakes of a recipe are reported individually; a text of another kind counts as one mistake.
     if let [first, rest @ ..] = errors.as_slice()
-        && (rest.len() >= SYNTAX_ERRORS_MAX || (!rest.is_empty() && !recipe_like))
+        && (rest.len() >= SYNTAX_ERRORS_MAX || (!rest.is_empty() && !looks_like_recipe))
     {
         let what = format!(
             "not TOML: {}, and {} more: is this a recipe? One holds tables such as [{}]",
@@ -178,10 +177,10 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
         text.get(line..).is_some_and(|line| line.trim_start().starts_with('['))
     };
     let header_is_invalid = errors.iter().map(start).any(is_in_table_header);
-    let follows = |mistake: &Mistake| {
+    let is_consequence = |mistake: &Mistake| {
         broken.contains(&mistake.location) || (header_is_invalid && !mistake.key.contains('.'))
     };
-    reader.mistakes.0.extend(read.into_iter().filter(|mistake| !follows(mistake)));
+    reader.mistakes.0.extend(read.into_iter().filter(|mistake| !is_consequence(mistake)));
 }
 
 /// Returns the message of a syntax error. A duplicate key is named, with the line that has it first.
@@ -215,10 +214,10 @@ fn syntax_error(error: &toml::de::Error, text: &str) -> String {
 /// Reads the tables of a document. The key `base` is accepted, or refused with `base_fault`.
 fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_fault: Option<&str>) {
     if let Some((name, value)) = document.remove_entry(base::BASE_KEY) {
-        let written = ParsedKey { path: base::BASE_KEY.to_owned(), name: name.span(), value: &value };
+        let key = ParsedKey { path: base::BASE_KEY.to_owned(), name: name.span(), value: &value };
         match base_fault {
-            Some(error) => reader.refuse(&written, error.to_owned()),
-            None => reader.accept(&written),
+            Some(error) => reader.refuse(&key, error.to_owned()),
+            None => reader.accept(&key),
         }
     }
     reader.read_keys(recipe, "", &document);
@@ -242,8 +241,8 @@ fn set_document(set: &str) -> Option<String> {
         return None;
     }
     let one_line = !value.contains(['\n', '\r']);
-    let toml = one_line && DeTable::parse(set).is_ok();
-    Some(if toml {
+    let is_toml = one_line && DeTable::parse(set).is_ok();
+    Some(if is_toml {
         set.to_owned()
     } else {
         format!("{key}={}", toml::Value::String(value.trim().to_owned()))
@@ -279,8 +278,8 @@ impl Plan {
         self.scope.reads(key)
     }
 
-    /// Returns a mistake at `key`, found later in the model, the data or the machine, with the place of
-    /// `key`.
+    /// Returns a mistake with the place of `key`. It is for mistakes that are found after resolution: in the
+    /// model, the data or the machine.
     pub fn mistake(&self, key: &str, what: String) -> Mistake {
         Mistake { location: self.locations.of(key), key: key.to_owned(), what }
     }

@@ -9,7 +9,7 @@ struct RemovedKey {
     key: &'static str,
     /// The removed value; `None` if the key is removed.
     value: Option<&'static str>,
-    /// The value (TOML) that had the present behaviour. A stored recipe with it may drop the line.
+    /// The value (TOML) with today's behaviour. In a stored recipe, a line with it has no effect.
     ignorable_value: &'static str,
     /// The replacement.
     remedy: &'static str,
@@ -30,7 +30,7 @@ const REMOVED: [RemovedKey; 2] = [
     },
 ];
 
-/// Returns the mistake and its remedy if `key` with `value` is removed.
+/// Returns the error message with its remedy, if `key` or its `value` is removed.
 pub(super) fn removed_key_error(key: &str, value: &DeValue) -> Option<String> {
     let matches = |removed: &&RemovedKey| {
         removed.key == key && removed.value.is_none_or(|word| value.as_str() == Some(word))
@@ -42,8 +42,8 @@ pub(super) fn removed_key_error(key: &str, value: &DeValue) -> Option<String> {
     })
 }
 
-/// Blanks the lines of a run folder's recipe with a removed key or value that have no effect on the run.
-/// All other lines keep their numbers.
+/// Makes those lines of a run folder's recipe empty that have a removed key or value without effect on the
+/// run. All other lines keep their numbers.
 pub(super) fn blank_removed_keys(recipe: &str) -> String {
     let mut table = "";
     let mut text = String::with_capacity(recipe.len());

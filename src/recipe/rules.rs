@@ -1,4 +1,4 @@
-//! Rules across keys: contradictions, missing files, and settings that are probably mistakes.
+//! Rules over several keys: contradictions, missing files, and settings that are probably not intended.
 
 mod adapter;
 mod critic;
@@ -16,15 +16,15 @@ use crate::settings::{Choice, KeyLocations, Mistake, SourceLocation, changed_ent
 use crate::tasks::TaskName;
 use std::path::Path;
 
-/// The mistakes and warnings that the rules found.
+/// The mistakes and warnings of all rules.
 #[derive(Default)]
 pub(crate) struct Findings {
     pub mistakes: Vec<Mistake>,
     pub warnings: Vec<Mistake>,
 }
 
-/// Checks the whole recipe. Rules that depend on an `unreliable_keys` key are skipped, so one slip gives one
-/// mistake. Rules that depend on a key outside `scope` are skipped, too.
+/// Checks the whole recipe. Rules over one of the `unreliable_keys` are skipped: these keys have a mistake
+/// already. Rules over a key outside `scope` are skipped too.
 pub(crate) fn check(
     recipe: &Recipe,
     key_locations: &KeyLocations,
@@ -42,7 +42,7 @@ pub(crate) fn check(
     rules.train();
     rules.policy();
     rules.critic();
-    rules.arms();
+    rules.ablations();
     rules.eval();
     rules.findings
 }
@@ -56,7 +56,8 @@ struct Rules<'a> {
 }
 
 impl Rules<'_> {
-    /// Records a mistake at the first of `keys`; the rule depends on all of them.
+    /// Records a mistake at the first of `keys`. The rule is skipped if one of `keys` is unreliable or
+    /// outside the scope.
     fn refuse(&mut self, keys: &[&str], what: impl Into<String>) {
         if let Some(mistake) = self.finding(keys, what.into()) {
             self.findings.mistakes.push(mistake);
@@ -70,8 +71,8 @@ impl Rules<'_> {
         }
     }
 
-    /// Checks patterns of parameter names; `example` is a valid pattern.
-    fn patterns(&mut self, key: &str, patterns: &[String], example: &str) {
+    /// Checks patterns of parameter names. `example` is a valid pattern, for the message.
+    fn check_patterns(&mut self, key: &str, patterns: &[String], example: &str) {
         if patterns.iter().any(String::is_empty) {
             let what =
                 format!("an empty pattern matches no parameter; remove it, or write one such as {example:?}");
@@ -80,12 +81,12 @@ impl Rules<'_> {
     }
 
     fn finding(&self, keys: &[&str], what: String) -> Option<Mistake> {
-        let sure = |key: &&str| {
+        let is_reliable = |key: &&str| {
             self.scope.reads(key)
                 && !self.unreliable_keys.iter().any(|unreliable| is_in_table(key, unreliable))
         };
         let key = keys.first()?;
-        keys.iter().all(sure).then(|| Mistake {
+        keys.iter().all(is_reliable).then(|| Mistake {
             location: self.key_locations.of(key),
             key: (*key).to_owned(),
             what,
@@ -135,9 +136,10 @@ impl Rules<'_> {
 
     fn architecture(&mut self, architecture: &Architecture) {
         let a = architecture;
-        for found in a.sizes().contradictions() {
-            let keys = found.keys.map(|key| format!("model.architecture.{key}"));
-            self.refuse(&keys.each_ref().map(String::as_str), format!("{} {}", found.value, found.what));
+        for contradiction in a.sizes().contradictions() {
+            let keys = contradiction.keys.map(|key| format!("model.architecture.{key}"));
+            let message = format!("{} {}", contradiction.value, contradiction.what);
+            self.refuse(&keys.each_ref().map(String::as_str), message);
         }
         let response = self.recipe.rollout.response_tokens_max;
         if response >= a.max_position_embeddings {
@@ -169,7 +171,7 @@ impl Rules<'_> {
 
     fn task(&mut self) {
         let task = &self.recipe.task;
-        let several = task.name.keys.contains(&"validation_files");
+        let may_have_several_files = task.name.keys.contains(&"validation_files");
         let files = [
             ("task.train_file", &task.train_file, "task.train_rows_max", task.train_rows_max),
             (
@@ -180,14 +182,15 @@ impl Rules<'_> {
             ),
         ];
         for (key, file, rows_key, rows) in files {
-            let elsewhere = several && key == "task.validation_file" && !task.validation_files.is_empty();
+            let has_other_files =
+                may_have_several_files && key == "task.validation_file" && !task.validation_files.is_empty();
             match (task.name.reads_files, file) {
-                (true, None) if elsewhere => {}
+                (true, None) if has_other_files => {}
                 (true, None) => self.refuse(
                     &[key, "task.name"],
                     format!("missing, and the task {} reads its problems from it; name the file", task.name),
                 ),
-                (true, Some(file)) => self.file(key, file),
+                (true, Some(file)) => self.check_file(key, file),
                 (false, Some(_)) => self.refuse(
                     &[key, "task.name"],
                     format!("the task {} makes its own problems; remove the key", task.name),
@@ -201,16 +204,16 @@ impl Rules<'_> {
                 );
             }
         }
-        if several {
+        if may_have_several_files {
             for file in &task.validation_files {
-                self.file("task.validation_files", file);
+                self.check_file("task.validation_files", file);
             }
         }
-        self.keys_of_other_tasks();
+        self.refuse_keys_of_other_tasks();
     }
 
     /// Refuses keys that only other tasks read.
-    fn keys_of_other_tasks(&mut self) {
+    fn refuse_keys_of_other_tasks(&mut self) {
         let task = &self.recipe.task;
         for entry in changed_entries(task) {
             let key = entry.path();
@@ -225,8 +228,8 @@ impl Rules<'_> {
                 self.refuse(&[&format!("task.{key}"), "task.name"], what);
             }
         }
-        let runs = task.name.keys.contains(&"command");
-        if runs && task.command.first().is_none_or(String::is_empty) {
+        let has_command = task.name.keys.contains(&"command");
+        if has_command && task.command.first().is_none_or(String::is_empty) {
             let what = "missing, and the task command runs it; write a program and its arguments, such as \
                         [\"python3\", \"my_task.py\"]";
             self.refuse(&["task.command", "task.name"], what);
@@ -234,7 +237,7 @@ impl Rules<'_> {
     }
 
     /// Checks that a file exists.
-    fn file(&mut self, key: &str, file: &Path) {
+    fn check_file(&mut self, key: &str, file: &Path) {
         if file.is_dir() {
             let what = format!("{} is a folder; name a file{}", file.display(), files_in(file));
             self.refuse(&[key], what);
@@ -297,8 +300,8 @@ impl Rules<'_> {
             ("rollout.top_k", rollout.top_k != 0, "0"),
             ("rollout.min_p", rollout.min_p != 0.0, "0"),
         ];
-        for (key, on, off) in truncations {
-            if on {
+        for (key, is_enabled, off) in truncations {
+            if is_enabled {
                 self.refuse(
                     &[key],
                     format!(
@@ -309,7 +312,7 @@ impl Rules<'_> {
             }
         }
         let advantage = self.recipe.policy.advantage;
-        let alone = match advantage {
+        let single_sample = match advantage {
             Advantage::Grpo | Advantage::DrGrpo | Advantage::Rloo | Advantage::Maxrl | Advantage::Opo => {
                 Some("keeps its raw reward as advantage")
             }
@@ -321,11 +324,11 @@ impl Rules<'_> {
         let train = &self.recipe.train;
         let samples =
             train.steps > 0 && train.trajectories.is_none() && self.scope != KeyScope::TrainStoredRun;
-        if let (1, Some(alone), true) = (rollout.samples_per_prompt, alone, samples) {
+        if let (1, Some(effect), true) = (rollout.samples_per_prompt, single_sample, samples) {
             self.refuse(
                 &["rollout.samples_per_prompt", "policy.advantage"],
                 format!(
-                    "a group of one {alone} under {advantage}; give 2 or more, or an advantage without groups such as \
+                    "a group of one {effect} under {advantage}; give 2 or more, or an advantage without groups such as \
                      \"reinforce_plus_plus\""
                 ),
             );
@@ -340,7 +343,7 @@ impl Rules<'_> {
         ];
         for (key, file) in files {
             if let Some(file) = file {
-                self.file(key, file);
+                self.check_file(key, file);
             }
         }
         self.optimizer("cold_start.optimizer", &cold_start.optimizer, "cold_start.steps", cold_start.steps);
@@ -350,9 +353,9 @@ impl Rules<'_> {
         let train = &self.recipe.train;
         self.optimizer("train.optimizer", &train.optimizer, "train.steps", train.steps);
         if let Some(file) = &train.trajectories {
-            self.file("train.trajectories", file);
+            self.check_file("train.trajectories", file);
         }
-        self.patterns("train.freeze", &train.freeze, "*.self_attn.*");
+        self.check_patterns("train.freeze", &train.freeze, "*.self_attn.*");
     }
 
     fn optimizer(&mut self, table: &str, optimizer: &OptimizerSettings, steps_key: &str, steps: u64) {
@@ -376,9 +379,9 @@ impl Rules<'_> {
         }
     }
 
-    fn arms(&mut self) {
-        for (arm, what) in self.recipe.arms.list_enabled() {
-            self.warn(&[&format!("arms.{arm}")], format!("a failure is switched on. {what}"));
+    fn ablations(&mut self) {
+        for (name, description) in self.recipe.arms.list_enabled() {
+            self.warn(&[&format!("arms.{name}")], format!("a failure is switched on. {description}"));
         }
     }
 

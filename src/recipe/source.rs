@@ -75,15 +75,15 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
         return Ok(RecipeSource::File(argument.to_owned()));
     }
     let names = || BUILT_IN.iter().map(|(name, _)| *name);
-    let asked = argument.to_str().unwrap_or_default();
-    if let Some(&(name, text)) = BUILT_IN.iter().find(|(name, _)| *name == asked) {
+    let requested = argument.to_str().unwrap_or_default();
+    if let Some(&(name, text)) = BUILT_IN.iter().find(|(name, _)| *name == requested) {
         return Ok(RecipeSource::BuiltIn { name, text });
     }
     // `recipes/quickstart.toml` also names the built-in recipe, if there is no such file.
     let stem = argument.file_stem().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
-    let meant = did_you_mean(stem, names());
+    let suggestion = did_you_mean(stem, names());
     Err(bad_input!(
-        "{shown}: no such file or folder;{meant} name a recipe file, a run folder, or a recipe of the program: {}",
+        "{shown}: no such file or folder;{suggestion} name a recipe file, a run folder, or a recipe of the program: {}",
         names().collect::<Vec<_>>().join(", ")
     ))
 }
@@ -108,10 +108,10 @@ impl RecipeSource {
             | RecipeSource::Run(path)
             | RecipeSource::Checkpoint { run: path, .. } => path,
         };
-        let named = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        let full_path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let stem = match self {
-            RecipeSource::File(_) => named.file_stem(),
-            _ => named.file_name(),
+            RecipeSource::File(_) => full_path.file_stem(),
+            _ => full_path.file_name(),
         };
         stem.map_or("run".to_owned(), |stem| stem.to_string_lossy().into_owned())
     }
@@ -130,13 +130,13 @@ impl RecipeSource {
     /// [`BadInput`](crate::error::BadInput) when the file cannot be read or the recipe has mistakes.
     pub fn resolve_for(&self, scope: KeyScope, sets: &[String]) -> Result<Plan> {
         let file = self.recipe_file();
-        let pinned = |plan: Result<Plan, Mistakes>| -> Result<Plan> {
+        let pin_command = |plan: Result<Plan, Mistakes>| -> Result<Plan> {
             let mut plan = plan?;
             plan.recipe.task.pin_command();
             Ok(plan)
         };
         if let RecipeSource::BuiltIn { text, .. } = self {
-            return pinned(resolve_for(scope, &file, text, sets));
+            return pin_command(resolve_for(scope, &file, text, sets));
         }
         let text = bounded_file::read_text(&file, TOML_BYTES_MAX).map_err(|e| {
             bad_input!(
@@ -147,12 +147,12 @@ impl RecipeSource {
         let folder = match self {
             RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => run,
             RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => {
-                return pinned(resolve_for(scope, &file, &text, sets));
+                return pin_command(resolve_for(scope, &file, &text, sets));
             }
         };
         let scope = if scope == KeyScope::Train { KeyScope::TrainStoredRun } else { scope };
         let plan = resolve_run_recipe(scope, &file, &text, sets);
-        // An edited text may have mistakes; the edit is reported first.
+        // If the text was edited, this is reported first, before mistakes in the text.
         match ChecksumStatus::check(&text, folder) {
             ChecksumStatus::Valid | ChecksumStatus::Missing => Ok(plan?),
             ChecksumStatus::Invalid => Err(bad_input!(

@@ -9,15 +9,15 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// A group of charts under one heading.
+/// A group of charts under one heading. The field names are keys of the template.
 #[derive(Serialize)]
 pub(super) struct Section {
     title: &'static str,
-    /// Collapsed at first.
+    /// Whether the section is collapsed when the page opens.
     folded: bool,
     charts: Vec<Chart>,
-    /// Charts with every curve exactly 0 at every step, unless that is an alarm. They are collapsed into one
-    /// line.
+    /// Charts whose curves are exactly 0 at every step. They are collapsed into one line. A chart stays in
+    /// `charts` if 0 is an alarm or a result to see.
     zeros: Vec<Chart>,
     /// Titles of charts without values.
     absent: Vec<&'static str>,
@@ -29,13 +29,13 @@ struct Chart {
     title: String,
     metric: String,
     unit: &'static str,
-    /// The metric's healthy range, if it has alarm limits.
+    /// The metric's healthy range as text, if it has alarm limits.
     healthy: Option<String>,
     plot: Plot,
 }
 
-/// A chart that every report tries to draw.
-struct Spec {
+/// A chart that the report draws if a run has values for it.
+struct ChartSpec {
     section: &'static str,
     title: &'static str,
     metrics: &'static [&'static str],
@@ -44,18 +44,19 @@ struct Spec {
     scale: Scale,
 }
 
-/// Title, metrics (dashed from the second on), unit of the y-axis. The charts of a section are consecutive.
-const SPECS: [Spec; 21] = {
+/// The charts in the page's order. The charts of a section are consecutive. Curves of a chart's second and
+/// later metrics are dashed.
+const SPECS: [ChartSpec; 21] = {
     const fn spec(
         section: &'static str,
         title: &'static str,
         metrics: &'static [&'static str],
         unit: &'static str,
-    ) -> Spec {
-        Spec { section, title, metrics, unit, phase: Phase::Rl, scale: Scale::Linear }
+    ) -> ChartSpec {
+        ChartSpec { section, title, metrics, unit, phase: Phase::Rl, scale: Scale::Linear }
     }
-    const fn log(spec: Spec) -> Spec {
-        Spec { scale: Scale::LogWhenWide, ..spec }
+    const fn log(spec: ChartSpec) -> ChartSpec {
+        ChartSpec { scale: Scale::LogWhenWide, ..spec }
     }
     const L: &str = "Learning";
     const S: &str = "Stability";
@@ -78,11 +79,11 @@ const SPECS: [Spec; 21] = {
         log(spec(V, "Value loss", &["critic/vf_loss"], "half the squared error")),
         log(spec(V, "Gradient norm, critic", &["critic/grad_norm"], "norm before clipping")),
         spec(V, "Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
-        Spec {
+        ChartSpec {
             phase: Phase::ColdStart,
             ..log(spec(C, "Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"))
         },
-        Spec {
+        ChartSpec {
             phase: Phase::ColdStart,
             ..log(spec(C, "Gradient norm, cold start", &["cold_start/grad_norm"], "norm before clipping"))
         },
@@ -98,7 +99,7 @@ const SPECS: [Spec; 21] = {
     ]
 };
 
-/// Returns whether 0 at every step means that nothing was learned.
+/// Returns whether the value 0 at every step is an alarm: nothing was learned.
 fn is_alarm_at_zero(metric: &str) -> bool {
     is_held_out(metric)
         || named_reward(metric).is_some()
@@ -106,14 +107,14 @@ fn is_alarm_at_zero(metric: &str) -> bool {
         || metric.ends_with("grad_norm")
 }
 
-/// Returns whether 0 at every step is a result to see.
+/// Returns whether the value 0 at every step is a result to show: rollout and training agree.
 fn is_result_at_zero(metric: &str) -> bool {
     metric == "mismatch/log_ppl_abs_diff_max"
 }
 
-/// Returns the page's sections, and the values that its script shows under the pointer.
+/// Returns the page's sections, and the data for the page's script, which shows values under the pointer.
 pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
-    let mut shown: BTreeSet<(Phase, String)> = BTreeSet::new();
+    let mut drawn: BTreeSet<(Phase, String)> = BTreeSet::new();
     let mut sections: Vec<Section> = Vec::new();
     for spec in &SPECS {
         if sections.last().is_none_or(|last| last.title != spec.section) {
@@ -126,16 +127,16 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
             });
         }
         let Some(section) = sections.last_mut() else { continue };
-        shown.extend(spec.metrics.iter().map(|metric| (spec.phase, (*metric).to_owned())));
+        drawn.extend(spec.metrics.iter().map(|metric| (spec.phase, (*metric).to_owned())));
         match chart(runs, spec.title, spec.metrics, spec.unit, spec.phase, spec.scale) {
             Some(chart) => section.charts.push(chart),
             None => section.absent.push(spec.title),
         }
     }
-    let recorded = recorded(runs);
-    add_to_reward(runs, &recorded, &mut sections[0]);
+    let recorded = recorded_metrics(runs);
+    insert_reward_charts(runs, &recorded, &mut sections[0]);
     let others = recorded.iter().filter(|&(phase, metric)| {
-        !shown.contains(&(*phase, metric.clone()))
+        !drawn.contains(&(*phase, metric.clone()))
             && !is_held_out(metric)
             && !is_interval_end(metric)
             && named_reward(metric).is_none()
@@ -159,7 +160,7 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
             .partition(|c| c.plot.is_zero() && !is_alarm_at_zero(&c.metric) && !is_result_at_zero(&c.metric));
         (section.zeros, section.charts) = (zeros, charts);
     }
-    let data = number(&mut sections);
+    let data = number_charts(&mut sections);
     (sections, data)
 }
 
@@ -174,19 +175,19 @@ pub(super) fn chart_style(metric: &str) -> (String, &'static str, Phase, Scale) 
     }
 }
 
-/// Returns every (phase, metric) of all runs, ordered.
-fn recorded(runs: &[Run]) -> BTreeSet<(Phase, String)> {
+/// Returns all pairs of phase and metric that the runs recorded, sorted.
+fn recorded_metrics(runs: &[Run]) -> BTreeSet<(Phase, String)> {
     let rows = runs.iter().flat_map(|run| &run.rows);
     rows.flat_map(|row| row.metrics.iter().map(|(name, _)| (row.phase, name.to_owned()))).collect()
 }
 
-/// Returns the name of the task's reward in `reward/<name>/mean`.
+/// Returns `<name>` if the metric is `reward/<name>/mean`: one of the rewards that a task names.
 fn named_reward(metric: &str) -> Option<&str> {
     metric.strip_prefix("reward/")?.strip_suffix("/mean")
 }
 
-/// Inserts held-out success and the named rewards right after the reward.
-fn add_to_reward(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &mut Section) {
+/// Inserts the charts of held-out success and of named rewards after the chart of the reward.
+fn insert_reward_charts(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &mut Section) {
     let held_out = recorded.iter().filter(|(_, metric)| is_held_out(metric));
     let mut charts: Vec<Chart> = held_out
         .filter_map(|(phase, metric)| {
@@ -205,7 +206,7 @@ fn add_to_reward(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &
     learning.charts.splice(at..at, charts);
 }
 
-/// Lays out one chart; `None` if no run has a value.
+/// Lays out one chart. Returns `None` if no run has a value.
 fn chart(
     runs: &[Run],
     title: &str,
@@ -221,24 +222,25 @@ fn chart(
             if points.is_empty() {
                 continue;
             }
-            let end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
+            let interval_end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
             let stem = metric.split_once('/').map_or(*metric, |(_, stem)| stem).replace(['_', '/'], " ");
             let name = if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
-            let interval = (end("ci95_low"), end("ci95_high"));
+            let interval = (interval_end("ci95_low"), interval_end("ci95_high"));
             series.push(Series { run: i, name, dashed: nth > 0, points, interval });
         }
     }
     let mut plot = Plot::new(series, scale)?;
-    let levels = metrics.first().and_then(|metric| alarms::healthy_bounds(metric));
-    let healthy = levels.map(|(healthy, levels)| {
+    let bounds = metrics.first().and_then(|metric| alarms::healthy_bounds(metric));
+    let healthy = bounds.map(|(healthy, levels)| {
         plot.add_levels(&levels);
         healthy
     });
     Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, healthy, plot })
 }
 
-/// Numbers the charts and collects their data. The data has only numbers, no text of any run.
-fn number(sections: &mut [Section]) -> Value {
+/// Numbers the charts and collects their data. The data has numbers only, so no text of a run reaches the
+/// script.
+fn number_charts(sections: &mut [Section]) -> Value {
     let mut data = Vec::new();
     for chart in sections.iter_mut().flat_map(|section| section.charts.iter_mut().chain(&mut section.zeros)) {
         chart.id = data.len();

@@ -33,7 +33,7 @@ struct Decades(f64, f64);
 
 impl Decades {
     /// Covers `values` from the power of ten below the smallest positive one; at least one decade.
-    fn of(values: impl Iterator<Item = f64>) -> Self {
+    fn covering(values: impl Iterator<Item = f64>) -> Self {
         let logs = values.filter(|v| *v > 0.0 && v.is_finite()).map(f64::log10);
         let range = logs.fold(None, |range, v| match range {
             None => Some((v, v)),
@@ -65,7 +65,7 @@ pub(super) fn chart(rows: &[&Map<String, Json>]) -> Option<Value> {
     }
     let number = |row: &Map<String, Json>, key: &str| row.get(key).and_then(Json::as_f64);
     let all = rows.iter().flat_map(|row| METRICS.iter().filter_map(|(key, ..)| number(row, key)));
-    let decades = Decades::of(all);
+    let decades = Decades::covering(all);
     let ablations = rows.iter().enumerate().map(|(i, row)| {
         let top = PLOT_TOP + i as f64 * ABLATION_HEIGHT + 6.0;
         let same_bits = number(row, LOGP_MAX) == Some(0.0);

@@ -1,4 +1,4 @@
-//! Draws curves and readable trajectories from run folders, as one HTML page.
+//! Makes one HTML page from run folders: charts, tables and trajectories.
 //!
 //! ```text
 //! run folder ─ run.rs ─> Run ─┬─ charts.rs: metrics of a chart ─ plot.rs: scales, ticks, paths ┐
@@ -9,12 +9,11 @@
 //!                             └─ trajectories.rs: all of them, packed for the page's browser ──┘
 //! ```
 //!
-//! Runs that differ only in their seed share a curve (`seeds.rs`).
+//! Runs that differ only in their seed share a curve (`seeds.rs`). `server.rs` serves the live page of a run.
+//! `content_policy.rs` allows only the page's own script. `figures/` makes a page of figures over several
+//! seeds.
 //!
-//! `server.rs` serves the page of active runs. `content_policy.rs` allows only the page's own script.
-//!
-//! `figures/` draws curves of several seeds instead. The template escapes every value; so the code computes
-//! geometry, and the template has the markup.
+//! The code computes the geometry; the template has the markup, and escapes every value.
 
 mod alarms;
 mod charts;
@@ -37,26 +36,26 @@ use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
 use std::path::{Path, PathBuf};
 
-/// Writes the page of all `runs` and returns its path: `out`, or `report.html` in the run's folder. The
-/// default for several runs is `report-N-runs-DIGEST.html` in the first run's folder, one page for each set
-/// of runs. The page is self-contained: it needs no network.
+/// Writes one page for all `runs` and returns its path. The path is `out` if it is given. Otherwise it is
+/// `report.html` in the run's folder, or for several runs `report-N-runs-DIGEST.html` in the first run's
+/// folder. The page needs no network.
 ///
 /// A folder with a `figures.toml` is a set of figures, not a run: see `docs/FIGURES.md`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when a folder is missing or given twice, has no `metrics.jsonl`, holds a line
-/// that cannot be read, or is a set of figures beside other folders.
+/// [`crate::error::BadInput`] when a folder is missing or named twice, has no `metrics.jsonl`, or has a line
+/// that cannot be read. Also when a set of figures is not the only folder.
 pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
-    if let Some(set) = runs.iter().find(|folder| folder.join(figures::FILE).is_file()) {
+    if let Some(figure_set) = runs.iter().find(|folder| folder.join(figures::FILE).is_file()) {
         if runs.len() > 1 || out.is_some() {
             return Err(crate::bad_input!(
                 "{}: holds {}, so it is a set of figures; report it by itself, without --out.",
-                set.display(),
+                figure_set.display(),
                 figures::FILE
             ));
         }
-        return figures::write(set, &mut environment());
+        return figures::write(figure_set, &mut environment());
     }
     let page = page(runs, false)?;
     let Some(out) = out else {
@@ -90,7 +89,7 @@ fn digest(runs: &[PathBuf]) -> String {
     format!("{:08x}", hash.finalize())
 }
 
-/// Returns the page of `runs`. A `served` page asks only its server for updates.
+/// Returns the page of `runs`. If it is `served`, it requests updates from its server.
 ///
 /// # Errors
 /// As [`write_report`].
@@ -98,7 +97,7 @@ pub fn page(runs: &[PathBuf], served: bool) -> Result<String> {
     render(Run::load_all(runs)?, served)
 }
 
-/// Returns a digest of the names, lengths and times of the files that the page of `runs` reads.
+/// Returns a digest of the lengths and modification times of the files from which the page of `runs` is made.
 pub fn state_digest(runs: &[PathBuf]) -> String {
     let mut hash = crc32fast::Hasher::new();
     for run in runs {
@@ -108,16 +107,16 @@ pub fn state_digest(runs: &[PathBuf]) -> String {
         // A folder's modification time changes with each new file.
         files.push(run.join("recipe.toml"));
         for file in files {
-            let about = std::fs::metadata(&file).ok();
-            let changed = about.as_ref().and_then(|about| about.modified().ok());
-            hash.update(format!("{:?} {:?}", about.map(|about| about.len()), changed).as_bytes());
+            let metadata = std::fs::metadata(&file).ok();
+            let modified = metadata.as_ref().and_then(|metadata| metadata.modified().ok());
+            hash.update(format!("{:?} {:?}", metadata.map(|metadata| metadata.len()), modified).as_bytes());
         }
     }
     format!("{:08x}", hash.finalize())
 }
 
-/// Returns the stage under way of each of `runs` that a process works on, after the run's name if there are
-/// several.
+/// Returns the current stage of each of `runs` that is running. If there are several runs, the run's folder
+/// comes first.
 pub fn stages_under_way(runs: &[PathBuf]) -> Vec<String> {
     let stage = |run: &PathBuf| {
         let stage = sanitize_line(&stage_under_way(run)?).into_owned();
@@ -182,7 +181,7 @@ fn title(runs: &[Run]) -> String {
     }
 }
 
-/// Returns JSON that is safe inside a script element, whatever strings it holds.
+/// Returns JSON that is safe inside a script element: no string in it can end the element.
 fn script_json(value: &serde_json::Value) -> String {
     value.to_string().replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026")
 }

@@ -5,17 +5,18 @@ use super::run::Run;
 use crate::metrics::{Metrics, Phase, Row};
 use std::collections::BTreeMap;
 
-/// Keys and tables that may differ between runs of one recipe; the tables do not affect results.
+/// Keys and tables that may differ between the runs of a curve: the seed, and tables that do not affect
+/// results.
 const MAY_DIFFER: [(&str, Option<&str>); 4] =
     [("train", Some("seed")), ("parallel", None), ("logging", None), ("checkpoint", None)];
 
-/// Returns one curve a recipe: a single run, or its seeds merged. Sets each run's `curve` to the index of its
-/// curve.
+/// Returns one curve for each recipe: its run, or the merged runs of its seeds. Sets each run's `curve` to
+/// the index of the run's curve.
 pub(super) fn merge_seeds(runs: &mut [Run]) -> Vec<Run> {
     let mut groups: Vec<(Option<toml::Table>, Vec<usize>)> = Vec::new();
     for (i, run) in runs.iter().enumerate() {
         let recipe = (!run.recipe.is_empty()).then(|| without_seed(&run.recipe));
-        let known = groups.iter_mut().find(|(of, _)| recipe.is_some() && *of == recipe);
+        let known = groups.iter_mut().find(|(group_recipe, _)| recipe.is_some() && *group_recipe == recipe);
         match known {
             Some((_, members)) => members.push(i),
             None => groups.push((recipe, vec![i])),
@@ -24,8 +25,8 @@ pub(super) fn merge_seeds(runs: &mut [Run]) -> Vec<Run> {
     let mut curves = Vec::new();
     for (_, members) in groups {
         members.iter().for_each(|&i| runs[i].curve = curves.len());
-        let of: Vec<&Run> = members.iter().map(|&i| &runs[i]).collect();
-        curves.push(merge_runs(&of));
+        let members: Vec<&Run> = members.iter().map(|&i| &runs[i]).collect();
+        curves.push(merge_runs(&members));
     }
     curves
 }

@@ -18,7 +18,6 @@ const HEAD_WAIT: Duration = Duration::from_secs(5);
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
 /// Time for which the server discards input after the response. An earlier close could reset the connection
 /// before the client has read the response.
-/// the connection before the client has read the answer.
 const LINGER: Duration = Duration::from_millis(200);
 const LINGER_BYTES_MAX: usize = 64 << 10;
 /// Maximum connections. A further one replaces the oldest connection without a response in progress.

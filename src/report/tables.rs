@@ -148,11 +148,11 @@ fn names(run: &Run, keep: impl Fn(&str) -> bool) -> BTreeSet<&str> {
 
 /// Sums `timing_s/step` over the rows; for a row without it, sums all its `timing_s/…`.
 fn wall_time(rows: &[Row]) -> String {
-    let of_row = |row: &Row| {
+    let row_seconds = |row: &Row| {
         let stages = || row.metrics.iter().filter(|(name, _)| name.starts_with("timing_s/")).map(|(_, s)| s);
         row.metrics.get("timing_s/step").unwrap_or_else(|| stages().sum())
     };
-    let seconds: f64 = rows.iter().map(of_row).sum();
+    let seconds: f64 = rows.iter().map(row_seconds).sum();
     match seconds {
         s if !s.is_finite() || s <= 0.0 => ABSENT.to_owned(),
         s if s < 120.0 => format!("{s:.1} s"),

@@ -1,9 +1,8 @@
-//! Packs all stored trajectories of the runs for the page's browser: tokens, log-probabilities, advantages
-//! and log-prob mismatches.
+//! Packs all stored trajectories of the runs for the page's browser: tokens, log-probs, advantages and
+//! log-prob mismatches.
 //!
-//! A column holds one entry a trajectory. `vocabulary` holds each token text once. A trajectory's tokens are
-//! indices into it, and its figures are bytes. Both are base64, so that ten thousand trajectories fit in a
-//! page.
+//! `vocabulary` has each token's text once. The tokens of a trajectory are indices into it, and its numbers
+//! are single bytes. Both are encoded as base64, so that ten thousand trajectories fit in a page.
 
 use super::run::Run;
 use crate::harmony::Role;
@@ -21,13 +20,13 @@ use std::path::PathBuf;
 
 /// Maximum bytes of the packed trajectories of a page.
 const BYTES_MAX: usize = 50 << 20;
-/// The lowest log-probability that a byte represents; lower values become it.
+/// The lowest log-prob that a byte represents. Lower values become this one.
 const LOG_PROB_MIN: f64 = -16.0;
-/// The lower end of the mismatch scale.
-const GAP_MIN: f64 = 1e-8;
-/// Steps of a mismatch byte in a decade.
-const GAP_STEPS: f64 = 12.0;
-/// Estimated bytes of a trajectory's other entries.
+/// The smallest mismatch that a byte represents.
+const MISMATCH_MIN: f64 = 1e-8;
+/// Number of steps of a mismatch byte per power of ten.
+const STEPS_PER_DECADE: f64 = 12.0;
+/// Estimated bytes of a trajectory without its texts.
 const ROW_BYTES: usize = 160;
 
 /// The data for the page's script.
@@ -41,42 +40,49 @@ pub(super) struct BrowserData {
     special: Vec<usize>,
     /// Each problem's name and correct answer, if known.
     problems: Vec<(String, Option<String>)>,
-    rows: Vec<Packed>,
-    /// The scales of the figures' bytes.
+    rows: Vec<PackedTrajectory>,
+    /// The value of [`LOG_PROB_MIN`].
     log_prob_min: f64,
+    /// The value of [`MISMATCH_MIN`].
     gap_min: f64,
+    /// The value of [`STEPS_PER_DECADE`].
     gap_steps: f64,
-    /// Shown if some stored trajectories are not on the page.
+    /// A message, if some stored trajectories are not on the page.
     pub(super) left_out: Option<String>,
 }
 
-/// One trajectory. The field names are short because the page repeats them ten thousand times.
+/// One trajectory. The field names are short because the page may have ten thousand of them.
 #[derive(Serialize)]
-struct Packed {
-    /// Indices of run and phase in their lists.
+struct PackedTrajectory {
+    /// Index of the run.
     r: usize,
+    /// Index of the phase.
     h: usize,
-    /// Step, prompt and sample.
+    /// Step.
     t: u64,
+    /// Prompt.
     p: u64,
+    /// Sample.
     s: u64,
     reward: f32,
     success: bool,
-    /// Indices of outcome and problem in their lists.
+    /// Index of the outcome.
     o: usize,
+    /// Index of the problem.
     q: usize,
     /// Number of sampled tokens.
     n: usize,
-    /// Ranges of sampled tokens: start and end, which is excluded.
+    /// Ranges of sampled tokens: start, and end (exclusive).
     turns: Vec<(usize, usize)>,
-    /// Vocabulary indices, little-endian u32 truncated to three bytes; absent without a tokenizer.
+    /// Indices into the vocabulary, three bytes each, little-endian; absent without a tokenizer.
     #[serde(skip_serializing_if = "Option::is_none")]
     k: Option<String>,
     /// Log-probabilities of the sampled tokens.
     l: String,
-    /// A common advantage of all sampled tokens, or the largest one and each token's share of it.
+    /// The advantage of all sampled tokens if they have the same, else the largest magnitude.
     #[serde(skip_serializing_if = "Option::is_none")]
     a: Option<f32>,
+    /// Each sampled token's advantage as a share of `a`; absent if all have the same advantage.
     #[serde(skip_serializing_if = "Option::is_none")]
     b: Option<String>,
     /// Log-prob mismatches: absent if unknown, empty if all are exactly 0.
@@ -85,9 +91,9 @@ struct Packed {
     /// The messages, if there is no tokenizer.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     m: Vec<(String, String)>,
-    /// Index within its step.
+    /// Index within the step.
     #[serde(skip)]
-    nth: usize,
+    step_index: usize,
     #[serde(skip)]
     bytes: usize,
 }
@@ -97,9 +103,9 @@ struct Packed {
 /// # Errors
 /// [`crate::error::BadInput`] with file and line for a line that is not a trajectory.
 pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
-    let mut packer = Packer { limit: usize::MAX, ..Packer::default() };
+    let mut packer = Packer { per_step_max: usize::MAX, ..Packer::default() };
     for (index, run) in runs.iter().enumerate() {
-        packer.begin(index, tokenizer(run));
+        packer.begin_run(index, tokenizer(run));
         for file in super::conversation::files(&run.folder.join("trajectories"))? {
             super::conversation::read_file(&file, |row| packer.add(&row))?;
         }
@@ -107,11 +113,11 @@ pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
     if packer.rows.is_empty() {
         return Ok(None);
     }
-    let left_out = (packer.seen > packer.rows.len()).then(|| {
+    let left_out = (packer.total > packer.rows.len()).then(|| {
         format!(
             "{} of {} written trajectories are here, the first of each step, so that the page stays below 60 MB.",
             packer.rows.len(),
-            packer.seen
+            packer.total
         )
     });
     Ok(Some(BrowserData {
@@ -123,8 +129,8 @@ pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
         problems: packer.problems,
         rows: packer.rows,
         log_prob_min: LOG_PROB_MIN,
-        gap_min: GAP_MIN,
-        gap_steps: GAP_STEPS,
+        gap_min: MISMATCH_MIN,
+        gap_steps: STEPS_PER_DECADE,
         left_out,
     }))
 }
@@ -151,58 +157,62 @@ fn tokenizer(run: &Run) -> Option<Vocabulary> {
     }
 }
 
+/// Packs trajectories until they are too large, then keeps the first ones of each step.
 #[derive(Default)]
 struct Packer {
     run: usize,
     tokenizer: Option<Vocabulary>,
     vocabulary: Vec<String>,
     special: BTreeSet<usize>,
-    places: BTreeMap<(usize, u32), usize>,
+    /// Index in `vocabulary` of each pair of run and token.
+    token_indices: BTreeMap<(usize, u32), usize>,
     problems: Vec<(String, Option<String>)>,
-    problem_places: BTreeMap<(String, Option<String>), usize>,
-    rows: Vec<Packed>,
+    problem_indices: BTreeMap<(String, Option<String>), usize>,
+    rows: Vec<PackedTrajectory>,
+    /// Number of trajectories of each run, phase and step so far.
     counts: BTreeMap<(usize, Phase, u64), usize>,
     bytes: usize,
-    seen: usize,
-    /// Maximum trajectories of a step.
-    limit: usize,
+    /// Number of all trajectories so far.
+    total: usize,
+    /// Maximum number of packed trajectories of a step.
+    per_step_max: usize,
 }
 
 impl Packer {
-    fn begin(&mut self, run: usize, tokenizer: Option<Vocabulary>) {
+    fn begin_run(&mut self, run: usize, tokenizer: Option<Vocabulary>) {
         (self.run, self.tokenizer) = (run, tokenizer);
     }
 
     fn add(&mut self, row: &TrajectoryRow) {
-        self.seen += 1;
-        let nth = self.counts.entry((self.run, row.phase, row.trajectory.step)).or_default();
-        let at = *nth;
-        *nth += 1;
-        if at >= self.limit {
+        self.total += 1;
+        let count = self.counts.entry((self.run, row.phase, row.trajectory.step)).or_default();
+        let step_index = *count;
+        *count += 1;
+        if step_index >= self.per_step_max {
             return;
         }
-        let packed = self.pack_row(row, at);
+        let packed = self.pack_row(row, step_index);
         self.bytes += packed.bytes;
         self.rows.push(packed);
-        while self.bytes > BYTES_MAX && self.limit > 1 {
-            let most = self.rows.iter().map(|row| row.nth + 1).max().unwrap_or(1);
-            self.limit = (most / 2).max(1);
-            self.rows.retain(|row| row.nth < self.limit);
+        while self.bytes > BYTES_MAX && self.per_step_max > 1 {
+            let largest_step = self.rows.iter().map(|row| row.step_index + 1).max().unwrap_or(1);
+            self.per_step_max = (largest_step / 2).max(1);
+            self.rows.retain(|row| row.step_index < self.per_step_max);
             self.bytes = self.rows.iter().map(|row| row.bytes).sum();
         }
         if self.bytes > BYTES_MAX {
-            self.limit = 0;
+            self.per_step_max = 0;
         }
     }
 
-    fn pack_row(&mut self, row: &TrajectoryRow, nth: usize) -> Packed {
+    fn pack_row(&mut self, row: &TrajectoryRow, step_index: usize) -> PackedTrajectory {
         let t = &row.trajectory;
         let sampled = |values: &[f32]| -> Vec<f32> {
             t.mask.iter().zip(values).filter(|(mask, _)| **mask).map(|(_, value)| *value).collect()
         };
         let learned = row.learned.as_ref();
-        let (a, b) = advantages(learned.map(|learned| sampled(&learned.advantages)));
-        let gaps = learned.and_then(|learned| learned.log_prob_diffs.as_ref()).map(|gaps| sampled(gaps));
+        let (a, b) = pack_advantages(learned.map(|learned| sampled(&learned.advantages)));
+        let diffs = learned.and_then(|learned| learned.log_prob_diffs.as_ref()).map(|diffs| sampled(diffs));
         let messages = || {
             let name = |role: Role| format!("{role:?}").to_lowercase();
             row.messages
@@ -210,8 +220,8 @@ impl Packer {
                 .map(|m| (name(m.role), sanitize_terminal(&m.content).into_owned()))
                 .collect::<Vec<_>>()
         };
-        let k = self.tokens(t);
-        let mut packed = Packed {
+        let k = self.pack_tokens(t);
+        let mut packed = PackedTrajectory {
             r: self.run,
             h: Phase::ALL.iter().position(|phase| *phase == row.phase).unwrap_or_default(),
             t: t.step,
@@ -220,16 +230,16 @@ impl Packer {
             reward: t.reward,
             success: t.success,
             o: Outcome::ALL.iter().position(|outcome| *outcome == t.outcome).unwrap_or_default(),
-            q: self.problem(row),
+            q: self.problem_index(row),
             n: t.sampled_tokens(),
             turns: t.turns.iter().map(|turn| (turn.start, turn.end)).collect(),
             l: STANDARD.encode(sampled(&t.logprobs).iter().map(|l| log_prob_byte(*l)).collect::<Vec<_>>()),
             a,
             b,
-            g: gaps.map(|gaps| gap_text(&gaps)),
+            g: diffs.map(|diffs| pack_mismatches(&diffs)),
             m: if k.is_none() { messages() } else { vec![] },
             k,
-            nth,
+            step_index,
             bytes: ROW_BYTES,
         };
         let texts = [packed.k.as_ref(), Some(&packed.l), packed.b.as_ref(), packed.g.as_ref()];
@@ -238,41 +248,42 @@ impl Packer {
         packed
     }
 
-    /// Packs three bytes a token: the page's vocabulary is far below 16 million entries.
-    fn tokens(&mut self, t: &Trajectory) -> Option<String> {
+    /// Packs the tokens, three bytes each: the page's vocabulary has far fewer than 16 million entries.
+    fn pack_tokens(&mut self, t: &Trajectory) -> Option<String> {
         let tokenizer = self.tokenizer.take()?;
         let mut bytes = Vec::with_capacity(3 * t.tokens.len());
         for &token in &t.tokens {
-            let place = *self.places.entry((self.run, token)).or_insert_with(|| {
+            let index = *self.token_indices.entry((self.run, token)).or_insert_with(|| {
                 if tokenizer.is_special(token) {
                     self.special.insert(self.vocabulary.len());
                 }
-                self.vocabulary.push(spelling(&tokenizer, token));
+                self.vocabulary.push(token_text(&tokenizer, token));
                 self.vocabulary.len() - 1
             });
-            bytes.extend_from_slice(&place.to_le_bytes()[..3]);
+            bytes.extend_from_slice(&index.to_le_bytes()[..3]);
         }
         self.tokenizer = Some(tokenizer);
         Some(STANDARD.encode(bytes))
     }
 
-    fn problem(&mut self, row: &TrajectoryRow) -> usize {
+    /// Returns the index of the row's problem, which is added if it is new.
+    fn problem_index(&mut self, row: &TrajectoryRow) -> usize {
         let text = match &row.answer {
             serde_json::Value::Null => None,
             serde_json::Value::String(text) => Some(text.clone()),
             other => Some(other.to_string()),
         };
-        let clean = |text: &str| sanitize_terminal(text).into_owned();
-        let problem = (clean(&row.trajectory.problem_id), text.as_deref().map(clean));
-        *self.problem_places.entry(problem.clone()).or_insert_with(|| {
+        let sanitize = |text: &str| sanitize_terminal(text).into_owned();
+        let problem = (sanitize(&row.trajectory.problem_id), text.as_deref().map(sanitize));
+        *self.problem_indices.entry(problem.clone()).or_insert_with(|| {
             self.problems.push(problem);
             self.problems.len() - 1
         })
     }
 }
 
-/// Returns a token's text; bytes that are not text by themselves are in hexadecimal.
-fn spelling(tokenizer: &Vocabulary, token: u32) -> String {
+/// Returns a token's text. Bytes that are not UTF-8 are written in hexadecimal.
+fn token_text(tokenizer: &Vocabulary, token: u32) -> String {
     match tokenizer.token_bytes(token) {
         None => format!("[{token}]"),
         Some(bytes) => match std::str::from_utf8(bytes) {
@@ -282,16 +293,17 @@ fn spelling(tokenizer: &Vocabulary, token: u32) -> String {
     }
 }
 
-/// Returns the square root of the log-probability's share of [`LOG_PROB_MIN`], as a byte. The root gives
-/// likely tokens a finer resolution.
+/// Returns a log-prob as a byte: the square root of its share of [`LOG_PROB_MIN`]. The root gives likely
+/// tokens a finer resolution.
 fn log_prob_byte(log_prob: f32) -> u8 {
     let share = (f64::from(log_prob) / LOG_PROB_MIN).clamp(0.0, 1.0);
     (share.sqrt() * 255.0).round() as u8
 }
 
-fn advantages(values: Option<Vec<f32>>) -> (Option<f32>, Option<String>) {
+/// Returns the fields `a` and `b` of [`PackedTrajectory`].
+fn pack_advantages(values: Option<Vec<f32>>) -> (Option<f32>, Option<String>) {
     let Some(values) = values else { return (None, None) };
-    let largest = values.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+    let largest = values.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
     match values.as_slice() {
         [] => (Some(0.0), None),
         [first, rest @ ..] if rest.iter().all(|value| value == first) => (Some(*first), None),
@@ -302,18 +314,19 @@ fn advantages(values: Option<Vec<f32>>) -> (Option<f32>, Option<String>) {
     }
 }
 
-/// Encodes sign and decade of each mismatch; 0 means exactly 0. The text is empty if all are 0.
-fn gap_text(gaps: &[f32]) -> String {
-    if gaps.iter().all(|gap| *gap == 0.0) {
+/// Encodes sign and magnitude of each log-prob difference, on a logarithmic scale. The byte 0 means exactly
+/// 0. The text is empty if all differences are 0.
+fn pack_mismatches(diffs: &[f32]) -> String {
+    if diffs.iter().all(|diff| *diff == 0.0) {
         return String::new();
     }
-    let byte = |gap: &f32| {
-        let size = f64::from(gap.abs());
+    let byte = |diff: &f32| {
+        let size = f64::from(diff.abs());
         if size == 0.0 {
             return 0;
         }
-        let steps = ((size / GAP_MIN).log10() * GAP_STEPS).round().clamp(0.0, 126.0) as i8 + 1;
-        (if *gap < 0.0 { -steps } else { steps }).to_le_bytes()[0]
+        let steps = ((size / MISMATCH_MIN).log10() * STEPS_PER_DECADE).round().clamp(0.0, 126.0) as i8 + 1;
+        (if *diff < 0.0 { -steps } else { steps }).to_le_bytes()[0]
     };
-    STANDARD.encode(gaps.iter().map(byte).collect::<Vec<_>>())
+    STANDARD.encode(diffs.iter().map(byte).collect::<Vec<_>>())
 }

@@ -20,13 +20,13 @@ pub struct RunAdapter {
     pub specs: Vec<ParameterSpec>,
     /// Trainable flags, one per factor.
     pub trainable: Vec<bool>,
-    /// True when SFT warm-up first trains the whole model without the adapter.
+    /// Whether the adapter is attached after an SFT warm-up, which trains the whole model.
     pub after_cold_start: bool,
 }
 
 impl RunAdapter {
-    /// Returns the adapter `found` in the model's folder. Without one, and when the command `trains`, returns
-    /// the adapter of the recipe.
+    /// Returns the adapter of the run: `existing`, the adapter in the model's folder, or else the one that
+    /// the recipe requests, if the command `trains`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when both exist and differ, when a pattern of `adapter.targets` matches no
@@ -34,26 +34,26 @@ impl RunAdapter {
     pub(super) fn resolve(
         plan: &Plan,
         config: &Config,
-        found: Option<&Lora>,
+        existing: Option<&Lora>,
         trains: bool,
     ) -> Result<Option<Self>> {
         let base = parameter_specs(config);
         let settings = plan.recipe.adapter.as_ref().filter(|_| trains);
-        let settings = settings.map(|settings| lora(plan, settings, config, &base)).transpose()?;
-        if let (Some(found), Some(settings)) = (found, &settings)
-            && found != settings
+        let settings = settings.map(|settings| requested_lora(plan, settings, config, &base)).transpose()?;
+        if let (Some(existing), Some(settings)) = (existing, &settings)
+            && existing != settings
         {
-            let what = format!(
+            let reason = format!(
                 "the model comes with an adapter of {}, and the recipe asks for {}; remove [adapter], or make them equal",
-                message(found),
-                message(settings)
+                adapter_text(existing),
+                adapter_text(settings)
             );
-            return Err(plan.mistake("adapter", what).into());
+            return Err(plan.mistake("adapter", reason).into());
         }
-        let Some(lora) = found.cloned().or(settings) else { return Ok(None) };
+        let Some(lora) = existing.cloned().or(settings) else { return Ok(None) };
         let specs = lora.factor_specs(&base)?;
         let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|settings| !settings.cold_start);
-        let after_cold_start = found.is_none() && trains_base_first && plan.recipe.cold_start.steps > 0;
+        let after_cold_start = existing.is_none() && trains_base_first && plan.recipe.cold_start.steps > 0;
         let trainable = adapter_trainable_flags(plan, &specs, if after_cold_start { &base } else { &[] })?;
         Ok(Some(Self { lora, specs, trainable, after_cold_start }))
     }
@@ -83,20 +83,25 @@ impl RunAdapter {
     }
 }
 
-/// Returns the adapter that the recipe asks for.
-fn lora(plan: &Plan, settings: &AdapterSettings, config: &Config, base: &[ParameterSpec]) -> Result<Lora> {
-    let mistake = |what: String| plan.mistake("adapter.targets", what);
+/// Returns the adapter that the recipe requests.
+fn requested_lora(
+    plan: &Plan,
+    settings: &AdapterSettings,
+    config: &Config,
+    base: &[ParameterSpec],
+) -> Result<Lora> {
+    let mistake = |reason: String| plan.mistake("adapter.targets", reason);
     for pattern in &settings.targets {
         let mut named = base.iter().filter(|spec| matches(pattern, &spec.name)).peekable();
         if named.peek().is_none() {
             return Err(mistake(unmatched_pattern(pattern, &default_targets(config))).into());
         }
         if !named.any(is_adaptable) {
-            let what = format!(
+            let reason = format!(
                 "the pattern {pattern:?} matches nothing that can have an adapter; the matrices of attention, experts and \
                  MLP can"
             );
-            return Err(mistake(what).into());
+            return Err(mistake(reason).into());
         }
     }
     let targets = match settings.targets.as_slice() {
@@ -138,7 +143,7 @@ fn unmatched_pattern(pattern: &str, known: &[String]) -> String {
     }
 }
 
-fn message(lora: &Lora) -> String {
+fn adapter_text(lora: &Lora) -> String {
     let Lora { rank, alpha, rslora, targets } = lora;
     let scaled = if *rslora { ", rslora" } else { "" };
     format!("rank {rank}, alpha {alpha}{scaled} on {} matrices", targets.len())

@@ -47,7 +47,7 @@ pub struct RunContext {
     pub memory: String,
     /// Capacity of the GPU's KV cache.
     pub cache_capacity: CacheCapacity,
-    /// Whether the backward recomputes activations.
+    /// Whether the backward recomputes layers.
     pub recompute_layers: bool,
     /// How each process holds the weights while it samples.
     pub rollout_weights: RolloutWeightPlacement,
@@ -57,7 +57,7 @@ pub struct RunContext {
     pub critic_trainable: Option<Vec<bool>>,
     /// The adapter that is trained, or that came with the model.
     pub adapter: Option<RunAdapter>,
-    /// The adapter's base as checkpoints name it; `None` until a folder holds it.
+    /// The adapter's base as checkpoints refer to it; `None` before a folder has it.
     pub base: Option<BaseModel>,
     pub task: Box<dyn Task>,
     /// The Python tool; `None` when the task does not use it.
@@ -67,8 +67,8 @@ pub struct RunContext {
 }
 
 impl RunContext {
-    /// Opens everything that the plan names, after checking that its memory suffices. Writes nothing. Shows
-    /// progress on `console`, and later the failures of a task's own program.
+    /// Opens everything that the recipe names, and reads the weights if the memory suffices. Writes nothing.
+    /// `console` shows progress, and later the failures of a task's program.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
@@ -87,11 +87,9 @@ impl RunContext {
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
-        // First the collective call, because the code below may fail on one process alone.
-        let available = min_over_processes(
-            mesh,
-            available_memory().map(|found| found.process_share(mesh.ranks_on_host())),
-        )?;
+        // The collective call comes first, because the code below may fail on one process alone.
+        let local = available_memory().map(|memory| memory.process_share(mesh.ranks_on_host()));
+        let available = min_over_processes(mesh, local)?;
         // Before the first weights are there, a minute may pass.
         if let Some(model) = reading_note(&plan.recipe) {
             console.print(&model);
@@ -101,13 +99,13 @@ impl RunContext {
         preflight.load(console)
     }
 
-    /// Refuses a plan of the same model that sets keys its family does not have.
+    /// Refuses a recipe of the same model with keys that the model's family does not have.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.
     pub fn check_family(&self, plan: &Plan) -> Result<()> {
-        let mistakes = ErrorList(unsupported_keys(plan, self.model.config.family));
-        if mistakes.0.is_empty() { Ok(()) } else { Err(mistakes.into_error()) }
+        let errors = ErrorList(unsupported_keys(plan, self.model.config.family));
+        if errors.0.is_empty() { Ok(()) } else { Err(errors.into_error()) }
     }
 
     /// Returns the resolved recipe.
@@ -125,35 +123,36 @@ impl RunContext {
         }
     }
 
-    /// Reads frozen weights of the same architecture from `folder`: a Hugging Face folder, a checkpoint, or a
-    /// run with its last checkpoint. Weights that do not fit into memory beside the model's own stay on disk,
-    /// with a warning on `console`.
+    /// Reads frozen weights of the same architecture from `folder`: a Hugging Face folder, a checkpoint, or
+    /// the last checkpoint of a run. Weights that do not fit into the memory left stay on disk, with a
+    /// warning on `console`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder has no weights, or weights of another architecture.
     pub fn load_weights(&self, folder: &Path, console: &Console) -> Result<Parameters> {
         let source = ModelSource::from_folder(&model_folder(folder)?)?.unpack_for_precision(self.recipe());
-        let same = Config {
+        let comparable = Config {
             max_position_embeddings: self.model.config.max_position_embeddings,
             ..source.config.clone()
         };
-        if source.weights.is_none() || same != self.model.config {
+        if source.weights.is_none() || comparable != self.model.config {
             return Err(bad_input!(
                 "{}: holds no weights of this architecture; name a folder of the same model at another step",
                 folder.display()
             ));
         }
-        let streamed = available_memory().is_some_and(|available| source.resident_bytes() > available.bytes);
-        if streamed {
+        let layers_on_demand =
+            available_memory().is_some_and(|available| source.resident_bytes() > available.bytes);
+        if layers_on_demand {
             console.print(&format!(
                 "warning: {}: each layer is read from disk when it is needed",
                 folder.display()
             ));
         }
-        let none_learns = vec![false; self.trainable.len()];
-        let placement = if streamed { Placement::OnDisk } else { Placement::Replicated };
+        let frozen = vec![false; self.trainable.len()];
+        let placement = if layers_on_demand { Placement::OnDisk } else { Placement::Replicated };
         let backend = (self.mesh(), &Device::Cpu);
-        source.parameters(self.recipe(), &none_learns, ModelCommand::Eval, backend, placement, console)
+        source.parameters(self.recipe(), &frozen, ModelCommand::Eval, backend, placement, console)
     }
 
     /// Returns the options of the training forward, as the ablations set them.
@@ -161,13 +160,13 @@ impl RunContext {
         ForwardOptions::for_training(&self.recipe().arms, self.recipe().train.seed)
     }
 
-    /// Returns `count` prompts of training step `step` (from 1), for the draw `round` (from 0) of that step.
-    /// Each step owns a fixed range of the task's stream, large enough for all its draws, so its prompts
-    /// depend only on its number.
+    /// Returns `count` prompts for sampling round `round` (from 0) of training step `step` (from 1). Each
+    /// step has a fixed range of the task's problems, large enough for all its rounds, so its prompts depend
+    /// only on its number.
     pub fn training_prompts(&self, step: u64, round: u64, count: usize) -> Vec<Prompt> {
         let recipe = self.recipe();
-        let draws = recipe.rollout.resample_rounds_max + 1;
-        let first = ((step - 1) * draws + round) * recipe.rollout.prompts_per_step as u64;
+        let rounds_max = recipe.rollout.resample_rounds_max + 1;
+        let first = ((step - 1) * rounds_max + round) * recipe.rollout.prompts_per_step as u64;
         let problem = |index| self.task.training_problem(recipe.train.seed, index);
         (first..first + count as u64).map(|index| Prompt { index, problem: problem(index) }).collect()
     }
@@ -224,7 +223,7 @@ impl RunContext {
     /// then all processes receive all results. Returns `None` when `stop` returned true.
     ///
     /// # Errors
-    /// Those of [`Rollout::sample_groups`], and when a rank does not answer in time.
+    /// When [`Rollout::sample_groups`] fails, or a rank does not answer in time.
     pub fn sample_groups(
         &self,
         policy: &PolicyView,
@@ -239,9 +238,9 @@ impl RunContext {
         if ranks == 1 {
             return rollout.sample_groups(prompts, samples, progress, stop);
         }
-        let own = &prompts[prompts.len() * rank / ranks..prompts.len() * (rank + 1) / ranks];
-        let sampled = rollout.sample_groups(own, samples, progress, stop)?;
-        let all: Vec<Option<Rollouts>> = mesh.all_gather_records("rollouts", &sampled)?;
+        let local_prompts = &prompts[prompts.len() * rank / ranks..prompts.len() * (rank + 1) / ranks];
+        let local = rollout.sample_groups(local_prompts, samples, progress, stop)?;
+        let all: Vec<Option<Rollouts>> = mesh.all_gather_records("rollouts", &local)?;
         Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::concat))
     }
 

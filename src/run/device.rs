@@ -1,4 +1,4 @@
-//! The device of a command: what the recipe asks for, and whether a GPU can do it.
+//! The device of a command: the one that the recipe requests, if it supports the recipe.
 
 use super::memory::AvailableMemory;
 use super::source::precision;
@@ -13,7 +13,7 @@ use candle_core::Device;
 /// The head width of the GPU's attention kernels.
 const HEAD_DIM: usize = 64;
 /// The number of values that a GPU kernel moves at a time; a row's width must be a multiple.
-const VECTOR: usize = 8;
+const VECTOR_WIDTH: usize = 8;
 
 /// The device of a command.
 pub struct ComputeDevice {
@@ -31,78 +31,79 @@ impl ComputeDevice {
 
     /// Returns the GPU that the plan names.
     fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
-        // A launcher may show each process only its own GPU.
+        // A launcher may make only one GPU visible to each process.
         let rank_offset = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
         let index = plan.recipe.parallel.device_index + rank_offset;
         let Gpu { device, name, free_bytes } = open_gpu(index)?;
-        let available = AvailableMemory { bytes: free_bytes, bound: format!("free on GPU {index} ({name})") };
+        let available = AvailableMemory { bytes: free_bytes, limit: format!("free on GPU {index} ({name})") };
         Ok(Self { device, name: format!("GPU {index}, {name}"), available: Some(available) })
     }
 }
 
-/// Chooses the device that `plan` asks for. With `"auto"`, a GPU that cannot be used is replaced by the CPU,
-/// with a warning in the plan.
+/// Chooses the device that the recipe requests. With `"auto"`, a GPU that cannot be used is replaced by the
+/// CPU, with a warning in the plan. `reads_on_demand`: the command reads layers on demand, which no GPU
+/// supports.
 ///
 /// # Errors
-/// The reasons why the requested GPU cannot be used, one mistake each.
-pub(super) fn choose(
+/// The reasons why the requested GPU cannot be used.
+pub(super) fn choose_device(
     plan: &mut Plan,
     config: &Config,
     mesh: &Mesh,
-    streams_layers: bool,
+    reads_on_demand: bool,
 ) -> Result<ComputeDevice, Vec<String>> {
-    let compute_device = device(plan, config, mesh, streams_layers)?;
+    let compute_device = choose_by_key(plan, config, mesh, reads_on_demand)?;
     if compute_device.device.is_cpu() && !precision(&plan.recipe).is_supported() {
-        let what = "needs the instructions of AVX-512 BF16, which this processor lacks; write \"bf16\", which only \
+        let reason = "needs the instructions of AVX-512 BF16, which this processor lacks; write \"bf16\", which only \
                     rounds the weights, or \"f32\"";
-        return Err(vec![plan.mistake("model.dtype", what.to_owned()).to_string()]);
+        return Err(vec![plan.mistake("model.dtype", reason.to_owned()).to_string()]);
     }
     Ok(compute_device)
 }
 
-/// Chooses by the key `device` alone, without checking the processor's instructions.
-fn device(
+/// Chooses by the key `device`. Does not check the processor's instructions.
+fn choose_by_key(
     plan: &mut Plan,
     config: &Config,
     mesh: &Mesh,
-    streams_layers: bool,
+    reads_on_demand: bool,
 ) -> Result<ComputeDevice, Vec<String>> {
     let device_kind = plan.recipe.device;
     if device_kind == DeviceKind::Cpu || (device_kind == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
         return Ok(ComputeDevice::cpu());
     }
-    let mut found = list_gpu_obstacles(plan, config, mesh);
-    if streams_layers {
-        found.push(("device", "comparing with changed weights works only on the CPU".to_owned()));
+    let mut obstacles = list_gpu_obstacles(plan, config, mesh);
+    if reads_on_demand {
+        obstacles.push(("device", "comparing with changed weights works only on the CPU".to_owned()));
     }
-    let mistake = |(key, what): (&str, String)| {
-        plan.mistake(key, format!("{what}, or compute on the CPU with device = \"cpu\"")).to_string()
+    let message = |(key, reason): (&str, String)| {
+        plan.mistake(key, format!("{reason}, or compute on the CPU with device = \"cpu\"")).to_string()
     };
-    let found = match found.is_empty() {
+    let messages = match obstacles.is_empty() {
         true => match ComputeDevice::gpu(plan, mesh) {
             Ok(compute_device) => return Ok(compute_device),
             Err(error) => {
                 // Later lines may be a backtrace.
                 let text = error.to_string();
-                let why = text.lines().next().unwrap_or_default().to_owned();
-                vec![plan.mistake("device", why).to_string()]
+                let reason = text.lines().next().unwrap_or_default().to_owned();
+                vec![plan.mistake("device", reason).to_string()]
             }
         },
-        false => found.into_iter().map(mistake).collect(),
+        false => obstacles.into_iter().map(message).collect(),
     };
     if device_kind == DeviceKind::Cuda {
-        return Err(found);
+        return Err(messages);
     }
-    plan.warnings.push(format!("the CPU computes: {}", found.join("; ")));
+    plan.warnings.push(format!("the CPU computes: {}", messages.join("; ")));
     Ok(ComputeDevice::cpu())
 }
 
-/// Lists what a GPU cannot do: pairs of a recipe key and the reason.
+/// Lists the recipe's requests that no GPU supports: pairs of a key and the reason.
 fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, String)> {
     let recipe = &plan.recipe;
-    let mut found = vec![];
+    let mut obstacles = vec![];
     if recipe.model.dtype != Dtype::Bf16 {
-        found.push(("model.dtype", "a GPU computes only in bf16; write \"bf16\"".to_owned()));
+        obstacles.push(("model.dtype", "a GPU computes only in bf16; write \"bf16\"".to_owned()));
     }
     let model_key = match recipe.model.architecture {
         Some(_) => [
@@ -113,53 +114,54 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
         None => ["model.path"; 3],
     };
     if config.head_dim != HEAD_DIM {
-        let what = format!(
+        let reason = format!(
             "the head size is {}, but the GPU's attention needs {HEAD_DIM}; use such a model",
             config.head_dim
         );
-        found.push((model_key[0], what));
+        obstacles.push((model_key[0], reason));
     }
     if config.family.has_head_norms {
-        let what =
+        let reason =
             format!("the family {:?} is not checked on GPUs yet; use another model", config.family.name);
-        found.push((model_key[0], what));
+        obstacles.push((model_key[0], reason));
     }
     for (key, size) in [(model_key[1], config.hidden_size), (model_key[2], config.intermediate_size)] {
-        if !size.is_multiple_of(VECTOR) {
-            found.push((
+        if !size.is_multiple_of(VECTOR_WIDTH) {
+            obstacles.push((
                 key,
-                format!("{size} is not a multiple of {VECTOR}, as GPU kernels need; use a multiple"),
+                format!("{size} is not a multiple of {VECTOR_WIDTH}, as GPU kernels need; use a multiple"),
             ));
         }
     }
-    let arms = &recipe.arms;
-    let kernels_lack = [
-        ("arms.router_noise", arms.router_noise > 0.0),
-        ("arms.router_noise_rollout", arms.router_noise_rollout > 0.0),
-        ("arms.router_noise_train", arms.router_noise_train > 0.0),
-        ("arms.rollout_bf16", arms.rollout_bf16),
-        ("arms.rollout_mxfp4", arms.rollout_mxfp4),
-        ("arms.rollout_mantissa_bits", arms.rollout_mantissa_bits > 0),
+    let ablations = &recipe.arms;
+    let without_kernel = [
+        ("arms.router_noise", ablations.router_noise > 0.0),
+        ("arms.router_noise_rollout", ablations.router_noise_rollout > 0.0),
+        ("arms.router_noise_train", ablations.router_noise_train > 0.0),
+        ("arms.rollout_bf16", ablations.rollout_bf16),
+        ("arms.rollout_mxfp4", ablations.rollout_mxfp4),
+        ("arms.rollout_mantissa_bits", ablations.rollout_mantissa_bits > 0),
     ];
-    for (key, _) in kernels_lack.into_iter().filter(|(_, on)| *on) {
-        found.push((key, "no GPU kernel has this ablation; turn it off".to_owned()));
+    for (key, _) in without_kernel.into_iter().filter(|(_, is_enabled)| *is_enabled) {
+        obstacles.push((key, "no GPU kernel has this ablation; turn it off".to_owned()));
     }
     if mesh.ranks() > 1 {
         let parallel = &recipe.parallel;
         if recipe.device == DeviceKind::Auto {
-            found.push(("device", "with several processes, each needs a GPU; write \"cuda\"".to_owned()));
+            obstacles.push(("device", "with several processes, each needs a GPU; write \"cuda\"".to_owned()));
         }
         if parallel.sequence > 1 {
-            found.push(("parallel.sequence", "GPUs have no sequence parallelism yet; write 1".to_owned()));
+            obstacles
+                .push(("parallel.sequence", "GPUs have no sequence parallelism yet; write 1".to_owned()));
         }
         if parallel.rollout_weights == RolloutWeightPlacement::ByExpert {
-            let what = "each GPU samples with all weights; write \"whole\"";
-            found.push(("parallel.rollout_weights", what.to_owned()));
+            let reason = "each GPU samples with all weights; write \"whole\"";
+            obstacles.push(("parallel.rollout_weights", reason.to_owned()));
         }
         if parallel.packed_weights == PackedWeightPlacement::Sharded {
-            let what = "each GPU holds all packed weights; write \"whole\"";
-            found.push(("parallel.packed_weights", what.to_owned()));
+            let reason = "each GPU holds all packed weights; write \"whole\"";
+            obstacles.push(("parallel.packed_weights", reason.to_owned()));
         }
     }
-    found
+    obstacles
 }

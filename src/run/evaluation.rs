@@ -31,11 +31,11 @@ pub struct ProblemResult {
     pub votes: Vec<Vote>,
 }
 
-/// Samples every validation set with the policy without ablations, with progress on `console` as a stage
+/// Samples every validation set with the policy without ablations. `console` shows the progress as a stage
 /// within a step. Returns `None` when `stop` returned true.
 ///
 /// # Errors
-/// Those of the rollout.
+/// When the rollout fails.
 pub fn evaluate(
     context: &RunContext,
     step: u64,
@@ -47,10 +47,10 @@ pub fn evaluate(
     let policy = context.policy_without_ablations()?;
     let mut sets = vec![];
     for (set, prompts) in validation_prompts(context) {
-        let inner = console.inner_stage("evaluation", (prompts.len() * samples) as u64);
-        let progress = RolloutProgress::show_on(&inner);
+        let stage = console.inner_stage("evaluation", (prompts.len() * samples) as u64);
+        let progress = RolloutProgress::show_on(&stage);
         let rollouts = context.sample_groups(&policy, &plan, &prompts, samples, &progress, stop)?;
-        inner.finish();
+        stage.finish();
         let Some(rollouts) = rollouts else { return Ok(None) };
         let mut rows = rollouts.rows(Phase::Eval);
         let groups = prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect();
@@ -64,8 +64,8 @@ pub fn evaluate(
 pub fn validation_prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
     let (mut first, mut sets) = (0, vec![]);
     for set in context.task.validation_sets() {
-        let kept = set.problems.iter().take(context.recipe().eval.problems_max).cloned().zip(first..);
-        sets.push((set, kept.map(|(problem, index)| Prompt { index, problem }).collect()));
+        let problems = set.problems.iter().take(context.recipe().eval.problems_max).cloned().zip(first..);
+        sets.push((set, problems.map(|(problem, index)| Prompt { index, problem }).collect()));
         first += set.problems.len() as u64;
     }
     sets
@@ -81,8 +81,9 @@ impl ValidationResult {
     ) -> Self {
         let eval = &context.recipe().eval;
         let problem = |(prompt, rows): (&Prompt, Vec<TrajectoryRow>)| {
-            let given = context.system_prompt.len() + prompt.problem.messages.len();
-            let samples: Vec<Sample> = rows.iter().map(|row| sample(context, row, given)).collect();
+            let prompt_messages = context.system_prompt.len() + prompt.problem.messages.len();
+            let samples: Vec<Sample> =
+                rows.iter().map(|row| to_sample(context, row, prompt_messages)).collect();
             let votes = accuracy::count_votes(context.task.as_ref(), &samples);
             ProblemResult { id: prompt.problem.id.clone(), rows, samples, votes }
         };
@@ -96,16 +97,16 @@ impl ValidationResult {
 
     /// Returns mean@k, each requested pass@k, and maj@k when k > 1, each as a name and an estimate.
     pub fn estimates(&self) -> Vec<(String, Estimate)> {
-        let over = |value: &dyn Fn(&ProblemResult) -> f64| {
+        let estimate = |value: &dyn Fn(&ProblemResult) -> f64| {
             Estimate::from_problems(&self.problems.iter().map(value).collect::<Vec<_>>())
         };
         let k = self.samples;
-        let mut estimates = vec![(format!("mean@{k}"), over(&|p| accuracy::mean(&p.samples)))];
+        let mut estimates = vec![(format!("mean@{k}"), estimate(&|p| accuracy::mean(&p.samples)))];
         for &k in &self.pass_at {
-            estimates.push((format!("pass@{k}"), over(&|p| accuracy::pass_at(k, &p.samples))));
+            estimates.push((format!("pass@{k}"), estimate(&|p| accuracy::pass_at(k, &p.samples))));
         }
         if k > 1 {
-            estimates.push((format!("maj@{k}"), over(&|p| accuracy::majority(&p.votes))));
+            estimates.push((format!("maj@{k}"), estimate(&|p| accuracy::majority(&p.votes))));
         }
         estimates
     }
@@ -121,13 +122,13 @@ impl ValidationResult {
     }
 }
 
-/// Converts a row to a sample. The first `given` messages belong to the prompt.
-fn sample(context: &RunContext, row: &TrajectoryRow, given: usize) -> Sample {
+/// Converts a row to a sample. The first `prompt_messages` messages belong to the prompt.
+fn to_sample(context: &RunContext, row: &TrajectoryRow, prompt_messages: usize) -> Sample {
     let trajectory = &row.trajectory;
     let answered =
         |call: &&CallOutcome| !matches!(call, CallOutcome::MalformedCall | CallOutcome::UnknownRecipient);
     let transcript = Transcript {
-        messages: row.messages.get(given..).unwrap_or_default(),
+        messages: row.messages.get(prompt_messages..).unwrap_or_default(),
         outcome: trajectory.outcome,
         calls_answered: trajectory.turns.iter().flat_map(|turn| &turn.calls).filter(answered).count(),
     };

@@ -25,8 +25,9 @@ use std::path::{Path, PathBuf};
 pub struct RoundingError {
     /// Number of sampled tokens compared.
     pub tokens: usize,
-    /// Largest change of a log-probability, in nats; `mean` is the average over tokens.
+    /// Largest change of a log-probability, in nats.
     pub largest: f64,
+    /// Mean change of a log-probability over tokens, in nats.
     pub mean: f64,
 }
 
@@ -41,7 +42,8 @@ pub fn refuse_existing(out: &Path) -> Result<()> {
     }
 }
 
-fn without_adapter(recipe: &Recipe) -> anyhow::Error {
+/// Returns the error for a model without an adapter.
+fn no_adapter_error(recipe: &Recipe) -> anyhow::Error {
     let model =
         recipe.model.path.as_ref().map_or("the recipe's model".to_owned(), |path| path.display().to_string());
     bad_input!(
@@ -49,11 +51,11 @@ fn without_adapter(recipe: &Recipe) -> anyhow::Error {
     )
 }
 
-/// Creates the folder `out` atomically, and its parent folders.
+/// Creates the folder `out` atomically, with its parent folders. `fill` writes the contents.
 fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    if let Some(above) = out.parent() {
-        std::fs::create_dir_all(above)
-            .map_err(|e| bad_input!("{}: cannot make the folder: {e}; name another", above.display()))?;
+    if let Some(parent) = out.parent() {
+        std::fs::create_dir_all(parent)
+            .map_err(|e| bad_input!("{}: cannot make the folder: {e}; name another", parent.display()))?;
     }
     replace_folder(out, fill)
 }
@@ -64,22 +66,22 @@ fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()
 /// [`crate::error::BadInput`] when there is no adapter, or its base is not the one it was trained on.
 pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     let source = ModelSource::open(recipe)?;
-    let Some(adapter) = &source.adapter else { return Err(without_adapter(recipe)) };
+    let Some(adapter) = &source.adapter else { return Err(no_adapter_error(recipe)) };
     let base = source.base()?.context("an adapter without a base")?;
     let specs = source.specs();
     let names = adapter.lora.factor_specs(&specs)?.into_iter().map(|spec| spec.name);
     let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs)?).collect();
-    write_folder(out, |aside| {
+    write_folder(out, |temporary| {
         let mut manifest = Manifest::default();
-        peft::write(aside, &mut manifest, (&adapter.lora, &specs), &base, |name| {
+        peft::write(temporary, &mut manifest, (&adapter.lora, &specs), &base, |name| {
             values.remove(name).with_context(|| format!("no factor {name}"))
         })?;
-        manifest.write(aside)
+        manifest.write(temporary)
     })
 }
 
-/// Writes the model of `context` to `out` in `checkpoint.dtype`, with its adapter merged in. Returns the
-/// error of rounding on the file `trajectories`, or `None` without one.
+/// Writes the model of `context` to `out` in `checkpoint.dtype`, with its adapter merged. If there is a file
+/// `trajectories`, returns the rounding error on its tokens.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or when the dtype cannot hold the model.
@@ -92,16 +94,16 @@ pub fn export_merged_model(
     let recipe = context.recipe();
     let parameters = &context.parameters;
     if parameters.adapter().is_none() {
-        return Err(without_adapter(recipe));
+        return Err(no_adapter_error(recipe));
     }
     let format = recipe.checkpoint.dtype;
     let stage = console.inner_stage("writing the merged model", 0);
-    write_folder(out, |aside| {
+    write_folder(out, |temporary| {
         let config = &context.model.config;
-        let manifest = save(aside, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
+        let manifest = save(temporary, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
             merge(parameters, spec)
         })?;
-        manifest.write(aside)
+        manifest.write(temporary)
     })?;
     stage.finish();
     let Some(file) = trajectories else { return Ok(None) };
@@ -120,10 +122,10 @@ pub fn export_merged_model(
             forward: Default::default(),
         };
         let runner = BatchRunner { threads, model, parameters };
-        let stage = console.pass(name, runner.own_tokens(&batches));
-        let found = runner.forward_with_progress(&batches, settings, &stage)?;
+        let stage = console.pass(name, runner.local_tokens(&batches));
+        let outputs = runner.forward_with_progress(&batches, settings, &stage)?;
         stage.finish();
-        Ok(found.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
+        Ok(outputs.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
     };
     let before = log_probs("log-probs with the adapter", parameters)?;
     // The folder is read back, so that the comparison is of what other programs will read.
@@ -134,21 +136,22 @@ pub fn export_merged_model(
     Ok(Some(RoundingError { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
 }
 
-/// Writes the model of `context` to the GGUF file `out`. An adapter is merged only if `merges`.
+/// Writes the model of `context` to the GGUF file `out`. `merges_adapter`: the user asked to merge the
+/// adapter.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is an adapter and `merges` is false, or none and it is true; those
+/// [`crate::error::BadInput`] when there is an adapter and `merges_adapter` is false, or none and it is true; those
 /// of [`gguf::write`].
-pub fn gguf_file(
+pub fn write_gguf_file(
     context: &RunContext,
     format: GgufForm,
-    merges: bool,
+    merges_adapter: bool,
     out: &Path,
     console: &Console,
 ) -> Result<()> {
     let parameters = &context.parameters;
-    match (parameters.adapter().is_some(), merges) {
-        (false, true) => return Err(without_adapter(context.recipe())),
+    match (parameters.adapter().is_some(), merges_adapter) {
+        (false, true) => return Err(no_adapter_error(context.recipe())),
         (true, false) => {
             return Err(bad_input!(
                 "the run has an adapter, and a GGUF file holds whole weights: add --merged to merge it, or export it \
@@ -164,7 +167,7 @@ pub fn gguf_file(
     gguf::write(out, &context.model.config, format, tokenizer, |spec| merge(parameters, spec))
 }
 
-/// Returns the newest file of trajectories, of training if any, else of evaluations.
+/// Returns the newest file of trajectories: of training, or of evaluations if there is none of training.
 ///
 /// # Errors
 /// When the folder cannot be read.

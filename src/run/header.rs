@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// Returns the contents of `model.json`: the model's name, family, device and size.
-pub fn model(context: &RunContext) -> Value {
+pub fn model_facts(context: &RunContext) -> Value {
     let parameters = &context.parameters;
-    let count = |learning: bool| -> usize {
+    let count = |only_trainable: bool| -> usize {
         (0..parameters.len())
-            .filter(|&index| !learning || context.trainable.get(index).copied().unwrap_or(true))
+            .filter(|&index| !only_trainable || context.trainable.get(index).copied().unwrap_or(true))
             .map(|index| parameters.specs[index].element_count())
             .sum()
     };
@@ -34,12 +34,12 @@ pub fn model(context: &RunContext) -> Value {
     })
 }
 
-/// Returns the header's line about the work to do, as label and text.
-fn work(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
+/// Returns the header's line about the work to do: label and text.
+fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
     let recipe = context.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
     let prompts = counted(*prompts_per_step as u64, "prompt");
-    let sampled = format!("{prompts} × {samples_per_prompt}");
+    let samples = format!("{prompts} × {samples_per_prompt}");
     match command {
         ModelCommand::Train => {
             let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
@@ -47,7 +47,7 @@ fn work(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
             let cold =
                 if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
             let samples = if *samples_per_prompt == 1 { "sample" } else { "samples" };
-            ("steps", format!("{cold}{} of reinforcement learning, {sampled} {samples} each", whole(train)))
+            ("steps", format!("{cold}{} of reinforcement learning, {samples} {samples} each", whole(train)))
         }
         ModelCommand::Eval => {
             let problems: usize =
@@ -61,10 +61,10 @@ fn work(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
         ),
         ModelCommand::CheckMismatch(SecondWeights::Rounded(_)) => (
             "compared",
-            format!("the log-probabilities of rollout and of training, over {sampled} trajectories"),
+            format!("the log-probabilities of rollout and of training, over {samples} trajectories"),
         ),
         ModelCommand::Rollout | ModelCommand::Chat => {
-            ("sampled", format!("{sampled}, as in one step of training"))
+            ("sampled", format!("{samples}, as in one step of training"))
         }
     }
 }
@@ -88,11 +88,11 @@ fn data(recipe: &Recipe, command: ModelCommand) -> Option<(&'static str, String)
 /// Returns the lines of the console header: model, task, data, work, device, threads, folder, and the
 /// sandbox if any.
 pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<String> {
-    let (recipe, facts) = (context.recipe(), model(context));
+    let (recipe, facts) = (context.recipe(), model_facts(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
     let layers = counted(number("layers") as u64, "layer");
-    let learning = match number("learning") {
+    let trainable = match number("learning") {
         _ if !command.trains() => String::new(),
         _ if !recipe.trains() => ", none trainable".to_owned(),
         all if all == number("parameters") => ", all trainable".to_owned(),
@@ -109,16 +109,16 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     let threads = match (mesh.ranks(), mesh.sequence_ranks()) {
         (1, _) => threads.to_string(),
         (ranks, 1) => format!("{threads} in each of {ranks} processes"),
-        (ranks, sharing) => {
-            format!("{threads} in each of {ranks} processes, {sharing} per sequence-parallel group")
+        (ranks, group_size) => {
+            format!("{threads} in each of {ranks} processes, {group_size} per sequence-parallel group")
         }
     };
-    let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{learning}"));
+    let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{trainable}"));
     let task = ("task", format!("{}{tool}", context.task.name()));
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
     let task = Some(task).filter(|_| !is_of_file);
     let rest = [
-        work(context, command),
+        work_line(context, command),
         ("device", context.device_name.clone()),
         ("threads", threads),
         ("folder", folder.display().to_string()),
@@ -126,7 +126,9 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     // Every command that may run generated code shows the sandbox.
     let confinement = context.sandbox_description().map(|confinement| ("sandbox", confinement));
     let head = [model].into_iter().chain(task).chain(data(recipe, command)).chain(rest);
-    head.chain(confinement.filter(|_| !is_of_file)).map(|(what, text)| format!("{what:<8} {text}")).collect()
+    head.chain(confinement.filter(|_| !is_of_file))
+        .map(|(label, text)| format!("{label:<8} {text}"))
+        .collect()
 }
 
 /// Returns a command line of this program, with the path by which it was called.

@@ -20,10 +20,10 @@ pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
             1 => "one process".to_owned(),
             several => format!("{several} processes"),
         };
-        let what = format!(
+        let reason = format!(
             "{sequence} does not divide the {processes} of this run; start a multiple of {sequence} with mpirun -np, or write 1"
         );
-        return Err(plan.mistake("parallel.sequence", what).into());
+        return Err(plan.mistake("parallel.sequence", reason).into());
     }
     mesh.set_sequence_ranks(sequence);
     Ok(())

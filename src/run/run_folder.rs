@@ -66,7 +66,7 @@ impl RunFolder {
         ))
     }
 
-    /// Returns the folder for a rank other than 0, which reads and writes nothing.
+    /// Returns the run folder for a rank other than 0. Such a rank reads and writes no files.
     pub fn for_other_rank(path: &Path) -> Self {
         Self { path: path.to_owned(), files: None }
     }
@@ -74,7 +74,7 @@ impl RunFolder {
     /// Starts a run in `path`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when a run already exists there, which stays untouched.
+    /// [`crate::error::BadInput`] when a run already exists there. It is not changed.
     pub fn create(path: &Path, plan: &Plan) -> Result<Self> {
         Self::refuse_existing(path)?;
         fs::create_dir_all(path).map_err(|e| {
@@ -83,19 +83,19 @@ impl RunFolder {
         let lock = lock(path)?;
         // Another process may have created a run here before the lock was taken.
         Self::refuse_existing(path)?;
-        let begin = || {
+        let write_first_files = || {
             write_recipe(path, plan)?;
             write_warnings(path, plan, None)?;
             MetricsFile::create(&path.join("metrics.jsonl"))
         };
-        let metrics = begin().inspect_err(|_| Self::clear_unused(path))?;
+        let metrics = write_first_files().inspect_err(|_| Self::remove_without_results(path))?;
         let tensorboard =
             plan.recipe.logging.tensorboard.then(|| TensorBoard::create(&path.join("tensorboard")));
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
-    /// Resumes the run in `path` from `point`, the result of [`prepare_resume`], or from the start without a
-    /// checkpoint. Results after that point are removed.
+    /// Resumes the run in `path` from `point`, the result of [`prepare_resume`]; without a checkpoint, from
+    /// the start. Removes results after that point.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the run is in use, or advanced after `point` was read.
@@ -108,7 +108,7 @@ impl RunFolder {
             ));
         }
         checkpoint::remove_partial_checkpoints(path)?;
-        // A kill may have left one old checkpoint too many.
+        // If the run was killed while it saved, one old checkpoint may be left over.
         checkpoint::prune(path, plan.recipe.checkpoint.keep)?;
         let file = path.join("metrics.jsonl");
         let metrics = match (point, file.exists()) {
@@ -125,18 +125,18 @@ impl RunFolder {
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
-    /// Removes the files of a run that failed before its first result, so the next start finds the folder
-    /// free. A folder with results stays.
-    pub fn clear_unused(path: &Path) {
-        let holds = |file: &Path| fs::metadata(file).is_ok_and(|about| about.len() > 0);
-        let sampled = fs::read_dir(path.join("trajectories")).into_iter().flatten().flatten();
-        if holds(&path.join("metrics.jsonl"))
+    /// Removes the files of a run that failed before its first result, so that another run can start in the
+    /// folder. A folder with results is not changed.
+    pub fn remove_without_results(path: &Path) {
+        let has_content = |file: &Path| fs::metadata(file).is_ok_and(|metadata| metadata.len() > 0);
+        let trajectories = fs::read_dir(path.join("trajectories")).into_iter().flatten().flatten();
+        if has_content(&path.join("metrics.jsonl"))
             || path.join("checkpoints").exists()
-            || sampled.into_iter().any(|entry| holds(&entry.path()))
+            || trajectories.into_iter().any(|entry| has_content(&entry.path()))
         {
             return;
         }
-        // A file that cannot be removed stays, and the next start names it.
+        // Errors are ignored: the next start reports a file that could not be removed.
         for name in ["tensorboard", "trajectories"] {
             let _ = fs::remove_dir_all(path.join(name));
         }
@@ -176,11 +176,11 @@ impl RunFolder {
         Ok((files.metrics.sync()?, files.metrics.digest()))
     }
 
-    /// Returns the error that the folder was moved or removed, if it was, else the `error` of the failed
-    /// write.
+    /// Returns the reason for the failed write that gave `error`: that the folder was moved or removed, or
+    /// else `error`.
     pub fn explain_write_error(&self, error: anyhow::Error) -> anyhow::Error {
-        let gone = self.files.as_ref().map(|files| files.metrics.check_path());
-        gone.and_then(Result::err).unwrap_or(error)
+        let path_check = self.files.as_ref().map(|files| files.metrics.check_path());
+        path_check.and_then(Result::err).unwrap_or(error)
     }
 
     /// Writes `trajectories/<name>.jsonl`.
@@ -196,8 +196,8 @@ impl RunFolder {
     /// Returns a warning if the disk has no space for two checkpoints of `bytes`. A new checkpoint is written
     /// before an old one is removed.
     pub fn disk_space_warning(&self, bytes: u64) -> Option<String> {
-        let about = rustix::fs::statvfs(&self.path).ok()?;
-        let free = about.f_bavail.saturating_mul(about.f_frsize);
+        let file_system = rustix::fs::statvfs(&self.path).ok()?;
+        let free = file_system.f_bavail.saturating_mul(file_system.f_frsize);
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
         (free < 2 * bytes).then(|| {
             format!(
@@ -265,8 +265,8 @@ pub fn contains_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
-/// Locks a run folder. Refuses a folder that a live process has locked, or with links where this program
-/// writes.
+/// Locks a run folder. Refuses a folder that a running process has locked, and a folder with links at paths
+/// that this program writes.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for either.
@@ -295,9 +295,9 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     if !file.exists() {
         return Ok(None);
     }
-    // An adapter's base may have moved. Its digest identifies it.
-    let adapted = checkpoint::newest_folder(path)?.is_some_and(|newest| is_adapter_folder(&newest));
-    let base = plan.recipe.model.path.as_ref().filter(|_| adapted);
+    // An adapter's base may be at another path than when the run started. Its digest identifies it.
+    let has_adapter = checkpoint::newest_folder(path)?.is_some_and(|newest| is_adapter_folder(&newest));
+    let base = plan.recipe.model.path.as_ref().filter(|_| has_adapter);
     let base_override: Vec<String> =
         base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
     let stored = RecipeSource::Run(path.to_owned()).resolve(&base_override)?;
@@ -333,16 +333,16 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     };
     let TrainerState { phase, step: done, .. } = point.state;
     if phase != Phase::Rl {
-        let of = plan.recipe.cold_start.steps;
-        let line = format!("resuming {} after step {done} of {of} of the SFT warm-up", path.display());
+        let steps = plan.recipe.cold_start.steps;
+        let line = format!("resuming {} after step {done} of {steps} of the SFT warm-up", path.display());
         return Ok((vec![line], Some(point)));
     }
     if steps < done {
-        let what = format!(
+        let reason = format!(
             "{steps} is less than the {done} steps that {} has done; give {done} or more, or start another run with --out",
             path.display()
         );
-        return Err(plan.mistake("train.steps", what).into());
+        return Err(plan.mistake("train.steps", reason).into());
     }
     let mut lines = vec![match done == steps {
         true => {
@@ -366,8 +366,8 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     Ok((lines, Some(point)))
 }
 
-/// Keeps the end of the schedule, unless the user set another. Returns a line for the console if the end
-/// matters.
+/// Keeps the end of the learning-rate schedule, unless the user set another end. Returns a line for the
+/// console if the end differs from the last step.
 fn keep_schedule_end(
     table: &str,
     old: &OptimizerSettings,

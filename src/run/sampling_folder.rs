@@ -67,11 +67,11 @@ pub struct SamplingFolder<'a> {
 
 impl<'a> SamplingFolder<'a> {
     /// Starts or resumes a sampling of `kind` (`eval` or `rollout`) after training step `step`. The results
-    /// go to `out`, or else to the default folder of the recipe's source, with a number if other results are
-    /// there.
+    /// go to `out`. Without `out`, they go to the default folder of the recipe's source; a number is appended
+    /// if the folder has other results.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the folder holds something else, which stays untouched.
+    /// [`crate::error::BadInput`] when the folder has other contents. They are not changed.
     pub fn open(
         context: &'a RunContext,
         source: &RecipeSource,
@@ -90,15 +90,15 @@ impl<'a> SamplingFolder<'a> {
         }
         let first = default_out(&context.plan, source, kind);
         let numbered = (2..).map(|n| PathBuf::from(format!("{}-{n}", first.display())));
-        let inside = matches!(source, RecipeSource::Run(_) | RecipeSource::Checkpoint { .. });
-        if let (Some(above), true) = (first.parent(), inside) {
-            refuse_symlink(above)?;
+        let is_in_run = matches!(source, RecipeSource::Run(_) | RecipeSource::Checkpoint { .. });
+        if let (Some(parent), true) = (first.parent(), is_in_run) {
+            refuse_symlink(parent)?;
         }
         for path in std::iter::once(first.clone()).chain(numbered) {
-            if inside {
+            if is_in_run {
                 refuse_symlink(&path)?;
             }
-            if !path.exists() || check(&path, &marker, &context.plan).is_ok() {
+            if !path.exists() || check_folder(&path, &marker, &context.plan).is_ok() {
                 return Self::open_at(context, &path, &marker);
             }
         }
@@ -106,14 +106,14 @@ impl<'a> SamplingFolder<'a> {
     }
 
     fn open_at(context: &'a RunContext, path: &Path, marker: &Marker) -> Result<Self> {
-        check(path, marker, &context.plan)?;
+        check_folder(path, marker, &context.plan)?;
         fs::create_dir_all(path).map_err(|e| {
             bad_input!("{}: cannot make the folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
         // Another process may have started here before the lock was taken.
-        check(path, marker, &context.plan)?;
-        let begun = Self { context, path: path.to_owned(), _lock: lock };
+        check_folder(path, marker, &context.plan)?;
+        let folder = Self { context, path: path.to_owned(), _lock: lock };
         if !path.join(MARKER_FILE).is_file() {
             write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
@@ -124,19 +124,20 @@ impl<'a> SamplingFolder<'a> {
         if let Some(confinement) = context.sandbox_description() {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
         }
-        Ok(begun)
+        Ok(folder)
     }
 
-    /// Returns the file of the finished trajectories called `name`.
-    pub fn file(&self, name: &str) -> PathBuf {
+    /// Returns the path of the finished trajectories `name`.
+    pub fn trajectories_file(&self, name: &str) -> PathBuf {
         self.path.join("trajectories").join(format!("{name}.jsonl"))
     }
 
-    /// Samples the `prompts` that the file `name` does not hold yet. Returns the rows of every prompt, in
-    /// sample order. Returns `None` when `stop` returned true; finished trajectories are kept.
+    /// Samples the `prompts` that the file `name` does not have yet. Returns the rows of every prompt, in
+    /// sample order. Returns `None` when `stop` returned true; finished trajectories stay in the file.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a file with other prompts. Errors of the rollout and the disk.
+    /// [`crate::error::BadInput`] for a file with other prompts. Also when the rollout fails or the disk
+    /// cannot be written.
     #[allow(clippy::too_many_arguments)]
     pub fn sample(
         &self,
@@ -148,50 +149,53 @@ impl<'a> SamplingFolder<'a> {
         console: &Console,
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Vec<Vec<TrajectoryRow>>>> {
-        let (done, partial) = (self.file(name), self.path.join(format!("trajectories/{name}.jsonl.partial")));
-        if done.is_file() {
-            let rows = trajectory_file::read(&done, false)?.0;
-            return group_by_prompt(rows, prompts, samples, &done)?.into_iter().collect::<Option<_>>().map_or_else(
+        let (finished_file, partial) =
+            (self.trajectories_file(name), self.path.join(format!("trajectories/{name}.jsonl.partial")));
+        if finished_file.is_file() {
+            let rows = trajectory_file::read(&finished_file, false)?.0;
+            return group_by_prompt(rows, prompts, samples, &finished_file)?.into_iter().collect::<Option<_>>().map_or_else(
                 || {
                     Err(bad_input!(
                         "{}: trajectories are missing; restore the file, or name another folder with --out",
-                        done.display()
+                        finished_file.display()
                     ))
                 },
                 |rows| Ok(Some(rows)),
             );
         }
         fs::create_dir_all(self.path.join("trajectories"))?;
-        let mut kept: Vec<Option<Vec<TrajectoryRow>>> = vec![None; prompts.len()];
+        let mut groups: Vec<Option<Vec<TrajectoryRow>>> = vec![None; prompts.len()];
         let mut bytes = 0;
         if partial.is_file() {
             let (rows, length) = trajectory_file::read(&partial, true)?;
-            (kept, bytes) = (group_by_prompt(rows, prompts, samples, &partial)?, length);
+            (groups, bytes) = (group_by_prompt(rows, prompts, samples, &partial)?, length);
         }
         let missing: Vec<Prompt> =
-            prompts.iter().zip(&kept).filter(|(_, kept)| kept.is_none()).map(|(p, _)| p.clone()).collect();
+            prompts.iter().zip(&groups).filter(|(_, rows)| rows.is_none()).map(|(p, _)| p.clone()).collect();
         let file = OpenOptions::new().create(true).append(true).open(&partial);
         let file = file.with_context(|| format!("{}", partial.display()))?;
-        // Drop a partial last line, left by a kill.
+        // Remove an incomplete last line. A killed process may leave one.
         file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
         let all = (prompts.len() * samples) as u64;
         let stage = console.work_stage(name, all, all - (missing.len() * samples) as u64);
-        if let Some(new) = self.fill(&file, phase, policy, (plan, samples), &missing, &stage, stop)? {
+        if let Some(new) =
+            self.sample_missing(&file, phase, policy, (plan, samples), &missing, &stage, stop)?
+        {
             let mut new = new.into_iter();
-            kept.iter_mut().filter(|kept| kept.is_none()).for_each(|kept| *kept = new.next());
+            groups.iter_mut().filter(|rows| rows.is_none()).for_each(|rows| *rows = new.next());
         }
         stage.finish();
         if let Some(deaths) = self.context.dead_worker_warning() {
             console.print(&format!("warning: {deaths}"));
         }
-        let Some(rows) = kept.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
-        self.finish(&done, &partial, &rows)?;
+        let Some(rows) = groups.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
+        self.finish(&finished_file, &partial, &rows)?;
         Ok(Some(rows))
     }
 
     /// Samples `prompts` and appends each trajectory to `file` as it finishes.
     #[allow(clippy::too_many_arguments)]
-    fn fill(
+    fn sample_missing(
         &self,
         file: &File,
         phase: Phase,
@@ -205,7 +209,7 @@ impl<'a> SamplingFolder<'a> {
             return Ok(Some(vec![]));
         }
         let failure = Mutex::new(None);
-        let finished = |trajectory: &Trajectory, messages: &[_]| {
+        let on_finished = |trajectory: &Trajectory, messages: &[_]| {
             let problem = prompts.iter().find(|prompt| prompt.index == trajectory.prompt);
             let row = TrajectoryRow {
                 phase,
@@ -216,17 +220,17 @@ impl<'a> SamplingFolder<'a> {
             };
             let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
             if failure.is_none() {
-                *failure = append(file, &row).err();
+                *failure = append_row(file, &row).err();
             }
         };
-        let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        let has_failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         let rollout = self.context.rollout(policy, plan);
         let rollouts = rollout.sample_with_observer(
             prompts,
             samples,
             &RolloutProgress::show_on(stage),
-            &finished,
-            &|| stop() || failed(),
+            &on_finished,
+            &|| stop() || has_failed(),
         );
         let rollouts = rollouts.map_err(|error| explain_out_of_memory(error, &self.context.memory))?;
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
@@ -249,10 +253,10 @@ impl<'a> SamplingFolder<'a> {
         write_file(&self.path.join(WARNINGS_FILE), &warnings_text(&all)?)
     }
 
-    /// Writes all rows in order to `done`, atomically, then removes the partial file.
-    fn finish(&self, done: &Path, partial: &Path, rows: &[Vec<TrajectoryRow>]) -> Result<()> {
-        replace_file(done, |aside| {
-            let mut out = std::io::BufWriter::new(File::create(aside)?);
+    /// Writes all rows in order to `finished_file`, atomically, then removes the partial file.
+    fn finish(&self, finished_file: &Path, partial: &Path, rows: &[Vec<TrajectoryRow>]) -> Result<()> {
+        replace_file(finished_file, |temporary| {
+            let mut out = std::io::BufWriter::new(File::create(temporary)?);
             for row in rows.iter().flatten() {
                 serde_json::to_writer(&mut out, row)?;
                 out.write_all(b"\n")?;
@@ -266,33 +270,33 @@ impl<'a> SamplingFolder<'a> {
 
 impl Drop for SamplingFolder<'_> {
     fn drop(&mut self) {
-        RunFolder::clear_unused(&self.path);
+        RunFolder::remove_without_results(&self.path);
     }
 }
 
-/// Tells on `console` how many of `rows` failed, as [`report_failures`] does.
+/// Counts the failed trajectories of `rows` and calls [`report_failures`].
 ///
 /// # Errors
-/// Those of [`report_failures`].
+/// When [`report_failures`] returns one.
 pub fn check_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
     let failed: Vec<bool> = rows.map(|row| row.trajectory.has_failure()).collect();
     report_failures((failed.iter().filter(|failed| **failed).count(), failed.len()), console)
 }
 
-/// Tells on `console` how many of all trajectories failed for reasons outside the policy, if any did.
+/// Prints on `console` how many trajectories failed for reasons outside the policy, if any did.
 ///
 /// # Errors
-/// When most of them failed, because the rewards then say little about the policy.
-pub fn report_failures((failed, all): (usize, usize), console: &Console) -> Result<()> {
-    let reported = format!("{failed} of {all} trajectories failed, whatever the policy did");
-    if failed * 2 > all {
+/// When most trajectories failed, because the rewards then say little about the policy.
+pub fn report_failures((failed, count): (usize, usize), console: &Console) -> Result<()> {
+    let message = format!("{failed} of {count} trajectories failed, whatever the policy did");
+    if failed * 2 > count {
         bail!(
-            "{reported}: the task's program or the tool's workers, see the failures above; rloss check RECIPE asks the program \
+            "{message}: the task's program or the tool's workers, see the failures above; rloss check RECIPE asks the program \
              again"
         );
     }
     if failed > 0 {
-        console.print(&format!("warning: {reported}; the first failures are told above"));
+        console.print(&format!("warning: {message}; the first failures are printed above"));
     }
     Ok(())
 }
@@ -309,22 +313,22 @@ pub fn print_text(text: &str) -> Result<()> {
     }
 }
 
-/// Appends a line with a single write, so a kill can damage only the last line.
-fn append(mut file: &File, row: &TrajectoryRow) -> Result<()> {
+/// Appends a line with a single write. If the process is killed, only the last line can be incomplete.
+fn append_row(mut file: &File, row: &TrajectoryRow) -> Result<()> {
     let mut line = serde_json::to_vec(row)?;
     line.push(b'\n');
     Ok(file.write_all(&line)?)
 }
 
-/// Groups `rows` by prompt, in sample order. A prompt with a missing sample gets `None`. Duplicate rows are
-/// equal, because a row is a function of the recipe.
+/// Groups `rows` by prompt, in sample order. A prompt with a missing sample has `None`. Rows of the same
+/// sample are equal, because the recipe determines them.
 fn group_by_prompt(
     rows: Vec<TrajectoryRow>,
     prompts: &[Prompt],
     samples: usize,
     file: &Path,
 ) -> Result<Vec<Option<Vec<TrajectoryRow>>>> {
-    let mut found = BTreeMap::new();
+    let mut rows_by_sample = BTreeMap::new();
     for (row, line) in rows.into_iter().zip(1..) {
         let t = &row.trajectory;
         let (prompt, sample) = (t.prompt, t.sample);
@@ -336,15 +340,18 @@ fn group_by_prompt(
                 t.problem_id
             ));
         }
-        found.insert((prompt, sample), row);
+        rows_by_sample.insert((prompt, sample), row);
     }
     let group = |prompt: &Prompt| {
-        (0..samples as u64).map(|sample| found.remove(&(prompt.index, sample))).collect::<Option<Vec<_>>>()
+        (0..samples as u64)
+            .map(|sample| rows_by_sample.remove(&(prompt.index, sample)))
+            .collect::<Option<Vec<_>>>()
     };
     Ok(prompts.iter().map(group).collect())
 }
 
-/// Lists the model's files with length and modification time, a cheap test for changes.
+/// Lists the model's files with length and modification time. A comparison shows whether the files were
+/// changed.
 fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
     let paths: Vec<PathBuf> = match fs::read_dir(model) {
         Ok(entries) => entries.filter_map(|entry| Some(entry.ok()?.path())).collect(),
@@ -362,8 +369,8 @@ fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
     files
 }
 
-/// Refuses a folder that holds anything but this sampling.
-fn check(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
+/// Refuses a folder that has contents other than this sampling's.
+fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     let file = path.join(MARKER_FILE);
     let shown = file.display();
     let text = match bounded_file::read_text(&file, JSON_BYTES_MAX) {
@@ -381,34 +388,34 @@ fn check(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     };
     let stored: Marker = serde_json::from_str(&text)
         .map_err(|e| bad_input!("{shown}: damaged: {e}; remove the folder, or name another with --out"))?;
-    let differs = |what: &str| bad_input!("{shown}: the folder holds {what}; name another folder with --out");
+    let error = |what: &str| bad_input!("{shown}: the folder holds {what}; name another folder with --out");
     if stored.kind != marker.kind {
-        return Err(differs(&format!("the results of rloss {}", stored.kind)));
+        return Err(error(&format!("the results of rloss {}", stored.kind)));
     }
     if stored.step != marker.step || stored.model_files != marker.model_files {
-        return Err(differs("results of another model, or the model's files were changed since"));
+        return Err(error("results of another model, or the model's files were changed since"));
     }
     if path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
 }
 
 /// Refuses a stored recipe that differs in a key on which samples depend.
 fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
-    let free = |key: &str| {
+    let may_differ = |key: &str| {
         ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))
             || ["eval.pass_at", "eval.every_steps", "eval.before_training", "train.steps"].contains(&key)
     };
     let stored = RecipeSource::Run(folder.to_owned()).resolve_for(plan.scope, &[])?;
     let pairs = stored.recipe.entries().into_iter().zip(plan.recipe.entries());
-    let differ: Vec<String> = pairs
-        .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new && !free(old.path()))
+    let differences: Vec<String> = pairs
+        .filter(|(old, new)| matches!(old, Entry::Key { .. }) && old != new && !may_differ(old.path()))
         .map(|(old, _)| old.path().to_owned())
         .collect();
-    if differ.is_empty() {
+    if differences.is_empty() {
         return Ok(());
     }
     Err(bad_input!(
         "{}: the folder holds results with other values of {}; name another folder with --out",
         folder.join("recipe.toml").display(),
-        differ.join(", ")
+        differences.join(", ")
     ))
 }

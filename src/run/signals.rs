@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Polling interval of the thread that announces a stop.
-const POLL: Duration = Duration::from_millis(50);
-/// A repeated signal within this time does not count, because GNU `timeout` and batch schedulers signal both
-/// the process and its group.
-const DEBOUNCE: Duration = Duration::from_secs(1);
+/// Polling interval of the thread that prints the notice.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// A repeated signal within this time is ignored. GNU `timeout` and batch schedulers send a signal twice: to
+/// the process and to its group.
+const REPEAT_TIME: Duration = Duration::from_secs(1);
 
 /// A flag that a signal sets to request a stop.
 #[derive(Clone)]
@@ -23,7 +23,7 @@ pub struct StopFlag(Arc<Request>);
 #[derive(Default)]
 struct Request {
     requested: AtomicBool,
-    /// Announces the stop, once.
+    /// Is called once when a stop is requested.
     notice: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
@@ -45,8 +45,8 @@ impl StopFlag {
         let wait = move || {
             let mut first = None;
             for kind in signals.forever() {
-                let (first_kind, begun) = *first.get_or_insert_with(|| (kind, Instant::now()));
-                let repeated = kind == first_kind && begun.elapsed() < DEBOUNCE;
+                let (first_kind, start) = *first.get_or_insert_with(|| (kind, Instant::now()));
+                let repeated = kind == first_kind && start.elapsed() < REPEAT_TIME;
                 if request.requested.swap(true, Ordering::Relaxed)
                     && !repeated
                     && [SIGINT, SIGTERM].contains(&kind)
@@ -60,7 +60,7 @@ impl StopFlag {
         Ok(stop)
     }
 
-    /// Calls `notice` once, as soon as a stop is requested: the current step may still take long.
+    /// Calls `notice` once, as soon as a stop is requested. The current step may still take long.
     ///
     /// # Errors
     /// When the system refuses a thread.
@@ -69,7 +69,7 @@ impl StopFlag {
         let stop = self.clone();
         let wait = move || {
             while !stop.is_requested() {
-                std::thread::sleep(POLL);
+                std::thread::sleep(POLL_INTERVAL);
             }
         };
         // The thread ends with the process.
@@ -80,8 +80,8 @@ impl StopFlag {
     pub fn is_requested(&self) -> bool {
         let requested = self.0.requested.load(Ordering::Relaxed);
         if requested {
-            // A short step ends before the waiting thread wakes. The lock is held until the notice is
-            // written.
+            // A short step may end before the waiting thread wakes, so the notice is also called here. The
+            // lock is held until the notice returns.
             let mut notice = self.0.notice.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(notice) = notice.take() {
                 notice();
@@ -111,7 +111,7 @@ impl InterruptState {
     fn after_signal(self, now: Instant) -> Option<Self> {
         match self {
             Self::Answering => Some(Self::Interrupted(now)),
-            Self::Interrupted(at) if now.saturating_duration_since(at) < DEBOUNCE => Some(self),
+            Self::Interrupted(at) if now.saturating_duration_since(at) < REPEAT_TIME => Some(self),
             Self::Idle | Self::Interrupted(_) => None,
         }
     }
@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(InterruptState::Idle.after_signal(now), None);
         // A repeated signal counts only after a while: the first may take a moment to be seen.
         let again = |later| InterruptState::Interrupted(now).after_signal(now + later);
-        assert_eq!(again(DEBOUNCE / 2), interrupted);
-        assert_eq!(again(DEBOUNCE), None);
+        assert_eq!(again(REPEAT_TIME / 2), interrupted);
+        assert_eq!(again(REPEAT_TIME), None);
     }
 }

@@ -1,4 +1,5 @@
-//! Sizes of a recipe for a model and this machine: what fits its memory and takes minutes a step.
+//! Proposes the sizes of a recipe for a model and this machine, so that a step fits into memory and takes
+//! minutes.
 
 use super::memory::{MemoryPlan, ModelCommand, available_memory, gigabytes};
 use super::preflight::Preflight;
@@ -7,29 +8,30 @@ use crate::recipe::{KeyScope, Plan, RecipeSource, resolve_for};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
-/// Time of a training step to aim at, in seconds.
+/// Target time of a training step, in seconds.
 const STEP_SECONDS: f64 = 600.0;
-/// Floating-point operations of one core in a second, roughly.
+/// Floating-point operations per second of one core, roughly.
 const CORE_FLOPS: f64 = 2e10;
-/// Operations of a sampled token for each parameter: 2 in sampling, 6 in the update.
+/// Operations per parameter and sampled token: 2 in sampling, 6 in the update.
 const FLOPS_PER_PARAMETER: f64 = 8.0;
 /// Share of the free memory to plan for.
 const MEMORY_SHARE: f64 = 0.8;
-/// Smallest number of sampled tokens of a trajectory that is proposed.
+/// Minimum of the proposed maximum of sampled tokens of a trajectory.
 const RESPONSE_TOKENS_MIN: usize = 256;
 /// Mean length of a trajectory as a share of the longest. It was 0.58 for Qwen2.5-0.5B on GSM8K.
 const MEAN_LENGTH: f64 = 0.6;
 /// Smallest group and smallest number of prompts of a step that are proposed.
 const SAMPLES_MIN: usize = 4;
+/// Minimum of the proposed number of prompts per step.
 const PROMPTS_MIN: usize = 2;
 
 /// Proposed changes of a recipe.
 pub struct Sizing {
-    /// Values by their keys, with a remark where there is one.
+    /// Key, value and remark of each change. The remark may be empty.
     pub changes: Vec<(&'static str, String, String)>,
-    /// The peak memory of training with the changes, in words.
+    /// The peak memory of training with the changes, as text.
     pub memory: String,
-    /// This machine, in words.
+    /// Threads and memory of this machine, as text.
     pub machine: String,
     /// The response length here and in the recipe, if it was lowered.
     pub shorter_response: Option<(usize, usize)>,
@@ -47,19 +49,19 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     let plan = source.resolve_for(KeyScope::Export, sets)?;
     let (threads, parameters, context) = {
         let preflight = preflight(&plan, &[])?;
-        let input = preflight.plan_input();
+        let input = preflight.memory_plan_input();
         let parameters: usize = preflight.source.specs().iter().map(|spec| spec.element_count()).sum();
         (input.threads, parameters as f64, preflight.source.config.max_position_embeddings)
     };
     let free = available_memory();
     let cores = counted(threads as u64, "thread");
     let machine = match &free {
-        Some(free) => format!("{cores} and {} {}", gigabytes(free.bytes), free.bound),
+        Some(free) => format!("{cores} and {} {}", gigabytes(free.bytes), free.limit),
         None => cores,
     };
     let bytes = free.map_or(f64::INFINITY, |free| free.bytes as f64 * MEMORY_SHARE);
     let rollout = &plan.recipe.rollout;
-    // The tokens that are sampled in a step, shared out to trajectories of a useful length.
+    // The sampled tokens of a step are divided into trajectories of a useful length.
     let tokens = STEP_SECONDS * threads as f64 * CORE_FLOPS / (FLOPS_PER_PARAMETER * parameters);
     let longest = (tokens / (MEAN_LENGTH * (PROMPTS_MIN * SAMPLES_MIN) as f64)) as usize;
     let room = context.saturating_sub(rollout.prompt_tokens_max).max(context / 2);
@@ -121,5 +123,5 @@ fn preflight(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<
 }
 
 fn peak_bytes(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<f64> {
-    Ok(MemoryPlan::new(&preflight(plan, changes)?.plan_input()).peak_bytes() as f64)
+    Ok(MemoryPlan::new(&preflight(plan, changes)?.memory_plan_input()).peak_bytes() as f64)
 }

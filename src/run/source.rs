@@ -30,8 +30,8 @@ use half::bf16;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Reading fewer megabytes shows no progress bar of its own.
-const SHOWN_MEGABYTES: u64 = 256;
+/// Minimum size of weights for a progress bar of their own, in megabytes.
+const PROGRESS_MEGABYTES_MIN: u64 = 256;
 
 /// The source of a model: a folder, or the recipe's own architecture.
 pub(super) struct ModelSource {
@@ -41,7 +41,7 @@ pub(super) struct ModelSource {
     /// The files of weights; `None` for random weights.
     pub(super) weights: Option<Arc<ModelFolder>>,
     /// The folder if it lacks weights, for a warning.
-    pub(super) lacks_weights: Option<PathBuf>,
+    pub(super) folder_without_weights: Option<PathBuf>,
     /// The GGUF file if its chat template is not the family's, for a warning.
     pub(super) foreign_template: Option<PathBuf>,
     /// The storage format of each tensor; f32 for random weights.
@@ -52,7 +52,7 @@ pub(super) struct ModelSource {
     pub(super) adapter: Option<AdapterFolder>,
 }
 
-/// Where frozen packed weights are held.
+/// Where frozen packed weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Placement {
     /// In the memory of each process.
@@ -93,7 +93,7 @@ impl ModelSource {
                     }
                     Tokenizer::Path(path) => family.chat.read(path)?,
                 };
-                let config = config_of(architecture, &chat);
+                let config = architecture_config(architecture, &chat);
                 config.check()?;
                 let companions = CompanionFiles::from_chat(&chat);
                 let formats = vec![WeightFormat::F32; parameter_specs(&config).len()];
@@ -102,7 +102,7 @@ impl ModelSource {
                     chat,
                     companions,
                     weights: None,
-                    lacks_weights: None,
+                    folder_without_weights: None,
                     foreign_template: None,
                     formats,
                     folder: None,
@@ -121,8 +121,8 @@ impl ModelSource {
         }
     }
 
-    /// Opens the adapter in `folder` on its base. The base may also be at `named`.
-    pub(super) fn from_adapter(folder: &Path, named: Option<&Path>) -> Result<Self> {
+    /// Opens the adapter in `folder` on its base. `base_path` is another path where the base may be.
+    pub(super) fn from_adapter(folder: &Path, base_path: Option<&Path>) -> Result<Self> {
         let Some(base) = read_base(folder)? else {
             return Err(bad_input!(
                 "{}: this adapter does not say which base it was trained on; name both: --set model.path=BASE --set model.adapter={}",
@@ -130,32 +130,32 @@ impl ModelSource {
                 shell_quote(&folder.display().to_string())
             ));
         };
-        let mut source = Self::from_base(&base.find(folder, named)?)?;
+        let mut source = Self::from_base(&base.find(folder, base_path)?)?;
         checkpoint::verify_folder(folder)?;
         source.adapter = Some(AdapterFolder::open(folder, &source.specs())?);
         Ok(source)
     }
 
-    /// Adds the adapter in `folder`. It must match by shapes and, if it names one, by its base's digest.
+    /// Adds the adapter in `folder`. Its shapes must match, and the digest of its base if it has one.
     fn with_adapter(mut self, folder: &Path) -> Result<Self> {
         checkpoint::verify_folder(folder)?;
         let adapter = AdapterFolder::open(folder, &self.specs())?;
-        if let (Some(wanted), Some(own)) = (&adapter.base, &self.folder)
-            && BaseModel::from_folder(own)?.digest != wanted.digest
+        if let (Some(expected), Some(base)) = (&adapter.base, &self.folder)
+            && BaseModel::from_folder(base)?.digest != expected.digest
         {
             return Err(bad_input!(
                 "model.adapter: {} was trained on another base than {}: their weights or configs differ; set model.path to \
                  the base that it was trained on: {}",
                 folder.display(),
-                own.display(),
-                wanted.path.display()
+                base.display(),
+                expected.path.display()
             ));
         }
         self.adapter = Some(adapter);
         Ok(self)
     }
 
-    /// Returns the base as a checkpoint names it; `None` if no folder holds it.
+    /// Returns the base as a checkpoint refers to it; `None` if no folder has it.
     pub(super) fn base(&self) -> Result<Option<BaseModel>> {
         match (&self.adapter, &self.folder, &self.weights) {
             (Some(AdapterFolder { base: Some(base), .. }), Some(folder), _) => {
@@ -190,7 +190,7 @@ impl ModelSource {
         }
         let companions = CompanionFiles::read(folder, &chat)?;
         let specs = parameter_specs(&config);
-        let (weights, lacks_weights, formats) = if has_weights(folder) {
+        let (weights, folder_without_weights, formats) = if has_weights(folder) {
             let weights = ModelFolder::open(folder, &config)?;
             let formats = specs.iter().map(|spec| weights.format_of(spec)).collect();
             (Some(Arc::new(weights)), None, formats)
@@ -203,7 +203,7 @@ impl ModelSource {
             chat,
             companions,
             weights,
-            lacks_weights,
+            folder_without_weights,
             foreign_template: None,
             formats,
             folder,
@@ -211,7 +211,7 @@ impl ModelSource {
         })
     }
 
-    /// Opens a GGUF file. Its template is kept for checkpoints and compared with the family's.
+    /// Opens a GGUF file. Its chat template is stored for checkpoints, and compared with the family's.
     fn from_gguf(path: &Path) -> Result<Self> {
         let GgufModel { weights, config, tokenizer, template } = GgufModel::open(path)?;
         let chat = config.family.chat.from_bytes(tokenizer, &path.display().to_string())?;
@@ -231,7 +231,7 @@ impl ModelSource {
             config,
             chat,
             weights: Some(Arc::new(weights)),
-            lacks_weights: None,
+            folder_without_weights: None,
             foreign_template: foreign_template.then(|| path.to_owned()),
             formats,
             folder: Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned())),
@@ -243,12 +243,12 @@ impl ModelSource {
         parameter_specs(&self.config)
     }
 
-    /// Returns the bytes of all weights in memory when none are trainable.
+    /// Returns the bytes of all weights in memory if none is trainable.
     pub(super) fn resident_bytes(&self) -> u64 {
         self.specs().iter().zip(&self.formats).map(|(spec, format)| spec.resident_bytes(*format)).sum()
     }
 
-    /// Reads the weights, or initializes them at random. Also reads the adapter.
+    /// Reads the weights, or initializes them randomly. Also reads the adapter.
     pub(super) fn parameters(
         &self,
         recipe: &Recipe,
@@ -278,7 +278,7 @@ impl ModelSource {
         console: &Console,
     ) -> Result<Parameters> {
         // Rounds a tensor to `model.dtype`. Packed tensors need no rounding.
-        let rounded = |mut values: Vec<f32>| {
+        let round = |mut values: Vec<f32>| {
             if recipe.model.dtype.is_bf16() {
                 values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
             }
@@ -290,21 +290,21 @@ impl ModelSource {
                 head_scale: recipe.model.init.head_scale,
                 sink: recipe.model.init.sink,
             };
-            let drawn = init(&self.config, &settings, recipe.train.seed)?;
-            let drawn = drawn.into_iter().map(|(spec, values)| {
-                let stored = TensorStorage::variable(&spec, rounded(values))?;
+            let tensors = init(&self.config, &settings, recipe.train.seed)?;
+            let tensors = tensors.into_iter().map(|(spec, values)| {
+                let stored = TensorStorage::variable(&spec, round(values))?;
                 Ok((spec, stored))
             });
-            return Parameters::load(&self.config, backend, drawn);
+            return Parameters::load(&self.config, backend, tensors);
         };
         if placement == Placement::OnDisk {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
-            let unpacked: WeightChange =
+            let unpack: WeightChange =
                 Arc::new(|spec, weight| Ok(Weight::dense(&weight.decode(&spec.working_shape())?)));
             let changes = match recipe.model.dtype {
                 Dtype::F32 => vec![],
                 Dtype::Bf16 => vec![to_bf16.weight_change()],
-                Dtype::Bf16Dot => vec![unpacked, to_bf16.weight_change()],
+                Dtype::Bf16Dot => vec![unpack, to_bf16.weight_change()],
             };
             return Parameters::leave_on_disk(&self.config, backend, folder.clone(), changes);
         }
@@ -313,28 +313,28 @@ impl ModelSource {
         let bytes: Vec<u64> =
             specs.iter().zip(&self.formats).map(|(spec, format)| spec.resident_bytes(*format)).collect();
         let all = megabytes(bytes.iter().sum());
-        let shown = if all >= SHOWN_MEGABYTES {
+        let stage = if all >= PROGRESS_MEGABYTES_MIN {
             console.work_stage("MB read", all, 0)
         } else {
             console.inner_stage("MB read", all)
         };
         let mut read = 0;
-        let found = specs.into_iter().enumerate().map(|(index, spec)| {
+        let tensors = specs.into_iter().enumerate().map(|(index, spec)| {
             let is_dense = (command.trains() && trainable[index]) || self.formats[index] == WeightFormat::F32;
             let packed = if is_dense { None } else { folder.read_packed(&spec)? };
             let is_sharded =
                 if packed.is_some() { placement == Placement::Sharded } else { trainable[index] };
             let stored = match packed {
                 Some(packed) => TensorStorage::from_weight(packed),
-                None => TensorStorage::variable(&spec, rounded(folder.read_values(&spec)?))?,
+                None => TensorStorage::variable(&spec, round(folder.read_values(&spec)?))?,
             };
             let before = megabytes(read);
             read += bytes[index];
-            shown.advance(megabytes(read) - before, 0, &[]);
+            stage.advance(megabytes(read) - before, 0, &[]);
             Ok((spec, if is_sharded { stored.into_shard(index, &backend.mesh)? } else { stored }))
         });
-        let parameters = Parameters::load(&self.config, backend, found)?;
-        shown.finish();
+        let parameters = Parameters::load(&self.config, backend, tensors)?;
+        stage.finish();
         Ok(parameters)
     }
 }
@@ -357,7 +357,7 @@ pub(super) fn reading_note(recipe: &Recipe) -> Option<String> {
     let bytes: u64 = bytes.sum();
     let adapter =
         if base == folder { String::new() } else { format!(", for the adapter {}", folder.display()) };
-    (bytes >= SHOWN_MEGABYTES * 1_000_000)
+    (bytes >= PROGRESS_MEGABYTES_MIN * 1_000_000)
         .then(|| format!("reading the model {} ({}){adapter}", base.display(), gigabytes(bytes)))
 }
 
@@ -378,15 +378,15 @@ pub fn model_config(recipe: &Recipe) -> Result<Config> {
     Ok(ModelSource::open(recipe)?.config)
 }
 
-/// Sets the plan's `model.path` to the folder with the weights. For a run folder it is the last checkpoint,
-/// for a checkpoint itself. A `--set model.path=…` overrides it, except that for a run with an adapter it
-/// names the adapter's base. Returns the training step after which the model was saved; 0 if it is no
-/// checkpoint.
+/// Sets the plan's `model.path` to the folder with the weights: the last checkpoint of a run folder, or a
+/// checkpoint itself. `--set model.path=…` overrides it. For a run with an adapter, `--set model.path=…`
+/// names the adapter's base instead. Returns the training step after which the model was saved; 0 if it is
+/// not a checkpoint.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.
 pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
-    let named = sets.iter().any(|set| override_key(set) == Some("model.path"));
+    let is_path_set = sets.iter().any(|set| override_key(set) == Some("model.path"));
     let model = &mut plan.recipe.model;
     if let RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } = source
         && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
@@ -396,14 +396,14 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
             run.display()
         ));
     }
-    if named && let Some(adapter) = adapter_of(source, model)? {
+    if is_path_set && let Some(adapter) = adapter_checkpoint(source, model)? {
         // The user's path is the base of the run's adapter.
         let step = checkpoint::read_state(&adapter)?;
         model.adapter = Some(adapter);
         return Ok(if step.phase == Phase::Rl { step.step } else { 0 });
     }
     let folder = match source {
-        _ if named => None,
+        _ if is_path_set => None,
         RecipeSource::Run(run) => Some(checkpoint::newest_folder(run)?.ok_or_else(|| {
             bad_input!(
                 "{}: the run has no checkpoint yet; continue it with --resume, or name its recipe.toml for the model that it started from",
@@ -433,7 +433,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
 }
 
 /// Returns the checkpoint of `source` if it holds an adapter and `model.path` is a model without one.
-fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<PathBuf>> {
+fn adapter_checkpoint(source: &RecipeSource, model: &ModelSettings) -> Result<Option<PathBuf>> {
     let folder = match source {
         _ if model.adapter.is_some() => None,
         RecipeSource::Run(run) => checkpoint::newest_folder(run)?,
@@ -441,12 +441,12 @@ fn adapter_of(source: &RecipeSource, model: &ModelSettings) -> Result<Option<Pat
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
     let is_base = |path: &Path| holds_model(path) && !is_adapter_folder(path);
-    let adapted =
+    let adapter_folder =
         folder.filter(|folder| is_adapter_folder(folder) && model.path.as_deref().is_some_and(is_base));
-    Ok(adapted.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
+    Ok(adapter_folder.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))
 }
 
-/// Whether `path` is a Hugging Face folder or a GGUF file.
+/// Returns whether `path` is a Hugging Face folder or a GGUF file.
 fn holds_model(path: &Path) -> bool {
     path.join("config.json").is_file() || is_gguf(path)
 }
@@ -480,7 +480,7 @@ fn adapter_folder(path: &Path) -> Result<PathBuf> {
 }
 
 /// Returns the config of the recipe's architecture, without keys of other families.
-fn config_of(a: &Architecture, chat: &Chat) -> Config {
+fn architecture_config(a: &Architecture, chat: &Chat) -> Config {
     let (family, experts) = (a.model_type, a.model_type.has_experts);
     Config {
         family,

@@ -5,19 +5,19 @@ use anyhow::Result;
 use std::fs;
 use std::path::Path;
 
-/// Files and folders of a run that are written in place. All other writes replace a link and do not follow
-/// it.
-const WRITTEN: [&str; 5] = [".lock", "metrics.jsonl", "checkpoints", "eval", "rollout"];
-/// Folders whose entries are also written in place.
-const FILLED: [&str; 3] = ["trajectories", "tensorboard", "token_exports"];
+/// Files and folders of a run that are written in place, so that a link would be followed. All other writes
+/// replace a link.
+const IN_PLACE: [&str; 5] = [".lock", "metrics.jsonl", "checkpoints", "eval", "rollout"];
+/// Folders that are written in place, and whose entries are too.
+const IN_PLACE_FOLDERS: [&str; 3] = ["trajectories", "tensorboard", "token_exports"];
 
 /// Refuses links in `folder` at every path that this program writes in place.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] that names the first link.
 pub fn refuse_symlinks(folder: &Path) -> Result<()> {
-    WRITTEN.iter().chain(&FILLED).try_for_each(|name| refuse_symlink(&folder.join(name)))?;
-    for name in FILLED {
+    IN_PLACE.iter().chain(&IN_PLACE_FOLDERS).try_for_each(|name| refuse_symlink(&folder.join(name)))?;
+    for name in IN_PLACE_FOLDERS {
         let entries = fs::read_dir(folder.join(name)).into_iter().flatten().flatten();
         entries.map(|entry| entry.path()).try_for_each(|path| refuse_symlink(&path))?;
     }

@@ -12,7 +12,7 @@ const ATTENTION: &str = "model.layers.*.self_attn.*";
 /// Returns the policy's trainable flags, one per spec. `train.freeze` and the ablation freeze parameters.
 /// `specs` may include adapter factors.
 pub(super) fn policy_trainable_flags(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
-    trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), specs, &[])
+    trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, ablation_pattern(plan), specs, &[])
 }
 
 /// Returns the trainable flags of an adapter's factors. A pattern may also match one of `others`.
@@ -21,7 +21,7 @@ pub(super) fn adapter_trainable_flags(
     factors: &[ParameterSpec],
     others: &[ParameterSpec],
 ) -> Result<Vec<bool>> {
-    trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, arm(plan), factors, others)
+    trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, ablation_pattern(plan), factors, others)
 }
 
 /// Returns the critic's trainable flags, from `critic.freeze`; `None` without a critic. The parameters are
@@ -33,52 +33,57 @@ pub(super) fn critic_trainable_flags(
     factors: Option<&[ParameterSpec]>,
 ) -> Result<Option<Vec<bool>>> {
     let Some(critic) = &plan.recipe.critic else { return Ok(None) };
-    let own = value_model_specs(config);
-    let specs = [&own[..], factors.unwrap_or_default()].concat();
+    let critic_specs = value_model_specs(config);
+    let specs = [&critic_specs[..], factors.unwrap_or_default()].concat();
     let mut trainable = trainable_flags(plan, "critic.freeze", &critic.freeze, None, &specs, &[])?;
     if factors.is_some() {
         let is_head = |spec: &ParameterSpec| spec.name.starts_with("score.");
-        trainable.iter_mut().zip(&own).for_each(|(is_trainable, spec)| *is_trainable &= is_head(spec));
+        trainable
+            .iter_mut()
+            .zip(&critic_specs)
+            .for_each(|(is_trainable, spec)| *is_trainable &= is_head(spec));
     }
     Ok(Some(trainable))
 }
 
-fn arm(plan: &Plan) -> Option<&'static str> {
+/// Returns the pattern of parameters that an ablation freezes.
+fn ablation_pattern(plan: &Plan) -> Option<&'static str> {
     plan.recipe.arms.freeze_attention.then_some(ATTENTION)
 }
 
-/// Returns a flag per parameter of `specs`: true unless a pattern of `key` or the `arm` matches its name.
-/// Each pattern must match a parameter of `specs` or `others`.
+/// Returns a flag for each parameter of `specs`: false if its name matches one of the `patterns` of `key` or
+/// `ablation_pattern`. Each of the `patterns` must match a parameter of `specs` or `others`.
 fn trainable_flags(
     plan: &Plan,
     key: &str,
     patterns: &[String],
-    arm: Option<&str>,
+    ablation_pattern: Option<&str>,
     specs: &[ParameterSpec],
     others: &[ParameterSpec],
 ) -> Result<Vec<bool>> {
-    let read = plan.reads(key);
+    let is_used = plan.reads(key);
     for pattern in patterns {
-        if read && !specs.iter().chain(others).any(|spec| matches(pattern, &spec.name)) {
-            let what = format!(
+        if is_used && !specs.iter().chain(others).any(|spec| matches(pattern, &spec.name)) {
+            let reason = format!(
                 "the pattern {pattern:?} matches no parameter; names look like {}",
                 specs.get(1).map_or("", |spec| &spec.name)
             );
-            return Err(plan.mistake(key, what).into());
+            return Err(plan.mistake(key, reason).into());
         }
     }
-    let patterns: Vec<&str> = patterns.iter().map(String::as_str).chain(arm).collect();
+    let patterns: Vec<&str> = patterns.iter().map(String::as_str).chain(ablation_pattern).collect();
     let trainable: Vec<bool> =
         specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
-    if read && !trainable.contains(&true) {
-        let what = "every parameter is frozen; leave one trainable".to_owned();
-        return Err(plan.mistake(key, what).into());
+    if is_used && !trainable.contains(&true) {
+        let reason = "every parameter is frozen; leave one trainable".to_owned();
+        return Err(plan.mistake(key, reason).into());
     }
     Ok(trainable)
 }
 
-/// Matches the whole `name`. `*` stands for any characters, dots included; all other characters match
-/// themselves. The crate requires a single-character wildcard, so it is U+0000, which no name contains.
+/// Returns whether `pattern` matches the whole `name`. `*` matches any characters, also dots. All other
+/// characters match themselves. The crate also requires a wildcard for one character; it is U+0000, which no
+/// name contains.
 pub(super) fn matches(pattern: &str, name: &str) -> bool {
     WildMatchPattern::<'*', '\0'>::new(pattern).matches(name)
 }

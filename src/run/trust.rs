@@ -17,12 +17,13 @@ use std::path::Path;
 
 pub(super) const PROGRAMS_FILE: &str = "programs.b3";
 
-/// Name of the key under which digests are made.
+/// Name of the file with the key of the digests.
 const KEY_FILE: &str = "runs.key";
 
-/// A recipe's key that starts a program or lifts a confinement, and its value.
+/// A recipe key that starts a program or disables the sandbox.
 struct Program {
     key: &'static str,
+    /// The key with its value, as in a recipe.
     text: String,
 }
 
@@ -52,8 +53,8 @@ fn programs(recipe: &Recipe) -> Vec<Program> {
             _ => None,
         })
     };
-    let used = keys.into_iter().filter(|(_, is_used)| *is_used);
-    used.filter_map(|(key, _)| Some(Program { key, text: format!("{key} = {}", value(key)?) })).collect()
+    let used_keys = keys.into_iter().filter(|(_, is_used)| *is_used);
+    used_keys.filter_map(|(key, _)| Some(Program { key, text: format!("{key} = {}", value(key)?) })).collect()
 }
 
 /// Returns the lines that say which programs `recipe` starts.
@@ -64,8 +65,9 @@ pub fn program_lines(recipe: &Recipe) -> Vec<String> {
         .collect()
 }
 
-/// Prints the programs of `recipe` before they start. Programs that a run folder of somebody else names need
-/// the user's consent: `trust`, or an answer at the terminal. A key of `sets` is the user's own.
+/// Prints the programs of `recipe` before they start. If a run folder from somebody else names them, they
+/// need the user's consent: `trust`, or an answer at the terminal. Programs that the user set by `sets` need
+/// none.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] without consent.
@@ -88,8 +90,8 @@ pub fn ask_consent(
     if trust || !programs(recipe).iter().any(is_foreign) {
         return Ok(());
     }
-    if std::io::stdin().is_terminal() && std::io::stderr().is_terminal() && answers_yes(run)? {
-        // A folder that cannot be written is asked for again.
+    if std::io::stdin().is_terminal() && std::io::stderr().is_terminal() && ask_user(run)? {
+        // If the folder cannot be written, the user is asked again next time.
         let _ = approve(run, recipe);
         return Ok(());
     }
@@ -102,7 +104,8 @@ pub fn ask_consent(
     ))
 }
 
-fn answers_yes(run: &Path) -> Result<bool> {
+/// Asks the user at the terminal. Returns whether the answer is yes.
+fn ask_user(run: &Path) -> Result<bool> {
     let question = format!("{}: this user did not make this run. Start its programs? [y/N] ", run.display());
     let mut stderr = std::io::stderr();
     write!(stderr, "{}", sanitize_terminal(&question))?;
@@ -112,8 +115,8 @@ fn answers_yes(run: &Path) -> Result<bool> {
     Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
 }
 
-/// Marks the programs of `recipe` as approved in the run folder `folder`. Without a key of this user the
-/// folder stays unmarked.
+/// Marks the programs of `recipe` as approved in the run folder `folder`. Does nothing if this user has no
+/// key.
 ///
 /// # Errors
 /// When the disk cannot be written.

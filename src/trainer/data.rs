@@ -1,5 +1,4 @@
-//! A run's training data other than its own samples: supervised examples, held-out examples, stored
-//! trajectories.
+//! The data of a run, besides its own samples: supervised examples, held-out examples, stored trajectories.
 
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
@@ -34,8 +33,8 @@ impl TrainingData {
     }
 }
 
-/// Checks before any work that the prompts fit in the context: those of the first step, unless its
-/// trajectories are stored, and the held-out ones.
+/// Checks that prompts fit in the context: those of the first step if `checks_training_prompts`, and the
+/// held-out ones.
 fn check_prompts(context: &RunContext, checks_training_prompts: bool) -> Result<()> {
     let recipe = context.recipe();
     if recipe.train.steps == 0 {
@@ -56,13 +55,13 @@ fn check_prompts(context: &RunContext, checks_training_prompts: bool) -> Result<
 /// Opens the trajectories that replace sampling, if the recipe names any.
 fn open_stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     let config = &context.model.config;
-    let replayed =
+    let replayed_shape =
         (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RoutedExpertsShape {
             per_token: config.num_hidden_layers * config.num_experts_per_tok,
             experts: config.num_local_experts,
         });
     let tokens_max = context.model.context_tokens_max();
-    let open = |file: &PathBuf| StoredRollouts::open(file, config.vocab_size, tokens_max, replayed);
+    let open = |file: &PathBuf| StoredRollouts::open(file, config.vocab_size, tokens_max, replayed_shape);
     context.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 
@@ -73,7 +72,7 @@ fn open_held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequen
     if cold_start.steps == 0 {
         return Ok(vec![]);
     }
-    // Refuse a task without demonstrations before any work.
+    // A task without demonstrations is refused before any work.
     examples.batch(&renderer, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
         return renderer.read_rows(path, Some(cold_start.validation_rows_max));

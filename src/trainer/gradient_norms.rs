@@ -1,34 +1,34 @@
-//! Norms of a model's last gradients: the rule of `train.on_bad_step = "skip"`, and its warnings.
+//! The gradient norms of a model's last steps: the rule of `train.on_bad_step = "skip"`, and its warnings.
 
 use crate::metrics::{Metrics, format_number};
 use anyhow::{Result, ensure};
 use std::collections::VecDeque;
 
-/// Steps whose norms give the median.
+/// Number of steps over which the median is taken.
 const MEDIAN_WINDOW: usize = 32;
-/// Minimum number of norms before an update is skipped for the size of its norm.
+/// Minimum number of norms for a limit.
 const NORMS_MIN: usize = 8;
 /// An update is skipped if its norm exceeds the median times this factor.
 const SKIP_FACTOR: f64 = 10.0;
 /// Maximum number of consecutive steps without an update.
 const SKIPPED_MAX: usize = 5;
 
-/// Norms of a model's last gradients. The rows of metrics hold them, so a resumed run makes the same
-/// decisions as an uninterrupted one.
+/// The gradient norms of a model's last steps. They can be read from the metrics, so a resumed run makes the
+/// same decisions as an uninterrupted one.
 pub(super) struct GradientNorms {
-    /// First part of the names of the model's metrics.
+    /// The prefix of the model's metrics.
     name: &'static str,
     norms: VecDeque<f64>,
-    /// Consecutive steps whose updates were all skipped.
-    skipped: usize,
+    /// Number of consecutive steps without an update, up to now.
+    skipped_steps: usize,
 }
 
 impl GradientNorms {
     pub fn new(name: &'static str) -> Self {
-        Self { name, norms: VecDeque::new(), skipped: 0 }
+        Self { name, norms: VecDeque::new(), skipped_steps: 0 }
     }
 
-    /// Returns the norm above which an update is skipped.
+    /// Returns the norm above which an update is skipped; infinite before there are [`NORMS_MIN`] norms.
     pub fn limit(&self) -> f64 {
         let mut sorted: Vec<f64> = self.norms.iter().copied().collect();
         sorted.sort_by(f64::total_cmp);
@@ -36,13 +36,13 @@ impl GradientNorms {
     }
 
     /// Adds the metrics of a step. Returns a warning if one of its updates was skipped.
-    pub fn note(&mut self, metrics: &Metrics) -> Option<String> {
+    pub fn record(&mut self, metrics: &Metrics) -> Option<String> {
         let name = self.name;
         let get = |metric: &str| metrics.get(&format!("{name}/{metric}"));
-        let (limit, bad) = (self.limit(), get("updates_bad"));
-        match (get("grad_norm"), bad) {
+        let (limit, bad_updates) = (self.limit(), get("updates_bad"));
+        match (get("grad_norm"), bad_updates) {
             (Some(norm), _) => {
-                self.skipped = 0;
+                self.skipped_steps = 0;
                 // A step without signal has the norm 0.
                 if norm > 0.0 {
                     self.norms.push_back(norm);
@@ -51,11 +51,11 @@ impl GradientNorms {
                     self.norms.pop_front();
                 }
             }
-            (None, Some(_)) => self.skipped += 1,
+            (None, Some(_)) => self.skipped_steps += 1,
             (None, None) => {}
         }
-        let (count, was) = (format_number(bad?), get("grad_norm_bad"));
-        let why = match was {
+        let count = format_number(bad_updates?);
+        let reason = match get("grad_norm_bad") {
             Some(norm) => format!(
                 "gradient norm {} exceeds {}, {SKIP_FACTOR} times the median of the last steps",
                 format_number(norm),
@@ -63,19 +63,19 @@ impl GradientNorms {
             ),
             None => "the gradient norm is not finite".to_owned(),
         };
-        Some(format!("updates skipped of {name} (train.on_bad_step): {count}; {why}"))
+        Some(format!("updates skipped of {name} (train.on_bad_step): {count}; {reason}"))
     }
 
-    /// Ends a run whose updates are skipped step after step.
+    /// Checks the number of consecutive steps without an update.
     ///
     /// # Errors
-    /// When too many consecutive steps were skipped.
-    pub fn check_skipped(&self) -> Result<()> {
+    /// When it exceeds [`SKIPPED_MAX`]; the run must stop.
+    pub fn check_skipped_steps(&self) -> Result<()> {
         ensure!(
-            self.skipped <= SKIPPED_MAX,
+            self.skipped_steps <= SKIPPED_MAX,
             "{} steps in a row were skipped for their gradients ({}/updates_bad), so the run stops; lower the \
              learning rate, or look at the rewards in trajectories/",
-            self.skipped,
+            self.skipped_steps,
             self.name
         );
         Ok(())
@@ -100,15 +100,15 @@ mod tests {
     fn the_limit_is_ten_times_the_median_of_the_last_steps_with_a_signal() {
         let mut norms = GradientNorms::new("actor");
         for norm in [0.0, 1.0, 2.0, 3.0, 0.0, 4.0, 5.0, 6.0, 7.0] {
-            assert_eq!(norms.note(&step(norm)), None);
+            assert_eq!(norms.record(&step(norm)), None);
         }
         assert_eq!(norms.limit(), f64::INFINITY, "seven norms are too few");
-        norms.note(&step(100.0));
+        norms.record(&step(100.0));
         assert_eq!(norms.limit(), 50.0);
-        let reported = norms.note(&bad(Some(50.5))).unwrap();
+        let reported = norms.record(&bad(Some(50.5))).unwrap();
         assert!(reported.contains("gradient norm 50.5 exceeds 50, 10 times the median"), "{reported}");
         assert_eq!(norms.limit(), 50.0, "the norm of a skipped update does not count");
-        (0..32).for_each(|_| drop(norms.note(&step(0.5))));
+        (0..32).for_each(|_| drop(norms.record(&step(0.5))));
         assert_eq!(norms.limit(), 5.0, "older norms are forgotten");
     }
 
@@ -116,14 +116,14 @@ mod tests {
     fn the_sixth_skipped_step_in_a_row_is_refused() {
         let mut norms = GradientNorms::new("actor");
         for _ in 0..5 {
-            let reported = norms.note(&bad(None)).unwrap();
+            let reported = norms.record(&bad(None)).unwrap();
             assert!(reported.contains("the gradient norm is not finite"), "{reported}");
-            norms.check_skipped().unwrap();
+            norms.check_skipped_steps().unwrap();
         }
-        norms.note(&step(1.0));
+        norms.record(&step(1.0));
         for skipped in 1..=6 {
-            norms.note(&bad(None));
-            assert_eq!(norms.check_skipped().is_err(), skipped == 6, "{skipped}");
+            norms.record(&bad(None));
+            assert_eq!(norms.check_skipped_steps().is_err(), skipped == 6, "{skipped}");
         }
     }
 }

@@ -36,12 +36,15 @@ use candle_core::Device;
 use monitor::Monitor;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The metrics on the console's line of a step, if the step has them.
-const SHOWN: [(&str, &str); 3] = [
+/// The metrics on the console's line of a step: label and metric.
+const CONSOLE_METRICS: [(&str, &str); 3] = [
     ("reward", "critic/rewards/mean"),
     ("explained variance", "critic/vf_explained_var"),
-    ("max gap", "mismatch/log_ppl_abs_diff_max"),
+    ("max mismatch", "mismatch/log_ppl_abs_diff_max"),
 ];
+
+/// The name of the SFT warm-up on the console.
+const WARM_UP_STAGE: &str = "SFT warm-up";
 
 /// One training run.
 pub struct Trainer {
@@ -51,9 +54,9 @@ pub struct Trainer {
     console: Console,
     stop: StopFlag,
     timings: Timings,
-    /// Whether a tool call hit the wall-clock limit: the run is then not reproducible. The warning is printed
-    /// once.
-    timed_out: bool,
+    /// Whether a tool call has hit the wall-clock limit, so that the run is not reproducible. The warning
+    /// about it is printed once.
+    has_tool_timeout: bool,
     /// The current activity, as text.
     activity: Arc<Mutex<String>>,
     monitor: Monitor,
@@ -83,11 +86,11 @@ impl Trainer {
         let kl = Self::kl_controller(&context.recipe().policy.kl, adapted_coefficient)?;
         let mut monitor = Monitor::new(context.recipe());
         if point.is_some() {
-            let before = read_rows(&folder.path.join("metrics.jsonl"))?;
+            let earlier_rows = read_rows(&folder.path.join("metrics.jsonl"))?;
             // Warnings of earlier steps are not repeated.
-            before.iter().for_each(|row| match row.phase {
+            earlier_rows.iter().for_each(|row| match row.phase {
                 Phase::Rl => drop(monitor.record(row.step, &row.metrics)),
-                Phase::ColdStart => drop(monitor.warm_up_norms.note(&row.metrics)),
+                Phase::ColdStart => drop(monitor.warm_up_norms.record(&row.metrics)),
                 Phase::Eval => {}
             });
         }
@@ -99,7 +102,7 @@ impl Trainer {
             console,
             stop,
             timings,
-            timed_out: false,
+            has_tool_timeout: false,
             activity: Arc::default(),
             monitor,
             reference: None,
@@ -115,7 +118,7 @@ impl Trainer {
     pub fn run(&mut self, point: Option<ResumePoint>) -> Result<bool> {
         let recipe = self.context.plan.recipe.clone();
         let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
-        self.plan_time(done);
+        self.plan_progress(done);
         if self.context.mesh().is_rank_zero() {
             self.console.keep_status(&self.folder.path);
         }
@@ -148,53 +151,53 @@ impl Trainer {
         self.reinforcement_learning(optimizer, critic, rl_start)
     }
 
-    /// Tells the console the work that remains after `done`, so that it can show one remaining time for all
+    /// Passes the work that remains after `done` to the console, which shows one remaining time for all
     /// stages.
-    fn plan_time(&self, done: Option<(Phase, u64)>) {
+    fn plan_progress(&self, done: Option<(Phase, u64)>) {
         let recipe = self.context.recipe();
         let (steps, every) = (recipe.train.steps, recipe.eval.every_steps);
-        let (cold_done, rl_done) = match done {
+        let (warm_up_done, rl_done) = match done {
             Some((Phase::Rl, step)) => (recipe.cold_start.steps, step),
             Some((_, step)) => (step, 0),
             None => (0, 0),
         };
-        let until = |step: u64| step.checked_div(every).unwrap_or(0);
-        let is_last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
+        let evaluations_up_to = |step: u64| step.checked_div(every).unwrap_or(0);
+        let last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
         let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
-        let evaluations = until(steps).saturating_sub(until(rl_done)) + is_last + first;
+        let evaluations = evaluations_up_to(steps).saturating_sub(evaluations_up_to(rl_done)) + last + first;
         let problems: usize =
             validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
-        let sampled = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
+        let conversations = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
         self.console.plan(&[
             (
-                "cold start",
-                recipe.cold_start.steps.saturating_sub(cold_done),
+                WARM_UP_STAGE,
+                recipe.cold_start.steps.saturating_sub(warm_up_done),
                 recipe.cold_start.batch_size as f64,
             ),
             // In the quickstart, sampling and training a conversation costs as much as 1.5 demonstrations;
             // sampling alone costs 0.25. Measured times replace this guess.
-            ("rl", steps.saturating_sub(rl_done), 1.5 * sampled as f64),
+            ("rl", steps.saturating_sub(rl_done), 1.5 * conversations as f64),
             ("evaluation", evaluations, 0.25 * (problems * recipe.eval.samples) as f64),
         ]);
     }
 
     /// Derives the time of an evaluation from that of the step's rollout: both sample trajectories.
-    fn expect_evaluation(&self, sampled: &sample::SampleOutput) {
-        let all = sampled.drawn.trajectories().count();
+    fn expect_evaluation(&self, samples: &sample::SampleOutput) {
+        let all = samples.rollouts.trajectories().count();
         if self.data.stored.is_none() && all > 0 {
             let problems: usize =
                 validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
             let trajectories = problems * self.context.recipe().eval.samples;
-            self.console.expect_step("evaluation", sampled.seconds * trajectories as f64 / all as f64);
+            self.console.expect_step("evaluation", samples.seconds * trajectories as f64 / all as f64);
         }
     }
 
-    /// Sets the current activity, which is printed when a signal asks for a stop.
+    /// Sets the current activity. It is printed when a signal requests a stop.
     fn set_activity(&self, activity: String) {
         *self.activity.lock().unwrap_or_else(PoisonError::into_inner) = activity;
     }
 
-    /// Makes a new optimizer, or loads the checkpoint's and writes its weights into the model.
+    /// Creates an optimizer. With `point`, restores its state and the weights from the checkpoint.
     fn optimizer(&mut self, settings: &OptimizerSettings, point: Option<&ResumePoint>) -> Result<Optimizer> {
         let context = &mut self.context;
         let round = context.plan.recipe.model.dtype.is_bf16();
@@ -208,7 +211,7 @@ impl Trainer {
         Ok(optimizer)
     }
 
-    /// Runs the second stage from step `start` on. Returns whether a signal stopped it.
+    /// Runs reinforcement learning after step `start`. Returns whether a signal stopped it.
     fn reinforcement_learning(
         &mut self,
         mut optimizer: Optimizer,
@@ -221,28 +224,28 @@ impl Trainer {
         for step in start + 1..=steps {
             self.set_activity(format!("step {step}"));
             let started = std::time::Instant::now();
-            let (sampled, update, learned) = self.step(step, &mut optimizer, critic.as_mut())?;
-            self.expect_evaluation(&sampled);
-            let mut metrics = sampled.metrics()?;
-            metrics.extend(update);
+            let (samples, update_metrics, token_stats) = self.step(step, &mut optimizer, critic.as_mut())?;
+            self.expect_evaluation(&samples);
+            let mut metrics = samples.metrics()?;
+            metrics.extend(update_metrics);
             let seconds = started.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
-            let counts = sampled.drawn.counts();
+            let counts = samples.rollouts.counts();
             let tokens = counts.prefilled_tokens + counts.sampled_tokens;
             metrics.set("perf/throughput", tokens as f64 / seconds);
             metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
-            self.warn_about_step(step, &sampled.drawn, &metrics)?;
-            self.watch_workers(Phase::Rl, step)?;
-            let shown: Vec<(&str, f64)> = SHOWN
+            self.warn_about_step(step, &samples.rollouts, &metrics)?;
+            self.warn_about_workers(Phase::Rl, step)?;
+            let console_metrics: Vec<(&str, f64)> = CONSOLE_METRICS
                 .iter()
                 .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
                 .collect();
             self.write_row(step, Phase::Rl, metrics)?;
-            self.monitor.actor_norms.check_skipped()?;
-            self.monitor.critic_norms.check_skipped()?;
-            let logged_rows = sampled.rows(recipe.logging.trajectories_per_step, &learned);
+            self.monitor.actor_norms.check_skipped_steps()?;
+            self.monitor.critic_norms.check_skipped_steps()?;
+            let logged_rows = samples.rows(recipe.logging.trajectories_per_step, &token_stats);
             self.folder.write_trajectories(&format!("step-{step:06}"), logged_rows.into_iter())?;
-            progress.advance(1, counts.sampled_tokens as u64, &shown);
+            progress.advance(1, counts.sampled_tokens as u64, &console_metrics);
 
             let is_last = step == steps;
             if recipe.eval.every_steps > 0 && (is_last || step % recipe.eval.every_steps == 0) {
@@ -272,23 +275,24 @@ impl Trainer {
         self.console.count_step("evaluation");
         self.timings.add("testing", started.elapsed().as_secs_f64());
         self.timings.add("step", started.elapsed().as_secs_f64());
-        self.watch_workers(Phase::Eval, step)?;
+        self.warn_about_workers(Phase::Eval, step)?;
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
         for cause in sample_causes(&self.context, evaluation.sets.iter().flat_map(ValidationResult::rows)) {
             self.warn(Phase::Eval, step, cause)?;
         }
         let failed = evaluation.rows().filter(|row| row.trajectory.has_failure()).count();
-        let all = evaluation.rows().count();
-        // Stop before training: steps would fail too, each only after its time limits.
+        let count = evaluation.rows().count();
+        // Stop before training. The steps would fail too, each after waiting for its time limits.
         ensure!(
-            step > 0 || failed < all,
+            step > 0 || failed < count,
             "every trajectory of the first evaluation failed: the task's program or the tool's workers failed each time; the \
-             first failures are told above"
+             first failures are printed above"
         );
         self.write_row(step, Phase::Eval, evaluation.metrics())?;
-        if failed * 2 > all {
-            let what =
-                format!("{failed} of {all} trajectories failed, whatever the policy did: it measured little");
+        if failed * 2 > count {
+            let what = format!(
+                "{failed} of {count} trajectories failed for reasons outside the policy; its results say little about the policy"
+            );
             self.warn(Phase::Eval, step, what)?;
         }
         let logged_rows = evaluation.rows().take(self.context.plan.recipe.logging.trajectories_per_step);
@@ -300,7 +304,7 @@ impl Trainer {
         BatchRunner { threads, model, parameters }
     }
 
-    fn pass(&self, temperature: f64) -> PassSettings {
+    fn pass_settings(&self, temperature: f64) -> PassSettings {
         PassSettings {
             recompute_layers: self.context.recompute_layers,
             temperature,
@@ -309,8 +313,8 @@ impl Trainer {
         }
     }
 
-    /// Warns when workers of the Python tool died.
-    fn watch_workers(&self, phase: Phase, step: u64) -> Result<()> {
+    /// Warns if workers of the Python tool died.
+    fn warn_about_workers(&self, phase: Phase, step: u64) -> Result<()> {
         match self.context.dead_worker_warning() {
             Some(deaths) => self.warn(phase, step, deaths),
             None => Ok(()),
@@ -326,19 +330,23 @@ impl Trainer {
 
     /// Warns about unusual values of a step.
     fn warn_about_step(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) -> Result<()> {
-        if rollouts.has_tool_timeout() && !self.timed_out {
-            self.timed_out = true;
+        if rollouts.has_tool_timeout() && !self.has_tool_timeout {
+            self.has_tool_timeout = true;
             let what = "a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of \
                         this recipe may differ";
             self.warn(Phase::Rl, step, what.to_owned())?;
         }
         let samples = rollouts.groups.iter().zip(&rollouts.messages).flat_map(|(group, messages)| {
-            group.trajectories.iter().zip(messages).map(|(trajectory, of)| (trajectory, of.as_slice()))
+            group
+                .trajectories
+                .iter()
+                .zip(messages)
+                .map(|(trajectory, messages)| (trajectory, messages.as_slice()))
         });
         let facts = SampleFacts::new(&self.context);
         let causes = SampleCauses::count(self.context.task.as_ref(), facts.response_tokens_max, samples);
         let causes = causes.messages(&facts);
-        let mut warnings = self.monitor.note_causes(causes);
+        let mut warnings = self.monitor.record_causes(causes);
         warnings.extend(self.monitor.record(step, metrics));
         warnings.into_iter().try_for_each(|warning| self.warn(Phase::Rl, step, warning))
     }
@@ -350,14 +358,14 @@ impl Trainer {
     }
 }
 
-/// Removes the status file however the run ends.
+/// Removes the status file at the end of the run, also after an error.
 impl Drop for Trainer {
     fn drop(&mut self) {
         self.console.forget_status();
     }
 }
 
-/// Returns the peaks of a GPU's memory since the last row: allocated by tensors, and reserved by this
+/// Returns the peak memory of a GPU since the last row of metrics: allocated by tensors, and reserved by this
 /// process.
 fn memory_peaks(device: &Device) -> Result<Metrics> {
     let mut metrics = Metrics::new();

@@ -9,28 +9,29 @@ use crate::run::causes::CAUSES;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
-/// Number of steps over which the success rate is averaged before it is compared with its best.
+/// Number of steps of the success rate's moving average.
 const WINDOW_STEPS: usize = 5;
-/// Minimum fall of the success rate in standard errors, so that chance alone does not warn.
+/// Minimum fall of the success rate, in standard errors. Smaller falls may be chance.
 const FALL_ERRORS_MIN: f64 = 3.0;
 
 /// Monitors the steps of a run.
 pub(super) struct Monitor {
     /// Whether advantages compare the rewards of a group; equal rewards then give no gradient.
     compares_groups: bool,
-    /// Trajectories of all steps so far.
+    /// Number of trajectories of all steps so far.
     trajectories: f64,
-    failed: f64,
-    /// Consecutive steps in which most trajectories failed, and consecutive steps in which no group had a
-    /// signal.
-    failing: u64,
+    /// Number of failed trajectories of all steps so far.
+    failed_trajectories: f64,
+    /// Number of consecutive steps, up to now, in which most trajectories failed.
+    failing_steps: u64,
+    /// Number of consecutive steps, up to now, in which no group had a signal.
     no_signal_steps: u64,
-    /// Consecutive steps with each cause.
-    causes: [u64; CAUSES],
-    /// Successes and trajectories of the last steps.
+    /// Number of consecutive steps, up to now, with each cause.
+    cause_steps: [u64; CAUSES],
+    /// Successes and trajectories of each of the last steps.
     window: VecDeque<(f64, f64)>,
-    /// The best window: its success rate, its trajectories, its last step.
-    best: Option<(f64, f64, u64)>,
+    /// The window with the highest success rate: its success rate, its trajectories, its last step.
+    best_window: Option<(f64, f64, u64)>,
     pub actor_norms: GradientNorms,
     pub critic_norms: GradientNorms,
     pub warm_up_norms: GradientNorms,
@@ -38,35 +39,35 @@ pub(super) struct Monitor {
 
 impl Monitor {
     pub fn new(recipe: &Recipe) -> Self {
-        let several = recipe.rollout.samples_per_prompt > 1;
+        let has_groups = recipe.rollout.samples_per_prompt > 1;
         let compares_groups = match recipe.policy.advantage {
             Advantage::Gae | Advantage::ReinforcePlusPlus => false,
             Advantage::Remax => true,
-            _ => several,
+            _ => has_groups,
         };
         Self {
             compares_groups,
             trajectories: 0.0,
-            failed: 0.0,
-            failing: 0,
+            failed_trajectories: 0.0,
+            failing_steps: 0,
             no_signal_steps: 0,
-            causes: [0; CAUSES],
+            cause_steps: [0; CAUSES],
             window: VecDeque::new(),
-            best: None,
+            best_window: None,
             actor_norms: GradientNorms::new("actor"),
             critic_norms: GradientNorms::new("critic"),
             warm_up_norms: GradientNorms::new("cold_start"),
         }
     }
 
-    /// Adds the metrics of step `step`, and returns warnings about it.
+    /// Records the metrics of step `step`. Returns warnings about the step.
     pub fn record(&mut self, step: u64, metrics: &Metrics) -> Vec<String> {
         let mut warnings = vec![];
-        warnings.extend(self.failures(step, metrics));
-        let no_signal = self.signal(metrics);
+        warnings.extend(self.failure_warning(step, metrics));
+        let no_signal = self.no_signal_warning(metrics);
         // Failed trajectories already explain the missing signal.
-        warnings.extend(no_signal.filter(|_| self.failing == 0));
-        warnings.extend(self.success(step, metrics));
+        warnings.extend(no_signal.filter(|_| self.failing_steps == 0));
+        warnings.extend(self.success_rate_warning(step, metrics));
         if metrics.get("rollout_corr/rollout_is_mean") == Some(0.0) {
             warnings.push(
                 "every weight of the rollout correction is 0, so the step taught nothing; look at rollout_corr/kl and \
@@ -74,8 +75,8 @@ impl Monitor {
                     .to_owned(),
             );
         }
-        warnings.extend(self.actor_norms.note(metrics));
-        warnings.extend(self.critic_norms.note(metrics));
+        warnings.extend(self.actor_norms.record(metrics));
+        warnings.extend(self.critic_norms.record(metrics));
         for (name, value) in metrics.iter() {
             if let Some(alarm) = alarm(name, value) {
                 warnings.push(format!("{name} = {value:.4}: {}", alarm.meaning));
@@ -84,28 +85,31 @@ impl Monitor {
         warnings
     }
 
-    /// Returns the number of failed trajectories, and of all.
+    /// Returns the number of failed trajectories, and the number of all trajectories.
     pub fn failure_counts(&self) -> (usize, usize) {
-        (self.failed as usize, self.trajectories as usize)
+        (self.failed_trajectories as usize, self.trajectories as usize)
     }
 
-    /// Adds the causes of a step whose samples teach little. Returns those to tell now.
-    pub fn note_causes(&mut self, causes: [Option<String>; CAUSES]) -> Vec<String> {
+    /// Records the `causes` for which a step's samples teach little. Returns the warnings that are due.
+    pub fn record_causes(&mut self, causes: [Option<String>; CAUSES]) -> Vec<String> {
         let mut due = vec![];
-        for (streak, cause) in self.causes.iter_mut().zip(causes) {
-            *streak = if cause.is_some() { *streak + 1 } else { 0 };
-            due.extend(cause.filter(|_| is_reported(*streak)));
+        for (steps, cause) in self.cause_steps.iter_mut().zip(causes) {
+            *steps = if cause.is_some() { *steps + 1 } else { 0 };
+            due.extend(cause.filter(|_| is_warning_due(*steps)));
         }
         due
     }
 
-    fn failures(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
+    /// Records the failed trajectories of a step. Returns a warning if most trajectories failed and it is
+    /// due.
+    fn failure_warning(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
         let get = |name: &str| metrics.get(name).unwrap_or(0.0);
-        let count = trajectories(metrics);
+        let count = trajectory_count(metrics);
         let failed = (get("trajectory/failed_fraction") * count).round();
-        (self.trajectories, self.failed) = (self.trajectories + count, self.failed + failed);
-        self.failing = if failed * 2.0 > count { self.failing + 1 } else { 0 };
-        is_reported(self.failing).then(|| {
+        self.trajectories += count;
+        self.failed_trajectories += failed;
+        self.failing_steps = if failed * 2.0 > count { self.failing_steps + 1 } else { 0 };
+        is_warning_due(self.failing_steps).then(|| {
             format!(
                 "{} of {} trajectories failed, whatever the policy did: outcome/task_failed = {}, tool/worker_died = {}; \
                  look at the failures above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
@@ -117,10 +121,11 @@ impl Monitor {
         })
     }
 
-    fn signal(&mut self, metrics: &Metrics) -> Option<String> {
+    /// Records whether a step has a signal. Returns a warning if it has none and the warning is due.
+    fn no_signal_warning(&mut self, metrics: &Metrics) -> Option<String> {
         let no_signal = self.compares_groups && metrics.get("group/zero_signal_fraction") == Some(1.0);
         self.no_signal_steps = if no_signal { self.no_signal_steps + 1 } else { 0 };
-        if !is_reported(self.no_signal_steps) {
+        if !is_warning_due(self.no_signal_steps) {
             return None;
         }
         let span = if self.no_signal_steps == 1 {
@@ -138,9 +143,10 @@ impl Monitor {
         ))
     }
 
-    /// Returns a warning, once, when the success rate falls below half of its best.
-    fn success(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
-        let count = trajectories(metrics);
+    /// Records the success rate of a step. Returns a warning, once, when the moving average falls below half
+    /// of its best value.
+    fn success_rate_warning(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
+        let count = trajectory_count(metrics);
         self.window.push_back((metrics.get("critic/success/mean")? * count, count));
         if self.window.len() > WINDOW_STEPS {
             self.window.pop_front();
@@ -148,38 +154,39 @@ impl Monitor {
         if self.window.len() < WINDOW_STEPS {
             return None;
         }
-        let (right, all) = self.window.iter().fold((0.0, 0.0), |(r, n), (right, all)| (r + right, n + all));
-        let share = right / all.max(1.0);
-        let (best, best_all, best_step) = *self.best.get_or_insert((share, all, step));
-        if share >= best {
-            self.best = Some((share, all, step));
+        let (successes, count) =
+            self.window.iter().fold((0.0, 0.0), |sum, step| (sum.0 + step.0, sum.1 + step.1));
+        let rate = successes / count.max(1.0);
+        let (best_rate, best_count, best_step) = *self.best_window.get_or_insert((rate, count, step));
+        if rate >= best_rate {
+            self.best_window = Some((rate, count, step));
             return None;
         }
-        let pooled = (best * best_all + right) / (best_all + all);
-        let error = (pooled * (1.0 - pooled) * (1.0 / best_all + 1.0 / all)).sqrt();
-        if share >= best / 2.0 || best - share <= FALL_ERRORS_MIN * error {
+        let pooled = (best_rate * best_count + successes) / (best_count + count);
+        let error = (pooled * (1.0 - pooled) * (1.0 / best_count + 1.0 / count)).sqrt();
+        if rate >= best_rate / 2.0 || best_rate - rate <= FALL_ERRORS_MIN * error {
             return None;
         }
-        // Start anew: later steps are not compared with the time before this fall.
+        // Later steps are compared with steps after this fall only, so the warning does not repeat.
         self.window.clear();
-        self.best = None;
+        self.best_window = None;
         Some(format!(
-            "the success fell from {} (the {WINDOW_STEPS} steps to {best_step}) to {}; look at actor/grad_norm, actor/entropy, \
+            "the success rate fell from {} (the {WINDOW_STEPS} steps to {best_step}) to {}; look at actor/grad_norm, actor/entropy, \
              response_length/mean and mismatch/log_ppl_abs_diff_max since then, and try a lower train.optimizer.lr",
-            format_number(best),
-            format_number(share)
+            format_number(best_rate),
+            format_number(rate)
         ))
     }
 }
 
 /// Returns the number of the step's trajectories, from its outcome counts.
-fn trajectories(metrics: &Metrics) -> f64 {
+fn trajectory_count(metrics: &Metrics) -> f64 {
     Outcome::ALL.iter().filter_map(|outcome| metrics.get(&format!("outcome/{}", outcome.name()))).sum()
 }
 
-/// Returns whether the `streak`th consecutive step of a problem is reported; the intervals grow.
-fn is_reported(streak: u64) -> bool {
-    matches!(streak, 1 | 3) || (streak > 0 && streak.is_multiple_of(10))
+/// Returns whether a warning is due after `steps` consecutive steps with a problem. The intervals grow.
+fn is_warning_due(steps: u64) -> bool {
+    matches!(steps, 1 | 3) || (steps > 0 && steps.is_multiple_of(10))
 }
 
 #[cfg(test)]
@@ -244,7 +251,10 @@ mod tests {
             reported.extend(monitor.record(at, &step(0.0, 0.0, success)).into_iter().map(|line| (at, line)));
         }
         assert_eq!(reported.len(), 1, "{reported:?}");
-        assert!(reported[0].0 > 15 && reported[0].1.contains("the success fell from 0.6"), "{reported:?}");
+        assert!(
+            reported[0].0 > 15 && reported[0].1.contains("the success rate fell from 0.6"),
+            "{reported:?}"
+        );
         let mut noisy = self::monitor();
         for at in 1..=30 {
             let success = if at % 2 == 0 { 0.03 } else { 0.015 };

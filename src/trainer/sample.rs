@@ -11,9 +11,9 @@ use anyhow::{Context, Result};
 /// The rollouts of a step, and the groups used for training.
 pub(super) struct SampleOutput {
     /// All sampled groups, including discarded ones. The rollout metrics cover all of them.
-    pub drawn: Rollouts,
-    /// Indices into `drawn.groups`.
-    trained: Vec<usize>,
+    pub rollouts: Rollouts,
+    /// Indices into `rollouts.groups` of the groups used for training.
+    training_indices: Vec<usize>,
     /// Number of extra sampling rounds; `None` without dynamic sampling.
     rounds: Option<u64>,
     /// Seconds that sampling took.
@@ -22,19 +22,20 @@ pub(super) struct SampleOutput {
 
 impl SampleOutput {
     pub fn training_groups(&self) -> Vec<&Group> {
-        self.trained.iter().map(|&index| &self.drawn.groups[index]).collect()
+        self.training_indices.iter().map(|&index| &self.rollouts.groups[index]).collect()
     }
 
-    /// Returns the first `count` rows of the step. Trained trajectories have the token figures `learned`, in
-    /// their order.
-    pub fn rows(&self, count: usize, learned: &[TokenStats]) -> Vec<TrajectoryRow> {
-        let mut rows: Vec<TrajectoryRow> = self.drawn.rows(Phase::Rl).take(count).collect();
-        let sizes: Vec<usize> = self.drawn.groups.iter().map(|group| group.trajectories.len()).collect();
+    /// Returns the first `count` rows of the step. `token_stats` has one entry for each trajectory used for
+    /// training, in order; it is added to their rows.
+    pub fn rows(&self, count: usize, token_stats: &[TokenStats]) -> Vec<TrajectoryRow> {
+        let mut rows: Vec<TrajectoryRow> = self.rollouts.rows(Phase::Rl).take(count).collect();
+        let sizes: Vec<usize> = self.rollouts.groups.iter().map(|group| group.trajectories.len()).collect();
         let start = |group: usize| -> usize { sizes[..group].iter().sum() };
-        let row_indices = self.trained.iter().flat_map(|&group| start(group)..start(group) + sizes[group]);
-        for (row_index, figures) in row_indices.zip(learned) {
+        let row_indices =
+            self.training_indices.iter().flat_map(|&group| start(group)..start(group) + sizes[group]);
+        for (row_index, stats) in row_indices.zip(token_stats) {
             if let Some(row) = rows.get_mut(row_index) {
-                row.learned = Some(figures.clone());
+                row.learned = Some(stats.clone());
             }
         }
         rows
@@ -42,10 +43,10 @@ impl SampleOutput {
 
     /// Returns the rollout's metrics.
     pub fn metrics(&self) -> Result<Metrics> {
-        let mut metrics = rollout::metrics(&self.drawn.groups).finish()?;
+        let mut metrics = rollout::metrics(&self.rollouts.groups).finish()?;
         if let Some(rounds) = self.rounds {
             metrics.set("group/resample_rounds", rounds as f64);
-            metrics.set("group/discarded", (self.drawn.groups.len() - self.trained.len()) as f64);
+            metrics.set("group/discarded", (self.rollouts.groups.len() - self.training_indices.len()) as f64);
         }
         Ok(metrics)
     }
@@ -58,65 +59,67 @@ impl Trainer {
         let recipe = &self.context.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
         if let Some(stored) = &self.data.stored {
-            let drawn = stored.step_groups(step, count as u64);
-            let trained = (0..drawn.groups.len()).collect();
-            return Ok(SampleOutput { drawn, trained, rounds: None, seconds: 0.0 });
+            let rollouts = stored.step_groups(step, count as u64);
+            let training_indices = (0..rollouts.groups.len()).collect();
+            return Ok(SampleOutput { rollouts, training_indices, rounds: None, seconds: 0.0 });
         }
         let started = std::time::Instant::now();
-        let mut drawn = Rollouts::default();
+        let mut rollouts = Rollouts::default();
         let (mut informative, mut without_signal, mut round) = (vec![], vec![], 0);
         loop {
             let prompts = self.context.training_prompts(step, round, count - informative.len());
-            let draw = self.draw(step, &prompts)?;
-            for index in drawn.groups.len()..drawn.groups.len() + draw.groups.len() {
-                let group = &draw.groups[index - drawn.groups.len()];
+            let new = self.sample_groups(step, &prompts)?;
+            for index in rollouts.groups.len()..rollouts.groups.len() + new.groups.len() {
+                let group = &new.groups[index - rollouts.groups.len()];
                 let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
                 let has_signal = rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0];
                 if has_signal { informative.push(index) } else { without_signal.push(index) }
             }
-            drawn.extend(draw);
+            rollouts.extend(new);
             if informative.len() >= count || round == rounds_max {
                 break;
             }
             round += 1;
         }
-        let mut trained: Vec<usize> = informative.into_iter().chain(without_signal).take(count).collect();
-        trained.sort_unstable();
+        let mut training_indices: Vec<usize> =
+            informative.into_iter().chain(without_signal).take(count).collect();
+        training_indices.sort_unstable();
         let (rounds, seconds) = ((rounds_max > 0).then_some(round), started.elapsed().as_secs_f64());
-        Ok(SampleOutput { drawn, trained, rounds, seconds })
+        Ok(SampleOutput { rollouts, training_indices, rounds, seconds })
     }
 
-    /// Samples one group a prompt, and a greedy sample if the advantage needs one.
-    fn draw(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
+    /// Samples one group for each prompt, and a greedy sample if the advantage needs one.
+    fn sample_groups(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
         let context = &self.context;
         let recipe = &context.plan.recipe;
         let plan = context.training_rollout(step);
-        let mut drawn = self.conversations("gen", &plan, prompts, recipe.rollout.samples_per_prompt)?;
+        let mut rollouts =
+            self.sample_conversations("gen", &plan, prompts, recipe.rollout.samples_per_prompt)?;
         if recipe.policy.advantage == Advantage::Remax {
             let plan = RolloutPlan::for_greedy_baseline(&recipe.rollout, recipe.train.seed, step);
-            let single = self.conversations("gen_max", &plan, prompts, 1)?.groups;
-            let greedy = single.into_iter().map(|group| group.trajectories.into_iter().next());
-            drawn.groups.iter_mut().zip(greedy).for_each(|(group, greedy)| group.greedy = greedy);
+            let groups_of_one = self.sample_conversations("gen_max", &plan, prompts, 1)?.groups;
+            let greedy = groups_of_one.into_iter().map(|group| group.trajectories.into_iter().next());
+            rollouts.groups.iter_mut().zip(greedy).for_each(|(group, greedy)| group.greedy = greedy);
         }
-        Ok(drawn)
+        Ok(rollouts)
     }
 
-    /// Samples `samples` conversations of each prompt, timed as `stage`.
-    fn conversations(
+    /// Samples `samples` conversations for each prompt. `timing` is the stage's name in the timings.
+    fn sample_conversations(
         &self,
-        stage: &'static str,
+        timing: &'static str,
         plan: &RolloutPlan,
         prompts: &[Prompt],
         samples: usize,
     ) -> Result<Rollouts> {
         let context = &self.context;
-        let inner = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
+        let stage = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
         let policy = context.rollout_policy()?;
-        let rollouts = self.timings.time(stage, || {
+        let rollouts = self.timings.time(timing, || {
             context
-                .sample_groups(&policy, plan, prompts, samples, &RolloutProgress::show_on(&inner), &|| false)
+                .sample_groups(&policy, plan, prompts, samples, &RolloutProgress::show_on(&stage), &|| false)
         })?;
-        inner.finish();
+        stage.finish();
         rollouts.context("the rollout ended early")
     }
 }

@@ -9,8 +9,8 @@ use crate::model::config::WeightFormat;
 use anyhow::Result;
 
 impl Trainer {
-    /// Saves a checkpoint when due: by the schedule, at the end of a stage, or after a signal. Returns
-    /// whether a signal asked for a stop.
+    /// Saves a checkpoint if it is due: by the schedule, at the end of a stage, or after a signal. Returns
+    /// whether a signal requested a stop.
     pub(super) fn save_if_due(
         &mut self,
         phase: Phase,
@@ -20,16 +20,16 @@ impl Trainer {
         critic: Option<&Critic>,
     ) -> Result<bool> {
         // Some processes may not have received the signal yet.
-        let request = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
+        let must_stop = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
         let every = self.context.plan.recipe.checkpoint.every_steps;
-        if request || is_last || (every > 0 && step.is_multiple_of(every)) {
+        if must_stop || is_last || (every > 0 && step.is_multiple_of(every)) {
             let started = std::time::Instant::now();
             let stage = self.console.inner_stage("checkpoint", 0);
             self.save(phase, step, optimizer, critic)?;
             stage.finish();
             self.timings.add("save_checkpoint", started.elapsed().as_secs_f64());
         }
-        Ok(request)
+        Ok(must_stop)
     }
 
     /// Returns the format of saved weights.
@@ -84,7 +84,7 @@ impl Trainer {
                 recipe: &context.plan.to_toml(),
                 state,
             };
-            // If the folder was moved during the save, report that.
+            // The reason may be that the folder was moved during the run.
             snapshot
                 .write(&folder.path, checkpoint.keep)
                 .map(drop)

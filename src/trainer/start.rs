@@ -33,7 +33,7 @@ impl Trainer {
         if context.parameters.adapter().is_none() || context.base.is_some() {
             return Ok(());
         }
-        // This format keeps all digits of the weights.
+        // The format with the weights' precision, so that no digit is lost.
         let format = match context.plan.recipe.model.dtype {
             Dtype::Bf16 | Dtype::Bf16Dot => WeightFormat::Bf16,
             Dtype::F32 => WeightFormat::F32,
@@ -41,14 +41,15 @@ impl Trainer {
         let folder = self.folder.path.join(BASE_FOLDER);
         let base = context.parameters.without_adapter();
         let write = || {
-            replace_folder(&folder, |aside| {
+            replace_folder(&folder, |temporary| {
                 let config = &context.model.config;
-                let manifest = save(aside, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
-                    let index =
-                        base.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-                    base.gather(index, VALUES)
-                })?;
-                manifest.write(aside)
+                let manifest =
+                    save(temporary, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
+                        let index =
+                            base.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+                        base.gather(index, VALUES)
+                    })?;
+                manifest.write(temporary)
             })
         };
         context.mesh().run_on_rank_zero(write, |request| base.serve(None, &request))?;
@@ -56,7 +57,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Makes the recipe's critic, if any: from the policy's current weights, or from the checkpoint.
+    /// Creates the recipe's critic, if any: from the policy's current weights, or from the checkpoint.
     pub(super) fn critic(&self, point: Option<&ResumePoint>) -> Result<Option<Critic>> {
         let context = &self.context;
         let recipe = &context.plan.recipe;
@@ -74,8 +75,8 @@ impl Trainer {
         Ok(Some(critic))
     }
 
-    /// Sets the reference model: the current weights; in a run resumed from `point`, the weights of its
-    /// start; with an adapter, the model without it.
+    /// Sets the reference model. It is the model without its adapter, if there is one. Otherwise it has the
+    /// weights with which reinforcement learning started; a resumed run reads them from a file.
     pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
         let context = &self.context;
         let (config, parameters) = (&context.model.config, &context.parameters);
@@ -104,7 +105,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Makes the KL coefficient: the recipe's, or `adapted_coefficient`, the adapted value of a resumed run.
+    /// Creates the controller of the KL coefficient. It starts with the recipe's coefficient, or in a resumed
+    /// run with `adapted_coefficient`.
     pub(super) fn kl_controller(kl: &KlSettings, adapted_coefficient: Option<f64>) -> Result<KlController> {
         match kl.target {
             None => Ok(KlController::Fixed { coefficient: kl.coefficient }),

@@ -24,21 +24,21 @@ use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
 
 impl Trainer {
-    /// Samples the groups of step `step` and trains on them. Returns the metrics, and the figures of each
-    /// trained token.
+    /// Samples the groups of step `step` and trains on them. Returns the samples, the metrics, and statistics
+    /// of each trained token.
     pub(super) fn step(
         &mut self,
         step: u64,
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
     ) -> Result<(SampleOutput, Metrics, Vec<TokenStats>)> {
-        let sampled = self.sample(step)?;
-        let groups = sampled.training_groups();
-        let (metrics, tokens) = self.policy_step(step).run(&groups, optimizer, critic)?;
+        let samples = self.sample(step)?;
+        let groups = samples.training_groups();
+        let (metrics, token_stats) = self.policy_step(step).run(&groups, optimizer, critic)?;
         if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
             self.kl.update(kl, groups.iter().map(|group| group.trajectories.len()).sum());
         }
-        Ok((sampled, metrics, tokens))
+        Ok((samples, metrics, token_stats))
     }
 
     fn policy_step(&self, step: u64) -> PolicyStep<'_> {
@@ -51,29 +51,29 @@ impl Trainer {
             policy: &recipe.policy,
             train: &recipe.train,
             kl_coefficient: self.kl.coefficient(),
-            pass: PassSettings { load_balance, ..self.pass(recipe.rollout.temperature) },
+            pass: PassSettings { load_balance, ..self.pass_settings(recipe.rollout.temperature) },
             second_forward: ForwardOptions::for_old_log_probs(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
-            skip_above: SkipAbove {
-                actor: self.skip_above(&self.monitor.actor_norms),
-                critic: self.skip_above(&self.monitor.critic_norms),
+            norm_limits: GradientNormLimits {
+                actor: self.norm_limit(&self.monitor.actor_norms),
+                critic: self.norm_limit(&self.monitor.critic_norms),
             },
             timings: &self.timings,
             console: &self.console,
         }
     }
 
-    /// Returns the gradient norm above which an update is skipped; `None` if none may be skipped.
-    pub(super) fn skip_above(&self, norms: &GradientNorms) -> Option<f64> {
+    /// Returns the gradient norm above which an update is skipped; `None` if the recipe skips no update.
+    pub(super) fn norm_limit(&self, norms: &GradientNorms) -> Option<f64> {
         let may_skip = self.context.recipe().train.on_bad_step == OnBadStep::Skip;
         may_skip.then(|| norms.limit())
     }
 }
 
-/// Gradient norms above which an update of either model is skipped. `None` skips none, and a norm that is
-/// not finite ends the run.
+/// Gradient norms above which an update is skipped. With `None`, no update is skipped, and a norm that is not
+/// finite ends the run.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct SkipAbove {
+pub struct GradientNormLimits {
     pub actor: Option<f64>,
     pub critic: Option<f64>,
 }
@@ -97,56 +97,66 @@ pub struct PolicyStep<'a> {
     /// Maximum response tokens. [`crate::policy::Aggregation::Constant`] divides by it, and overlong shaping
     /// starts below it.
     pub response_tokens_max: usize,
-    pub skip_above: SkipAbove,
+    pub norm_limits: GradientNormLimits,
     pub timings: &'a Timings,
-    /// Shows the phase under way.
+    /// Shows the stage in progress.
     pub console: &'a Console,
 }
 
-/// The model that updates change.
+/// The model that is updated.
 struct UpdateTarget<'a> {
-    /// First part of its metrics' names.
+    /// The prefix of its metrics: `actor` or `critic`.
     name: &'a str,
     runner: BatchRunner<'a>,
-    skip_above: Option<f64>,
+    norm_limit: Option<f64>,
 }
 
-/// One update before the optimizer runs; the policy's parameters hold its gradients.
+/// The updates of one model in a step.
+struct UpdateSummary {
+    /// Means over the updates, and counts of updates that were skipped for their gradient.
+    metrics: Accumulator,
+    /// Number of updates that changed the weights.
+    updates: usize,
+    /// Number of minibatches without an update, because the rollout correction rejected all of their tokens.
+    rejected_minibatches: usize,
+}
+
+/// One update before the optimizer runs. The policy's parameters hold its gradients.
 pub struct PolicyUpdate {
-    /// Means over the update's own tokens.
+    /// Means over the tokens of the update.
     pub metrics: Metrics,
     pub forward: ForwardResult,
 }
 
 impl PolicyStep<'_> {
-    /// Runs the step after sampling. Returns the metrics and the figures of each token. The metrics are means
-    /// over the updates, and values of the whole batch before the first update. During critic warm-up only
+    /// Runs the step after sampling. Returns the metrics, and statistics of each token. A metric is a mean
+    /// over the updates, or a value of the whole batch before the first update. During critic warm-up only
     /// the critic is updated.
     ///
     /// # Errors
-    /// When a pass fails, or a log-probability, value or gradient norm is not a number.
+    /// When a pass fails, or a log-probability, value or gradient norm is NaN.
     pub fn run(
         &self,
         groups: &[&Group],
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
     ) -> Result<(Metrics, Vec<TokenStats>)> {
-        let warming_up = self.warms_up(critic.as_deref());
+        let is_critic_warm_up = self.is_critic_warm_up(critic.as_deref());
         let (batch, mut forward, mut metrics) = self.prepare(groups, critic.as_deref())?;
         if let Some(critic) = critic {
             metrics.extend(self.update_critic(&batch, critic)?);
         }
-        if !warming_up {
-            let (updates, first) = self.update_policy(&batch, optimizer)?;
-            metrics.extend(updates);
-            // Use the first update's own forward if it covers the whole batch.
-            forward = first.filter(|_| self.train.minibatches == 1).or(forward);
+        if !is_critic_warm_up {
+            let (update_metrics, first_forward) = self.update_policy(&batch, optimizer)?;
+            metrics.extend(update_metrics);
+            // The forward of the first update covers the whole batch if there is one minibatch.
+            forward = first_forward.filter(|_| self.train.minibatches == 1).or(forward);
         }
         if let Some(forward) = &forward {
             metrics.extend(batch.mismatch_metrics(forward)?);
         }
-        let of_forward = || forward.as_ref().map(|forward| &forward.log_probs);
-        let training = batch.training_log_probs.as_ref().or_else(of_forward);
+        let forward_log_probs = || forward.as_ref().map(|forward| &forward.log_probs);
+        let training = batch.training_log_probs.as_ref().or_else(forward_log_probs);
         Ok((metrics, batch.token_stats(training.map(Vec::as_slice))))
     }
 
@@ -163,7 +173,7 @@ impl PolicyStep<'_> {
         let forward = self.score(&mut batch, groups, critic)?;
         let estimator = AdvantageEstimator {
             policy: self.policy,
-            anchor: self.anchor(),
+            old_log_prob_source: self.old_log_prob_source(),
             kl_coefficient: self.kl_coefficient,
             response_tokens_max: self.response_tokens_max,
             critic: critic.map(|critic| self.critic_step(&critic.settings, &critic.parameters)),
@@ -173,8 +183,8 @@ impl PolicyStep<'_> {
         Ok((batch, forward, metrics))
     }
 
-    /// Runs the forwards before the first update. They give the log-probabilities of reference and policy,
-    /// the experts to replay, and the critic's values.
+    /// Runs the forwards before the first update: reference, policy and critic. They fill in columns of
+    /// `batch` and the experts to replay. Returns the policy's forward if it ran.
     fn score(
         &self,
         batch: &mut Batch,
@@ -189,14 +199,14 @@ impl PolicyStep<'_> {
             batch.reference_log_probs = Some(batch.join_forward(&outputs)?.log_probs);
         }
         let config = &self.runner.model.config;
-        let sampled = routed_experts::experts_from_sampling(
+        let sampled_experts = routed_experts::experts_from_sampling(
             groups,
             config.num_hidden_layers,
             config.num_experts_per_tok,
         );
         match replay == RouterReplay::Rollout {
-            true => batch.set_replay(sampled?)?,
-            false => batch.rollout_experts = sampled.ok(),
+            true => batch.set_replay(sampled_experts?)?,
+            false => batch.rollout_experts = sampled_experts.ok(),
         }
         let mut forward = None;
         if self.needs_forward(critic) {
@@ -204,60 +214,65 @@ impl PolicyStep<'_> {
             let pass = PassSettings { forward: options, ..self.pass };
             let names = ("old_log_prob", "old log-probs");
             let outputs = self.forward(names, self.runner, &batch.micro_batches, pass)?;
-            let found = batch.join_forward(&outputs)?;
-            batch.training_log_probs = Some(found.log_probs.clone());
+            let result = batch.join_forward(&outputs)?;
+            batch.training_log_probs = Some(result.log_probs.clone());
             if replay == RouterReplay::Recompute {
                 batch.set_replay(routed_experts::experts_from_forward(&batch.micro_batches, &outputs)?)?;
             }
-            forward = Some(found);
+            forward = Some(result);
         }
         if let Some(critic) = critic {
             let step = self.critic_step(&critic.settings, &critic.parameters);
-            batch.values = Some(self.phase(("values", "values"), || step.values(batch))?);
+            batch.values = Some(self.run_stage(("values", "values"), || step.values(batch))?);
         }
         Ok(forward)
     }
 
-    /// Runs `work` as a phase that counts nothing, timed and shown under these `names`.
-    fn phase<T>(&self, (timing, shown): (&str, &str), work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let stage = self.console.inner_stage(shown, 0);
+    /// Runs `work` as a stage of the progress display, without a count. `timing` is its name in the timings,
+    /// `label` its name on the console.
+    fn run_stage<T>(&self, (timing, label): (&str, &str), work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let stage = self.console.inner_stage(label, 0);
         let result = self.timings.time(timing, work)?;
         stage.finish();
         Ok(result)
     }
 
-    /// Runs a forward of `runner` as a phase, timed and shown under these `names`.
+    /// Runs a forward of `runner` as a stage of the progress display, named as in [`Self::run_stage`].
     fn forward(
         &self,
-        (timing, shown): (&str, &str),
+        (timing, label): (&str, &str),
         runner: BatchRunner,
         batches: &[MicroBatch],
         pass: PassSettings,
     ) -> Result<Vec<PassOutput>> {
-        let stage = self.console.pass(shown, runner.own_tokens(batches));
+        let stage = self.console.pass(label, runner.local_tokens(batches));
         let outputs = self.timings.time(timing, || runner.forward_with_progress(batches, pass, &stage))?;
         stage.finish();
         Ok(outputs)
     }
 
-    /// Returns whether the policy runs a forward before its first update. Otherwise the rollout is compared
-    /// with the first update's own forward.
+    /// Returns whether the policy runs a forward before its first update. If it runs none, the rollout is
+    /// compared with the forward of the first update.
     fn needs_forward(&self, critic: Option<&Critic>) -> bool {
-        let anchor = self.anchor();
-        let in_reward = self.policy.kl.place == KlPlacement::Reward && anchor == OldLogprob::Detach;
-        let whole = self.train.minibatches == 1 && !self.warms_up(critic);
-        anchor == OldLogprob::Recompute || self.policy.correction.is_active() || in_reward || !whole
+        let source = self.old_log_prob_source();
+        let kl_needs_forward = self.policy.kl.place == KlPlacement::Reward && source == OldLogprob::Detach;
+        let first_update_covers_batch = self.train.minibatches == 1 && !self.is_critic_warm_up(critic);
+        source == OldLogprob::Recompute
+            || self.policy.correction.is_active()
+            || kl_needs_forward
+            || !first_update_covers_batch
     }
 
-    fn warms_up(&self, critic: Option<&Critic>) -> bool {
+    fn is_critic_warm_up(&self, critic: Option<&Critic>) -> bool {
         critic.is_some_and(|critic| self.step <= critic.settings.warmup_steps)
     }
 
-    fn anchor(&self) -> OldLogprob {
+    /// Returns the source of the old log-probs.
+    fn old_log_prob_source(&self) -> OldLogprob {
         if self.second_forward.is_some() { OldLogprob::Recompute } else { self.policy.old_logprob }
     }
 
-    /// Runs the critic's updates; their targets are fixed before.
+    /// Runs the critic's updates. Their targets, the returns, are already fixed.
     fn update_critic(&self, batch: &Batch, critic: &mut Critic) -> Result<Metrics> {
         let Critic { settings, parameters, optimizer } = critic;
         let view = self.critic_step(settings, parameters);
@@ -266,9 +281,9 @@ impl PolicyStep<'_> {
             let stage = self.console.inner_stage("critic's update", 0);
             view.gradients(minibatch).inspect(|_| stage.finish())
         };
-        let model = UpdateTarget { name: "critic", runner: view.runner, skip_above: self.skip_above.critic };
-        let (metric_means, ..) = self.update(model, batch, optimizer, schedule, gradients)?;
-        metric_means.finish()
+        let target =
+            UpdateTarget { name: "critic", runner: view.runner, norm_limit: self.norm_limits.critic };
+        self.update(target, batch, optimizer, schedule, gradients)?.metrics.finish()
     }
 
     /// Runs the policy's updates. Returns their metrics and the forward of the first update.
@@ -279,83 +294,83 @@ impl PolicyStep<'_> {
     ) -> Result<(Metrics, Option<ForwardResult>)> {
         let &TrainSettings { minibatches, epochs, .. } = self.train;
         let lr = optimizer.learning_rate(self.step, self.train.steps);
-        let mut first = None;
+        let mut first_forward = None;
         let gradients = |minibatch: &Batch| {
             let Some(update) = self.gradients(minibatch)? else { return Ok(None) };
-            first.get_or_insert(update.forward);
+            first_forward.get_or_insert(update.forward);
             Ok(Some(update.metrics))
         };
-        let model = UpdateTarget { name: "actor", runner: self.runner, skip_above: self.skip_above.actor };
-        let (metric_means, updates, skipped) =
-            self.update(model, batch, optimizer, (minibatches, epochs), gradients)?;
-        let mut metrics = metric_means.finish()?;
+        let target = UpdateTarget { name: "actor", runner: self.runner, norm_limit: self.norm_limits.actor };
+        let summary = self.update(target, batch, optimizer, (minibatches, epochs), gradients)?;
+        let UpdateSummary { metrics, updates, rejected_minibatches } = summary;
+        let mut metrics = metrics.finish()?;
         metrics.set("actor/lr", lr);
-        if minibatches * epochs > 1 || skipped > 0 {
+        if minibatches * epochs > 1 || rejected_minibatches > 0 {
             metrics.set("actor/updates", updates as f64);
-            metrics.set("actor/updates_skipped", skipped as f64);
+            metrics.set("actor/updates_skipped", rejected_minibatches as f64);
         }
-        Ok((metrics, first))
+        Ok((metrics, first_forward))
     }
 
     /// Updates a model. For each minibatch of each epoch: loss and backward (`gradients`), clip, optimizer.
-    /// Returns means over updates, and the numbers of updates and of skipped minibatches (all tokens
-    /// rejected). A bad gradient is counted in the means.
+    /// `gradients` returns `None` if all tokens of the minibatch are rejected.
     fn update(
         &self,
-        UpdateTarget { name, runner, skip_above }: UpdateTarget,
+        UpdateTarget { name, runner, norm_limit }: UpdateTarget,
         batch: &Batch,
         optimizer: &mut Optimizer,
         (minibatches, epochs): (usize, usize),
         mut gradients: impl FnMut(&Batch) -> Result<Option<Metrics>>,
-    ) -> Result<(Accumulator, usize, usize)> {
+    ) -> Result<UpdateSummary> {
         let lr = optimizer.learning_rate(self.step, self.train.steps);
-        let (mut metric_means, mut updates, mut skipped) = (Accumulator::new(), 0, 0);
+        let (mut metrics, mut updates, mut rejected_minibatches) = (Accumulator::new(), 0, 0);
         for epoch in 0..epochs as u64 {
             for indices in batch.minibatches(minibatches, self.train.seed, self.step, epoch) {
                 let minibatch = batch.select(&indices)?;
-                let found = self.timings.time(&format!("update_{name}"), || gradients(&minibatch))?;
-                let Some(found) = found else {
-                    skipped += 1;
+                let result = self.timings.time(&format!("update_{name}"), || gradients(&minibatch))?;
+                let Some(minibatch_metrics) = result else {
+                    rejected_minibatches += 1;
                     continue;
                 };
-                let update = || runner.clip_and_update(optimizer, lr, skip_above);
-                let norm = match self.phase(("optimizer", "optimizer"), update)? {
+                let update = || runner.clip_and_update(optimizer, lr, norm_limit);
+                let norm = match self.run_stage(("optimizer", "optimizer"), update)? {
                     GradientNorm::Used(norm) => norm,
                     GradientNorm::Skipped(norm) => {
-                        metric_means.sum(&format!("{name}/updates_bad"), 1.0);
+                        metrics.sum(&format!("{name}/updates_bad"), 1.0);
                         if norm.is_finite() {
-                            metric_means.max(&format!("{name}/grad_norm_bad"), norm);
+                            metrics.max(&format!("{name}/grad_norm_bad"), norm);
                         }
                         continue;
                     }
                 };
-                metric_means.mean(&format!("{name}/grad_norm"), norm, 1.0);
-                metric_means.mean(&format!("{name}/lr"), lr, 1.0);
-                found.iter().for_each(|(name, value)| metric_means.mean(name, value, 1.0));
+                metrics.mean(&format!("{name}/grad_norm"), norm, 1.0);
+                metrics.mean(&format!("{name}/lr"), lr, 1.0);
+                minibatch_metrics.iter().for_each(|(name, value)| metrics.mean(name, value, 1.0));
                 updates += 1;
             }
         }
-        Ok((metric_means, updates, skipped))
+        Ok(UpdateSummary { metrics, updates, rejected_minibatches })
     }
 
     /// Computes loss and gradients of the policy over `batch` or a minibatch; `None` if every token was
     /// rejected.
     ///
     /// # Errors
-    /// When a pass fails, or a log-probability is not a number.
+    /// When a pass fails, or a log-probability is NaN.
     pub fn gradients(&self, batch: &Batch) -> Result<Option<PolicyUpdate>> {
         if batch.tokens()?.valid_tokens() == 0 {
             return Ok(None);
         }
         let updates = self.train.minibatches * self.train.epochs;
-        let loss = UpdateLoss::new(batch, self.policy, self.anchor(), updates, self.response_tokens_max)?;
+        let source = self.old_log_prob_source();
+        let loss = UpdateLoss::new(batch, self.policy, source, updates, self.response_tokens_max)?;
         let shares = MicroBatchValues::new(&batch.micro_batches);
         let objective: BatchObjective<'_, 2> = &|index, columns| {
             let (share, gradient) = loss.loss_share(index, columns)?;
             shares.set(index, share);
             Ok(gradient)
         };
-        let stage = self.console.pass("update", self.runner.own_tokens(&batch.micro_batches));
+        let stage = self.console.pass("update", self.runner.local_tokens(&batch.micro_batches));
         let outputs =
             self.runner.accumulate_with_progress(&batch.micro_batches, self.pass, objective, &stage)?;
         stage.finish();

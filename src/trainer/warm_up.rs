@@ -1,7 +1,7 @@
 //! The SFT warm-up (`[cold_start]`): supervised steps before reinforcement learning, with the same forward
 //! and backward pass.
 
-use super::Trainer;
+use super::{Trainer, WARM_UP_STAGE};
 use crate::learner::batch_runner::GradientNorm;
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::micro_batch::Sequence;
@@ -11,19 +11,19 @@ use crate::metrics::{Metrics, Phase};
 use anyhow::Result;
 
 impl Trainer {
-    /// Runs the supervised stage from step `start` on. Returns whether a signal stopped it.
+    /// Runs the warm-up after step `start`. Returns whether a signal stopped it.
     pub(super) fn sft_warm_up(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
         let recipe = self.context.plan.recipe.clone();
         let cold_start = &recipe.cold_start;
-        let progress = self.console.stage("cold start", cold_start.steps, start);
+        let progress = self.console.stage(WARM_UP_STAGE, cold_start.steps, start);
         if start == 0 && cold_start.eval_every_steps > 0 && !self.data.held_out.is_empty() {
             let mut metrics = Metrics::new();
             metrics.set("cold_start/held_out_loss", self.held_out_loss(&self.data.held_out)?);
             self.write_row(0, Phase::ColdStart, metrics)?;
         }
         for step in start + 1..=cold_start.steps {
-            self.set_activity(format!("step {step} of the cold start"));
-            let begun = std::time::Instant::now();
+            self.set_activity(format!("step {step} of the SFT warm-up"));
+            let started = std::time::Instant::now();
             let first = (step - 1) * cold_start.batch_size as u64;
             let batch = self.timings.time("demonstrations", || {
                 let task = self.context.task.as_ref();
@@ -35,7 +35,8 @@ impl Trainer {
                     cold_start.batch_size,
                 )
             })?;
-            let pass = PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass(1.0) };
+            let pass =
+                PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass_settings(1.0) };
             let output = self.timings.time("update", || {
                 let tokens_max = recipe.train.micro_batch_tokens;
                 supervised::gradients(&self.runner(), &batch, tokens_max, pass, &self.console)
@@ -46,9 +47,9 @@ impl Trainer {
                 metrics.set("cold_start/load_balance", output.load_balance);
             }
             let lr = optimizer.learning_rate(step, cold_start.steps);
-            let skip_above = self.skip_above(&self.monitor.warm_up_norms);
+            let norm_limit = self.norm_limit(&self.monitor.warm_up_norms);
             let stage = self.console.inner_stage("optimizer", 0);
-            let update = || self.runner().clip_and_update(&mut optimizer, lr, skip_above);
+            let update = || self.runner().clip_and_update(&mut optimizer, lr, norm_limit);
             let norm = self.timings.time("optimizer", update)?;
             stage.finish();
             match norm {
@@ -60,23 +61,24 @@ impl Trainer {
                     }
                 }
             }
-            if let Some(warning) = self.monitor.warm_up_norms.note(&metrics) {
+            if let Some(warning) = self.monitor.warm_up_norms.record(&metrics) {
                 self.warn(Phase::ColdStart, step, warning)?;
             }
             metrics.set("cold_start/lr", lr);
-            let last = step == cold_start.steps;
-            let due = cold_start.eval_every_steps > 0 && (last || step % cold_start.eval_every_steps == 0);
-            if due && !self.data.held_out.is_empty() {
+            let is_last = step == cold_start.steps;
+            let every = cold_start.eval_every_steps;
+            let is_validation_due = every > 0 && (is_last || step % every == 0);
+            if is_validation_due && !self.data.held_out.is_empty() {
                 let loss = self.timings.time("held_out", || self.held_out_loss(&self.data.held_out))?;
                 metrics.set("cold_start/held_out_loss", loss);
             }
-            let seconds = begun.elapsed().as_secs_f64();
+            let seconds = started.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
             metrics.set("perf/throughput", output.tokens as f64 / seconds);
             self.write_row(step, Phase::ColdStart, metrics)?;
-            self.monitor.warm_up_norms.check_skipped()?;
+            self.monitor.warm_up_norms.check_skipped_steps()?;
             progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
-            if self.save_if_due(Phase::ColdStart, step, last, &optimizer, None)? {
+            if self.save_if_due(Phase::ColdStart, step, is_last, &optimizer, None)? {
                 return Ok(true);
             }
         }
@@ -86,6 +88,6 @@ impl Trainer {
 
     fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
         let tokens = self.context.plan.recipe.train.micro_batch_tokens;
-        supervised::loss(&self.runner(), held_out, tokens, self.pass(1.0), &self.console)
+        supervised::loss(&self.runner(), held_out, tokens, self.pass_settings(1.0), &self.console)
     }
 }

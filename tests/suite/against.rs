@@ -109,7 +109,7 @@ fn every_engines_shape_is_read_as_the_same_rows() {
             let first = if with_prompt { 1 } else { 4 };
             assert_eq!(row.log_probs[first..], own.log_probs[first..], "{file}");
             assert!(row.log_probs[..first].iter().all(Option::is_none), "{file}");
-            assert_eq!(row.routes.is_some(), routes, "{file}");
+            assert_eq!(row.routed_experts.is_some(), routes, "{file}");
             assert_eq!(row.trainer_log_probs.is_some(), file.starts_with("prime_rl"), "{file}");
         }
     }
@@ -140,12 +140,12 @@ fn the_answer_to_a_scoring_request_of_vllm_is_read() {
 fn routes_are_compared_with_ours() {
     let fixture = Fixture::new();
     let mut rows = read(&[fixtures().join("sglang.json")]).unwrap().rows;
-    let routes = fixture.compare(&rows).routes.unwrap();
+    let routes = fixture.compare(&rows).routed_experts.unwrap();
     assert_eq!((routes.targets, routes.differing_share), (220, 0.0));
-    for expert in rows[0].routes.as_mut().unwrap().experts.iter_mut().step_by(2) {
+    for expert in rows[0].routed_experts.as_mut().unwrap().experts.iter_mut().step_by(2) {
         *expert = (*expert + 1) % 4;
     }
-    let routes = fixture.compare(&rows).routes.unwrap();
+    let routes = fixture.compare(&rows).routed_experts.unwrap();
     assert!(
         routes.differing_share > 0.1 && routes.differing_by_layer.iter().all(|share| *share > 0.0),
         "{routes:?}"
@@ -277,7 +277,7 @@ fn reference_cases_get_their_verdict() {
         let names =
             |verdict: &Verdict| -> Vec<&str> { verdict.causes().iter().map(|cause| cause.name).collect() };
         let right = match (kind, &found.verdict) {
-            ("none", verdict) => !verdict.has_mistake(),
+            ("none", verdict) => !verdict.differs(),
             (partial, verdict) if partial.contains("of the") || partial == "one expert" => {
                 matches!(verdict, Verdict::Unknown(_))
             }
@@ -318,7 +318,7 @@ fn a_time_limit_ends_the_search_with_the_verdict() {
     };
     let (verdict, answer, announced) = found(&case("sinks missing", "float32"));
     assert_eq!(verdict, Verdict::Unfinished(vec![]));
-    assert!(verdict.has_mistake() && answer.contains("The time limit ended the search"), "{answer}");
+    assert!(verdict.differs() && answer.contains("The time limit ended the search"), "{answer}");
     assert!(announced.len() == 1 && announced[0].starts_with("Verdict: differs."), "{announced:?}");
     let (verdict, answer, announced) = found(&case("none", "bfloat16"));
     assert_eq!(verdict, Verdict::Rounding);
@@ -341,8 +341,16 @@ fn a_cause_found_on_a_part_of_the_rows_must_hold_on_all() {
             let found = policy.prefill(&[&tokens], 1.0).unwrap().remove(0);
             let log_probs = [None].into_iter().chain(found.into_iter().map(Some)).collect();
             let name = row.to_string();
-            let (trainer_log_probs, routes) = (None, None);
-            TokenRow { name, tokens, log_probs, trainer_log_probs, temperature: 1.0, raw_tokens: 0, routes }
+            let (trainer_log_probs, routed_experts) = (None, None);
+            TokenRow {
+                name,
+                tokens,
+                log_probs,
+                trainer_log_probs,
+                temperature: 1.0,
+                raw_tokens: 0,
+                routed_experts,
+            }
         })
         .collect();
     let search = SearchSettings { whole_rows_parameters_max: 0, ..SearchSettings::silent() };
@@ -378,7 +386,7 @@ fn a_prompts_log_probs_are_raw_whatever_the_sampler_did() {
         }
         let found = fixture.compare(&rows).diagnosis.verdict;
         let Verdict::Named(cause) = &found else { panic!("{file}: {found:?}") };
-        let words = "another temperature: log-probs are those of 0.700 times the temperature stated";
+        let words = "another temperature: the log-probs have 0.700 times the stated temperature";
         assert_eq!(cause.description(), words, "{file}");
         rows.iter_mut().for_each(|row| row.temperature = 0.7);
         assert_eq!(fixture.compare(&rows).diagnosis.verdict, Verdict::Agrees, "{file}");

@@ -18,7 +18,7 @@ use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
 use rloss::policy::{Aggregation, KlPlacement, KlSettings, PolicySettings};
-use rloss::trainer::step::{PolicyStep, SkipAbove};
+use rloss::trainer::step::{GradientNormLimits, PolicyStep};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
@@ -83,7 +83,7 @@ impl Fixture {
         let Self { threads, model, policy, .. } = self;
         let mut batches = MicroBatch::split(&self.sequences, 100_000);
         let runner = BatchRunner { threads, model, parameters: policy };
-        batches[0].replay = Some(runner.forward::<2>(&batches, pass(true)).unwrap().remove(0).routes);
+        batches[0].replay = Some(runner.forward::<2>(&batches, pass(true)).unwrap().remove(0).routed_experts);
         batches.remove(0)
     }
 
@@ -304,7 +304,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
             pass: pass(false),
             second_forward: None,
             response_tokens_max: 72,
-            skip_above: SkipAbove::default(),
+            norm_limits: GradientNormLimits::default(),
             timings: &Timings::new(),
             console: &Console::silent(),
         };

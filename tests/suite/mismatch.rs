@@ -178,9 +178,9 @@ fn causes_are_recognised_and_a_temperature_is_estimated() {
     assert_eq!(named(found(observed(&world, &world.model, no_sinks, 1.0))), words);
     let mut no_yarn = world.model.config.clone();
     no_yarn.rope.yarn = None;
-    let words = "RoPE without YaRN: plain frequencies, cosine and sine without factor";
+    let words = "RoPE without YaRN: plain frequencies; cosine and sine without the attention factor";
     assert_eq!(named(found(observed(&world, &Model::new(no_yarn, 160), plain, 1.0))), words);
-    let words = "another temperature: log-probs are those of 0.700 times the temperature stated";
+    let words = "another temperature: the log-probs have 0.700 times the stated temperature";
     assert_eq!(named(found(observed(&world, &world.model, plain, 0.7))), words);
 }
 

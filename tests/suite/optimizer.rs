@@ -19,7 +19,7 @@ use rloss::model::settings::Dtype;
 use rloss::ops::cpu::{edit, edit_codes};
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::run::memory::{MemoryPlan, ModelCommand, PlanInput};
+use rloss::run::memory::{MemoryPlan, MemoryPlanInput, ModelCommand};
 use serde::Deserialize;
 use std::path::Path;
 
@@ -314,7 +314,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         recipe.model.dtype = dtype;
         recipe.train.optimizer = settings.clone();
         recipe.cold_start.steps = 0;
-        let subject = PlanInput {
+        let subject = MemoryPlanInput {
             command: ModelCommand::Train,
             recipe: &recipe,
             config: &config,
@@ -325,7 +325,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             tokenizer_bytes: 0,
             python_workers: 0,
             threads: 1,
-            streamed: false,
+            layers_on_demand: false,
             processes: 1,
             rollout_weights: RolloutWeightPlacement::Whole,
             packed_weights: PackedWeightPlacement::Whole,

@@ -207,7 +207,7 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
             variant.policy(&model, parameters, None).unwrap().prefill(&tokens, 1.0).unwrap()
         };
         let right = of(&plain, None);
-        let in_weights = |cause: &Cause| !Variant::new(&config, Some(cause)).weights.is_empty();
+        let in_weights = |cause: &Cause| !Variant::new(&config, Some(cause)).weight_edits.is_empty();
         let mut moved = 0;
         for cause in causes(&config, false).into_iter().filter(in_weights) {
             let expected = of(&plain, Some(&cause));

@@ -159,7 +159,9 @@ fn gradients(tied: bool, threads: usize, recompute_layers: bool) -> Gradients {
         Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
     };
     let outputs = runner.accumulate(&batches, settings, &objective).unwrap();
-    assert!(batches.len() > 4 && outputs.iter().all(|o| o.routes.is_empty() && o.load_balance == 0.0));
+    assert!(
+        batches.len() > 4 && outputs.iter().all(|o| o.routed_experts.is_empty() && o.load_balance == 0.0)
+    );
     Gradients::of(&parameters)
 }
 

@@ -1,9 +1,9 @@
-//! Pairs of computations that must be bitwise equal: rollout and training, decode split over blocks and
-//! serial decode, two runs of a backward.
+//! Pairs of computations that must be bitwise equal: rollout and training, split and serial decode, two runs
+//! of a backward.
 
-use super::Verdicts;
-use super::oracle::bits;
-use super::problem::{AttentionProblem, Shape};
+use super::cpu_reference::round_to_bf16;
+use super::problem::{AttentionProblem, AttentionShape};
+use super::{CheckResult, Verdicts};
 use crate::ops::cuda::{DeviceLaunchPlan, Inputs, KvPages, KvPool, paged_sink_attention};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::LaunchSequences;
@@ -14,12 +14,12 @@ use half::bf16;
 use rand::Rng;
 use std::sync::Arc;
 
-/// New tokens per sequence and call.
+/// The number of new tokens per sequence and call.
 #[derive(Clone, Copy)]
-enum Pace {
+enum ChunkSize {
     Fixed(usize),
-    /// A random number up to this one, 0 included, as in a batch that changes between calls.
-    Random(usize),
+    /// A random number from 0 to this one, as in a batch that changes between calls.
+    RandomUpTo(usize),
 }
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
@@ -27,37 +27,37 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
         long_shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
     {
         let problem = AttentionProblem::new(shape, 19);
-        let what = format!("links: decode spread over blocks = serial, {}, {}", shape.name, kernels.name);
-        verdicts.check(&what, || spread_against_serial(&problem, device, kernels));
+        let name = format!("links: decode split over blocks = serial, {}, {}", shape.name, kernels.name);
+        verdicts.check(&name, || compare_split_with_serial(&problem, device, kernels));
     }
     for (shape, kernels) in
         shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
     {
         let problem = AttentionProblem::new(shape, 11);
-        let of = format!("{}, {}", shape.name, kernels.name);
-        let paces = [
-            ("decode", Pace::Fixed(1)),
-            ("prefill in chunks of 7", Pace::Fixed(7)),
-            ("prefill in chunks of 64", Pace::Fixed(64)),
-            ("prefill in chunks of 100", Pace::Fixed(100)),
-            ("whole prefill", Pace::Fixed(1 << 20)),
-            ("a batch that changes", Pace::Random(90)),
+        let case = format!("{}, {}", shape.name, kernels.name);
+        let chunk_sizes = [
+            ("decode", ChunkSize::Fixed(1)),
+            ("prefill in chunks of 7", ChunkSize::Fixed(7)),
+            ("prefill in chunks of 64", ChunkSize::Fixed(64)),
+            ("prefill in chunks of 100", ChunkSize::Fixed(100)),
+            ("whole prefill", ChunkSize::Fixed(1 << 20)),
+            ("a batch that changes", ChunkSize::RandomUpTo(90)),
         ];
-        for (name, pace) in paces.into_iter().take(if small { 2 } else { 6 }) {
-            let what = format!("links: {name} = training, {of}");
-            verdicts.check(&what, || rollout_against_training(&problem, device, kernels, pace));
+        for (name, chunk_size) in chunk_sizes.into_iter().take(if small { 2 } else { 6 }) {
+            let name = format!("links: {name} = training, {case}");
+            verdicts.check(&name, || compare_rollout_with_training(&problem, device, kernels, chunk_size));
         }
-        verdicts.check(&format!("links: backward from run to run, {of}"), || {
-            backward_again(&problem, device, kernels, if small { 2 } else { 20 })
+        verdicts.check(&format!("links: backward from run to run, {case}"), || {
+            repeat_backward(&problem, device, kernels, if small { 2 } else { 20 })
         });
-        verdicts.check(&format!("links: alone = in a batch, backward too, {of}"), || {
-            alone_against_batch(&problem, device, kernels)
+        verdicts.check(&format!("links: alone = in a batch, backward too, {case}"), || {
+            compare_alone_with_batch(&problem, device, kernels)
         });
     }
 }
 
-fn shapes(small: bool) -> Vec<Shape> {
-    let shape = Shape::new;
+fn shapes(small: bool) -> Vec<AttentionShape> {
+    let shape = AttentionShape::new;
     if small {
         return vec![shape("small", (16, 2), Some(20), &[70, 1, 9])];
     }
@@ -69,8 +69,8 @@ fn shapes(small: bool) -> Vec<Shape> {
 }
 
 /// Shapes with several chunks of keys per sequence, and a window that begins inside a chunk.
-fn long_shapes(small: bool) -> Vec<Shape> {
-    let shape = Shape::new;
+fn long_shapes(small: bool) -> Vec<AttentionShape> {
+    let shape = AttentionShape::new;
     if small {
         return vec![shape("small", (6, 2), Some(600), &[1030, 515, 4])];
     }
@@ -80,9 +80,9 @@ fn long_shapes(small: bool) -> Vec<Shape> {
     ]
 }
 
-/// All outputs of a pass, as bits.
+/// The outputs and gradients of attention, as bits of bf16 and f32.
 #[derive(Default, PartialEq)]
-pub(super) struct Bits {
+pub(super) struct AttentionBits {
     pub out: Vec<u16>,
     pub lse: Vec<u32>,
     pub dq: Vec<u16>,
@@ -90,47 +90,47 @@ pub(super) struct Bits {
     pub dsinks: Vec<u32>,
 }
 
-fn halves(values: Vec<bf16>) -> Vec<u16> {
+fn bf16_bits(values: Vec<bf16>) -> Vec<u16> {
     values.into_iter().map(bf16::to_bits).collect()
 }
 
-fn words(values: Vec<f32>) -> Vec<u32> {
+fn f32_bits(values: Vec<f32>) -> Vec<u32> {
     values.into_iter().map(f32::to_bits).collect()
 }
 
-/// Runs training's forward and backward.
+/// Runs forward and backward as training does.
 pub(super) fn training_bits(
     problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
-) -> Result<Bits> {
+) -> Result<AttentionBits> {
     let gpu = device.as_cuda_device()?;
     let sequences = LaunchSequences::for_packed_sequences(&problem.shape.cu_seqlens())?;
-    let prepared = DeviceLaunchPlan::new(gpu, kernels, &problem.shape.attention(), &sequences, None)?;
-    let up = |values: &[f32]| gpu.clone_htod(&bits(values));
-    let (q, kv, dout) = (up(&problem.q)?, up(&problem.kv)?, up(&problem.dout)?);
+    let plan = DeviceLaunchPlan::new(gpu, kernels, &problem.shape.attention(), &sequences, None)?;
+    let upload = |values: &[f32]| gpu.clone_htod(&round_to_bf16(values));
+    let (q, kv, dout) = (upload(&problem.q)?, upload(&problem.kv)?, upload(&problem.dout)?);
     let sinks = gpu.clone_htod(&problem.sinks)?;
     let (q, kv, dout, sinks) = (q.as_view(), kv.as_view(), dout.as_view(), sinks.as_view());
     let inputs = Inputs { q: &q, kv: &kv, sinks: &sinks };
-    let (mut outputs, mut gradients) = (prepared.outputs()?, prepared.gradients()?);
-    prepared.forward(&inputs, &mut outputs)?;
-    prepared.backward(&inputs, &outputs.out.as_view(), &outputs.lse, &dout, &mut gradients)?;
-    Ok(Bits {
-        out: halves(gpu.clone_dtoh(&outputs.out)?),
-        lse: words(gpu.clone_dtoh(&outputs.lse)?),
-        dq: halves(gpu.clone_dtoh(&gradients.dq)?),
-        dkv: halves(gpu.clone_dtoh(&gradients.dkv)?),
-        dsinks: words(gpu.clone_dtoh(&gradients.dsinks)?),
+    let (mut outputs, mut gradients) = (plan.outputs()?, plan.gradients()?);
+    plan.forward(&inputs, &mut outputs)?;
+    plan.backward(&inputs, &outputs.out.as_view(), &outputs.lse, &dout, &mut gradients)?;
+    Ok(AttentionBits {
+        out: bf16_bits(gpu.clone_dtoh(&outputs.out)?),
+        lse: f32_bits(gpu.clone_dtoh(&outputs.lse)?),
+        dq: bf16_bits(gpu.clone_dtoh(&gradients.dq)?),
+        dkv: bf16_bits(gpu.clone_dtoh(&gradients.dkv)?),
+        dsinks: f32_bits(gpu.clone_dtoh(&gradients.dsinks)?),
     })
 }
 
-/// Creates a cache whose free pages hold NaN from an earlier sequence.
-fn stale_cache(
+/// Creates a cache whose free pages hold NaN from an earlier sequence. A read of such a page is noticed.
+fn cache_with_stale_pages(
     problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
 ) -> Result<Arc<KvPool>> {
-    let Shape { heads, kv_heads, .. } = problem.shape;
+    let AttentionShape { heads, kv_heads, .. } = problem.shape;
     let pages: usize = problem.shape.lengths.iter().map(|length| length.div_ceil(64)).sum();
     let cache = KvPool::new(device.as_cuda_device()?, kv_heads, pages)?;
     let rows = pages * 64;
@@ -147,41 +147,46 @@ fn stale_cache(
     Ok(cache)
 }
 
-fn rollout_against_training(
+/// Runs the sequences through a paged cache, chunk by chunk, and compares each row with training's.
+fn compare_rollout_with_training(
     problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
-    pace: Pace,
-) -> Result<Result<String, String>> {
+    chunk_size: ChunkSize,
+) -> CheckResult {
     let expected = training_bits(problem, device, kernels)?;
     let shape = &problem.shape;
     let (heads, kv_heads) = (shape.heads, shape.kv_heads);
     let starts = shape.cu_seqlens();
-    let cache = stale_cache(problem, device, kernels)?;
+    let cache = cache_with_stale_pages(problem, device, kernels)?;
     let mut sequences: Vec<KvPages> = shape.lengths.iter().map(|_| cache.new_sequence()).collect();
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
     let mut rng = stream(13, Purpose::Evaluation, &[]);
-    let (mut rows, mut wrong, mut calls) = (0, 0, 0);
+    let (mut rows, mut differing, mut calls) = (0, 0, 0);
     while sequences.iter().zip(&shape.lengths).any(|(s, &length)| s.len() < length) {
         let counts: Vec<usize> = sequences
             .iter()
             .zip(&shape.lengths)
-            .map(|(s, &length)| match pace {
-                Pace::Fixed(chunk) => chunk.min(length - s.len()),
-                Pace::Random(most) => rng.random_range(0..=most).min(length - s.len()),
+            .map(|(s, &length)| match chunk_size {
+                ChunkSize::Fixed(chunk) => chunk.min(length - s.len()),
+                ChunkSize::RandomUpTo(max) => rng.random_range(0..=max).min(length - s.len()),
             })
             .collect();
         if counts.iter().sum::<usize>() == 0 {
             continue;
         }
-        let places: Vec<usize> = (0..counts.len())
+        // The rows of these tokens in the whole problem.
+        let problem_rows: Vec<usize> = (0..counts.len())
             .flat_map(|s| (0..counts[s]).map(move |i| (s, i)))
             .map(|(s, i)| starts[s] + sequences[s].len() + i)
             .collect();
         let gather = |values: &[f32], width: usize| -> Vec<bf16> {
-            places.iter().flat_map(|&at| bits(&values[at * width..(at + 1) * width])).collect()
+            problem_rows
+                .iter()
+                .flat_map(|&row| round_to_bf16(&values[row * width..(row + 1) * width]))
+                .collect()
         };
-        let tokens = places.len();
+        let tokens = problem_rows.len();
         let q = Tensor::from_vec(gather(&problem.q, heads * 64), (tokens, heads, 64), &Device::Cpu)?;
         let kv = Tensor::from_vec(
             gather(&problem.kv, 2 * kv_heads * 64),
@@ -189,48 +194,48 @@ fn rollout_against_training(
             &Device::Cpu,
         )?;
         let (q, kv) = (q.to_device(device)?, kv.to_device(device)?);
-        let mut held: Vec<&mut KvPages> = sequences.iter_mut().collect();
+        let mut pages: Vec<&mut KvPages> = sequences.iter_mut().collect();
         let (out, lse) =
-            paged_sink_attention(kernels, &q, &kv, &sinks, &mut held, &counts, &shape.attention())?;
-        // A rollout frees these pages, and another sequence may fill them.
+            paged_sink_attention(kernels, &q, &kv, &sinks, &mut pages, &counts, &shape.attention())?;
+        // As in a rollout, pages before the window are freed, and other sequences may fill them.
         if let Some(window) = shape.attention().window {
             sequences.iter_mut().for_each(|sequence| sequence.forget_before(sequence.len(), window));
         }
-        let out = halves(out.flatten_all()?.to_vec1()?);
-        let lse = words(lse.flatten_all()?.to_vec1()?);
-        for (row, &place) in places.iter().enumerate() {
+        let out = bf16_bits(out.flatten_all()?.to_vec1()?);
+        let lse = f32_bits(lse.flatten_all()?.to_vec1()?);
+        for (row, &problem_row) in problem_rows.iter().enumerate() {
             for head in 0..heads {
-                let (seen, should) = (row * heads + head, place * heads + head);
-                let same = lse[seen] == expected.lse[should]
-                    && out[seen * 64..(seen + 1) * 64] == expected.out[should * 64..(should + 1) * 64];
+                let (a, b) = (row * heads + head, problem_row * heads + head);
+                let same = lse[a] == expected.lse[b]
+                    && out[a * 64..(a + 1) * 64] == expected.out[b * 64..(b + 1) * 64];
                 rows += 1;
-                wrong += usize::from(!same);
+                differing += usize::from(!same);
             }
         }
         calls += 1;
     }
-    Ok(if wrong == 0 && rows == shape.tokens() * heads {
+    Ok(if differing == 0 && rows == shape.tokens() * heads {
         Ok(format!("{rows} of {rows} rows in {calls} calls"))
     } else {
-        Err(format!("{wrong} of {rows} rows differ in {calls} calls"))
+        Err(format!("{differing} of {rows} rows differ in {calls} calls"))
     })
 }
 
-/// New tokens per sequence in `spread_against_serial`, fewer in a shorter sequence.
-const DECODED: usize = 3;
+/// Maximum number of new tokens per sequence in [`compare_split_with_serial`].
+const NEW_TOKENS_MAX: usize = 3;
 
-/// Compares two decodes over pages: one block per chunk of keys with merged partial results, and one block
-/// for all chunks.
-fn spread_against_serial(
+/// Compares two decodes over pages. The split one has a block for each chunk of keys and merges their
+/// results; the serial one has a block for all chunks.
+fn compare_split_with_serial(
     problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
-) -> Result<Result<String, String>> {
+) -> CheckResult {
     let gpu = device.as_cuda_device()?;
-    let Shape { heads, kv_heads, ref lengths, .. } = problem.shape;
+    let AttentionShape { heads, kv_heads, ref lengths, .. } = problem.shape;
     let (attention, starts) = (problem.shape.attention(), problem.shape.cu_seqlens());
     let (q_row, kv_row) = (heads * 64, 2 * kv_heads * 64);
-    let counts: Vec<usize> = lengths.iter().map(|&length| length.min(DECODED)).collect();
+    let counts: Vec<usize> = lengths.iter().map(|&length| length.min(NEW_TOKENS_MAX)).collect();
     let before: Vec<usize> = lengths.iter().zip(&counts).map(|(length, count)| length - count).collect();
     let batch = LaunchSequences::for_cached_sequences(&counts, &before)?;
 
@@ -242,26 +247,26 @@ fn spread_against_serial(
     for (s, (&length, &count)) in lengths.iter().zip(&counts).enumerate() {
         let pages = (0..pages_max).rev().map(|page| s * pages_max + page);
         table.extend(pages.clone().map(|page| page as i32));
-        let rows = bits(&problem.kv[starts[s] * kv_row..(starts[s] + length) * kv_row]);
+        let rows = round_to_bf16(&problem.kv[starts[s] * kv_row..(starts[s] + length) * kv_row]);
         for (rows, page) in rows.chunks(64 * kv_row).zip(pages) {
             pool[page * 64 * kv_row..][..rows.len()].copy_from_slice(rows);
         }
         let end = starts[s] + length;
-        q.extend(bits(&problem.q[(end - count) * q_row..end * q_row]));
+        q.extend(round_to_bf16(&problem.q[(end - count) * q_row..end * q_row]));
     }
     let (q, kv, sinks) = (gpu.clone_htod(&q)?, gpu.clone_htod(&pool)?, gpu.clone_htod(&problem.sinks)?);
     let (q, kv, sinks) = (q.as_view(), kv.as_view(), sinks.as_view());
-    let forward = |spread| -> Result<Bits> {
+    let forward = |is_split| -> Result<AttentionBits> {
         let pages = Some((&table[..], pages_max));
-        let prepared = DeviceLaunchPlan::with_split(gpu, kernels, &attention, &batch, pages, spread)?;
-        let mut outputs = prepared.outputs()?;
-        prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
+        let plan = DeviceLaunchPlan::with_split(gpu, kernels, &attention, &batch, pages, is_split)?;
+        let mut outputs = plan.outputs()?;
+        plan.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
         let (out, lse) = (gpu.clone_dtoh(&outputs.out)?, gpu.clone_dtoh(&outputs.lse)?);
-        Ok(Bits { out: halves(out), lse: words(lse), ..Bits::default() })
+        Ok(AttentionBits { out: bf16_bits(out), lse: f32_bits(lse), ..AttentionBits::default() })
     };
     let (blocks, chunks) = (batch.query_tiles(&attention).len(), batch.chunk_tiles(&attention).len());
     Ok(if chunks < 2 * blocks {
-        Err(format!("{chunks} chunks of keys for {blocks} tiles: nothing is spread"))
+        Err(format!("{chunks} chunks of keys for {blocks} tiles: nothing is split"))
     } else if forward(true)? == forward(false)? {
         Ok(format!("{} rows over {chunks} chunks of keys", batch.tokens() * heads))
     } else {
@@ -269,36 +274,37 @@ fn spread_against_serial(
     })
 }
 
-fn backward_again(
+fn repeat_backward(
     problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
     times: usize,
-) -> Result<Result<String, String>> {
+) -> CheckResult {
     let first = training_bits(problem, device, kernels)?;
-    let mut wrong = 0;
+    let mut differing = 0;
     for _ in 0..times {
-        wrong += usize::from(training_bits(problem, device, kernels)? != first);
+        differing += usize::from(training_bits(problem, device, kernels)? != first);
     }
-    Ok(if wrong == 0 {
+    Ok(if differing == 0 {
         Ok(format!("{times} of {times} runs"))
     } else {
-        Err(format!("{wrong} of {times} runs differ"))
+        Err(format!("{differing} of {times} runs differ"))
     })
 }
 
-/// Checks that rows of dQ, dK and dV do not depend on the rest of the batch. ds is a sum over the batch.
-fn alone_against_batch(
+/// Checks that outputs, dQ, dK and dV of a sequence do not depend on the rest of the batch. The sinks'
+/// gradient is a sum over the batch, so it is not compared.
+fn compare_alone_with_batch(
     problem: &AttentionProblem,
     device: &Device,
     kernels: &'static KernelSet,
-) -> Result<Result<String, String>> {
-    let together = training_bits(problem, device, kernels)?;
-    let Shape { heads, kv_heads, .. } = problem.shape;
+) -> CheckResult {
+    let batch = training_bits(problem, device, kernels)?;
+    let AttentionShape { heads, kv_heads, .. } = problem.shape;
     let (q_row, kv_row) = (heads * 64, 2 * kv_heads * 64);
     for bounds in problem.shape.cu_seqlens().windows(2) {
         let (start, end) = (bounds[0], bounds[1]);
-        let shape = Shape { lengths: vec![end - start], ..problem.shape.clone() };
+        let shape = AttentionShape { lengths: vec![end - start], ..problem.shape.clone() };
         let alone = AttentionProblem {
             shape,
             q: problem.q[start * q_row..end * q_row].to_vec(),
@@ -306,11 +312,11 @@ fn alone_against_batch(
             sinks: problem.sinks.clone(),
             dout: problem.dout[start * q_row..end * q_row].to_vec(),
         };
-        let seen = training_bits(&alone, device, kernels)?;
-        let same = seen.out == together.out[start * q_row..end * q_row]
-            && seen.lse == together.lse[start * heads..end * heads]
-            && seen.dq == together.dq[start * q_row..end * q_row]
-            && seen.dkv == together.dkv[start * kv_row..end * kv_row];
+        let alone = training_bits(&alone, device, kernels)?;
+        let same = alone.out == batch.out[start * q_row..end * q_row]
+            && alone.lse == batch.lse[start * heads..end * heads]
+            && alone.dq == batch.dq[start * q_row..end * q_row]
+            && alone.dkv == batch.dkv[start * kv_row..end * kv_row];
         if !same {
             return Ok(Err(format!("tokens {start} to {end} differ")));
         }

@@ -6,7 +6,7 @@ use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
 use rand::Rng;
 
-/// Products per element.
+/// Number of products that are summed for each element.
 pub(super) const DEPTH: usize = 16;
 
 /// One instruction that computes `d = a b + c`, with `a [rows, 16]` and `b [16, columns]`.
@@ -49,12 +49,12 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// Draws numbers between about 2^-8 and 2^8, so that sums round.
-    pub fn random(on: &Instruction, rng: &mut impl Rng) -> Self {
-        let mut any = || rng.random_range(-1f32..1.0) * f32::powi(2.0, rng.random_range(-8..=8));
-        let a = (0..on.rows * DEPTH).map(|_| bf16::from_f32(any())).collect();
-        let b = (0..on.columns * DEPTH).map(|_| bf16::from_f32(any())).collect();
-        let c = (0..on.rows * on.columns).map(|_| any()).collect();
+    /// Draws operands of magnitudes between about 2^-8 and 2^8, so that sums are rounded.
+    pub fn random(instruction: &Instruction, rng: &mut impl Rng) -> Self {
+        let mut draw = || rng.random_range(-1f32..1.0) * f32::powi(2.0, rng.random_range(-8..=8));
+        let a = (0..instruction.rows * DEPTH).map(|_| bf16::from_f32(draw())).collect();
+        let b = (0..instruction.columns * DEPTH).map(|_| bf16::from_f32(draw())).collect();
+        let c = (0..instruction.rows * instruction.columns).map(|_| draw()).collect();
         Self { a, b, c }
     }
 

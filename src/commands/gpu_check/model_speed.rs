@@ -1,8 +1,8 @@
 //! Tokens per second of whole models of gpt-oss-20b's shape, with random weights.
 //!
-//! Decode, prefill and training of an adapter run all layers, with experts packed in MXFP4 as released. Full
-//! training fits only one and two layers. Their difference is the time of a layer, and the time of all layers
-//! is extrapolated.
+//! Decode, prefill and adapter training run all layers, with experts packed in MXFP4 as in the released
+//! model. Full training of all layers does not fit. It is measured with one and with two layers; the
+//! difference is the time of a layer, from which the time of all layers is extrapolated.
 
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::BatchRunner;
@@ -38,19 +38,21 @@ use std::time::Instant;
 /// The cases to measure.
 struct Cases {
     config: Config,
-    /// Numbers of sequences that decode together; `context` has the tokens in each one's cache.
+    /// Numbers of sequences that decode together.
     sequences: &'static [usize],
-    context: &'static [usize],
-    prefill: usize,
-    /// Tokens per step, in sequences of `length`.
-    training: &'static [usize],
-    length: usize,
+    /// Numbers of tokens in the cache of each sequence.
+    context_tokens: &'static [usize],
+    prefill_tokens: usize,
+    /// Numbers of tokens per training step.
+    step_tokens: &'static [usize],
+    /// Tokens of each training sequence.
+    sequence_tokens: usize,
 }
 
 const WARM_UPS: usize = 2;
-/// Measurements, of which the median is printed.
+/// Number of measurements. Their median is printed.
 const MEASUREMENTS: usize = 5;
-/// Memory left beside the cache, for one forward and the logits.
+/// Memory that the cache must leave free, for one forward and the logits.
 const SPARE_BYTES: u64 = 4 << 30;
 
 fn gpt_oss_20b() -> Cases {
@@ -79,14 +81,14 @@ fn gpt_oss_20b() -> Cases {
             pad_token_id: None,
         },
         sequences: &[1, 8, 64, 256, 1024],
-        context: &[1024, 4096, 32_768, 131_072],
-        prefill: 4096,
-        training: &[4096, 16_384],
-        length: 4096,
+        context_tokens: &[1024, 4096, 32_768, 131_072],
+        prefill_tokens: 4096,
+        step_tokens: &[4096, 16_384],
+        sequence_tokens: 4096,
     }
 }
 
-/// Small cases, to test the program.
+/// Returns small cases, to test the program.
 fn small() -> Cases {
     let large = gpt_oss_20b();
     Cases {
@@ -104,10 +106,10 @@ fn small() -> Cases {
             ..large.config
         },
         sequences: &[2],
-        context: &[200],
-        prefill: 70,
-        training: &[12],
-        length: 6,
+        context_tokens: &[200],
+        prefill_tokens: 70,
+        step_tokens: &[12],
+        sequence_tokens: 6,
     }
 }
 
@@ -117,94 +119,97 @@ pub(super) fn run(device: &Device, is_small: bool) -> Result<()> {
     println!(
         "| work | sequences | tokens of each | ms | tokens/s | GB at most |\n| --- | --- | --- | --- | --- | --- |"
     );
-    sampling(device, &cases)?;
-    adapted(device, &cases)?;
-    training(device, &cases)
+    measure_sampling(device, &cases)?;
+    measure_adapter_training(device, &cases)?;
+    measure_full_training(device, &cases)
 }
 
-/// Prints a row of the table. Its memory is the peak of tensors since the previous row.
-fn row(
+/// Prints a row of the table. Its memory is the peak since the previous row. `processed` is the number of
+/// tokens in `seconds`.
+fn print_row(
     device: &Device,
     work: &str,
     sequences: usize,
     tokens: usize,
     seconds: f64,
-    done: usize,
+    processed: usize,
 ) -> Result<()> {
     let gpu = device.as_cuda_device()?;
-    let (ms, rate) = (seconds * 1e3, done as f64 / seconds);
+    let (ms, rate) = (seconds * 1e3, processed as f64 / seconds);
     let gb = device_memory(gpu)?.used_max as f64 / 1e9;
     println!("| {work} | {sequences} | {tokens} | {ms:.2} | {rate:.0} | {gb:.2} |");
     Ok(reset_memory_peaks(gpu)?)
 }
 
-/// Returns the median time of `pass`, which waits for the device itself.
-fn median(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
+/// Returns the median time of `pass`, in seconds. `pass` must wait for the device.
+fn median_seconds(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut seconds = vec![];
     for time in 0..WARM_UPS + MEASUREMENTS {
-        let begun = Instant::now();
+        let start = Instant::now();
         pass()?;
         if time >= WARM_UPS {
-            seconds.push(begun.elapsed().as_secs_f64());
+            seconds.push(start.elapsed().as_secs_f64());
         }
     }
     seconds.sort_by(f64::total_cmp);
     Ok(seconds[MEASUREMENTS / 2])
 }
 
-/// Returns random frozen weights. Tensors of equal shape hold equal numbers, each in its own memory.
-fn packed_weights(config: &Config, device: &Device) -> Result<Parameters> {
-    let mut made: HashMap<Vec<usize>, Weight> = HashMap::new();
-    let mut held = |spec: &ParameterSpec| -> Result<Weight> {
+/// Returns random frozen weights. Tensors of equal shape hold equal values, each in its own memory.
+fn random_packed_weights(config: &Config, device: &Device) -> Result<Parameters> {
+    let mut by_shape: HashMap<Vec<usize>, Weight> = HashMap::new();
+    let mut weight = |spec: &ParameterSpec| -> Result<Weight> {
         let shape = spec.working_shape();
-        if !made.contains_key(&shape) {
-            made.insert(shape.clone(), random(spec, &shape)?);
+        if !by_shape.contains_key(&shape) {
+            by_shape.insert(shape.clone(), random_weight(spec, &shape)?);
         }
-        copy_to_device(&made[&shape], device, spec)
+        copy_to_device(&by_shape[&shape], device, spec)
     };
     let specs = parameter_specs(config);
-    let loaded = specs.into_iter().map(|spec| {
-        let held = held(&spec)?;
-        Ok((spec, TensorStorage::from_weight(held)))
+    let tensors = specs.into_iter().map(|spec| {
+        let weight = weight(&spec)?;
+        Ok((spec, TensorStorage::from_weight(weight)))
     });
-    Parameters::load(config, &on(device), loaded)
+    Parameters::load(config, &backend(device), tensors)
 }
 
-/// Returns the backend of one process that computes on `device`.
-fn on(device: &Device) -> Backend {
+/// Returns the backend of a single process that computes on `device`.
+fn backend(device: &Device) -> Backend {
     Backend { device: device.clone(), ..Backend::default() }
 }
 
-/// Returns a tensor on the host: MXFP4 for experts, others with the magnitude of trained weights.
-fn random(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
-    let mut random = stream(7, Purpose::Initialisation, &[]);
+/// Returns a random tensor on the host, with about the magnitude of trained weights; experts are in MXFP4.
+fn random_weight(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
+    let mut rng = stream(7, Purpose::Initialisation, &[]);
     let count = shape.iter().product();
-    if let (Some(PackedFormat::Mxfp4), Some(of)) =
+    if let (Some(PackedFormat::Mxfp4), Some(matrix_shape)) =
         (spec.packed_format(WeightFormat::Mxfp4), spec.matrix_shape())
     {
-        let mut bytes = vec![0; PackedFormat::Mxfp4.bytes(of)];
-        random.fill_bytes(&mut bytes);
-        // A block's scales come before its numbers: 2^-8.
+        let mut bytes = vec![0; PackedFormat::Mxfp4.bytes(matrix_shape)];
+        rng.fill_bytes(&mut bytes);
+        // A block begins with its scales. All scales are 2^-8.
         let block = PackedFormat::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, PANEL_COLUMNS]);
         bytes.chunks_exact_mut(block).for_each(|block| block[..PANEL_COLUMNS].fill(119));
-        return Ok(Weight::Packed(Arc::new(PackedMatrix::from_bytes(PackedFormat::Mxfp4, of, bytes))));
+        let matrix = PackedMatrix::from_bytes(PackedFormat::Mxfp4, matrix_shape, bytes);
+        return Ok(Weight::Packed(Arc::new(matrix)));
     }
     if !spec.is_matrix() {
         return Ok(Weight::dense(&Tensor::ones(shape, candle_core::DType::F32, &Device::Cpu)?));
     }
     let mut bytes = vec![0; count];
-    random.fill_bytes(&mut bytes);
+    rng.fill_bytes(&mut bytes);
     let values: Vec<f32> = bytes.into_iter().map(|byte| (f32::from(byte) - 127.5) / 4096.0).collect();
     Ok(Weight::dense(&Tensor::from_vec(values, shape, &Device::Cpu)?))
 }
 
-fn sampling(device: &Device, cases: &Cases) -> Result<()> {
+/// Measures decode and prefill.
+fn measure_sampling(device: &Device, cases: &Cases) -> Result<()> {
     let config = &cases.config;
-    let parameters = packed_weights(config, device)?;
+    let parameters = random_packed_weights(config, device)?;
     let model = Model::new(config.clone(), config.max_position_embeddings);
     let policy = PolicyView::without_ablations(&model, &parameters)?;
-    compare_recorded(device, &policy)?;
-    for &context in cases.context {
+    compare_recorded_decode(device, &policy)?;
+    for &context in cases.context_tokens {
         for &sequences in cases.sequences {
             let tokens = context + 2 * (WARM_UPS + MEASUREMENTS);
             let capacity = CacheCapacity { sequences, tokens, fed_tokens_max: sequences };
@@ -214,27 +219,30 @@ fn sampling(device: &Device, cases: &Cases) -> Result<()> {
                 continue;
             }
             let caches = CacheFactory::new(config, device, capacity)?;
-            let mut held: Vec<SequenceCache> = (0..sequences).map(|_| caches.sequence()).collect();
-            held.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
+            let mut sequence_caches: Vec<SequenceCache> = (0..sequences).map(|_| caches.sequence()).collect();
+            sequence_caches.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
             let mut decoder = Decoder::new(&policy.decoder_stack());
-            let seconds = median(|| step(&policy, &mut held, 1, decoder.as_mut()))?;
-            row(device, "decode", sequences, context, seconds, sequences)?;
-            if context == cases.context[0] {
-                let seconds = median(|| step(&policy, &mut held, 1, None))?;
-                row(device, "decode, kernel by kernel", sequences, context, seconds, sequences)?;
+            let seconds = median_seconds(|| run_step(&policy, &mut sequence_caches, 1, decoder.as_mut()))?;
+            print_row(device, "decode", sequences, context, seconds, sequences)?;
+            if context == cases.context_tokens[0] {
+                let seconds = median_seconds(|| run_step(&policy, &mut sequence_caches, 1, None))?;
+                print_row(device, "decode, kernel by kernel", sequences, context, seconds, sequences)?;
             }
         }
     }
-    let tokens = cases.prefill;
+    let tokens = cases.prefill_tokens;
     let capacity = CacheCapacity { sequences: 1, tokens, fed_tokens_max: tokens };
     let caches = CacheFactory::new(config, device, capacity)?;
-    let seconds = median(|| step(&policy, &mut [caches.sequence()], tokens, None))?;
-    row(device, "prefill", 1, tokens, seconds, tokens)?;
+    let seconds = median_seconds(|| run_step(&policy, &mut [caches.sequence()], tokens, None))?;
+    print_row(device, "prefill", 1, tokens, seconds, tokens)?;
     Ok(())
 }
 
-/// Returns an error when decode by a CUDA graph and decode by single launches differ in bits.
-fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
+/// Checks that decode by a CUDA graph has the same bits as decode by single launches.
+///
+/// # Errors
+/// When they differ.
+fn compare_recorded_decode(device: &Device, policy: &PolicyView) -> Result<()> {
     const STEPS: usize = 4;
     let (stack, config) = (policy.decoder_stack(), &policy.model.config);
     let capacity = CacheCapacity { sequences: 4, tokens: 80, fed_tokens_max: 140 };
@@ -250,11 +258,11 @@ fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
     let mut recorded = plain.clone();
     let mut decoder = Decoder::new(&stack).context("decode cannot be recorded here")?;
     for step in 0..STEPS {
-        let fed = vec![id(step), id(step + 9)];
+        let tokens = vec![id(step), id(step + 9)];
         let bits = |x: Tensor| x.flatten_all()?.to_vec1::<half::bf16>();
-        let one = bits(decoder.decode_step(&stack, fed.clone(), &mut recorded.each_mut()[..])?)?;
+        let one = bits(decoder.decode_step(&stack, tokens.clone(), &mut recorded.each_mut()[..])?)?;
         let other =
-            bits(stack.forward_cached(fed, &mut plain.each_mut()[..], &[1, 1], &mut keep_nothing)?)?;
+            bits(stack.forward_cached(tokens, &mut plain.each_mut()[..], &[1, 1], &mut keep_nothing)?)?;
         ensure!(one == other, "step {step}: recorded decode has other bits than decode kernel by kernel");
     }
     ensure!(decoder.replay_count() > 0, "decode was not recorded");
@@ -262,21 +270,22 @@ fn compare_recorded(device: &Device, policy: &PolicyView) -> Result<()> {
     Ok(())
 }
 
-/// Feeds `count` new tokens of each sequence, by `decoder` if there is one, and draws the next token.
-fn step(
+/// Runs a step of sampling: the forward of `count` new tokens for each sequence, by `decoder` if there is
+/// one, then the draw of the next token.
+fn run_step(
     policy: &PolicyView,
-    held: &mut [SequenceCache],
+    sequence_caches: &mut [SequenceCache],
     count: usize,
     decoder: Option<&mut Decoder>,
 ) -> Result<()> {
-    let sequences = held.len();
+    let sequences = sequence_caches.len();
     let vocabulary = policy.model.config.vocab_size;
-    let fed = (0..sequences * count).map(|i| (i * 7919 % vocabulary) as u32).collect();
-    let mut caches: Vec<&mut SequenceCache> = held.iter_mut().collect();
+    let tokens = (0..sequences * count).map(|i| (i * 7919 % vocabulary) as u32).collect();
+    let mut caches: Vec<&mut SequenceCache> = sequence_caches.iter_mut().collect();
     let hidden = match decoder {
-        Some(decoder) => decoder.decode_step(&policy.decoder_stack(), fed, &mut caches)?,
+        Some(decoder) => decoder.decode_step(&policy.decoder_stack(), tokens, &mut caches)?,
         None => policy.decoder_stack().forward_cached(
-            fed,
+            tokens,
             &mut caches,
             &vec![count; sequences],
             &mut keep_nothing,
@@ -292,9 +301,9 @@ fn step(
     Ok(())
 }
 
-/// Trains adapters of rank 8 on all layers of packed weights.
-fn adapted(device: &Device, cases: &Cases) -> Result<()> {
-    let mut parameters = packed_weights(&cases.config, device)?;
+/// Measures training of an adapter of rank 8 on all layers of packed weights.
+fn measure_adapter_training(device: &Device, cases: &Cases) -> Result<()> {
+    let mut parameters = random_packed_weights(&cases.config, device)?;
     let base = parameters.specs.clone();
     let lora = Lora { rank: 8, alpha: 16.0, rslora: false, targets: default_targets(&cases.config) };
     let start = lora.initial_values(&base, 1, Owner::Policy)?;
@@ -302,22 +311,21 @@ fn adapted(device: &Device, cases: &Cases) -> Result<()> {
     let factors = parameters.len() - base.len();
     parameters.set_trainable(&[vec![false; base.len()], vec![true; factors]].concat())?;
     let model = Model::new(cases.config.clone(), cases.config.max_position_embeddings);
-    passes(device, cases, &model, parameters, "training through an adapter, packed").map(drop)
+    measure_training(device, cases, &model, parameters, "training through an adapter, packed").map(drop)
 }
 
-fn training(device: &Device, cases: &Cases) -> Result<()> {
-    let mut of_layers = vec![];
-    for layers in [1, 2] {
-        of_layers.push(train(device, cases, layers)?);
-    }
-    let all = cases.config.num_hidden_layers;
-    for (index, &tokens) in cases.training.iter().enumerate() {
-        let (one, two) = (of_layers[0][index], of_layers[1][index]);
-        let extrapolated = one + (all - 1) as f64 * (two - one);
+/// Measures full training of one and of two layers, and extrapolates to all layers.
+fn measure_full_training(device: &Device, cases: &Cases) -> Result<()> {
+    let one_layer = measure_layers(device, cases, 1)?;
+    let two_layers = measure_layers(device, cases, 2)?;
+    let layers = cases.config.num_hidden_layers;
+    for (index, &tokens) in cases.step_tokens.iter().enumerate() {
+        let (one, two) = (one_layer[index], two_layers[index]);
+        let extrapolated = one + (layers - 1) as f64 * (two - one);
         println!(
-            "| training, {all} layers, extrapolated | {} | {} | {:.2} | {:.0} | |",
-            tokens / cases.length,
-            cases.length,
+            "| training, {layers} layers, extrapolated | {} | {} | {:.2} | {:.0} | |",
+            tokens / cases.sequence_tokens,
+            cases.sequence_tokens,
             extrapolated * 1e3,
             tokens as f64 / extrapolated
         );
@@ -325,25 +333,25 @@ fn training(device: &Device, cases: &Cases) -> Result<()> {
     Ok(())
 }
 
-/// Trains `layers` layers and the head in full; the results are as in [`passes`].
-fn train(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
+/// Measures full training of `layers` layers and the head. Returns the times of [`measure_training`].
+fn measure_layers(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f64>> {
     let layer_types = LayerType::alternate(layers);
     let config = Config { num_hidden_layers: layers, layer_types, ..cases.config.clone() };
     let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 0.0 };
-    let drawn = init(&config, &settings, 1)?;
-    let drawn = drawn.into_iter().map(|(spec, values)| {
-        let stored = TensorStorage::variable(&spec, values)?;
-        Ok((spec, stored))
+    let tensors = init(&config, &settings, 1)?;
+    let tensors = tensors.into_iter().map(|(spec, values)| {
+        let storage = TensorStorage::variable(&spec, values)?;
+        Ok((spec, storage))
     });
-    let mut parameters = Parameters::load(&config, &on(device), drawn)?;
+    let mut parameters = Parameters::load(&config, &backend(device), tensors)?;
     parameters.set_trainable(&vec![true; parameters.len()])?;
     let model = Model::new(config.clone(), config.max_position_embeddings);
-    passes(device, cases, &model, parameters, &format!("training, layers: {layers}"))
+    measure_training(device, cases, &model, parameters, &format!("training, layers: {layers}"))
 }
 
-/// Returns the seconds of forward and backward with recomputed layers, one per number of tokens, then those
-/// of an update.
-fn passes(
+/// Measures forward and backward with recomputed layers, and an update; prints the rows of `work`. Returns
+/// the seconds of forward and backward, one value for each of the cases' `step_tokens`.
+fn measure_training(
     device: &Device,
     cases: &Cases,
     model: &Model,
@@ -359,25 +367,27 @@ fn passes(
         forward: ForwardOptions::default(),
     };
     let mut times = vec![];
-    for &tokens in cases.training {
+    for &tokens in cases.step_tokens {
         let sequence = |_| Sequence {
-            tokens: (0..=cases.length).map(|i| (i * 7919 % model.config.vocab_size) as u32).collect(),
-            mask: (0..=cases.length).map(|i| i > 0).collect(),
+            tokens: (0..=cases.sequence_tokens)
+                .map(|i| (i * 7919 % model.config.vocab_size) as u32)
+                .collect(),
+            mask: (0..=cases.sequence_tokens).map(|i| i > 0).collect(),
         };
-        let sequences: Vec<Sequence> = (0..tokens / cases.length).map(sequence).collect();
+        let sequences: Vec<Sequence> = (0..tokens / cases.sequence_tokens).map(sequence).collect();
         let batches = MicroBatch::split(&sequences, tokens);
         let runner = BatchRunner { threads: &threads, model, parameters: &parameters };
-        let seconds = median(|| {
+        let seconds = median_seconds(|| {
             let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
                 Ok([vec![-1.0 / tokens as f32; log_probs.len()], vec![0.0; entropies.len()]])
             };
             runner.accumulate(&batches, settings, &objective)?;
             Ok(device.synchronize()?)
         })?;
-        row(device, work, sequences.len(), cases.length, seconds, tokens)?;
+        print_row(device, work, sequences.len(), cases.sequence_tokens, seconds, tokens)?;
         times.push(seconds);
     }
-    let seconds = median(|| {
+    let seconds = median_seconds(|| {
         optimizer.update(&parameters, 1e-6)?;
         Ok(device.synchronize()?)
     })?;

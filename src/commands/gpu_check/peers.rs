@@ -54,8 +54,8 @@ impl AttentionTimings {
     }
 
     /// Returns the time of the implementation `name`, if it ran.
-    pub fn milliseconds(&self, name: &str, timed: TimingCase) -> Option<f32> {
-        let TimingCase { heads, kv_heads, window, length, backward } = timed;
+    pub fn milliseconds(&self, name: &str, case: TimingCase) -> Option<f32> {
+        let TimingCase { heads, kv_heads, window, length, backward } = case;
         let row = self.rows.iter().find(|row| {
             (row.implementation.as_str(), row.heads, row.kv_heads) == (name, heads, kv_heads)
                 && (row.window, row.length, row.backward) == (window, length, backward)
@@ -63,7 +63,7 @@ impl AttentionTimings {
         row.milliseconds
     }
 
-    /// Returns each failed implementation with the last reason.
+    /// Returns the implementations that did not run every case, each with its last error.
     pub fn failures(&self) -> BTreeMap<&str, &str> {
         self.rows
             .iter()

@@ -1,66 +1,72 @@
-//! Every instruction that the kernels use by name, against the output of its host twin.
+//! Compares every instruction that the kernels use with its host twin: the same function in C++, run on the
+//! CPU.
 
 use super::Verdicts;
 use crate::ops::cuda::run_primitive_check;
 use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 
-/// The expected outputs, written by the host twins' program in `tests/cuda_host` and checked by CI.
+/// The outputs of the host twins. The program in `tests/cuda_host` writes the file, and CI checks it.
 const EXPECTED: &str = include_str!("../../../kernels/primitive_checks.txt");
 
-/// Allowed relative error of `ex2.approx` and `lg2.approx`, for both sides together.
-const APPROXIMATE: f32 = 1.0 / (1 << 21) as f32;
+/// Maximum relative difference for `ex2.approx` and `lg2.approx`: the errors of both sides together.
+const RELATIVE_ERROR_MAX: f32 = 1.0 / (1 << 21) as f32;
 
+/// A check of one instruction.
 struct Check {
     kernel: &'static str,
-    shape: (usize, usize),
+    /// Blocks, and threads per block.
+    launch: (usize, usize),
+    /// How words are compared: `exact`, `relative` or `absolute`.
     rule: &'static str,
-    words: Vec<u32>,
+    /// The host twin's output.
+    expected: Vec<u32>,
 }
 
 pub(super) fn run(gpu: &CudaDevice, verdicts: &mut Verdicts) -> Result<()> {
     let (input, checks) = parse(EXPECTED).context("kernels/primitive_checks.txt")?;
     for check in &checks {
         verdicts.check(check.kernel, || {
-            let words = run_primitive_check(gpu, check.kernel, check.shape, &input, check.words.len())?;
-            Ok(check.compare(&words))
+            let output = run_primitive_check(gpu, check.kernel, check.launch, &input, check.expected.len())?;
+            Ok(check.compare(&output))
         });
     }
     Ok(())
 }
 
 impl Check {
-    fn compare(&self, words: &[u32]) -> Result<String, String> {
-        let mut wrong = (0..words.len()).filter(|&i| !agree(self.rule, words[i], self.words[i]));
-        match wrong.next() {
-            None => Ok(format!("{} words, {}", words.len(), self.rule)),
+    fn compare(&self, output: &[u32]) -> Result<String, String> {
+        let mut differing = (0..output.len()).filter(|&i| !agrees(self.rule, output[i], self.expected[i]));
+        match differing.next() {
+            None => Ok(format!("{} words, {}", output.len(), self.rule)),
             Some(i) => Err(format!(
-                "{} of {} words differ, the first at {i}: {:#010x}, by the host twin {:#010x}",
-                1 + wrong.count(),
-                words.len(),
-                words[i],
-                self.words[i]
+                "{} of {} words differ, the first at {i}: {:#010x}, on the host twin {:#010x}",
+                1 + differing.count(),
+                output.len(),
+                output[i],
+                self.expected[i]
             )),
         }
     }
 }
 
-fn agree(rule: &str, seen: u32, expected: u32) -> bool {
-    let (a, b) = (f32::from_bits(seen), f32::from_bits(expected));
+/// Returns whether a word of the output agrees with the expected one by `rule`.
+fn agrees(rule: &str, word: u32, expected: u32) -> bool {
+    let (a, b) = (f32::from_bits(word), f32::from_bits(expected));
     match rule {
-        "relative" => seen == expected || (a - b).abs() <= APPROXIMATE * b.abs(),
-        "absolute" => seen == expected || (a - b).abs() <= APPROXIMATE * b.abs().max(1.0),
-        _ => seen == expected,
+        "relative" => word == expected || (a - b).abs() <= RELATIVE_ERROR_MAX * b.abs(),
+        "absolute" => word == expected || (a - b).abs() <= RELATIVE_ERROR_MAX * b.abs().max(1.0),
+        _ => word == expected,
     }
 }
 
-/// Returns the input words, and the checks with their expected outputs.
+/// Parses the file. Returns the input words, and the checks.
 fn parse(text: &'static str) -> Result<(Vec<u32>, Vec<Check>)> {
     let mut lines = text.lines().filter(|line| !line.starts_with('#'));
     let (mut input, mut checks) = (vec![], vec![]);
     while let Some(line) = lines.next() {
         let head: Vec<&'static str> = line.split_whitespace().collect();
-        let (shape, words, rule) = match head[..] {
+        let (launch, words, rule) = match head[..] {
             ["input", words] => ((0, 0), words, ""),
             [_, blocks, threads, words, rule @ ("exact" | "relative" | "absolute")] => {
                 ((blocks.parse()?, threads.parse()?), words, rule)
@@ -77,7 +83,7 @@ fn parse(text: &'static str) -> Result<(Vec<u32>, Vec<Check>)> {
         }
         match head[0] {
             "input" => input = values,
-            kernel => checks.push(Check { kernel, shape, rule, words: values }),
+            kernel => checks.push(Check { kernel, launch, rule, expected: values }),
         }
     }
     Ok((input, checks))
@@ -88,16 +94,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_expected_words_can_be_read_and_every_rule_bites() {
+    fn the_expected_words_can_be_read_and_every_rule_can_fail() {
         let (input, checks) = parse(EXPECTED).unwrap();
         assert!(input.len() > 1000 && checks.len() >= 18, "{} words, {} checks", input.len(), checks.len());
         for check in &checks {
-            assert!(check.compare(&check.words).is_ok());
-            let mut other = check.words.clone();
+            assert!(check.compare(&check.expected).is_ok());
+            let mut other = check.expected.clone();
             other[0] ^= 1 << 12;
             assert!(check.compare(&other).is_err(), "{}", check.kernel);
         }
-        assert!(agree("relative", 1f32.to_bits() + 3, 1f32.to_bits()));
-        assert!(agree("absolute", 1e-7f32.to_bits(), 0) && !agree("relative", 1e-7f32.to_bits(), 0));
+        assert!(agrees("relative", 1f32.to_bits() + 3, 1f32.to_bits()));
+        assert!(agrees("absolute", 1e-7f32.to_bits(), 0) && !agrees("relative", 1e-7f32.to_bits(), 0));
     }
 }

@@ -1,4 +1,4 @@
-//! Random attention problems with numbers rounded to bf16, and attention computed directly from its formulas.
+//! Random inputs of attention, rounded to bf16; and attention computed directly from its formulas.
 
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use crate::random::{Purpose, stream};
@@ -9,7 +9,7 @@ use rand::Rng;
 
 /// The shape of an attention problem. The head size is 64.
 #[derive(Debug, Clone)]
-pub(super) struct Shape {
+pub(super) struct AttentionShape {
     pub name: &'static str,
     pub heads: usize,
     pub kv_heads: usize,
@@ -17,11 +17,11 @@ pub(super) struct Shape {
     pub lengths: Vec<usize>,
     /// Approximate standard deviation of the scores.
     pub score_size: f32,
-    /// The sinks, repeated over the heads.
+    /// Values of the sinks; head `h` has the value at `h` modulo their number.
     pub sinks: Vec<f32>,
 }
 
-impl Shape {
+impl AttentionShape {
     pub fn new(
         name: &'static str,
         (heads, kv_heads): (usize, usize),
@@ -60,23 +60,24 @@ impl Shape {
     }
 }
 
-/// The numbers of an attention problem, all exact in bf16. Rows are as in [`crate::ops::sink_attention()`].
+/// The inputs of attention and the gradient of its output. All values are exact in bf16. Rows are as in
+/// [`crate::ops::sink_attention()`].
 #[derive(Debug, Clone)]
 pub(super) struct AttentionProblem {
-    pub shape: Shape,
+    pub shape: AttentionShape,
     pub q: Vec<f32>,
     pub kv: Vec<f32>,
     pub sinks: Vec<f32>,
     pub dout: Vec<f32>,
 }
 
-/// Rounds to bf16 and back.
+/// Rounds to the nearest bf16 number.
 pub(super) fn to_bf16(x: f64) -> f64 {
     bf16::from_f32(x as f32).to_f64()
 }
 
 impl AttentionProblem {
-    pub fn new(shape: &Shape, seed: u64) -> Self {
+    pub fn new(shape: &AttentionShape, seed: u64) -> Self {
         let mut rng = stream(seed, Purpose::Evaluation, &[shape.tokens() as u64, shape.heads as u64]);
         let mut normals = |count: usize, size: f32| -> Vec<f32> {
             let mut normal = || {
@@ -96,10 +97,10 @@ impl AttentionProblem {
 
     /// Returns `q`, `kv`, `sinks` and `dout` on a device: f32 on the CPU; bf16 on a GPU, with sinks in f32.
     pub fn tensors(&self, device: &Device) -> Result<[Tensor; 4]> {
-        let Shape { heads, kv_heads, .. } = self.shape;
+        let AttentionShape { heads, kv_heads, .. } = self.shape;
         let tokens = self.shape.tokens();
         let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
-        // Rounded on the host, so as not to rely on the device's conversion.
+        // The host converts, so that the check does not depend on the device's conversion.
         let tensor = |values: &[f32], shape: &[usize]| -> Result<Tensor> {
             Ok(Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
         };
@@ -114,7 +115,7 @@ impl AttentionProblem {
 
 /// The output, log-sum-exps and gradients of a problem.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Values {
+pub(super) struct AttentionOutputs {
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
     pub dq: Vec<f64>,
@@ -126,14 +127,14 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(&a, &b)| a as f64 * b as f64).sum()
 }
 
-/// Computes attention from its formulas. Plain bf16 is like an implementation without fused kernels: it
-/// rounds scores, probabilities, their gradients and outputs to bf16, and sums in f32.
-pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) -> Values {
+/// Computes attention from its formulas. With `plain_bf16`, it rounds as an implementation without fused
+/// kernels does: scores, probabilities, their gradients and outputs to bf16, sums to f32.
+pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) -> AttentionOutputs {
     let round = |x: f64| if plain_bf16 { to_bf16(x) } else { x };
     let sum = |x: f64| if plain_bf16 { x as f32 as f64 } else { x };
-    let Shape { heads, kv_heads, window, .. } = problem.shape;
+    let AttentionShape { heads, kv_heads, window, .. } = problem.shape;
     let tokens = problem.shape.tokens();
-    let mut values = Values {
+    let mut outputs = AttentionOutputs {
         out: vec![0.0; problem.q.len()],
         lse: vec![0.0; tokens * heads],
         dq: vec![0.0; problem.q.len()],
@@ -154,7 +155,7 @@ pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) 
             let scores: Vec<f64> = (first..=token).map(score).collect();
             let largest = scores.iter().fold(sink, |m, &x| m.max(x));
             let total = scores.iter().map(|x| (x - largest).exp()).sum::<f64>() + (sink - largest).exp();
-            values.lse[row] = sum(largest + total.ln());
+            outputs.lse[row] = sum(largest + total.ln());
             let p: Vec<f64> = scores.iter().map(|x| round((x - largest).exp() / total)).collect();
             let sink_p = round((sink - largest).exp() / total);
             let dp: Vec<f64> = (first..=token)
@@ -162,20 +163,20 @@ pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) 
                 .collect();
             // The softmax's backward: the sum over the keys of p dp equals dout · out.
             let delta = sum(p.iter().zip(&dp).map(|(p, dp)| p * dp).sum());
-            values.dsinks[head] -= round(sink_p * delta);
+            outputs.dsinks[head] -= round(sink_p * delta);
             for (key, (&p, &dp)) in (first..=token).zip(p.iter().zip(&dp)) {
                 let ds = round(round(p * (dp - delta)) * 0.125);
                 for i in 0..64 {
-                    values.out[row * 64 + i] += p * problem.kv[value_at(key) + i] as f64;
-                    values.dq[row * 64 + i] += ds * problem.kv[key_at(key) + i] as f64;
-                    values.dkv[key_at(key) + i] += ds * q[i] as f64;
-                    values.dkv[value_at(key) + i] += p * dout[i] as f64;
+                    outputs.out[row * 64 + i] += p * problem.kv[value_at(key) + i] as f64;
+                    outputs.dq[row * 64 + i] += ds * problem.kv[key_at(key) + i] as f64;
+                    outputs.dkv[key_at(key) + i] += ds * q[i] as f64;
+                    outputs.dkv[value_at(key) + i] += p * dout[i] as f64;
                 }
             }
         }
     }
-    for tensor in [&mut values.out, &mut values.dq, &mut values.dkv, &mut values.dsinks] {
+    for tensor in [&mut outputs.out, &mut outputs.dq, &mut outputs.dkv, &mut outputs.dsinks] {
         tensor.iter_mut().for_each(|x| *x = round(sum(*x)));
     }
-    values
+    outputs
 }

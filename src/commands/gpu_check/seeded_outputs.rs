@@ -1,13 +1,14 @@
-//! Each op on seeded inputs against the outputs of the emulated driver: the first check on a new GPU.
+//! Compares each op's outputs for seeded inputs with those of the emulated driver. It is the first check on a
+//! new GPU.
 //!
-//! Values may differ by twice the error of plain bf16. A masked element, an exact zero on the emulator, must
-//! be zero. Counts and positions must be equal.
+//! Values may differ by twice the error of plain bf16. A value that is exactly zero on the emulator, such as
+//! a masked element, must be zero. Counts and positions must be equal.
 
 use super::Verdicts;
 use super::bitwise_equality::training_bits;
+use super::cpu_reference::{TENSORS, decode_bits, error_bound};
 use super::model_ops::{self, Output};
-use super::oracle::{TENSORS, error_bound, values};
-use super::problem::{AttentionProblem, Shape, reference_attention};
+use super::problem::{AttentionProblem, AttentionShape, reference_attention};
 use crate::ops::cuda::KvPool;
 use crate::ops::sink_attention::kernels::KERNEL_SETS;
 use anyhow::{Context, Result, bail};
@@ -20,47 +21,51 @@ use std::path::Path;
 /// The expected outputs, written by `gpu-check seeded --write FILE` on the emulated driver.
 const EXPECTED: &str = include_str!("../../../kernels/seeded_outputs.txt");
 
-/// Output words by name: bits of f32 numbers, or counts.
+/// Outputs by name. An output's words are bits of f32 numbers, or counts.
 type Outputs = HashMap<String, Vec<u32>>;
 
-fn shapes() -> [Shape; 2] {
+fn shapes() -> [AttentionShape; 2] {
     [
-        Shape::new("window", (2, 1), Some(3), &[1, 6, 0, 3]),
-        Shape::new("no window", (2, 2), None, &[5]).with_extremes(4.0, &[2.0, -3.0]),
+        AttentionShape::new("window", (2, 1), Some(3), &[1, 6, 0, 3]),
+        AttentionShape::new("no window", (2, 2), None, &[5]).with_extremes(4.0, &[2.0, -3.0]),
     ]
 }
 
-/// Returns the name of an op's tensor in the file.
-fn name(tensor: &str, shape: &Shape, kernels: &str) -> String {
-    one_word(&format!("{tensor}, {}, {kernels}", shape.name))
+/// Returns the name of an attention tensor in the file.
+fn tensor_name(tensor: &str, shape: &AttentionShape, kernels: &str) -> String {
+    join_words(&format!("{tensor}, {}, {kernels}", shape.name))
 }
 
-fn one_word(name: &str) -> String {
+/// Replaces spaces, which separate words in the file.
+fn join_words(name: &str) -> String {
     name.replace(' ', "_")
 }
 
-const APPENDED: &str = "rows_in_a_cache";
+/// The name of the output of [`append_to_cache`].
+const CACHE_ROWS: &str = "rows_in_a_cache";
 
-fn outputs(device: &Device) -> Result<Outputs> {
+/// Runs all ops on the device.
+fn run_ops(device: &Device) -> Result<Outputs> {
     let mut outputs = Outputs::new();
     for shape in shapes() {
         for kernels in &KERNEL_SETS {
-            let seen = values(training_bits(&AttentionProblem::new(&shape, 17), device, kernels)?);
+            let attention = decode_bits(training_bits(&AttentionProblem::new(&shape, 17), device, kernels)?);
             for (tensor, get) in TENSORS {
-                let words = get(&seen).iter().map(|&x| (x as f32).to_bits()).collect();
-                outputs.insert(name(tensor, &shape, kernels.name), words);
+                let words = get(&attention).iter().map(|&x| (x as f32).to_bits()).collect();
+                outputs.insert(tensor_name(tensor, &shape, kernels.name), words);
             }
         }
     }
-    outputs.insert(APPENDED.into(), appended(device)?);
+    outputs.insert(CACHE_ROWS.into(), append_to_cache(device)?);
     for output in model_ops::seeded_outputs(device)? {
-        outputs.insert(one_word(&output.name), output.values.into_iter().map(f32::to_bits).collect());
+        outputs.insert(join_words(&output.name), output.values.into_iter().map(f32::to_bits).collect());
     }
     Ok(outputs)
 }
 
-/// Returns which appended row each row of a cache holds, counted from 1.
-fn appended(device: &Device) -> Result<Vec<u32>> {
+/// Appends numbered rows to a cache. Returns for each row of the cache's memory the number of the row in it,
+/// from 1.
+fn append_to_cache(device: &Device) -> Result<Vec<u32>> {
     let gpu = device.as_cuda_device()?;
     let (width, pages) = (2 * 64, 3);
     let cache = KvPool::new(gpu, 1, pages)?;
@@ -79,7 +84,7 @@ fn appended(device: &Device) -> Result<Vec<u32>> {
         .chunks(width)
         .map(|row| {
             if row.iter().any(|x| x != &row[0]) {
-                bail!("a row of the cache holds parts of several");
+                bail!("a row of the cache mixes several appended rows");
             }
             Ok(row[0].to_f32() as u32)
         })
@@ -89,9 +94,9 @@ fn appended(device: &Device) -> Result<Vec<u32>> {
 /// Writes the file of expected outputs.
 ///
 /// # Errors
-/// Those of the device and of the file.
+/// When an op fails or the file cannot be written.
 pub(super) fn write(device: &Device, path: &Path) -> Result<()> {
-    let outputs = outputs(device)?;
+    let outputs = run_ops(device)?;
     let mut names: Vec<&String> = outputs.keys().collect();
     names.sort();
     let mut text = String::from(
@@ -101,7 +106,7 @@ pub(super) fn write(device: &Device, path: &Path) -> Result<()> {
         let words = &outputs[name];
         writeln!(text, "{name} {}", words.len())?;
         for line in words.chunks(16) {
-            // The lower half of a bf16 is zero and left out.
+            // A bf16 number as f32 has a lower half of zeros, which is left out.
             let word = |w: &u32| if w & 0xffff == 0 { format!("{:x}_", w >> 16) } else { format!("{w:x}") };
             writeln!(text, "{}", line.iter().map(word).collect::<Vec<_>>().join(" "))?;
         }
@@ -130,68 +135,70 @@ fn parse(text: &str) -> Result<Outputs> {
     Ok(outputs)
 }
 
-fn floats(words: &[u32]) -> Vec<f64> {
+fn decode_f32(words: &[u32]) -> Vec<f64> {
     words.iter().map(|&w| f32::from_bits(w) as f64).collect()
 }
 
 pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
     let expected = parse(EXPECTED).context("kernels/seeded_outputs.txt")?;
-    let of =
+    let expected_words =
         |name: &str| expected.get(name).with_context(|| format!("kernels/seeded_outputs.txt: no {name}"));
     for shape in shapes() {
         let problem = AttentionProblem::new(&shape, 17);
         let (exact, plain) = (reference_attention(&problem, false), reference_attention(&problem, true));
         for kernels in &KERNEL_SETS {
-            let seen = training_bits(&problem, device, kernels).map(values);
+            let outputs = training_bits(&problem, device, kernels).map(decode_bits);
             for (tensor, get) in TENSORS {
-                let name = name(tensor, &shape, kernels.name);
+                let name = tensor_name(tensor, &shape, kernels.name);
                 verdicts.check(&format!("seeded: {name}"), || {
-                    let seen = seen.as_ref().map_err(|e| anyhow::anyhow!("{e:#}"))?;
-                    Ok(agree(get(seen), &floats(of(&name)?), error_bound(get(&plain), get(&exact))))
+                    let outputs = outputs.as_ref().map_err(|e| anyhow::anyhow!("{e:#}"))?;
+                    let expected = decode_f32(expected_words(&name)?);
+                    Ok(compare(get(outputs), &expected, error_bound(get(&plain), get(&exact))))
                 });
             }
         }
     }
     match model_ops::seeded_outputs(device) {
-        Err(error) => verdicts.row("seeded: ops of models", Err(format!("broke off: {error:#}"))),
+        Err(error) => verdicts.print_row("seeded: ops of models", Err(format!("stopped: {error:#}"))),
         Ok(outputs) => {
             for output in outputs {
-                let name = one_word(&output.name);
-                verdicts
-                    .check(&format!("seeded: {name}"), || Ok(agree_by_rule(&output, &floats(of(&name)?))));
+                let name = join_words(&output.name);
+                verdicts.check(&format!("seeded: {name}"), || {
+                    Ok(compare_within_tolerance(&output, &decode_f32(expected_words(&name)?)))
+                });
             }
         }
     }
     verdicts.check("seeded: rows in a cache", || {
-        let seen = appended(device)?;
-        let same = &seen == of(APPENDED)?;
-        Ok(if same { Ok(format!("{} places", seen.len())) } else { Err(format!("{seen:?}")) })
+        let rows = append_to_cache(device)?;
+        let same = &rows == expected_words(CACHE_ROWS)?;
+        Ok(if same { Ok(format!("{} rows", rows.len())) } else { Err(format!("{rows:?}")) })
     });
     Ok(())
 }
 
-/// Checks that both values are near the exact one.
-fn agree_by_rule(output: &Output, expected: &[f64]) -> Result<String, String> {
+/// Checks that differences are at most twice the output's tolerance, since both sides have an error.
+fn compare_within_tolerance(output: &Output, expected: &[f64]) -> Result<String, String> {
     let largest = expected.iter().fold(0f64, |size, x| size.max(x.abs()));
-    let seen: Vec<f64> = output.values.iter().map(|&x| x.into()).collect();
-    agree(&seen, expected, 2.0 * output.rule.max_error(largest as f32, largest as f32) as f64)
+    let values: Vec<f64> = output.values.iter().map(|&x| x.into()).collect();
+    compare(&values, expected, 2.0 * output.tolerance.max_error(largest as f32, largest as f32) as f64)
 }
 
 /// Checks that differences are at most `bound`, and that zeros of the emulator are zeros.
-fn agree(seen: &[f64], expected: &[f64], bound: f64) -> Result<String, String> {
-    if seen.len() != expected.len() {
-        return Err(format!("{} values, {} by the emulator", seen.len(), expected.len()));
+fn compare(values: &[f64], expected: &[f64], bound: f64) -> Result<String, String> {
+    if values.len() != expected.len() {
+        return Err(format!("{} values, {} on the emulator", values.len(), expected.len()));
     }
     let mut largest: f64 = 0.0;
-    for (i, (&a, &b)) in seen.iter().zip(expected).enumerate() {
+    for (i, (&a, &b)) in values.iter().zip(expected).enumerate() {
         let within = (a - b).abs() <= bound && (b != 0.0 || a == 0.0);
         if !within {
-            return Err(format!("value {i}: {a:.6e}, by the emulator {b:.6e}, allowed {bound:.1e}"));
+            return Err(format!("value {i}: {a:.6e}, on the emulator {b:.6e}, allowed {bound:.1e}"));
         }
         largest = largest.max((a - b).abs());
     }
     let share = if bound > 0.0 { largest / bound } else { 0.0 };
-    Ok(format!("{} values, apart at most {share:.2} of what is allowed", seen.len()))
+    Ok(format!("{} values; largest difference / allowed difference = {share:.2}", values.len()))
 }
 
 #[cfg(test)]
@@ -199,30 +206,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_file_has_every_output_and_each_rule_bites() {
+    fn the_file_has_every_output_and_each_rule_can_fail() {
         let expected = parse(EXPECTED).unwrap();
-        let of_models = model_ops::seeded_outputs(&Device::Cpu).unwrap();
-        let of_attention = shapes().len() * KERNEL_SETS.len() * TENSORS.len();
-        assert_eq!(expected.len(), of_attention + 1 + of_models.len());
-        for output in &of_models {
-            agree_by_rule(output, &floats(&expected[&one_word(&output.name)]))
+        let model_outputs = model_ops::seeded_outputs(&Device::Cpu).unwrap();
+        let attention_outputs = shapes().len() * KERNEL_SETS.len() * TENSORS.len();
+        assert_eq!(expected.len(), attention_outputs + 1 + model_outputs.len());
+        for output in &model_outputs {
+            compare_within_tolerance(output, &decode_f32(&expected[&join_words(&output.name)]))
                 .unwrap_or_else(|e| panic!("{}: {e}", output.name));
         }
         for shape in shapes() {
             let problem = AttentionProblem::new(&shape, 17);
             let exact = reference_attention(&problem, false);
             for (kernels, (tensor, get)) in KERNEL_SETS.iter().flat_map(|k| TENSORS.map(|t| (k, t))) {
-                let words = &expected[&name(tensor, &shape, kernels.name)];
+                let words = &expected[&tensor_name(tensor, &shape, kernels.name)];
                 let bound = error_bound(get(&reference_attention(&problem, true)), get(&exact));
                 // The emulator's outputs are also within the bound of the formulas.
-                agree(&floats(words), get(&exact), bound)
+                compare(&decode_f32(words), get(&exact), bound)
                     .unwrap_or_else(|e| panic!("{tensor}, {}: {e}", shape.name));
             }
         }
-        assert!(agree(&[1.0, 0.0], &[1.0, 0.0], 0.1).is_ok());
-        assert!(agree(&[1.0, 0.01], &[1.0, 0.0], 0.1).is_err(), "masked");
-        assert!(agree(&[1.2], &[1.0], 0.1).is_err());
-        assert!(agree(&[f64::NAN], &[1.0], 0.1).is_err());
-        assert!(agree(&[], &[1.0], 0.1).is_err());
+        assert!(compare(&[1.0, 0.0], &[1.0, 0.0], 0.1).is_ok());
+        assert!(compare(&[1.0, 0.01], &[1.0, 0.0], 0.1).is_err(), "masked");
+        assert!(compare(&[1.2], &[1.0], 0.1).is_err());
+        assert!(compare(&[f64::NAN], &[1.0], 0.1).is_err());
+        assert!(compare(&[], &[1.0], 0.1).is_err());
     }
 }

@@ -1,12 +1,12 @@
-//! TFLOP/s of attention, forward and backward, beside other implementations in the same run.
+//! TFLOP/s of attention, forward and backward, next to other implementations measured in the same run.
 //!
-//! Operations are counted as in publications, whatever a kernel computes: 4 · D per head and visible pair of
-//! query and key in the forward, and 2.5 times that in the backward. There are 16,384 tokens in sequences of
-//! one length.
+//! Operations are counted as in publications, not as a kernel computes them: 4 · D for each head and visible
+//! pair of query and key in the forward, and 2.5 times that in the backward. A batch has 16,384 tokens, in
+//! sequences of equal length.
 
-use super::oracle::bits;
+use super::cpu_reference::round_to_bf16;
 use super::peers::{AttentionTimings, TimingCase};
-use super::problem::{AttentionProblem, Shape};
+use super::problem::{AttentionProblem, AttentionShape};
 use crate::ops::cuda::{DeviceLaunchPlan, Inputs, Timer};
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
 use crate::ops::sink_attention::plan::LaunchSequences;
@@ -16,14 +16,14 @@ use half::bf16;
 
 const TOKENS: usize = 16_384;
 const WARM_UPS: usize = 3;
-/// Measurements, of which the median is printed.
+/// Number of measurements. Their median is printed.
 const MEASUREMENTS: usize = 21;
-/// Passes in a row per measurement, which hide the host's time.
+/// Number of consecutive passes in a measurement, so that the host's time is hidden.
 const PASSES: usize = 5;
 
-/// (heads, key-value heads) and window: of published benchmarks, GPT-OSS's full layers, its sliding-window
-/// layers.
-const MODELS: [((usize, usize), Option<usize>); 3] =
+/// ((heads, key-value heads), window) of published benchmarks, of GPT-OSS's full layers, and of its
+/// sliding-window layers.
+const LAYERS: [((usize, usize), Option<usize>); 3] =
     [((32, 32), None), ((64, 8), None), ((64, 8), Some(128))];
 const LENGTHS: [usize; 5] = [1024, 2048, 4096, 8192, 16_384];
 
@@ -40,92 +40,95 @@ pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&AttentionTimings
     print!("| heads / kv heads, window | tokens | pass | kernels | ms | TFLOP/s |");
     names.iter().for_each(|name| print!(" {name} |"));
     println!("\n| --- | --- | --- | --- | --- | --- |{}", " --- |".repeat(names.len()));
-    for ((heads, kv_heads), window) in MODELS {
+    for ((heads, kv_heads), window) in LAYERS {
         for length in LENGTHS.into_iter().take(if small { 1 } else { LENGTHS.len() }) {
             let mut rows = vec![];
             for kernels in &KERNEL_SETS {
-                let times = time(gpu, kernels, (heads, kv_heads), window, length)?;
+                let times = measure(gpu, kernels, (heads, kv_heads), window, length)?;
                 rows.extend([(false, kernels, times[0]), (true, kernels, times[1])]);
             }
             rows.sort_by_key(|&(backward, ..)| backward);
             for (backward, kernels, ms) in rows {
-                let timed = TimingCase { heads, kv_heads, window, length, backward };
-                print_row(timed, kernels, ms, &names, peers);
+                let case = TimingCase { heads, kv_heads, window, length, backward };
+                print_row(case, kernels, ms, &names, peers);
             }
         }
     }
-    for (name, trouble) in peers.iter().flat_map(|peers| peers.failures()) {
-        println!("\n{name} did not run everywhere: {}", trouble.replace('\n', " "));
+    for (name, error) in peers.iter().flat_map(|peers| peers.failures()) {
+        println!("\n{name} did not run everywhere: {}", error.replace('\n', " "));
     }
     Ok(())
 }
 
 fn print_row(
-    timed: TimingCase,
+    case: TimingCase,
     kernels: &KernelSet,
     ms: f32,
     names: &[&str],
     peers: Option<&AttentionTimings>,
 ) {
-    let TimingCase { heads, kv_heads, window, length, backward } = timed;
-    let work = operations(timed);
-    let rate = |ms: f32| work / (ms as f64 * 1e9);
+    let TimingCase { heads, kv_heads, window, length, backward } = case;
+    let operations = operations(case);
+    let tflops = |ms: f32| operations / (ms as f64 * 1e9);
     let window = window.map_or("all".into(), |w| w.to_string());
     let pass = if backward { "backward" } else { "forward" };
     print!(
         "| {heads} / {kv_heads}, {window} | {length} | {pass} | {} | {ms:.3} | **{:.0}** |",
         kernels.name,
-        rate(ms)
+        tflops(ms)
     );
     for name in names {
-        match peers.and_then(|peers| peers.milliseconds(name, timed)) {
-            Some(theirs) => print!(" {:.0} ({:.2}×) |", rate(theirs), theirs / ms),
+        match peers.and_then(|peers| peers.milliseconds(name, case)) {
+            Some(theirs) => print!(" {:.0} ({:.2}×) |", tflops(theirs), theirs / ms),
             None => print!(" not run |"),
         }
     }
     println!();
 }
 
-/// Floating-point operations of a pass over [`TOKENS`].
-fn operations(timed: TimingCase) -> f64 {
-    let TimingCase { heads, window, length, backward, .. } = timed;
-    let seen = window.unwrap_or(length).min(length);
-    // The first `seen` queries see 1, 2, ... keys; all others see `seen` keys.
-    let pairs = seen * (seen + 1) / 2 + (length - seen) * seen;
+/// Returns the floating-point operations of a pass over [`TOKENS`] tokens.
+fn operations(case: TimingCase) -> f64 {
+    let TimingCase { heads, window, length, backward, .. } = case;
+    let keys_max = window.unwrap_or(length).min(length);
+    // The first `keys_max` queries see 1, 2, ... keys; all others see `keys_max` keys.
+    let pairs = keys_max * (keys_max + 1) / 2 + (length - keys_max) * keys_max;
     let forward = (4 * 64 * heads * pairs * (TOKENS / length)) as f64;
     if backward { 2.5 * forward } else { forward }
 }
 
-/// Returns random numbers, about a million of them repeated, because zeros would run faster than real data.
+/// Returns `count` random values. About a million values are drawn and repeated. Zeros would run faster than
+/// real data.
 pub(super) fn random_values(count: usize, seed: u64) -> Vec<bf16> {
-    let some = AttentionProblem::new(&Shape::new("numbers", (128, 128), None, &[128]), seed);
-    bits(&some.q).into_iter().cycle().take(count).collect()
+    let problem = AttentionProblem::new(&AttentionShape::new("values", (128, 128), None, &[128]), seed);
+    round_to_bf16(&problem.q).into_iter().cycle().take(count).collect()
 }
 
-/// Returns the milliseconds of forward and backward.
-fn time(
+/// Returns the milliseconds of forward and of backward.
+fn measure(
     gpu: &CudaDevice,
     kernels: &'static KernelSet,
     heads: (usize, usize),
     window: Option<usize>,
     length: usize,
 ) -> Result<[f32; 2]> {
-    let shape = Shape::new("speed", heads, window, &vec![length; TOKENS / length]);
+    let shape = AttentionShape::new("speed", heads, window, &vec![length; TOKENS / length]);
     let sequences = LaunchSequences::for_packed_sequences(&shape.cu_seqlens())?;
-    let prepared = DeviceLaunchPlan::new(gpu, kernels, &shape.attention(), &sequences, None)?;
+    let plan = DeviceLaunchPlan::new(gpu, kernels, &shape.attention(), &sequences, None)?;
     let upload = |heads: usize, seed: u64| gpu.clone_htod(&random_values(TOKENS * heads * 64, seed));
     let (q, kv, dout) = (upload(heads.0, 1)?, upload(2 * heads.1, 2)?, upload(heads.0, 3)?);
     let sinks = gpu.clone_htod(&vec![0.5f32; heads.0])?;
     let (q, kv, dout, sinks) = (q.as_view(), kv.as_view(), dout.as_view(), sinks.as_view());
     let inputs = Inputs { q: &q, kv: &kv, sinks: &sinks };
-    let (mut outputs, mut gradients) = (prepared.outputs()?, prepared.gradients()?);
-    let forward = median(gpu, || Ok(prepared.forward(&inputs, &mut outputs)?))?;
+    let (mut outputs, mut gradients) = (plan.outputs()?, plan.gradients()?);
+    let forward = median_milliseconds(gpu, || Ok(plan.forward(&inputs, &mut outputs)?))?;
     let (out, lse) = (outputs.out.as_view(), &outputs.lse);
-    let backward = median(gpu, || Ok(prepared.backward(&inputs, &out, lse, &dout, &mut gradients)?))?;
+    let backward =
+        median_milliseconds(gpu, || Ok(plan.backward(&inputs, &out, lse, &dout, &mut gradients)?))?;
     Ok([forward, backward])
 }
 
-pub(super) fn median(gpu: &CudaDevice, mut pass: impl FnMut() -> Result<()>) -> Result<f32> {
+/// Returns the median time of `pass`, in milliseconds.
+pub(super) fn median_milliseconds(gpu: &CudaDevice, mut pass: impl FnMut() -> Result<()>) -> Result<f32> {
     for _ in 0..WARM_UPS {
         pass()?;
     }
@@ -147,13 +150,13 @@ mod tests {
 
     #[test]
     fn operations_are_counted_as_publishers_do() {
-        let timed =
+        let case =
             |window, length, backward| TimingCase { heads: 32, kv_heads: 32, window, length, backward };
         // 4 · 64 · 32 · 16384² / 2, apart from half of the diagonal.
-        let whole = operations(timed(None, 16_384, false));
+        let whole = operations(case(None, 16_384, false));
         assert!((whole / (4.0 * 64.0 * 32.0 * 16_384f64.powi(2) / 2.0) - 1.0).abs() < 1e-4);
-        assert_eq!(operations(timed(None, 16_384, true)), 2.5 * whole);
-        assert_eq!(operations(timed(Some(1), 1024, false)), (4 * 64 * 32 * TOKENS) as f64);
-        assert_eq!(operations(timed(Some(5000), 1024, false)), operations(timed(None, 1024, false)));
+        assert_eq!(operations(case(None, 16_384, true)), 2.5 * whole);
+        assert_eq!(operations(case(Some(1), 1024, false)), (4 * 64 * 32 * TOKENS) as f64);
+        assert_eq!(operations(case(Some(5000), 1024, false)), operations(case(None, 1024, false)));
     }
 }

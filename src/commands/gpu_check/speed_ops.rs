@@ -1,11 +1,11 @@
-//! Milliseconds, TFLOP/s and GB/s of the other ops at gpt-oss-20b's shapes, relative to the limits of
-//! docs/ROOFLINE.md.
+//! Milliseconds, TFLOP/s and GB/s of the ops other than attention, at gpt-oss-20b's shapes, compared with the
+//! limits of docs/ROOFLINE.md.
 //!
-//! A multiply-add counts as two operations, and each tensor's bytes count once. Backward passes are
-//! timed on a graph of one op.
+//! A multiply-add counts as two operations, and the bytes of each tensor count once. A backward is timed on a
+//! graph of one op.
 
 use super::model_ops::trainable_parameter;
-use super::speed::{median, random_values};
+use super::speed::{median_milliseconds, random_values};
 use crate::ops::graph::differentiate;
 use crate::ops::optimizer::{AdamW, adamw};
 use crate::ops::{self, Dispatch};
@@ -24,7 +24,7 @@ struct Sizes {
 }
 
 const TOP_K: usize = 4;
-/// Peaks from data sheets: dense bf16 products of an H100 SXM and an H200, and their memory bandwidths.
+/// Peaks from data sheets: dense bf16 products (H100 SXM and H200), and memory bandwidths.
 const PEAK_FLOPS: f64 = 989e12;
 const H100_BYTES_PER_S: f64 = 3.35e12;
 const H200_BYTES_PER_S: f64 = 4.8e12;
@@ -38,10 +38,10 @@ const GPT_OSS: Sizes = Sizes {
 };
 const SMALL: Sizes =
     Sizes { hidden: 16, queries: 32, experts: 4, intermediate: 16, vocabulary: 40, tokens: &[3] };
-/// Rows of the head per call; memory limits them.
+/// Maximum rows of the head in a call, because of the memory of its logits.
 const HEAD_ROWS_MAX: usize = 1024;
 
-fn random(device: &Device, shape: &[usize]) -> Result<Tensor> {
+fn random_bf16(device: &Device, shape: &[usize]) -> Result<Tensor> {
     Ok(Tensor::from_vec(random_values(shape.iter().product(), 5), shape, &Device::Cpu)?.to_device(device)?)
 }
 
@@ -55,8 +55,8 @@ pub(super) fn run(device: &Device, small: bool) -> Result<()> {
         "\n| op | tokens or values | ms | TFLOP/s | GB/s | of the peak |\n| --- | --- | --- | --- | --- | --- |"
     );
     for &tokens in sizes.tokens {
-        time_matmuls(device, &sizes, tokens)?;
-        time_row_ops(device, &sizes, tokens)?;
+        measure_matmuls(device, &sizes, tokens)?;
+        measure_row_ops(device, &sizes, tokens)?;
     }
     let count = sizes.experts * sizes.hidden * sizes.intermediate;
     let [w, m, v, g] = [(); 4].map(|()| ones_f32(device, &[count]));
@@ -70,12 +70,15 @@ pub(super) fn run(device: &Device, small: bool) -> Result<()> {
         root_correction: 1.0,
         eps: 1e-8,
     };
-    print_timing(device, "adamw", count, 0.0, 28.0 * count as f64, || Ok(adamw(&w, [&m, &v], &g, &step)?))
+    measure_and_print(device, "adamw", count, 0.0, 28.0 * count as f64, || {
+        Ok(adamw(&w, [&m, &v], &g, &step)?)
+    })
 }
 
-/// Prints one row of the table. The last column is the minimal time, set by the slower of operations and
-/// bytes, as a fraction of the measured time.
-fn print_timing(
+/// Measures `pass` and prints its row. The last column is the ratio of the shortest possible time to the
+/// measured time. The shortest possible time is that of the operations or that of the bytes, whichever is
+/// longer.
+fn measure_and_print(
     device: &Device,
     op: &str,
     count: usize,
@@ -83,79 +86,84 @@ fn print_timing(
     bytes: f64,
     pass: impl FnMut() -> Result<()>,
 ) -> Result<()> {
-    let seconds = median(device.as_cuda_device()?, pass)? as f64 / 1e3;
-    let rate = |of: f64, unit: f64| if of > 0.0 { format!("{:.1}", of / seconds / unit) } else { "".into() };
+    let seconds = median_milliseconds(device.as_cuda_device()?, pass)? as f64 / 1e3;
+    let rate = |amount: f64, unit: f64| match amount > 0.0 {
+        true => format!("{:.1}", amount / seconds / unit),
+        false => String::new(),
+    };
     let name = device.as_cuda_device()?.cuda_stream().context().name().w()?;
-    let bytes_a_second = if name.contains("H200") { H200_BYTES_PER_S } else { H100_BYTES_PER_S };
-    let least = (operations / PEAK_FLOPS).max(bytes / bytes_a_second);
+    let bytes_per_s = if name.contains("H200") { H200_BYTES_PER_S } else { H100_BYTES_PER_S };
+    let seconds_min = (operations / PEAK_FLOPS).max(bytes / bytes_per_s);
     println!(
         "| {op} | {count} | {:.4} | {} | {} | {:.0}% |",
         seconds * 1e3,
         rate(operations, 1e12),
         rate(bytes, 1e9),
-        100.0 * least / seconds
+        100.0 * seconds_min / seconds
     );
     Ok(())
 }
 
-fn time_matmuls(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
-    let routes = (0..tokens * TOP_K).map(|i| ((i / TOP_K + i % TOP_K * 7) % s.experts) as u32);
-    let routes = Tensor::from_iter(routes, &Device::Cpu)?.reshape((tokens, TOP_K))?.to_device(device)?;
-    let plan = Dispatch::new(&routes, s.experts)?;
+fn measure_matmuls(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
+    let routed_experts = (0..tokens * TOP_K).map(|i| ((i / TOP_K + i % TOP_K * 7) % s.experts) as u32);
+    let routed_experts = Tensor::from_iter(routed_experts, &Device::Cpu)?.reshape((tokens, TOP_K))?;
+    let plan = Dispatch::new(&routed_experts.to_device(device)?, s.experts)?;
     let (k, up) = (s.hidden, 2 * s.intermediate);
-    let (dense, _) = trainable_parameter(&random(device, &[k, s.queries])?)?;
-    let (grouped, _) = trainable_parameter(&random(device, &[s.experts, k, up])?)?;
+    let (dense, _) = trainable_parameter(&random_bf16(device, &[k, s.queries])?)?;
+    let (grouped, _) = trainable_parameter(&random_bf16(device, &[s.experts, k, up])?)?;
     let (bias, _) = trainable_parameter(&ones_f32(device, &[s.experts, up])?)?;
     type Op<'a> = &'a dyn Fn(&Tensor) -> candle_core::Result<Tensor>;
     let linear: Op = &|x| ops::linear(x, &dense, None);
-    let of_experts: Op = &|x| ops::grouped_linear(x, &grouped, Some(&bias), &plan);
-    for (name, op, time_row_ops, n, matrices) in [
+    let expert_product: Op = &|x| ops::grouped_linear(x, &grouped, Some(&bias), &plan);
+    for (name, op, rows, n, matrices) in [
         ("linear", linear, tokens, s.queries, 1),
-        ("experts' product", of_experts, tokens * TOP_K, up, s.experts),
+        ("experts' product", expert_product, tokens * TOP_K, up, s.experts),
     ] {
-        let (x, dy) = (random(device, &[time_row_ops, k])?, random(device, &[time_row_ops, n])?);
-        let (operations, of_rows) = ((2 * time_row_ops * k * n) as f64, (2 * time_row_ops * (k + n)) as f64);
+        let (x, dy) = (random_bf16(device, &[rows, k])?, random_bf16(device, &[rows, n])?);
+        let (operations, row_bytes) = ((2 * rows * k * n) as f64, (2 * rows * (k + n)) as f64);
         let values = (matrices * k * n) as f64;
         let forward = format!("{name} to {n}");
-        print_timing(device, &forward, tokens, operations, 2.0 * values + of_rows, || Ok(op(&x).map(drop)?))?;
+        measure_and_print(device, &forward, tokens, operations, 2.0 * values + row_bytes, || {
+            Ok(op(&x).map(drop)?)
+        })?;
         let both = format!("{name} to {n}, with its backward");
         // The weight's gradient is read and written in f32.
-        print_timing(device, &both, tokens, 3.0 * operations, 12.0 * values + 3.0 * of_rows, || {
+        measure_and_print(device, &both, tokens, 3.0 * operations, 12.0 * values + 3.0 * row_bytes, || {
             differentiate(&[&x], || candle_core::Result::Ok(vec![(op(&x)?, dy.clone())]))?;
             Ok(())
         })?;
     }
     if tokens <= HEAD_ROWS_MAX {
-        let (h, head) = (random(device, &[tokens, k])?, random(device, &[k, s.vocabulary])?);
+        let (h, head) = (random_bf16(device, &[tokens, k])?, random_bf16(device, &[k, s.vocabulary])?);
         let head = ops::Parameter::constant(&head);
         let bytes = 2 * k * s.vocabulary + tokens * (2 * k + 4 * s.vocabulary);
         let operations = (2 * tokens * k * s.vocabulary) as f64;
-        print_timing(device, "head's logits", tokens, operations, bytes as f64, || {
+        measure_and_print(device, "head's logits", tokens, operations, bytes as f64, || {
             Ok(ops::linear_f32(&h, &head, None).map(drop)?)
         })?;
     }
     Ok(())
 }
 
-fn time_row_ops(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
-    let (x, weight) = (random(device, &[tokens, s.hidden])?, ones_f32(device, &[s.hidden])?);
+fn measure_row_ops(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
+    let (x, weight) = (random_bf16(device, &[tokens, s.hidden])?, ones_f32(device, &[s.hidden])?);
     let bytes = |values: usize| 2.0 * values as f64;
-    print_timing(device, "rms_norm", tokens, 0.0, bytes(2 * tokens * s.hidden), || {
+    measure_and_print(device, "rms_norm", tokens, 0.0, bytes(2 * tokens * s.hidden), || {
         Ok(ops::rms_norm(&x, &weight, 1e-5).map(drop)?)
     })?;
-    let time_row_ops = tokens * TOP_K;
-    let gated = random(device, &[time_row_ops, 2 * s.intermediate])?;
-    print_timing(device, "swiglu", tokens, 0.0, bytes(3 * time_row_ops * s.intermediate), || {
+    let expert_rows = tokens * TOP_K;
+    let gated = random_bf16(device, &[expert_rows, 2 * s.intermediate])?;
+    measure_and_print(device, "swiglu", tokens, 0.0, bytes(3 * expert_rows * s.intermediate), || {
         Ok(ops::swiglu(&gated, 7.0, 1.702).map(drop)?)
     })?;
     let logits = ones_f32(device, &[tokens, s.experts])?;
-    let routes = ops::route(&logits, TOP_K)?;
-    let plan = Dispatch::new(&routes, s.experts)?;
-    print_timing(device, "dispatch", tokens, 0.0, bytes((tokens + time_row_ops) * s.hidden), || {
+    let plan = Dispatch::new(&ops::route(&logits, TOP_K)?, s.experts)?;
+    measure_and_print(device, "dispatch", tokens, 0.0, bytes((tokens + expert_rows) * s.hidden), || {
         Ok(ops::dispatch(&x, &plan).map(drop)?)
     })?;
-    let (sorted, shares) = (random(device, &[time_row_ops, s.hidden])?, ones_f32(device, &[tokens, TOP_K])?);
-    print_timing(device, "combine", tokens, 0.0, bytes((tokens + time_row_ops) * s.hidden), || {
+    let (sorted, shares) =
+        (random_bf16(device, &[expert_rows, s.hidden])?, ones_f32(device, &[tokens, TOP_K])?);
+    measure_and_print(device, "combine", tokens, 0.0, bytes((tokens + expert_rows) * s.hidden), || {
         Ok(ops::combine(&sorted, &shares, &plan).map(drop)?)
     })
 }

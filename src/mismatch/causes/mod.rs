@@ -1,8 +1,7 @@
-//! The known mistakes. Each is declared once: name, description, deciding experiment, and change.
+//! The known causes of a mismatch. Each is declared once: name, description, deciding experiment, and change.
 //!
-//! Each file lists the mistakes of one part of the computation. The model's configuration decides which of
-//! them apply, so a new model family needs no entry here. [`variant`] holds the settings that a mistake may
-//! change.
+//! Each file lists the causes in one part of the computation. The model's configuration decides which of them
+//! apply, so a new model family needs no entry here. [`variant`] holds the settings that a cause may change.
 
 mod attention;
 mod experts;
@@ -22,19 +21,19 @@ use candle_core::Tensor;
 use std::sync::Arc;
 use variant::Variant;
 
-/// One mistake with its parameters. Two are equal if their descriptions are.
+/// One cause with its parameters. Two causes are equal if their descriptions are equal.
 #[derive(Clone)]
 pub struct Cause {
-    /// The name that all variants of the mistake share, as in docs/MISMATCH.md.
+    /// The name that all variants of the cause share, as in docs/MISMATCH.md.
     pub name: &'static str,
     /// The difference from the correct computation.
     detail: String,
-    /// The rows, or the run of the engine, that distinguish this mistake from others.
+    /// Rows to compare, or a run of the engine, that would distinguish this cause from others.
     pub deciding_experiment: &'static str,
     change: Change,
 }
 
-/// Computes the change of every tensor from the original weights.
+/// Makes, from the original weights, the function that changes each tensor.
 pub type WeightEdit = Arc<dyn Fn(&Parameters) -> Result<WeightChange> + Send + Sync>;
 
 #[derive(Clone)]
@@ -54,7 +53,7 @@ impl Cause {
         Self { name, detail: detail.into(), deciding_experiment, change }
     }
 
-    /// Declares a mistake in configuration, forward or batch.
+    /// Declares a cause in the configuration, the forward or the batch.
     pub fn in_forward(
         name: &'static str,
         detail: impl Into<String>,
@@ -64,22 +63,22 @@ impl Cause {
         Self::new(name, detail, deciding_experiment, Change::Forward(Arc::new(change)))
     }
 
-    /// Declares a mistake in the values of the tensors for which `concerns` is true.
-    pub fn in_values(
+    /// Declares a cause that changes the values of some tensors: those for which `selects` is true.
+    pub fn in_tensors(
         name: &'static str,
         detail: impl Into<String>,
         deciding_experiment: &'static str,
-        concerns: impl Fn(&ParameterSpec) -> bool + Send + Sync + 'static,
+        selects: impl Fn(&ParameterSpec) -> bool + Send + Sync + 'static,
         change: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Self {
-        let changed: WeightChange = Arc::new(move |spec, weight| match concerns(spec) {
+        let weight_change: WeightChange = Arc::new(move |spec, weight| match selects(spec) {
             true => Ok(Weight::dense(&change(&weight.decode(&spec.working_shape())?)?)),
             false => Ok(weight),
         });
-        Self::in_weights(name, detail, deciding_experiment, Arc::new(move |_| Ok(changed.clone())))
+        Self::in_weights(name, detail, deciding_experiment, Arc::new(move |_| Ok(weight_change.clone())))
     }
 
-    /// Declares a mistake in the weights.
+    /// Declares a cause that changes the weights.
     pub fn in_weights(
         name: &'static str,
         detail: impl Into<String>,
@@ -89,7 +88,7 @@ impl Cause {
         Self::new(name, detail, deciding_experiment, Change::Weights(edit))
     }
 
-    /// Declares a mistake in the computation of log-probs from logits.
+    /// Declares a cause in the computation of log-probs from logits.
     pub fn in_head(
         name: &'static str,
         detail: impl Into<String>,
@@ -104,7 +103,7 @@ impl Cause {
         format!("{}: {}", self.name, self.detail)
     }
 
-    /// Returns the head's settings, if the mistake changes nothing before the head.
+    /// Returns the head's settings if the cause changes only the head.
     pub fn head_settings(&self) -> Option<HeadSettings> {
         match self.change {
             Change::Head(settings) => Some(settings),
@@ -112,21 +111,21 @@ impl Cause {
         }
     }
 
-    /// Returns whether the mistake shortens the mantissas of the whole computation.
+    /// Returns whether the cause shortens the mantissas of the whole computation.
     pub fn reduces_mantissa(&self) -> bool {
         self.name == precision::REDUCED_MANTISSA
     }
 
-    /// Returns whether ordinary rounding noise can look like this mistake.
+    /// Returns whether ordinary rounding noise can look like this cause.
     pub fn is_rounding(&self) -> bool {
         self.reduces_mantissa() || self.name == precision::BF16_WEIGHTS
     }
 
-    /// Applies the mistake to `variant`.
+    /// Applies the cause to `variant`.
     pub fn apply(&self, variant: &mut Variant) {
         match &self.change {
             Change::Forward(change) => change(variant),
-            Change::Weights(edit) => variant.weights.push(edit.clone()),
+            Change::Weights(edit) => variant.weight_edits.push(edit.clone()),
             Change::Head(settings) => variant.head = *settings,
         }
     }
@@ -144,30 +143,31 @@ impl std::fmt::Debug for Cause {
     }
 }
 
-/// Returns the causes for a model of `config` with known parameters; temperature and filters are fitted
-/// later. `has_earlier`: the weights before the last update are available.
-pub fn causes(config: &Config, has_earlier: bool) -> Vec<Cause> {
-    let mut found = rope::causes(config);
-    found.extend(attention::causes(config));
-    found.extend(experts::causes(config));
-    found.extend(reading::causes());
-    found.extend(precision::causes(config));
-    if has_earlier {
+/// Returns the causes that apply to a model of `config`, without temperature and filters, which are fitted to
+/// the data ([`super::head`]). `has_earlier_weights`: the weights before the last update are available.
+pub fn causes(config: &Config, has_earlier_weights: bool) -> Vec<Cause> {
+    let mut causes = rope::causes(config);
+    causes.extend(attention::causes(config));
+    causes.extend(experts::causes(config));
+    causes.extend(reading::causes());
+    causes.extend(precision::causes(config));
+    if has_earlier_weights {
         let detail = "they are those of --earlier";
-        found.push(Cause::in_forward("weights one update old", detail, WEIGHTS, |variant| {
-            variant.earlier = true
+        causes.push(Cause::in_forward("weights one update old", detail, RELOADED_WEIGHTS, |variant| {
+            variant.use_earlier_weights = true
         }));
     }
-    found
+    causes
 }
 
-const WEIGHTS: &str = "a run of the engine with the weights loaded anew in bf16";
-const FORWARD: &str = "a run of the engine in f32, on more tokens";
+/// Deciding experiments.
+const RELOADED_WEIGHTS: &str = "a run of the engine with the weights loaded anew in bf16";
+const F32_RUN: &str = "a run of the engine in f32, on more tokens";
 
 /// Declares that a group of biases is missing.
 fn missing_biases(name: &'static str, detail: &'static str, endings: &'static [&'static str]) -> Cause {
-    let concerns = |spec: &ParameterSpec| endings.iter().any(|ending| spec.name.ends_with(ending));
-    Cause::in_values(name, detail, WEIGHTS, concerns, |values| Ok(values.zeros_like()?))
+    let selects = |spec: &ParameterSpec| endings.iter().any(|ending| spec.name.ends_with(ending));
+    Cause::in_tensors(name, detail, RELOADED_WEIGHTS, selects, |values| Ok(values.zeros_like()?))
 }
 
 /// Selects the indices `order` of the last axis.

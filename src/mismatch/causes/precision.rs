@@ -1,6 +1,6 @@
-//! Mistakes of precision: weights in a shorter format, and short mantissas everywhere.
+//! Causes in precision: weights in a shorter format, and short mantissas everywhere.
 
-use super::{Cause, FORWARD, WEIGHTS};
+use super::{Cause, F32_RUN, RELOADED_WEIGHTS};
 use crate::model::config::Config;
 use crate::model::names::ParameterSpec;
 use crate::model::rounding::WeightRounding;
@@ -13,47 +13,47 @@ pub(super) const BF16_WEIGHTS: &str = "bf16 weights";
 pub(super) const REDUCED_MANTISSA: &str = "short mantissas";
 
 pub(super) fn causes(config: &Config) -> Vec<Cause> {
-    let rounded = |name, detail, rounding: WeightRounding| {
-        Cause::in_weights(name, detail, WEIGHTS, Arc::new(move |_| Ok(rounding.weight_change())))
+    let weight_rounding = |name, detail, rounding: WeightRounding| {
+        Cause::in_weights(name, detail, RELOADED_WEIGHTS, Arc::new(move |_| Ok(rounding.weight_change())))
     };
     let bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
-    let mut found = vec![rounded(BF16_WEIGHTS, "every tensor is rounded", bf16)];
-    let divides =
+    let mut causes = vec![weight_rounding(BF16_WEIGHTS, "every tensor is rounded", bf16)];
+    let is_divisible =
         [config.hidden_size, config.intermediate_size].iter().all(|size| size.is_multiple_of(BLOCK));
-    if config.family.has_experts && divides {
+    if config.family.has_experts && is_divisible {
         let name = "MXFP4 weights";
-        let detail = "expert matrices in blocks of 32, what lies beyond 6 of their scale cut off";
-        found.push(Cause::in_values(
+        let detail = "expert matrices in blocks of 32; values above 6 times the block's scale are clamped";
+        causes.push(Cause::in_tensors(
             name,
             detail,
-            WEIGHTS,
+            RELOADED_WEIGHTS,
             ParameterSpec::is_expert_matrix,
             round_to_mxfp4_saturating,
         ));
         let mxfp4 = WeightRounding { mxfp4: true, bits: None };
-        found.push(rounded(name, "expert matrices in blocks of 32", mxfp4));
+        causes.push(weight_rounding(name, "expert matrices in blocks of 32", mxfp4));
     }
-    found.extend([3, 5, 7].map(|bits| {
+    causes.extend([3, 5, 7].map(|bits| {
         let detail = format!("weights and activations of {bits} bits");
-        Cause::in_forward(REDUCED_MANTISSA, detail, FORWARD, move |variant| variant.set_rounding(bits, bits))
+        Cause::in_forward(REDUCED_MANTISSA, detail, F32_RUN, move |variant| variant.set_rounding(bits, bits))
     }));
-    found
+    causes
 }
 
-/// Rounds to MXFP4 in blocks of 32 inputs. The scale is a power of two such that the largest scaled
-/// magnitude is in 4..8. Magnitudes round to the nearest of the format's eight values, ties to the even
-/// index. Scaled values above 6 saturate at 6.
+/// Rounds to MXFP4 in blocks of 32 inputs. The scale of a block is a power of two; the largest magnitude,
+/// divided by the scale, is in 4..8. Each magnitude rounds to the nearest of the format's eight values, ties
+/// to the even index. Values above 6 become 6.
 fn round_to_mxfp4_saturating(tensor: &Tensor) -> Result<Tensor> {
     let [_, inputs, outputs]: [usize; 3] = tensor.dims3()?.into();
     let mut values = tensor.flatten_all()?.to_vec1::<f32>()?;
     for matrix in values.chunks_exact_mut(inputs * outputs) {
         for block in matrix.chunks_exact_mut(BLOCK * outputs) {
             for output in 0..outputs {
-                let places = (0..BLOCK).map(|i| i * outputs + output);
-                let largest = places.clone().fold(0f32, |m, at| m.max(block[at].abs()));
+                let indices = (0..BLOCK).map(|i| i * outputs + output);
+                let largest = indices.clone().fold(0f32, |m, index| m.max(block[index].abs()));
                 let exponent = ((largest.to_bits() >> 23) as i32 - 127 - 2).clamp(-127, 127);
                 let scale = f32::powi(2.0, exponent);
-                places.for_each(|at| block[at] = nearest_magnitude(block[at] / scale) * scale);
+                indices.for_each(|index| block[index] = nearest_magnitude(block[index] / scale) * scale);
             }
         }
     }

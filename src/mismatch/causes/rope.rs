@@ -1,42 +1,43 @@
-//! Mistakes of the rotary position embedding (RoPE).
+//! Causes in the rotary position embedding (RoPE).
 
 use super::{Cause, select_columns};
 use crate::model::config::{Config, Rope};
 use crate::model::rope;
 
 const BASES: [f64; 6] = [100.0, 10_000.0, 150_000.0, 500_000.0, 1e6, 1e7];
-const DECIDES: &str = "longer rows: the angles part with the distance";
+/// The deciding experiment.
+const LONGER_ROWS: &str = "longer rows: the angles differ more at larger distances";
 
 pub(super) fn causes(config: &Config) -> Vec<Cause> {
     let head_dim = config.head_dim;
-    // Half-split RoPE rotates dimension i with i + half, so the interleaved neighbours 2i and 2i + 1 go
-    // there.
-    let place = move |o: usize| {
+    // Half-split RoPE rotates dimension i with i + half, interleaved RoPE rotates 2i with 2i + 1. So the
+    // dimensions 2i and 2i + 1 move to i and i + half.
+    let source_dimension = move |o: usize| {
         let (head, i, half) = (o / head_dim * head_dim, o % head_dim, head_dim / 2);
         (head + if i < half { 2 * i } else { 2 * (i - half) + 1 }) as u32
     };
-    let mut found = vec![Cause::in_values(
+    let mut causes = vec![Cause::in_tensors(
         "RoPE interleaved",
-        "neighbouring dimensions are turned as pairs",
-        DECIDES,
+        "neighbouring dimensions are rotated as pairs",
+        LONGER_ROWS,
         |spec| ["q_proj", "k_proj"].iter().any(|part| spec.name.contains(part)),
         move |values| {
-            let order: Vec<u32> = (0..values.dim(candle_core::D::Minus1)?).map(place).collect();
+            let order: Vec<u32> = (0..values.dim(candle_core::D::Minus1)?).map(source_dimension).collect();
             select_columns(values, &order)
         },
     )];
     if config.rope.yarn.is_some() {
-        found.extend([
+        causes.extend([
             Cause::in_forward(
                 "RoPE without YaRN",
-                "plain frequencies, cosine and sine without factor",
-                DECIDES,
+                "plain frequencies; cosine and sine without the attention factor",
+                LONGER_ROWS,
                 |variant| variant.config.rope.yarn = None,
             ),
             Cause::in_forward(
                 "YaRN attention factor missing",
-                "cosine and sine are not multiplied with it",
-                DECIDES,
+                "cosine and sine are not multiplied by it",
+                LONGER_ROWS,
                 move |variant| {
                     let frequencies = rope::frequencies(&variant.config.rope, head_dim);
                     variant.rope = Some((frequencies, 1.0));
@@ -44,8 +45,8 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
             ),
             Cause::in_forward(
                 "other YaRN ramp",
-                "its bounds are rounded as `truncate` does not say",
-                DECIDES,
+                "its bounds are rounded as if `truncate` had the other value",
+                LONGER_ROWS,
                 |variant| {
                     if let Some(yarn) = &mut variant.config.rope.yarn {
                         yarn.truncate = !yarn.truncate;
@@ -54,28 +55,28 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
             ),
             Cause::in_forward(
                 "other YaRN ramp",
-                "all frequencies are stretched alike",
-                DECIDES,
+                "all frequencies are divided by the factor",
+                LONGER_ROWS,
                 move |variant| {
-                    let own = &variant.config.rope;
-                    let plain = Rope { yarn: None, ..own.clone() };
-                    let stretch = own.yarn.as_ref().map_or(1.0, |yarn| yarn.factor) as f32;
-                    let frequencies = rope::frequencies(&plain, head_dim).into_iter().map(|f| f / stretch);
-                    variant.rope = Some((frequencies.collect(), rope::attention_factor(own)));
+                    let rope = &variant.config.rope;
+                    let plain = Rope { yarn: None, ..rope.clone() };
+                    let factor = rope.yarn.as_ref().map_or(1.0, |yarn| yarn.factor) as f32;
+                    let frequencies = rope::frequencies(&plain, head_dim).into_iter().map(|f| f / factor);
+                    variant.rope = Some((frequencies.collect(), rope::attention_factor(rope)));
                 },
             ),
         ]);
     }
-    found.extend(other_values(&BASES, config.rope.theta).map(|theta| {
+    causes.extend(other_values(&BASES, config.rope.theta).map(|theta| {
         let detail = format!("rope_theta is {theta}");
-        Cause::in_forward("other RoPE base", detail, DECIDES, move |variant| {
+        Cause::in_forward("other RoPE base", detail, LONGER_ROWS, move |variant| {
             variant.config.rope.theta = theta
         })
     }));
-    found
+    causes
 }
 
-/// Returns the values other than `own`.
-pub(super) fn other_values(values: &[f64], own: f64) -> impl Iterator<Item = f64> {
-    values.iter().copied().filter(move |value| (value / own - 1.0).abs() > 1e-9)
+/// Returns `values` without `current`.
+pub(super) fn other_values(values: &[f64], current: f64) -> impl Iterator<Item = f64> {
+    values.iter().copied().filter(move |value| (value / current - 1.0).abs() > 1e-9)
 }

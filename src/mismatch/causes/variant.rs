@@ -1,4 +1,4 @@
-//! A computation with mistakes, and its log-probabilities.
+//! The model's computation with a cause applied.
 
 use super::{Cause, WeightEdit};
 use crate::learner::micro_batch::MicroBatch;
@@ -13,30 +13,41 @@ use crate::ops::SequenceRows;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 
-/// The settings that a cause may change.
+/// The settings of a computation; a cause may change each of them.
 pub struct Variant {
     pub config: Config,
-    /// Another RoPE table: radians a position for each pair of dimensions, and the factor on cosine and sine.
+    /// Another RoPE table: the angle per position of each pair of dimensions, in radians, and the factor on
+    /// cosine and sine.
     pub rope: Option<(Vec<f32>, f64)>,
     pub forward: ForwardOptions,
-    pub weights: Vec<WeightEdit>,
-    pub earlier: bool,
-    pub double_start: bool,
-    /// Offset added to each target's row; true if the target token is shifted too.
-    pub shift: Option<(i32, bool)>,
+    pub weight_edits: Vec<WeightEdit>,
+    /// Whether the weights are those before the last update.
+    pub use_earlier_weights: bool,
+    /// Whether the first token of a row is fed twice.
+    pub double_start_token: bool,
+    pub shift: Option<Shift>,
     pub head: HeadSettings,
 }
 
+/// Log-probs that are read from a wrong row.
+#[derive(Debug, Clone, Copy)]
+pub struct Shift {
+    /// Added to the row of each target.
+    pub offset: i32,
+    /// Whether the target also becomes the token that follows the new row.
+    pub moves_target: bool,
+}
+
 impl Variant {
-    /// Returns the correct computation, or the computation with `cause`.
+    /// Returns the unchanged computation, or the computation with `cause` applied.
     pub fn new(config: &Config, cause: Option<&Cause>) -> Self {
         let mut variant = Self {
             config: config.clone(),
             rope: None,
             forward: ForwardOptions::default(),
-            weights: vec![],
-            earlier: false,
-            double_start: false,
+            weight_edits: vec![],
+            use_earlier_weights: false,
+            double_start_token: false,
             shift: None,
             head: HeadSettings::default(),
         };
@@ -46,14 +57,14 @@ impl Variant {
         variant
     }
 
-    /// Rounds weights and activations (residual stream and outputs of norms) to these mantissa bits.
+    /// Rounds the weights and the activations (residual stream, outputs of norms) to this many mantissa bits.
     pub fn set_rounding(&mut self, weight_bits: u32, activation_bits: u32) {
         let rounding = WeightRounding { mxfp4: false, bits: Some(weight_bits) };
-        self.weights.push(Arc::new(move |_| Ok(rounding.weight_change())));
+        self.weight_edits.push(Arc::new(move |_| Ok(rounding.weight_change())));
         self.forward.mantissa_bits = Some(activation_bits);
     }
 
-    /// Returns the model, with context for one token more than asked: the start token may appear twice.
+    /// Returns the model. Its context has room for one token more, because the first token may be fed twice.
     pub fn model(&self, sequence_tokens_max: usize) -> Model {
         let (config, positions) = (self.config.clone(), sequence_tokens_max + 1);
         match &self.rope {
@@ -72,15 +83,15 @@ impl Variant {
         parameters: &Parameters,
         earlier: Option<&Parameters>,
     ) -> Result<PolicyView<'a>> {
-        let parameters = match self.earlier {
+        let parameters = match self.use_earlier_weights {
             true => earlier.context("no earlier weights were given")?,
             false => parameters,
         };
-        let weights = if self.weights.is_empty() {
+        let weights = if self.weight_edits.is_empty() {
             parameters.frozen_weights(None)?
         } else {
             let changes: Vec<WeightChange> =
-                self.weights.iter().map(|edit| edit(parameters)).collect::<Result<_>>()?;
+                self.weight_edits.iter().map(|edit| edit(parameters)).collect::<Result<_>>()?;
             parameters.on_demand_weights(Arc::new(move |spec, weight| {
                 changes.iter().try_fold(weight, |weight, change| change(spec, weight))
             }))?
@@ -88,34 +99,35 @@ impl Variant {
         Ok(PolicyView { model, weights: Arc::new(weights), forward: self.forward })
     }
 
-    /// Returns `batch` with the variant's changes, and whether each target has a value: a shift has none at
-    /// the end of a row.
-    pub fn batch(&self, batch: &MicroBatch) -> (MicroBatch, Vec<bool>) {
-        let mut batch = if self.double_start { repeat_first_tokens(batch) } else { batch.clone() };
+    /// Returns `batch` with the variant's changes. Also returns whether each target has a value: with a
+    /// shift, a target at the end of a row has none.
+    pub fn change_batch(&self, batch: &MicroBatch) -> (MicroBatch, Vec<bool>) {
+        let mut batch = if self.double_start_token { repeat_first_tokens(batch) } else { batch.clone() };
         match self.shift {
             Some(shift) => {
                 let has_value = shift_rows(&mut batch, shift);
                 (batch, has_value)
             }
             None => {
-                let all = vec![true; batch.targets.len()];
-                (batch, all)
+                let has_value = vec![true; batch.targets.len()];
+                (batch, has_value)
             }
         }
     }
 }
 
-/// Repeats the first token of every sequence. No rows are shared here.
+/// Repeats the first token of every sequence. Sequences share no rows here.
 fn repeat_first_tokens(batch: &MicroBatch) -> MicroBatch {
     let (mut tokens, mut positions, mut cu_seqlens) = (vec![], vec![], vec![0]);
     let mut rows = Vec::with_capacity(batch.rows.len());
     for i in 0..batch.sequence_rows.sequences() {
-        let own = batch.sequence_rows.own_rows(i);
-        let before = i as u32 + 1;
-        rows.extend(batch.rows.iter().filter(|&&r| own.contains(&(r as usize))).map(|r| r + before));
-        tokens.extend(batch.tokens.get(own.start));
-        tokens.extend_from_slice(&batch.tokens[own.clone()]);
-        positions.extend(0..=own.len() as u32);
+        let sequence = batch.sequence_rows.own_rows(i);
+        // Tokens added up to here: one a sequence.
+        let added = i as u32 + 1;
+        rows.extend(batch.rows.iter().filter(|&&r| sequence.contains(&(r as usize))).map(|r| r + added));
+        tokens.extend(batch.tokens.get(sequence.start));
+        tokens.extend_from_slice(&batch.tokens[sequence.clone()]);
+        positions.extend(0..=sequence.len() as u32);
         cu_seqlens.push(tokens.len());
     }
     MicroBatch {
@@ -127,22 +139,21 @@ fn repeat_first_tokens(batch: &MicroBatch) -> MicroBatch {
     }
 }
 
-/// Shifts the row of each target by `by`. With `with_target` the target moves along. Returns whether each
-/// target has a value.
-fn shift_rows(batch: &mut MicroBatch, (by, with_target): (i32, bool)) -> Vec<bool> {
+/// Applies `shift` to the batch. Returns whether each target has a value.
+fn shift_rows(batch: &mut MicroBatch, shift: Shift) -> Vec<bool> {
     let (mut rows, mut targets) = (batch.rows.to_vec(), batch.targets.to_vec());
     let mut has_value = vec![false; rows.len()];
-    for own in (0..batch.sequence_rows.sequences()).map(|i| batch.sequence_rows.own_rows(i)) {
-        // The last token of a sequence is only a target; it is known only where it is one.
-        let last = batch.rows.iter().position(|&r| r as usize + 1 == own.end).map(|i| batch.targets[i]);
-        for i in (0..rows.len()).filter(|&i| own.contains(&(batch.rows[i] as usize))) {
-            let row = i64::from(batch.rows[i]) + i64::from(by);
-            if row < own.start as i64 || row >= own.end as i64 {
+    for sequence in (0..batch.sequence_rows.sequences()).map(|i| batch.sequence_rows.own_rows(i)) {
+        // The last token of a sequence is not an input. It is known only if it is a target.
+        let last = batch.rows.iter().position(|&r| r as usize + 1 == sequence.end).map(|i| batch.targets[i]);
+        for i in (0..rows.len()).filter(|&i| sequence.contains(&(batch.rows[i] as usize))) {
+            let row = i64::from(batch.rows[i]) + i64::from(shift.offset);
+            if row < sequence.start as i64 || row >= sequence.end as i64 {
                 continue;
             }
             let next = row as usize + 1;
-            let follows = if next < own.end { batch.tokens.get(next).copied() } else { last };
-            match (with_target, follows) {
+            let next_token = if next < sequence.end { batch.tokens.get(next).copied() } else { last };
+            match (shift.moves_target, next_token) {
                 (false, _) => rows[i] = row as u32,
                 (true, Some(token)) => (rows[i], targets[i]) = (row as u32, token),
                 (true, None) => continue,
@@ -167,21 +178,23 @@ mod tests {
 
     #[test]
     fn a_doubled_start_moves_rows_and_leaves_targets() {
-        let found = repeat_first_tokens(&batch());
-        assert_eq!(*found.tokens, [10, 10, 11, 12, 20, 20, 21, 22]);
-        assert_eq!(found.positions, [0, 1, 2, 3, 0, 1, 2, 3]);
-        assert_eq!(*found.rows, [1, 2, 3, 5, 6, 7]);
-        assert_eq!(found.targets, batch().targets);
+        let changed = repeat_first_tokens(&batch());
+        assert_eq!(*changed.tokens, [10, 10, 11, 12, 20, 20, 21, 22]);
+        assert_eq!(changed.positions, [0, 1, 2, 3, 0, 1, 2, 3]);
+        assert_eq!(*changed.rows, [1, 2, 3, 5, 6, 7]);
+        assert_eq!(changed.targets, batch().targets);
     }
 
     #[test]
     fn a_shift_reads_the_row_beside_and_has_no_value_past_the_end() {
-        let mut found = batch();
-        assert_eq!(shift_rows(&mut found, (1, true)), [true, true, false, true, true, false]);
-        assert_eq!((found.rows[0], found.targets[0]), (1, 12));
-        assert_eq!((found.rows[1], found.targets[1]), (2, 13));
-        let mut found = batch();
-        assert_eq!(shift_rows(&mut found, (-1, false)), [false, true, true, false, true, true]);
-        assert_eq!((found.rows[1], found.targets[1]), (0, 12));
+        let mut changed = batch();
+        let shift = Shift { offset: 1, moves_target: true };
+        assert_eq!(shift_rows(&mut changed, shift), [true, true, false, true, true, false]);
+        assert_eq!((changed.rows[0], changed.targets[0]), (1, 12));
+        assert_eq!((changed.rows[1], changed.targets[1]), (2, 13));
+        let mut changed = batch();
+        let shift = Shift { offset: -1, moves_target: false };
+        assert_eq!(shift_rows(&mut changed, shift), [false, true, true, false, true, true]);
+        assert_eq!((changed.rows[1], changed.targets[1]), (0, 12));
     }
 }

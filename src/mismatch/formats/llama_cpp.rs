@@ -35,12 +35,11 @@ struct Settings {
     temperature: Option<f64>,
 }
 
-const LEFT_OUT: &str = "completion_probabilities lacks tokens: llama.cpp writes none for one that ends within a character; \
+const LEFT_OUT: &str = "completion_probabilities lacks tokens: llama.cpp writes no entry for a token that ends within a character; \
     ask with \"return_tokens\": true, which gives all ids";
 
-/// Returns the index in `ids`, from `start` on, of the token `id` of an entry. `bytes` are the entry's bytes.
-/// They include the bytes of tokens before it that have no entry, because their text ended within a
-/// character.
+/// Finds the token of an entry: returns its index in `ids`, searched from `start` on. `id` and `bytes` are
+/// the entry's. A token that ends within a character has no entry; the next entry's bytes include its bytes.
 fn find_token(
     ids: &[u64],
     start: usize,
@@ -48,25 +47,26 @@ fn find_token(
     bytes: Option<&[u8]>,
     tokenizer: &Vocabulary,
 ) -> Option<usize> {
-    (start..ids.len()).filter(|&at| ids[at] == id).find(|&at| {
+    (start..ids.len()).filter(|&index| ids[index] == id).find(|&index| {
         bytes.is_none_or(|bytes| {
-            let rest = ids[start..=at].iter().try_fold(bytes, |rest, &id| without(rest, id, tokenizer));
+            let mut tokens = ids[start..=index].iter();
+            let rest = tokens.try_fold(bytes, |rest, &id| strip_token(rest, id, tokenizer));
             rest.is_some_and(<[u8]>::is_empty)
         })
     })
 }
 
 /// Strips the bytes of token `id` from the start of `bytes`. A special token may have no text.
-fn without<'a>(bytes: &'a [u8], id: u64, tokenizer: &Vocabulary) -> Option<&'a [u8]> {
+fn strip_token<'a>(bytes: &'a [u8], id: u64, tokenizer: &Vocabulary) -> Option<&'a [u8]> {
     let id = u32::try_from(id).ok()?;
-    let own = tokenizer.token_bytes(id).unwrap_or_default();
-    bytes.strip_prefix(own).or_else(|| tokenizer.is_special(id).then_some(bytes))
+    let token_bytes = tokenizer.token_bytes(id).unwrap_or_default();
+    bytes.strip_prefix(token_bytes).or_else(|| tokenizer.is_special(id).then_some(bytes))
 }
 
 pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String> {
     let response: Response = parse(value, "a response of llama.cpp")?;
     let (prompt, from_texts) = match response.prompt {
-        Some(Value::String(text)) => (ids_of(&text, response.tokens_evaluated, tokenizer)?, true),
+        Some(Value::String(text)) => (encode_prompt(&text, response.tokens_evaluated, tokenizer)?, true),
         Some(ids @ Value::Array(_)) => (parse(ids, "a list of ids")?, false),
         _ => {
             return Err(
@@ -83,11 +83,11 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
         if !asked_for_ids {
             ids.push(id);
         }
-        let at = find_token(&ids, before, id, entry.bytes.as_deref(), tokenizer).ok_or(LEFT_OUT)?;
-        log_probs.resize(at, None);
+        let index = find_token(&ids, before, id, entry.bytes.as_deref(), tokenizer).ok_or(LEFT_OUT)?;
+        log_probs.resize(index, None);
         log_probs.push(entry.logprob.or(entry.prob.map(f64::ln)));
-        if at == before {
-            texts.extend(entry.token.map(|text| (prompt.len() + at, text)));
+        if index == before {
+            texts.extend(entry.token.map(|text| (prompt.len() + index, text)));
         }
     }
     log_probs.resize(ids.len(), None);
@@ -100,15 +100,18 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
     })
 }
 
-/// Returns the prompt's ids if they are certain: they decode to the text, and their count is the server's.
-fn ids_of(text: &str, count: Option<usize>, tokenizer: &Vocabulary) -> Result<Vec<u64>, String> {
+/// Encodes the prompt. The ids are certain if they decode to `text` and their number is the server's `count`.
+///
+/// # Errors
+/// When the ids are not certain.
+fn encode_prompt(text: &str, count: Option<usize>, tokenizer: &Vocabulary) -> Result<Vec<u64>, String> {
     let ids = tokenizer.encode_with_special(text).map_err(|e| format!("{e:#}"))?;
-    let counted = count.is_none_or(|count| count == ids.len());
-    if tokenizer.decode(&ids) != text || !counted {
+    let has_server_count = count.is_none_or(|count| count == ids.len());
+    if tokenizer.decode(&ids) != text || !has_server_count {
         return Err(format!(
             "the prompt's text is {} tokens here, the server counted {}: its ids cannot be known; send \"prompt\" as a list of ids",
             ids.len(),
-            count.map_or("others".into(), |count| count.to_string())
+            count.map_or("different ones".into(), |count| count.to_string())
         ));
     }
     Ok(ids.into_iter().map(u64::from).collect())

@@ -23,18 +23,18 @@ pub struct RawRow {
     /// A trainer's log-probs of the same tokens, if the file has them.
     pub trainer_log_probs: Option<Vec<Option<f64>>>,
     pub temperature: Option<f64>,
-    /// Number of prompt tokens with raw log-probs at the start; those tokens were not sampled.
+    /// Number of prompt tokens with raw log-probs at the start. Those tokens were not sampled.
     pub raw_tokens: usize,
-    pub routes: Option<RawExperts>,
-    /// Texts of tokens, by index, if the file has them beside the ids.
+    pub routed_experts: Option<RawRoutedExperts>,
+    /// Index and text of tokens, if the file has texts beside the ids.
     pub texts: Vec<(usize, String)>,
     /// Whether the ids were derived from texts.
     pub from_texts: bool,
 }
 
-/// Routed experts, one value a (token, layer, slot), tokens first.
+/// Routed experts as an engine wrote them, `[token][layer][slot]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RawExperts {
+pub struct RawRoutedExperts {
     pub experts: Vec<u32>,
     /// Tokens, layers and slots, if the file gives them.
     pub shape: Option<[usize; 3]>,
@@ -109,16 +109,17 @@ impl RecordFormat {
     /// Returns the format of `value`.
     ///
     /// # Errors
-    /// With the remedy, for a format without token ids or log-probs, and for an unknown one.
-    pub fn of(value: &Value) -> Result<&'static Self, String> {
-        let texts = |keys: [&str; 2]| keys.iter().all(|key| value.get(*key).is_some_and(Value::is_string));
+    /// For an unknown format, and for one without token ids or log-probs; the message names the remedy.
+    pub fn recognize(value: &Value) -> Result<&'static Self, String> {
+        let has_texts =
+            |keys: [&str; 2]| keys.iter().all(|key| value.get(*key).is_some_and(Value::is_string));
         if let Some(format) = FORMATS.iter().find(|format| (format.matches)(value)) {
             return Ok(format);
         }
         Err(match value {
             _ if has(value, "choices") => openai::log_probs_remedy(value).into(),
-            _ if texts(["input", "output"]) => verl::TEXT_ONLY.into(),
-            _ if texts(["prompt", "completion"]) => verl::TRL_TEXT_ONLY.into(),
+            _ if has_texts(["input", "output"]) => verl::TEXT_ONLY.into(),
+            _ if has_texts(["prompt", "completion"]) => verl::TRL_TEXT_ONLY.into(),
             _ if has(value, "content") && has(value, "stop_type") => llama_cpp::NO_LOG_PROBS.into(),
             _ if has(value, "tokens") || has(value, "token_ids") => {
                 "tokens without log-probs; write one a token, null where there is none".into()
@@ -139,20 +140,20 @@ impl RecordFormat {
 /// An example row of rloss's own format.
 pub const EXAMPLE: &str = r#"{"tokens": [1, 5], "logprobs": [null, -0.7], "temperature": 1.0}"#;
 
-/// The message for slime's files: candle's pickle reader accepts only tensors.
+/// The message for files of `torch.save`. slime writes them; candle's pickle reader accepts only tensors.
 pub const TORCH_FILE: &str = "a file of torch.save: lists of numbers in a pickle are not read here; convert it with\n  \
     import json, torch\n  \
     for s in torch.load(FILE, weights_only=False)[\"samples\"]:\n      \
     print(json.dumps({k: s.get(k) for k in (\"tokens\", \"response_length\", \"loss_mask\", \"rollout_log_probs\")}))";
 
-/// Parses `value` as `T`; the error says why it is not `what`.
+/// Parses `value` as `T`, which messages call `what`.
 fn parse<T: serde::de::DeserializeOwned>(value: Value, what: &str) -> Result<T, String> {
     serde_json::from_value(value).map_err(|e| format!("not {what}: {e}; see docs/MISMATCH.md for the format"))
 }
 
 /// Joins a prompt without log-probs and a response with log-probs.
 fn prompt_and_response(prompt: Vec<u64>, response: Vec<u64>, log_probs: Vec<Option<f64>>) -> RawRow {
-    let mut all = vec![None; prompt.len()];
-    all.extend(log_probs);
-    RawRow { tokens: [prompt, response].concat(), log_probs: all, ..RawRow::default() }
+    let mut all_log_probs = vec![None; prompt.len()];
+    all_log_probs.extend(log_probs);
+    RawRow { tokens: [prompt, response].concat(), log_probs: all_log_probs, ..RawRow::default() }
 }

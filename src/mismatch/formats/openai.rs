@@ -65,7 +65,7 @@ pub(super) fn is_completion(value: &Value) -> bool {
 
 /// Returns whether the first choice or the response has `prompt_logprobs`: the answer to a scoring request.
 fn has_prompt(value: &Value) -> bool {
-    [value, &value["choices"][0]].iter().any(|place| place["prompt_logprobs"].is_array())
+    [value, &value["choices"][0]].iter().any(|object| object["prompt_logprobs"].is_array())
 }
 
 /// Returns the remedy for choices without log-probs.
@@ -86,12 +86,12 @@ pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow
             None if choice.prompt_logprobs.is_none() => return Err("a choice has no logprobs".to_owned()),
             log_probs => log_probs.unwrap_or_default(),
         };
-        let (spelled, values) =
+        let (token_texts, values) =
             (log_probs.tokens.unwrap_or_default(), log_probs.token_logprobs.unwrap_or_default());
-        sequence(
+        join_sequence(
             Prompt { ids: choice.prompt_token_ids, log_probs: choice.prompt_logprobs },
             choice.token_ids,
-            spelled,
+            token_texts,
             values,
             choice.routed_experts,
             texts,
@@ -120,14 +120,14 @@ pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, Stri
             content => content.unwrap_or_default(),
         };
         let values = content.iter().map(|c| c.logprob).collect();
-        let spelled = content.into_iter().map(|c| match c.bytes {
+        let token_texts = content.into_iter().map(|c| match c.bytes {
             Some(bytes) => String::from_utf8(bytes).unwrap_or(c.token),
             None => c.token,
         });
-        rows.push(sequence(
+        rows.push(join_sequence(
             prompt,
             choice.token_ids,
-            spelled.collect(),
+            token_texts.collect(),
             values,
             choice.routed_experts,
             texts,
@@ -141,26 +141,26 @@ struct Prompt {
     log_probs: Option<PromptLogProbs>,
 }
 
-/// Joins prompt and response. With `echo` the response's values include the prompt's. The answer to a scoring
-/// request has no values of the response.
-fn sequence(
+/// Joins prompt and response into a row. With `echo`, `values` include the prompt's. The answer to a scoring
+/// request has no `values`.
+fn join_sequence(
     prompt: Prompt,
     ids: Option<Vec<u64>>,
-    spelled: Vec<String>,
+    token_texts: Vec<String>,
     mut values: Vec<Option<f64>>,
-    routes: Option<String>,
+    routed_experts: Option<String>,
     texts: &TokenTexts,
 ) -> Result<RawRow, String> {
-    let from_texts = ids.is_none() && !spelled.is_empty();
+    let from_texts = ids.is_none() && !token_texts.is_empty();
     let echoed = values.first().is_some_and(Option::is_none);
     let response = match ids {
         Some(ids) => ids,
-        None => spelled.iter().map(|text| texts.id(text)).collect::<Result<Vec<_>, _>>()?,
+        None => token_texts.iter().map(|text| texts.id(text)).collect::<Result<Vec<_>, _>>()?,
     };
     if values.is_empty() {
         values = vec![None; response.len()];
     }
-    let routes = routes.map(|text| npy::read_routed_experts(&text)).transpose()?;
+    let routed_experts = routed_experts.map(|text| npy::read_routed_experts(&text)).transpose()?;
     let prompt_ids = match (prompt.ids, echoed) {
         // Without prompt ids, an echoed response holds the prompt too. With prompt ids, only its values do.
         (_, true) if from_texts || values.len() == response.len() => vec![],
@@ -168,36 +168,36 @@ fn sequence(
         (None, _) => return Err(NO_PROMPT.into()),
     };
     let mut log_probs = match prompt.log_probs {
-        Some(entries) if !prompt_ids.is_empty() => of_prompt(&prompt_ids, entries)?,
+        Some(entries) if !prompt_ids.is_empty() => select_log_probs(&prompt_ids, entries)?,
         _ => vec![None; prompt_ids.len()],
     };
     if values.len() == prompt_ids.len() + response.len() {
-        let rest = values.split_off(prompt_ids.len());
-        log_probs = std::mem::replace(&mut values, rest);
+        let response_values = values.split_off(prompt_ids.len());
+        log_probs = std::mem::replace(&mut values, response_values);
     }
     if values.len() != response.len() {
         return Err(format!("{} token ids but {} log-probs of the response", response.len(), values.len()));
     }
-    // With `echo` alone the end of the prompt is unknown.
+    // With `echo` and no prompt ids, the end of the prompt is unknown, so no token counts as raw.
     let raw_tokens = prompt_ids.len();
-    let first = if spelled.len() == response.len() { prompt_ids.len() } else { 0 };
-    let spelled = spelled.into_iter().filter(|_| !from_texts).enumerate();
+    let first = if token_texts.len() == response.len() { prompt_ids.len() } else { 0 };
+    let token_texts = token_texts.into_iter().filter(|_| !from_texts).enumerate();
     Ok(RawRow {
-        texts: spelled
+        texts: token_texts
             .filter(|(_, text)| !text.starts_with("token_id:"))
             .map(|(i, t)| (first + i, t))
             .collect(),
         tokens: [prompt_ids, response].concat(),
         log_probs: [log_probs, values].concat(),
         raw_tokens,
-        routes,
+        routed_experts,
         from_texts,
         ..RawRow::default()
     })
 }
 
-/// Returns the log-prob of each prompt token, from the entry of its own id.
-fn of_prompt(ids: &[u64], entries: PromptLogProbs) -> Result<Vec<Option<f64>>, String> {
+/// Selects the log-prob of each prompt token from the entries at its position.
+fn select_log_probs(ids: &[u64], entries: PromptLogProbs) -> Result<Vec<Option<f64>>, String> {
     if ids.len() != entries.len() {
         return Err(format!("{} prompt_token_ids but {} prompt_logprobs", ids.len(), entries.len()));
     }

@@ -1,5 +1,5 @@
-//! prime-rl's `token_exports/step_N/rank_R.jsonl`: one sequence a line, in aligned columns. It has both
-//! sides: log-probs of the inference engine and of the trainer. Values where `loss_mask` is false are
+//! prime-rl's `token_exports/step_N/rank_R.jsonl`: one sequence a line, as columns with one value a token. It
+//! has the log-probs of the inference engine and of the trainer. Values where `loss_mask` is false are
 //! ignored.
 
 use super::{RawRow, parse};
@@ -27,19 +27,23 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
     if export.loss_mask.len() != count {
         return Err(format!("{count} token_ids but a loss_mask of {}", export.loss_mask.len()));
     }
-    let masked = |values: Vec<Option<f64>>| -> Vec<Option<f64>> {
-        values.into_iter().zip(&export.loss_mask).map(|(value, &kept)| value.filter(|_| kept)).collect()
+    let select_sampled = |values: Vec<Option<f64>>| -> Vec<Option<f64>> {
+        values
+            .into_iter()
+            .zip(&export.loss_mask)
+            .map(|(value, &is_sampled)| value.filter(|_| is_sampled))
+            .collect()
     };
     Ok(RawRow {
-        log_probs: masked(export.inference_logprobs),
-        trainer_log_probs: export.trainer_logprobs.map(masked),
+        log_probs: select_sampled(export.inference_logprobs),
+        trainer_log_probs: export.trainer_logprobs.map(select_sampled),
         tokens: export.token_ids,
         ..RawRow::default()
     })
 }
 
-/// A line of the export as `rloss rollout --format prime-rl` writes it, with all of the trainer's columns. A
-/// column is null if a rollout has no value for it.
+/// A line of the export, as `rloss rollout --format prime-rl` writes it. It has all columns of prime-rl; a
+/// column without a value in a rollout is null.
 #[derive(Serialize)]
 pub struct ExportLine {
     schema_version: u64,
@@ -69,8 +73,8 @@ pub struct ExportLine {
 }
 
 impl ExportLine {
-    /// Makes the line of `trajectory`, number `index` of `step`. `trainer` has a log-prob for each sampled
-    /// token.
+    /// Creates the line of `trajectory`, which has the number `index` in `step`. `trainer` holds one log-prob
+    /// for each sampled token.
     pub fn new(
         trajectory: &Trajectory,
         trainer: &[f32],
@@ -79,8 +83,8 @@ impl ExportLine {
     ) -> Self {
         let count = trajectory.tokens.len();
         let mut values = trainer.iter().copied();
-        let mut of_trainer = |&sampled: &bool| if sampled { values.next().unwrap_or(0.0) } else { 0.0 };
-        let trainer: Vec<f32> = trajectory.mask.iter().map(&mut of_trainer).collect();
+        let mut next_log_prob = |&sampled: &bool| if sampled { values.next().unwrap_or(0.0) } else { 0.0 };
+        let trainer: Vec<f32> = trajectory.mask.iter().map(&mut next_log_prob).collect();
         let pairs = || trainer.iter().zip(&trajectory.logprobs).map(|(t, i)| (f64::from(*t), f64::from(*i)));
         let ratio: Vec<f64> = pairs().map(|(trainer, inference)| trainer - inference).collect();
         Self {

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 /// A row; other keys of some exports are ignored.
 #[derive(Deserialize)]
-struct Own {
+struct Row {
     tokens: Vec<u64>,
     logprobs: Vec<Option<f64>>,
     temperature: Option<f64>,
@@ -15,17 +15,17 @@ struct Own {
 }
 
 pub(super) fn row(value: Value) -> Result<RawRow, String> {
-    let own: Own = parse(value, "a row")?;
-    let mut log_probs = own.logprobs;
-    if let Some(mask) = own.mask {
-        if mask.len() != own.tokens.len() {
+    let row: Row = parse(value, "a row")?;
+    let mut log_probs = row.logprobs;
+    if let Some(mask) = row.mask {
+        if mask.len() != row.tokens.len() {
             return Err(format!(
                 "{} tokens but a mask of {}; give one value a token",
-                own.tokens.len(),
+                row.tokens.len(),
                 mask.len()
             ));
         }
         log_probs.iter_mut().zip(mask).filter(|(_, sampled)| !sampled).for_each(|(l, _)| *l = None);
     }
-    Ok(RawRow { tokens: own.tokens, log_probs, temperature: own.temperature, ..RawRow::default() })
+    Ok(RawRow { tokens: row.tokens, log_probs, temperature: row.temperature, ..RawRow::default() })
 }

@@ -1,7 +1,7 @@
 //! SGLang's `/generate` with `return_logprob`: `[log-prob, id, text]` for each token in `meta_info`.
 
 use super::npy::base64_bytes;
-use super::{RawExperts, RawRow, parse};
+use super::{RawRoutedExperts, RawRow, parse};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -29,21 +29,21 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
     let input = meta.input_token_logprobs.unwrap_or_default();
     if input.is_empty() || meta.prompt_tokens.is_some_and(|count| count != input.len()) {
         return Err(format!(
-            "{} of {} prompt tokens are there, and a log-prob depends on all; ask with \"logprob_start_len\": 0",
+            "{} of {} prompt tokens are in the file, and a log-prob depends on all of them; ask with \"logprob_start_len\": 0",
             input.len(),
             meta.prompt_tokens.map_or("the".into(), |count| count.to_string())
         ));
     }
     let mut row = RawRow { raw_tokens: input.len(), ..RawRow::default() };
-    for (at, entry) in input.into_iter().chain(output).enumerate() {
-        let (log_prob, id, text) = entry_of(entry)?;
+    for (index, entry) in input.into_iter().chain(output).enumerate() {
+        let (log_prob, id, text) = parse_entry(entry)?;
         row.tokens.push(id);
         row.log_probs.push(log_prob);
-        row.texts.extend(text.map(|text| (at, text)));
+        row.texts.extend(text.map(|text| (index, text)));
     }
-    row.routes = match meta.routed_experts {
+    row.routed_experts = match meta.routed_experts {
         Some(Value::String(text)) => {
-            Some(RawExperts { experts: decode_u32_le(&base64_bytes(&text)?), shape: None })
+            Some(RawRoutedExperts { experts: decode_u32_le(&base64_bytes(&text)?), shape: None })
         }
         _ => None,
     };
@@ -51,7 +51,7 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
 }
 
 /// Reads one entry; its text is optional.
-fn entry_of(entry: Value) -> Result<Entry, String> {
+fn parse_entry(entry: Value) -> Result<Entry, String> {
     match entry.as_array().map(Vec::len) {
         Some(2) => parse::<(Option<f64>, u64)>(entry, "an entry [log-prob, id]").map(|(l, id)| (l, id, None)),
         _ => parse(entry, "an entry [log-prob, id, text]"),

@@ -24,12 +24,11 @@ impl TokenTexts {
         if let Some(id) = text.strip_prefix("token_id:").and_then(|id| id.parse().ok()) {
             return Ok(id);
         }
-        let found = self.ids().get(text.as_bytes());
-        match found {
+        match self.ids().get(text.as_bytes()) {
             Some(Some(id)) => Ok(u64::from(*id)),
-            Some(None) => Err(format!("{text:?} is the text of several tokens; have the engine write ids")),
+            Some(None) => Err(format!("{text:?} is the text of several tokens; let the engine write ids")),
             None => Err(format!(
-                "{text:?} is the text of no token of this model's tokenizer; have the engine write ids"
+                "{text:?} is the text of no token of this model's tokenizer; let the engine write ids"
             )),
         }
     }

@@ -31,10 +31,10 @@ pub(super) fn rows(value: Value) -> Result<Vec<RawRow>, String> {
         if node.parent.is_some_and(|parent| parent >= index) {
             return Err(format!("the parent of node {index} does not come before it"));
         }
-        let marked = node.mask.iter().filter(|m| **m).count();
-        if node.mask.len() != node.token_ids.len() || marked != node.logprobs.len() {
+        let sampled_count = node.mask.iter().filter(|m| **m).count();
+        if node.mask.len() != node.token_ids.len() || sampled_count != node.logprobs.len() {
             return Err(format!(
-                "node {index}: {} token_ids, a mask of {} with {marked} sampled, {} logprobs; they must agree",
+                "node {index}: {} token_ids, a mask of {} with {sampled_count} sampled, {} logprobs; they must agree",
                 node.token_ids.len(),
                 node.mask.len(),
                 node.logprobs.len()
@@ -50,7 +50,8 @@ pub(super) fn rows(value: Value) -> Result<Vec<RawRow>, String> {
         let mut row = RawRow::default();
         for node in path.into_iter().rev().map(|index| &nodes[index]) {
             let mut values = node.logprobs.iter().copied();
-            row.log_probs.extend(node.mask.iter().map(|&marked| if marked { values.next() } else { None }));
+            row.log_probs
+                .extend(node.mask.iter().map(|&is_sampled| if is_sampled { values.next() } else { None }));
             row.tokens.extend_from_slice(&node.token_ids);
         }
         row

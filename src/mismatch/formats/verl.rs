@@ -1,6 +1,6 @@
 //! verl's rows with token ids, and slime's samples. Files with text alone are refused.
 
-use super::{RawExperts, RawRow, parse, prompt_and_response};
+use super::{RawRoutedExperts, RawRow, parse, prompt_and_response};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -32,8 +32,8 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
             verl.response_logprobs.len()
         ));
     }
-    let kept = verl.response_logprobs.into_iter().zip(mask).map(|(l, m)| l.filter(|_| m != 0));
-    Ok(prompt_and_response(verl.prompt_ids, verl.response_ids, kept.collect()))
+    let log_probs = verl.response_logprobs.into_iter().zip(mask).map(|(l, m)| l.filter(|_| m != 0));
+    Ok(prompt_and_response(verl.prompt_ids, verl.response_ids, log_probs.collect()))
 }
 
 #[derive(Deserialize)]
@@ -59,15 +59,16 @@ pub(super) fn slime_row(value: Value) -> Result<RawRow, String> {
         ));
     }
     let mut tokens = slime.tokens;
-    let answer = tokens.split_off(count - response);
-    let kept = slime.rollout_log_probs.into_iter().zip(mask).map(|(l, m)| l.filter(|_| m != 0));
-    let routes = slime.rollout_routed_experts.map(|routes| {
-        let (layers, slots) =
-            (routes.first().map_or(0, Vec::len), routes.first().and_then(|t| t.first()).map_or(0, Vec::len));
-        RawExperts {
-            shape: Some([routes.len(), layers, slots]),
-            experts: routes.into_iter().flatten().flatten().collect(),
+    let response_tokens = tokens.split_off(count - response);
+    let log_probs = slime.rollout_log_probs.into_iter().zip(mask).map(|(l, m)| l.filter(|_| m != 0));
+    let routed_experts = slime.rollout_routed_experts.map(|tokens| {
+        let first_token = tokens.first();
+        let layers = first_token.map_or(0, Vec::len);
+        let slots = first_token.and_then(|layers| layers.first()).map_or(0, Vec::len);
+        RawRoutedExperts {
+            shape: Some([tokens.len(), layers, slots]),
+            experts: tokens.into_iter().flatten().flatten().collect(),
         }
     });
-    Ok(RawRow { routes, ..prompt_and_response(tokens, answer, kept.collect()) })
+    Ok(RawRow { routed_experts, ..prompt_and_response(tokens, response_tokens, log_probs.collect()) })
 }

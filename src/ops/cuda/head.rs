@@ -50,7 +50,7 @@ pub(in crate::ops) fn head_forward(
 ) -> Result<(CudaStorage, Shape)> {
     let (device, rows) = (h.0.device(), targets.len());
     let chunk = device_logits_rows(weight.dim(1)?);
-    let ids = uploaded(device, targets)?;
+    let ids = upload_ids(device, targets)?;
     let mut out = output::<f32>(device, 2 * rows)?;
     let mut log_sum_exp = output::<f32>(device, chunk.min(rows))?;
     for start in (0..rows).step_by(chunk) {
@@ -81,7 +81,7 @@ pub(in crate::ops) fn head_backward(
     let of_h = OP.gpu_storage("h", &opened[0], DType::BF16, &[rows, width])?;
     let (gradient, _) = OP.open_tensor::<f32>("the output's gradient", &opened[1], &[2, rows])?;
     let device = of_h.0.device();
-    let ids = uploaded(device, targets)?;
+    let ids = upload_ids(device, targets)?;
     // Computes a chunk's gradient of the logits `[m, V]` and passes it with its rows of `h` to `use_it`.
     let each_chunk = |use_it: &mut dyn FnMut(Tensor, Tensor) -> Result<()>| {
         for start in (0..rows).step_by(chunk) {
@@ -132,6 +132,6 @@ pub(in crate::ops) fn head_backward(
 }
 
 /// Copies ids to the GPU; an empty list still gets an allocation.
-fn uploaded(device: &CudaDevice, ids: &[u32]) -> Result<CudaSlice<u32>> {
+fn upload_ids(device: &CudaDevice, ids: &[u32]) -> Result<CudaSlice<u32>> {
     device.clone_htod(if ids.is_empty() { &[0][..] } else { ids })
 }

@@ -28,14 +28,15 @@ struct LoadedModules {
 
 static LOADED: Mutex<Option<LoadedModules>> = Mutex::new(None);
 
-fn loaded() -> MutexGuard<'static, Option<LoadedModules>> {
+/// Locks the table of loaded modules.
+fn lock_modules() -> MutexGuard<'static, Option<LoadedModules>> {
     // A panic elsewhere leaves only complete entries.
     LOADED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Unloads all kernels of the process. They are loaded again when needed.
 pub fn unload_kernels() {
-    *loaded() = None;
+    *lock_modules() = None;
 }
 
 /// Returns `kernel` on this device, ready for a launch.
@@ -45,7 +46,7 @@ pub fn unload_kernels() {
 pub(super) fn function(device: &CudaDevice, kernel: &Kernel) -> Result<CudaFunction> {
     let context = device.cuda_stream().context().clone();
     let key = context.cu_ctx() as Context;
-    let mut guard = loaded();
+    let mut guard = lock_modules();
     let LoadedModules { modules, functions } = guard.get_or_insert_default();
     if let Some(function) = functions.get(&(key, kernel.function)) {
         return Ok(function.clone());

@@ -361,8 +361,12 @@ impl DeviceLaunchPlan {
         Ok(SinkAttentionParams { sinks, ..params })
     }
 
-    /// Returns `inputs`, with `no_sinks` instead of the sinks if given.
-    fn seen<'a>(&'a self, inputs: &Inputs<'a>, no_sinks: &'a Option<CudaView<'a, f32>>) -> Inputs<'a> {
+    /// Returns `inputs`, with `no_sinks` in place of the sinks if it is given.
+    fn replace_sinks<'a>(
+        &'a self,
+        inputs: &Inputs<'a>,
+        no_sinks: &'a Option<CudaView<'a, f32>>,
+    ) -> Inputs<'a> {
         Inputs { sinks: no_sinks.as_ref().unwrap_or(inputs.sinks), ..*inputs }
     }
 
@@ -372,7 +376,7 @@ impl DeviceLaunchPlan {
     /// When sizes disagree, or the driver fails.
     pub fn forward(&self, inputs: &Inputs, outputs: &mut Outputs) -> Result<()> {
         let no_sinks = self.no_sinks.as_ref().map(CudaSlice::as_view);
-        let inputs = self.seen(inputs, &no_sinks);
+        let inputs = self.replace_sinks(inputs, &no_sinks);
         self.plan.forward(&self.device, &self.arrays.as_view(), &inputs, outputs)
     }
 
@@ -390,7 +394,7 @@ impl DeviceLaunchPlan {
         gradients: &mut Gradients,
     ) -> Result<()> {
         let no_sinks = self.no_sinks.as_ref().map(CudaSlice::as_view);
-        let inputs = &self.seen(inputs, &no_sinks);
+        let inputs = &self.replace_sinks(inputs, &no_sinks);
         let LaunchPlan { kernels, attention, shape, starts } = self.plan;
         self.plan.check_inputs(inputs)?;
         if shape.pages_max.is_some() {
@@ -419,14 +423,14 @@ impl DeviceLaunchPlan {
             dsinks: at.write(&mut gradients.dsinks),
             ..self.plan.params(arrays, inputs, &mut at)?
         };
-        let of_queries = SinkAttentionParams { tiles: arrays + 4 * starts[2] as u64, ..params };
-        let of_keys = SinkAttentionParams { tiles: arrays + 4 * starts[3] as u64, ..params };
+        let query_params = SinkAttentionParams { tiles: arrays + 4 * starts[2] as u64, ..params };
+        let key_params = SinkAttentionParams { tiles: arrays + 4 * starts[3] as u64, ..params };
         let KernelSet { delta, dkv, dq, dsinks, .. } = kernels;
         // SAFETY: as in `forward`; `gradients` allocated the gradients.
         unsafe {
             launch(&self.device, delta, &params, rows.div_ceil(DELTA_ROWS))?;
-            launch(&self.device, dkv, &of_keys, shape.key_tiles * kv_heads)?;
-            launch(&self.device, dq, &of_queries, shape.query_tiles * kv_heads)?;
+            launch(&self.device, dkv, &key_params, shape.key_tiles * kv_heads)?;
+            launch(&self.device, dq, &query_params, shape.query_tiles * kv_heads)?;
             if sinks && sink_gradient {
                 launch(&self.device, dsinks, &params, heads)?;
             }

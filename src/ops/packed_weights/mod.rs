@@ -174,8 +174,8 @@ impl PackedMatrix {
     /// # Errors
     /// When the matrix is on a device.
     pub fn experts(&self, experts: Range<usize>) -> candle_core::Result<Self> {
-        let one = self.format.bytes([1, self.input, self.output]);
-        let bytes = self.bytes()?[experts.start * one..experts.end * one].to_vec();
+        let expert_bytes = self.format.bytes([1, self.input, self.output]);
+        let bytes = self.bytes()?[experts.start * expert_bytes..experts.end * expert_bytes].to_vec();
         Ok(Self { experts: experts.len(), bytes: PackedStorage::Host(bytes), ..*self })
     }
 
@@ -213,8 +213,8 @@ impl PackedMatrix {
             return Ok(table::bf16_values(bytes).collect());
         }
         let mut values = vec![0f32; self.experts * self.input * self.output];
-        let one = self.input * self.output;
-        for (expert, values) in values.chunks_exact_mut(one.max(1)).enumerate() {
+        let expert_values = self.input * self.output;
+        for (expert, values) in values.chunks_exact_mut(expert_values.max(1)).enumerate() {
             values.par_chunks_exact_mut(self.output).enumerate().for_each(|(k, row)| {
                 for (index, part) in row.chunks_mut(PANEL_COLUMNS).enumerate() {
                     let panel = self.panel(bytes, expert, index);
@@ -291,11 +291,16 @@ impl PackedMatrix {
         // No two tasks share columns and rows: each element of `out` belongs to one task.
         let tasks: Vec<Task> = groups
             .flat_map(|(expert, rows)| {
-                let few = rows.len() <= FEW_ROWS_MAX
+                let uses_row_kernel = rows.len() <= FEW_ROWS_MAX
                     && self.supports_own_kernels()
                     && VectorInstructions::detect() != VectorInstructions::Plain;
-                let tile = if few { 1 } else { TILE_PANELS };
-                self.tiles(tile).map(move |panels| Task { expert: *expert, rows: rows.clone(), panels, few })
+                let tile = if uses_row_kernel { 1 } else { TILE_PANELS };
+                self.tiles(tile).map(move |panels| Task {
+                    expert: *expert,
+                    rows: rows.clone(),
+                    panels,
+                    uses_row_kernel,
+                })
             })
             .collect();
         let stripes = OutputColumns::new(out, n);
@@ -329,12 +334,12 @@ impl PackedMatrix {
         tile: &mut Vec<f32>,
         accumulate: bool,
     ) {
-        let Task { expert, rows, panels, few } = task;
+        let Task { expert, rows, panels, uses_row_kernel } = task;
         let (k, m) = (self.input, rows.len());
         let x = &x[rows.start * k..rows.end * k];
         let out = out.skip_rows(rows.start);
         let vectors = VectorInstructions::detect();
-        if *few {
+        if *uses_row_kernel {
             for index in panels.clone() {
                 vectors.skinny_gemm(
                     self.panel(bytes, *expert, index),
@@ -426,7 +431,7 @@ struct Task {
     expert: usize,
     rows: Range<usize>,
     panels: Range<usize>,
-    few: bool,
+    uses_row_kernel: bool,
 }
 
 /// Transposes rows of `width` bytes (elements of `N` bytes) to columns of a panel.

@@ -2,7 +2,8 @@
 //!
 //! Compiled in every build without CUDA types, so a test can compare it with the header anywhere.
 
-/// `Tile` of the header: 128 packed rows of a sequence from `first`, or [`KernelSet::dkv_keys`] keys.
+/// The header's `Tile`: a part of one sequence. A query tile has 128 packed rows, a key tile has
+/// [`KernelSet::dkv_keys`] keys; both begin at `first`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {

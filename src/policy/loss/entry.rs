@@ -23,7 +23,7 @@ pub struct LossEntry {
     /// Its description in the recipe reference.
     pub meaning: &'static str,
     pub make: fn(&PolicySettings) -> Result<Box<dyn LossFunction>>,
-    /// Whether the loss has an importance ratio against the anchor. Importance weights against the rollout
+    /// Whether the loss has an importance ratio to the old log-probs. Importance weights against the rollout
     /// would then count the mismatch twice.
     pub has_ratio: bool,
     /// Whether the clip bounds a weight, which may reach 1 and more, instead of a ratio.

@@ -1,6 +1,6 @@
 //! Policy losses: value, gradient with respect to the log-probs, and metrics.
 //!
-//! Notation: T is the log-prob of a sampled token under the trained policy, and O the anchor's. A is the
+//! Notation: T is the log-prob of a sampled token under the trained policy, and O its old log-prob. A is the
 //! advantage. w is the importance weight of the rollout correction (1 without one), m the mask.
 //!
 //! Every loss but GMPO's is a weighted sum of per-token terms l(T). So `∂loss/∂T_t = weight_t · w_t ·
@@ -48,7 +48,7 @@ pub struct LossInput<'a> {
     pub sequences: Sequences<'a>,
     /// T: under the trained policy.
     pub log_prob: &'a [f32],
-    /// O: the anchor, a constant.
+    /// O: the old log-probs, constants.
     pub old_log_prob: &'a [f32],
     /// A: [`Sequences::broadcast`] repeats advantages of whole responses.
     pub advantages: &'a [f32],

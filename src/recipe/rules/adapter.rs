@@ -28,7 +28,7 @@ impl Rules<'_> {
                  is not 1; write 0",
             );
         }
-        self.patterns("adapter.targets", &adapter.targets, "*.self_attn.*");
+        self.check_patterns("adapter.targets", &adapter.targets, "*.self_attn.*");
         if recipe.model.path.is_none() && adapter.cold_start {
             self.warn(
                 &["adapter.cold_start", "model.path"],

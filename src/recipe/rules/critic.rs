@@ -17,7 +17,7 @@ impl Rules<'_> {
             );
             return;
         }
-        self.minibatches("critic.minibatches", critic.minibatches);
+        self.check_minibatches("critic.minibatches", critic.minibatches);
         if steps > 0 && critic.warmup_steps >= steps {
             self.warn(
                 &["critic.warmup_steps", "train.steps"],
@@ -27,7 +27,7 @@ impl Rules<'_> {
                 ),
             );
         }
-        self.patterns("critic.freeze", &critic.freeze, "*.mlp.experts.*");
+        self.check_patterns("critic.freeze", &critic.freeze, "*.mlp.experts.*");
         self.optimizer("critic.optimizer", &critic.optimizer, "train.steps", steps);
     }
 }

@@ -33,14 +33,14 @@ impl Rules<'_> {
 
     fn clip_range(&mut self) {
         let policy = &self.recipe.policy;
-        let weighing = Loss::all().into_iter().filter(|loss| loss.clips_weight).map(Loss::name);
-        let weighing = weighing.collect::<Vec<_>>().join(" or ");
+        let weight_losses = Loss::all().into_iter().filter(|loss| loss.clips_weight).map(Loss::name);
+        let weight_losses = weight_losses.collect::<Vec<_>>().join(" or ");
         for (key, value) in [("policy.clip_low", policy.clip_low), ("policy.clip_high", policy.clip_high)] {
             if value >= 1.0 && !policy.loss.clips_weight {
                 self.refuse(
                     &[key, "policy.loss"],
                     format!(
-                        "{value} is out of range for the ratio of {}; give a number above 0 and below 1 (only {weighing}, which \
+                        "{value} is out of range for the ratio of {}; give a number above 0 and below 1 (only {weight_losses}, which \
                          bounds a weight, takes more)",
                         policy.loss
                     ),
@@ -111,17 +111,17 @@ impl Rules<'_> {
 
     fn updates(&mut self) {
         let train = &self.recipe.train;
-        self.minibatches("train.minibatches", train.minibatches);
-        // The ablation computes the anchor by a forward of its own.
-        let moves = !self.recipe.arms.second_forward_old_logprobs;
-        if self.recipe.policy.old_logprob == OldLogprob::Detach && moves {
+        self.check_minibatches("train.minibatches", train.minibatches);
+        // The ablation computes the old log-probs by a forward of its own.
+        let uses_second_forward = self.recipe.arms.second_forward_old_logprobs;
+        if self.recipe.policy.old_logprob == OldLogprob::Detach && !uses_second_forward {
             for (key, count) in [("train.minibatches", train.minibatches), ("train.epochs", train.epochs)] {
                 if count > 1 {
                     self.refuse(
                         &[key, "policy.old_logprob"],
                         format!(
-                            "{count} makes several updates a step, and policy.old_logprob = \"detach\" would move the ratio's \
-                             anchor with each; write old_logprob = \"rollout\" or \"recompute\", or {key} = 1"
+                            "{count} makes several updates a step, and policy.old_logprob = \"detach\" would change the \
+                             old log-probs with each; write old_logprob = \"rollout\" or \"recompute\", or {key} = 1"
                         ),
                     );
                 }
@@ -129,8 +129,8 @@ impl Rules<'_> {
         }
     }
 
-    /// Checks the number of updates per pass, which divide the step's trajectories.
-    pub(super) fn minibatches(&mut self, key: &str, count: usize) {
+    /// Checks the number of minibatches, into which the step's trajectories are divided.
+    pub(super) fn check_minibatches(&mut self, key: &str, count: usize) {
         let trajectories = self.trajectories_per_step();
         if count > trajectories {
             self.refuse(
@@ -142,8 +142,8 @@ impl Rules<'_> {
 
     fn importance(&mut self) {
         let correction = &self.recipe.policy.correction;
-        if let Some(wrong) = WeightBound::bounds_error(&correction.threshold) {
-            self.refuse(&["policy.correction.threshold"], wrong);
+        if let Some(error) = WeightBound::bounds_error(&correction.threshold) {
+            self.refuse(&["policy.correction.threshold"], error);
         }
         if correction.is == ImportanceSampling::None {
             if correction.normalize {
@@ -159,12 +159,13 @@ impl Rules<'_> {
             self.refuse(
                 &["policy.correction.is", "policy.old_logprob", "policy.loss"],
                 "with old_logprob = \"rollout\" the loss's own ratio is already against the rollout, and weights would count \
-                 the gap twice; write old_logprob = \"detach\" or \"recompute\", or is = \"none\"",
+                 the mismatch twice; write old_logprob = \"detach\" or \"recompute\", or is = \"none\"",
             );
         }
     }
 
-    /// Losses with one ratio per sequence cannot use weights of single tokens.
+    /// Checks that the loss can use importance weights of single tokens. Losses with one ratio per sequence
+    /// cannot.
     fn sequence_loss(&mut self) {
         let policy = &self.recipe.policy;
         let correction = &policy.correction;
@@ -198,10 +199,10 @@ impl Rules<'_> {
             if options[..i].contains(&option) {
                 self.refuse(&["policy.correction.reject"], format!("{option} is there twice; remove one"));
             }
-            if let Some(wrong) = option.bounds_error(bounds) {
+            if let Some(error) = option.bounds_error(bounds) {
                 self.refuse(
                     &["policy.correction.reject_bounds", "policy.correction.reject"],
-                    format!("of {option}: {wrong}"),
+                    format!("of {option}: {error}"),
                 );
             }
         }
@@ -270,7 +271,7 @@ impl Rules<'_> {
         }
     }
 
-    /// Checks redraws of groups without signal, whose rewards are all equal.
+    /// Checks the resampling of groups without signal, which have equal rewards.
     fn resampling(&mut self) {
         let (rollout, advantage) = (&self.recipe.rollout, self.recipe.policy.advantage);
         if rollout.resample_rounds_max == 0 {

@@ -1,8 +1,8 @@
 //! Memory plan of a GPU: bf16 matrices with f32 masters and gradients, and a paged KV cache.
 
 use super::{
-    AvailableMemory, MemoryItem, MemoryPlan, ModelCommand, PassShape, PlanInput, Stage, TrainableTensor,
-    WARNED_SHARE, gathered_bytes, gigabytes,
+    AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, Stage,
+    TrainableTensor, WARNED_SHARE, gathered_bytes, gigabytes,
 };
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
@@ -14,8 +14,8 @@ use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
 use crate::policy::KlPlacement;
 use crate::rollout::FORWARD_TOKENS_MAX;
 
-/// Number of sequences that `check-mismatch` decodes together.
-const DECODED_SEQUENCES: usize = 64;
+/// Maximum number of sequences that `check-mismatch` decodes together.
+const DECODE_SEQUENCES_MAX: usize = 64;
 
 /// Returns the bytes of a tensor in the dtype of the forward pass: bf16 for matrices, f32 for others.
 fn working_bytes(spec: &ParameterSpec) -> u64 {
@@ -23,21 +23,22 @@ fn working_bytes(spec: &ParameterSpec) -> u64 {
     (spec.element_count() * width) as u64
 }
 
-fn all_bytes<'a>(specs: impl IntoIterator<Item = &'a ParameterSpec>) -> u64 {
+/// Returns the bytes of tensors in the dtypes of the forward pass.
+fn total_working_bytes<'a>(specs: impl IntoIterator<Item = &'a ParameterSpec>) -> u64 {
     specs.into_iter().map(working_bytes).sum()
 }
 
 /// Returns the bytes of master weights and optimizer state.
 fn optimizer_bytes(settings: &OptimizerSettings, tensors: &[TrainableTensor]) -> u64 {
-    let kept = |(_, spec): &TrainableTensor| {
+    let tensor_bytes = |(_, spec): &TrainableTensor| {
         let values = spec.element_count();
         let master = if spec.is_matrix() { values * size_of::<f32>() } else { 0 };
         master as u64 + state_bytes(settings, values, values)
     };
-    tensors.iter().map(kept).sum()
+    tensors.iter().map(tensor_bytes).sum()
 }
 
-impl PlanInput<'_> {
+impl MemoryPlanInput<'_> {
     /// Returns the capacity of the GPU's KV cache for `sequences`.
     pub fn cache_capacity(&self, sequences: usize) -> CacheCapacity {
         let fed_tokens_max = FORWARD_TOKENS_MAX + self.recipe.rollout.sequences_max;
@@ -53,31 +54,31 @@ impl PlanInput<'_> {
         }
     }
 
-    /// Returns how many sampled sequences fit into `available` memory, at least 1.
+    /// Returns the number of sequences whose KV cache fits into `available` memory, at least 1.
     pub fn sequence_capacity(&self, available: &AvailableMemory) -> usize {
         let (prompts, samples) = self.rollout_size();
         let fits = |sequences: usize| {
-            let input = PlanInput { gpu_sequences: Some(sequences), ..self.clone() };
+            let input = MemoryPlanInput { gpu_sequences: Some(sequences), ..self.clone() };
             MemoryPlan::new(&input).peak_bytes() as f64 <= WARNED_SHARE * available.bytes as f64
         };
-        let (mut fitting, mut beyond) = (1, prompts.saturating_mul(samples).max(1) + 1);
-        while fitting + 1 < beyond {
-            let middle = fitting + (beyond - fitting) / 2;
-            if fits(middle) { fitting = middle } else { beyond = middle }
+        let (mut fitting, mut too_many) = (1, prompts.saturating_mul(samples).max(1) + 1);
+        while fitting + 1 < too_many {
+            let middle = fitting + (too_many - fitting) / 2;
+            if fits(middle) { fitting = middle } else { too_many = middle }
         }
         fitting
     }
 
-    /// Returns the bytes of host memory: the program, and the weights as they are read; with several
-    /// processes, this one's shards too.
+    /// Returns the bytes of host memory: the program, and the weights while they are read. With several
+    /// processes, this process's shards are included.
     pub fn host_bytes(&self) -> u64 {
         match self.processes {
-            1 => self.program().iter().map(|part| part.bytes).sum::<u64>() + self.weight_bytes(),
-            _ => self.resident().iter().map(|part| part.bytes).sum(),
+            1 => self.program().iter().map(|item| item.bytes).sum::<u64>() + self.weight_bytes(),
+            _ => self.resident().iter().map(|item| item.bytes).sum(),
         }
     }
 
-    /// Describes the KV cache of one sequence, the least that a GPU needs for sampling.
+    /// Describes the KV cache of one sequence: the smallest cache with which a GPU can sample.
     pub fn describe_sequence_cache(&self) -> String {
         let capacity = self.cache_capacity(1);
         let bytes = capacity.device_bytes(self.config);
@@ -91,97 +92,105 @@ impl PlanInput<'_> {
         )
     }
 
+    /// Returns the GPU memory that is used for the whole run.
     pub(super) fn gpu_resident(&self) -> Vec<MemoryItem> {
         let recipe = self.recipe;
-        let own = parameter_specs(self.config);
-        let weights: u64 = own.iter().enumerate().map(|(index, spec)| self.gpu_bytes(spec, index)).sum();
+        let specs = parameter_specs(self.config);
+        let weights: u64 = specs.iter().enumerate().map(|(index, spec)| self.gpu_bytes(spec, index)).sum();
         let factors: &[ParameterSpec] = self.adapter.as_ref().map_or(&[], |adapter| &adapter.specs);
-        let mut parts = vec![MemoryItem { name: "weights", bytes: weights + all_bytes(factors) }];
-        let mut part = |name, bytes| parts.push(MemoryItem { name, bytes });
+        let mut items = vec![MemoryItem { name: "weights", bytes: weights + total_working_bytes(factors) }];
+        let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
         let table = self.config.max_position_embeddings * self.config.head_dim * size_of::<f32>();
-        part("rotary embedding's table", table as u64);
+        add("rotary embedding's table", table as u64);
         let rollout = &recipe.rollout;
         if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && self.processes == 1 {
             // A CUDA graph has memory of its own, which the driver keeps.
-            let forward = self.pass(rollout.sequences_max, 0).forward();
-            part("CUDA graph", forward + self.attention_in_parts_bytes());
+            let forward = self.pass_shape(rollout.sequences_max, 0).forward_bytes();
+            add("CUDA graph", forward + self.partial_attention_bytes());
         }
         if !self.command.trains() {
-            return parts;
+            return items;
         }
         let stages = [
             (Stage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
             (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
         ];
-        let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
-            let tensors = self.trainable_tensors(stage);
-            (gathered_bytes(&tensors), optimizer_bytes(optimizer, &tensors))
-        });
-        let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
-        // With several processes, each keeps its shards in host memory, and one whole gradient at a time on
-        // the GPU.
+        let stage_bytes =
+            stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
+                let tensors = self.trainable_tensors(stage);
+                (gathered_bytes(&tensors), optimizer_bytes(optimizer, &tensors))
+            });
+        let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
+        // Of several processes, each has its shards in host memory, and one whole gradient at a time on the
+        // GPU.
         let is_alone = self.processes == 1;
-        let largest = |tensors: &[TrainableTensor]| {
+        let largest_gradient = |tensors: &[TrainableTensor]| {
             let bytes = tensors.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
             bytes.max().unwrap_or(0)
         };
-        part("gradients", if is_alone { gradients } else { largest(&self.ever_trainable_tensors()) });
-        part("optimizer", if is_alone { optimizer } else { 0 });
+        let largest = largest_gradient(&self.ever_trainable_tensors());
+        add("gradients", if is_alone { gradients } else { largest });
+        add("optimizer", if is_alone { optimizer } else { 0 });
         if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
             let tensors = self.critic_trainable_tensors(trainable);
-            let values = value_model_specs(self.config);
-            let head = values.iter().filter(|spec| spec.name.starts_with("score."));
+            let critic_specs = value_model_specs(self.config);
+            let head = critic_specs.iter().filter(|spec| spec.name.starts_with("score."));
             let weights = match self.adapter {
-                Some(_) => all_bytes(head.chain(factors)),
-                None => all_bytes(&values),
+                Some(_) => total_working_bytes(head.chain(factors)),
+                None => total_working_bytes(&critic_specs),
             };
-            part("critic's weights", weights);
-            part("critic's gradients", if is_alone { gathered_bytes(&tensors) } else { largest(&tensors) });
-            part(
+            add("critic's weights", weights);
+            let gradients = if is_alone { gathered_bytes(&tensors) } else { largest_gradient(&tensors) };
+            add("critic's gradients", gradients);
+            add(
                 "critic's optimizer",
                 if is_alone { optimizer_bytes(&critic.optimizer, &tensors) } else { 0 },
             );
         }
         // With an adapter, the reference is the model without it.
         if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
-            let copied = own.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
-            part("reference", all_bytes(copied.map(|(_, spec)| spec)));
+            let copied = specs.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
+            add("reference", total_working_bytes(copied.map(|(_, spec)| spec)));
         }
-        parts
+        items
     }
 
+    /// Returns whether the command samples.
     fn samples(&self) -> bool {
         !self.command.trains() || self.recipe.train.steps > 0
     }
 
-    fn pass(&self, tokens: usize, targets: usize) -> PassShape<'_> {
-        PassShape { config: self.config, tokens, targets, adapted: self.adapter.is_some(), on_gpu: true }
+    /// Returns the shape of a pass on the GPU.
+    fn pass_shape(&self, tokens: usize, targets: usize) -> PassShape<'_> {
+        PassShape { config: self.config, tokens, targets, has_adapter: self.adapter.is_some(), on_gpu: true }
     }
 
-    /// Returns the bytes of partial attention results, when few long sequences are decoded by many blocks.
-    fn attention_in_parts_bytes(&self) -> u64 {
+    /// Returns the bytes of partial attention results. Decode of few long sequences splits each one over
+    /// several blocks, whose results are merged.
+    fn partial_attention_bytes(&self) -> u64 {
         let chunks = self.longest_sequence().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
         let values = chunks * self.config.num_attention_heads * (self.config.head_dim + 2);
         ((values * size_of::<f32>()) as u64).min(PARTS_BYTES_MAX as u64)
     }
 
+    /// Returns the GPU memory of each phase, with `sequences` sequences in the KV cache.
     pub(super) fn gpu_phases(&self, sequences: usize) -> Vec<(&'static str, Vec<MemoryItem>)> {
         let (recipe, config) = (self.recipe, self.config);
-        let caches = |capacity: CacheCapacity| MemoryItem {
+        let cache_item = |capacity: CacheCapacity| MemoryItem {
             name: "keys and values",
             bytes: capacity.device_bytes(config),
         };
         let mut phases = vec![];
         if self.samples() {
             let capacity = self.cache_capacity(sequences);
-            let forward = self.pass(capacity.fed_tokens_max, recipe.rollout.sequences_max).forward();
-            let spread = self.attention_in_parts_bytes();
-            let parts = [
-                caches(capacity),
+            let forward =
+                self.pass_shape(capacity.fed_tokens_max, recipe.rollout.sequences_max).forward_bytes();
+            let items = [
+                cache_item(capacity),
                 MemoryItem { name: "one forward and its logits", bytes: forward },
-                MemoryItem { name: "partial attention results", bytes: spread },
+                MemoryItem { name: "partial attention results", bytes: self.partial_attention_bytes() },
             ];
-            phases.push(("sampling", parts.to_vec()));
+            phases.push(("sampling", items.to_vec()));
         }
         let (prompts, samples) = self.rollout_size();
         let tokens = recipe.train.micro_batch_tokens.max(self.longest_sequence());
@@ -189,20 +198,17 @@ impl PlanInput<'_> {
         match self.command {
             ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => {}
             ModelCommand::CheckMismatch(_) => {
-                let decoded = DECODED_SEQUENCES.min(prompts * samples);
-                let capacity = CacheCapacity {
-                    sequences: decoded,
-                    tokens: self.longest_sequence(),
-                    fed_tokens_max: decoded,
-                };
-                let activations =
-                    MemoryItem { name: "activations", bytes: self.pass(tokens, tokens).forward() };
-                phases.push(("comparison", vec![caches(capacity), activations]));
+                let sequences = DECODE_SEQUENCES_MAX.min(prompts * samples);
+                let capacity =
+                    CacheCapacity { sequences, tokens: self.longest_sequence(), fed_tokens_max: sequences };
+                let bytes = self.pass_shape(tokens, tokens).forward_bytes();
+                let activations = MemoryItem { name: "activations", bytes };
+                phases.push(("comparison", vec![cache_item(capacity), activations]));
             }
             ModelCommand::Train => {
                 let recomputes = self.recomputes_layers();
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
-                let bytes = self.pass(tokens, tokens).forward_backward(recomputes);
+                let bytes = self.pass_shape(tokens, tokens).forward_backward_bytes(recomputes);
                 phases.push(("update", vec![MemoryItem { name, bytes }]));
             }
         }

@@ -39,13 +39,14 @@ use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
 
 /// A plan above this fraction of the available memory gets a warning.
 const WARNED_SHARE: f64 = 0.9;
-/// Tokens around a tool's reply.
+/// Tokens that the chat format adds around a tool's reply.
 const REPLY_FRAME_TOKENS: usize = 32;
 
-/// Limit of saved activations of all concurrent passes in bytes, where the available memory is unknown.
-const KEPT_BYTES_MAX: u64 = 1 << 30;
+/// Maximum bytes of saved activations of all concurrent passes, if the available memory is unknown.
+const SAVED_BYTES_MAX: u64 = 1 << 30;
 
-fn passes_at_once(weight_bytes: u64, threads: usize) -> u64 {
+/// Returns the number of passes that run in parallel.
+fn concurrent_passes(weight_bytes: u64, threads: usize) -> u64 {
     if runs_in_parallel(weight_bytes) { threads as u64 } else { 1 }
 }
 
@@ -60,12 +61,12 @@ pub enum ModelCommand {
     CheckMismatch(SecondWeights),
 }
 
-/// The second set of weights that `check-mismatch` holds.
+/// The second set of weights of `check-mismatch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SecondWeights {
-    /// The weights with which the ablations sample.
+    /// The rounded weights with which ablations sample.
     Rounded(WeightRounding),
-    /// The weights changed by a known fault, one layer at a time, to explain another engine's log-probs.
+    /// The weights changed by a cause of mismatch, one layer at a time.
     Changed,
 }
 
@@ -86,16 +87,16 @@ impl ModelCommand {
         self == ModelCommand::Train
     }
 
-    /// Returns whether the command may read layers from disk on demand. It pays only for few forward passes
-    /// over many tokens.
-    pub fn can_stream(self) -> bool {
+    /// Returns whether the command may read layers from disk on demand. This is fast enough only for few
+    /// forwards over many tokens.
+    pub fn can_read_layers_on_demand(self) -> bool {
         matches!(self, ModelCommand::Eval | ModelCommand::CheckMismatch(_))
     }
 }
 
 /// The input of a memory plan.
 #[derive(Clone)]
-pub struct PlanInput<'a> {
+pub struct MemoryPlanInput<'a> {
     pub command: ModelCommand,
     pub recipe: &'a Recipe,
     pub config: &'a Config,
@@ -112,30 +113,30 @@ pub struct PlanInput<'a> {
     /// Number of worker processes of the Python tool; 0 without the tool.
     pub python_workers: usize,
     pub threads: usize,
-    /// True when layers stay on disk and are read on demand.
-    pub streamed: bool,
+    /// Whether layers stay on disk and are read on demand.
+    pub layers_on_demand: bool,
     /// Number of processes of the run. The plan is for one of them.
     pub processes: usize,
     /// How each process holds the trainable weights while it samples.
     pub rollout_weights: RolloutWeightPlacement,
     /// How each process holds the packed weights.
     pub packed_weights: PackedWeightPlacement,
-    /// Number of sequences in the GPU's KV cache; `None` on the CPU. It selects the memory to plan: GPU or
-    /// host.
+    /// Number of sequences in the GPU's KV cache; `None` on the CPU. The plan is for the GPU's memory if it
+    /// is set, else for the host's.
     pub gpu_sequences: Option<usize>,
-    /// Whether the backward recomputes activations, by the available memory; `None` if that is unknown. The
+    /// Whether the backward recomputes layers, chosen by the available memory; `None` if that is unknown. The
     /// recipe's key overrides it.
     pub recompute_layers: Option<bool>,
 }
 
-/// An adapter as the memory plan sees it.
+/// The adapter in a memory plan.
 #[derive(Debug, Clone)]
 pub struct AdapterInput {
     /// Names and shapes of the factors.
     pub specs: Vec<ParameterSpec>,
     /// Trainable flags, one per factor.
     pub trainable: Vec<bool>,
-    /// True when SFT warm-up first trains the whole model without the adapter.
+    /// Whether the adapter is attached after an SFT warm-up, which trains the whole model.
     pub after_cold_start: bool,
 }
 
@@ -148,7 +149,7 @@ impl AdapterInput {
 /// A trainable tensor and its index in the parameter store.
 type TrainableTensor = (usize, ParameterSpec);
 
-/// Returns the specs that `trainable` marks, with indices that start at `first`.
+/// Selects the trainable tensors. The tensor of the first spec has the index `first`.
 fn select_trainable(
     specs: impl IntoIterator<Item = ParameterSpec>,
     trainable: &[bool],
@@ -158,7 +159,7 @@ fn select_trainable(
         .zip(specs)
         .zip(trainable)
         .filter(|(_, is_trainable)| **is_trainable)
-        .map(|(found, _)| found)
+        .map(|(tensor, _)| tensor)
         .collect()
 }
 
@@ -189,19 +190,19 @@ pub struct MemoryItem {
 /// The peak memory of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// Memory held for the whole run.
+    /// Memory that is used for the whole run.
     pub resident: Vec<MemoryItem>,
-    /// Memory of each phase; only one phase runs at a time.
+    /// Name and memory of each phase. Only one phase runs at a time.
     pub phases: Vec<(&'static str, Vec<MemoryItem>)>,
 }
 
-fn sum(parts: &[MemoryItem]) -> u64 {
-    parts.iter().map(|part| part.bytes).sum()
+fn total_bytes(items: &[MemoryItem]) -> u64 {
+    items.iter().map(|item| item.bytes).sum()
 }
 
 impl MemoryPlan {
     /// Computes the plan of `input`.
-    pub fn new(input: &PlanInput) -> Self {
+    pub fn new(input: &MemoryPlanInput) -> Self {
         match input.gpu_sequences {
             None => {
                 let (mut resident, phases) = (input.resident(), input.phases());
@@ -213,14 +214,14 @@ impl MemoryPlan {
         }
     }
 
-    /// Returns the bytes held for the whole run.
+    /// Returns the bytes that are used for the whole run.
     pub fn resident_bytes(&self) -> u64 {
-        sum(&self.resident)
+        total_bytes(&self.resident)
     }
 
     /// Returns the peak in bytes.
     pub fn peak_bytes(&self) -> u64 {
-        self.resident_bytes() + self.phases.iter().map(|(_, parts)| sum(parts)).max().unwrap_or(0)
+        self.resident_bytes() + self.phases.iter().map(|(_, items)| total_bytes(items)).max().unwrap_or(0)
     }
 
     /// Refuses a plan that needs more than `available`, and names the remedies with their savings. Returns a
@@ -233,40 +234,41 @@ impl MemoryPlan {
         available: Option<&AvailableMemory>,
         remedies: &[Remedy],
     ) -> Result<Option<String>> {
-        let Some(AvailableMemory { bytes, bound }) = available else { return Ok(None) };
+        let Some(AvailableMemory { bytes, limit }) = available else { return Ok(None) };
         let peak = self.peak_bytes();
-        let compared = format!("{} of memory are needed, {} are {bound}", gigabytes(peak), gigabytes(*bytes));
+        let comparison =
+            format!("{} of memory are needed, {} are {limit}", gigabytes(peak), gigabytes(*bytes));
         if peak > *bytes {
-            let help = what_helps(remedies);
-            return Err(bad_input!("{compared}; what would help: {help}"));
+            let remedies = join_remedies(remedies);
+            return Err(bad_input!("{comparison}; what would help: {remedies}"));
         }
-        Ok((peak as f64 > WARNED_SHARE * *bytes as f64).then(|| format!("{compared}; it may not suffice")))
+        Ok((peak as f64 > WARNED_SHARE * *bytes as f64).then(|| format!("{comparison}; it may not suffice")))
     }
 }
 
 /// Formats the remedies as one line.
-fn what_helps(remedies: &[Remedy]) -> String {
-    let help: Vec<String> = remedies.iter().map(Remedy::to_string).collect();
-    if help.is_empty() { "use a larger machine".to_owned() } else { help.join("; ") }
+fn join_remedies(remedies: &[Remedy]) -> String {
+    let texts: Vec<String> = remedies.iter().map(Remedy::to_string).collect();
+    if texts.is_empty() { "use a larger machine".to_owned() } else { texts.join("; ") }
 }
 
 impl std::fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut table = Table::new(["phase", "item", "GB"]);
-        let stays = [("resident", &self.resident)];
-        let phases = self.phases.iter().map(|(name, parts)| (*name, parts));
-        for (name, parts) in stays.into_iter().chain(phases) {
-            for part in parts.iter().filter(|part| part.bytes > 0) {
-                table.add_row([name.to_owned(), part.name.to_owned(), plain_gigabytes(part.bytes)]);
+        let resident = [("resident", &self.resident)];
+        let phases = self.phases.iter().map(|(name, items)| (*name, items));
+        for (name, items) in resident.into_iter().chain(phases) {
+            for item in items.iter().filter(|item| item.bytes > 0) {
+                table.add_row([name.to_owned(), item.name.to_owned(), plain_gigabytes(item.bytes)]);
             }
-            table.add_row([name.to_owned(), "total".to_owned(), plain_gigabytes(sum(parts))]);
+            table.add_row([name.to_owned(), "total".to_owned(), plain_gigabytes(total_bytes(items))]);
         }
         table.add_row(["peak".to_owned(), String::new(), plain_gigabytes(self.peak_bytes())]);
         write!(f, "{table}")
     }
 }
 
-/// Adds the memory plan and its remedies to the `error` if a GPU ran out of memory.
+/// Adds `memory`, the text of the memory plan, to `error` if a GPU ran out of memory.
 pub fn explain_out_of_memory(error: anyhow::Error, memory: &str) -> anyhow::Error {
     match format!("{error:#}").contains("CUDA_ERROR_OUT_OF_MEMORY") {
         true => error.context(format!("the GPU's memory ran out; the plan was:\n\n{memory}\n")),
@@ -280,41 +282,42 @@ pub fn gigabytes(bytes: u64) -> String {
 }
 
 fn plain_gigabytes(bytes: u64) -> String {
-    // A GPU's plan can be small, because it has no line for the program.
+    // A GPU's plan can be small, because it does not include the program.
     let places = if bytes < 50_000_000 { 4 } else { 2 };
     format!("{:.places$}", bytes as f64 / 1e9)
 }
 
-impl PlanInput<'_> {
+impl MemoryPlanInput<'_> {
     /// Formats the plan and the remedies.
     pub fn to_text(&self) -> String {
-        format!("{}\nwhat would help: {}", MemoryPlan::new(self), what_helps(&self.remedies()))
+        format!("{}\nwhat would help: {}", MemoryPlan::new(self), join_remedies(&self.remedies()))
     }
 
     /// Returns whether the backward recomputes activations. Results are bitwise equal either way.
     pub fn recomputes_layers(&self) -> bool {
-        let known = self.recipe.train.recompute_layers.or(self.recompute_layers);
-        known.unwrap_or_else(|| self.saved_bytes() > KEPT_BYTES_MAX)
+        let choice = self.recipe.train.recompute_layers.or(self.recompute_layers);
+        choice.unwrap_or_else(|| self.saved_bytes() > SAVED_BYTES_MAX)
     }
 
-    /// Returns the bytes of all activations of the passes that run at once.
+    /// Returns the bytes that the concurrent passes save without recomputation.
     fn saved_bytes(&self) -> u64 {
-        let (tokens, adapted) = (self.recipe.train.micro_batch_tokens, self.adapter.is_some());
-        let pass = PassShape { config: self.config, tokens, targets: tokens, adapted, on_gpu: false };
-        let saved = pass.forward_backward(false);
+        let (tokens, has_adapter) = (self.recipe.train.micro_batch_tokens, self.adapter.is_some());
+        let pass = PassShape { config: self.config, tokens, targets: tokens, has_adapter, on_gpu: false };
+        let saved = pass.forward_backward_bytes(false);
         match self.processes {
             _ if self.gpu_sequences.is_some() => saved,
-            1 => passes_at_once(self.weight_bytes(), self.threads).saturating_mul(saved),
-            // A graph of all layers holds all their weights; the base of an adapter only if it is sharded.
-            _ if !adapted || !self.sharded_packed_tensors().is_empty() => saved + self.weight_bytes(),
+            1 => concurrent_passes(self.weight_bytes(), self.threads).saturating_mul(saved),
+            // Sharded weights are gathered for the graph of all layers. The base of an adapter may not be
+            // sharded.
+            _ if !has_adapter || !self.sharded_packed_tensors().is_empty() => saved + self.weight_bytes(),
             _ => saved,
         }
     }
 
-    /// Returns whether the plan, with all activations kept, nearly fills the `available` memory.
-    pub fn recomputes_within(&self, available: &AvailableMemory) -> bool {
-        let kept = MemoryPlan::new(&PlanInput { recompute_layers: Some(false), ..self.clone() });
-        kept.peak_bytes() as f64 > WARNED_SHARE * available.bytes as f64
+    /// Returns whether recomputation is needed: a plan without it would nearly fill the `available` memory.
+    pub fn needs_recomputation(&self, available: &AvailableMemory) -> bool {
+        let plan = MemoryPlan::new(&MemoryPlanInput { recompute_layers: Some(false), ..self.clone() });
+        plan.peak_bytes() as f64 > WARNED_SHARE * available.bytes as f64
     }
 
     /// Returns the policy's trainable tensors in `stage`.
@@ -329,11 +332,11 @@ impl PlanInput<'_> {
 
     /// Returns the policy's tensors that are trainable in any stage.
     fn ever_trainable_tensors(&self) -> Vec<TrainableTensor> {
-        let mut found = self.trainable_tensors(Stage::Reinforcement);
+        let mut tensors = self.trainable_tensors(Stage::Reinforcement);
         if self.adapter.as_ref().is_some_and(|adapter| adapter.after_cold_start) {
-            found.extend(self.trainable_tensors(Stage::ColdStart));
+            tensors.extend(self.trainable_tensors(Stage::ColdStart));
         }
-        found
+        tensors
     }
 
     /// Returns the largest total of any process. A process's total is the sum of `bytes(spec, n)` over
@@ -343,13 +346,13 @@ impl PlanInput<'_> {
         tensors: &[TrainableTensor],
         bytes: impl Fn(&ParameterSpec, usize) -> u64,
     ) -> u64 {
-        let of = |rank: usize| -> u64 {
+        let rank_bytes = |rank: usize| -> u64 {
             let shard_elements = |spec: &ParameterSpec, index: usize| {
                 shard_range(spec.element_count(), index, rank, self.processes).len()
             };
             tensors.iter().map(|(index, spec)| bytes(spec, shard_elements(spec, *index))).sum()
         };
-        (0..self.processes).map(of).max().unwrap_or(0)
+        (0..self.processes).map(rank_bytes).max().unwrap_or(0)
     }
 
     /// Returns the bytes of the largest shard of `tensors` in f32.
@@ -358,7 +361,7 @@ impl PlanInput<'_> {
     }
 
     /// Returns the bytes of optimizer state and master weights in the largest shard.
-    fn optimizer(&self, settings: &OptimizerSettings, tensors: &[TrainableTensor]) -> u64 {
+    fn optimizer_shard_bytes(&self, settings: &OptimizerSettings, tensors: &[TrainableTensor]) -> u64 {
         let rounds_weights = self.recipe.model.dtype.is_bf16();
         self.max_process_bytes(tensors, |spec, shard_elements| {
             // An adapter stays in f32.
@@ -368,10 +371,10 @@ impl PlanInput<'_> {
         })
     }
 
-    /// Returns the bytes that a process gathers in a pass: weights and exchanged gradients. With
-    /// recomputation, it gathers the sharded weights layer by layer. Without, the graph holds all layers at
-    /// once.
-    fn gathered_bytes(&self, tensors: &[TrainableTensor], recomputes: bool) -> u64 {
+    /// Returns the bytes that a process gathers in a pass: weights, and gradients in exchange. With
+    /// recomputation, sharded weights are gathered layer by layer. Without, the graph holds the weights of
+    /// all layers.
+    fn gathered_pass_bytes(&self, tensors: &[TrainableTensor], recomputes: bool) -> u64 {
         let largest =
             tensors.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
         let sharded: Vec<ShardedTensor> = tensors
@@ -380,7 +383,6 @@ impl PlanInput<'_> {
             .map(ShardedTensor::from_trainable)
             .chain(self.sharded_packed_tensors())
             .collect();
-        // A layer is held twice while it arrives, and the next one is prefetched.
         let weights = if recomputes {
             gather_peak_bytes(&sharded)
         } else {
@@ -389,57 +391,59 @@ impl PlanInput<'_> {
         weights + largest + exchange_bytes_max(gathered_bytes(tensors)).max(2 * largest)
     }
 
+    /// Returns the host memory that is used for the whole run.
     fn resident(&self) -> Vec<MemoryItem> {
         let recipe = self.recipe;
-        let weights = match self.streamed {
-            true => MemoryItem { name: "weights, a layer at a time", bytes: self.streamed_weights() },
+        let weights = match self.layers_on_demand {
+            true => MemoryItem { name: "weights, a layer at a time", bytes: self.on_demand_weight_bytes() },
             false => MemoryItem { name: "weights", bytes: self.local_weight_bytes() },
         };
-        let mut parts = self.program();
-        parts.push(weights);
-        let mut part = |name, bytes| parts.push(MemoryItem { name, bytes });
+        let mut items = self.program();
+        items.push(weights);
+        let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
         if self.command.trains() {
             // Gradients and optimizer of the stage that needs more memory.
             let stages = [
                 (Stage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
                 (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
             ];
-            let kept = stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
+            let trained = stages.into_iter().filter(|(_, steps, _)| *steps > 0);
+            let stage_bytes = trained.map(|(stage, _, optimizer)| {
                 let tensors = self.trainable_tensors(stage);
-                (self.f32_shard_bytes(&tensors), self.optimizer(optimizer, &tensors))
+                (self.f32_shard_bytes(&tensors), self.optimizer_shard_bytes(optimizer, &tensors))
             });
-            let (gradients, optimizer) = kept.max_by_key(|(a, b)| a + b).unwrap_or_default();
-            part("gradients", gradients);
-            part("optimizer", optimizer);
+            let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
+            add("gradients", gradients);
+            add("optimizer", optimizer);
             if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
                 let tensors = self.critic_trainable_tensors(trainable);
-                let all = self.critic_weights(trainable).saturating_sub(gathered_bytes(&tensors));
-                part("critic's weights", all + self.f32_shard_bytes(&tensors));
-                part("critic's gradients", self.f32_shard_bytes(&tensors));
-                part("critic's optimizer", self.optimizer(&critic.optimizer, &tensors));
+                let frozen = self.critic_weight_bytes(trainable).saturating_sub(gathered_bytes(&tensors));
+                add("critic's weights", frozen + self.f32_shard_bytes(&tensors));
+                add("critic's gradients", self.f32_shard_bytes(&tensors));
+                add("critic's optimizer", self.optimizer_shard_bytes(&critic.optimizer, &tensors));
             }
             // With an adapter, the reference is the model without it.
             if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
                 // The reference is sharded like the trainable weights.
                 let tensors = self.trainable_tensors(Stage::Reinforcement);
-                let all = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&tensors));
-                part("reference", all + self.f32_shard_bytes(&tensors));
+                let frozen = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&tensors));
+                add("reference", frozen + self.f32_shard_bytes(&tensors));
             }
         }
         match self.command {
             ModelCommand::CheckMismatch(SecondWeights::Rounded(rounding)) => {
-                part("weights, rounded", self.rounded_weights(rounding));
+                add("weights, rounded", self.rounded_weight_bytes(rounding));
             }
             ModelCommand::CheckMismatch(SecondWeights::Changed) => {
-                part("weights, changed", self.changed_weights())
+                add("weights, changed", self.changed_weight_bytes())
             }
-            // While training samples, the weights rounded by ablations exist only in the sampling phase.
+            // In training and rollouts, weights rounded by ablations belong to the sampling phase.
             ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval | ModelCommand::Chat => {}
         }
-        parts
+        items
     }
 
-    /// Returns the critic's trainable tensors: its own, and the factors of its adapter.
+    /// Returns the critic's trainable tensors: its own tensors, and the factors of its adapter.
     fn critic_trainable_tensors(&self, trainable: &[bool]) -> Vec<TrainableTensor> {
         let factors = self.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
         select_trainable(value_model_specs(self.config).into_iter().chain(factors), trainable, 0)
@@ -449,17 +453,19 @@ impl PlanInput<'_> {
     fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
         let replies = if self.python_workers > 0 { rollout.turns_max.saturating_sub(1) } else { 0 };
-        let reply = self.recipe.interpreter.output_chars_max + REPLY_FRAME_TOKENS;
-        let tokens = rollout.prompt_tokens_max + rollout.response_tokens_max + replies * reply;
+        // A character is at most one token.
+        let reply_tokens = self.recipe.interpreter.output_chars_max + REPLY_FRAME_TOKENS;
+        let tokens = rollout.prompt_tokens_max + rollout.response_tokens_max + replies * reply_tokens;
         tokens.min(self.config.max_position_embeddings)
     }
 
+    /// Returns the host memory of each phase.
     fn phases(&self) -> Vec<(&'static str, Vec<MemoryItem>)> {
         let recipe = self.recipe;
         let mut phases = vec![];
         let steps = if self.command.trains() { recipe.train.steps } else { 1 };
         if steps > 0 {
-            phases.push(("sampling", self.sampling()));
+            phases.push(("sampling", self.sampling_items()));
         }
         let trajectories = match self.command {
             ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => return phases,
@@ -475,23 +481,24 @@ impl PlanInput<'_> {
             config: self.config,
             tokens,
             targets: tokens,
-            adapted: self.adapter.is_some(),
+            has_adapter: self.adapter.is_some(),
             on_gpu: false,
         };
-        // Passes of several processes exchange data, so each process runs one at a time.
+        // Passes of several processes exchange data, so each process runs one pass at a time.
         let exchanges = self.processes > 1;
-        let at_once = if exchanges { 1 } else { passes_at_once(self.weight_bytes(), self.threads) };
+        let passes = if exchanges { 1 } else { concurrent_passes(self.weight_bytes(), self.threads) };
         if matches!(self.command, ModelCommand::CheckMismatch(_)) {
-            phases.push(("comparison", vec![MemoryItem { name: "activations", bytes: pass.forward() }]));
+            phases
+                .push(("comparison", vec![MemoryItem { name: "activations", bytes: pass.forward_bytes() }]));
             return phases;
         }
         let recomputes = self.recomputes_layers();
-        let bytes = at_once * pass.forward_backward(recomputes);
+        let bytes = passes * pass.forward_backward_bytes(recomputes);
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
         let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
         let tensors = [self.ever_trainable_tensors(), critic.unwrap_or_default()];
         let gathered =
-            tensors.iter().map(|tensors| self.gathered_bytes(tensors, recomputes)).max().unwrap_or(0);
+            tensors.iter().map(|tensors| self.gathered_pass_bytes(tensors, recomputes)).max().unwrap_or(0);
         let gathered = if exchanges { gathered } else { 0 };
         let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
         phases.push(("update", vec![MemoryItem { name, bytes }, gathered]));
@@ -516,46 +523,48 @@ impl PlanInput<'_> {
         }
     }
 
-    /// Returns the number of sequences that this process samples together, in a rollout or an evaluation.
+    /// Returns the maximum number of sequences that this process samples at a time, in a rollout or an
+    /// evaluation.
     fn concurrent_sequences(&self) -> usize {
         let (rollout, eval) = (&self.recipe.rollout, &self.recipe.eval);
-        let own =
+        let local_sequences =
             |(prompts, samples): (usize, usize)| prompts.div_ceil(self.processes).saturating_mul(samples);
         let evaluates = self.command.trains() && (eval.every_steps > 0 || eval.before_training);
-        let evaluated = if evaluates { own((eval.problems_max, eval.samples)) } else { 0 };
-        (rollout.sequences_max * self.engines()).min(own(self.rollout_size()).max(evaluated))
+        let evaluation = if evaluates { local_sequences((eval.problems_max, eval.samples)) } else { 0 };
+        let sequences = local_sequences(self.rollout_size()).max(evaluation);
+        (rollout.sequences_max * self.engines()).min(sequences)
     }
 
-    /// Returns the memory of sampling: KV caches at full length, one forward pass, and the logits.
-    fn sampling(&self) -> Vec<MemoryItem> {
+    /// Returns the memory of sampling: KV caches at full length, one forward, and the logits.
+    fn sampling_items(&self) -> Vec<MemoryItem> {
         let (recipe, config) = (self.recipe, self.config);
         let is_sharded = self.processes > 1 && self.command.trains();
         let gathered = is_sharded.then(|| self.sampling_gather_item());
         let is_distributed = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
         let rounded = match self.command {
-            // Weights gathered per expert are rounded on arrival, without a second set.
+            // Weights that are gathered by expert are rounded as they arrive, so there is no second set.
             ModelCommand::Train if is_distributed => 0,
             ModelCommand::Train | ModelCommand::Rollout => {
-                self.rounded_weights(WeightRounding::from_ablations(&recipe.arms))
+                self.rounded_weight_bytes(WeightRounding::from_ablations(&recipe.arms))
             }
             ModelCommand::Eval | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => 0,
         };
         let (engines, sequences) = (self.engines(), self.concurrent_sequences());
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest_sequence());
-        // The sampling thread copies each row of logits once.
-        let drawn = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
+        // A thread that samples has a copy of one row of logits.
+        let row_copies = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
         let targets = sequences.div_ceil(engines);
-        let adapted = self.adapter.is_some();
-        let forward = PassShape { config, tokens, targets, adapted, on_gpu: false }.forward();
-        let parts = vec![
+        let has_adapter = self.adapter.is_some();
+        let forward = PassShape { config, tokens, targets, has_adapter, on_gpu: false }.forward_bytes();
+        let items = vec![
             MemoryItem {
                 name: "keys and values",
                 bytes: sequences as u64 * SequenceCache::bytes(config, self.longest_sequence()),
             },
-            MemoryItem { name: "one forward and its logits", bytes: engines as u64 * forward + drawn },
+            MemoryItem { name: "one forward and its logits", bytes: engines as u64 * forward + row_copies },
             MemoryItem { name: "weights, rounded", bytes: rounded },
         ];
-        parts.into_iter().chain(gathered).collect()
+        items.into_iter().chain(gathered).collect()
     }
 }
 

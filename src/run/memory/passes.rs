@@ -1,5 +1,5 @@
-//! Memory of a forward pass, alone or with its backward, in bytes, without weights and gradients. Shapes are
-//! named as in [`crate::ops`].
+//! The memory of a forward, and of a forward with its backward, without weights and their gradients. Shapes
+//! are named as in [`crate::ops`].
 
 use crate::model::config::Config;
 use crate::ops::logits::{device_logits_rows, logits_rows_max};
@@ -15,38 +15,41 @@ pub struct PassShape<'a> {
     pub tokens: usize,
     /// Number of rows that the head reads.
     pub targets: usize,
-    /// True when matrices have adapters, each with a second product of the same shape.
-    pub adapted: bool,
-    /// True on a GPU, where rows are bf16. Logits are f32 everywhere.
+    /// Whether matrices have adapters. Each adapter computes a second product of the same shape.
+    pub has_adapter: bool,
+    /// Whether the pass runs on a GPU. There rows are bf16; logits are f32 everywhere.
     pub on_gpu: bool,
 }
 
 impl PassShape<'_> {
     /// Returns the bytes of `rows × width` values.
-    fn values(&self, rows: usize, width: usize) -> u64 {
+    fn value_bytes(&self, rows: usize, width: usize) -> u64 {
         rows as u64 * width as u64 * if self.on_gpu { BF16 } else { F32 }
     }
 
-    fn hidden(&self) -> u64 {
-        self.values(self.tokens, self.config.hidden_size)
+    /// Returns the bytes of the hidden states, `[T, H]`.
+    fn hidden_bytes(&self) -> u64 {
+        self.value_bytes(self.tokens, self.config.hidden_size)
     }
 
-    fn queries(&self) -> u64 {
-        self.values(self.tokens, self.config.num_attention_heads * self.config.head_dim)
+    /// Returns the bytes of the queries of all heads.
+    fn query_bytes(&self) -> u64 {
+        self.value_bytes(self.tokens, self.config.num_attention_heads * self.config.head_dim)
     }
 
-    fn keys(&self) -> u64 {
-        self.values(self.tokens, self.config.num_key_value_heads * self.config.head_dim)
+    /// Returns the bytes of the keys of all heads. The values have as many.
+    fn key_bytes(&self) -> u64 {
+        self.value_bytes(self.tokens, self.config.num_key_value_heads * self.config.head_dim)
     }
 
     /// Returns the bytes of `T·K` expert rows of `width` values. An MLP counts as one expert.
     fn expert_rows_bytes(&self, width: usize) -> u64 {
-        self.values(self.tokens * self.config.num_experts_per_tok.max(1), width)
+        self.value_bytes(self.tokens * self.config.num_experts_per_tok.max(1), width)
     }
 
-    /// Returns the bytes of one layer's log-sum-exps, router logits, routing weights, expert indices and
-    /// dispatch plan.
-    fn small(&self) -> u64 {
+    /// Returns the bytes of one layer's small tensors: log-sum-exps, router logits, routing weights, expert
+    /// indices and dispatch plan.
+    fn small_tensor_bytes(&self) -> u64 {
         let c = self.config;
         let width = c.num_attention_heads + c.num_local_experts + 4 * c.num_experts_per_tok;
         (self.tokens * width) as u64 * F32
@@ -54,90 +57,101 @@ impl PassShape<'_> {
 
     /// Returns the bytes that one layer's graph saves for the backward.
     fn saved_layer_bytes(&self) -> u64 {
-        self.saved_base_layer_bytes() + self.adapted_products()
+        self.saved_base_layer_bytes() + self.adapter_product_bytes()
     }
 
-    /// Returns the bytes that adapters add: products of q, k, v, o, gate_up (or gate and up) and down,
-    /// without the low-rank part.
-    fn adapted_products(&self) -> u64 {
+    /// Returns the bytes of the adapters' products in one layer: q, k, v, o, gate_up (or gate and up) and
+    /// down. The low-rank intermediate values are too small to count.
+    fn adapter_product_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        match self.adapted {
-            true => self.queries() + 2 * self.keys() + self.hidden() + self.expert_rows_bytes(2 * i + h),
+        match self.has_adapter {
+            true => {
+                self.query_bytes()
+                    + 2 * self.key_bytes()
+                    + self.hidden_bytes()
+                    + self.expert_rows_bytes(2 * i + h)
+            }
             false => 0,
         }
     }
 
     /// Returns the bytes of normed queries and keys.
-    fn head_norms(&self) -> u64 {
-        if self.config.family.has_head_norms { self.queries() + self.keys() } else { 0 }
+    fn head_norm_bytes(&self) -> u64 {
+        if self.config.family.has_head_norms { self.query_bytes() + self.key_bytes() } else { 0 }
     }
 
     fn saved_base_layer_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         // Both norms, o, both residual sums, experts' output; q twice and attention's output; k, v and their
         // pair.
-        6 * self.hidden()
-            + 3 * self.queries()
-            + 4 * self.keys()
-            + self.small()
-            + self.head_norms()
+        6 * self.hidden_bytes()
+            + 3 * self.query_bytes()
+            + 4 * self.key_bytes()
+            + self.small_tensor_bytes()
+            + self.head_norm_bytes()
             + self.expert_rows_bytes(2 * h + 3 * i)
     }
 
-    /// Returns the peak of one layer's forward when nothing is saved, without its input.
-    fn layer_forward(&self) -> u64 {
+    /// Returns the peak bytes of one layer's forward if nothing is saved. The layer's input is not included.
+    fn layer_forward_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        let attention = 2 * self.hidden() + 2 * self.queries() + 6 * self.keys() + self.head_norms();
-        let experts = 4 * self.hidden() + self.expert_rows_bytes(3 * i + h);
+        let attention =
+            2 * self.hidden_bytes() + 2 * self.query_bytes() + 6 * self.key_bytes() + self.head_norm_bytes();
+        let experts = 4 * self.hidden_bytes() + self.expert_rows_bytes(3 * i + h);
         // An adapter's product is held beside the base's.
-        let adapted = if self.adapted { self.expert_rows_bytes(2 * i).max(self.queries()) } else { 0 };
-        attention.max(experts) + self.small() + adapted
+        let adapter =
+            if self.has_adapter { self.expert_rows_bytes(2 * i).max(self.query_bytes()) } else { 0 };
+        attention.max(experts) + self.small_tensor_bytes() + adapter
     }
 
-    /// Returns the peak of one layer's backward beside the graph.
+    /// Returns the peak bytes of one layer's backward, without the graph.
     ///
-    /// The gradients of one op's input and output take `2I + H` per expert row, or `2I + 3H` with an adapter.
-    /// An adapter gives the input a second gradient, and a sum. The plan uses a larger number, the peak
-    /// measured with candle's backward, because no peak of this backward was measured to justify less.
-    fn layer_backward(&self) -> u64 {
-        2 * self.hidden() + self.expert_rows_bytes(7 * self.config.intermediate_size)
+    /// The gradients of one op's input and output take `2I + H` values per expert row. With an adapter they
+    /// take `2I + 3H`: the input has a second gradient, and a sum of both. The plan uses a larger number,
+    /// `7I`. It was measured with candle's backward; a smaller one would need a measurement of this backward.
+    fn layer_backward_bytes(&self) -> u64 {
+        2 * self.hidden_bytes() + self.expert_rows_bytes(7 * self.config.intermediate_size)
     }
 
-    /// Returns the bytes of the logits, one chunk of rows at a time.
-    fn logits(&self) -> u64 {
+    /// Returns the bytes of the logits of one chunk of rows.
+    fn logit_bytes(&self) -> u64 {
         let vocabulary = self.config.vocab_size;
         match self.on_gpu {
             // The logits and their gradient.
             true => {
                 self.targets.min(device_logits_rows(vocabulary)) as u64 * vocabulary as u64 * (F32 + BF16)
             }
-            false => self.values(self.targets.min(logits_rows_max(vocabulary)), vocabulary),
+            false => self.value_bytes(self.targets.min(logits_rows_max(vocabulary)), vocabulary),
         }
     }
 
     /// Returns the bytes of the head's input rows, before and after the final norm.
-    fn head_rows(&self) -> u64 {
-        2 * self.values(self.targets, self.config.hidden_size)
+    fn head_row_bytes(&self) -> u64 {
+        2 * self.value_bytes(self.targets, self.config.hidden_size)
     }
 
-    /// Returns the peak of a forward that computes log-probabilities only.
-    pub fn forward(&self) -> u64 {
-        self.hidden() + self.layer_forward().max(self.head_rows() + self.logits())
+    /// Returns the peak bytes of a forward that computes log-probabilities only.
+    pub fn forward_bytes(&self) -> u64 {
+        self.hidden_bytes() + self.layer_forward_bytes().max(self.head_row_bytes() + self.logit_bytes())
     }
 
-    /// Returns the peak of forward and backward. With `recompute_layers`, all layers' inputs are saved and
-    /// one layer's graph; otherwise all layers' graphs.
-    pub fn forward_backward(&self, recompute_layers: bool) -> u64 {
+    /// Returns the peak bytes of forward and backward. With `recompute_layers`, the inputs of all layers and
+    /// the graph of one layer are saved. Without, the graphs of all layers are saved.
+    pub fn forward_backward_bytes(&self, recompute_layers: bool) -> u64 {
         let layers = self.config.num_hidden_layers as u64;
-        // Hidden states used twice have two gradients and their sum.
-        let head = self.head_rows() + (self.logits() + self.head_rows()).max(3 * self.hidden());
+        // Hidden states that are used twice have two gradients and their sum.
+        let head =
+            self.head_row_bytes() + (self.logit_bytes() + self.head_row_bytes()).max(3 * self.hidden_bytes());
         if recompute_layers {
-            let inputs = layers * self.hidden();
-            let layer = 2 * self.hidden() + self.saved_layer_bytes() + self.layer_backward();
-            inputs + (self.hidden() + head).max(layer).max(self.layer_forward())
+            let inputs = layers * self.hidden_bytes();
+            let layer = 2 * self.hidden_bytes() + self.saved_layer_bytes() + self.layer_backward_bytes();
+            inputs + (self.hidden_bytes() + head).max(layer).max(self.layer_forward_bytes())
         } else {
-            let graph = self.hidden() + layers * self.saved_layer_bytes() + self.head_rows();
-            graph + (self.logits() + self.head_rows()).max(3 * self.hidden()).max(self.layer_backward())
+            let graph = self.hidden_bytes() + layers * self.saved_layer_bytes() + self.head_row_bytes();
+            graph
+                + (self.logit_bytes() + self.head_row_bytes())
+                    .max(3 * self.hidden_bytes())
+                    .max(self.layer_backward_bytes())
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Remedies: recipe keys that would lower the peak, each with its saving. The plan is computed again for each
-//! change.
+//! Remedies: changes of the recipe that would lower the peak, each with its saving. The plan is computed
+//! again for each change.
 
-use super::{AdapterInput, MemoryPlan, ModelCommand, PlanInput, gigabytes};
+use super::{AdapterInput, MemoryPlan, MemoryPlanInput, ModelCommand, gigabytes};
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerKind;
 use crate::model::adapter::{Lora, default_targets};
@@ -26,11 +26,11 @@ impl std::fmt::Display for Remedy {
 /// Matches the expert weights, most of an MoE model's parameters.
 const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
 
-impl PlanInput<'_> {
+impl MemoryPlanInput<'_> {
     /// Returns each single change that would lower the peak, the largest saving first.
     pub fn remedies(&self) -> Vec<Remedy> {
         let peak = MemoryPlan::new(self).peak_bytes();
-        let mut found: Vec<Remedy> = self
+        let mut remedies: Vec<Remedy> = self
             .changes()
             .into_iter()
             .map(|(change, peak_after)| {
@@ -39,18 +39,18 @@ impl PlanInput<'_> {
             })
             .filter(|remedy| remedy.saved_bytes > 0)
             .collect();
-        found.sort_by_key(|remedy| std::cmp::Reverse(remedy.saved_bytes));
-        found
+        remedies.sort_by_key(|remedy| std::cmp::Reverse(remedy.saved_bytes));
+        remedies
     }
 
-    /// Returns each change with the peak that results.
+    /// Returns each change with the resulting peak.
     fn changes(&self) -> Vec<(String, u64)> {
         let mut changes = vec![];
-        let mut add_recipe_change = |what: String, change: &dyn Fn(&mut Recipe)| {
+        let mut add_recipe_change = |text: String, change: &dyn Fn(&mut Recipe)| {
             let mut recipe = self.recipe.clone();
             change(&mut recipe);
-            changes
-                .push((what, MemoryPlan::new(&PlanInput { recipe: &recipe, ..self.clone() }).peak_bytes()));
+            let plan = MemoryPlan::new(&MemoryPlanInput { recipe: &recipe, ..self.clone() });
+            changes.push((text, plan.peak_bytes()));
         };
         let recipe = self.recipe;
         let half = |value: usize| (value / 2).max(1);
@@ -93,12 +93,13 @@ impl PlanInput<'_> {
                     self.peak_with_adapter(),
                 ));
             }
-            if let Some(frozen) = self.peak_with_frozen_experts().filter(|_| self.adapter.is_none()) {
-                changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), frozen));
+            if let Some(peak) = self.peak_with_frozen_experts().filter(|_| self.adapter.is_none()) {
+                changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), peak));
             }
         }
         if self.processes > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
-            let changed_input = PlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
+            let changed_input =
+                MemoryPlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
             let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
             changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
         }
@@ -107,7 +108,7 @@ impl PlanInput<'_> {
             && self.has_remote_experts()
         {
             let rollout_weights = RolloutWeightPlacement::ByExpert;
-            let changed_input = PlanInput { rollout_weights, ..self.clone() };
+            let changed_input = MemoryPlanInput { rollout_weights, ..self.clone() };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
             changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
         }
@@ -122,11 +123,11 @@ impl PlanInput<'_> {
         let specs = lora.factor_specs(&base).unwrap_or_default();
         let adapter = AdapterInput { trainable: vec![true; specs.len()], specs, after_cold_start: false };
         let critic_trainable = self.critic_trainable.as_ref().map(|_| {
-            let own = value_model_specs(self.config);
-            let head = own.iter().map(|spec| spec.name.starts_with("score."));
+            let specs = value_model_specs(self.config);
+            let head = specs.iter().map(|spec| spec.name.starts_with("score."));
             head.chain(adapter.trainable.iter().copied()).collect()
         });
-        let changed_input = PlanInput {
+        let changed_input = MemoryPlanInput {
             trainable: vec![false; base.len()],
             critic_trainable,
             adapter: Some(adapter),
@@ -146,6 +147,6 @@ impl PlanInput<'_> {
             .collect();
         trainable
             .contains(&true)
-            .then(|| MemoryPlan::new(&PlanInput { trainable, ..self.clone() }).peak_bytes())
+            .then(|| MemoryPlan::new(&MemoryPlanInput { trainable, ..self.clone() }).peak_bytes())
     }
 }

@@ -19,7 +19,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 #[test]
-fn each_process_holds_what_is_planned_for_it_to_the_byte() {
+fn each_process_uses_the_planned_bytes_exactly() {
     let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
     let config = ModelSource::open(&plan.recipe).unwrap().config;
     let settings = InitSettings { embedding_std: 1.0, head_scale: 1.0, sink: 0.0 };
@@ -34,25 +34,29 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
             let mut weight = [0; 3];
             for rank in 0..processes {
                 let mesh = Mesh::without_connection(rank, processes);
-                let drawn = values
+                let tensors = values
                     .iter()
                     .map(|(spec, values)| Ok((spec.clone(), TensorStorage::variable(spec, values.clone())?)));
                 let backend = Backend { mesh, ..Backend::default() };
-                let mut parameters = Parameters::load(&config, &backend, drawn).unwrap();
+                let mut parameters = Parameters::load(&config, &backend, tensors).unwrap();
                 parameters.set_trainable(&trainable).unwrap();
                 Optimizer::new(&recipe.train.optimizer, &mut parameters, false).unwrap();
                 let bytes = |tensor: &candle_core::Tensor| {
                     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
                 };
-                let places = 0..parameters.len();
-                let own = [
-                    places.clone().map(|i| bytes(parameters.values(i).unwrap())).sum::<u64>(),
-                    places.clone().filter_map(|i| parameters.gradient(i)).map(bytes).sum(),
-                    places.flat_map(|i| parameters.state(i).values()).map(bytes).sum(),
+                let indices = 0..parameters.len();
+                let bytes_of_rank = [
+                    indices.clone().map(|i| bytes(parameters.values(i).unwrap())).sum::<u64>(),
+                    indices.clone().filter_map(|i| parameters.gradient(i)).map(bytes).sum(),
+                    indices.flat_map(|i| parameters.state(i).values()).map(bytes).sum(),
                 ];
-                weight = [weight[0].max(own[0]), weight[1].max(own[1]), weight[2].max(own[2])];
+                weight = [
+                    weight[0].max(bytes_of_rank[0]),
+                    weight[1].max(bytes_of_rank[1]),
+                    weight[2].max(bytes_of_rank[2]),
+                ];
             }
-            let input = PlanInput {
+            let input = MemoryPlanInput {
                 command: ModelCommand::Train,
                 recipe: &recipe,
                 config: &config,
@@ -63,7 +67,7 @@ fn each_process_holds_what_is_planned_for_it_to_the_byte() {
                 tokenizer_bytes: 0,
                 python_workers: 0,
                 threads: 1,
-                streamed: false,
+                layers_on_demand: false,
                 processes,
                 rollout_weights: RolloutWeightPlacement::Whole,
                 packed_weights: PackedWeightPlacement::Whole,
@@ -93,7 +97,7 @@ fn zeros(spec: &ParameterSpec, format: WeightFormat) -> Weight {
 }
 
 #[test]
-fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
+fn a_second_set_of_weights_is_planned_if_an_ablation_makes_one() {
     let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
     let specs = parameter_specs(&ModelSource::open(&plan.recipe).unwrap().config);
     let (mut copied, mut shared) = (0, 0);
@@ -125,7 +129,7 @@ fn a_second_set_of_weights_is_planned_where_an_arm_makes_one() {
 }
 
 #[test]
-fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
+fn the_placement_of_rollout_weights_depends_on_memory() {
     let shape =
         "hidden_size = 1024\nintermediate_size = 1024\nnum_hidden_layers = 24\nnum_local_experts = 16\n";
     // Small updates, so that sampling sets the peak.
@@ -134,11 +138,11 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
     let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     let mut planned = |processes, bytes: Option<u64>| {
-        let available = bytes.map(|bytes| AvailableMemory { bytes, bound: String::new() });
+        let available = bytes.map(|bytes| AvailableMemory { bytes, limit: String::new() });
         preflight.choose_sharding(processes, available.as_ref());
-        let told = preflight.plan.warnings.drain(..).any(|said| said.contains("parallel.rollout_weights"));
-        let input = preflight.plan_input();
-        assert_eq!(told, input.rollout_weights != RolloutWeightPlacement::Whole);
+        let warned = preflight.plan.warnings.drain(..).any(|text| text.contains("parallel.rollout_weights"));
+        let input = preflight.memory_plan_input();
+        assert_eq!(warned, input.rollout_weights != RolloutWeightPlacement::Whole);
         (input.rollout_weights, MemoryPlan::new(&input).peak_bytes())
     };
     let (how, whole) = planned(4, None);
@@ -154,20 +158,24 @@ fn processes_hold_of_the_weights_while_they_sample_what_memory_allows() {
     assert_eq!(planned(1, Some(1)).0, RolloutWeightPlacement::Whole);
     // Unsharded packed experts are complete on every process, for any rollout_weights.
     preflight.choose_sharding(4, None);
-    let input = preflight.plan_input();
+    let input = preflight.memory_plan_input();
     let formats = vec![WeightFormat::Bf16; input.formats.len()];
     let trainable: Vec<bool> =
         parameter_specs(input.config).iter().map(|spec| !spec.is_expert_parameter()).collect();
     let sampling = |rollout_weights| {
-        let input =
-            PlanInput { rollout_weights, formats: &formats, trainable: trainable.clone(), ..input.clone() };
+        let input = MemoryPlanInput {
+            rollout_weights,
+            formats: &formats,
+            trainable: trainable.clone(),
+            ..input.clone()
+        };
         MemoryPlan::new(&input).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
     };
     assert_eq!(sampling(RolloutWeightPlacement::ByExpert), sampling(RolloutWeightPlacement::Whole));
 }
 
 #[test]
-fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
+fn packed_weights_are_sharded_if_memory_needs_it() {
     let text = "[model.architecture]\nhidden_size = 256\nintermediate_size = 256\nnum_local_experts = 8\n\
                 num_hidden_layers = 6\n[adapter]\n[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n";
     let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
@@ -177,30 +185,30 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
         .iter()
         .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 })
         .collect();
-    let weights = |input: &PlanInput| {
+    let weights = |input: &MemoryPlanInput| {
         let resident = MemoryPlan::new(input).resident;
         resident.iter().find(|part| part.name == "weights").unwrap().bytes
     };
     let alone = {
         preflight.choose_sharding(1, None);
-        weights(&preflight.plan_input())
+        weights(&preflight.memory_plan_input())
     };
     for processes in [2, 3, 8] {
         preflight.choose_sharding(processes, None);
         assert_eq!(
-            preflight.plan_input().packed_weights,
+            preflight.memory_plan_input().packed_weights,
             PackedWeightPlacement::Whole,
             "memory is not known"
         );
-        let peak = MemoryPlan::new(&preflight.plan_input()).peak_bytes();
-        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, bound: String::new() }));
-        assert_eq!(preflight.plan_input().packed_weights, PackedWeightPlacement::Whole, "it suffices");
+        let peak = MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes();
+        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, limit: String::new() }));
+        assert_eq!(preflight.memory_plan_input().packed_weights, PackedWeightPlacement::Whole, "it suffices");
         preflight.plan.warnings.clear();
-        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: 1, bound: String::new() }));
+        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: 1, limit: String::new() }));
         assert!(
             preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
         );
-        let input = preflight.plan_input();
+        let input = preflight.memory_plan_input();
         assert_eq!(input.packed_weights, PackedWeightPlacement::Sharded);
         // Bytes that the process `rank` actually holds.
         let weight = |rank: usize| -> u64 {
@@ -225,7 +233,7 @@ fn packed_weights_are_planned_and_held_in_pieces_where_memory_needs_it() {
         };
         let most = (0..processes).map(weight).max().unwrap();
         // Other commands hold packed weights unsharded, and get no such remedy.
-        assert!(!PlanInput { command: ModelCommand::Rollout, ..input.clone() }.can_shard_packed());
+        assert!(!MemoryPlanInput { command: ModelCommand::Rollout, ..input.clone() }.can_shard_packed());
         let planned = weights(&input);
         // The largest shard of factors and the largest of the base may be on different processes.
         assert!(

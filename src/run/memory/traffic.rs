@@ -1,7 +1,7 @@
-//! Communication of one training step: bytes that each process receives, computed from recipe and config.
+//! Communication of one training step: the bytes that each process receives, computed from recipe and config.
 
 use super::weights::{ShardedTensor, unsharded_bytes};
-use super::{PlanInput, Stage, gathered_bytes};
+use super::{MemoryPlanInput, Stage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
 use crate::metrics::Table;
 
@@ -16,20 +16,20 @@ const NETWORK_BYTES_PER_S: f64 = 50e9;
 pub struct Traffic {
     /// Number of passes over micro-batches per process, with all sequences at full length.
     pub passes: u64,
-    /// Each exchange's name and its bytes.
+    /// Name and bytes of each exchange.
     pub parts: Vec<(&'static str, u64)>,
 }
 
 impl Traffic {
     /// Computes the traffic of `input`.
-    pub fn new(input: &PlanInput) -> Self {
+    pub fn new(input: &MemoryPlanInput) -> Self {
         let (recipe, config, ranks) = (input.recipe, input.config, input.processes as u64);
         let sequence_parallel_size = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
         let tensors = input.trainable_tensors(Stage::Reinforcement);
         let gradients = gathered_bytes(&tensors);
         let sharded = input.sharded_tensors();
-        let all = unsharded_bytes(&sharded);
-        let layers: u64 =
+        let weight_bytes = unsharded_bytes(&sharded);
+        let layer_bytes: u64 =
             sharded.iter().filter(|tensor| tensor.layer().is_some()).map(ShardedTensor::bytes).sum();
         let trajectories = (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt) as u64;
         let longest = input.longest_sequence() as u64;
@@ -44,13 +44,13 @@ impl Traffic {
         let values = rows.div_ceil(sequence_parallel_size)
             * (width * config.head_dim * config.num_hidden_layers) as u64;
         let heads = 3 * F32 * (values - values / sequence_parallel_size);
-        let [weights, rows] = sampling(input, all);
+        let [weights, rows] = sampling_bytes(input, weight_bytes);
         Self {
             passes,
             parts: vec![
                 ("weights, for sampling", weights),
                 ("rows to experts and back", rows),
-                ("weights, layer by layer", passes * bytes_from_others(all + layers)),
+                ("weights, layer by layer", passes * bytes_from_others(weight_bytes + layer_bytes)),
                 ("gradients", passes * bytes_from_others(gradients)),
                 ("attention heads, sequence parallel", passes * heads),
             ],
@@ -63,26 +63,28 @@ impl Traffic {
     }
 }
 
-/// Returns the bytes of weights and of expert rows that a process receives while it samples. `all` is the
-/// size of all sharded weights.
-fn sampling(input: &PlanInput, all: u64) -> [u64; 2] {
+/// Returns the bytes of weights and of expert rows that a process receives while it samples. `weight_bytes`
+/// is the size of all sharded weights.
+fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&input.recipe.rollout, input.config, input.processes as u64);
     let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
-    let own = (rollout.prompts_per_step as u64).div_ceil(ranks) * rollout.samples_per_prompt as u64;
+    let local_sequences =
+        (rollout.prompts_per_step as u64).div_ceil(ranks) * rollout.samples_per_prompt as u64;
     let longest = input.longest_sequence() as u64;
     match input.effective_rollout_weights() {
-        RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => [bytes_from_others(all), 0],
+        RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => [bytes_from_others(weight_bytes), 0],
         RolloutWeightPlacement::ByExpert => {
-            let of_experts: u64 = input
+            let expert_bytes: u64 = input
                 .sharded_tensors()
                 .iter()
                 .filter(|tensor| tensor.spec.has_expert_axis())
                 .map(ShardedTensor::bytes)
                 .sum();
             // A row is sent to its expert, and the product is sent back.
-            let rows = own * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
+            let rows =
+                local_sequences * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
             [
-                bytes_from_others(all - of_experts) + of_experts / ranks,
+                bytes_from_others(weight_bytes - expert_bytes) + expert_bytes / ranks,
                 2 * bytes_from_others(rows * config.hidden_size as u64 * F32),
             ]
         }
@@ -92,16 +94,16 @@ fn sampling(input: &PlanInput, all: u64) -> [u64; 2] {
 impl std::fmt::Display for Traffic {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut table = Table::new(["received per process and step", "GB", "s by NVLink", "s by 400 Gb/s"]);
-        let mut row = |what: &str, bytes: u64| {
+        let mut row = |name: &str, bytes: u64| {
             let seconds = |rate: f64| format!("{:.2}", bytes as f64 / rate);
             table.add_row([
-                what.to_owned(),
+                name.to_owned(),
                 super::plain_gigabytes(bytes),
                 seconds(NODE_BYTES_PER_S),
                 seconds(NETWORK_BYTES_PER_S),
             ]);
         };
-        self.parts.iter().filter(|(_, bytes)| *bytes > 0).for_each(|(what, bytes)| row(what, *bytes));
+        self.parts.iter().filter(|(_, bytes)| *bytes > 0).for_each(|(name, bytes)| row(name, *bytes));
         row("total", self.bytes());
         write!(f, "{table}")
     }

@@ -8,13 +8,13 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::layers_on_demand::LayersOnDemand;
 use crate::model::weights::LayerSource;
-use crate::run::memory::{AvailableMemory, MemoryPlan, PlanInput, gigabytes};
+use crate::run::memory::{AvailableMemory, MemoryPlan, MemoryPlanInput, gigabytes};
 use anyhow::Result;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Where to see the plan.
-const TO_SEE: &str = "`rloss check` prints the plan";
+/// The end of messages about memory.
+const PLAN_HINT: &str = "`rloss check` prints the plan";
 
 impl Preflight {
     /// Returns the memory to plan for: the GPU's if a GPU computes, else the `host`'s.
@@ -22,30 +22,35 @@ impl Preflight {
         self.compute_device.available.clone().or(host)
     }
 
-    /// Plans for `processes`. For keys that are `"auto"`, takes the first option that fits `available`
-    /// memory. Unsharded packed weights come before sharded ones, and sampling with less communication before
-    /// sampling with more. On the CPU, keeps all activations for the backward if they fit too.
+    /// Plans for `processes` processes. For keys that are `"auto"`, selects the first option that fits into
+    /// `available` memory: unsharded packed weights before sharded ones, sampling with less communication
+    /// before sampling with more. On the CPU, all activations are saved for the backward if they fit too.
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
         self.processes = processes;
         if self.gpu_sequences.is_some() {
-            self.gpu_sequences = available.map(|found| self.plan_input().sequence_capacity(found));
+            self.gpu_sequences = available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
             return;
         }
         let requested = self.plan.recipe.parallel.clone();
         let fits = |&(rollout_weights, packed_weights): &(RolloutWeightPlacement, PackedWeightPlacement)| {
-            let peak = MemoryPlan::new(&PlanInput { rollout_weights, packed_weights, ..self.plan_input() });
-            available.is_none_or(|found| peak.peak_bytes() <= found.bytes)
+            let plan = MemoryPlan::new(&MemoryPlanInput {
+                rollout_weights,
+                packed_weights,
+                ..self.memory_plan_input()
+            });
+            available.is_none_or(|memory| plan.peak_bytes() <= memory.bytes)
         };
-        let ways = match processes {
+        let options = match processes {
             1 => vec![(RolloutWeightPlacement::Whole, PackedWeightPlacement::Whole)],
             _ => self.sharding_options(),
         };
-        let Some(&(sampling, packed)) = ways.iter().find(|way| fits(way)).or(ways.last()) else { return };
+        let fitting = options.iter().find(|option| fits(option)).or(options.last());
+        let Some(&(rollout, packed)) = fitting else { return };
         if requested.rollout_weights == RolloutWeightPlacement::Auto
-            && sampling != RolloutWeightPlacement::Whole
+            && rollout != RolloutWeightPlacement::Whole
         {
             self.plan.warnings.push(format!(
-                "memory is too small for all weights in each process while it samples; using parallel.rollout_weights = \"{sampling}\""
+                "memory is too small for all weights in each process while it samples; using parallel.rollout_weights = \"{rollout}\""
             ));
         }
         if requested.packed_weights == PackedWeightPlacement::Auto && packed == PackedWeightPlacement::Sharded
@@ -54,79 +59,83 @@ impl Preflight {
                 "memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
             ));
         }
-        (self.rollout_weights, self.packed_weights) = (sampling, packed);
-        self.recompute_layers = available.map(|available| self.plan_input().recomputes_within(available));
+        (self.rollout_weights, self.packed_weights) = (rollout, packed);
+        self.recompute_layers = available.map(|memory| self.memory_plan_input().needs_recomputation(memory));
     }
 
     /// Returns the options that the recipe allows for holding weights on several processes, in order of
     /// preference.
     fn sharding_options(&self) -> Vec<(RolloutWeightPlacement, PackedWeightPlacement)> {
         let requested = &self.plan.recipe.parallel;
-        let subject = self.plan_input();
-        let packed = match requested.packed_weights {
-            PackedWeightPlacement::Auto if subject.can_shard_packed() => {
+        let input = self.memory_plan_input();
+        let packed_options = match requested.packed_weights {
+            PackedWeightPlacement::Auto if input.can_shard_packed() => {
                 vec![PackedWeightPlacement::Whole, PackedWeightPlacement::Sharded]
             }
             PackedWeightPlacement::Auto => vec![PackedWeightPlacement::Whole],
             requested => vec![requested],
         };
-        let sampling = |packed_weights: PackedWeightPlacement| match requested.rollout_weights {
+        let rollout_options = |packed_weights: PackedWeightPlacement| match requested.rollout_weights {
             RolloutWeightPlacement::Auto => {
-                let travels = PlanInput { packed_weights, ..subject.clone() }.has_remote_experts();
-                let by_expert = travels.then_some(RolloutWeightPlacement::ByExpert);
+                let has_remote_experts =
+                    MemoryPlanInput { packed_weights, ..input.clone() }.has_remote_experts();
+                let by_expert = has_remote_experts.then_some(RolloutWeightPlacement::ByExpert);
                 [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
             }
             requested => vec![requested],
         };
-        let with = |packed: PackedWeightPlacement| sampling(packed).into_iter().map(move |way| (way, packed));
-        packed.into_iter().flat_map(with).collect()
+        let pairs = |packed: PackedWeightPlacement| {
+            rollout_options(packed).into_iter().map(move |rollout| (rollout, packed))
+        };
+        packed_options.into_iter().flat_map(pairs).collect()
     }
 
-    /// Refuses a plan that exceeds `available` memory, and warns when it nearly does. If the command can
-    /// stream weights, a model that is too large stays on disk, with a warning that names the cost.
+    /// Refuses a plan that exceeds the available memory, and warns if it nearly does. If the command can read
+    /// layers on demand, a model that is too large stays on disk, with a warning that names the cost.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the keys to change.
     pub fn check_memory(&mut self, host: Option<AvailableMemory>) -> Result<()> {
         if self.gpu_sequences.is_some()
             && let Some(host) = host.as_ref()
-            && self.plan_input().host_bytes() > host.bytes
+            && self.memory_plan_input().host_bytes() > host.bytes
         {
-            let (needed, there) = (gigabytes(self.plan_input().host_bytes()), gigabytes(host.bytes));
+            let (needed, present) = (gigabytes(self.memory_plan_input().host_bytes()), gigabytes(host.bytes));
             return Err(bad_input!(
-                "{needed} of host memory are needed beside the GPU's, {there} are {}; use a larger machine",
-                host.bound
+                "{needed} of host memory are needed beside the GPU's, {present} are {}; use a larger machine",
+                host.limit
             ));
         }
         let available = self.available_memory(host);
         let available = available.as_ref();
         self.choose_sharding(self.processes, available);
-        let whole = MemoryPlan::new(&self.plan_input()).peak_bytes();
-        if available.is_some_and(|available| whole > available.bytes)
-            && self.command.can_stream()
+        let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
+        if available.is_some_and(|available| peak > available.bytes)
+            && self.command.can_read_layers_on_demand()
             && self.gpu_sequences.is_none()
             && let Some(files) = &self.source.weights
         {
-            self.streamed = true;
-            self.plan.warnings.push(said_of_streaming(whole, files, &self.source.config)?);
+            self.layers_on_demand = true;
+            self.plan.warnings.push(on_demand_warning(peak, files, &self.source.config)?);
         }
-        let subject = self.plan_input();
-        let admitted = MemoryPlan::new(&subject).check_available(available, &subject.remedies());
-        let warning = admitted.map_err(|error| match self.gpu_sequences {
-            Some(_) => bad_input!("{error}; {}. {TO_SEE}", subject.describe_sequence_cache()),
-            None => bad_input!("{error}. {TO_SEE}"),
+        let input = self.memory_plan_input();
+        let result = MemoryPlan::new(&input).check_available(available, &input.remedies());
+        let warning = result.map_err(|error| match self.gpu_sequences {
+            Some(_) => bad_input!("{error}; {}. {PLAN_HINT}", input.describe_sequence_cache()),
+            None => bad_input!("{error}. {PLAN_HINT}"),
         })?;
         self.plan.warnings.extend(warning);
         Ok(())
     }
 }
 
-/// Returns a warning with the cost of streaming weights from disk, estimated by timing the first layer.
-fn said_of_streaming(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
+/// Returns a warning with the cost of reading layers on demand. It is estimated from the time of the first
+/// layer.
+fn on_demand_warning(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
     let layers = LayersOnDemand::new(files.clone(), config);
-    let begun = Instant::now();
+    let start = Instant::now();
     layers.layer(0, None)?;
-    let seconds = begun.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
+    let seconds = start.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
     Ok(format!(
         "{} of memory are needed for all weights; each layer is read from disk when it is needed, about \
          {seconds:.1} s per forward",

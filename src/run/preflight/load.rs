@@ -9,25 +9,26 @@ use crate::run::source::Placement;
 use anyhow::Result;
 
 impl Preflight {
-    /// Reads the weights, or initializes them at random.
+    /// Reads the weights, or initializes them randomly.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.
     pub fn load(self, console: &Console) -> Result<RunContext> {
-        let plan_input = self.plan_input();
+        let memory_plan_input = self.memory_plan_input();
         let (cache_capacity, memory) =
-            (plan_input.cache_capacity(self.gpu_sequences.unwrap_or(1)), plan_input.to_text());
-        let recompute_layers = plan_input.recomputes_layers();
+            (memory_plan_input.cache_capacity(self.gpu_sequences.unwrap_or(1)), memory_plan_input.to_text());
+        let recompute_layers = memory_plan_input.recomputes_layers();
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
-        let placement = match (self.streamed, self.packed_weights) {
+        let placement = match (self.layers_on_demand, self.packed_weights) {
             (true, _) => Placement::OnDisk,
             (false, PackedWeightPlacement::Sharded) if self.command.trains() => Placement::Sharded,
             _ => Placement::Replicated,
         };
         let backend = (&self.mesh, &self.compute_device.device);
-        let read = || source.parameters(recipe, trainable, self.command, backend, placement, console);
-        let mut parameters = self.threads.run_on_all(read)?;
+        let read_parameters =
+            || source.parameters(recipe, trainable, self.command, backend, placement, console);
+        let mut parameters = self.threads.run_on_all(read_parameters)?;
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
             trainable = adapter.trainable_flags(trainable.len());

@@ -1,4 +1,5 @@
-//! Preflight: opens and checks everything a command needs before any work, except the weights.
+//! Preflight: opens and checks everything that a command needs, before any work. It does not read the
+//! weights.
 
 mod fit;
 mod load;
@@ -16,9 +17,9 @@ use crate::ops::threads::Threads;
 use crate::recipe::{KeyScope, Plan, Recipe};
 use crate::rollout::{PromptLimits, system_prompt};
 use crate::run::adapter::RunAdapter;
-use crate::run::device::{ComputeDevice, choose};
+use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::family::unsupported_keys;
-use crate::run::memory::{ModelCommand, PlanInput, SecondWeights, tokenizer_bytes};
+use crate::run::memory::{MemoryPlanInput, ModelCommand, SecondWeights, tokenizer_bytes};
 use crate::run::source::ModelSource;
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
 use crate::tasks::{self, Problem, Task, TaskContext};
@@ -26,7 +27,7 @@ use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Everything that a plan names, opened and checked. Of the weights, only the headers are read.
+/// Everything that a recipe names, opened and checked. Of the weights, only the headers are read.
 pub struct Preflight {
     pub plan: Plan,
     command: ModelCommand,
@@ -42,7 +43,7 @@ pub struct Preflight {
     compute_device: ComputeDevice,
     /// Number of sequences in the GPU's KV cache; `None` on the CPU.
     gpu_sequences: Option<usize>,
-    /// Whether the backward recomputes activations, by the available memory.
+    /// Whether the backward recomputes layers, chosen by the available memory.
     recompute_layers: Option<bool>,
     pub(super) source: ModelSource,
     /// Trainable flags of the model's own tensors, in the first stage of training.
@@ -52,8 +53,8 @@ pub struct Preflight {
     pub task: Box<dyn Task>,
     interpreter: Option<Box<dyn Interpreter>>,
     system_prompt: Vec<Message>,
-    /// True when the layers stay on disk and are read on demand.
-    streamed: bool,
+    /// Whether layers stay on disk and are read on demand.
+    layers_on_demand: bool,
 }
 
 impl Preflight {
@@ -79,51 +80,52 @@ impl Preflight {
     ) -> Result<Self> {
         let _stage = console.inner_stage("starting", 0);
         let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
-        let mut mistakes = ErrorList(vec![]);
+        let mut errors = ErrorList(vec![]);
         let reads_held_out = plan.reads("task.validation_file");
-        let host = TaskContext {
+        let task_context = TaskContext {
             reads_training: plan.reads("task.train_file"),
             reads_held_out,
             validation_problems_max: if reads_held_out { plan.recipe.eval.problems_max } else { 0 },
             console: console.clone(),
         };
-        let source = mistakes.note(match checkpoint.filter(|folder| is_adapter_folder(folder)) {
+        let source = errors.take(match checkpoint.filter(|folder| is_adapter_folder(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
                 .map(|source| source.unpack_for_precision(&plan.recipe)),
             None => ModelSource::open(&plan.recipe),
         });
-        let task = mistakes.note(tasks::build(&plan.recipe.task, &host));
+        let task = errors.take(tasks::build(&plan.recipe.task, &task_context));
         let adapter = source.as_ref().and_then(|s| {
-            let found = s.adapter.as_ref().map(|adapter| &adapter.lora);
-            mistakes.note(RunAdapter::resolve(&plan, &s.config, found, command.trains()))
+            let existing = s.adapter.as_ref().map(|adapter| &adapter.lora);
+            errors.take(RunAdapter::resolve(&plan, &s.config, existing, command.trains()))
         });
         let trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| match adapter {
             Some(adapter) if !adapter.after_cold_start => Some(vec![false; s.specs().len()]),
             Some(adapter) => {
                 let all = [&s.specs()[..], &adapter.specs].concat();
-                mistakes.note(policy_trainable_flags(&plan, &all)).map(|all| all[..s.specs().len()].to_vec())
+                errors.take(policy_trainable_flags(&plan, &all)).map(|all| all[..s.specs().len()].to_vec())
             }
-            None => mistakes.note(policy_trainable_flags(&plan, &s.specs())),
+            None => errors.take(policy_trainable_flags(&plan, &s.specs())),
         });
         let critic_trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| {
             let factors = adapter.as_ref().map(|adapter| &adapter.specs[..]);
-            mistakes.note(critic_trainable_flags(&plan, &s.config, factors))
+            errors.take(critic_trainable_flags(&plan, &s.config, factors))
         });
         let interpreter = match &task {
             Some(task) if task.uses_python() => {
-                mistakes.note(open_interpreter(&plan.recipe, threads.count(), mesh.ranks_on_host()).map(Some))
+                errors.take(open_interpreter(&plan.recipe, threads.count(), mesh.ranks_on_host()).map(Some))
             }
             _ => Some(None),
         };
         if let Some(source) = &source {
-            mistakes.note(check_budgets(&plan, &source.config));
-            mistakes.note(check_heads(&plan, &source.config));
-            mistakes.0.extend(unsupported_keys(&plan, source.config.family));
+            errors.take(check_budgets(&plan, &source.config));
+            errors.take(check_heads(&plan, &source.config));
+            errors.0.extend(unsupported_keys(&plan, source.config.family));
         }
         let compares_changed = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
-        let compute_device = source.as_ref().map(|s| choose(&mut plan, &s.config, mesh, compares_changed));
+        let compute_device =
+            source.as_ref().map(|s| choose_device(&mut plan, &s.config, mesh, compares_changed));
         let compute_device = compute_device
-            .and_then(|compute_device| compute_device.map_err(|why| mistakes.0.extend(why)).ok());
+            .and_then(|compute_device| compute_device.map_err(|messages| errors.0.extend(messages)).ok());
         let (
             Some(source),
             Some(compute_device),
@@ -133,12 +135,12 @@ impl Preflight {
             Some(interpreter),
         ) = (source, compute_device, task, trainable, critic_trainable, interpreter)
         else {
-            return Err(mistakes.into_error());
+            return Err(errors.into_error());
         };
-        if !mistakes.0.is_empty() {
-            return Err(mistakes.into_error());
+        if !errors.0.is_empty() {
+            return Err(errors.into_error());
         }
-        if let Some(folder) = &source.lacks_weights {
+        if let Some(folder) = &source.folder_without_weights {
             plan.warnings
                 .push(format!("{} holds no weights; they are initialized at random", folder.display()));
         }
@@ -177,7 +179,7 @@ impl Preflight {
             task,
             interpreter,
             system_prompt,
-            streamed: false,
+            layers_on_demand: false,
         })
     }
 
@@ -203,13 +205,13 @@ impl Preflight {
     }
 
     /// Returns the memory plan's input.
-    pub fn plan_input(&self) -> PlanInput<'_> {
-        self.plan_input_for(self.command)
+    pub fn memory_plan_input(&self) -> MemoryPlanInput<'_> {
+        self.memory_plan_input_for(self.command)
     }
 
     /// Returns the memory plan's input for another command.
-    pub fn plan_input_for(&self, command: ModelCommand) -> PlanInput<'_> {
-        PlanInput {
+    pub fn memory_plan_input_for(&self, command: ModelCommand) -> MemoryPlanInput<'_> {
+        MemoryPlanInput {
             command,
             recipe: &self.plan.recipe,
             config: &self.source.config,
@@ -223,7 +225,7 @@ impl Preflight {
                 None => 0,
             },
             threads: self.threads.count(),
-            streamed: self.streamed,
+            layers_on_demand: self.layers_on_demand,
             processes: self.processes,
             rollout_weights: self.rollout_weights,
             packed_weights: self.packed_weights,
@@ -233,11 +235,12 @@ impl Preflight {
     }
 }
 
-/// Collects error messages, of [`crate::error::BadInput`] and others, in their own words.
+/// Collects the messages of errors.
 pub(super) struct ErrorList(pub(super) Vec<String>);
 
 impl ErrorList {
-    fn note<T>(&mut self, result: Result<T>) -> Option<T> {
+    /// Returns the value of `result`, or adds its error to the list.
+    fn take<T>(&mut self, result: Result<T>) -> Option<T> {
         result.map_err(|error| self.0.push(format!("{error:#}"))).ok()
     }
 
@@ -254,7 +257,7 @@ impl ErrorList {
 fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     let context = config.max_position_embeddings;
     let response = plan.recipe.rollout.response_tokens_max;
-    // An answer in a chat ends where the context does.
+    // In a chat, an answer ends at the end of the context.
     if response >= context && plan.scope != KeyScope::Chat && plan.reads("rollout.response_tokens_max") {
         let place = match &plan.recipe.model.path {
             Some(path) => {
@@ -262,20 +265,21 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
             }
             None => String::new(),
         };
-        let what = format!(
+        let reason = format!(
             "{response} sampled tokens and a prompt do not fit the model's context of {context} tokens{place}; lower this key, \
              or take a model with a longer context"
         );
-        return Err(plan.mistake("rollout.response_tokens_max", what).into());
+        return Err(plan.mistake("rollout.response_tokens_max", reason).into());
     }
     let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
-    let blocks = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
-    if plan.reads("checkpoint.dtype") && plan.recipe.checkpoint.dtype == WeightFormat::Mxfp4 && !blocks {
-        let what = format!(
+    let is_divisible = hidden % mxfp4::BLOCK == 0 && intermediate % mxfp4::BLOCK == 0;
+    if plan.reads("checkpoint.dtype") && plan.recipe.checkpoint.dtype == WeightFormat::Mxfp4 && !is_divisible
+    {
+        let reason = format!(
             "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
             mxfp4::BLOCK
         );
-        return Err(plan.mistake("checkpoint.dtype", what).into());
+        return Err(plan.mistake("checkpoint.dtype", reason).into());
     }
     Ok(())
 }
@@ -285,14 +289,14 @@ fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
     let sequence = plan.recipe.parallel.sequence;
     match head_split_error(config.num_attention_heads, config.num_key_value_heads, sequence) {
         None => Ok(()),
-        Some(why) => {
-            let what = format!("{sequence} {why}; write a divisor, or 1");
-            Err(plan.mistake("parallel.sequence", what).into())
+        Some(error) => {
+            let reason = format!("{sequence} {error}; write a divisor, or 1");
+            Err(plan.mistake("parallel.sequence", reason).into())
         }
     }
 }
 
-/// Returns the number of the Python tool's workers in one of `processes` on this machine.
+/// Returns the number of the Python tool's workers in one of `processes` processes on this machine.
 fn worker_count(recipe: &Recipe, threads: usize, processes: usize) -> usize {
     match recipe.interpreter.workers {
         0 => threads,
@@ -300,7 +304,7 @@ fn worker_count(recipe: &Recipe, threads: usize, processes: usize) -> usize {
     }
 }
 
-/// Opens the Python tool. The `processes` of a machine divide its workers among themselves.
+/// Opens the Python tool. The `processes` processes of a machine divide the workers among themselves.
 fn open_interpreter(recipe: &Recipe, threads: usize, processes: usize) -> Result<Box<dyn Interpreter>> {
     let mut settings = recipe.interpreter.clone();
     settings.workers = worker_count(recipe, threads, processes);

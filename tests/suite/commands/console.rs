@@ -13,7 +13,7 @@ fn plain_lines_name_both_stages_and_the_end() {
     assert!(output.stdout.is_empty());
     let text = stderr(&output);
     let last: Vec<&str> = text.lines().collect();
-    assert!(text.contains("cold start 4/4  loss "), "{text}");
+    assert!(text.contains("SFT warm-up 4/4  loss "), "{text}");
     assert!(text.contains("rl 4/4  reward "), "{text}");
     assert!(text.contains("step 4: val-core/arithmetic/acc/mean@1 "), "{text}");
     for part in [

@@ -443,8 +443,8 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
     // (recipe, key, part of the reason)
     let correction = |keys: &str| format!("[policy.correction]\n{keys}");
     let cases = [
-        ("train.minibatches = 2".to_owned(), "train.minibatches", "would move the ratio's anchor"),
-        ("train.epochs = 3".to_owned(), "train.epochs", "would move the ratio's anchor"),
+        ("train.minibatches = 2".to_owned(), "train.minibatches", "would change the old log-probs"),
+        ("train.epochs = 3".to_owned(), "train.epochs", "would change the old log-probs"),
         (
             "policy.old_logprob = \"rollout\"\ntrain.minibatches = 65".to_owned(),
             "train.minibatches",
@@ -453,7 +453,7 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         (
             "policy.old_logprob = \"rollout\"\npolicy.correction.is = \"token\"".to_owned(),
             "policy.correction.is",
-            "count the gap twice",
+            "count the mismatch twice",
         ),
         (correction("normalize = true"), "policy.correction.normalize", "no weights to normalise"),
         (correction("is = \"token\"\nthreshold = []"), "policy.correction.threshold", "give one number"),

@@ -24,7 +24,8 @@ fn training_forward(
         };
         let (model, weights) = (world.policy.model, &world.parameters.frozen_weights(None).unwrap());
         let pass = Pass { model, weights, batch, settings }.forward(&|| ()).unwrap();
-        let layers: Vec<Vec<Vec<u32>>> = pass.routes.iter().map(|layer| layer.to_vec2().unwrap()).collect();
+        let layers: Vec<Vec<Vec<u32>>> =
+            pass.routed_experts.iter().map(|layer| layer.to_vec2().unwrap()).collect();
         for i in 0..batch.sequences.len() {
             let rows = &batch.cu_targets[i..i + 2];
             let experts = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();

@@ -23,7 +23,7 @@ const ATTENTION: Attention =
     Attention { heads: 4, kv_heads: 2, head_dim: 64, window: Some(20), sinks: true, sink_gradient: true };
 
 /// Returns 0, 1, 2, … as bf16.
-fn counting(count: usize) -> Vec<bf16> {
+fn counting_values(count: usize) -> Vec<bf16> {
     (0..count).map(|i| bf16::from_f32((i % 251) as f32)).collect()
 }
 
@@ -100,7 +100,7 @@ fn numbers(shape: &[usize], dtype: DType, device: &Device) -> Var {
 
 /// Returns the gradients of the sinks and of an empty call's `q`. A call of five tokens follows; with
 /// `with_empty` the empty call's output is part of the result.
-fn differentiated(
+fn run_with_backward(
     device: &Device,
     dtype: DType,
     attention: Attention,
@@ -126,7 +126,7 @@ fn sinks_that_do_not_learn_get_zeros() {
     for attention in
         [Attention { sinks: false, ..ATTENTION }, Attention { sink_gradient: false, ..ATTENTION }]
     {
-        assert_eq!(differentiated(&device, DType::BF16, attention, false).0, [0.0; 4]);
+        assert_eq!(run_with_backward(&device, DType::BF16, attention, false).0, [0.0; 4]);
     }
 }
 
@@ -134,8 +134,8 @@ fn sinks_that_do_not_learn_get_zeros() {
 fn an_empty_call_in_a_graph_is_as_on_the_cpu() {
     let gpu = open(0).unwrap();
     for (device, dtype) in [(&Device::Cpu, DType::F32), (&gpu, DType::BF16)] {
-        let (alone, _) = differentiated(device, dtype, ATTENTION, false);
-        let (with_empty, of_none) = differentiated(device, dtype, ATTENTION, true);
+        let (alone, _) = run_with_backward(device, dtype, ATTENTION, false);
+        let (with_empty, of_none) = run_with_backward(device, dtype, ATTENTION, true);
         assert!(alone == with_empty && alone.iter().all(|x| *x != 0.0), "{alone:?} {with_empty:?}");
         assert_eq!(of_none, Some(vec![0, 4, 64]));
     }
@@ -185,7 +185,7 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
     let mut twins: [PagedSequence; 3] = Default::default();
     for counts in [[70, 0, 1], [2, 3, 63], [0, 0, 5]] {
         let tokens: usize = counts.iter().sum();
-        let rows = counting(tokens * width);
+        let rows = counting_values(tokens * width);
         let kv = gpu.clone_htod(&rows).unwrap();
         cache.append(&kv.as_view(), &mut sequences.each_mut(), &counts).unwrap();
         for run in places.extend(&mut twins.each_mut(), &counts).unwrap().runs {
@@ -194,7 +194,7 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
         }
         assert!(cache.values().unwrap() == expected);
     }
-    let kv = gpu.clone_htod(&counting(width)).unwrap();
+    let kv = gpu.clone_htod(&counting_values(width)).unwrap();
     let error = cache.append(&kv.as_view(), &mut sequences.each_mut(), &[0, 2, 0]).unwrap_err().to_string();
     assert!(error.contains("256 elements for 2 rows of 256"), "{error}");
     let mut elsewhere = KvPool::new(gpu, kv_heads, 1).unwrap().new_sequence();
@@ -259,7 +259,7 @@ fn a_launch_is_given_sizes_inputs_and_sequences() {
     let gpu = device.as_cuda_device().unwrap();
     let stream = gpu.cuda_stream();
     let set = kernel_set(gpu).unwrap();
-    let up = |count| gpu.clone_htod(&counting(count)).unwrap();
+    let up = |count| gpu.clone_htod(&counting_values(count)).unwrap();
     let (q, kv) = (up(3 * 4 * 64), up(4 * 64 * 2 * 2 * 64));
     let sinks = gpu.clone_htod(&[1f32, 2.0, 3.0, 4.0]).unwrap();
     let (q, kv, sinks) = (q.as_view(), kv.as_view(), sinks.as_view());

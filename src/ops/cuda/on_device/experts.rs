@@ -25,7 +25,7 @@ struct TrainableLayer {
     gradients: Arc<Buffers>,
 }
 
-fn learning(values: &[&Tensor], device: &Device) -> TrainableLayer {
+fn trainable_parameters(values: &[&Tensor], device: &Device) -> TrainableLayer {
     let buffer = |x: &&Tensor| (x.ones_like().unwrap() * 0.5).unwrap().to_device(device).unwrap();
     let gradients = Arc::new(Buffers(values.iter().map(buffer).collect()));
     let parameter = |(i, x): (usize, &&Tensor)| {
@@ -45,11 +45,11 @@ fn linear_gives_the_cpus_values_and_gradients() {
     for (rows, k, n) in [(1, 8, 8), (5, 72, 13), (131, 40, 136), (70, 64, 1)] {
         let (x, dy) = (numbers(1, rows, k, 1.0), numbers(2, rows, n, 1.0));
         let (w, b) = (numbers(3, k, n, 0.3), numbers(4, 1, n, 1.0).flatten_all().unwrap());
-        let cpu = learning(&[&w, &b], &Device::Cpu);
+        let cpu = trainable_parameters(&[&w, &b], &Device::Cpu);
         let (y, dx) = output_and_gradients(&[&x], &dy, |x| {
             ops::linear(x[0], &cpu.parameters[0], Some(&cpu.parameters[1]))
         });
-        let own = learning(&[&w, &b], &gpu);
+        let own = trainable_parameters(&[&w, &b], &gpu);
         let x = to_gpu(&x, &gpu);
         let (z, gradients) = forward_and_backward(&[&x], &to_gpu(&dy, &gpu), || {
             ops::linear(&x, &own.parameters[0], Some(&own.parameters[1]))
@@ -62,7 +62,7 @@ fn linear_gives_the_cpus_values_and_gradients() {
         let wide = ops::linear_f32(&x, &own.parameters[0], Some(&own.parameters[1])).unwrap();
         assert_eq!(wide.dtype(), DType::F32);
         assert_close(&wide, &y, 1e-5);
-        let bare = learning(&[&w], &gpu);
+        let bare = trainable_parameters(&[&w], &gpu);
         let without = ops::linear_f32(&x, &bare.parameters[0], None).unwrap();
         let shifted = without.broadcast_add(&b.to_device(&gpu).unwrap()).unwrap();
         assert_close(&shifted, &y, 1e-5);
@@ -78,10 +78,10 @@ struct MixtureResult {
     gradients: Vec<Tensor>,
 }
 
-fn mixed(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5]) -> MixtureResult {
+fn run_mixture(device: &Device, routes: &Tensor, experts: usize, inputs: [&Tensor; 5]) -> MixtureResult {
     let held = |x: &Tensor| if device.is_cuda() { to_gpu(x, device) } else { x.clone() };
     let [x, shares, w, b, dy] = inputs;
-    let own = learning(&[w, b], device);
+    let own = trainable_parameters(&[w, b], device);
     let (x, shares) = (held(x), shares.to_device(device).unwrap());
     let plan = Dispatch::new(&routes.to_device(device).unwrap(), experts).unwrap();
     let (y, gradients) = forward_and_backward(&[&x, &shares], &held(dy), || {
@@ -113,8 +113,8 @@ fn experts_give_the_cpus_values_and_gradients() {
         let w = numbers(7, experts * width, out, 0.3).reshape((experts, width, out)).unwrap();
         let (b, dy) = (numbers(8, experts, out, 1.0), numbers(9, tokens, out, 1.0));
         let inputs = [&x, &shares, &w, &b, &dy];
-        let exact = mixed(&Device::Cpu, &routes, experts, inputs);
-        let got = mixed(&gpu, &routes, experts, inputs);
+        let exact = run_mixture(&Device::Cpu, &routes, experts, inputs);
+        let got = run_mixture(&gpu, &routes, experts, inputs);
         assert_eq!(got.plan, exact.plan);
         // Two intermediate products are rounded.
         let size = |x: &Tensor| floats(x).iter().fold(0f32, |size, x| size.max(x.abs()));

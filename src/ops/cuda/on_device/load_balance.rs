@@ -33,7 +33,7 @@ fn the_loss_and_its_gradient_are_the_cpus() {
     }
 }
 
-/// Training adds the loss to the rest of the objective in this way.
+/// In training, one backward starts from this loss and from the head's output.
 #[test]
 fn it_is_differentiated_beside_another_gradient() {
     let gpu = open(0).unwrap();

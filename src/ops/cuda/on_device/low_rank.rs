@@ -25,7 +25,7 @@ struct Results {
     factors: [Tensor; 2],
 }
 
-fn computed(device: &Device, inputs: [&Tensor; 3], factors: [&Tensor; 2], experts: Option<usize>) -> Results {
+fn run_op(device: &Device, inputs: [&Tensor; 3], factors: [&Tensor; 2], experts: Option<usize>) -> Results {
     let held = |x: &Tensor| if device.is_cuda() { to_gpu(x, device) } else { x.clone() };
     let [y, x, dz] = inputs.map(held);
     let plan = experts.map(|experts| plan(x.dims()[0], experts, device));
@@ -60,7 +60,7 @@ fn corrections_and_their_gradients_are_the_cpus() {
             experts.map_or(values.clone(), |experts| values.reshape((experts, first, second)).unwrap())
         };
         let (a, b) = (factor(4, input, rank), factor(5, rank, output));
-        let of = |device| computed(device, [&y, &x, &dz], [&a, &b], experts);
+        let of = |device| run_op(device, [&y, &x, &dz], [&a, &b], experts);
         let (got, exact) = (of(&gpu), of(&Device::Cpu));
         // The intermediate result of the two products is rounded.
         assert_rounded(&got.z, &exact.z, size(&exact.z) / 128.0);

@@ -26,7 +26,7 @@ fn matrix([experts, input, output]: [usize; 3], extreme: bool) -> PackedMatrix {
     PackedMatrix::from_mxfp4(&blocks, &scales, [experts, input, output])
 }
 
-fn decoded(matrix: &PackedMatrix, gpu: &Device) -> Tensor {
+fn decode_matrix(matrix: &PackedMatrix, gpu: &Device) -> Tensor {
     let [experts, input, output] = matrix.shape();
     let values = matrix.decode().unwrap();
     let values = Tensor::from_vec(values, (experts, input, output), &Device::Cpu).unwrap();
@@ -44,7 +44,7 @@ fn a_packed_matrix_multiplies_as_the_decoded_one() {
         [(1, 32, 8, true), (19, 96, 13, false), (131, 160, 200, true), (300, 64, 72, false)]
     {
         let packed = matrix([1, k, n], extreme);
-        let w = Parameter::constant(&decoded(&packed, &gpu));
+        let w = Parameter::constant(&decode_matrix(&packed, &gpu));
         let on_gpu = Arc::new(packed.to_device(&gpu).unwrap());
         let (x, dy) = (to_gpu(&numbers(1, rows, k, 1.0), &gpu), to_gpu(&numbers(2, rows, n, 1.0), &gpu));
         let b = numbers(3, 1, n, 1.0).flatten_all().unwrap().to_device(&gpu).unwrap();
@@ -79,7 +79,7 @@ fn packed_experts_multiply_as_decoded_ones() {
         let routes = Tensor::from_vec(routes, (tokens, top_k), &gpu).unwrap();
         let plan = Dispatch::new(&routes, experts).unwrap();
         let packed = matrix([experts, k, n], false);
-        let w = Parameter::constant(&decoded(&packed, &gpu));
+        let w = Parameter::constant(&decode_matrix(&packed, &gpu));
         let packed = Arc::new(packed.to_device(&gpu).unwrap());
         let rows = tokens * top_k;
         let (x, dy) = (to_gpu(&numbers(1, rows, k, 1.0), &gpu), to_gpu(&numbers(2, rows, n, 1.0), &gpu));

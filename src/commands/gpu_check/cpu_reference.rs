@@ -1,9 +1,9 @@
-//! The GPU's values and gradients of attention against the CPU's: errors are at most twice those of a
-//! reference that rounds every intermediate value to bf16 ("plain bf16").
+//! Compares the GPU's outputs and gradients of attention with the CPU's. The GPU's errors may be at most
+//! twice those of plain bf16: attention that rounds every intermediate value to bf16.
 
 use super::Verdicts;
-use super::bitwise_equality::{Bits, training_bits};
-use super::problem::{AttentionProblem, Shape, Values, reference_attention};
+use super::bitwise_equality::{AttentionBits, training_bits};
+use super::problem::{AttentionOutputs, AttentionProblem, AttentionShape, reference_attention};
 use crate::ops::cuda::kernel_set;
 use crate::ops::sink_attention::kernels::KERNEL_SETS;
 use crate::ops::{SequenceRows, sink_attention};
@@ -12,12 +12,12 @@ use candle_core::{DType, Device, Tensor, Var};
 use half::bf16;
 use std::sync::Arc;
 
-/// Allowed error, as a multiple of plain bf16's.
+/// Maximum error, as a multiple of plain bf16's.
 const REFERENCE_ERROR_FACTOR: f64 = 2.0;
-/// Error of f32 itself, as a fraction of the tensor's largest value. It matters if plain bf16 happens to be
-/// exact.
+/// Error that is always allowed, as a fraction of the tensor's largest value: the error of f32. It is needed
+/// where plain bf16 happens to be exact.
 const FLOOR: f64 = 1e-6;
-/// Allowed error of the CPU's op in f32, as a fraction of the tensor's largest value.
+/// Maximum error of the CPU's op in f32, as a fraction of the tensor's largest value.
 const CPU_ERROR: f64 = 1e-4;
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
@@ -26,36 +26,44 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
         let (exact, plain) = (reference_attention(&problem, false), reference_attention(&problem, true));
         for kernels in &KERNEL_SETS {
             verdicts.check(&format!("oracle: {}, {}", shape.name, kernels.name), || {
-                let seen = values(training_bits(&problem, device, kernels)?);
+                let outputs = decode_bits(training_bits(&problem, device, kernels)?);
                 let reference = cpu_reference(&problem, &exact)?;
-                Ok(reference.and_then(|reference| check_against_bf16_reference(&seen, &reference, &plain)))
+                Ok(reference.and_then(|reference| compare_with_plain_bf16(&outputs, &reference, &plain)))
             });
         }
         verdicts.check(&format!("oracle: {}, the op in a graph = its kernels", shape.name), || {
-            let of_kernels = values(training_bits(&problem, device, kernel_set(device.as_cuda_device()?)?)?);
-            let of_op = run_op(&problem, device)?;
-            let same = TENSORS.iter().all(|(name, get)| *name == "LSE" || get(&of_op) == get(&of_kernels));
-            Ok(if same { Ok("to the bit".into()) } else { Err("values or gradients differ".into()) })
+            let kernels = kernel_set(device.as_cuda_device()?)?;
+            let kernel_outputs = decode_bits(training_bits(&problem, device, kernels)?);
+            let op_outputs = run_op(&problem, device)?;
+            let same =
+                TENSORS.iter().all(|(name, get)| *name == "LSE" || get(&op_outputs) == get(&kernel_outputs));
+            Ok(if same { Ok("to the bit".into()) } else { Err("outputs or gradients differ".into()) })
         });
     }
 }
 
-/// Computes the CPU's op, and checks it against the formulas. The op does not return its log-sum-exps.
-fn cpu_reference(problem: &AttentionProblem, exact: &Values) -> Result<Result<Values, String>> {
+/// Runs the CPU's op and compares it with the formulas' results, `exact`. The op does not return
+/// log-sum-exps, so those of `exact` are used.
+fn cpu_reference(
+    problem: &AttentionProblem,
+    exact: &AttentionOutputs,
+) -> Result<Result<AttentionOutputs, String>> {
     let mut reference = run_op(problem, &Device::Cpu)?;
     reference.lse = exact.lse.clone();
-    let bound =
-        |_: fn(&Values) -> &[f64], size: f64| Distance { largest: CPU_ERROR * size, rms: CPU_ERROR * size };
+    let bound = |_: fn(&AttentionOutputs) -> &[f64], size: f64| Distance {
+        largest: CPU_ERROR * size,
+        rms: CPU_ERROR * size,
+    };
     Ok(match compare(&reference, exact, bound) {
         Ok(_) => Ok(reference),
         Err(error) => Err(format!("the CPU's op: {error}")),
     })
 }
 
-pub(super) fn values(bits: Bits) -> Values {
+pub(super) fn decode_bits(bits: AttentionBits) -> AttentionOutputs {
     let from_bf16_bits = |bits: Vec<u16>| bits.into_iter().map(|x| bf16::from_bits(x).to_f64()).collect();
     let from_f32_bits = |bits: Vec<u32>| bits.into_iter().map(|x| f32::from_bits(x).into()).collect();
-    Values {
+    AttentionOutputs {
         out: from_bf16_bits(bits.out),
         lse: from_f32_bits(bits.lse),
         dq: from_bf16_bits(bits.dq),
@@ -64,8 +72,8 @@ pub(super) fn values(bits: Bits) -> Values {
     }
 }
 
-fn shapes(small: bool) -> Vec<Shape> {
-    let shape = Shape::new;
+fn shapes(small: bool) -> Vec<AttentionShape> {
+    let shape = AttentionShape::new;
     if small {
         return vec![
             shape("small", (6, 2), None, &[1, 40, 0, 65]),
@@ -92,9 +100,13 @@ fn shapes(small: bool) -> Vec<Shape> {
     ]
 }
 
-/// Applies the rule: errors are at most [`REFERENCE_ERROR_FACTOR`] times those of plain bf16.
-fn check_against_bf16_reference(seen: &Values, reference: &Values, plain: &Values) -> Result<String, String> {
-    let bound = |get: fn(&Values) -> &[f64], size: f64| {
+/// Checks that errors are at most [`REFERENCE_ERROR_FACTOR`] times those of plain bf16.
+fn compare_with_plain_bf16(
+    outputs: &AttentionOutputs,
+    reference: &AttentionOutputs,
+    plain: &AttentionOutputs,
+) -> Result<String, String> {
+    let bound = |get: fn(&AttentionOutputs) -> &[f64], size: f64| {
         let plain = distance(get(plain), get(reference));
         let floor = FLOOR * size;
         Distance {
@@ -102,27 +114,27 @@ fn check_against_bf16_reference(seen: &Values, reference: &Values, plain: &Value
             rms: REFERENCE_ERROR_FACTOR * plain.rms.max(floor),
         }
     };
-    compare(seen, reference, bound)
+    compare(outputs, reference, bound)
 }
 
-/// Returns the allowed error of a tensor's elements, from plain bf16's distance to `exact`. In a tensor of
-/// few elements plain bf16 may be exact by luck, so at least its rounding step is allowed.
+/// Returns the maximum error of a tensor's elements, from plain bf16's distance to `exact`. In a small tensor
+/// plain bf16 may be exact by chance; there at least one rounding step of bf16 is allowed.
 pub(super) fn error_bound(plain: &[f64], exact: &[f64]) -> f64 {
     let floor = if exact.len() < 32 { 2f64.powi(-7) } else { FLOOR };
     REFERENCE_ERROR_FACTOR * distance(plain, exact).largest.max(floor * largest(exact))
 }
 
-/// Checks that every tensor of `seen` is within `bound(tensor, size of its largest value)` of `reference`, in
-/// maximum and RMS.
+/// Checks that the error of every tensor of `outputs` is at most its bound, both the maximum and the RMS.
+/// `bound` gets the tensor's accessor and the largest value of `reference`.
 fn compare(
-    seen: &Values,
-    reference: &Values,
-    bound: impl Fn(fn(&Values) -> &[f64], f64) -> Distance,
+    outputs: &AttentionOutputs,
+    reference: &AttentionOutputs,
+    bound: impl Fn(fn(&AttentionOutputs) -> &[f64], f64) -> Distance,
 ) -> Result<String, String> {
     let mut worst: (f64, &str) = (0.0, "all exact");
     for (name, get) in TENSORS {
         let bound = bound(get, largest(get(reference)));
-        let error = distance(get(seen), get(reference));
+        let error = distance(get(outputs), get(reference));
         for (kind, error, bound) in [("maximum", error.largest, bound.largest), ("RMS", error.rms, bound.rms)]
         {
             // Written so that NaN fails too.
@@ -138,7 +150,7 @@ fn compare(
     Ok(format!("errors at most {:.2} of what is allowed ({})", worst.0, worst.1))
 }
 
-type Tensors = [(&'static str, fn(&Values) -> &[f64]); 5];
+type Tensors = [(&'static str, fn(&AttentionOutputs) -> &[f64]); 5];
 pub(super) const TENSORS: Tensors = [
     ("O", |v| &v.out),
     ("LSE", |v| &v.lse),
@@ -147,38 +159,47 @@ pub(super) const TENSORS: Tensors = [
     ("ds", |v| &v.dsinks),
 ];
 
-/// Computes value and gradients as training does: by the op and candle's backward.
-fn run_op(problem: &AttentionProblem, device: &Device) -> Result<Values> {
+/// Computes output and gradients by the op and candle's backward.
+fn run_op(problem: &AttentionProblem, device: &Device) -> Result<AttentionOutputs> {
     let [q, kv, sinks, dout] = problem.tensors(device)?;
     let (q, kv, sinks) = (Var::from_tensor(&q)?, Var::from_tensor(&kv)?, Var::from_tensor(&sinks)?);
     let rows = Arc::new(SequenceRows::from_cu_seqlens(&problem.shape.cu_seqlens()));
     let out = sink_attention(&q, &kv, &sinks, &rows, problem.shape.attention())?;
     let gradients = (&out * &dout)?.sum_all()?.backward()?;
-    let of = |var: &Var| floats(gradients.get(var).context("an input without a gradient")?);
-    Ok(Values { out: floats(&out)?, lse: vec![], dq: of(&q)?, dkv: of(&kv)?, dsinks: of(&sinks)? })
+    let gradient = |var: &Var| to_host_f64(gradients.get(var).context("an input without a gradient")?);
+    Ok(AttentionOutputs {
+        out: to_host_f64(&out)?,
+        lse: vec![],
+        dq: gradient(&q)?,
+        dkv: gradient(&kv)?,
+        dsinks: gradient(&sinks)?,
+    })
 }
 
-pub(super) fn bits(values: &[f32]) -> Vec<bf16> {
+pub(super) fn round_to_bf16(values: &[f32]) -> Vec<bf16> {
     values.iter().map(|&x| bf16::from_f32(x)).collect()
 }
 
-fn floats(tensor: &Tensor) -> Result<Vec<f64>> {
+fn to_host_f64(tensor: &Tensor) -> Result<Vec<f64>> {
     let values: Vec<f32> = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
     Ok(values.into_iter().map(f64::from).collect())
 }
 
+/// The differences between two tensors.
 struct Distance {
+    /// The largest difference.
     largest: f64,
+    /// The root mean square of the differences.
     rms: f64,
 }
 
 fn distance(a: &[f64], b: &[f64]) -> Distance {
-    let apart: Vec<f64> = a.iter().zip(b).map(|(a, b)| (a - b).abs()).collect();
-    if a.len() != b.len() || !apart.iter().all(|x| x.is_finite()) {
+    let differences: Vec<f64> = a.iter().zip(b).map(|(a, b)| (a - b).abs()).collect();
+    if a.len() != b.len() || !differences.iter().all(|x| x.is_finite()) {
         return Distance { largest: f64::INFINITY, rms: f64::INFINITY };
     }
-    let mean_square = apart.iter().map(|x| x * x).sum::<f64>() / apart.len().max(1) as f64;
-    Distance { largest: largest(&apart), rms: mean_square.sqrt() }
+    let mean_square = differences.iter().map(|x| x * x).sum::<f64>() / differences.len().max(1) as f64;
+    Distance { largest: largest(&differences), rms: mean_square.sqrt() }
 }
 
 fn largest(values: &[f64]) -> f64 {
@@ -198,15 +219,15 @@ mod tests {
         reference.lse = exact.lse.clone();
         compare(&reference, &exact, |_, size| Distance { largest: CPU_ERROR * size, rms: CPU_ERROR * size })
             .unwrap();
-        let seen = check_against_bf16_reference(&plain, &reference, &plain).unwrap();
-        assert!(seen.starts_with("errors at most 0.50"), "{seen}");
+        let text = compare_with_plain_bf16(&plain, &reference, &plain).unwrap();
+        assert!(text.starts_with("errors at most 0.50"), "{text}");
 
         let without = AttentionProblem { sinks: vec![-1e9; shape.heads], ..problem.clone() };
-        let error = check_against_bf16_reference(&reference_attention(&without, true), &reference, &plain)
-            .unwrap_err();
+        let error =
+            compare_with_plain_bf16(&reference_attention(&without, true), &reference, &plain).unwrap_err();
         assert!(error.starts_with("O: "), "{error}");
         let mut nan = plain.clone();
         nan.dkv[3] = f64::NAN;
-        assert!(check_against_bf16_reference(&nan, &reference, &plain).unwrap_err().starts_with("dK and dV"));
+        assert!(compare_with_plain_bf16(&nan, &reference, &plain).unwrap_err().starts_with("dK and dV"));
     }
 }
