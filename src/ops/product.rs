@@ -14,8 +14,8 @@ use super::skinny_gemm::SkinnyGemm;
 use super::tiles;
 use gemm::Parallelism;
 
-/// Size of a chunk along k. The `gemm` crate's own chunks are at least as large, so it adds each of these chunks
-/// in one chain.
+/// Size of a chunk along k. The `gemm` crate's own chunks are at least as large, so it adds each of these
+/// chunks in one chain.
 pub(super) const K_CHUNK: usize = 512;
 
 /// Number of values from which the crate, which reads a transposed matrix by columns, is slower than tiles.

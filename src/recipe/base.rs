@@ -26,7 +26,7 @@ pub(crate) struct Base {
 pub(crate) struct Bases {
     /// The recipe's base, then the base of that one, and so on.
     pub chain: Vec<Base>,
-    /// What is wrong with the last key `base`, and the remedy.
+    /// The mistake at the last key `base`, and the remedy.
     pub error: Option<String>,
 }
 

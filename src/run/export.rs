@@ -140,8 +140,8 @@ pub fn export_merged_model(
 /// adapter.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is an adapter and `merges_adapter` is false, or none and it is true; those
-/// of [`gguf::write`].
+/// [`crate::error::BadInput`] when there is an adapter and `merges_adapter` is false, or none and it is true;
+/// those of [`gguf::write`].
 pub fn write_gguf_file(
     context: &RunContext,
     format: GgufForm,

@@ -46,8 +46,8 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
             let whole = |steps: u64| format_number(steps as f64);
             let cold =
                 if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
-            let samples = if *samples_per_prompt == 1 { "sample" } else { "samples" };
-            ("steps", format!("{cold}{} of reinforcement learning, {samples} {samples} each", whole(train)))
+            let noun = if *samples_per_prompt == 1 { "sample" } else { "samples" };
+            ("steps", format!("{cold}{} of reinforcement learning, {samples} {noun} each", whole(train)))
         }
         ModelCommand::Eval => {
             let problems: usize =

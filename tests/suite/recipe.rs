@@ -1,5 +1,6 @@
 //! Recipes: what is read, what is refused and how, and that the documentation says the same as the types.
 
+mod losses;
 mod page;
 mod refused;
 mod slips;
@@ -150,6 +151,8 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
         let expected = only_one_value.contains(&full.path())
             // Refused beside train.trajectories.
             || full.path() == "rollout.resample_rounds_max"
+            // Refused beside another loss.
+            || ["policy.sapo.", "policy.vespo."].iter().any(|table| full.path().starts_with(table))
             || OTHER_TASKS.contains(&full.path())
             || not_set.iter().any(|key| key == full.path());
         assert_eq!(same, expected, "{full:?}");

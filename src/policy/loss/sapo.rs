@@ -30,8 +30,8 @@ impl LossFunction for SapoSettings {
     }
 }
 
-/// Computes the loss of soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347, eq. 5 and 6), as
-/// in verl at b178a3c and TRL at f2cd577.
+/// Computes the loss of soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347), as in verl at
+/// b178a3c and TRL at f2cd577.
 ///
 /// With x = clamp(T − O, ±20), r = eˣ and τ the temperature of the advantage's sign:
 ///

@@ -558,31 +558,6 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         ("policy.advantage = \"gae\"\ncritic.lambda = 1.5".to_owned(), "critic.lambda", "0 to 1"),
         ("policy.advantage = \"gae\"\ncritic.freeze = [\"\"]".to_owned(), "critic.freeze", "empty pattern"),
         (
-            "[policy.sapo]\ntemperature_positive = 2".to_owned(),
-            "policy.sapo",
-            "policy.loss = \"sapo\" alone reads it, and it is \"ppo\"",
-        ),
-        (
-            "policy.loss = \"sapo\"\npolicy.vespo.power_positive = 1".to_owned(),
-            "policy.vespo",
-            "write \"vespo\", or remove [policy.vespo]",
-        ),
-        (
-            "policy.loss = \"vespo\"\npolicy.correction.is = \"token\"".to_owned(),
-            "policy.correction.is",
-            "vespo takes one ratio a sequence",
-        ),
-        (
-            "policy.advantage = \"maxrl\"\npolicy.kl.place = \"reward\"".to_owned(),
-            "policy.advantage",
-            "the divergence is subtracted from rewards",
-        ),
-        (
-            "policy.advantage = \"maxrl\"\npolicy.overlong.buffer_tokens = 4".to_owned(),
-            "policy.advantage",
-            "the penalty makes rewards negative",
-        ),
-        (
             "rollout.samples_per_prompt = 1\nrollout.resample_rounds_max = 1".to_owned(),
             "rollout.samples_per_prompt",
             "group of one",

@@ -53,8 +53,8 @@ impl GradientSink for CountingSink {
     }
 }
 
-/// The gradient sum of training expects exactly one addition per pass: it refuses more, and waits for a missing
-/// one.
+/// The gradient sum of training expects exactly one addition per pass: it refuses more, and waits for a
+/// missing one.
 #[test]
 fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
     let gpu = open(0).unwrap();

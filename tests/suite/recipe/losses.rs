@@ -1,0 +1,38 @@
+//! Settings of one loss or advantage beside another.
+
+use super::refused::mistake;
+
+#[test]
+fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
+    let cases = [
+        (
+            "[policy.sapo]\ntemperature_positive = 2",
+            "policy.sapo",
+            "policy.loss = \"sapo\" alone reads it, and it is \"ppo\"",
+        ),
+        (
+            "policy.loss = \"sapo\"\npolicy.vespo.power_positive = 1",
+            "policy.vespo",
+            "write \"vespo\", or remove [policy.vespo]",
+        ),
+        (
+            "policy.loss = \"vespo\"\npolicy.correction.is = \"token\"",
+            "policy.correction.is",
+            "vespo takes one ratio a sequence",
+        ),
+        (
+            "policy.advantage = \"maxrl\"\npolicy.kl.place = \"reward\"",
+            "policy.advantage",
+            "the divergence is subtracted from rewards",
+        ),
+        (
+            "policy.advantage = \"maxrl\"\npolicy.overlong.buffer_tokens = 4",
+            "policy.advantage",
+            "the penalty makes rewards negative",
+        ),
+    ];
+    for (text, key, reason) in cases {
+        let found = mistake(text, &[]);
+        assert!(found.contains(&format!(" {key}: ")) && found.contains(reason), "{text}: {found}");
+    }
+}
