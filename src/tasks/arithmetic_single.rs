@@ -12,6 +12,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Small additions and subtractions, worked without a tool.",
     reads_files: false,
     data: "",
+    has_negative_rewards: true,
     keys: &[],
     make: |settings, _| Ok(Box::new(ArithmeticSingle::new(settings.generated_problem_count()))),
 };

@@ -23,6 +23,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Your own task: a program that gives problems and rewards over JSON lines, see TASKS.md.",
     reads_files: false,
     data: "",
+    has_negative_rewards: false,
     keys: &["command", "command_timeout_s", "command_processes"],
     make: |settings, host| Ok(Box::new(CommandTask::start(settings, host)?)),
 };

@@ -21,6 +21,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "A line in capitals, of so many words, with a given prefix: made up and checked by rule, without a tool.",
     reads_files: false,
     data: "",
+    has_negative_rewards: true,
     keys: &[],
     make: |settings, _| Ok(Box::new(FormatRules::new(settings.generated_problem_count()))),
 };

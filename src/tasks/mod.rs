@@ -174,6 +174,8 @@ pub struct TaskEntry {
     pub reads_files: bool,
     /// Argument of `rloss fetch` for its recipe's files; empty if there are none.
     pub data: &'static str,
+    /// Whether a wrong answer has a negative reward.
+    pub has_negative_rewards: bool,
     /// The other keys of `[task]` that it reads; all other keys are refused.
     pub keys: &'static [&'static str],
     /// Reads and checks its files, and starts its processes.

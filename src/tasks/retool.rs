@@ -26,6 +26,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Competition mathematics with the Python tool, after ReTool.",
     reads_files: true,
     data: "dapo-math aime",
+    has_negative_rewards: true,
     keys: &["validation_files", "answer", "prompt"],
     make: |settings, host| Ok(Box::new(Retool::load(settings, host)?)),
 };

@@ -22,6 +22,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Checkable instructions of IFEval's form, without a tool.",
     reads_files: true,
     data: "gsm8k ifeval",
+    has_negative_rewards: false,
     keys: &["grading"],
     make: |settings, host| Ok(Box::new(VerifyIf::load(settings, host)?)),
 };

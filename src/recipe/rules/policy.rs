@@ -78,8 +78,8 @@ impl Rules<'_> {
         let negative = [
             (
                 "task.name",
-                recipe.task.name.name() == "retool",
-                "retool's rewards are negative for wrong answers",
+                recipe.task.name.has_negative_rewards,
+                "this task's rewards of wrong answers are negative",
             ),
             (
                 "policy.kl.place",

@@ -21,12 +21,17 @@ fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
             "vespo takes one ratio a sequence",
         ),
         (
-            "policy.advantage = \"maxrl\"\npolicy.kl.place = \"reward\"",
+            "policy.advantage = \"maxrl\"",
+            "policy.advantage",
+            "this task's rewards of wrong answers are negative (task.name)",
+        ),
+        (
+            "task.name = \"command\"\ntask.command = [\"true\"]\npolicy.advantage = \"maxrl\"\npolicy.kl.place = \"reward\"",
             "policy.advantage",
             "the divergence is subtracted from rewards",
         ),
         (
-            "policy.advantage = \"maxrl\"\npolicy.overlong.buffer_tokens = 4",
+            "task.name = \"command\"\ntask.command = [\"true\"]\npolicy.advantage = \"maxrl\"\npolicy.overlong.buffer_tokens = 4",
             "policy.advantage",
             "the penalty makes rewards negative",
         ),

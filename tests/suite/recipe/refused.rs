@@ -579,7 +579,7 @@ fn what_only_looks_like_a_contradiction_is_allowed() {
         "policy.loss = \"gspo\"\npolicy.correction.is = \"sequence\"",
         "policy.loss = \"geo_mean\"\npolicy.correction.is = \"token\"",
         "policy.loss = \"sapo\"\n[policy.sapo]\ntemperature_positive = 2",
-        "policy.loss = \"dppo_kl\"\npolicy.advantage = \"maxrl\"",
+        "policy.loss = \"dppo_kl\"\npolicy.advantage = \"opo\"",
         "[policy.kl]\nplace = \"reward\"\ntarget = 0.1",
         "policy.advantage = \"remax\"\nrollout.samples_per_prompt = 1",
     ] {
