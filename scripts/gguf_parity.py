@@ -116,7 +116,8 @@ class Server:
         params.model.path = str(path)
         params.n_ctx, params.n_parallel, params.warmup = context, 1, False
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+        # More threads wait for one another in a loop, and are slow on a busy machine.
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         self.server = xllamacpp.Server(params)
 
     def complete(self, prompt, tokens, **more):
