@@ -125,7 +125,10 @@ impl AdapterFolder {
             match self.matrix_of(module, names, specs) {
                 Ok((spec, Some(expert))) => {
                     found.insert(&spec.name);
-                    experts.entry(&spec.name).or_default().insert(expert, names);
+                    if experts.entry(&spec.name).or_default().insert(expert, names).is_some() {
+                        mistakes
+                            .push(format!("{module} is a second adapter of {}", spec.name_of_expert(expert)));
+                    }
                 }
                 Ok((spec, None)) if !found.insert(&spec.name) => {
                     mistakes.push(format!("{module} is a second adapter of {}", spec.name));
@@ -170,13 +173,13 @@ impl AdapterFolder {
             return Err(format!("{module} has only one of its two factors"));
         };
         let outer = module.strip_suffix(".base_layer").unwrap_or(module);
-        let one = module.split_once(".mlp.experts.").and_then(|(layer, rest)| {
+        let of_expert = module.split_once(".mlp.experts.").and_then(|(layer, rest)| {
             let (expert, name) = rest.split_once('.')?;
             Some((format!("{layer}.mlp.experts.{name}.weight"), expert.parse::<usize>().ok()?))
         });
-        let expert = one.as_ref().map(|(_, expert)| *expert);
+        let expert = of_expert.as_ref().map(|(_, expert)| *expert);
         let named = |spec: &&ParameterSpec| match spec.is_expert_matrix() {
-            true if spec.layout == Layout::PerExpert => one
+            true if spec.layout == Layout::PerExpert => of_expert
                 .as_ref()
                 .is_some_and(|(name, expert)| spec.name == *name && *expert < spec.stored_shape[0]),
             true => outer.ends_with(EXPERTS) && spec.name.starts_with(&format!("{outer}.")),
@@ -220,12 +223,12 @@ impl AdapterFolder {
 
     fn factor(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         let names = self.stored.get(&spec.name).with_context(|| format!("no factor {}", spec.name))?;
-        let place = FactorLayout::from_spec(spec, names.len());
+        let layout = FactorLayout::from_spec(spec, names.len());
         let mut values = vec![0.0; spec.element_count()];
         let length = values.len() / names.len();
         for (name, values) in names.iter().zip(values.chunks_exact_mut(length)) {
             let stored = self.stored_values(name)?;
-            stored.into_iter().enumerate().for_each(|(at, value)| values[place.memory_index(at)] = value);
+            stored.into_iter().enumerate().for_each(|(at, value)| values[layout.memory_index(at)] = value);
         }
         Ok(values)
     }

@@ -47,7 +47,7 @@ impl Warning {
         Some(match self.phase? {
             Phase::Rl => format!("step {step}"),
             Phase::Eval => format!("evaluation after step {step}"),
-            Phase::ColdStart => format!("step {step} of the cold start"),
+            Phase::ColdStart => format!("step {step} of the SFT warm-up"),
         })
     }
 

@@ -1,4 +1,4 @@
-//! Causes of samples that teach little, in words.
+//! Warnings about samples from which a policy learns little, with their causes.
 
 use super::context::RunContext;
 use crate::harmony::{Message, Role};
@@ -8,20 +8,25 @@ use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
 /// Number of causes that [`SampleCauses::messages`] tells apart.
 pub const CAUSES: usize = 5;
 
-/// Counts over trajectories.
+/// Counts of trajectories.
 #[derive(Default)]
 pub struct SampleCauses {
-    all: usize,
-    right: usize,
-    /// Trajectories cut at `response_tokens_max`, and those cut where the model's context ends.
+    count: usize,
+    /// Trajectories that solve their problem.
+    successes: usize,
+    /// Trajectories cut at `response_tokens_max`.
     truncated: usize,
+    /// Trajectories cut where the model's context ends.
     out_of_context: usize,
-    /// Trajectories without a call; those of them with code blocks, and those with a call outside its tags.
+    /// Trajectories without a tool call.
     without_call: usize,
-    code_blocks: usize,
-    untagged: usize,
-    /// Trajectories that ended by themselves, and those of them without an answer that the task can read.
+    /// Trajectories without a tool call but with code blocks.
+    with_code_blocks: usize,
+    /// Trajectories without a tool call but with one outside its tags.
+    with_untagged_calls: usize,
+    /// Trajectories that the policy ended.
     ended: usize,
+    /// Trajectories that the policy ended, without an answer that the task can read.
     without_answer: usize,
 }
 
@@ -34,11 +39,11 @@ impl SampleCauses {
     ) -> Self {
         let mut counts = Self::default();
         for (trajectory, messages) in samples {
-            let after = messages.iter().rposition(|message| message.role == Role::User);
+            let last_user = messages.iter().rposition(|message| message.role == Role::User);
             counts.add(
                 (task, response_tokens_max),
                 trajectory,
-                &messages[after.map_or(0, |user| user + 1)..],
+                &messages[last_user.map_or(0, |user| user + 1)..],
             );
         }
         counts
@@ -52,33 +57,41 @@ impl SampleCauses {
         messages: &[Message],
     ) {
         let outcome = trajectory.outcome;
-        self.all += 1;
-        self.right += usize::from(trajectory.success);
+        self.count += 1;
+        self.successes += usize::from(trajectory.success);
         if outcome == Outcome::TruncatedLength {
             let is_full = trajectory.sampled_tokens() >= response_tokens_max;
             *(if is_full { &mut self.truncated } else { &mut self.out_of_context }) += 1;
         }
-        let is_call = trajectory.turns.iter().any(|turn| !turn.calls.is_empty());
-        if !is_call && outcome != Outcome::TurnsExhausted {
+        let has_call = trajectory.turns.iter().any(|turn| !turn.calls.is_empty());
+        if !has_call && outcome != Outcome::TurnsExhausted {
             self.without_call += 1;
-            let any =
-                |has: fn(&str) -> bool| usize::from(messages.iter().any(|message| has(&message.content)));
-            self.code_blocks += any(|text| text.contains("```py"));
-            self.untagged += any(holds_call);
+            let holds =
+                |test: fn(&str) -> bool| usize::from(messages.iter().any(|message| test(&message.content)));
+            self.with_code_blocks += holds(|text| text.contains("```py"));
+            self.with_untagged_calls += holds(holds_call);
         }
         if matches!(outcome, Outcome::Finished | Outcome::Malformed) {
             let transcript = Transcript { messages, outcome, calls_answered: 0 };
-            let is_read = outcome == Outcome::Finished && task.answer_text(&transcript).is_some();
+            let has_answer = outcome == Outcome::Finished && task.answer_text(&transcript).is_some();
             self.ended += 1;
-            self.without_answer += usize::from(!is_read);
+            self.without_answer += usize::from(!has_answer);
         }
     }
 
-    /// Returns a sentence for each cause that at least nine tenths of the trajectories have; half of them for
-    /// calls outside their tags.
+    /// Returns a sentence for each cause that at least nine tenths of the trajectories have. For calls
+    /// outside their tags, half of them suffice.
     pub fn messages(&self, facts: &SampleFacts) -> [Option<String>; CAUSES] {
         let Self {
-            all, right, truncated, out_of_context, without_call, code_blocks, untagged, ended, ..
+            count,
+            successes,
+            truncated,
+            out_of_context,
+            without_call,
+            with_code_blocks,
+            with_untagged_calls,
+            ended,
+            without_answer,
         } = *self;
         let SampleFacts {
             has_tool,
@@ -87,35 +100,36 @@ impl SampleCauses {
             response_tokens_max,
             context_tokens_max,
         } = *facts;
-        let most = |part: usize, of: usize| of > 0 && part * 10 >= of * 9;
-        let in_tags = format!("{untagged} of {all} answers hold a call without its tags");
+        let is_most = |part: usize, whole: usize| whole > 0 && part * 10 >= whole * 9;
+        let untagged = format!("{with_untagged_calls} of {count} answers hold a call without its tags");
         let mut instead = String::new();
-        if code_blocks > 0 {
-            instead += &format!("; {code_blocks} of {all} answers hold a code block in place of a call");
+        if with_code_blocks > 0 {
+            instead +=
+                &format!("; {with_code_blocks} of {count} answers hold a code block in place of a call");
         }
-        if untagged > 0 {
-            instead += &format!("; {in_tags}");
+        if with_untagged_calls > 0 {
+            instead += &format!("; {untagged}");
         }
-        // A policy that is right without the tool needs none.
-        let is_tool_unused = has_tool && most(without_call, all) && right * 2 < all;
-        let shows = |what: &str| match cold_start_steps {
-            0 => format!("show {what} to the model in a cold start"),
+        // A policy that solves most problems without the tool does not need it.
+        let is_tool_unused = has_tool && is_most(without_call, count) && successes * 2 < count;
+        let show = |what: &str| match cold_start_steps {
+            0 => format!("show {what} to the model in an SFT warm-up ([cold_start])"),
             steps => {
                 format!("raise cold_start.steps, which is {steps}, with {what} among the demonstrations")
             }
         };
-        let shows_calls = shows("calls");
-        let are_untagged = untagged > 0 && untagged * 2 >= all;
+        let show_calls = show("calls");
+        let are_untagged = with_untagged_calls > 0 && with_untagged_calls * 2 >= count;
         let ask_for_tool = match (random_weights, are_untagged) {
-            (true, _) => format!("the weights began at random, so {shows_calls}"),
-            (false, true) => format!("show the tags in harmony.developer_instructions, or {shows_calls}"),
-            (false, false) => format!("ask for the tool in harmony.developer_instructions, or {shows_calls}"),
+            (true, _) => format!("the weights began at random, so {show_calls}"),
+            (false, true) => format!("show the tags in harmony.developer_instructions, or {show_calls}"),
+            (false, false) => format!("ask for the tool in harmony.developer_instructions, or {show_calls}"),
         };
         let ask_for_answer = match random_weights {
             true => {
-                let shows_answers = shows("answers");
+                let show_answers = show("answers");
                 format!(
-                    "the weights began at random, so {shows_answers}, or name a trained model with model.path"
+                    "the weights began at random, so {show_answers}, or name a trained model with model.path"
                 )
             }
             false => {
@@ -124,29 +138,28 @@ impl SampleCauses {
             }
         };
         [
-            most(truncated, all).then(|| {
+            is_most(truncated, count).then(|| {
                 format!(
-                    "{truncated} of {all} trajectories were cut at response_tokens_max = {response_tokens_max}; raise \
+                    "{truncated} of {count} trajectories were cut at response_tokens_max = {response_tokens_max}; raise \
                      rollout.response_tokens_max, or ask for shorter answers"
                 )
             }),
-            most(out_of_context, all).then(|| {
+            is_most(out_of_context, count).then(|| {
                 format!(
-                    "{out_of_context} of {all} trajectories were cut where the model's context of {context_tokens_max} tokens \
+                    "{out_of_context} of {count} trajectories were cut where the model's context of {context_tokens_max} tokens \
                      ends, which prompt, answer and the tool's replies share; shorten the prompt, or take a model with a \
                      longer context"
                 )
             }),
             is_tool_unused.then(|| {
-                format!("{} of {all} trajectories called the tool{instead}; {ask_for_tool}", all - without_call)
+                format!("{} of {count} trajectories called the tool{instead}; {ask_for_tool}", count - without_call)
             }),
             (has_tool && !is_tool_unused && are_untagged).then(|| {
-                format!("{in_tags}, so nothing answered it; show the tags in harmony.developer_instructions, or {shows_calls}")
+                format!("{untagged}, so nothing answered it; show the tags in harmony.developer_instructions, or {show_calls}")
             }),
-            most(self.without_answer, ended).then(|| {
+            is_most(without_answer, ended).then(|| {
                 format!(
-                    "no answer could be read in {} of the {ended} trajectories that ended; {ask_for_answer}",
-                    self.without_answer
+                    "no answer could be read in {without_answer} of the {ended} trajectories that ended; {ask_for_answer}"
                 )
             }),
         ]

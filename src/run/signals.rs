@@ -144,13 +144,13 @@ impl AnswerInterrupt {
         Ok(interrupt)
     }
 
-    /// Marks the begin of an answer.
+    /// Records that an answer begins.
     pub fn begin(&self) {
         *self.lock() = InterruptState::Answering;
     }
 
-    /// Marks the end of the answer. A signal that ended it keeps its time, so that a repeated one does not
-    /// end the program too.
+    /// Records that the answer has ended. A signal that ended it keeps its time, so that a repeated one does
+    /// not end the program too.
     pub fn end(&self) {
         let mut state = self.lock();
         if *state == InterruptState::Answering {

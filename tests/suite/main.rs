@@ -33,6 +33,7 @@ mod report;
 mod rollout;
 mod shared_prompts;
 mod skips;
+mod small_runs;
 mod tasks;
 mod tidy;
 mod tiny;

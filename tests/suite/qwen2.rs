@@ -3,6 +3,7 @@
 
 use crate::data;
 use crate::model_files::refused;
+use crate::small_runs::{self, done, rl_rows, rloss};
 use crate::tiny::{self, Gradients, load, values};
 use rloss::chat::Format;
 use rloss::checkpoint::load::ModelFolder;
@@ -20,8 +21,8 @@ use rloss::model::storage::TensorStorage;
 use rloss::ops::threads::Threads;
 use rloss::settings::Choice;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::Path;
+use std::process::Output;
 use tempfile::TempDir;
 
 /// The model of `recipes/quickstart_dense.toml`, or the same with a tied head.
@@ -234,41 +235,8 @@ fn a_critic_of_the_family_uses_the_embedding_once() {
     assert_eq!(policy.use_count(policy.index_of("model.embed_tokens.weight").unwrap()), 2);
 }
 
-fn rloss(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_rloss")).args(arguments).output().unwrap()
-}
-
-fn recipe() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/quickstart_dense.toml")
-}
-
-const SMALL: [&str; 9] = [
-    "cold_start.steps=60",
-    "cold_start.optimizer.warmup_steps=5",
-    "train.steps=2",
-    "rollout.prompts_per_step=2",
-    "eval.every_steps=0",
-    "eval.before_training=false",
-    "eval.problems_max=8",
-    "checkpoint.every_steps=1",
-    "parallel.threads=2",
-];
-
 fn train(out: &Path, sets: &[&str]) -> Output {
-    let recipe = recipe();
-    let mut arguments = vec!["train", recipe.to_str().unwrap(), "--out", out.to_str().unwrap()];
-    SMALL.iter().chain(sets).for_each(|set| arguments.extend(["--set", set]));
-    rloss(&arguments)
-}
-
-fn done(output: &Output) {
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
-fn rows(run: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    rows.filter(|row| row["phase"] == "rl").collect()
+    small_runs::train("quickstart_dense", out, sets)
 }
 
 /// A run whose checkpoint another goes on from, tied or not, with a critic or without; all links hold.
@@ -284,7 +252,7 @@ fn the_dense_quickstart_trains_saves_and_goes_on() {
     let gae = ["policy.advantage=gae", "policy.old_logprob=rollout", "train.recompute_layers=true"];
     done(&train(&second, &[&[again.as_str(), "cold_start.steps=0"], &gae[..]].concat()));
     for run in [&first, &second] {
-        let rows = rows(run);
+        let rows = rl_rows(run);
         assert_eq!(rows.len(), 2);
         assert!(rows.iter().all(|row| row["mismatch/logprob_abs_diff_max"] == 0.0), "{rows:?}");
     }
@@ -333,7 +301,7 @@ fn tasks_without_a_tool_run_too() {
         let folder = TempDir::new().unwrap();
         let run = folder.path().join("run");
         done(&train(&run, &[task, "model.architecture.intermediate_size=64", "rollout.turns_max=1"]));
-        assert_eq!(rows(&run).len(), 2, "{task}");
+        assert_eq!(rl_rows(&run).len(), 2, "{task}");
     }
 }
 
@@ -369,7 +337,7 @@ fn keys_that_mean_nothing_to_the_family_are_refused_by_name() {
         assert!(words.iter().all(|word| text.contains(word)), "{set}: {text}");
         assert!(!out.exists());
     }
-    let recipe = recipe();
+    let recipe = small_runs::recipe("quickstart_dense");
     let output =
         rloss(&["check-mismatch", recipe.to_str().unwrap(), "--arms", "rollout_bf16,no_train_sinks"]);
     let text = String::from_utf8_lossy(&output.stderr);

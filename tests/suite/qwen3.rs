@@ -2,6 +2,7 @@
 //! keys and files that they refuse.
 
 use crate::model_files::refused;
+use crate::small_runs::{self, done, rl_rows, rloss};
 use crate::tiny::{self, load, values};
 use rloss::chat::Format;
 use rloss::checkpoint::BaseModel;
@@ -18,8 +19,8 @@ use rloss::model::parameters::Parameters;
 use rloss::settings::Choice;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::Path;
+use std::process::Output;
 use tempfile::TempDir;
 
 const FAMILIES: [&str; 2] = ["qwen3", "qwen3_moe"];
@@ -243,6 +244,15 @@ fn adapters_of_experts_give_back_every_bit_and_one_that_lacks_an_expert_is_refus
     candle_core::safetensors::save(&lacks_one, &file).unwrap();
     let words = ["model.layers.1.mlp.experts.up_proj.weight", "3 of 4 experts have an adapter"];
     refused(AdapterFolder::open(folder.path(), &specs).map(drop), &words);
+    // `experts.02` is expert 2 once more: its factors took the place of the first ones in silence.
+    let mut twice = whole.clone();
+    for factor in ["lora_A", "lora_B"] {
+        let tensor = twice[&format!("{module}.{factor}.weight")].clone();
+        twice.insert(format!("{}.{factor}.weight", module.replace(".2.", ".02.")), tensor);
+    }
+    candle_core::safetensors::save(&twice, &file).unwrap();
+    let words = ["is a second adapter of model.layers.1.mlp.experts.2.up_proj.weight"];
+    refused(AdapterFolder::open(folder.path(), &specs).map(drop), &words);
     let mut beyond = whole;
     for factor in ["lora_A", "lora_B"] {
         let tensor = beyond[&format!("{module}.{factor}.weight")].clone();
@@ -302,41 +312,8 @@ fn gguf_files_give_back_config_and_values() {
     }
 }
 
-fn rloss(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_rloss")).args(arguments).output().unwrap()
-}
-
-fn recipe() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/quickstart_qwen3_moe.toml")
-}
-
-const SMALL: [&str; 9] = [
-    "cold_start.steps=60",
-    "cold_start.optimizer.warmup_steps=5",
-    "train.steps=2",
-    "rollout.prompts_per_step=2",
-    "eval.every_steps=0",
-    "eval.before_training=false",
-    "eval.problems_max=8",
-    "checkpoint.every_steps=1",
-    "parallel.threads=2",
-];
-
 fn train(out: &Path, sets: &[&str]) -> Output {
-    let recipe = recipe();
-    let mut arguments = vec!["train", recipe.to_str().unwrap(), "--out", out.to_str().unwrap()];
-    SMALL.iter().chain(sets).for_each(|set| arguments.extend(["--set", set]));
-    rloss(&arguments)
-}
-
-fn done(output: &Output) {
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
-fn rows(run: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    rows.filter(|row| row["phase"] == "rl").collect()
+    small_runs::train("quickstart_qwen3_moe", out, sets)
 }
 
 /// A run whose checkpoint another goes on from, with an adapter or a dense model; all links hold.
@@ -351,7 +328,7 @@ fn the_quickstart_with_experts_trains_saves_and_goes_on() {
     let without = ["cold_start.load_balance_coefficient=0", "model.architecture.model_type=qwen3"];
     done(&train(&dense, &[&without[..], &["model.architecture.tie_word_embeddings=true"]].concat()));
     for run in [&first, &second, &dense] {
-        let rows = rows(run);
+        let rows = rl_rows(run);
         assert_eq!(rows.len(), 2);
         assert!(rows.iter().all(|row| row["mismatch/logprob_abs_diff_max"] == 0.0), "{rows:?}");
     }
@@ -396,11 +373,15 @@ fn the_quickstart_with_experts_trains_saves_and_goes_on() {
     // Ablations: noise of the router opens a gap, rollout in bf16 too; a clean arm has none.
     let arms = "router_noise_train,rollout_bf16,rollout_mxfp4";
     let arms_out = folder.path().join("arms").display().to_string();
-    let output = rloss(&["check-mismatch", first.to_str().unwrap(), "--arms", arms, "--out", &arms_out]);
-    let text = String::from_utf8_lossy(&output.stdout);
-    for arm in arms.split(',') {
-        assert!(text.contains(arm), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
-    }
+    done(&rloss(&["check-mismatch", first.to_str().unwrap(), "--arms", arms, "--out", &arms_out]));
+    let result = std::fs::read_to_string(folder.path().join("arms/mismatch.json")).unwrap();
+    let result: Value = serde_json::from_str(&result).unwrap();
+    let gap = |name: &str| {
+        let line = result["rows"].as_array().unwrap().iter().find(|line| line["name"] == name);
+        line.unwrap_or_else(|| panic!("{name}: {result}"))["mismatch/logprob_abs_diff_max"].as_f64().unwrap()
+    };
+    assert_eq!(gap("the recipe as it is"), 0.0);
+    assert!(arms.split(',').all(|arm| gap(arm) > 0.0), "{result}");
 }
 
 #[test]

@@ -23,10 +23,10 @@ use std::sync::Arc;
 const MISTAKES_SHOWN_MAX: usize = 16;
 /// Most files of a split model.
 const FILES_MAX: i128 = 1000;
-/// Values that are decoded at a time, unless a row has more: larger buffers would be new memory of the system
-/// each time, which it fills with zeros first.
-const VALUES: usize = 16 * 1024;
-/// Rows that are transposed at a time: as many values of a column lie side by side.
+/// Values that are decoded at a time, unless a row has more. The allocator keeps buffers of this size; larger
+/// ones come from the system anew each time, filled with zeros.
+const DECODED_VALUES: usize = 16 * 1024;
+/// Rows that are transposed at a time, so that as many values of a column are written side by side.
 const TRANSPOSED_ROWS: usize = 64;
 
 /// The open files of a GGUF model, one or several.
@@ -135,7 +135,7 @@ impl GgufWeights {
         let matrix = match format {
             PackedFormat::Bf16Rows => {
                 let mut bytes = vec![0; format.bytes(shape)];
-                let rows = (VALUES / input).max(1);
+                let rows = (DECODED_VALUES / input).max(1);
                 bytes.par_chunks_mut(2 * rows * input).enumerate().try_for_each(|(index, to)| {
                     let first = index * rows;
                     self.decode_rows(spec, 0, first..(first + rows).min(output), |row, values| {
@@ -256,7 +256,7 @@ impl GgufWeights {
             // Row r of the part is row r · step + offset of the parameter.
             let own = |row: usize| (row + step - 1 - offset) / step;
             let (start, end) = (own(rows.start), own(rows.end));
-            let count = (VALUES / input).max(1);
+            let count = (DECODED_VALUES / input).max(1);
             let mut bytes = vec![0; tensor.dtype.bytes_of(count.min(end - start) * input)];
             for first in (start..end).step_by(count) {
                 let place = tensor.dtype.bytes_of((expert * (output / step) + first) * input);
