@@ -1,4 +1,4 @@
-//! Aggregation of per-token losses to one loss: the modes and their batch-wide denominators.
+//! Aggregates per-token losses to one loss. The denominators count the whole batch.
 
 use anyhow::Result;
 
@@ -8,8 +8,9 @@ use crate::settings::choice;
 
 choice! {
     /// How per-token losses `l[s][t]` become one loss. Sums run over valid tokens. N is the number of valid
-    /// tokens of the whole batch; S is the number of its sequences with a valid token. verl's names are
-    /// `token-mean`, `token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum` and `seq-mean-token-sum-norm`.
+    /// tokens of the whole batch. S is the number of sequences of the batch that have a valid token. The
+    /// names in verl are `token-mean`, `token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum` and
+    /// `seq-mean-token-sum-norm`.
     pub enum Aggregation {
         /// Sum over the tokens of the whole batch, divided by their count.
         TokenMean = "token_mean",
@@ -19,25 +20,25 @@ choice! {
         SequenceMeanTokenMean = "sequence_mean_token_mean",
         /// Mean over sequences of the sum over tokens.
         SequenceMeanTokenSum = "sequence_mean_token_sum",
-        /// Sum over tokens divided by sequences times `rollout.response_tokens_max`.
+        /// Sum over tokens, divided by the number of sequences times `rollout.response_tokens_max`.
         Constant = "constant",
     }
 }
 
-/// The counts behind a batch's denominators: over all of its micro-batches, after any rejection.
+/// The counts that give a batch's denominators. They cover all micro-batches, after any rejection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchSize {
     /// N, the number of valid tokens.
     pub tokens: usize,
     /// S, the number of sequences with a valid token.
     pub sequences: usize,
-    /// The fixed number of tokens by which [`Aggregation::Constant`] divides (Dr. GRPO). It does not depend
-    /// on the length of the sampled answers.
+    /// The fixed number of tokens in the denominator of [`Aggregation::Constant`] (Dr. GRPO). It does not
+    /// depend on the lengths of the sampled answers.
     pub response_tokens_max: usize,
 }
 
 impl BatchSize {
-    /// Counts `sequences`, which must be the whole batch.
+    /// Counts the tokens and sequences of `sequences`, which must be the whole batch.
     pub fn from_sequences(sequences: &Sequences, response_tokens_max: usize) -> Self {
         let (tokens, with_tokens) = (sequences.valid_tokens(), sequences.valid_sequences());
         Self { tokens, sequences: with_tokens, response_tokens_max }
@@ -46,22 +47,22 @@ impl BatchSize {
 
 /// An [`Aggregation`] with the denominators of one batch.
 ///
-/// The loss is linear in the per-token losses, so the shares of any split into micro-batches add up to the
-/// loss of the whole batch. So do their gradients.
+/// The loss is linear in the per-token losses. For any split into micro-batches, the losses of the
+/// micro-batches therefore add up to the loss of the whole batch, and the gradients add up too.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normalizer {
-    /// Whether a sequence's tokens are averaged before they are summed over sequences.
+    /// Whether the tokens of a sequence are averaged before the sum over sequences.
     token_mean_in_sequence: bool,
     /// The factor of the sum over sequences. It is infinite for a batch without valid tokens.
     scale: f64,
 }
 
 impl Normalizer {
-    /// Computes the denominators for a batch of this `size`. In the order of [`Aggregation`]: Σ l / N, Σ l,
-    /// Σ_s (mean_t l) / S, Σ_s (Σ_t l) / S, Σ_s (Σ_t l) / (S · tokens).
+    /// Computes the denominators for a batch of this `size`. The losses, in the order of [`Aggregation`],
+    /// are: Σ l / N, Σ l, Σ_s (mean_t l) / S, Σ_s (Σ_t l) / S, and Σ_s (Σ_t l) / (S · `response_tokens_max`).
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) when the divisor of [`Aggregation::Constant`] is 0.
+    /// [`BadInput`](crate::error::BadInput) when `response_tokens_max` is 0 with [`Aggregation::Constant`].
     pub fn new(aggregation: Aggregation, size: BatchSize) -> Result<Self> {
         let (tokens, sequences) = (size.tokens as f64, size.sequences as f64);
         let denominator = match aggregation {
@@ -70,7 +71,7 @@ impl Normalizer {
             Aggregation::SequenceMeanTokenMean | Aggregation::SequenceMeanTokenSum => sequences,
             Aggregation::Constant if size.response_tokens_max == 0 => {
                 return Err(bad_input!(
-                    "aggregation `constant` divides by a fixed number of tokens, which must be at least 1"
+                    "aggregation `constant` divides by `response_tokens_max`, which must be at least 1"
                 ));
             }
             Aggregation::Constant => sequences * size.response_tokens_max as f64,
@@ -81,12 +82,12 @@ impl Normalizer {
         })
     }
 
-    /// Returns the loss `Σ weight · l` of `sequences` and its gradient with respect to every per-token
-    /// quantity x.
+    /// Returns the loss `Σ weight · l` of `sequences`, and its gradient with respect to a per-token quantity
+    /// x.
     ///
-    /// `term(row, token)` returns a valid token's loss and its derivative dl/dx. The gradient is `weight ·
-    /// dl/dx`, and 0 where the mask is false. A batch without valid tokens has no mean: its loss is NaN (0
-    /// for `TokenSum`) and its gradient 0.
+    /// `term(sequence, token)` returns the loss l of a valid token and its derivative dl/dx. The gradient is
+    /// `weight · dl/dx`, and 0 where the mask is false. For a batch without valid tokens the loss is NaN (0
+    /// for `TokenSum`) and the gradient is 0.
     pub fn reduce(
         &self,
         sequences: &Sequences,

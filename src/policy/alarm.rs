@@ -1,7 +1,7 @@
 //! Alarm limits of metrics.
 
-/// A metric and its healthy range. A value outside means that something is wrong, though training may
-/// survive.
+/// A metric and its healthy range. A value outside the range means that something is wrong, although training
+/// may continue to work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Alarm {
     pub metric: &'static str,
@@ -11,7 +11,7 @@ pub struct Alarm {
 }
 
 impl Alarm {
-    /// Whether `value` is outside the healthy range. NaN is outside.
+    /// Returns whether `value` is outside the healthy range. NaN counts as outside.
     pub fn triggers_at(&self, value: f64) -> bool {
         !(self.low..=self.high).contains(&value)
     }
@@ -41,17 +41,17 @@ pub const ALARMS: [Alarm; 5] = [
         metric: "training/rollout_probs_diff_mean",
         low: 0.0,
         high: 0.01,
-        meaning: "token probabilities differ (healthy: below 0.005)",
+        meaning: "token probabilities of training and rollout differ; usual values are below 0.005",
     },
     Alarm {
         metric: "rollout_corr/chi2_token",
         low: f64::NEG_INFINITY,
         high: 1.0,
-        meaning: "the ratio's variance is out of hand",
+        meaning: "the variance of the importance ratio is too large",
     },
 ];
 
-/// Returns the alarm that `value` of `metric` triggers, if any.
+/// Returns the alarm that `value` of `metric` triggers; `None` if the value is healthy.
 pub fn alarm(metric: &str, value: f64) -> Option<&'static Alarm> {
     ALARMS.iter().find(|alarm| alarm.metric == metric && alarm.triggers_at(value))
 }

@@ -6,12 +6,13 @@ use super::aggregation::Normalizer;
 use super::sequences::Sequences;
 use crate::settings::choice;
 
-/// Limit of k3's exponent (±20); [`K3_MAX`] limits its value. So no single token dominates the gradient.
+/// Limit of the exponent of k3 (±20). [`K3_MAX`] limits the value of k3. So no single token dominates the
+/// gradient.
 const K3_EXPONENT_MAX: f64 = 20.0;
 const K3_MAX: f64 = 10.0;
 
 choice! {
-    /// Estimators of the divergence, d = log π − log π_ref.
+    /// Estimators of the divergence, with d = log π − log π_ref.
     pub enum KlEstimator {
         /// d.
         K1 = "k1",
@@ -30,17 +31,18 @@ choice! {
     }
 }
 
-/// The estimators of Schulman, "Approximating KL divergence" (2020). k1 is unbiased and has either sign. k2's
-/// gradient is the gradient of the divergence itself. k3 is unbiased and never negative.
+/// The estimators of Schulman, "Approximating KL divergence" (2020). k1 is unbiased and can have either sign.
+/// The gradient of k2 is the gradient of the KL divergence. k3 is unbiased and never negative.
 impl KlEstimator {
-    /// Whether the gradient is k2's instead of the value's own (verl's `+`).
+    /// Returns whether the gradient is that of k2 instead of the estimator's own gradient (`+` in verl).
     pub fn is_straight_through(self) -> bool {
         matches!(self, KlEstimator::K1Straight | KlEstimator::AbsStraight | KlEstimator::K3Straight)
     }
 
-    /// Returns the estimate for one token and its derivative with respect to log π.
+    /// Returns the estimate for one token, and its derivative with respect to log π.
     ///
-    /// Derivatives: k1 → 1; abs → sign d (0 at 0); k2 → d; k3 → 1 − e^−d, and 0 where either clamp binds.
+    /// The derivative is 1 for k1, sign d (0 at 0) for abs, d for k2, and 1 − e^−d for k3. For k3 it is 0
+    /// where one of the two clamps is active.
     pub fn estimate(self, log_prob: f32, reference: f32) -> (f64, f64) {
         let d = f64::from(log_prob) - f64::from(reference);
         let (value, slope) = match self {
@@ -58,16 +60,17 @@ impl KlEstimator {
     }
 }
 
-/// A micro-batch's share of the divergence term, before its coefficient. Shares add up.
+/// The divergence term of one micro-batch, before its coefficient. The terms of all micro-batches add up to
+/// the term of the batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KlLoss {
     pub loss: f64,
-    /// ∂loss/∂log π, one a token; 0 where the mask is false.
+    /// ∂loss/∂log π, one value per token; 0 where the mask is false.
     pub grad_log_prob: Vec<f32>,
 }
 
-/// Computes the divergence from the reference, aggregated like the policy loss. The caller multiplies it by
-/// its coefficient.
+/// Computes the divergence from the reference, aggregated like the policy loss. The caller multiplies the
+/// result by its coefficient.
 pub fn kl_loss(
     sequences: &Sequences,
     log_prob: &[f32],

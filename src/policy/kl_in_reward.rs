@@ -1,4 +1,4 @@
-//! The KL penalty in the token rewards, and its coefficient.
+//! The KL penalty in the token rewards, and the coefficient of the penalty.
 
 use anyhow::Result;
 
@@ -6,7 +6,7 @@ use super::divergence::KlEstimator;
 use super::sequences::{Sequences, mean};
 use crate::bad_input;
 
-/// Limit of the relative error in one update of the adaptive coefficient.
+/// Limit of the relative error that one update of the adaptive coefficient uses.
 const ERROR_MAX: f64 = 0.2;
 
 /// The coefficient β of the penalty.
@@ -15,8 +15,8 @@ pub enum KlController {
     Fixed {
         coefficient: f64,
     },
-    /// Adapts the coefficient so that the divergence approaches `target`, over `horizon` samples (Ziegler et
-    /// al. 2019).
+    /// Changes the coefficient so that the divergence approaches `target`, over about `horizon` samples
+    /// (Ziegler et al. 2019).
     Adaptive {
         coefficient: f64,
         target: f64,
@@ -25,7 +25,7 @@ pub enum KlController {
 }
 
 impl KlController {
-    /// Makes an adaptive coefficient.
+    /// Creates an adaptive coefficient.
     ///
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) unless `target` and `horizon` are positive and the coefficient is
@@ -33,8 +33,8 @@ impl KlController {
     pub fn adaptive(coefficient: f64, target: f64, horizon: f64) -> Result<Self> {
         if !(target > 0.0 && horizon > 0.0 && coefficient >= 0.0) {
             return Err(bad_input!(
-                "an adaptive KL coefficient needs a positive target and horizon and a coefficient of at least 0, \
-                 got target {target}, horizon {horizon}, coefficient {coefficient}"
+                "an adaptive KL coefficient needs a positive target, a positive horizon and a coefficient of at least 0; \
+                 the values are target {target}, horizon {horizon}, coefficient {coefficient}"
             ));
         }
         Ok(KlController::Adaptive { coefficient, target, horizon })
@@ -46,7 +46,7 @@ impl KlController {
         }
     }
 
-    /// The coefficient if it adapts: a checkpoint must hold it.
+    /// Returns the coefficient if it is adaptive, because a checkpoint must then store it.
     pub fn adaptive_coefficient(&self) -> Option<f64> {
         match *self {
             KlController::Fixed { .. } => None,
@@ -54,7 +54,7 @@ impl KlController {
         }
     }
 
-    /// Updates β after a batch of `samples` with divergence `kl`: β ← β·(1 + clip(kl/target − 1,
+    /// Updates β after a batch of `samples` with the divergence `kl`: β ← β·(1 + clip(kl/target − 1,
     /// ±0.2)·samples/horizon).
     pub fn update(&mut self, kl: f64, samples: usize) {
         if let KlController::Adaptive { coefficient, target, horizon } = self {
@@ -72,8 +72,8 @@ pub struct PenalisedRewards {
     pub kl: f64,
 }
 
-/// Subtracts the penalty from the rewards: r_t − β·kl_t on every valid token. Rewards of masked tokens stay
-/// unchanged.
+/// Subtracts the penalty from the rewards: r_t − β·kl_t for every valid token. Rewards of masked tokens do
+/// not change.
 pub fn kl_in_reward(
     sequences: &Sequences,
     rewards: &[f32],

@@ -1,9 +1,9 @@
-//! Advantages, importance ratios, losses and divergences: pure functions of slices.
+//! Advantages, importance ratios, losses and divergences, as pure functions of slices.
 //!
-//! Per-token quantities are packed f32 slices, which [`Sequences`] describes. Sums are taken in f64 in token
-//! order. A loss returns its value, its gradient with respect to the log-probs, derived by hand, and its
-//! metrics. Losses are computed one micro-batch at a time with the denominators of the whole batch
-//! ([`Normalizer`]); shares add up.
+//! Per-token quantities are packed f32 slices; [`Sequences`] describes their layout. Sums are computed in f64
+//! in token order. A loss returns its value, its metrics, and its gradient with respect to the log-probs,
+//! which is derived by hand. Each micro-batch has its own loss, with the denominators of the whole batch
+//! ([`Normalizer`]). The losses of all micro-batches add up.
 
 pub mod advantage;
 pub mod aggregation;

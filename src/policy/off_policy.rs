@@ -7,20 +7,22 @@ use super::ratio::clamped_ratio;
 use super::sequences::{Sequences, mean};
 use crate::bad_input;
 
-/// Returns perplexities, divergences and χ² of T = `log_prob` against R = `rollout_log_prob`; the names have
-/// no prefix.
+/// Returns perplexities, divergences and χ² of T = `log_prob` against R = `rollout_log_prob`. The metric
+/// names have no prefix.
 ///
 /// Over valid tokens, with ρ = exp(clamp(T − R, ±20)):
 /// - `kl` = mean(R − T)
 /// - `k3_kl` = mean(e^(T−R) − (T−R) − 1)
 /// - `chi2_token` = mean(ρ²) − 1
 ///
-/// Over all sequences (one without valid tokens has log-perplexity 0):
-/// - `training_log_ppl` = −mean T; `training_ppl` is its exponential; `rollout_…` are those of R
-/// - `log_ppl_diff` = mean R − mean T, with its absolute mean, max and min; `ppl_ratio` is its exponential
+/// Over all sequences, where a sequence without valid tokens has log-perplexity 0:
+/// - `training_log_ppl` = −mean T, and its exponential `training_ppl`; `rollout_log_ppl` and `rollout_ppl`
+///   are the same for R
+/// - `log_ppl_diff` = mean R − mean T, and its absolute mean, maximum and minimum; `ppl_ratio` is its
+///   exponential
 /// - `chi2_seq` = mean(exp(clamp(Σ(T − R), ±20))²) − 1
 ///
-/// Without `rollout_log_prob` there are only the two `training_…` metrics.
+/// Without `rollout_log_prob` only the two metrics `training_…` are returned.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) when no token is valid.
@@ -61,9 +63,9 @@ pub fn off_policy_metrics(
     Ok(metrics)
 }
 
-/// Returns this project's own mismatch metrics, with full names: the share of valid tokens whose two
-/// log-probs are bit-equal, the largest difference of a token, and the largest difference of a sequence's
-/// log-perplexity.
+/// Returns three mismatch metrics of this project, with full names. They are the fraction of valid tokens
+/// whose two log-probs are bit-equal, the largest log-prob difference of a token, and the largest
+/// log-perplexity difference of a sequence.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) when no token is valid.
@@ -90,10 +92,11 @@ pub fn agreement_metrics(
     ]))
 }
 
-/// Returns the mismatch in probabilities, with full names: |e^T − e^R| over valid tokens (mean, max, standard
-/// deviation with n − 1) and the Pearson correlation of e^T and e^R.
+/// Returns the mismatch in probabilities, with full names: |e^T − e^R| over valid tokens (mean, maximum, and
+/// standard deviation with n − 1) and the Pearson correlation of e^T and e^R.
 ///
-/// `…_valid` is 1, or 0 when no token is valid. Metrics that are undefined then, or for one token, are NaN.
+/// `…_valid` is 0 when no token is valid, else 1. A metric that is undefined, because there are no valid
+/// tokens or only one, is NaN.
 pub fn probs_diff_metrics(
     sequences: &Sequences,
     log_prob: &[f32],
@@ -118,7 +121,7 @@ pub fn probs_diff_metrics(
     ]))
 }
 
-/// Returns the Pearson correlation; NaN when either side is constant.
+/// Returns the Pearson correlation; NaN when `a` or `b` is constant.
 fn pearson(a: &[f64], b: &[f64]) -> f64 {
     let scale = (centred_product(a, a) * centred_product(b, b)).sqrt();
     (centred_product(a, b) / scale).clamp(-1.0, 1.0)

@@ -5,7 +5,7 @@ use anyhow::Result;
 use crate::bad_input;
 use crate::settings::choice;
 
-/// Log ratios are clamped to ±20 before they are exponentiated: e^20 ≈ 4.9e8 is far beyond any clip.
+/// Log ratios are clamped to ±20 before the exponential. e^20 ≈ 4.9e8 is far outside any clip range.
 pub const LOG_RATIO_MAX: f64 = 20.0;
 
 /// Returns exp(clamp(log_ratio, ±20)).
@@ -14,18 +14,19 @@ pub(super) fn clamped_ratio(log_ratio: f64) -> f64 {
 }
 
 choice! {
-    /// The log-probabilities in the denominator of the importance ratio.
+    /// Source of the old log-probabilities, the denominator of the importance ratio.
     pub enum OldLogprob {
-        /// The training forward pass's own, detached: with one update a batch the ratio is 1 by construction.
+        /// The log-probabilities of the training forward pass, detached. With one update per batch the ratio
+        /// is always 1.
         Detach = "detach",
-        /// Those stored at sampling.
+        /// The log-probabilities stored at sampling.
         Rollout = "rollout",
-        /// A second forward pass before the update.
+        /// The log-probabilities of a second forward pass before the update.
         Recompute = "recompute",
     }
 }
 
-/// Rollout and training share one forward pass, so the three are bit-equal on fresh data.
+/// Rollout and training compute the same forward pass, so the three sources are bit-equal on fresh data.
 impl OldLogprob {
     /// Selects the old log-probs.
     ///
@@ -41,14 +42,14 @@ impl OldLogprob {
     ) -> Result<&'a [f32]> {
         match self {
             OldLogprob::Detach if updates_per_batch > 1 => Err(bad_input!(
-                "policy.old_logprob = \"detach\" with {updates_per_batch} updates a batch would change the old \
+                "policy.old_logprob = \"detach\" with {updates_per_batch} updates per batch would change the old \
                  log-probs with every update; use \"rollout\" or \"recompute\""
             )),
             OldLogprob::Detach => Ok(current),
             OldLogprob::Rollout => Ok(rollout),
             OldLogprob::Recompute => recomputed.ok_or_else(|| {
                 bad_input!(
-                    "policy.old_logprob = \"recompute\" needs the log-probs of a forward pass before the first update"
+                    "policy.old_logprob = \"recompute\" needs the log-probs of a forward pass that runs before the first update"
                 )
             }),
         }

@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use anyhow::{Result, bail, ensure};
 
-/// A batch (or micro-batch) of sequences laid end to end, as training packs them.
+/// A batch (or micro-batch) of sequences, concatenated as training packs them.
 ///
-/// Sequence `s` owns the tokens `cu_seqlens[s]..cu_seqlens[s + 1]` of every per-token slice. `mask` is true
-/// for valid tokens: those that the policy sampled and no rejection removed. It is false for prompts, tool
-/// output and padding. Values of masked tokens never reach a result, even if NaN.
+/// Sequence `s` has the tokens `cu_seqlens[s]..cu_seqlens[s + 1]` of every per-token slice. `mask` is true
+/// for valid tokens: the policy sampled them, and no rejection removed them. It is false for prompts, tool
+/// output and padding. Values of masked tokens never affect a result, even if they are NaN.
 ///
-/// Every sum over tokens is taken in f64 in token order, so a result is a function of its inputs alone.
+/// Every sum over tokens is computed in f64 in token order, so a result depends on its inputs alone.
 #[derive(Debug, Clone, Copy)]
 pub struct Sequences<'a> {
     cu_seqlens: &'a [usize],
@@ -33,12 +33,12 @@ impl<'a> Sequences<'a> {
         Ok(Self { cu_seqlens, mask })
     }
 
-    /// Number of sequences, empty ones included.
+    /// Returns the number of sequences, including empty ones.
     pub fn len(&self) -> usize {
         self.cu_seqlens.len() - 1
     }
 
-    /// Number of tokens, masked ones included: the length of every per-token slice.
+    /// Returns the number of tokens, including masked ones. Every per-token slice has this length.
     pub fn tokens(&self) -> usize {
         self.mask.len()
     }
@@ -53,7 +53,7 @@ impl<'a> Sequences<'a> {
         cu_seqlens.windows(2).map(|pair| pair[0]..pair[1])
     }
 
-    /// Returns the indices of the valid tokens of `row`.
+    /// Returns the indices of the valid tokens within the token range `row`.
     pub fn valid_indices(
         &self,
         row: Range<usize>,
@@ -67,20 +67,21 @@ impl<'a> Sequences<'a> {
         self.valid_indices(0..self.mask.len())
     }
 
-    /// Number of valid tokens.
+    /// Returns the number of valid tokens.
     pub fn valid_tokens(&self) -> usize {
         self.all_valid_indices().count()
     }
 
-    /// Number of sequences with at least one valid token.
+    /// Returns the number of sequences with at least one valid token.
     pub fn valid_sequences(&self) -> usize {
         self.token_ranges().filter(|row| self.mask[row.clone()].contains(&true)).count()
     }
 
-    /// Checks that `values` holds one value a token, finite for valid tokens: a clip must not hide a NaN.
+    /// Checks that `values` has one value per token, and that the values of valid tokens are finite.
+    /// Otherwise a clip could hide a NaN.
     ///
     /// # Errors
-    /// Otherwise; the message calls the values `name`.
+    /// When one of these conditions is false. The message calls the values `name`.
     pub fn check(&self, name: &str, values: &[f32]) -> Result<()> {
         ensure!(
             values.len() == self.tokens(),
@@ -97,7 +98,8 @@ impl<'a> Sequences<'a> {
         Ok(())
     }
 
-    /// Repeats one value a sequence over its valid tokens; 0 elsewhere.
+    /// Repeats each sequence's value over its valid tokens; masked tokens get 0. `per_sequence` has one value
+    /// per sequence.
     pub fn broadcast(&self, per_sequence: &[f32]) -> Result<Vec<f32>> {
         ensure!(
             per_sequence.len() == self.len(),
@@ -114,8 +116,8 @@ impl<'a> Sequences<'a> {
         Ok(per_token)
     }
 
-    /// Sums `values` over each whole sequence, masked tokens included: a response's reward may lie on a token
-    /// that was not sampled.
+    /// Sums `values` over each whole sequence. Masked tokens are included, because the reward of a response
+    /// may be on a token that was not sampled.
     pub fn sequence_sums(&self, values: &[f32]) -> Result<Vec<f32>> {
         self.check("token rewards", values)?;
         Ok(self
@@ -124,12 +126,12 @@ impl<'a> Sequences<'a> {
             .collect())
     }
 
-    /// Returns the mean over the valid tokens of the batch; 0 without any.
+    /// Returns the mean over the valid tokens of the batch; 0 without valid tokens.
     pub(super) fn mean(&self, value: impl Fn(usize) -> f64) -> f64 {
         mean(self.all_valid_indices().map(value))
     }
 
-    /// Returns the mean over the valid tokens of each sequence; 0 for a sequence without any.
+    /// Returns the mean over the valid tokens of each sequence; 0 for a sequence without valid tokens.
     pub(super) fn sequence_means(&self, value: impl Fn(usize) -> f64) -> Vec<f64> {
         self.token_ranges().map(|row| mean(self.valid_indices(row).map(&value))).collect()
     }

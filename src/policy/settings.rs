@@ -22,19 +22,20 @@ table! {
         pub aggregation: Aggregation = Aggregation::TokenMean,
         /// The log-probabilities in the denominator of the importance ratio.
         pub old_logprob: OldLogprob = OldLogprob::Detach,
-        /// The ratio is clipped below at 1 - `clip_low`. Must be below 1, except with `cispo`, where 1 means
-        /// no lower bound. With `dppo_tv` and `dppo_kl` it bounds the divergence where a probability fell.
+        /// Lower clip of the ratio: 1 - `clip_low`. Must be below 1, except with `cispo`, where 1 means no
+        /// lower bound. With `dppo_tv` and `dppo_kl` it bounds the divergence of tokens whose probability
+        /// decreased.
         pub clip_low: f64 = 0.2 => above(0.0).to(1.0),
-        /// The ratio is clipped above at 1 + `clip_high`. Must be below 1, except with `cispo`, where it
-        /// bounds a weight. With `dppo_tv` and `dppo_kl` it bounds the divergence where a probability rose.
+        /// Upper clip of the ratio: 1 + `clip_high`. Must be below 1, except with `cispo`, where it bounds a
+        /// weight. With `dppo_tv` and `dppo_kl` it bounds the divergence of tokens whose probability
+        /// increased.
         pub clip_high: f64 = 0.2 => above(0.0).to(1000.0),
-        /// Upper bound of `ppo` on the ratio for negative advantages, and of `dppo_tv` and `dppo_kl` on every
-        /// ratio, above 1; 0 means none.
+        /// With `ppo`: upper bound of the ratio for negative advantages (dual clip). With `dppo_tv` and
+        /// `dppo_kl`: upper bound of every ratio. Must exceed 1; 0 means no bound.
         pub dual_clip: f64 = 3.0 => from(0.0).to(1e6),
-        /// Weight of the entropy bonus, aggregated like the loss; 0 means none.
+        /// Weight of the entropy bonus, which is aggregated like the loss; 0 means no bonus.
         pub entropy_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
-        /// Which routed experts the training forward pass uses. Gradients still flow through the router's
-        /// weights.
+        /// Which routed experts the training forward pass uses. The router's weights still get gradients.
         pub router_replay: RouterReplay = RouterReplay::None,
         pub correction: CorrectionSettings,
         pub kl: KlSettings,
@@ -49,30 +50,30 @@ table! {
     pub struct CorrectionSettings {
         /// Importance weights of the loss.
         pub is: ImportanceSampling = ImportanceSampling::None,
-        /// Bounds of the weights: one number truncates weights above it; a low and a high one set weights
-        /// outside to 0.
+        /// Bounds of the weights. One number truncates larger weights to it. Two numbers are a lower and an
+        /// upper bound; weights outside become 0.
         pub threshold: Vec<f64> = vec![2.0],
-        /// Divides the weights by their mean over the batch.
+        /// Whether the weights are divided by their mean over the batch.
         pub normalize: bool = false,
-        /// Statistics that must stay within their bounds. A rejected token leaves the loss and its
-        /// denominators.
+        /// Statistics that must stay within their bounds. A rejected token counts neither in the loss nor in
+        /// its denominators.
         pub reject: Vec<RejectOption> = Vec::new(),
-        /// Bounds of each of `reject`. For k1: a low and a high bound on ρ, or one number u for 1/u to u. For
-        /// k2 and k3: one upper bound.
+        /// Bounds of each statistic in `reject`. For k1: a lower and an upper bound on ρ, or one number u,
+        /// which means 1/u to u. For k2 and k3: one upper bound.
         pub reject_bounds: Vec<Vec<f64>> = Vec::new(),
     }
 }
 
 impl CorrectionSettings {
-    /// Whether the recipe asks for weights or rejection.
+    /// Returns whether the recipe has weights or rejection.
     pub fn is_active(&self) -> bool {
         self.is != ImportanceSampling::None || !self.reject.is_empty()
     }
 
-    /// The rules with their bounds.
+    /// Returns the rules with their bounds.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for bounds that are wrong.
+    /// [`crate::error::BadInput`] for invalid bounds.
     pub fn rules(&self) -> Result<CorrectionRules> {
         let importance = match self.is.level() {
             Some(level) => {
@@ -93,13 +94,13 @@ table! {
     pub struct KlSettings {
         /// Where the divergence is applied.
         pub place: KlPlacement = KlPlacement::None,
-        /// Its estimator, with d = log-probability minus the reference's.
+        /// Estimator of the divergence, with d = log-probability minus the reference's log-probability.
         pub estimator: KlEstimator = KlEstimator::K3,
-        /// Its weight; with `target`, its weight at the first step.
+        /// Coefficient of the divergence. With `target`, the coefficient of the first step.
         pub coefficient: f64 = 1e-3 => above(0.0).to(1e6),
-        /// Target divergence a token, with `place = "reward"`. Each step multiplies the coefficient by 1 +
-        /// clip(divergence / target - 1, -0.2, 0.2) * trajectories / `horizon` (Ziegler et al. 2019). Absent
-        /// means a fixed coefficient.
+        /// Target of the divergence per token, with `place = "reward"`. Each step multiplies the coefficient
+        /// by 1 + clip(divergence / target - 1, -0.2, 0.2) * trajectories / `horizon` (Ziegler et al. 2019).
+        /// If absent, the coefficient is fixed.
         pub target: Option<f64> = None => above(0.0).to(1e6),
         /// Number of trajectories over which the coefficient adapts to `target`.
         pub horizon: f64 = 1e4 => above(0.0).to(1e12),
@@ -107,11 +108,11 @@ table! {
 }
 
 table! {
-    /// Soft penalty on responses near the length limit (DAPO). It changes the advantage, not the reported
-    /// reward.
+    /// Soft penalty on responses near the length limit (DAPO). The penalty changes the advantage, but not the
+    /// reported reward.
     pub struct OverlongSettings {
-        /// The penalty grows linearly over this many tokens before `rollout.response_tokens_max`; 0 means
-        /// none.
+        /// The penalty grows linearly over this many tokens before `rollout.response_tokens_max`; 0 means no
+        /// penalty.
         pub buffer_tokens: usize = 0 => from(0.0).to(16777216.0),
         /// Penalty of a response at the limit.
         pub penalty: f64 = 1.0 => above(0.0).to(1e6),
@@ -121,11 +122,11 @@ table! {
 choice! {
     /// Where the divergence from the reference is applied.
     pub enum KlPlacement {
-        /// Nowhere; there is no reference.
+        /// The divergence is not computed; there is no reference.
         None = "none",
-        /// Added to the loss, aggregated like it.
+        /// The divergence is added to the loss, aggregated like the loss.
         Loss = "loss",
-        /// Subtracted from each token's reward before advantages.
+        /// The divergence is subtracted from each token's reward, before advantages are computed.
         Reward = "reward",
     }
 }
@@ -133,11 +134,11 @@ choice! {
 choice! {
     /// Which routed experts the training forward pass uses.
     pub enum RouterReplay {
-        /// The forward pass's own.
+        /// The router chooses the experts.
         None = "none",
-        /// The experts of sampling, in every training forward pass; needs `rollout.keep_routes`.
+        /// Every training forward pass uses the experts of sampling. Needs `rollout.keep_routes`.
         Rollout = "rollout",
-        /// The experts of the forward pass of `old_logprob = "recompute"`, in every update of the step.
+        /// Every update of the step uses the experts of the forward pass of `old_logprob = "recompute"`.
         Recompute = "recompute",
     }
 }

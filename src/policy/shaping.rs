@@ -31,8 +31,9 @@ impl OverlongPenalty {
         Ok(Self { response_tokens_max, buffer_tokens, penalty })
     }
 
-    /// Returns the term added to a response's reward (Yu et al. 2025, eq. 13). It is 0 up to the buffer,
-    /// falls linearly to −`penalty` at the limit, and stays there.
+    /// Returns the term that is added to a response's reward (Yu et al. 2025, eq. 13). It is 0 for responses
+    /// shorter than the buffer's start. It then falls linearly to −`penalty` at the limit, and is −`penalty`
+    /// for longer responses.
     pub fn reward(&self, response_tokens: usize) -> f32 {
         let start = self.response_tokens_max - self.buffer_tokens;
         let excess = response_tokens.saturating_sub(start).min(self.buffer_tokens);

@@ -7,24 +7,24 @@ use super::loss::TokenMean;
 use super::sequences::Sequences;
 use crate::bad_input;
 
-/// A micro-batch's share of the value loss. Shares add up.
+/// The value loss of one micro-batch. The losses of all micro-batches add up to the loss of the batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValueLoss {
     pub loss: f64,
-    /// ∂loss/∂V, one a token; 0 where the mask is false.
+    /// ∂loss/∂V, one value per token; 0 where the mask is false.
     pub grad_values: Vec<f32>,
-    /// `critic/vf_clipfrac`: share of tokens where the clipped branch is larger.
+    /// `critic/vf_clipfrac`: fraction of tokens where the clipped branch is larger.
     pub clipped: TokenMean,
 }
 
-/// Computes PPO's clipped value loss. With R the returns and V_old the values before the update:
+/// Computes PPO's clipped value loss, where R are the returns and V_old the values before the update:
 ///
 /// ```text
 /// l = ½·max((V − R)², (clip(V, V_old ± clip) − R)²)
 /// ```
 ///
-/// dl/dV = V − R where the first branch is larger. Where the second is strictly larger the clip binds, so it
-/// is constant and dl/dV = 0.
+/// dl/dV = V − R where the first branch is larger. The second branch is strictly larger only where V is
+/// clipped. It is constant there, so dl/dV = 0.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) unless `clip` is positive.
@@ -55,8 +55,9 @@ pub fn value_loss(
     Ok(ValueLoss { loss, grad_values, clipped })
 }
 
-/// Returns 1 − Var(R − V) / Var(R) over valid tokens. It is 1 for exact values, 0 for a critic no better than
-/// a constant, and negative for a worse one. `None` when all returns are equal: the ratio is then undefined.
+/// Returns 1 − Var(R − V) / Var(R) over valid tokens. The result is 1 for exact values, 0 for a critic that
+/// is no better than a constant, and negative for a worse critic. `None` when all returns are equal, because
+/// the ratio is then undefined.
 pub fn explained_variance(sequences: &Sequences, values: &[f32], returns: &[f32]) -> Result<Option<f64>> {
     sequences.check("values", values)?;
     sequences.check("returns", returns)?;

@@ -5,16 +5,17 @@ use anyhow::{Result, bail, ensure};
 use crate::bad_input;
 use crate::policy::sequences::{mean, sample_std};
 
-/// The term that GRPO adds to the standard deviation it divides by.
+/// Added to the standard deviation, which GRPO divides by.
 const STD_EPSILON: f64 = 1e-6;
 
-/// Returns GRPO's advantages (Shao et al. 2024): (r − mean) / (std + 1e-6), std with n − 1.
+/// Returns the advantages of GRPO (Shao et al. 2024): (r − mean) / (std + 1e-6), where std has n − 1 in its
+/// denominator.
 ///
-/// `rewards` lists the groups one after the other; `group_sizes` holds their sizes. The result has one
-/// advantage a response, in the order of `rewards`. This holds for every function of this file.
+/// `rewards` lists the groups one after the other. `group_sizes` holds the size of each group. The result has
+/// one advantage per response, in the order of `rewards`. This holds for every function of this file.
 ///
-/// A group of one has no baseline: it keeps its reward, divided by 1 + 1e-6. Equal rewards give exactly 0:
-/// f64 adds n copies of an f32 without rounding, so their mean is the value itself.
+/// A group of one has no baseline: its advantage is its reward divided by 1 + 1e-6. Equal rewards give
+/// exactly 0: f64 adds n copies of an f32 without rounding, so their mean is the value itself.
 ///
 /// # Errors
 /// When the sizes do not add up to the number of rewards, or a reward is not finite.
@@ -30,20 +31,22 @@ pub fn dr_grpo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     scale_rewards(rewards, group_sizes, |_| 1.0)
 }
 
-/// Returns the advantages of Lite PPO (Liu et al. 2025): (r − mean) / (std + 1e-6), with the standard
-/// deviation (n − 1) of all rewards of the batch. A group of one is divided by it too.
+/// Returns the advantages of Lite PPO (Liu et al. 2025): (r − mean) / (std + 1e-6), where mean is the
+/// group's, and std is the standard deviation (n − 1) of all rewards of the batch. A group of one keeps its
+/// reward, divided by the same std + 1e-6.
 ///
 /// # Errors
-/// As [`grpo`].
+/// The errors of [`grpo`].
 pub fn grpo_batch_std(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     let std = sample_std(&rewards.iter().map(|&r| f64::from(r)).collect::<Vec<_>>());
     scale_rewards(rewards, group_sizes, |_| 1.0 / (std + STD_EPSILON))
 }
 
-/// Returns RLOO's advantages (Ahmadian et al. 2024): r − mean of the other rewards = n/(n − 1) · (r − mean).
+/// Returns the advantages of RLOO (Ahmadian et al. 2024): r minus the mean of the group's other rewards. This
+/// equals n/(n − 1) · (r − mean).
 ///
 /// # Errors
-/// As [`grpo`].
+/// The errors of [`grpo`].
 pub fn rloo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     scale_rewards(rewards, group_sizes, |group| match group.responses {
         1 => 1.0,
@@ -53,11 +56,11 @@ pub fn rloo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
 
 /// Returns the advantages of MaxRL (Tajwar et al. 2026, arXiv 2602.02710): (r − mean) / (mean + 1e-6).
 ///
-/// A group without a success has advantages of 0.
+/// In a group without a success, all advantages are 0.
 ///
 /// # Errors
-/// As [`grpo`], and [`BadInput`](crate::error::BadInput) for a negative reward: the mean would be no rate of
-/// success.
+/// The errors of [`grpo`], and [`BadInput`](crate::error::BadInput) for a negative reward, because the mean
+/// must be a success rate.
 pub fn maxrl(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     if let Some(response) = rewards.iter().position(|r| *r < 0.0) {
         return Err(bad_input!(
@@ -69,11 +72,11 @@ pub fn maxrl(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     scale_rewards(rewards, group_sizes, |group| 1.0 / (group.mean + STD_EPSILON))
 }
 
-/// Returns the advantages of OPO (Hao et al. 2025, arXiv 2505.23585): r − Σ l·r / Σ l, with l the number of
-/// sampled tokens of each response, in `lengths`.
+/// Returns the advantages of OPO (Hao et al. 2025, arXiv 2505.23585): r − Σ l·r / Σ l. `lengths` holds l, the
+/// number of sampled tokens of each response.
 ///
 /// # Errors
-/// As [`grpo`], and when `lengths` has another length than `rewards`.
+/// The errors of [`grpo`], and when `lengths` and `rewards` have different lengths.
 pub fn opo(rewards: &[f32], group_sizes: &[usize], lengths: &[usize]) -> Result<Vec<f32>> {
     ensure!(lengths.len() == rewards.len(), "{} lengths for {} rewards", lengths.len(), rewards.len());
     let mut advantages = Vec::with_capacity(rewards.len());
@@ -87,16 +90,16 @@ pub fn opo(rewards: &[f32], group_sizes: &[usize], lengths: &[usize]) -> Result<
     Ok(advantages)
 }
 
-/// The inputs of a group's scale factor.
+/// Values of a group that determine its scale factor.
 struct GroupStats {
     responses: usize,
-    /// 1 for a group of one.
+    /// Mean of the group's rewards; 1 for a group of one, so that its reward is divided by about 1.
     mean: f64,
-    /// Standard deviation with n − 1; 1 for a group of one.
+    /// Standard deviation (n − 1) of the group's rewards; 1 for a group of one, for the same reason.
     std: f64,
 }
 
-/// Returns (r − mean) · factor for each reward; the mean of a group of one counts as 0.
+/// Returns (r − mean) · factor for each reward. A group of one has baseline 0 in place of its mean.
 fn scale_rewards(
     rewards: &[f32],
     group_sizes: &[usize],
@@ -116,13 +119,13 @@ fn scale_rewards(
     Ok(advantages)
 }
 
-/// Returns for each group whether it changes the policy, which needs unequal rewards.
+/// Returns whether each group changes the policy. Only a group with unequal rewards does.
 ///
-/// DAPO's dynamic sampling replaces the other groups. A group of one keeps its reward as advantage, so it is
-/// informative unless that reward is 0.
+/// DAPO's dynamic sampling replaces the other groups. A group of one has its reward as advantage, so it
+/// changes the policy unless that reward is 0.
 ///
 /// # Errors
-/// As [`grpo`].
+/// The errors of [`grpo`].
 pub fn informative_groups(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<bool>> {
     let informative = |group: &[f32]| match group {
         [reward] => *reward != 0.0,

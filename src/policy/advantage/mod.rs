@@ -1,4 +1,4 @@
-//! Advantages: how much better a response, or one of its tokens, was than expected.
+//! Advantages: how much better than expected a response or a token was.
 
 mod group;
 mod token;
@@ -19,18 +19,19 @@ choice! {
         GrpoBatchStd = "grpo_batch_std",
         /// Reward minus the mean of the group's other rewards.
         Rloo = "rloo",
-        /// Reward minus the group's mean, divided by that mean; rewards are 0 or more.
+        /// Reward minus the group's mean, divided by that mean. Rewards must be 0 or more.
         Maxrl = "maxrl",
-        /// Reward minus the group's mean, weighted by the responses' lengths.
+        /// Reward minus the group's mean reward, where each response has its length as weight.
         Opo = "opo",
-        /// Reward to go (the sum of the rewards from a token on), normalised over the whole batch.
+        /// Return of each token (the sum of the rewards from that token on), normalised over the whole batch.
         ReinforcePlusPlus = "reinforce_plus_plus",
         /// Reward minus the group's mean, normalised over the tokens of the whole batch.
         ReinforcePlusPlusBaseline = "reinforce_plus_plus_baseline",
-        /// Reward to go minus the reward of one greedy sample of the prompt; the greedy sample is not trained
-        /// on.
+        /// Return of each token minus the reward of one greedy sample of the prompt. The greedy sample is not
+        /// trained on.
         Remax = "remax",
-        /// Generalised advantage estimation with the critic of `[critic]`, normalised over the whole batch.
+        /// Generalised advantage estimation (GAE) with the critic of `[critic]`, normalised over the whole
+        /// batch.
         Gae = "gae",
     }
 }

@@ -1,7 +1,7 @@
-//! Advantages of single tokens, from token rewards and, for GAE, a critic's values.
+//! Advantages of single tokens, from token rewards and, for GAE, the critic's values.
 //!
-//! Time counts valid tokens only: tool output in the middle of a response adds no discount and no reward.
-//! Results are 0 where the mask is false.
+//! Only valid tokens count as time steps: tool output in the middle of a response adds no discount and no
+//! reward. Results are 0 where the mask is false.
 
 use anyhow::Result;
 
@@ -9,10 +9,10 @@ use super::group::dr_grpo;
 use crate::bad_input;
 use crate::policy::sequences::Sequences;
 
-/// The term that [`whiten`] adds to the variance it divides by.
+/// Added to the variance, which [`whiten`] divides by.
 const VARIANCE_EPSILON: f64 = 1e-8;
 
-/// Advantages and returns, one value a token each.
+/// Advantages and returns, with one value per token.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenAdvantages {
     pub advantages: Vec<f32>,
@@ -20,13 +20,14 @@ pub struct TokenAdvantages {
     pub returns: Vec<f32>,
 }
 
-/// Normalises `values` over the batch: (x − mean) / √(var + 1e-8), over all valid tokens, var with n − 1.
+/// Normalises `values` over all valid tokens of the batch: (x − mean) / √(var + 1e-8), where var has n − 1 in
+/// its denominator.
 ///
-/// Every token has the same weight, so long responses count more.
+/// Every token has the same weight, so long responses have more weight than short ones.
 ///
 /// # Errors
-/// [`BadInput`](crate::error::BadInput) when the batch has fewer than two valid tokens: they have no
-/// variance.
+/// [`BadInput`](crate::error::BadInput) when the batch has fewer than two valid tokens, because one token has
+/// no variance.
 pub fn whiten(sequences: &Sequences, values: &[f32]) -> Result<Vec<f32>> {
     sequences.check("values to whiten", values)?;
     let count = sequences.valid_tokens();
@@ -45,23 +46,23 @@ pub fn whiten(sequences: &Sequences, values: &[f32]) -> Result<Vec<f32>> {
     Ok(whitened)
 }
 
-/// Returns the advantages of REINFORCE++ (Hu 2025) without discount: R_t = r_t + R_{t+1}, whitened over the
-/// batch.
+/// Returns the advantages of REINFORCE++ (Hu 2025) without discount: the returns R_t = r_t + R_{t+1},
+/// whitened over the batch.
 ///
 /// # Errors
-/// As [`whiten`].
+/// The errors of [`whiten`].
 pub fn reinforce_plus_plus(sequences: &Sequences, rewards: &[f32]) -> Result<TokenAdvantages> {
     let returns = returns_to_go(sequences, rewards)?;
     Ok(TokenAdvantages { advantages: whiten(sequences, &returns)?, returns })
 }
 
-/// Returns the advantages of REINFORCE++ with the group's mean as baseline: r − mean on every token of a
-/// response, whitened over the batch.
+/// Returns the advantages of REINFORCE++ with the group's mean as baseline. Every token of a response gets r
+/// − mean; the values are then whitened over the batch.
 ///
-/// `rewards` has one value a sequence. Groups are as in [`super::grpo`]; a group of one has baseline 0.
+/// `rewards` has one value per sequence. Groups are as in [`super::grpo`]; a group of one has baseline 0.
 ///
 /// # Errors
-/// As [`super::grpo`] and [`whiten`].
+/// The errors of [`super::grpo`] and [`whiten`].
 pub fn reinforce_plus_plus_baseline(
     sequences: &Sequences,
     rewards: &[f32],
@@ -71,10 +72,10 @@ pub fn reinforce_plus_plus_baseline(
     whiten(sequences, &sequences.broadcast(&centred)?)
 }
 
-/// Returns ReMax's advantages (Li et al. 2023): the reward to go minus the reward of the greedy response, not
-/// whitened.
+/// Returns the advantages of ReMax (Li et al. 2023): the return of each token minus the reward of the greedy
+/// response. They are not whitened.
 ///
-/// `rewards` has one value a token, `baselines` one a sequence.
+/// `rewards` has one value per token, `baselines` one value per sequence.
 pub fn remax(sequences: &Sequences, rewards: &[f32], baselines: &[f32]) -> Result<TokenAdvantages> {
     let returns = returns_to_go(sequences, rewards)?;
     let baselines = sequences.broadcast(baselines)?;
@@ -82,14 +83,14 @@ pub fn remax(sequences: &Sequences, rewards: &[f32], baselines: &[f32]) -> Resul
     Ok(TokenAdvantages { advantages, returns })
 }
 
-/// Returns generalised advantage estimates (Schulman et al. 2016), not whitened: PPO applies [`whiten`] to
-/// them.
+/// Returns generalised advantage estimates (Schulman et al. 2016). They are not whitened; PPO calls
+/// [`whiten`] on them.
 ///
 /// ```text
 /// δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γλ·A_{t+1},   returns = A + V
 /// ```
 ///
-/// Here t + 1 is the next valid token, and V = A = 0 after the last one.
+/// Here t + 1 is the next valid token, and V = A = 0 after the last valid token.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) for γ or λ outside [0, 1].
@@ -120,7 +121,7 @@ pub fn gae(
     Ok(TokenAdvantages { advantages, returns })
 }
 
-/// Returns R_t = r_t + R_{t+1} over valid tokens.
+/// Returns the undiscounted returns R_t = r_t + R_{t+1} over valid tokens.
 fn returns_to_go(sequences: &Sequences, rewards: &[f32]) -> Result<Vec<f32>> {
     sequences.check("rewards", rewards)?;
     let mut returns = vec![0.0; rewards.len()];

@@ -10,23 +10,24 @@ use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 use crate::policy::sequences::{Sequences, mean, sample_std};
 use crate::settings::choice;
 
-/// Added to the mean weight to avoid division by zero. A smaller mean is not used to normalise the weights.
+/// Added to the mean weight to avoid division by zero. If the mean weight is at most this, the weights are
+/// not normalised.
 const MEAN_EPSILON: f64 = 1e-8;
 
 choice! {
-    /// Importance weights.
+    /// How importance weights are computed from ρ = π_train/π_rollout.
     pub enum ImportanceSampling {
-        /// None.
+        /// No importance weights.
         None = "none",
-        /// ρ of each token: low variance, biased.
+        /// Each token has its own ratio ρ as weight: low variance, biased.
         Token = "token",
-        /// ρ of the whole response on each of its tokens: unbiased, high variance.
+        /// Each token has the ratio ρ of the whole response as weight: unbiased, high variance.
         Sequence = "sequence",
     }
 }
 
 impl ImportanceSampling {
-    /// Whether the weights are ratios of tokens or of sequences; `None` without weights.
+    /// Returns whether the weights are ratios of tokens or of sequences; `None` without weights.
     pub fn level(self) -> Option<Level> {
         match self {
             ImportanceSampling::None => None,
@@ -36,13 +37,13 @@ impl ImportanceSampling {
     }
 }
 
-/// Whether a weight is the ratio of a token or of a sequence.
+/// Whether a weight is the ratio of one token or of a whole sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
-    /// ρ = exp(clamp(log ratio, ±20)) of the token: low variance, biased.
+    /// The ratio of the token, ρ = exp(clamp(log ratio, ±20)): low variance, biased.
     Token,
-    /// ρ = exp(clamp(Σ log ratio, ±20)) of the whole response, on each of its tokens: unbiased, high
-    /// variance.
+    /// The ratio of the whole response, ρ = exp(clamp(Σ log ratio, ±20)), on each of its tokens: unbiased,
+    /// high variance.
     Sequence,
 }
 
@@ -51,28 +52,29 @@ pub enum Level {
 pub enum WeightBound {
     /// min(ρ, c): truncated importance sampling.
     Truncate { max: f64 },
-    /// 0 outside [low, high], both ends inclusive (IcePop).
+    /// 0 outside [low, high], else ρ (IcePop). Both bounds are inclusive.
     Mask { low: f64, high: f64 },
 }
 
 impl WeightBound {
-    /// Returns the error in a weight's bounds with its remedy, if there is one.
+    /// Returns what is wrong with the bounds of a weight, and the remedy; `None` if the bounds are valid.
     pub fn bounds_error(bounds: &[f64]) -> Option<String> {
         match *bounds {
             [max] if max > 0.0 && max.is_finite() => None,
             [low, high] if low >= 0.0 && high > 0.0 && low <= high && high.is_finite() => None,
             [low, high] if low > high => {
-                Some(format!("the bounds are reversed, {low} above {high}; swap them"))
+                Some(format!("the lower bound {low} is above the upper bound {high}; swap them"))
             }
             [_] | [_, _] => Some("the ratio is positive; give a positive bound".to_owned()),
-            _ => Some("give one number, or a low and a high one".to_owned()),
+            _ => Some("give one number, or a lower and an upper bound".to_owned()),
         }
     }
 
-    /// Reads bounds: one number truncates weights above it; a low and a high one set weights outside to 0.
+    /// Reads bounds. One number truncates larger weights to it. Two numbers are a lower and an upper bound;
+    /// weights outside become 0.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for bounds that [`Self::bounds_error`] refuses.
+    /// [`crate::error::BadInput`] for bounds with a [`Self::bounds_error`].
     pub fn new(bounds: &[f64]) -> Result<Self> {
         match (Self::bounds_error(bounds), bounds) {
             (None, &[max]) => Ok(WeightBound::Truncate { max }),
@@ -95,7 +97,7 @@ impl WeightBound {
         matches!(*self, WeightBound::Mask { low, high } if ratio < low || ratio > high)
     }
 
-    /// The limits of the metrics `…_fraction_low` and `…_fraction_high`.
+    /// Returns the limits beyond which the metrics `…_fraction_low` and `…_fraction_high` count a ratio.
     fn limits(&self) -> (f64, f64) {
         match *self {
             WeightBound::Truncate { max } => (1.0 / max, max),
@@ -109,27 +111,28 @@ impl WeightBound {
 pub struct ImportanceSettings {
     pub level: Level,
     pub bound: WeightBound,
-    /// Divides the weights by their mean over the batch.
+    /// Whether the weights are divided by their mean over the batch.
     pub batch_normalize: bool,
 }
 
 /// Weights and their metrics; the metric names have no prefix.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImportanceWeights {
-    /// One weight a token; 0 where the mask is false.
+    /// One weight per token; 0 where the mask is false.
     pub weights: Vec<f32>,
     pub metrics: MetricMap,
 }
 
 /// Computes the weight of every token of a whole batch from `log_ratio` = T − R.
 ///
-/// Metrics describe the bounded weights before batch normalisation:
-/// - `rollout_is_{mean,std,eff_sample_size}`: per valid token.
-/// - `rollout_is_{min,max}`: per valid token; with sequence weights, of the raw sequence ratios.
-/// - `rollout_is_seq_…`: of the mean weight of each sequence.
-/// - `…_fraction_{high,low}`: share of raw ratios outside the bounds.
+/// The metrics describe the bounded weights before batch normalisation:
+/// - `rollout_is_{mean,std,eff_sample_size}`: statistics over valid tokens.
+/// - `rollout_is_{min,max}`: minimum and maximum over valid tokens. With sequence weights, they are taken
+///   over the raw ratios of the sequences.
+/// - `rollout_is_seq_…`: statistics of the sequences' mean weights.
+/// - `…_fraction_{high,low}`: fraction of raw ratios outside the bounds.
 ///
-/// A sequence without valid tokens counts as ratio 1 and as weight 0.
+/// A sequence without valid tokens has ratio 1 and weight 0.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) when no token is valid.
@@ -204,7 +207,7 @@ impl Batch<'_> {
             ("rollout_is_std".into(), variance.sqrt()),
             ("rollout_is_min".into(), smallest),
             ("rollout_is_max".into(), largest),
-            // All weights are 0: the effective sample size is 0.
+            // If all weights are 0, the effective sample size is 0.
             ("rollout_is_eff_sample_size".into(), if spread == 0.0 { 0.0 } else { 1.0 / spread }),
             ("rollout_is_ratio_fraction_low".into(), below),
             ("rollout_is_ratio_fraction_high".into(), above),
@@ -231,8 +234,8 @@ impl Batch<'_> {
         ])
     }
 
-    /// Returns the mean weight: per valid token, or per sequence with a valid token. Returns 1 when all
-    /// weights are 0.
+    /// Returns the mean weight over valid tokens, or over sequences with a valid token if the weights are
+    /// ratios of sequences. Returns 1 when all weights are 0.
     fn normalisation_factor(&self) -> f64 {
         let factor = match self.settings.level {
             Level::Token => self.sequences.mean(|t| self.weights[t]),

@@ -1,7 +1,8 @@
-//! Rollout correction: treats tokens whose training and rollout log-probs differ.
+//! Rollout correction for tokens whose training and rollout log-probs differ.
 //!
-//! Importance sampling weighs tokens by ρ = π_train/π_rollout. Rejection drops tokens whose ρ is outside the
-//! bounds. No gradient flows through either. Semantics and metric names follow verl.
+//! Importance sampling weights tokens by ρ = π_train/π_rollout. Rejection drops tokens whose ρ is outside the
+//! bounds. The gradient flows through neither the weights nor the rejection. Semantics and metric names
+//! follow verl.
 
 mod importance;
 mod rejection;
@@ -19,7 +20,8 @@ use super::MetricMap;
 use super::off_policy::off_policy_metrics;
 use super::sequences::Sequences;
 
-/// The rules of a correction: importance sampling, rejection, both, or neither (metrics only).
+/// The rules of a correction: importance sampling, rejection, or both. Without either, only metrics are
+/// computed.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct CorrectionRules {
     pub importance: Option<ImportanceSettings>,
@@ -29,19 +31,19 @@ pub struct CorrectionRules {
 /// The result of [`correct`] for one batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Correction {
-    /// One weight a token; `None` without importance sampling.
+    /// One weight per token; `None` without importance sampling.
     pub weights: Option<Vec<f32>>,
-    /// The mask without the rejected tokens. A rejected token leaves the loss's numerator and its
+    /// The mask without the rejected tokens. A rejected token counts neither in the loss nor in its
     /// denominators.
     pub mask: Vec<bool>,
-    /// Metrics `rollout_corr/…`, all over the mask before rejection.
+    /// Metrics `rollout_corr/…`. All of them cover the mask before rejection.
     pub metrics: MetricMap,
 }
 
-/// Computes the weights, the mask after rejection and the mismatch metrics of a whole batch.
+/// Computes the weights, the mask after rejection, and the mismatch metrics of a whole batch.
 ///
-/// `log_prob` holds the training side's log-probs, T or O; `rollout_log_prob` holds R. Statistics run over
-/// `sequences`, so they must be the whole batch.
+/// `log_prob` holds the log-probs of training: T, or the old log-probs O. `rollout_log_prob` holds R.
+/// Statistics run over `sequences`, which must be the whole batch.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) when no token is valid.
@@ -72,7 +74,7 @@ pub fn correct(
     Ok(Correction { weights, mask, metrics })
 }
 
-/// Returns the share of `values` for which `holds` is true; 0 without values.
+/// Returns the fraction of `values` for which `holds` returns true; 0 without values.
 fn share<T>(values: impl Iterator<Item = T>, holds: impl Fn(T) -> bool) -> f64 {
     super::sequences::mean(values.map(|v| f64::from(holds(v))))
 }

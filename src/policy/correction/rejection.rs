@@ -9,28 +9,28 @@ use crate::policy::off_policy::check_any_valid;
 use crate::policy::ratio::LOG_RATIO_MAX;
 use crate::policy::sequences::{Sequences, mean, sample_std};
 
-/// The mask after rejection and the metrics of every rule; the metric names have no prefix.
+/// The mask after rejection, and the metrics of every rule. The metric names have no prefix.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rejection {
-    /// True where the token was valid and every rule accepts it.
+    /// True where the token was valid and every rule accepts the token.
     pub mask: Vec<bool>,
     pub metrics: MetricMap,
 }
 
-/// Applies `rules` to `log_ratio` = T − R. Each rule sees the original mask; a token stays when all rules
-/// accept it.
+/// Applies `rules` to `log_ratio` = T − R. Every rule sees the mask before rejection. A token is kept if all
+/// rules accept it.
 ///
-/// The log ratio of each token is clamped to ±20 before it enters a statistic.
+/// The log ratio of each token is clamped to ±20 before a statistic is computed.
 ///
 /// Metrics:
-/// - `rollout_rs_masked_fraction`: share of valid tokens rejected.
-/// - `rollout_rs_seq_masked_fraction`: share of all sequences that lost a token.
-/// - `rollout_rs_<option>_{mean,max,min,std}`: the rule's statistic per valid token; `std` after clamping to
-///   the bounds.
-/// - `rollout_rs_<option>_fraction_{high,low}`: share beyond each bound, of tokens or, for a sequence scope,
-///   of sequences.
-/// - `rollout_rs_<option>_seq_…`: these figures per sequence with valid tokens.
-/// - `rollout_rs_<option>_[seq_]masked_fraction`: share that this rule rejects.
+/// - `rollout_rs_masked_fraction`: fraction of valid tokens that are rejected.
+/// - `rollout_rs_seq_masked_fraction`: fraction of all sequences that lost a token.
+/// - `rollout_rs_<option>_{mean,max,min,std}`: the rule's statistic over valid tokens. `std` is computed
+///   after clamping the statistic to the bounds.
+/// - `rollout_rs_<option>_fraction_{high,low}`: fraction above or below the bounds, of tokens or, with a
+///   sequence scope, of sequences.
+/// - `rollout_rs_<option>_seq_…`: the same statistics over sequences with valid tokens.
+/// - `rollout_rs_<option>_[seq_]masked_fraction`: fraction that this rule rejects.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) when no token is valid.
@@ -53,8 +53,8 @@ pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule])
     Ok(Rejection { mask, metrics })
 }
 
-/// Returns the rule's statistic at every token, 0 at masked ones. Sequence scopes repeat the sequence's
-/// value.
+/// Returns the rule's statistic of every token; 0 for masked tokens. With a sequence scope, every token has
+/// the value of its sequence.
 fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> Vec<f64> {
     let of = |t: usize| {
         rule.option.statistic().evaluate(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX))

@@ -7,7 +7,7 @@ use crate::settings::{Choice, choice};
 
 choice! {
     /// Statistics of x = log ρ: k1 = −x, k2 = ½·x², k3 = eˣ − 1 − x. There is no maximum of k1: k1 has a
-    /// sign, so its largest value says nothing about ratios on the other side.
+    /// sign, so its maximum says nothing about large ratios, where k1 is negative.
     pub enum RejectOption {
         /// k1 of the token.
         TokenK1 = "token_k1",
@@ -83,7 +83,7 @@ impl RejectOption {
         }
     }
 
-    /// Returns the error in a rule's bounds with its remedy, if there is one.
+    /// Returns what is wrong with the bounds of a rule, and the remedy; `None` if the bounds are valid.
     pub fn bounds_error(self, bounds: &[f64]) -> Option<String> {
         let signed = self.statistic() == Statistic::K1;
         if !bounds.iter().all(|&bound| bound > 0.0 && bound.is_finite()) {
@@ -91,14 +91,14 @@ impl RejectOption {
         }
         match (signed, bounds) {
             (true, &[bound]) if bound < 1.0 => Some(format!(
-                "one bound u stands for 1/u to u, which is empty for {bound}; give 1 or more, or two bounds"
+                "one bound u means the range from 1/u to u, which is empty for {bound}; give 1 or more, or two bounds"
             )),
             (true, &[low, high]) if low > high => {
-                Some(format!("the bounds are reversed, {low} above {high}; swap them"))
+                Some(format!("the lower bound {low} is above the upper bound {high}; swap them"))
             }
             (true, [_] | [_, _]) | (false, [_]) => None,
-            (true, _) => Some("give one bound on the ratio, or a low and a high one".to_owned()),
-            (false, _) => Some("it is never negative, so give one upper bound".to_owned()),
+            (true, _) => Some("give one bound on the ratio, or a lower and an upper bound".to_owned()),
+            (false, _) => Some("the statistic is never negative; give one upper bound".to_owned()),
         }
     }
 }
@@ -107,17 +107,18 @@ impl RejectOption {
 #[derive(Debug, Clone, PartialEq)]
 pub struct RejectionRule {
     pub option: RejectOption,
-    /// Bounds of the statistic, both inclusive: logs of the ratio's bounds for k1, [0, limit] for k2 and k3.
+    /// Bounds of the statistic, both inclusive. For k1 they are logarithms of the ratio's bounds. For k2 and
+    /// k3 they are [0, limit].
     pub low: f64,
     pub high: f64,
 }
 
 impl RejectionRule {
-    /// Reads bounds. For k1 they bound ρ = π_train/π_rollout: `[low, high]`, or `[u]` for `[1/u, u]`. For k2
-    /// and k3 they are one upper limit of the statistic.
+    /// Reads bounds. For k1 they bound ρ = π_train/π_rollout: either `[low, high]`, or `[u]`, which means
+    /// `[1/u, u]`. For k2 and k3 there is one number, the upper limit of the statistic.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for bounds that [`RejectOption::bounds_error`] refuses.
+    /// [`crate::error::BadInput`] for bounds with a [`RejectOption::bounds_error`].
     pub fn new(option: RejectOption, bounds: &[f64]) -> Result<Self> {
         if let Some(wrong) = option.bounds_error(bounds) {
             return Err(bad_input!("the bounds of {option}: {wrong}"));
@@ -126,7 +127,7 @@ impl RejectionRule {
             (Statistic::K1, &[bound]) => (-bound.ln(), bound.ln()),
             (Statistic::K1, &[low, high]) => (-high.ln(), -low.ln()),
             (Statistic::K2 | Statistic::K3, &[max]) => (0.0, max),
-            _ => return Err(bad_input!("the bounds of {option}: {} are too many or too few", bounds.len())),
+            _ => return Err(bad_input!("the bounds of {option}: there are too many or too few ({})", bounds.len())),
         };
         Ok(Self { option, low, high })
     }

@@ -29,8 +29,8 @@ pub struct CispoClip {
 }
 
 impl CispoClip {
-    /// Checks the bounds. They limit a weight, not a trust region, so they are looser than
-    /// [`super::ClipRange`]: low = 1 means no lower bound, and high may exceed 1.
+    /// Checks the bounds. They limit a weight, not a trust region, so they may be wider than those of
+    /// [`super::ClipRange`]. low = 1 means no lower bound, and high may exceed 1.
     ///
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) unless 0 < low ≤ 1 and high > 0.
@@ -47,17 +47,17 @@ impl CispoClip {
     }
 }
 
-/// Computes the loss of clipped importance-sampling policy optimisation (MiniMax-M1, 2025), clipped on both
-/// sides as in verl.
+/// Computes the loss of CISPO, clipped importance-sampling policy optimisation (MiniMax-M1, 2025). The ratio
+/// is clipped on both sides, as in verl.
 ///
 /// ```text
 /// l = −sg(clip(r, 1 − low, 1 + high))·A·T,   r = exp(clamp(T − O, ±20))
 /// ```
 ///
-/// T enters only as the last factor, so l' = −clip(r)·A, which never vanishes.
+/// sg means stop-gradient: only the last factor depends on T. So l' = −clip(r)·A, which is 0 only if A is 0.
 ///
-/// Metrics: `actor/pg_clipfrac` is the share of tokens with r outside the bounds. `actor/pg_clipfrac_lower`
-/// is always 0. `actor/ppo_kl` is the mean of the clamped O − T.
+/// Metrics: `actor/pg_clipfrac` is the fraction of tokens with r outside the bounds.
+/// `actor/pg_clipfrac_lower` is always 0. `actor/ppo_kl` is the mean of the clamped O − T.
 pub fn cispo(input: &LossInput, clip: &CispoClip, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     Ok(token_loss(input, normalizer, |_, token| {

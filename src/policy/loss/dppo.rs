@@ -1,4 +1,4 @@
-//! DPPO: a trust region in the probability of the sampled token, in place of its ratio.
+//! DPPO: a trust region on the probability of the sampled token, instead of a clip of its ratio.
 
 use anyhow::Result;
 
@@ -8,7 +8,7 @@ use crate::policy::PolicySettings;
 use crate::policy::aggregation::Normalizer;
 use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 
-/// The divergence between two Bernoulli distributions: the sampled token against all others.
+/// The divergence between two Bernoulli distributions: either the sampled token or any other token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BinaryDivergence {
     /// Total variation.
@@ -17,11 +17,11 @@ pub enum BinaryDivergence {
     Kl,
 }
 
-/// The term that keeps the logarithm of the others' probability finite.
+/// Keeps the logarithm finite if the sampled token has probability 1.
 const OTHERS_EPSILON: f64 = 1e-8;
 
 impl BinaryDivergence {
-    /// Returns the divergence of a token with log-probs T and O, in nats for `Kl`.
+    /// Returns the divergence of a token with log-probs T and O. The unit is nats for `Kl`.
     fn between(self, log_prob: f64, old_log_prob: f64) -> f64 {
         let (p, old) = (log_prob.exp(), old_log_prob.exp());
         match self {
@@ -38,31 +38,31 @@ impl BinaryDivergence {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DppoBounds {
     pub divergence: BinaryDivergence,
-    /// Bounds of the divergence: `low` where the probability fell, `high` where it rose.
+    /// Bounds of the divergence: `low` where the probability decreased, `high` where it increased.
     range: ClipRange,
-    /// c, the largest weight.
+    /// c, the maximum weight of a token.
     ratio_max: f64,
 }
 
 impl DppoBounds {
-    /// Checks the bounds. `ratio_max` of `None` means no bound.
+    /// Checks the bounds. `None` for `ratio_max` means no bound.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) unless `ratio_max` exceeds 1: a smaller one would cut the gradient
-    /// on fresh data.
+    /// [`BadInput`](crate::error::BadInput) unless `ratio_max` exceeds 1: a smaller value would reduce the
+    /// gradient on fresh data.
     pub fn new(divergence: BinaryDivergence, range: ClipRange, ratio_max: Option<f64>) -> Result<Self> {
         match ratio_max {
             Some(c) if !(c > 1.0 && c.is_finite()) => Err(bad_input!(
-                "dppo's largest ratio is {c}: it bounds a weight of the gradient, so it must exceed 1"
+                "dppo's maximum ratio is {c}: it bounds a weight of the gradient, so it must exceed 1"
             )),
             _ => Ok(Self { divergence, range, ratio_max: ratio_max.unwrap_or(f64::INFINITY) }),
         }
     }
 
-    /// Reads the bounds of the recipe.
+    /// Reads the bounds from the recipe.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// The errors of [`Self::new`].
     pub(super) fn make(
         divergence: BinaryDivergence,
         settings: &PolicySettings,
@@ -71,7 +71,7 @@ impl DppoBounds {
         Ok(Box::new(Self::new(divergence, ClipRange::from_settings(settings)?, ratio_max)?))
     }
 
-    /// Whether the token has left the trust region in the direction in which its advantage pushes it.
+    /// Returns whether the token has left the trust region, and its advantage pushes it further away.
     fn masks(&self, log_prob: f64, old_log_prob: f64, advantage: f64) -> bool {
         let divergence = self.divergence.between(log_prob, old_log_prob);
         match advantage > 0.0 {
@@ -87,20 +87,20 @@ impl LossFunction for DppoBounds {
     }
 }
 
-/// Computes the loss of divergence proximal policy optimisation (Qi et al. 2026, arXiv 2602.04879), in verl's
-/// form of 2026-02.
+/// Computes the loss of DPPO, divergence proximal policy optimisation (Qi et al. 2026, arXiv 2602.04879), as
+/// in verl of 2026-02.
 ///
-/// With r = exp(clamp(T − O, ±20)), p = e^T, q = e^O and D the binary divergence, |p − q| for TV and
-/// q·(O − T) + (1 − q)·ln((1 − q)/(1 − p)) for KL:
+/// Let r = exp(clamp(T − O, ±20)), p = e^T and q = e^O. The binary divergence D is |p − q| for TV, and q·(O −
+/// T) + (1 − q)·ln((1 − q)/(1 − p)) for KL.
 ///
 /// ```text
 /// l = −A·sg(min(r, c))·T,   and 0 where D exceeds its bound and A pushes p further away from q
 /// ```
 ///
-/// T enters only as the last factor, so l' = −A·min(r, c), or 0.
+/// Only the last factor depends on T, so l' = −A·min(r, c), or 0.
 ///
-/// Metrics: `actor/pg_clipfrac` is the share of masked tokens. `actor/pg_clipfrac_lower` is the share of the
-/// others with r above c. `actor/ppo_kl` is the mean of the clamped O − T.
+/// Metrics: `actor/pg_clipfrac` is the fraction of masked tokens. `actor/pg_clipfrac_lower` is the fraction
+/// of tokens that are not masked and have r above c. `actor/ppo_kl` is the mean of the clamped O − T.
 ///
 /// # Errors
 /// When a slice of `input` does not fit its sequences.

@@ -1,4 +1,4 @@
-//! The entry of a loss in the list of losses: its name, its constraints, its constructor.
+//! An entry of the list of losses: the loss's name, its constraints and its constructor.
 
 use anyhow::Result;
 
@@ -8,8 +8,8 @@ use crate::policy::aggregation::Normalizer;
 
 /// A policy loss with its settings.
 pub trait LossFunction: std::fmt::Debug + Send + Sync {
-    /// Computes a micro-batch's share of the loss. A loss reads either `normalizer` or `batch_sequences`, the
-    /// number of sequences of the whole batch.
+    /// Computes the loss of one micro-batch. The losses of all micro-batches add up to the loss of the batch.
+    /// A loss uses either `normalizer` or `batch_sequences`, the number of sequences of the whole batch.
     ///
     /// # Errors
     /// When a slice of `input` does not fit its sequences.
@@ -20,19 +20,19 @@ pub trait LossFunction: std::fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub struct LossEntry {
     pub name: &'static str,
-    /// Its description in the recipe reference.
+    /// Description of the loss in the recipe reference.
     pub meaning: &'static str,
     pub make: fn(&PolicySettings) -> Result<Box<dyn LossFunction>>,
-    /// Whether the loss has an importance ratio to the old log-probs. Importance weights against the rollout
-    /// would then count the mismatch twice.
+    /// Whether the loss has an importance ratio to the old log-probs. If so, importance weights against the
+    /// rollout would correct the mismatch a second time.
     pub has_ratio: bool,
-    /// Whether the clip bounds a weight, which may reach 1 and more, instead of a ratio.
+    /// Whether the clip bounds a weight instead of a ratio. The bounds of a weight may reach 1 and more.
     pub clips_weight: bool,
     pub token_weights: TokenWeights,
 }
 
 impl LossEntry {
-    /// The defaults of a loss; name, meaning and `make` are set by each loss.
+    /// The defaults of an entry. Each loss sets its own name, meaning and `make`.
     pub(super) const DEFAULT: LossEntry = LossEntry {
         name: "",
         meaning: "",
@@ -43,12 +43,12 @@ impl LossEntry {
     };
 }
 
-/// The kinds of per-token importance weights that a loss accepts.
+/// The per-token importance weights that a loss accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenWeights {
     Any,
-    /// Truncated weights, but not masked ones (0 outside bounds); holds the reason and the remedy.
+    /// Truncated weights, but no masked weights (0 outside the bounds). Holds the reason and the remedy.
     Truncated(&'static str),
-    /// No per-token weights, only weights of whole sequences; holds the reason and the remedy.
+    /// No per-token weights, only weights of whole sequences. Holds the reason and the remedy.
     None(&'static str),
 }

@@ -1,4 +1,4 @@
-//! GMPO: the geometric mean of the token ratios.
+//! GMPO: the geometric mean of a sequence's token ratios.
 
 use anyhow::{Result, ensure};
 
@@ -6,21 +6,21 @@ use super::{ClipCounts, ClipRange, LossEntry, LossFunction, LossInput, PolicyLos
 use crate::policy::aggregation::Normalizer;
 use crate::policy::sequences::mean;
 
-/// The term added to an importance weight before its logarithm, so that a weight of 0 has one.
+/// Added to an importance weight before its logarithm, so that the logarithm of a weight of 0 is finite.
 const WEIGHT_EPSILON: f64 = 1e-10;
 
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "geo_mean",
-    meaning: "Geometric mean of a sequence's ratios, clipped a token; a mean over sequences whatever `aggregation` says.",
+    meaning: "Geometric mean of a sequence's ratios, clipped per token. The loss is a mean over sequences; `aggregation` has no effect.",
     make: |settings| Ok(Box::new(GeoMean(ClipRange::from_settings(settings)?))),
     token_weights: TokenWeights::Truncated(
-        "geo_mean takes the geometric mean of a sequence's weights, which one weight of 0 undoes; give one number, which \
-         truncates",
+            "geo_mean takes the geometric mean of a sequence's weights, which is 0 if one weight is 0; give one number as \
+              policy.correction.threshold, which truncates weights instead",
     ),
     ..LossEntry::DEFAULT
 };
 
-/// [`geo_mean`] with its clip.
+/// The loss [`geo_mean`] with its clip range.
 #[derive(Debug)]
 struct GeoMean(ClipRange);
 
@@ -30,9 +30,9 @@ impl LossFunction for GeoMean {
     }
 }
 
-/// Computes the loss of geometric-mean policy optimisation (Zhao et al. 2025).
+/// Computes the loss of GMPO, geometric-mean policy optimisation (Zhao et al. 2025).
 ///
-/// For a sequence of n valid tokens, with x_t = T_t − O_t and the clip on the log ratio:
+/// For a sequence of n valid tokens, with x_t = T_t − O_t and the clip range applied to the log ratio:
 ///
 /// ```text
 /// y_t  = min(x_t, high) for A_t > 0,  max(x_t, −low) for A_t < 0,  0 for A_t = 0
@@ -40,19 +40,21 @@ impl LossFunction for GeoMean {
 /// ```
 ///
 /// `batch_sequences` is B, the number of sequences of the whole batch. It counts sequences without valid
-/// tokens, which add nothing to the sum. There is no aggregation mode. Only g depends on T, and dg/dT_t = g/n
-/// where the clip of y_t does not bind. So the gradient is −Ā·W·g/(n·B) there and 0 elsewhere.
+/// tokens, which add nothing to the sum. The aggregation mode is not used. Only g depends on T, and dg/dT_t =
+/// g/n where y_t is not clipped. So the gradient is −Ā·W·g/(n·B) there, and 0 elsewhere.
 ///
-/// Metrics: `actor/pg_clipfrac` is the share of tokens with x outside [−low, high] and A > 0.
-/// `actor/pg_clipfrac_lower` is that share for A < 0. `actor/ppo_kl` is the token mean of O − T.
+/// Metrics: `actor/pg_clipfrac` is the fraction of tokens with x outside [−low, high] and A > 0.
+/// `actor/pg_clipfrac_lower` is the fraction with x outside this range and A < 0. `actor/ppo_kl` is the token
+/// mean of O − T.
 ///
 /// # Errors
-/// When a slice does not fit its sequences, or `batch_sequences` is smaller than the micro-batch.
+/// When a slice does not fit its sequences, or `batch_sequences` is smaller than the number of sequences of
+/// the micro-batch.
 pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> Result<PolicyLoss> {
     input.check()?;
     ensure!(
         batch_sequences >= input.sequences.len(),
-        "a batch of {batch_sequences} sequences cannot hold {}",
+        "a micro-batch of {} sequences is larger than its batch of {batch_sequences}",
         input.sequences.len()
     );
     let mut counts = ClipCounts::default();
@@ -91,7 +93,7 @@ pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> 
     })
 }
 
-/// Returns y of a token, and whether it depends on T.
+/// Returns y of a token, and whether y depends on T.
 fn clip_log_ratio(input: &LossInput, clip: &ClipRange, token: usize) -> (f64, bool) {
     let log_ratio = input.log_ratio(token);
     let advantage = input.advantage(token);

@@ -1,4 +1,4 @@
-//! GSPO: the ratio of whole sequences.
+//! GSPO: one importance ratio per sequence.
 
 use anyhow::Result;
 
@@ -7,16 +7,16 @@ use crate::policy::aggregation::Normalizer;
 
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "gspo",
-    meaning: "Clipped ratio a sequence.",
+    meaning: "One clipped ratio per sequence.",
     make: |settings| Ok(Box::new(Gspo(ClipRange::from_settings(settings)?))),
     token_weights: TokenWeights::None(
-        "gspo takes one ratio a sequence, and with weights of single tokens its gradient is not that of its loss; write \
+            "gspo has one ratio per sequence; with per-token weights its gradient would not be the gradient of its loss; write \
          is = \"sequence\", or another loss",
     ),
     ..LossEntry::DEFAULT
 };
 
-/// [`gspo`] with its clip.
+/// The loss [`gspo`] with its clip range.
 #[derive(Debug)]
 struct Gspo(ClipRange);
 
@@ -26,22 +26,22 @@ impl LossFunction for Gspo {
     }
 }
 
-/// Upper clamp of the log of the sequence ratio; there is no lower one.
+/// Upper limit of the logarithm of the sequence ratio. There is no lower limit.
 const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;
 
-/// Computes the loss of group sequence policy optimisation (Zheng et al. 2025), in its token form.
+/// Computes the loss of GSPO, group sequence policy optimisation (Zheng et al. 2025), in its token form.
 ///
-/// Every token of a sequence has the value of the length-normalised sequence ratio s = exp(min(mean_t(T − O),
-/// 10)). Its own log-prob carries the gradient:
+/// Every token of a sequence has the length-normalised ratio of its sequence, s = exp(min(mean_t(T − O),
+/// 10)). The gradient flows through the token's own log-prob:
 ///
 /// ```text
 /// log s_t = sg(mean(T − O)) + T_t − sg(T_t),     l_t = max(−A·s_t, −A·clip(s_t, 1 − low, 1 + high))
 /// ```
 ///
-/// So l' = −A·s, and 0 where the clip binds or the mean exceeds 10.
+/// So l' = −A·s, and 0 where the ratio is clipped or the mean exceeds 10.
 ///
-/// Metrics: `actor/pg_clipfrac` is the share of tokens in clipped sequences. `actor/pg_clipfrac_lower` is
-/// always 0, as there is no dual clip. `actor/ppo_kl` is the token mean of O − T, not clamped.
+/// Metrics: `actor/pg_clipfrac` is the fraction of tokens in clipped sequences. `actor/pg_clipfrac_lower` is
+/// always 0, because there is no dual clip. `actor/ppo_kl` is the token mean of O − T, not clamped.
 pub fn gspo(input: &LossInput, clip: &ClipRange, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     let means = input.sequences.sequence_means(|token| input.log_ratio(token));

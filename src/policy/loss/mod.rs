@@ -1,10 +1,12 @@
-//! Policy losses: value, gradient with respect to the log-probs, and metrics.
+//! Policy losses: their values, their gradients with respect to the log-probs, and their metrics.
 //!
-//! Notation: T is the log-prob of a sampled token under the trained policy, and O its old log-prob. A is the
-//! advantage. w is the importance weight of the rollout correction (1 without one), m the mask.
+//! Notation: T is the log-prob of a sampled token under the trained policy, and O is its old log-prob. A is
+//! the advantage. w is the importance weight of the rollout correction (1 without a correction), and m is the
+//! mask.
 //!
-//! Every loss but GMPO's is a weighted sum of per-token terms l(T). So `∂loss/∂T_t = weight_t · w_t ·
-//! l'(T_t)` with the weights of [`Normalizer::reduce`]. Each loss's documentation derives l and l'.
+//! Every loss except GMPO's is a weighted sum of per-token terms l(T). So `∂loss/∂T_t = weight_t · w_t ·
+//! l'(T_t)`, where weight_t is the weight in [`Normalizer::reduce`]. The documentation of each loss derives l
+//! and l'.
 
 mod dppo;
 mod entry;
@@ -28,8 +30,8 @@ use crate::bad_input;
 use crate::settings::registered;
 
 registered! {
-    /// Policy losses, in the order of the recipe reference. A new loss is a file of this folder and a line
-    /// here.
+    /// Policy losses, in the order of the recipe reference. To add a loss, add a file to this folder and a
+    /// line to this list.
     pub struct Loss(LossEntry) default ppo;
     mod ppo;
     mod gspo;
@@ -42,25 +44,25 @@ registered! {
     mod vespo;
 }
 
-/// The inputs of a policy loss: one value a token in each slice.
+/// The inputs of a policy loss. Each slice has one value per token.
 #[derive(Debug, Clone, Copy)]
 pub struct LossInput<'a> {
     pub sequences: Sequences<'a>,
-    /// T: under the trained policy.
+    /// T: log-probs under the trained policy.
     pub log_prob: &'a [f32],
-    /// O: the old log-probs, constants.
+    /// O: old log-probs. They are constants.
     pub old_log_prob: &'a [f32],
-    /// A: [`Sequences::broadcast`] repeats advantages of whole responses.
+    /// A: advantages. [`Sequences::broadcast`] repeats the advantage of a response over its tokens.
     pub advantages: &'a [f32],
-    /// w, from [`crate::policy::correction`]; `None` means 1 everywhere.
+    /// w: weights of [`crate::policy::correction`]. `None` means 1 everywhere.
     pub weights: Option<&'a [f32]>,
 }
 
 impl LossInput<'_> {
-    /// Checks that every slice holds one value a token, finite where the mask is true.
+    /// Checks that every slice has one value per token, and that values are finite where the mask is true.
     ///
     /// # Errors
-    /// When one does not.
+    /// When one of these conditions is false.
     pub fn check(&self) -> Result<()> {
         self.sequences.check("log_prob", self.log_prob)?;
         self.sequences.check("old_log_prob", self.old_log_prob)?;
@@ -68,7 +70,7 @@ impl LossInput<'_> {
         self.weights.map_or(Ok(()), |w| self.sequences.check("weights", w))
     }
 
-    /// Returns T − O.
+    /// Returns the log ratio T − O of a token.
     fn log_ratio(&self, token: usize) -> f64 {
         f64::from(self.log_prob[token]) - f64::from(self.old_log_prob[token])
     }
@@ -82,34 +84,35 @@ impl LossInput<'_> {
     }
 }
 
-/// A micro-batch's share of the loss. The shares of `loss` add up, and so do the sums and weights of
-/// `metrics`.
+/// The loss of one micro-batch. Over the micro-batches of a batch, `loss` adds up, and so do the sums and
+/// weights of `metrics`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PolicyLoss {
     pub loss: f64,
-    /// ∂loss/∂T, one a token; 0 where the mask is false.
+    /// ∂loss/∂T, one value per token; 0 where the mask is false.
     pub grad_log_prob: Vec<f32>,
     pub metrics: Vec<TokenMean>,
 }
 
-/// A metric that is a mean over valid tokens, as sum and count, so that micro-batches add up.
+/// A metric that is a mean over valid tokens. It is stored as sum and count, so that micro-batches can be
+/// added.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenMean {
-    /// verl's name, such as `actor/pg_clipfrac`.
+    /// Name of the metric in verl, such as `actor/pg_clipfrac`.
     pub name: &'static str,
     pub sum: f64,
-    /// The number of valid tokens.
+    /// Number of valid tokens.
     pub tokens: f64,
 }
 
 impl TokenMean {
-    /// Returns the mean; 0 without tokens.
+    /// Returns the mean; 0 without valid tokens.
     pub fn value(&self) -> f64 {
         if self.tokens == 0.0 { 0.0 } else { self.sum / self.tokens }
     }
 }
 
-/// ε: the ratio is clipped to [1 − low, 1 + high].
+/// ε on both sides: the ratio is clipped to [1 − low, 1 + high].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClipRange {
     low: f64,
@@ -117,10 +120,10 @@ pub struct ClipRange {
 }
 
 impl ClipRange {
-    /// Reads the clip range of the recipe.
+    /// Reads the clip range from the recipe.
     ///
     /// # Errors
-    /// Those of [`Self::new`].
+    /// The errors of [`Self::new`].
     fn from_settings(settings: &PolicySettings) -> Result<Self> {
         Self::new(settings.clip_low, settings.clip_high)
     }
@@ -128,7 +131,7 @@ impl ClipRange {
     /// Checks the range.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) unless both lie strictly between 0 and 1.
+    /// [`BadInput`](crate::error::BadInput) unless both values are strictly between 0 and 1.
     pub fn new(low: f64, high: f64) -> Result<Self> {
         for (name, epsilon) in [("low", low), ("high", high)] {
             if !(epsilon > 0.0 && epsilon < 1.0) {
@@ -158,13 +161,14 @@ struct Term {
     loss: f64,
     /// dl/dT.
     slope: f64,
-    /// −log ratio, for `actor/ppo_kl`.
+    /// Negative log ratio, for `actor/ppo_kl`.
     kl: f64,
     clipped: bool,
     clipped_lower: bool,
 }
 
-/// Computes the loss whose tokens contribute `term(row, token)`. Importance weights apply after the clips.
+/// Computes the loss to which each token contributes `term(sequence, token)`. Importance weights are applied
+/// after the clips.
 fn token_loss(
     input: &LossInput,
     normalizer: &Normalizer,
@@ -180,7 +184,7 @@ fn token_loss(
     PolicyLoss { loss, grad_log_prob, metrics: counts.metrics() }
 }
 
-/// Sums behind the metrics that every clipped loss reports.
+/// Sums for the metrics that every clipped loss reports.
 #[derive(Default)]
 struct ClipCounts {
     tokens: f64,

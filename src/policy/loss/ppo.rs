@@ -9,7 +9,7 @@ use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "ppo",
-    meaning: "Clipped ratio a token, with dual clip.",
+    meaning: "One clipped ratio per token, with dual clip.",
     make: |settings| {
         let dual = (settings.dual_clip > 0.0).then_some(settings.dual_clip);
         Ok(Box::new(PpoClip::new(ClipRange::from_settings(settings)?, dual)?))
@@ -31,12 +31,12 @@ pub struct PpoClip {
 }
 
 impl PpoClip {
-    /// Checks the bounds. `dual` is c, which bounds the loss of a token with A < 0 by −A·c; `None` means no
+    /// Checks the bounds. `dual` is c. It bounds the loss of a token with A < 0 by −A·c. `None` means no
     /// bound.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) unless c exceeds 1: a smaller c would cut the gradient on fresh
-    /// data.
+    /// [`BadInput`](crate::error::BadInput) unless c exceeds 1: a smaller c would reduce the gradient on
+    /// fresh data.
     pub fn new(range: ClipRange, dual: Option<f64>) -> Result<Self> {
         match dual {
             Some(c) if !(c > 1.0 && c.is_finite()) => Err(bad_input!(
@@ -47,8 +47,8 @@ impl PpoClip {
     }
 }
 
-/// Computes the clipped surrogate (Schulman et al. 2017) with clip-higher (DAPO) and dual clip (Ye et al.
-/// 2020).
+/// Computes the clipped surrogate of PPO (Schulman et al. 2017), with clip-higher (DAPO) and dual clip (Ye et
+/// al. 2020).
 ///
 /// With x = clamp(T − O, ±20) and r = eˣ:
 ///
@@ -56,12 +56,13 @@ impl PpoClip {
 /// l = max(−A·r, −A·clip(r, 1 − low, 1 + high)),   and for A < 0   l = min(l, −A·c)
 /// ```
 ///
-/// dr/dT = r inside the clamp (±20 included) and 0 beyond it. The first branch of the max gives l' = −A·r.
-/// The second branch differs from it only where the clip binds, and is constant there; so is −A·c. So l' =
-/// −A·r, or 0 for a clipped, dual-clipped or clamped token.
+/// dr/dT is r if |T − O| ≤ 20, else 0. The first branch of the max gives l' = −A·r. The second branch is
+/// chosen only where the ratio is clipped, and is constant there. −A·c is constant too. So l' = −A·r, or 0
+/// for a token that is clipped, dual-clipped or clamped.
 ///
-/// Metrics: `actor/pg_clipfrac` is the share of tokens where the clip binds, before the dual clip.
-/// `actor/pg_clipfrac_lower` is the share where the dual clip binds. `actor/ppo_kl` is the mean of −x.
+/// Metrics: `actor/pg_clipfrac` is the fraction of tokens with a clipped ratio, before the dual clip.
+/// `actor/pg_clipfrac_lower` is the fraction of tokens with an active dual clip. `actor/ppo_kl` is the mean
+/// of −x.
 pub fn ppo(input: &LossInput, clip: &PpoClip, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     Ok(token_loss(input, normalizer, |_, token| {

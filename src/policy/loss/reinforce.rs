@@ -13,7 +13,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     ..LossEntry::DEFAULT
 };
 
-/// [`reinforce`] as a registered loss; it has no settings.
+/// The loss [`reinforce`], which has no settings.
 #[derive(Debug)]
 struct Reinforce;
 
@@ -23,13 +23,14 @@ impl LossFunction for Reinforce {
     }
 }
 
-/// Computes the loss of the plain policy gradient (Williams 1992), weighted by w when the data is off-policy.
+/// Computes the loss of the plain policy gradient (Williams 1992). If the data is off-policy, the loss is
+/// weighted by w.
 ///
 /// ```text
 /// l = −A·T,   l' = −A
 /// ```
 ///
-/// Only `actor/ppo_kl`, the token mean of O − T, reads O: pass the rollout's log-probs.
+/// Only the metric `actor/ppo_kl`, the token mean of O − T, uses O. Pass the rollout's log-probs as O.
 pub fn reinforce(input: &LossInput, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     let mut loss = token_loss(input, normalizer, |_, token| {

@@ -1,4 +1,4 @@
-//! SAPO: a smooth gate in place of the clip.
+//! SAPO: a smooth gate instead of the clip.
 
 use anyhow::Result;
 
@@ -9,13 +9,14 @@ use crate::settings::{above, table};
 
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "sapo",
-    meaning: "A smooth gate of the ratio in place of the clip.",
+    meaning: "A smooth gate of the ratio instead of the clip.",
     make: |settings| Ok(Box::new(settings.sapo.clone())),
     ..LossEntry::DEFAULT
 };
 
 table! {
-    /// Gate of `loss = "sapo"`: a higher temperature closes it nearer to a ratio of 1.
+    /// Gate of `loss = "sapo"`. The higher the temperature, the smaller the deviation from ratio 1 at which
+    /// the gate closes.
     pub struct SapoSettings {
         /// Temperature for tokens with a positive advantage.
         pub temperature_positive: f64 = 1.0 => above(0.0).to(1e6),
@@ -30,19 +31,18 @@ impl LossFunction for SapoSettings {
     }
 }
 
-/// Computes the loss of soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347), as in verl at
-/// b178a3c and TRL at f2cd577.
+/// Computes the loss of SAPO, soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347), as in
+/// verl at b178a3c and TRL at f2cd577.
 ///
-/// With x = clamp(T − O, ±20), r = eˣ and τ the temperature of the advantage's sign:
+/// Let x = clamp(T − O, ±20) and r = eˣ. τ is the temperature for the sign of the advantage.
 ///
 /// ```text
 /// l = −A·(4/τ)·σ(τ·(r − 1))
 /// ```
 ///
-/// σ' = σ·(1 − σ), and dr/dT = r inside the clamp and 0 beyond it. So l' = −A·4·σ·(1 − σ)·r, which is −A at
-/// r = 1.
+/// σ' = σ·(1 − σ). dr/dT is r if |T − O| ≤ 20, else 0. So l' = −A·4·σ·(1 − σ)·r, which is −A at r = 1.
 ///
-/// Metrics: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` are always 0, as nothing is clipped.
+/// Metrics: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` are always 0, because nothing is clipped.
 /// `actor/ppo_kl` is the mean of −x.
 ///
 /// # Errors

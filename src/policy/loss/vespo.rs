@@ -1,4 +1,4 @@
-//! VESPO: the policy gradient, weighted by a smooth function of the ratio of whole sequences.
+//! VESPO: the policy gradient, weighted by a smooth function of the sequence's ratio.
 
 use anyhow::Result;
 
@@ -12,14 +12,14 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     meaning: "Gradient of the log-probability, weighted by a smooth function of the sequence's ratio.",
     make: |settings| Ok(Box::new(settings.vespo.clone())),
     token_weights: TokenWeights::None(
-        "vespo takes one ratio a sequence, which weights of single tokens are no part of; write is = \"sequence\", or \
+            "vespo has one ratio per sequence, so per-token weights do not apply; write is = \"sequence\", or use \
          another loss",
     ),
     ..LossEntry::DEFAULT
 };
 
 table! {
-    /// Weight w^k·exp(λ·(1 − w)) of `loss = "vespo"`, for the ratio w of a sequence.
+    /// Weight w^k·exp(λ·(1 − w)) of `loss = "vespo"`, where w is the ratio of a sequence.
     pub struct VespoSettings {
         /// k for advantages of 0 and more.
         pub power_positive: f64 = 2.0 => from(0.0).to(1e3),
@@ -38,10 +38,10 @@ impl LossFunction for VespoSettings {
     }
 }
 
-/// The smallest ratio of a sequence; the largest is e^20.
+/// Minimum ratio of a sequence. The maximum is e^20.
 const SEQUENCE_RATIO_MIN: f64 = 1e-8;
 
-/// Computes the loss of variational sequence-level soft policy optimisation, as in TRL at f2cd577.
+/// Computes the loss of VESPO, variational sequence-level soft policy optimisation, as in TRL at f2cd577.
 ///
 /// w is the ratio of the whole sequence, not normalised by its length:
 ///
@@ -49,9 +49,9 @@ const SEQUENCE_RATIO_MIN: f64 = 1e-8;
 /// log w = clamp(Σ_t clamp(T − O, ±20), ln 1e-8, 20),   φ = w^k·exp(λ·(1 − w)),   l = −sg(φ)·A·T
 /// ```
 ///
-/// T enters only as the last factor, so l' = −φ·A. φ is 1 on fresh data.
+/// Only the last factor depends on T, so l' = −φ·A. φ is 1 on fresh data.
 ///
-/// Metrics: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` are always 0, as nothing is clipped.
+/// Metrics: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` are always 0, because nothing is clipped.
 /// `actor/ppo_kl` is the mean of the clamped O − T.
 ///
 /// # Errors
