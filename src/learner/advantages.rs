@@ -10,7 +10,7 @@ use crate::policy::advantage::{
     dr_grpo, grpo, grpo_batch_std, maxrl, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo,
 };
 use crate::policy::kl_in_reward::kl_in_reward;
-use crate::policy::ratio::OldLogprob;
+use crate::policy::ratio::OldLogProbSource;
 use crate::policy::shaping::OverlongPenalty;
 use crate::policy::{KlPlacement, PolicySettings};
 use crate::trajectory::Group;
@@ -20,7 +20,7 @@ use anyhow::{Context, Result};
 pub struct AdvantageEstimator<'a> {
     pub policy: &'a PolicySettings,
     /// The source of the old log-probs in the importance ratio.
-    pub old_log_prob_source: OldLogprob,
+    pub old_log_prob_source: OldLogProbSource,
     /// Coefficient of the KL penalty in the reward at this step.
     pub kl_coefficient: f64,
     /// The token limit of overlong shaping.

@@ -6,7 +6,7 @@ use super::micro_batch::mean_of_rows;
 use crate::metrics::Metrics;
 use crate::policy::divergence::kl_loss;
 use crate::policy::loss::{LossFunction, LossInput, PolicyLoss, TokenMean};
-use crate::policy::ratio::OldLogprob;
+use crate::policy::ratio::OldLogProbSource;
 use crate::policy::{BatchSize, KlPlacement, Normalizer, PolicySettings, Sequences};
 use anyhow::Result;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ pub struct UpdateLoss<'a> {
     batch: &'a Batch,
     policy: &'a PolicySettings,
     loss: Box<dyn LossFunction>,
-    old_log_prob_source: OldLogprob,
+    old_log_prob_source: OldLogProbSource,
     /// Number of updates in the step.
     updates: usize,
     normalizer: Normalizer,
@@ -40,11 +40,11 @@ impl<'a> UpdateLoss<'a> {
     pub fn new(
         batch: &'a Batch,
         policy: &'a PolicySettings,
-        old_log_prob_source: OldLogprob,
+        old_log_prob_source: OldLogProbSource,
         updates: usize,
         response_tokens_max: usize,
     ) -> Result<Self> {
-        let loss = (policy.loss.make)(policy)?;
+        let loss = (policy.loss.build)(policy)?;
         let size = BatchSize::from_sequences(&batch.tokens()?, response_tokens_max);
         let normalizer = Normalizer::new(policy.aggregation, size)?;
         Ok(Self { batch, policy, loss, old_log_prob_source, updates, normalizer })

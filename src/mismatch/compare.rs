@@ -1,7 +1,7 @@
 //! The figures of a log-prob mismatch between training and rollout on the same tokens.
 
 use crate::policy::Sequences;
-use crate::policy::correction::{ImportanceSettings, Level, WeightBound, importance_weights};
+use crate::policy::correction::{ImportanceSettings, RatioLevel, WeightBound, importance_weights};
 use crate::policy::off_policy::{agreement_metrics, off_policy_metrics};
 use anyhow::{Result, ensure};
 
@@ -53,7 +53,7 @@ impl LogProbPair<'_> {
         }
         let log_ratio: Vec<f32> = self.training.iter().zip(self.rollout).map(|(t, r)| t - r).collect();
         let settings = ImportanceSettings {
-            level: Level::Token,
+            level: RatioLevel::Token,
             bound: WeightBound::Truncate { max: WEIGHT_MAX },
             batch_normalize: false,
         };

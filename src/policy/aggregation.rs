@@ -95,16 +95,16 @@ impl Normalizer {
     ) -> (f64, Vec<f32>) {
         let mut total = 0.0;
         let mut gradient = vec![0.0; sequences.tokens()];
-        for (index, row) in sequences.token_ranges().enumerate() {
-            let count = sequences.valid_indices(row.clone()).count();
-            let share = if self.token_mean_in_sequence { 1.0 / count.max(1) as f64 } else { 1.0 };
-            let mut row_total = 0.0;
-            for token in sequences.valid_indices(row) {
-                let (loss, slope) = term(index, token);
-                row_total += loss;
-                gradient[token] = (self.scale * share * slope) as f32;
+        for (sequence, range) in sequences.token_ranges().enumerate() {
+            let count = sequences.valid_indices(range.clone()).count();
+            let token_weight = if self.token_mean_in_sequence { 1.0 / count.max(1) as f64 } else { 1.0 };
+            let mut sequence_total = 0.0;
+            for token in sequences.valid_indices(range) {
+                let (loss, derivative) = term(sequence, token);
+                sequence_total += loss;
+                gradient[token] = (self.scale * token_weight * derivative) as f32;
             }
-            total += share * row_total;
+            total += token_weight * sequence_total;
         }
         (self.scale * total, gradient)
     }

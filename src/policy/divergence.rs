@@ -23,11 +23,11 @@ choice! {
         /// e^−d + d − 1.
         K3 = "k3",
         /// The value of k1 with the gradient of k2.
-        K1Straight = "k1+",
+        K1StraightThrough = "k1+",
         /// The value of abs with the gradient of k2.
-        AbsStraight = "abs+",
+        AbsStraightThrough = "abs+",
         /// The value of k3 with the gradient of k2.
-        K3Straight = "k3+",
+        K3StraightThrough = "k3+",
     }
 }
 
@@ -36,7 +36,10 @@ choice! {
 impl KlEstimator {
     /// Returns whether the gradient is that of k2 instead of the estimator's own gradient (`+` in verl).
     pub fn is_straight_through(self) -> bool {
-        matches!(self, KlEstimator::K1Straight | KlEstimator::AbsStraight | KlEstimator::K3Straight)
+        matches!(
+            self,
+            KlEstimator::K1StraightThrough | KlEstimator::AbsStraightThrough | KlEstimator::K3StraightThrough
+        )
     }
 
     /// Returns the estimate for one token, and its derivative with respect to log π.
@@ -45,18 +48,20 @@ impl KlEstimator {
     /// where one of the two clamps is active.
     pub fn estimate(self, log_prob: f32, reference: f32) -> (f64, f64) {
         let d = f64::from(log_prob) - f64::from(reference);
-        let (value, slope) = match self {
-            KlEstimator::K1 | KlEstimator::K1Straight => (d, 1.0),
-            KlEstimator::Abs | KlEstimator::AbsStraight => (d.abs(), if d == 0.0 { 0.0 } else { d.signum() }),
+        let (value, derivative) = match self {
+            KlEstimator::K1 | KlEstimator::K1StraightThrough => (d, 1.0),
+            KlEstimator::Abs | KlEstimator::AbsStraightThrough => {
+                (d.abs(), if d == 0.0 { 0.0 } else { d.signum() })
+            }
             KlEstimator::K2 => (0.5 * d * d, d),
-            KlEstimator::K3 | KlEstimator::K3Straight => {
+            KlEstimator::K3 | KlEstimator::K3StraightThrough => {
                 let x = (-d).clamp(-K3_EXPONENT_MAX, K3_EXPONENT_MAX);
                 let raw = x.exp() - x - 1.0;
                 let clamped = d.abs() > K3_EXPONENT_MAX || raw > K3_MAX;
                 (raw.min(K3_MAX), if clamped { 0.0 } else { -x.exp_m1() })
             }
         };
-        (value, if self.is_straight_through() { d } else { slope })
+        (value, if self.is_straight_through() { d } else { derivative })
     }
 }
 

@@ -44,7 +44,7 @@ pub fn off_policy_metrics(
     let log_ratio = |t: usize| f64::from(log_prob[t]) - f64::from(rollout_log_prob[t]);
     let difference: Vec<f64> = rollout.iter().zip(&train).map(|(r, t)| r - t).collect();
     let row_sums =
-        sequences.token_ranges().map(|row| sequences.valid_indices(row).map(log_ratio).sum::<f64>());
+        sequences.token_ranges().map(|range| sequences.valid_indices(range).map(log_ratio).sum::<f64>());
     for (name, value) in [
         ("kl", sequences.mean(|t| -log_ratio(t))),
         ("k3_kl", sequences.mean(|t| log_ratio(t).exp_m1() - log_ratio(t))),

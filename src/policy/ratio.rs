@@ -15,7 +15,7 @@ pub(super) fn clamped_ratio(log_ratio: f64) -> f64 {
 
 choice! {
     /// Source of the old log-probabilities, the denominator of the importance ratio.
-    pub enum OldLogprob {
+    pub enum OldLogProbSource {
         /// The log-probabilities of the training forward pass, detached. With one update per batch the ratio
         /// is always 1.
         Detach = "detach",
@@ -27,7 +27,7 @@ choice! {
 }
 
 /// Rollout and training compute the same forward pass, so the three sources are bit-equal on fresh data.
-impl OldLogprob {
+impl OldLogProbSource {
     /// Selects the old log-probs.
     ///
     /// # Errors
@@ -41,13 +41,13 @@ impl OldLogprob {
         updates_per_batch: usize,
     ) -> Result<&'a [f32]> {
         match self {
-            OldLogprob::Detach if updates_per_batch > 1 => Err(bad_input!(
+            OldLogProbSource::Detach if updates_per_batch > 1 => Err(bad_input!(
                 "policy.old_logprob = \"detach\" with {updates_per_batch} updates per batch would change the old \
                  log-probs with every update; use \"rollout\" or \"recompute\""
             )),
-            OldLogprob::Detach => Ok(current),
-            OldLogprob::Rollout => Ok(rollout),
-            OldLogprob::Recompute => recomputed.ok_or_else(|| {
+            OldLogProbSource::Detach => Ok(current),
+            OldLogProbSource::Rollout => Ok(rollout),
+            OldLogProbSource::Recompute => recomputed.ok_or_else(|| {
                 bad_input!(
                     "policy.old_logprob = \"recompute\" needs the log-probs of a forward pass that runs before the first update"
                 )

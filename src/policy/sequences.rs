@@ -53,13 +53,13 @@ impl<'a> Sequences<'a> {
         cu_seqlens.windows(2).map(|pair| pair[0]..pair[1])
     }
 
-    /// Returns the indices of the valid tokens within the token range `row`.
+    /// Returns the indices of the valid tokens within the token range `range`.
     pub fn valid_indices(
         &self,
-        row: Range<usize>,
+        range: Range<usize>,
     ) -> impl DoubleEndedIterator<Item = usize> + Clone + use<'a> {
         let mask = self.mask;
-        row.filter(move |&token| mask[token])
+        range.filter(move |&token| mask[token])
     }
 
     /// Returns the indices of all valid tokens.
@@ -74,7 +74,7 @@ impl<'a> Sequences<'a> {
 
     /// Returns the number of sequences with at least one valid token.
     pub fn valid_sequences(&self) -> usize {
-        self.token_ranges().filter(|row| self.mask[row.clone()].contains(&true)).count()
+        self.token_ranges().filter(|range| self.mask[range.clone()].contains(&true)).count()
     }
 
     /// Checks that `values` has one value per token, and that the values of valid tokens are finite.
@@ -89,9 +89,9 @@ impl<'a> Sequences<'a> {
             values.len(),
             self.tokens()
         );
-        for (sequence, row) in self.token_ranges().enumerate() {
-            let start = row.start;
-            if let Some(token) = self.valid_indices(row).find(|&token| !values[token].is_finite()) {
+        for (sequence, range) in self.token_ranges().enumerate() {
+            let start = range.start;
+            if let Some(token) = self.valid_indices(range).find(|&token| !values[token].is_finite()) {
                 bail!("{name} of token {} of sequence {sequence} is {}", token - start, values[token]);
             }
         }
@@ -108,8 +108,8 @@ impl<'a> Sequences<'a> {
             self.len()
         );
         let mut per_token = vec![0.0; self.tokens()];
-        for (row, &value) in self.token_ranges().zip(per_sequence) {
-            for token in self.valid_indices(row) {
+        for (range, &value) in self.token_ranges().zip(per_sequence) {
+            for token in self.valid_indices(range) {
                 per_token[token] = value;
             }
         }
@@ -122,7 +122,7 @@ impl<'a> Sequences<'a> {
         self.check("token rewards", values)?;
         Ok(self
             .token_ranges()
-            .map(|row| values[row].iter().map(|&v| f64::from(v)).sum::<f64>() as f32)
+            .map(|range| values[range].iter().map(|&v| f64::from(v)).sum::<f64>() as f32)
             .collect())
     }
 
@@ -133,7 +133,7 @@ impl<'a> Sequences<'a> {
 
     /// Returns the mean over the valid tokens of each sequence; 0 for a sequence without valid tokens.
     pub(super) fn sequence_means(&self, value: impl Fn(usize) -> f64) -> Vec<f64> {
-        self.token_ranges().map(|row| mean(self.valid_indices(row).map(&value))).collect()
+        self.token_ranges().map(|range| mean(self.valid_indices(range).map(&value))).collect()
     }
 }
 

@@ -7,7 +7,7 @@ use super::correction::{
 };
 use super::divergence::KlEstimator;
 use super::loss::{Loss, SapoSettings, VespoSettings};
-use super::ratio::OldLogprob;
+use super::ratio::OldLogProbSource;
 use crate::settings::{above, choice, from, table};
 use anyhow::Result;
 
@@ -21,7 +21,7 @@ table! {
         /// How token losses become one number.
         pub aggregation: Aggregation = Aggregation::TokenMean,
         /// The log-probabilities in the denominator of the importance ratio.
-        pub old_logprob: OldLogprob = OldLogprob::Detach,
+        pub old_logprob: OldLogProbSource = OldLogProbSource::Detach,
         /// Lower clip of the ratio: 1 - `clip_low`. Must be below 1, except with `cispo`, where 1 means no
         /// lower bound. With `dppo_tv` and `dppo_kl` it bounds the divergence of tokens whose probability
         /// decreased.

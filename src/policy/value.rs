@@ -45,12 +45,16 @@ pub fn value_loss(
     let mut clipped = TokenMean { name: "critic/vf_clipfrac", sum: 0.0, tokens: 0.0 };
     let (loss, grad_values) = normalizer.reduce(sequences, |_, t| {
         let (value, old, target) = (f64::from(values[t]), f64::from(old_values[t]), f64::from(returns[t]));
-        let free = value - target;
-        let bound = value.max(old - clip).min(old + clip) - target;
-        let binds = bound * bound > free * free;
+        let unclipped_error = value - target;
+        let clipped_error = value.max(old - clip).min(old + clip) - target;
+        let is_clipped = clipped_error * clipped_error > unclipped_error * unclipped_error;
         clipped.tokens += 1.0;
-        clipped.sum += f64::from(binds);
-        if binds { (0.5 * bound * bound, 0.0) } else { (0.5 * free * free, free) }
+        clipped.sum += f64::from(is_clipped);
+        if is_clipped {
+            (0.5 * clipped_error * clipped_error, 0.0)
+        } else {
+            (0.5 * unclipped_error * unclipped_error, unclipped_error)
+        }
     });
     Ok(ValueLoss { loss, grad_values, clipped })
 }

@@ -18,7 +18,7 @@ use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
 use crate::metrics::{Accumulator, Console, Metrics, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
-use crate::policy::ratio::OldLogprob;
+use crate::policy::ratio::OldLogProbSource;
 use crate::policy::{KlPlacement, PolicySettings, RouterReplay};
 use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
@@ -255,9 +255,10 @@ impl PolicyStep<'_> {
     /// compared with the forward of the first update.
     fn needs_forward(&self, critic: Option<&Critic>) -> bool {
         let source = self.old_log_prob_source();
-        let kl_needs_forward = self.policy.kl.place == KlPlacement::Reward && source == OldLogprob::Detach;
+        let kl_needs_forward =
+            self.policy.kl.place == KlPlacement::Reward && source == OldLogProbSource::Detach;
         let first_update_covers_batch = self.train.minibatches == 1 && !self.is_critic_warm_up(critic);
-        source == OldLogprob::Recompute
+        source == OldLogProbSource::Recompute
             || self.policy.correction.is_active()
             || kl_needs_forward
             || !first_update_covers_batch
@@ -268,8 +269,8 @@ impl PolicyStep<'_> {
     }
 
     /// Returns the source of the old log-probs.
-    fn old_log_prob_source(&self) -> OldLogprob {
-        if self.second_forward.is_some() { OldLogprob::Recompute } else { self.policy.old_logprob }
+    fn old_log_prob_source(&self) -> OldLogProbSource {
+        if self.second_forward.is_some() { OldLogProbSource::Recompute } else { self.policy.old_logprob }
     }
 
     /// Runs the critic's updates. Their targets, the returns, are already fixed.

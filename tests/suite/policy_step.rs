@@ -19,7 +19,7 @@ use rloss::policy::advantage::Advantage;
 use rloss::policy::correction::{ImportanceSampling, RejectOption};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::loss::Loss;
-use rloss::policy::ratio::OldLogprob;
+use rloss::policy::ratio::OldLogProbSource;
 use rloss::policy::{
     Aggregation, CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
 };
@@ -175,7 +175,8 @@ fn on_fresh_data_every_anchor_and_correction_gives_the_same_bits() {
             reject_bounds: vec![vec![0.1], vec![1.1]],
         };
         let mut others = vec![];
-        for old_logprob in [OldLogprob::Detach, OldLogprob::Rollout, OldLogprob::Recompute] {
+        for old_logprob in [OldLogProbSource::Detach, OldLogProbSource::Rollout, OldLogProbSource::Recompute]
+        {
             others.push(PolicySettings { loss, old_logprob, ..PolicySettings::default() });
         }
         if loss.name != "geo_mean" {
@@ -187,7 +188,7 @@ fn on_fresh_data_every_anchor_and_correction_gives_the_same_bits() {
             router_replay: RouterReplay::Rollout,
             ..PolicySettings::default()
         });
-        let (old_logprob, router_replay) = (OldLogprob::Recompute, RouterReplay::Recompute);
+        let (old_logprob, router_replay) = (OldLogProbSource::Recompute, RouterReplay::Recompute);
         others.push(PolicySettings { loss, old_logprob, router_replay, ..PolicySettings::default() });
         for other in others {
             let update = fixture.update(&other);
@@ -238,7 +239,7 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
 fn minibatches_cover_the_batch_once_and_add_up_to_it() {
     let fixture = Fixture::new();
     let policy = PolicySettings {
-        old_logprob: OldLogprob::Rollout,
+        old_logprob: OldLogProbSource::Rollout,
         aggregation: Aggregation::TokenSum,
         ..PolicySettings::default()
     };

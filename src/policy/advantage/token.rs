@@ -107,9 +107,9 @@ pub fn gae(
     sequences.check("values", values)?;
     let mut advantages = vec![0.0; rewards.len()];
     let mut returns = vec![0.0; rewards.len()];
-    for row in sequences.token_ranges() {
+    for range in sequences.token_ranges() {
         let (mut next_value, mut next_advantage) = (0.0, 0.0);
-        for t in sequences.valid_indices(row).rev() {
+        for t in sequences.valid_indices(range).rev() {
             let value = f64::from(values[t]);
             let delta = f64::from(rewards[t]) + gamma * next_value - value;
             next_advantage = delta + gamma * lambda * next_advantage;
@@ -125,9 +125,9 @@ pub fn gae(
 fn returns_to_go(sequences: &Sequences, rewards: &[f32]) -> Result<Vec<f32>> {
     sequences.check("rewards", rewards)?;
     let mut returns = vec![0.0; rewards.len()];
-    for row in sequences.token_ranges() {
+    for range in sequences.token_ranges() {
         let mut running = 0.0;
-        for t in sequences.valid_indices(row).rev() {
+        for t in sequences.valid_indices(range).rev() {
             running += f64::from(rewards[t]);
             returns[t] = running as f32;
         }

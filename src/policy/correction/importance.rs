@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::{max, min, share};
+use super::{fraction, max, min};
 use crate::bad_input;
 use crate::policy::MetricMap;
 use crate::policy::off_policy::check_any_valid;
@@ -28,18 +28,18 @@ choice! {
 
 impl ImportanceSampling {
     /// Returns whether the weights are ratios of tokens or of sequences; `None` without weights.
-    pub fn level(self) -> Option<Level> {
+    pub fn level(self) -> Option<RatioLevel> {
         match self {
             ImportanceSampling::None => None,
-            ImportanceSampling::Token => Some(Level::Token),
-            ImportanceSampling::Sequence => Some(Level::Sequence),
+            ImportanceSampling::Token => Some(RatioLevel::Token),
+            ImportanceSampling::Sequence => Some(RatioLevel::Sequence),
         }
     }
 }
 
 /// Whether a weight is the ratio of one token or of a whole sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Level {
+pub enum RatioLevel {
     /// The ratio of the token, ρ = exp(clamp(log ratio, ±20)): low variance, biased.
     Token,
     /// The ratio of the whole response, ρ = exp(clamp(Σ log ratio, ±20)), on each of its tokens: unbiased,
@@ -109,7 +109,7 @@ impl WeightBound {
 /// Settings of the importance weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ImportanceSettings {
-    pub level: Level,
+    pub level: RatioLevel,
     pub bound: WeightBound,
     /// Whether the weights are divided by their mean over the batch.
     pub batch_normalize: bool,
@@ -144,14 +144,14 @@ pub fn importance_weights(
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
     let log_ratio = |t: usize| f64::from(log_ratio[t]);
-    let row_logs: Vec<f64> =
-        sequences.token_ranges().map(|row| sequences.valid_indices(row).map(log_ratio).sum()).collect();
+    let sequence_logs: Vec<f64> =
+        sequences.token_ranges().map(|range| sequences.valid_indices(range).map(log_ratio).sum()).collect();
     let mut raw = vec![0.0; sequences.tokens()];
-    for (row, &row_log) in sequences.token_ranges().zip(&row_logs) {
-        for t in sequences.valid_indices(row) {
+    for (range, &log) in sequences.token_ranges().zip(&sequence_logs) {
+        for t in sequences.valid_indices(range) {
             raw[t] = match settings.level {
-                Level::Token => clamped_ratio(log_ratio(t)),
-                Level::Sequence => clamped_ratio(row_log),
+                RatioLevel::Token => clamped_ratio(log_ratio(t)),
+                RatioLevel::Sequence => clamped_ratio(log),
             };
         }
     }
@@ -159,47 +159,53 @@ pub fn importance_weights(
     for t in sequences.all_valid_indices() {
         weights[t] = settings.bound.apply(raw[t]);
     }
-    let batch = Batch { sequences, settings, row_logs: &row_logs, raw: &raw, weights: &weights };
-    let mut metrics = batch.token_metrics();
-    metrics.extend(batch.sequence_metrics());
+    let context = ImportanceContext {
+        sequences,
+        settings,
+        sequence_logs: &sequence_logs,
+        raw: &raw,
+        weights: &weights,
+    };
+    let mut metrics = context.token_metrics();
+    metrics.extend(context.sequence_metrics());
     if settings.batch_normalize {
-        let factor = batch.normalisation_factor();
+        let factor = context.normalisation_factor();
         weights.iter_mut().for_each(|w| *w /= factor);
         metrics.insert("rollout_is_batch_norm_factor".into(), factor);
     }
     Ok(ImportanceWeights { weights: weights.into_iter().map(|w| w as f32).collect(), metrics })
 }
 
-struct Batch<'a> {
+struct ImportanceContext<'a> {
     sequences: &'a Sequences<'a>,
     settings: &'a ImportanceSettings,
     /// Σ log ratio of each sequence, not clamped.
-    row_logs: &'a [f64],
+    sequence_logs: &'a [f64],
     raw: &'a [f64],
     weights: &'a [f64],
 }
 
-impl Batch<'_> {
+impl ImportanceContext<'_> {
     fn token_metrics(&self) -> MetricMap {
         let tokens = || self.sequences.all_valid_indices();
         let weights = || tokens().map(|t| self.weights[t]);
         let average = mean(weights());
         let variance = mean(weights().map(|w| (w - average).powi(2)));
-        let spread = mean(weights().map(|w| (w / (average + MEAN_EPSILON)).powi(2)));
+        let second_moment = mean(weights().map(|w| (w / (average + MEAN_EPSILON)).powi(2)));
         let (low, high) = self.settings.bound.limits();
-        let logs = || self.row_logs.iter().copied();
+        let logs = || self.sequence_logs.iter().copied();
         let (smallest, largest, below, above) = match self.settings.level {
-            Level::Token => (
+            RatioLevel::Token => (
                 min(weights()),
                 max(weights()),
-                share(tokens(), |t| self.raw[t] < low),
-                share(tokens(), |t| self.raw[t] > high),
+                fraction(tokens(), |t| self.raw[t] < low),
+                fraction(tokens(), |t| self.raw[t] > high),
             ),
-            Level::Sequence => (
+            RatioLevel::Sequence => (
                 min(logs()).exp(),
                 max(logs()).min(LOG_RATIO_MAX).exp(),
-                share(logs(), |log| log < low.ln()),
-                share(logs(), |log| log > high.ln()),
+                fraction(logs(), |log| log < low.ln()),
+                fraction(logs(), |log| log > high.ln()),
             ),
         };
         let mut metrics = MetricMap::from([
@@ -208,12 +214,15 @@ impl Batch<'_> {
             ("rollout_is_min".into(), smallest),
             ("rollout_is_max".into(), largest),
             // If all weights are 0, the effective sample size is 0.
-            ("rollout_is_eff_sample_size".into(), if spread == 0.0 { 0.0 } else { 1.0 / spread }),
+            (
+                "rollout_is_eff_sample_size".into(),
+                if second_moment == 0.0 { 0.0 } else { 1.0 / second_moment },
+            ),
             ("rollout_is_ratio_fraction_low".into(), below),
             ("rollout_is_ratio_fraction_high".into(), above),
         ]);
         if matches!(self.settings.bound, WeightBound::Mask { .. }) {
-            let dropped = share(tokens(), |t| self.settings.bound.rejects(self.raw[t]));
+            let dropped = fraction(tokens(), |t| self.settings.bound.rejects(self.raw[t]));
             metrics.insert("rollout_is_oob_ratio".into(), dropped);
         }
         metrics
@@ -229,8 +238,8 @@ impl Batch<'_> {
             ("rollout_is_seq_max".into(), max(means.iter().copied())),
             ("rollout_is_seq_min".into(), min(means.iter().copied())),
             ("rollout_is_seq_max_deviation".into(), max(means.iter().map(|m| (m - 1.0).abs()))),
-            ("rollout_is_seq_fraction_low".into(), share(raw.iter(), |&r| r < low)),
-            ("rollout_is_seq_fraction_high".into(), share(raw.iter(), |&r| r > high)),
+            ("rollout_is_seq_fraction_low".into(), fraction(raw.iter(), |&r| r < low)),
+            ("rollout_is_seq_fraction_high".into(), fraction(raw.iter(), |&r| r > high)),
         ])
     }
 
@@ -238,9 +247,9 @@ impl Batch<'_> {
     /// ratios of sequences. Returns 1 when all weights are 0.
     fn normalisation_factor(&self) -> f64 {
         let factor = match self.settings.level {
-            Level::Token => self.sequences.mean(|t| self.weights[t]),
-            Level::Sequence => {
-                let first = |row| self.sequences.valid_indices(row).next();
+            RatioLevel::Token => self.sequences.mean(|t| self.weights[t]),
+            RatioLevel::Sequence => {
+                let first = |range| self.sequences.valid_indices(range).next();
                 mean(self.sequences.token_ranges().filter_map(first).map(|t| self.weights[t]))
             }
         };

@@ -9,7 +9,7 @@ mod rejection;
 mod rule;
 
 pub use importance::{
-    ImportanceSampling, ImportanceSettings, ImportanceWeights, Level, WeightBound, importance_weights,
+    ImportanceSampling, ImportanceSettings, ImportanceWeights, RatioLevel, WeightBound, importance_weights,
 };
 pub use rejection::{Rejection, reject};
 pub use rule::{RejectOption, RejectionRule};
@@ -75,7 +75,7 @@ pub fn correct(
 }
 
 /// Returns the fraction of `values` for which `holds` returns true; 0 without values.
-fn share<T>(values: impl Iterator<Item = T>, holds: impl Fn(T) -> bool) -> f64 {
+fn fraction<T>(values: impl Iterator<Item = T>, holds: impl Fn(T) -> bool) -> f64 {
     super::sequences::mean(values.map(|v| f64::from(holds(v))))
 }
 

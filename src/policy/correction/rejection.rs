@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use super::rule::{RejectionRule, Scope, Statistic};
-use super::{max, min, share};
+use super::{fraction, max, min};
 use crate::policy::MetricMap;
 use crate::policy::off_policy::check_any_valid;
 use crate::policy::ratio::LOG_RATIO_MAX;
@@ -47,9 +47,9 @@ pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule])
         }
     }
     let rejected = |t: usize| !mask[t];
-    metrics.insert("rollout_rs_masked_fraction".into(), share(sequences.all_valid_indices(), rejected));
-    let lost_any = |row| sequences.valid_indices(row).any(rejected);
-    metrics.insert("rollout_rs_seq_masked_fraction".into(), share(sequences.token_ranges(), lost_any));
+    metrics.insert("rollout_rs_masked_fraction".into(), fraction(sequences.all_valid_indices(), rejected));
+    let lost_any = |range| sequences.valid_indices(range).any(rejected);
+    metrics.insert("rollout_rs_seq_masked_fraction".into(), fraction(sequences.token_ranges(), lost_any));
     Ok(Rejection { mask, metrics })
 }
 
@@ -60,8 +60,8 @@ fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> 
         rule.option.statistic().evaluate(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX))
     };
     let mut statistic = vec![0.0; sequences.tokens()];
-    for row in sequences.token_ranges() {
-        let valid = || sequences.valid_indices(row.clone());
+    for range in sequences.token_ranges() {
+        let valid = || sequences.valid_indices(range.clone());
         let whole = match rule.option.scope() {
             Scope::Token => None,
             Scope::SequenceSum => Some(valid().map(of).sum()),
@@ -80,34 +80,37 @@ fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) 
     let bounded = || tokens().map(|s| s.clamp(rule.low, rule.high));
     let centre = mean(bounded());
     let variance = mean(bounded().map(|s| (s - centre).powi(2)));
-    let has_tokens = |row: &std::ops::Range<usize>| sequences.valid_indices(row.clone()).next().is_some();
-    let rows = || sequences.token_ranges().filter(has_tokens);
-    let row_means: Vec<f64> =
-        rows().map(|row| mean(sequences.valid_indices(row).map(|t| statistic[t]))).collect();
-    let per_row = || row_means.iter().copied();
-    let lost_any = |row| sequences.valid_indices(row).any(|t| !rule.accepts(statistic[t]));
-    let strayed = |beyond: &dyn Fn(f64) -> bool| match rule.option.scope() {
-        Scope::Token => share(tokens(), beyond),
-        _ => share(per_row(), beyond),
+    let has_tokens = |range: &std::ops::Range<usize>| sequences.valid_indices(range.clone()).next().is_some();
+    let non_empty = || sequences.token_ranges().filter(has_tokens);
+    let sequence_means: Vec<f64> =
+        non_empty().map(|range| mean(sequences.valid_indices(range).map(|t| statistic[t]))).collect();
+    let per_sequence = || sequence_means.iter().copied();
+    let lost_any = |range| sequences.valid_indices(range).any(|t| !rule.accepts(statistic[t]));
+    let fraction_outside = |beyond: &dyn Fn(f64) -> bool| match rule.option.scope() {
+        Scope::Token => fraction(tokens(), beyond),
+        _ => fraction(per_sequence(), beyond),
     };
-    let mut figures = vec![
+    let mut statistics = vec![
         ("mean", mean(tokens())),
         ("max", max(tokens())),
         ("min", min(tokens())),
-        ("fraction_high", strayed(&|s| s > rule.high)),
-        ("fraction_low", strayed(&|s| s < rule.low)),
+        ("fraction_high", fraction_outside(&|s| s > rule.high)),
+        ("fraction_low", fraction_outside(&|s| s < rule.low)),
         ("std", variance.sqrt()),
-        ("seq_mean", mean(per_row())),
-        ("seq_std", sample_std(&row_means)),
-        ("seq_max", max(per_row())),
-        ("seq_min", min(per_row())),
-        ("seq_max_deviation", max(per_row().map(f64::abs))),
-        ("seq_fraction_high", share(per_row(), |s| s > rule.high)),
-        ("masked_fraction", share(tokens(), |s| !rule.accepts(s))),
-        ("seq_masked_fraction", share(rows(), lost_any)),
+        ("seq_mean", mean(per_sequence())),
+        ("seq_std", sample_std(&sequence_means)),
+        ("seq_max", max(per_sequence())),
+        ("seq_min", min(per_sequence())),
+        ("seq_max_deviation", max(per_sequence().map(f64::abs))),
+        ("seq_fraction_high", fraction(per_sequence(), |s| s > rule.high)),
+        ("masked_fraction", fraction(tokens(), |s| !rule.accepts(s))),
+        ("seq_masked_fraction", fraction(non_empty(), lost_any)),
     ];
     if rule.option.statistic() == Statistic::K1 {
-        figures.push(("seq_fraction_low", share(per_row(), |s| s < rule.low)));
+        statistics.push(("seq_fraction_low", fraction(per_sequence(), |s| s < rule.low)));
     }
-    figures.into_iter().map(|(name, value)| (format!("rollout_rs_{}_{name}", rule.option), value)).collect()
+    statistics
+        .into_iter()
+        .map(|(name, value)| (format!("rollout_rs_{}_{name}", rule.option), value))
+        .collect()
 }

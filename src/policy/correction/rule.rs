@@ -127,7 +127,12 @@ impl RejectionRule {
             (Statistic::K1, &[bound]) => (-bound.ln(), bound.ln()),
             (Statistic::K1, &[low, high]) => (-high.ln(), -low.ln()),
             (Statistic::K2 | Statistic::K3, &[max]) => (0.0, max),
-            _ => return Err(bad_input!("the bounds of {option}: there are too many or too few ({})", bounds.len())),
+            _ => {
+                return Err(bad_input!(
+                    "the bounds of {option}: there are too many or too few ({})",
+                    bounds.len()
+                ));
+            }
         };
         Ok(Self { option, low, high })
     }

@@ -10,7 +10,7 @@ use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "cispo",
     meaning: "Gradient of the log-probability, weighted by the clipped ratio.",
-    make: |settings| Ok(Box::new(CispoClip::new(settings.clip_low, settings.clip_high)?)),
+    build: |settings| Ok(Box::new(CispoClip::new(settings.clip_low, settings.clip_high)?)),
     clips_weight: true,
     ..LossEntry::DEFAULT
 };
@@ -64,10 +64,10 @@ pub fn cispo(input: &LossInput, clip: &CispoClip, normalizer: &Normalizer) -> Re
         let log_ratio = input.log_ratio(token);
         let ratio = clamped_ratio(log_ratio);
         let weight = ratio.clamp(1.0 - clip.low, 1.0 + clip.high);
-        let slope = -weight * input.advantage(token);
+        let derivative = -weight * input.advantage(token);
         Term {
-            loss: slope * f64::from(input.log_prob[token]),
-            slope,
+            loss: derivative * f64::from(input.log_prob[token]),
+            derivative,
             kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
             clipped: weight != ratio,
             clipped_lower: false,

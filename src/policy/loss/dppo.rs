@@ -18,7 +18,7 @@ pub enum BinaryDivergence {
 }
 
 /// Keeps the logarithm finite if the sampled token has probability 1.
-const OTHERS_EPSILON: f64 = 1e-8;
+const COMPLEMENT_EPSILON: f64 = 1e-8;
 
 impl BinaryDivergence {
     /// Returns the divergence of a token with log-probs T and O. The unit is nats for `Kl`.
@@ -27,8 +27,8 @@ impl BinaryDivergence {
         match self {
             BinaryDivergence::Tv => (p - old).abs(),
             BinaryDivergence::Kl => {
-                let others = (1.0 - old + OTHERS_EPSILON) / (1.0 - p + OTHERS_EPSILON);
-                old * (old_log_prob - log_prob) + (1.0 - old) * others.ln()
+                let complement_ratio = (1.0 - old + COMPLEMENT_EPSILON) / (1.0 - p + COMPLEMENT_EPSILON);
+                old * (old_log_prob - log_prob) + (1.0 - old) * complement_ratio.ln()
             }
         }
     }
@@ -63,7 +63,7 @@ impl DppoBounds {
     ///
     /// # Errors
     /// The errors of [`Self::new`].
-    pub(super) fn make(
+    pub(super) fn build(
         divergence: BinaryDivergence,
         settings: &PolicySettings,
     ) -> Result<Box<dyn LossFunction>> {
@@ -112,10 +112,10 @@ pub fn dppo(input: &LossInput, bounds: &DppoBounds, normalizer: &Normalizer) -> 
         let advantage = input.advantage(token);
         let ratio = clamped_ratio(log_ratio);
         let clipped = bounds.masks(log_prob, old, advantage);
-        let slope = if clipped { 0.0 } else { -advantage * ratio.min(bounds.ratio_max) };
+        let derivative = if clipped { 0.0 } else { -advantage * ratio.min(bounds.ratio_max) };
         Term {
-            loss: slope * log_prob,
-            slope,
+            loss: derivative * log_prob,
+            derivative,
             kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
             clipped,
             clipped_lower: !clipped && ratio > bounds.ratio_max,

@@ -6,6 +6,6 @@ use super::dppo::{BinaryDivergence, DppoBounds};
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "dppo_kl",
     meaning: "A token has no loss where the KL divergence of its probability exceeds `clip_low` or `clip_high`.",
-    make: |settings| DppoBounds::make(BinaryDivergence::Kl, settings),
+    build: |settings| DppoBounds::build(BinaryDivergence::Kl, settings),
     ..LossEntry::DEFAULT
 };

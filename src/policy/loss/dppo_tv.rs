@@ -7,6 +7,6 @@ use super::dppo::{BinaryDivergence, DppoBounds};
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "dppo_tv",
     meaning: "A token has no loss where the total variation of its probability exceeds `clip_low` or `clip_high`.",
-    make: |settings| DppoBounds::make(BinaryDivergence::Tv, settings),
+    build: |settings| DppoBounds::build(BinaryDivergence::Tv, settings),
     ..LossEntry::DEFAULT
 };

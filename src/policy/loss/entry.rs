@@ -22,7 +22,7 @@ pub struct LossEntry {
     pub name: &'static str,
     /// Description of the loss in the recipe reference.
     pub meaning: &'static str,
-    pub make: fn(&PolicySettings) -> Result<Box<dyn LossFunction>>,
+    pub build: fn(&PolicySettings) -> Result<Box<dyn LossFunction>>,
     /// Whether the loss has an importance ratio to the old log-probs. If so, importance weights against the
     /// rollout would correct the mismatch a second time.
     pub has_ratio: bool,
@@ -32,11 +32,11 @@ pub struct LossEntry {
 }
 
 impl LossEntry {
-    /// The defaults of an entry. Each loss sets its own name, meaning and `make`.
+    /// The defaults of an entry. Each loss sets its own name, meaning and `build`.
     pub(super) const DEFAULT: LossEntry = LossEntry {
         name: "",
         meaning: "",
-        make: |_| Err(anyhow::anyhow!("a loss without a constructor")),
+        build: |_| Err(anyhow::anyhow!("a loss without a constructor")),
         has_ratio: true,
         clips_weight: false,
         token_weights: TokenWeights::Any,

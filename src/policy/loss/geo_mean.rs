@@ -12,9 +12,9 @@ const WEIGHT_EPSILON: f64 = 1e-10;
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "geo_mean",
     meaning: "Geometric mean of a sequence's ratios, clipped per token. The loss is a mean over sequences; `aggregation` has no effect.",
-    make: |settings| Ok(Box::new(GeoMean(ClipRange::from_settings(settings)?))),
+    build: |settings| Ok(Box::new(GeoMean(ClipRange::from_settings(settings)?))),
     token_weights: TokenWeights::Truncated(
-            "geo_mean takes the geometric mean of a sequence's weights, which is 0 if one weight is 0; give one number as \
+        "geo_mean takes the geometric mean of a sequence's weights, which is 0 if one weight is 0; give one number as \
               policy.correction.threshold, which truncates weights instead",
     ),
     ..LossEntry::DEFAULT
@@ -60,8 +60,8 @@ pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> 
     let mut counts = ClipCounts::default();
     let mut total = 0.0;
     let mut gradient = vec![0.0; input.sequences.tokens()];
-    for row in input.sequences.token_ranges() {
-        let valid = input.sequences.valid_indices(row);
+    for range in input.sequences.token_ranges() {
+        let valid = input.sequences.valid_indices(range);
         let tokens = valid.clone().count();
         if tokens == 0 {
             continue;
@@ -72,7 +72,7 @@ pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> 
         let loss = -mean(valid.clone().map(|t| input.advantage(t))) * ratio * weight;
         total += loss;
         for token in valid {
-            let (_, free) = clip_log_ratio(input, clip, token);
+            let (_, depends_on_log_prob) = clip_log_ratio(input, clip, token);
             let (log_ratio, advantage) = (input.log_ratio(token), input.advantage(token));
             let outside = log_ratio != log_ratio.clamp(-clip.low(), clip.high());
             counts.add(&Term {
@@ -81,7 +81,7 @@ pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> 
                 clipped_lower: outside && advantage < 0.0,
                 ..Term::default()
             });
-            if free {
+            if depends_on_log_prob {
                 gradient[token] = (loss / (tokens * batch_sequences) as f64) as f32;
             }
         }

@@ -8,9 +8,9 @@ use crate::policy::aggregation::Normalizer;
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "gspo",
     meaning: "One clipped ratio per sequence.",
-    make: |settings| Ok(Box::new(Gspo(ClipRange::from_settings(settings)?))),
+    build: |settings| Ok(Box::new(Gspo(ClipRange::from_settings(settings)?))),
     token_weights: TokenWeights::None(
-            "gspo has one ratio per sequence; with per-token weights its gradient would not be the gradient of its loss; write \
+        "gspo has one ratio per sequence; with per-token weights its gradient would not be the gradient of its loss; write \
          is = \"sequence\", or another loss",
     ),
     ..LossEntry::DEFAULT
@@ -45,15 +45,15 @@ const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;
 pub fn gspo(input: &LossInput, clip: &ClipRange, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     let means = input.sequences.sequence_means(|token| input.log_ratio(token));
-    Ok(token_loss(input, normalizer, |row, token| {
+    Ok(token_loss(input, normalizer, |sequence, token| {
         let advantage = input.advantage(token);
-        let ratio = means[row].min(LOG_SEQUENCE_RATIO_MAX).exp();
-        let (free, bound) = (-advantage * ratio, -advantage * clip.clip(ratio));
-        let clipped = bound > free;
-        let flat = clipped || means[row] > LOG_SEQUENCE_RATIO_MAX;
+        let ratio = means[sequence].min(LOG_SEQUENCE_RATIO_MAX).exp();
+        let (unclipped_loss, clipped_loss) = (-advantage * ratio, -advantage * clip.clip(ratio));
+        let clipped = clipped_loss > unclipped_loss;
+        let has_zero_gradient = clipped || means[sequence] > LOG_SEQUENCE_RATIO_MAX;
         Term {
-            loss: free.max(bound),
-            slope: if flat { 0.0 } else { free },
+            loss: unclipped_loss.max(clipped_loss),
+            derivative: if has_zero_gradient { 0.0 } else { unclipped_loss },
             kl: -input.log_ratio(token),
             clipped,
             clipped_lower: false,

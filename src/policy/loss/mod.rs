@@ -160,7 +160,7 @@ struct Term {
     /// l, before the importance weight.
     loss: f64,
     /// dl/dT.
-    slope: f64,
+    derivative: f64,
     /// Negative log ratio, for `actor/ppo_kl`.
     kl: f64,
     clipped: bool,
@@ -175,11 +175,11 @@ fn token_loss(
     mut term: impl FnMut(usize, usize) -> Term,
 ) -> PolicyLoss {
     let mut counts = ClipCounts::default();
-    let (loss, grad_log_prob) = normalizer.reduce(&input.sequences, |row, token| {
-        let term = term(row, token);
+    let (loss, grad_log_prob) = normalizer.reduce(&input.sequences, |sequence, token| {
+        let term = term(sequence, token);
         counts.add(&term);
         let weight = input.weight(token);
-        (weight * term.loss, weight * term.slope)
+        (weight * term.loss, weight * term.derivative)
     });
     PolicyLoss { loss, grad_log_prob, metrics: counts.metrics() }
 }

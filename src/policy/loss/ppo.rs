@@ -10,7 +10,7 @@ use crate::policy::ratio::{LOG_RATIO_MAX, clamped_ratio};
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "ppo",
     meaning: "One clipped ratio per token, with dual clip.",
-    make: |settings| {
+    build: |settings| {
         let dual = (settings.dual_clip > 0.0).then_some(settings.dual_clip);
         Ok(Box::new(PpoClip::new(ClipRange::from_settings(settings)?, dual)?))
     },
@@ -69,15 +69,15 @@ pub fn ppo(input: &LossInput, clip: &PpoClip, normalizer: &Normalizer) -> Result
         let log_ratio = input.log_ratio(token);
         let advantage = input.advantage(token);
         let ratio = clamped_ratio(log_ratio);
-        let (free, bound) = (-advantage * ratio, -advantage * clip.range.clip(ratio));
-        let clipped = bound > free;
-        let loss = if clipped { bound } else { free };
+        let (unclipped_loss, clipped_loss) = (-advantage * ratio, -advantage * clip.range.clip(ratio));
+        let clipped = clipped_loss > unclipped_loss;
+        let loss = if clipped { clipped_loss } else { unclipped_loss };
         let ceiling = clip.dual.filter(|_| advantage < 0.0).map_or(f64::INFINITY, |c| -advantage * c);
         let clipped_lower = loss > ceiling;
-        let flat = clipped || clipped_lower || log_ratio.abs() > LOG_RATIO_MAX;
+        let has_zero_gradient = clipped || clipped_lower || log_ratio.abs() > LOG_RATIO_MAX;
         Term {
             loss: loss.min(ceiling),
-            slope: if flat { 0.0 } else { free },
+            derivative: if has_zero_gradient { 0.0 } else { unclipped_loss },
             kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
             clipped,
             clipped_lower,

@@ -8,7 +8,7 @@ use crate::policy::aggregation::Normalizer;
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "reinforce",
     meaning: "Gradient of the log-probability.",
-    make: |_| Ok(Box::new(Reinforce)),
+    build: |_| Ok(Box::new(Reinforce)),
     has_ratio: false,
     ..LossEntry::DEFAULT
 };
@@ -34,10 +34,10 @@ impl LossFunction for Reinforce {
 pub fn reinforce(input: &LossInput, normalizer: &Normalizer) -> Result<PolicyLoss> {
     input.check()?;
     let mut loss = token_loss(input, normalizer, |_, token| {
-        let slope = -input.advantage(token);
+        let derivative = -input.advantage(token);
         Term {
-            loss: slope * f64::from(input.log_prob[token]),
-            slope,
+            loss: derivative * f64::from(input.log_prob[token]),
+            derivative,
             kl: -input.log_ratio(token),
             ..Term::default()
         }

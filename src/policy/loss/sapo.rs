@@ -10,7 +10,7 @@ use crate::settings::{above, table};
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "sapo",
     meaning: "A smooth gate of the ratio instead of the clip.",
-    make: |settings| Ok(Box::new(settings.sapo.clone())),
+    build: |settings| Ok(Box::new(settings.sapo.clone())),
     ..LossEntry::DEFAULT
 };
 
@@ -59,7 +59,7 @@ pub fn sapo(input: &LossInput, settings: &SapoSettings, normalizer: &Normalizer)
         let is_clamped = log_ratio.abs() > LOG_RATIO_MAX;
         Term {
             loss: -advantage * gate * 4.0 / temperature,
-            slope: if is_clamped { 0.0 } else { -advantage * 4.0 * gate * (1.0 - gate) * ratio },
+            derivative: if is_clamped { 0.0 } else { -advantage * 4.0 * gate * (1.0 - gate) * ratio },
             kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
             clipped: false,
             clipped_lower: false,

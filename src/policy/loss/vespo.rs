@@ -10,9 +10,9 @@ use crate::settings::{from, table};
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "vespo",
     meaning: "Gradient of the log-probability, weighted by a smooth function of the sequence's ratio.",
-    make: |settings| Ok(Box::new(settings.vespo.clone())),
+    build: |settings| Ok(Box::new(settings.vespo.clone())),
     token_weights: TokenWeights::None(
-            "vespo has one ratio per sequence, so per-token weights do not apply; write is = \"sequence\", or use \
+        "vespo has one ratio per sequence, so per-token weights do not apply; write is = \"sequence\", or use \
          another loss",
     ),
     ..LossEntry::DEFAULT
@@ -62,20 +62,20 @@ pub fn vespo(input: &LossInput, settings: &VespoSettings, normalizer: &Normalize
     let sequences = &input.sequences;
     let log_ratios: Vec<f64> = sequences
         .token_ranges()
-        .map(|row| sequences.valid_indices(row).map(log_ratio).sum::<f64>())
+        .map(|range| sequences.valid_indices(range).map(log_ratio).sum::<f64>())
         .map(|sum| sum.clamp(SEQUENCE_RATIO_MIN.ln(), LOG_RATIO_MAX))
         .collect();
-    Ok(token_loss(input, normalizer, |row, token| {
+    Ok(token_loss(input, normalizer, |sequence, token| {
         let advantage = input.advantage(token);
         let (power, decay) = match advantage >= 0.0 {
             true => (settings.power_positive, settings.decay_positive),
             false => (settings.power_negative, settings.decay_negative),
         };
-        let log_weight = power * log_ratios[row] + decay * (1.0 - log_ratios[row].exp());
-        let slope = -log_weight.exp() * advantage;
+        let log_weight = power * log_ratios[sequence] + decay * (1.0 - log_ratios[sequence].exp());
+        let derivative = -log_weight.exp() * advantage;
         Term {
-            loss: slope * f64::from(input.log_prob[token]),
-            slope,
+            loss: derivative * f64::from(input.log_prob[token]),
+            derivative,
             kl: -log_ratio(token),
             clipped: false,
             clipped_lower: false,

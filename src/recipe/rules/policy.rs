@@ -4,7 +4,7 @@ use super::Rules;
 use crate::policy::advantage::Advantage;
 use crate::policy::correction::{ImportanceSampling, WeightBound};
 use crate::policy::loss::{Loss, SapoSettings, TokenWeights, VespoSettings};
-use crate::policy::ratio::OldLogprob;
+use crate::policy::ratio::OldLogProbSource;
 use crate::policy::{KlPlacement, RouterReplay};
 use crate::settings::Choice;
 
@@ -114,7 +114,7 @@ impl Rules<'_> {
         self.check_minibatches("train.minibatches", train.minibatches);
         // The ablation computes the old log-probs by a forward of its own.
         let uses_second_forward = self.recipe.arms.second_forward_old_logprobs;
-        if self.recipe.policy.old_logprob == OldLogprob::Detach && !uses_second_forward {
+        if self.recipe.policy.old_logprob == OldLogProbSource::Detach && !uses_second_forward {
             for (key, count) in [("train.minibatches", train.minibatches), ("train.epochs", train.epochs)] {
                 if count > 1 {
                     self.refuse(
@@ -155,7 +155,7 @@ impl Rules<'_> {
             return;
         }
         // Without a ratio in the loss, importance weights are the only correction.
-        if self.recipe.policy.loss.has_ratio && self.recipe.policy.old_logprob == OldLogprob::Rollout {
+        if self.recipe.policy.loss.has_ratio && self.recipe.policy.old_logprob == OldLogProbSource::Rollout {
             self.refuse(
                 &["policy.correction.is", "policy.old_logprob", "policy.loss"],
                 "with old_logprob = \"rollout\" the loss's own ratio is already against the rollout, and weights would count \
@@ -215,7 +215,7 @@ impl Rules<'_> {
                 &["policy.router_replay", "rollout.keep_routes"],
                 "the experts chosen at sampling are not kept; write rollout.keep_routes = true",
             ),
-            RouterReplay::Recompute if policy.old_logprob != OldLogprob::Recompute => self.refuse(
+            RouterReplay::Recompute if policy.old_logprob != OldLogProbSource::Recompute => self.refuse(
                 &["policy.router_replay", "policy.old_logprob"],
                 "log-probabilities and experts must come from the same pass; write old_logprob = \"recompute\"",
             ),

@@ -5,7 +5,7 @@ use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::correction::{RejectOption, RejectionRule, WeightBound};
 use rloss::policy::kl_in_reward::KlController;
 use rloss::policy::loss::{CispoClip, ClipRange, PpoClip};
-use rloss::policy::ratio::OldLogprob;
+use rloss::policy::ratio::OldLogProbSource;
 use rloss::policy::shaping::OverlongPenalty;
 use rloss::policy::value::value_loss;
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
@@ -94,6 +94,6 @@ fn other_settings_are_checked() {
     refused(OverlongPenalty::new(100, 20, -1.0), "penalty");
     let normalizer = whole_batch(Aggregation::TokenMean, &sequences);
     refused(value_loss(&sequences, &values, &values, &values, 0.0, &normalizer), "value clip");
-    refused(OldLogprob::Detach.select(&values, &values, None, 4), "detach");
-    refused(OldLogprob::Recompute.select(&values, &values, None, 1), "recompute");
+    refused(OldLogProbSource::Detach.select(&values, &values, None, 4), "detach");
+    refused(OldLogProbSource::Recompute.select(&values, &values, None, 1), "recompute");
 }

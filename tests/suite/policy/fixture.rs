@@ -88,7 +88,7 @@ impl Fixture {
 /// Every loss that a recipe can name, with its name.
 pub fn objectives() -> Vec<(&'static str, Box<dyn LossFunction>)> {
     let settings = PolicySettings { clip_low: 0.2, clip_high: 0.28, dual_clip: 3.0, ..Default::default() };
-    Loss::all().into_iter().map(|loss| (loss.name(), (loss.make)(&settings).expect("settings"))).collect()
+    Loss::all().into_iter().map(|loss| (loss.name(), (loss.build)(&settings).expect("settings"))).collect()
 }
 
 pub const AGGREGATIONS: [Aggregation; 5] = [

@@ -103,10 +103,10 @@ fn divergences_have_the_gradient_of_their_value_or_of_k2() {
     // A gap of 0 is a kink of the absolute value.
     let reference: Vec<f32> = batch.old_log_prob.iter().map(|o| o - 0.03125).collect();
     for (estimator, straight) in [
-        (KlEstimator::K1, Some(KlEstimator::K1Straight)),
-        (KlEstimator::Abs, Some(KlEstimator::AbsStraight)),
+        (KlEstimator::K1, Some(KlEstimator::K1StraightThrough)),
+        (KlEstimator::Abs, Some(KlEstimator::AbsStraightThrough)),
         (KlEstimator::K2, None),
-        (KlEstimator::K3, Some(KlEstimator::K3Straight)),
+        (KlEstimator::K3, Some(KlEstimator::K3StraightThrough)),
     ] {
         let loss = |estimator, log_prob: &[f32]| {
             kl_loss(&sequences, log_prob, &reference, estimator, &normalizer).unwrap()

@@ -10,7 +10,7 @@ use rloss::policy::alarm::alarm;
 use rloss::policy::correction::{CorrectionRules, correct};
 use rloss::policy::loss::{LossInput, PolicyLoss};
 use rloss::policy::off_policy::agreement_metrics;
-use rloss::policy::ratio::OldLogprob;
+use rloss::policy::ratio::OldLogProbSource;
 use rloss::policy::shaping::OverlongPenalty;
 use rloss::policy::{Aggregation, Sequences};
 
@@ -211,13 +211,15 @@ fn on_fresh_data_every_anchor_gives_the_same_gradient_and_nothing_is_clipped() {
         assert!(agreement.iter().all(|(name, &value)| value == f64::from(name.ends_with("fraction"))));
         let normalizer = whole_batch(Aggregation::TokenMean, &sequences);
         for (name, objective) in objectives() {
-            let losses: Vec<PolicyLoss> = [OldLogprob::Detach, OldLogprob::Rollout, OldLogprob::Recompute]
-                .map(|mode| {
-                    let old_log_prob = mode.select(&fresh.log_prob, &rollout, Some(&recomputed), 1).unwrap();
-                    let input = LossInput { old_log_prob, weights: None, ..fresh.input() };
-                    objective.loss(&input, &normalizer, 8).unwrap()
-                })
-                .into();
+            let losses: Vec<PolicyLoss> =
+                [OldLogProbSource::Detach, OldLogProbSource::Rollout, OldLogProbSource::Recompute]
+                    .map(|mode| {
+                        let old_log_prob =
+                            mode.select(&fresh.log_prob, &rollout, Some(&recomputed), 1).unwrap();
+                        let input = LossInput { old_log_prob, weights: None, ..fresh.input() };
+                        objective.loss(&input, &normalizer, 8).unwrap()
+                    })
+                    .into();
             let bits =
                 |loss: &PolicyLoss| -> Vec<u32> { loss.grad_log_prob.iter().map(|g| g.to_bits()).collect() };
             assert!(losses.iter().all(|loss| bits(loss) == bits(&losses[0])));

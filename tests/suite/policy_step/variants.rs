@@ -12,7 +12,7 @@ use rloss::policy::correction::CorrectionRules;
 use rloss::policy::correction::{ImportanceSampling, RejectOption};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::loss::{ClipRange, PpoClip};
-use rloss::policy::ratio::OldLogprob;
+use rloss::policy::ratio::OldLogProbSource;
 use rloss::policy::{CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings};
 use rloss::trainer::step::PolicyStep;
 
@@ -73,9 +73,11 @@ fn the_divergence_in_the_reward_is_the_anchors_and_has_the_steps_weight() {
         },
         ..PolicySettings::default()
     };
-    for (old_logprob, kl) in
-        [(OldLogprob::Detach, 0.0), (OldLogprob::Recompute, 0.0), (OldLogprob::Rollout, -0.5)]
-    {
+    for (old_logprob, kl) in [
+        (OldLogProbSource::Detach, 0.0),
+        (OldLogProbSource::Recompute, 0.0),
+        (OldLogProbSource::Rollout, -0.5),
+    ] {
         let policy = policy(old_logprob);
         let step = PolicyStep { kl_coefficient: 0.125, ..fixture.step(&policy, Some(&fixture.parameters)) };
         let (batch, _, metrics) = step.prepare(&fixture.groups(), None).unwrap();
@@ -114,7 +116,7 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
         let policy = PolicySettings {
             loss,
             correction,
-            old_logprob: OldLogprob::Rollout,
+            old_logprob: OldLogProbSource::Rollout,
             ..PolicySettings::default()
         };
         let step = fixture.step(&policy, None);
@@ -147,7 +149,7 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
 fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     let mut fixture = Fixture::new();
     fixture.trajectories().last().unwrap().logprobs.iter_mut().for_each(|l| *l -= 2.0);
-    let policy = PolicySettings { old_logprob: OldLogprob::Rollout, ..PolicySettings::default() };
+    let policy = PolicySettings { old_logprob: OldLogProbSource::Rollout, ..PolicySettings::default() };
     let train = TrainSettings { minibatches: 6, ..fixture.train.clone() };
     let step = PolicyStep { train: &train, ..fixture.step(&policy, None) };
     let (batch, forward, _) = step.prepare(&fixture.groups(), None).unwrap();
@@ -216,7 +218,7 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
 #[test]
 fn experts_kept_at_sampling_are_compared_with_those_of_training() {
     let mut fixture = Fixture::new();
-    let recompute = PolicySettings { old_logprob: OldLogprob::Recompute, ..PolicySettings::default() };
+    let recompute = PolicySettings { old_logprob: OldLogProbSource::Recompute, ..PolicySettings::default() };
     let agreement = |fixture: &Fixture, policy: &PolicySettings| {
         let step = fixture.step(policy, None);
         let (batch, forward, _) = step.prepare(&fixture.groups(), None).unwrap();
