@@ -1,4 +1,4 @@
-//! The advantages of a batch: rewards, reward shaping, KL penalty, and the estimator.
+//! The advantages of a batch: rewards, reward shaping, the KL penalty and the advantage estimator.
 
 use super::batch::Batch;
 use super::critic::CriticStep;
@@ -23,15 +23,15 @@ pub struct AdvantageEstimator<'a> {
     pub old_log_prob_source: OldLogProbSource,
     /// Coefficient of the KL penalty in the reward at this step.
     pub kl_coefficient: f64,
-    /// The token limit of overlong shaping.
+    /// The token limit that overlong shaping uses.
     pub response_tokens_max: usize,
-    /// The critic, which gives the returns; the advantage `gae` needs it.
+    /// The critic, which computes the returns. The advantage `gae` needs a critic.
     pub critic: Option<CriticStep<'a>>,
 }
 
 impl AdvantageEstimator<'_> {
-    /// Computes the advantages of `batch`, which holds the trajectories of `groups`. With a critic, computes
-    /// the returns too. Returns the metrics.
+    /// Computes the advantages of `batch`, which holds the trajectories of `groups`. With a critic, also
+    /// computes the returns. Returns the metrics.
     ///
     /// # Errors
     /// When a column is missing, a value is NaN, or `remax` has no greedy samples.
@@ -85,7 +85,7 @@ impl AdvantageEstimator<'_> {
         Ok(metrics)
     }
 
-    /// Returns the overlong shaping, if the recipe enables it.
+    /// Returns the overlong penalty; `None` if the recipe does not enable it.
     fn overlong_penalty(&self) -> Result<Option<OverlongPenalty>> {
         let settings = &self.policy.overlong;
         if settings.buffer_tokens == 0 {
@@ -95,7 +95,7 @@ impl AdvantageEstimator<'_> {
     }
 
     /// Returns the KL penalty of each token, between the old and the reference log-probabilities; 0 if the
-    /// reward has no penalty.
+    /// recipe has no KL penalty in the reward.
     fn kl_penalties(&self, batch: &Batch, sequences: &Sequences, metrics: &mut Metrics) -> Result<Vec<f32>> {
         let zeros = vec![0.0; sequences.tokens()];
         let (KlPlacement::Reward, Some(reference)) = (self.policy.kl.place, &batch.reference_log_probs)
@@ -127,7 +127,8 @@ fn rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>, metrics: &mut M
     rewards
 }
 
-/// Returns the reward of each token: its penalty, plus the response's reward for the response's last token.
+/// Returns the reward of each token: the token's KL penalty, plus the reward of the response on its last
+/// token.
 fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) -> Vec<f32> {
     let mut token_rewards = penalties;
     for (reward, row) in rewards.iter().zip(sequences.token_ranges()) {
@@ -138,13 +139,13 @@ fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) ->
     token_rewards
 }
 
-/// Returns for each trajectory the shaped reward of its prompt's greedy sample.
+/// Returns, for each trajectory, the shaped reward of the greedy sample of its prompt.
 fn greedy_rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>) -> Result<Vec<f32>> {
     let repeat_greedy_reward = |group: &&Group| -> Result<Vec<f32>> {
         let Some(greedy) = &group.greedy else {
             return Err(bad_input!(
-                "policy.advantage = \"remax\" needs a greedy sample of every prompt, and these trajectories have none; \
-                 sample them anew"
+                "policy.advantage = \"remax\" needs a greedy sample of every prompt, but these trajectories have none; \
+                 sample them again with this advantage"
             ));
         };
         let shaping = shaping.map_or(0.0, |overlong| overlong.reward(greedy.sampled_tokens()));

@@ -1,5 +1,5 @@
-//! The record of a step's trajectories, as columns. A column has one value for each trained token, sequence
-//! after sequence. A step fills in the columns before its first update; its updates do not change them.
+//! A step's trajectories as columns. A column has one value for each trained token, sequence after sequence.
+//! The columns are filled in before the first update of a step. Updates do not change them.
 
 use super::forward_backward::PassOutput;
 use super::micro_batch::{MicroBatch, PackingParameters, Sequence};
@@ -19,42 +19,43 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Batch {
     pub sequences: Vec<Arc<Sequence>>,
-    /// Start of each sequence in the columns, then the length of the columns.
+    /// Start of each sequence in the columns, followed by the length of the columns.
     pub cu_seqlens: Vec<usize>,
     /// Log-probabilities stored at sampling.
     pub rollout_log_probs: Vec<f32>,
-    /// Log-probabilities of a training forward before the first update, if the step runs one.
+    /// Log-probabilities of a training forward pass before the first update, if the step runs one.
     pub training_log_probs: Option<Vec<f32>>,
-    /// Log-probabilities of the frozen reference, if the recipe has one.
+    /// Log-probabilities of the frozen reference, if the recipe has a reference.
     pub reference_log_probs: Option<Vec<f32>>,
     /// The critic's values before its first update, if there is a critic.
     pub values: Option<Vec<f32>>,
     pub advantages: Vec<f32>,
-    /// The critic's targets.
+    /// The targets of the critic.
     pub returns: Option<Vec<f32>>,
-    /// False for a token that the rollout correction rejected; the loss leaves it out.
+    /// False for a token that the rollout correction rejected. The loss does not cover such a token.
     pub mask: Vec<bool>,
     /// Importance weights of the rollout correction.
     pub weights: Option<Vec<f32>>,
-    /// Routed experts at sampling, one entry a sequence. Present if they are compared with training's.
+    /// Routed experts at sampling, one entry per sequence. Present if they are compared with the experts of
+    /// training.
     pub rollout_experts: Option<Vec<RoutedExperts>>,
-    /// Experts to replay, one entry a sequence.
+    /// Experts to replay, one entry per sequence.
     replayed_experts: Option<Vec<RoutedExperts>>,
     packing: PackingParameters,
-    /// The packed sequences for the policy's forward, with the experts to replay.
+    /// The packed sequences for the policy's forward pass, with the experts to replay.
     pub micro_batches: Vec<MicroBatch>,
 }
 
-/// The result of the policy's forward over a whole batch.
+/// The result of the policy's forward pass over a whole batch.
 pub struct ForwardResult {
-    /// One value a trained token.
+    /// One value per trained token.
     pub log_probs: Vec<f32>,
-    /// Routed experts, one entry a sequence; empty if they are not compared.
+    /// Routed experts, one entry per sequence; empty if they are not compared.
     pub routed_experts: Vec<RoutedExperts>,
 }
 
 impl Batch {
-    /// Packs the trained tokens of `groups`; the other columns are empty.
+    /// Packs the trained tokens of `groups` into a batch. The other columns are empty.
     pub fn new(groups: &[&Group], packing: PackingParameters) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
         for Trajectory { tokens, mask, logprobs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
@@ -81,8 +82,8 @@ impl Batch {
         }
     }
 
-    /// Packs the batch again with the experts to replay. Every later forward of the policy uses `experts`,
-    /// one entry a sequence.
+    /// Packs the batch again with the experts to replay. All later forward passes of the policy use
+    /// `experts`, which has one entry per sequence.
     ///
     /// # Errors
     /// When memory runs out.
@@ -92,7 +93,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Returns the micro-batches of `packing`, without experts to replay.
+    /// Returns micro-batches packed with `packing`, without experts to replay.
     pub fn micro_batches_for(&self, packing: PackingParameters) -> Cow<'_, [MicroBatch]> {
         match self.replayed_experts.is_none() && packing == self.packing {
             true => Cow::Borrowed(&self.micro_batches),
@@ -100,7 +101,7 @@ impl Batch {
         }
     }
 
-    /// Returns the range of a micro-batch in the columns.
+    /// Returns the range of a micro-batch's tokens in the columns.
     pub fn column_range(&self, micro_batch: &MicroBatch) -> Range<usize> {
         self.cu_seqlens[micro_batch.sequences.start]..self.cu_seqlens[micro_batch.sequences.end]
     }
@@ -113,9 +114,9 @@ impl Batch {
         Sequences::new(&self.cu_seqlens, &self.mask)
     }
 
-    /// Returns the sequence indices of each of `count` minibatches of epoch `epoch`. One minibatch has all
-    /// sequences in order. Several minibatches are equal parts of a shuffle, which depends on seed, step and
-    /// epoch alone.
+    /// Returns the sequence indices of each of the `count` minibatches of an epoch. One minibatch has all
+    /// sequences in order. Several minibatches are equal parts of a shuffle, which depends only on `seed`,
+    /// `step` and `epoch`.
     pub fn minibatches(&self, count: usize, seed: u64, step: u64, epoch: u64) -> Vec<Vec<usize>> {
         let total = self.sequences.len();
         let count = count.clamp(1, total.max(1));
@@ -126,8 +127,8 @@ impl Batch {
         (0..count).map(|i| order[i * total / count..(i + 1) * total / count].to_vec()).collect()
     }
 
-    /// Returns the minibatch of the sequences `indices`, in that order. Borrows the batch if it is the whole
-    /// one.
+    /// Returns the minibatch of the sequences `indices`, in that order. Borrows the batch if the minibatch is
+    /// the whole batch.
     ///
     /// # Errors
     /// When memory runs out.
@@ -170,8 +171,8 @@ impl Batch {
         Ok(Cow::Owned(minibatch))
     }
 
-    /// Joins the outputs of the policy's micro-batches. Reads the routed experts only if the batch has those
-    /// of sampling to compare.
+    /// Joins the outputs of the policy's micro-batches. Reads the routed experts only if the batch has
+    /// experts of sampling to compare with.
     ///
     /// # Errors
     /// When experts cannot be read.
@@ -184,8 +185,8 @@ impl Batch {
         Ok(ForwardResult { log_probs, routed_experts })
     }
 
-    /// Returns the `rollout_corr/`, `mismatch/` and `training/` metrics. They compare log-probs and experts
-    /// of sampling with those of `training`, a forward with the weights before the first update. Rejected
+    /// Returns the `rollout_corr/`, `mismatch/` and `training/` metrics. They compare the log-probs and
+    /// experts of sampling with `training`, the result of a forward pass before the first update. Rejected
     /// tokens are included.
     ///
     /// # Errors
@@ -211,8 +212,9 @@ impl Batch {
         Ok(metrics)
     }
 
-    /// Returns statistics of each sequence, one value for every token: the advantages, and with `training`
-    /// the log-prob differences. `training` are the log-probs of a forward before the first update.
+    /// Returns statistics of each sequence, with one value for every token: the advantages and, with
+    /// `training`, the log-prob differences. `training` holds the log-probs of a forward pass before the
+    /// first update.
     pub fn token_stats(&self, training: Option<&[f32]>) -> Vec<TokenStats> {
         let sequence_stats = |(sequence, span): (&Arc<Sequence>, &[usize])| {
             // Tokens that are not trained get the value 0.
@@ -239,7 +241,7 @@ fn pack(sequences: &[Arc<Sequence>], packing: PackingParameters) -> Vec<MicroBat
 }
 
 /// Packs the sequences with the experts to replay. Two sequences share a row only if its experts are equal in
-/// both.
+/// both sequences.
 fn pack_with_replay(
     sequences: &[Arc<Sequence>],
     PackingParameters { limits, shared_positions_max, top_k }: PackingParameters,

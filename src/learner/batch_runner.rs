@@ -1,4 +1,4 @@
-//! Runs the micro-batches of a batch, in parallel or one at a time, and sums gradients in batch order.
+//! Runs the micro-batches of a batch, in parallel or one at a time. Adds up their gradients in batch order.
 
 use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
 use super::gradients::{GradientSum, clip, global_norm};
@@ -12,11 +12,11 @@ use crate::ops::threads::{Threads, with_spinning_threads};
 use anyhow::{Context, Result, ensure};
 use std::sync::{Mutex, PoisonError};
 
-/// Maximum bytes of a model that runs micro-batches in parallel, one a thread. A larger model runs one
-/// micro-batch at a time; its ops use all threads.
+/// Maximum weight bytes of a model whose micro-batches run in parallel, one per thread. For a larger model,
+/// one micro-batch runs at a time and its ops use all threads.
 const PARALLEL_BYTES_MAX: u64 = 256 << 20;
 
-/// Share of a pass's time that its forward takes, for the progress display.
+/// Fraction of a pass's time that the forward pass takes, for the progress display.
 const FORWARD_SHARE: f64 = 1.0 / 3.0;
 
 /// Returns whether micro-batches of a model of `weight_bytes` run in parallel.
@@ -24,7 +24,7 @@ pub fn runs_in_parallel(weight_bytes: u64) -> bool {
     weight_bytes <= PARALLEL_BYTES_MAX
 }
 
-/// Runs batches through a model. The gradients are stored in its parameters.
+/// Runs batches through a model. The gradients are stored in the model's parameters.
 #[derive(Clone, Copy)]
 pub struct BatchRunner<'a> {
     pub threads: &'a Threads,
@@ -37,8 +37,8 @@ pub type BatchObjective<'a, const N: usize> =
     &'a (dyn Fn(usize, [&[f32]; N]) -> Result<HeadColumns<N>> + Sync);
 
 impl BatchRunner<'_> {
-    /// Runs the forward and backward pass of every micro-batch. The parameters hold the gradients of the
-    /// batch.
+    /// Runs the forward and backward pass of every micro-batch. Afterwards the parameters hold the gradients
+    /// of the batch.
     ///
     /// `objective` is called for every micro-batch, including those that other processes ran. It must divide
     /// its gradients by the token count of the whole batch. `settings.load_balance` is the coefficient for
@@ -55,10 +55,11 @@ impl BatchRunner<'_> {
         self.accumulate_with_progress(batches, settings, objective, &Progress::unseen())
     }
 
-    /// Like [`Self::accumulate`]. Advances `progress` by the tokens of this process, layer by layer.
+    /// Works like [`Self::accumulate`], and advances `progress` by the tokens of this process, layer by
+    /// layer.
     ///
     /// # Errors
-    /// As [`Self::accumulate`].
+    /// The errors of [`Self::accumulate`].
     pub fn accumulate_with_progress<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -88,7 +89,7 @@ impl BatchRunner<'_> {
             let backward_tokens = progress_tokens(&batches[slot.index], &slot) * (1.0 - FORWARD_SHARE);
             let sink = sum.pass_sink(slot.round, Some((progress, backward_tokens)));
             let weights = self.parameters.pass_weights(Some(&sink));
-            // Later passes must not wait for a failed one.
+            // Later passes must not wait for a pass that failed.
             weights.and_then(|weights| pass(slot, &weights)).inspect_err(|_| sum.fail(slot.round))
         })?;
         sum.finish()?;
@@ -99,7 +100,7 @@ impl BatchRunner<'_> {
         Ok(outputs)
     }
 
-    /// Returns the head's columns of every micro-batch, without gradients.
+    /// Returns the head's columns of every micro-batch. Computes no gradients.
     ///
     /// # Errors
     /// When a pass fails.
@@ -111,7 +112,7 @@ impl BatchRunner<'_> {
         self.forward_with_progress(batches, settings, &Progress::unseen())
     }
 
-    /// Like [`Self::forward`]. Advances `progress` by the tokens of this process, layer by layer.
+    /// Works like [`Self::forward`], and advances `progress` by the tokens of this process, layer by layer.
     ///
     /// # Errors
     /// When a pass fails.
@@ -141,11 +142,11 @@ impl BatchRunner<'_> {
         self.model.config.num_hidden_layers as f64
     }
 
-    /// Clips the gradients and updates the weights. With `norm_limit`, an update is skipped if its gradient
+    /// Clips the gradients and updates the weights. With `norm_limit`, the update is skipped if the gradient
     /// norm is not finite or exceeds the limit.
     ///
     /// # Errors
-    /// When the norm is not finite and there is no `norm_limit`. The weights are then unchanged.
+    /// When the norm is not finite and there is no `norm_limit`. The weights do not change in this case.
     pub fn clip_and_update(
         &self,
         optimizer: &mut Optimizer,
@@ -159,8 +160,8 @@ impl BatchRunner<'_> {
             }
             ensure!(
                 norm.is_finite(),
-                "the gradient norm is {norm}: the run stops before the weights are damaged; lower the learning \
-                 rate or clip, or skip such steps with train.on_bad_step = \"skip\""
+                "the gradient norm is {norm}: the run stops, so that the weights are not damaged; lower the learning \
+                 rate or the clipping norm, or skip such steps with train.on_bad_step = \"skip\""
             );
             clip(self.parameters, norm, optimizer.settings.grad_norm_max)?;
             optimizer.update(self.parameters, lr)?;
@@ -173,12 +174,12 @@ impl BatchRunner<'_> {
         self.parameters.device().is_cpu() && runs_in_parallel(self.parameters.bytes())
     }
 
-    /// Returns the limits for micro-batches of up to `tokens_max` tokens.
+    /// Returns the limits of micro-batches with up to `tokens_max` tokens.
     pub fn limits(&self, tokens_max: usize) -> MicroBatchLimits {
         MicroBatchLimits { tokens_max, in_pairs: self.runs_passes_in_parallel() }
     }
 
-    /// Returns the parameters for packing trajectories into micro-batches of up to `tokens_max` tokens. On a
+    /// Returns the parameters that pack trajectories into micro-batches of up to `tokens_max` tokens. On a
     /// GPU, sequences share no rows, because the attention kernels read whole sequences.
     pub fn packing_parameters(&self, tokens_max: usize) -> PackingParameters {
         let shared_positions_max = if self.parameters.device().is_cpu() { usize::MAX } else { 0 };
@@ -186,7 +187,7 @@ impl BatchRunner<'_> {
         PackingParameters { limits: self.limits(tokens_max), shared_positions_max, top_k }
     }
 
-    /// Calls `run` for each of `batches` and returns the results in order.
+    /// Calls `run` on each of `batches` and returns the results in order.
     fn run_passes<const N: usize>(
         &self,
         batches: &[MicroBatch],
@@ -234,21 +235,21 @@ impl BatchRunner<'_> {
     }
 }
 
-/// The norm of an update's gradient before clipping.
+/// The gradient norm of an update, before clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum GradientNorm {
     /// The weights were updated.
     Used(f64),
-    /// The update was skipped; the weights are unchanged.
+    /// The update was skipped, and the weights did not change.
     Skipped(f64),
 }
 
-/// Returns the tokens by which a pass advances the progress display.
+/// Returns the number of tokens by which a pass advances the progress display.
 fn progress_tokens(batch: &MicroBatch, slot: &PassSlot) -> f64 {
     if slot.masked { 0.0 } else { batch.sequence_rows.positions_count() as f64 }
 }
 
-/// One value for each micro-batch. Objectives set the values from any thread.
+/// One value per micro-batch. Objectives set the values from any thread.
 pub struct MicroBatchValues<S>(Vec<Mutex<Option<S>>>);
 
 impl<S> MicroBatchValues<S> {
@@ -266,7 +267,7 @@ impl<S> MicroBatchValues<S> {
     /// When an objective was not called.
     pub fn into_values(self) -> Result<Vec<S>> {
         let value = |cell: Mutex<Option<S>>| cell.into_inner().unwrap_or_else(PoisonError::into_inner);
-        self.0.into_iter().map(|cell| value(cell).context("a loss is missing")).collect()
+        self.0.into_iter().map(|cell| value(cell).context("a micro-batch has no value")).collect()
     }
 }
 
@@ -277,7 +278,7 @@ struct PassSlot {
     index: usize,
     /// Index of the pass among the passes of this process.
     round: usize,
-    /// Whether the pass adds no gradient. It then runs only to exchange tensors with the passes of other
-    /// ranks.
+    /// Whether the pass adds no gradient. A masked pass runs only to exchange tensors with the passes of
+    /// other ranks.
     masked: bool,
 }

@@ -1,7 +1,8 @@
-//! The critic: a decoder stack like the policy's, with a value head; its advantage estimates and gradients.
+//! The critic: a decoder stack like the policy's, with a value head. Also its advantage estimates and
+//! gradients.
 //!
-//! The value of a token is read at the row that predicts the token: it is the value of the state before the
-//! token is chosen.
+//! The value of a token is computed at the row that predicts the token. It is the value of the state before
+//! the token is chosen.
 
 use super::batch::Batch;
 use super::batch_runner::{BatchRunner, MicroBatchValues};
@@ -31,9 +32,9 @@ pub struct Critic {
 }
 
 impl Critic {
-    /// Creates a critic: a copy of the policy's decoder stack, and a random value head drawn from `seed`. If
-    /// the policy has an adapter, the critic is a second adapter on the same base. `trainable` marks the
-    /// trainable tensors.
+    /// Creates a critic: a copy of the policy's decoder stack, with a value head that is initialised at
+    /// random from `seed`. If the policy has an adapter, the critic is a second adapter on the same base.
+    /// `trainable` selects the trainable tensors.
     ///
     /// # Errors
     /// When memory runs out.
@@ -56,7 +57,7 @@ impl Critic {
             .collect();
         let values = value_model(config, seed, |spec| {
             let index = policy.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-            // Frozen tensors are shared with the policy.
+            // Frozen tensors share memory with the policy.
             match policy.share(index).filter(|_| !is_trainable.contains(&spec.name)) {
                 Some(shared) => Ok(shared),
                 None => TensorStorage::to_variable(spec, &policy.weight(index)?),
@@ -72,7 +73,7 @@ impl Critic {
         Ok(Self { settings: settings.clone(), parameters, optimizer })
     }
 
-    /// Creates a critic that is a second adapter on the policy's base. It copies no tensor of the base.
+    /// Creates a critic that is a second adapter on the policy's base. No tensor of the base is copied.
     fn with_adapter(
         (config, policy, lora): (&Config, &Parameters, &Lora),
         trainable: &[bool],
@@ -99,14 +100,14 @@ pub struct CriticStep<'a> {
     /// Runs batches with the critic's parameters.
     pub runner: BatchRunner<'a>,
     pub settings: &'a CriticSettings,
-    /// The aggregation of the policy loss.
+    /// The aggregation, which is that of the policy loss.
     pub aggregation: Aggregation,
     pub response_tokens_max: usize,
     pub pass: PassSettings,
     pub micro_batch_tokens: usize,
 }
 
-/// The critic's advantages and returns, one value a token.
+/// The critic's advantages and returns, with one value per token.
 pub struct ValueEstimate {
     /// Normalised over the batch.
     pub advantages: Vec<f32>,
@@ -128,7 +129,7 @@ impl CriticStep<'_> {
         Ok(outputs.into_iter().flat_map(|PassOutput { head: [values], .. }| values).collect())
     }
 
-    /// Returns advantages and returns from `rewards` and `values`, one value a token.
+    /// Returns advantages and returns from `rewards` and `values`, which have one value per token.
     ///
     /// # Errors
     /// When a value is NaN, or the batch has too few tokens to normalise the advantages.
@@ -148,11 +149,11 @@ impl CriticStep<'_> {
         Ok(ValueEstimate { advantages, returns: estimate.returns, metrics })
     }
 
-    /// Computes the gradients of the value loss over `batch` or a minibatch, into the critic's parameters.
-    /// Returns the metrics; `None` when every token was rejected.
+    /// Computes the gradients of the value loss over `batch`, which may be a minibatch. The critic's
+    /// parameters hold the gradients. Returns the metrics; `None` when every token was rejected.
     ///
     /// # Errors
-    /// When a pass fails, a value is NaN, or the batch has no values and returns.
+    /// When a pass fails, a value is NaN, or the batch has no values or no returns.
     pub fn gradients(&self, batch: &Batch) -> Result<Option<Metrics>> {
         let tokens = batch.tokens()?;
         if tokens.valid_tokens() == 0 {

@@ -1,4 +1,4 @@
-//! Supervised examples: the task's demonstrations, or conversations and tokens in JSON lines.
+//! Supervised examples: the task's demonstrations, or conversations and tokens from JSON lines.
 
 use super::micro_batch::Sequence;
 use crate::bad_input;
@@ -13,7 +13,7 @@ use std::path::Path;
 
 /// The source of supervised examples.
 pub enum Examples {
-    /// Rows of a file, reshuffled each epoch.
+    /// Rows of a file, shuffled again in each epoch.
     Rows { sequences: Vec<Sequence>, order: Order },
     /// The task's own demonstrations.
     Demonstrations,
@@ -32,7 +32,7 @@ pub struct ConversationRenderer<'a> {
 }
 
 impl ConversationRenderer<'_> {
-    /// Returns a demonstration's tokens. The loss covers the assistant's tokens.
+    /// Returns the tokens of a demonstration. The loss covers the assistant's tokens.
     ///
     /// # Errors
     /// When a message cannot be rendered, or the conversation is longer than the context.
@@ -41,38 +41,39 @@ impl ConversationRenderer<'_> {
             self.system_prompt.iter().chain(&demonstration.messages).cloned().collect();
         let source = match self.system_prompt.is_empty() {
             true => "a demonstration",
-            false => "a demonstration after the messages of [harmony], which system_message = false removes",
+            false => "a demonstration with the system messages of [harmony], which system_message = false removes",
         };
         self.render_conversation(&messages, source)
     }
 
-    /// Renders a conversation. `source` names it in messages.
+    /// Renders a conversation into tokens. `source` names the conversation in messages.
     fn render_conversation(&self, messages: &[Message], source: &str) -> Result<Sequence> {
         let rendered = self.chat.render_training(messages)?;
         self.check_sequence(rendered.tokens, rendered.mask, source)
     }
 
-    /// Checks that the sequence fits in the context and has a trained token.
+    /// Checks that the sequence fits in the context and has a token to train on.
     fn check_sequence(&self, tokens: Vec<u32>, mask: Vec<bool>, source: &str) -> Result<Sequence> {
         if tokens.len() > self.context_tokens_max {
             return Err(bad_input!(
-                "{source}: {} tokens, more than the model's context of {}; shorten or drop it",
+                "{source}: {} tokens, more than the model's context of {}; shorten the example or remove it",
                 tokens.len(),
                 self.context_tokens_max
             ));
         }
         if !mask.iter().skip(1).any(|&m| m) {
             return Err(bad_input!(
-                "{source}: no token to train on; it needs an assistant's message or a mask"
+                "{source}: no token to train on; add an assistant message, or a mask that is true for some token"
             ));
         }
         Ok(Sequence { tokens, mask })
     }
 
-    /// Reads up to `rows_max` JSON lines, each `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`.
+    /// Reads up to `rows_max` JSON lines. Each line is `{"messages": [...]}` or `{"tokens": [...], "mask":
+    /// [...]}`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] naming file and row.
+    /// [`crate::error::BadInput`] that names the file and the row.
     pub fn read_rows(&self, path: &Path, rows_max: Option<usize>) -> Result<Vec<Sequence>> {
         let format = "{\"messages\": [...]} or {\"tokens\": [...], \"mask\": [...]}";
         rows::read(path, rows_max, format, |row| self.row(row).map_err(|e| format!("{e:#}")))
@@ -84,7 +85,7 @@ impl ConversationRenderer<'_> {
         }
         let format_error = || {
             bad_input!(
-                "needs \"messages\", or \"tokens\" (ids below {}) and \"mask\" (true or 1 where trained) of one length",
+                "needs \"messages\", or \"tokens\" (ids below {}) and \"mask\" (true or 1 where trained) of the same length",
                 self.vocabulary
             )
         };
@@ -103,7 +104,7 @@ impl ConversationRenderer<'_> {
 }
 
 impl Examples {
-    /// Reads the rows of `file` if given; else uses the task's demonstrations.
+    /// Reads the rows of `file`; without a file, uses the task's demonstrations.
     ///
     /// # Errors
     /// When [`ConversationRenderer::read_rows`] fails.
@@ -118,7 +119,7 @@ impl Examples {
         })
     }
 
-    /// Returns the examples `start..start + count` of the endless sequence of examples.
+    /// Returns the examples `start..start + count`. The sequence of examples is endless.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the task has no demonstrations.

@@ -1,7 +1,8 @@
-//! Forward and backward of one micro-batch, layer by layer.
+//! Forward and backward pass of one micro-batch, layer by layer.
 //!
-//! With recomputation, a pass keeps only each layer's input; the backward pass recomputes one layer at a
-//! time. Without it, one graph holds all activations. Both give the same bits.
+//! With recomputation, the forward pass keeps only the input of each layer, and the backward pass computes
+//! one layer at a time again. Without recomputation, one graph holds all activations. Both give the same
+//! bits.
 
 use super::micro_batch::MicroBatch;
 use crate::model::attention::PackedAttention;
@@ -19,28 +20,28 @@ use candle_core::Tensor;
 #[derive(Debug, Clone, Copy)]
 pub struct PassSettings {
     pub recompute_layers: bool,
-    /// The sampling temperature. Log-probabilities are those of the distribution at this temperature.
+    /// Sampling temperature. Log-probabilities are those of the distribution at this temperature.
     pub temperature: f64,
-    /// Coefficient of the load-balancing loss, multiplied by the micro-batch's share of the batch; 0 means
-    /// off.
+    /// Coefficient of the load-balancing loss, multiplied by the micro-batch's share of the batch; 0 means no
+    /// such loss.
     pub load_balance: f64,
     pub forward: ForwardOptions,
 }
 
-/// The head's outputs, `N` columns with one value for each target, `[R]`. A policy has the columns
-/// log-probabilities and entropies, a critic has the column values.
+/// The head's outputs: `N` columns with one value for each target, `[R]`. A policy has the columns
+/// log-probabilities and entropies. A critic has the column of values.
 pub type HeadColumns<const N: usize> = [Vec<f32>; N];
 
 /// Computes the gradient of the objective with respect to the head's columns.
 pub type HeadObjective<'a, const N: usize> = &'a dyn Fn([&[f32]; N]) -> Result<HeadColumns<N>>;
 
-/// The output of a pass, without its gradients; these go to the gradient sink of the weights.
+/// The output of a pass without its gradients. The gradients go to the gradient sink of the weights.
 #[derive(Debug)]
 pub struct PassOutput<const N: usize = 2> {
     pub head: HeadColumns<N>,
     /// Routed experts, u32 `[T, K]` for each layer; empty for a model without experts.
     pub routed_experts: Vec<Tensor>,
-    /// Load-balancing loss, mean over layers, before its coefficient; 0 when it is off.
+    /// Load-balancing loss, averaged over layers, before its coefficient; 0 without such a loss.
     pub load_balance: f64,
 }
 
@@ -59,17 +60,18 @@ impl PassOutput {
 /// The forward and backward pass of one micro-batch.
 pub struct Pass<'a> {
     pub model: &'a Model,
-    /// The weights. Trainable ones have a gradient sink.
+    /// The weights. Each trainable weight has a gradient sink.
     pub weights: &'a Weights,
     pub batch: &'a MicroBatch,
     pub settings: PassSettings,
 }
 
 impl Pass<'_> {
-    /// Runs the forward without gradients; `weights` should be frozen. Calls `on_layer` after each layer.
+    /// Runs the forward pass without gradients; `weights` should be frozen. Calls `on_layer` after each
+    /// layer.
     ///
     /// # Errors
-    /// When the batch does not fit the model, or the head gives a number of columns other than `N`.
+    /// When the batch does not fit the model, or the head's number of columns is not `N`.
     pub fn forward<const N: usize>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<N>> {
         let mut routed_experts = vec![];
         let hidden = self.run_layers(&self.stack(), &mut |_, _, output| {
@@ -80,12 +82,12 @@ impl Pass<'_> {
         Ok(PassOutput { head: split_columns(&self.head(&hidden)?)?, routed_experts, load_balance: 0.0 })
     }
 
-    /// Runs the forward pass, `objective` on the head's columns, and the backward pass. Calls `on_layer`
-    /// after each layer of the forward pass.
+    /// Runs the forward pass, then `objective` on the head's columns, then the backward pass. Calls
+    /// `on_layer` after each layer of the forward pass.
     ///
     /// # Errors
-    /// When the batch does not fit the model, the head gives a number of columns other than `N`, or the
-    /// objective fails.
+    /// When the batch does not fit the model, the head's number of columns is not `N`, or the objective
+    /// fails.
     pub fn forward_backward<const N: usize>(
         &self,
         objective: HeadObjective<'_, N>,
@@ -101,7 +103,7 @@ impl Pass<'_> {
         DecoderStack { model: self.model, weights: self.weights, forward: self.settings.forward }
     }
 
-    /// Calls `f` with the batch's rows. With `replay`, the rows are routed to these experts.
+    /// Calls `f` with the batch's rows. With `replay`, the rows are routed to those experts.
     fn with_rows<R>(&self, replay: Option<&[Tensor]>, f: impl FnOnce(&mut Rows) -> R) -> R {
         let sequence_rows = self.batch.sequence_rows.clone();
         let rotation = self.model.rotation(self.batch.positions.clone());
@@ -114,8 +116,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Runs embedding and layers. Returns the output of the last layer, `[T, H]`. Calls `on_layer` with the
-    /// output of each layer.
+    /// Runs the embedding and the layers. Returns the output of the last layer, `[T, H]`. Calls `on_layer`
+    /// with the output of each layer.
     fn run_layers(&self, stack: &DecoderStack, on_layer: LayerCallback) -> Result<Tensor> {
         let to_device = |layers: &Vec<Tensor>| {
             let device = self.weights.device();
@@ -187,7 +189,7 @@ impl Pass<'_> {
             let x = inputs.pop().context("a layer's input is missing")?;
             let next = index.checked_sub(1);
             upstream = input_gradient(&x, || {
-                // The recomputation uses the experts of the first forward.
+                // The recomputation uses the experts of the first forward pass.
                 let output = self
                     .with_rows(Some(&routed_experts), |rows| self.stack().run_layer(index, next, &x, rows))?;
                 let balance = self.load_balance(&output, &mut balance_losses)?;
@@ -199,7 +201,7 @@ impl Pass<'_> {
         Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance })
     }
 
-    /// Returns the mean of `losses` over layers. It is called only at the end of a pass, because each read
+    /// Returns the mean of `losses` over the layers. Call it only at the end of a pass, because each read
     /// waits for the GPU.
     fn layer_mean(&self, losses: &[Tensor]) -> Result<f64> {
         let mut sum = 0.0;
@@ -209,8 +211,8 @@ impl Pass<'_> {
         Ok(sum / self.model.config.num_hidden_layers as f64)
     }
 
-    /// Returns the layer's load-balancing loss and its coefficient, if the coefficient is not 0. Appends the
-    /// loss to `losses`.
+    /// Returns the layer's load-balancing loss and its coefficient; `None` if the coefficient is 0. Appends
+    /// the loss to `losses`.
     fn load_balance(
         &self,
         output: &LayerOutput,
@@ -245,14 +247,14 @@ impl Pass<'_> {
         Ok(Tensor::from_vec(local, head.shape(), head.device())?)
     }
 
-    /// Gathers a column of all targets from the shards of the ranks; `local` is this rank's shard.
+    /// Gathers the column of all targets. `local` is this rank's shard of the column.
     fn gather_column(&self, local: Vec<f32>) -> Result<Vec<f32>> {
         let Some(split) = &self.batch.split else { return Ok(local) };
         let lengths: Vec<usize> = split.targets.iter().map(Vec::len).collect();
         Ok(split.join_columns(&split.rows.gather("the head's output", &local, &lengths)?))
     }
 
-    /// Returns this rank's shard of a column of all targets.
+    /// Returns this rank's shard of the column of all targets.
     fn local_shard(&self, column: Vec<f32>) -> Vec<f32> {
         match &self.batch.split {
             None => column,
@@ -261,8 +263,8 @@ impl Pass<'_> {
     }
 }
 
-/// Returns the gradient with respect to `x`. `forward` computes outputs from `x`; it returns each output with
-/// the gradient with respect to it.
+/// Returns the gradient with respect to `x`. `forward` computes outputs from `x`, and returns each output
+/// with the gradient with respect to that output.
 fn input_gradient(x: &Tensor, forward: impl FnOnce() -> Result<Vec<(Tensor, Tensor)>>) -> Result<Tensor> {
     differentiate(&[x], forward)?.pop().flatten().context("no gradient at a layer's input")
 }

@@ -1,13 +1,14 @@
-//! The sum of a batch's gradients: every pass adds in place to one set of buffers, in the order of the batch.
+//! Sums the gradients of a batch. Every pass adds its gradients in place to one set of buffers, in batch
+//! order.
 //!
-//! Passes run in parallel, but one pass at a time locks a parameter's buffer. Pass `i + 1` waits until pass
-//! `i` has added all of its gradients to that buffer. Passes add gradients in the same parameter order, so
-//! they form a pipeline. The order of additions does not depend on the number of threads, and no buffer is
-//! copied.
+//! Passes run in parallel, but only one pass at a time locks the buffer of a parameter. Pass `i + 1` waits
+//! until pass `i` has added all of its gradients to that buffer. All passes add gradients in the same
+//! parameter order, so they form a pipeline. The order of additions does not depend on the number of threads,
+//! and no buffer is copied.
 //!
-//! With several processes, a pass adds to a whole tensor of zeros. The ranks then exchange shards of that
-//! tensor. Each rank adds the received shards to its own shard in rank order. Micro-batches go to the ranks
-//! in round-robin order, so rank order is batch order.
+//! With several processes, a pass first adds to a whole tensor of zeros. The ranks then exchange shards of
+//! that tensor. Each rank adds the received shards to its own shard, in rank order. Micro-batches are
+//! assigned to ranks in round-robin order, so rank order is batch order.
 
 use crate::dist::serialization::f32_bytes;
 use crate::dist::serialization::f32_values;
@@ -27,23 +28,24 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// Minimum bytes of gradients in one exchange. Small tensors are sent together.
 const EXCHANGE_BYTES_MIN: u64 = 4 << 20;
-/// Maximum bytes of gradients in flight, sent and received. A larger tensor is sent alone.
+/// Maximum bytes of gradients in flight (sent and received). A larger tensor is sent in an exchange of its
+/// own.
 const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
 
-/// Returns the maximum bytes in flight, sent and received, if one pass has gradients of `pass_bytes`.
+/// Returns the maximum bytes in flight (sent and received) if one pass has gradients of `pass_bytes`.
 pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
     EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
 }
 
-/// The gradient buffers of one batch and, for each buffer, the index of the pass whose turn it is to add.
+/// The gradient buffers of one batch. For each buffer, also the index of the pass that may add to it next.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
-    /// Number of additions that one pass makes to each parameter: 2 for an embedding that is tied to the
-    /// head, else 1. The head's gradient comes before the embedding's.
+    /// Number of times that one pass adds to each parameter. It is 2 for an embedding that is tied to the
+    /// head, else 1. The gradient of the head comes before that of the embedding.
     additions_per_pass: Vec<usize>,
     order: Mutex<PassOrder>,
     changed: Condvar,
-    /// Present where tensors are sharded over ranks.
+    /// Present if tensors are sharded over ranks.
     reduction: Option<Reduction>,
 }
 
@@ -58,16 +60,16 @@ struct Reduction {
     in_flight: Mutex<InFlightGradients>,
 }
 
-/// Gradients that are not added to the buffers yet, in order.
+/// Gradients that are not yet added to the buffers, in order.
 #[derive(Default)]
 struct InFlightGradients {
-    /// Whole tensors that wait to be sent together, with their parameters.
+    /// Whole tensors that wait to be sent together, with the indices of their parameters.
     waiting: Vec<(usize, Tensor)>,
     waiting_bytes: u64,
-    /// The pass of the waiting tensors. An exchange holds tensors of one pass only: tensors of two passes
-    /// would be added in rank order, not in batch order.
+    /// The pass that made the waiting tensors. An exchange holds tensors of one pass only. Otherwise tensors
+    /// of two passes would be added in rank order instead of batch order.
     pass: usize,
-    /// Exchanges in flight: their parameters, their bytes, and the exchange.
+    /// Exchanges in flight: the parameters, the number of bytes, and the pending exchange.
     exchanges: VecDeque<(Vec<usize>, u64, PendingExchange)>,
 }
 
@@ -83,7 +85,7 @@ struct PassOrder {
 struct PassGradientSink {
     sum: Arc<GradientSum>,
     pass: usize,
-    /// The progress display, and the tokens by which each gradient advances it.
+    /// The progress display, and the number of tokens by which each gradient advances it.
     progress: Option<(Progress, f64)>,
 }
 
@@ -118,7 +120,8 @@ impl GradientSum {
     }
 
     /// Returns the gradient sink of pass `pass` (from 0) of the batch. The sink receives one gradient for
-    /// each use of a parameter. Together, the gradients advance `progress` by its number of tokens.
+    /// each use of a parameter. All gradients of the pass together advance `progress` by its number of
+    /// tokens.
     pub fn pass_sink(
         self: &Arc<Self>,
         pass: usize,
@@ -161,10 +164,10 @@ impl GradientSink for PassGradientSink {
         };
         let lock = changed.wait_while(lock, must_wait).unwrap_or_else(PoisonError::into_inner);
         if earlier_pass_failed(&lock) {
-            bail!("a micro-batch before this one failed");
+            bail!("an earlier micro-batch failed");
         }
         if lock.additions[parameter] / additions > self.pass {
-            bail!("parameter {parameter} was added to more than {additions} times in one pass");
+            bail!("one pass added more than {additions} gradients to parameter {parameter}");
         }
         drop(lock);
         match reduction {
@@ -178,8 +181,8 @@ impl GradientSink for PassGradientSink {
 }
 
 impl Reduction {
-    /// Calls `add` on a tensor of zeros, which then waits to be sent. Sends the waiting tensors once they
-    /// have [`EXCHANGE_BYTES_MIN`] bytes.
+    /// Calls `add` with a tensor of zeros, which then waits to be sent. Sends the waiting tensors when they
+    /// have at least [`EXCHANGE_BYTES_MIN`] bytes.
     fn add(
         &self,
         pass: usize,
@@ -231,7 +234,7 @@ impl Reduction {
         shard_range(values, parameter, self.mesh.rank(), self.mesh.ranks()).len()
     }
 
-    /// Adds received shards, in rank order, until at most `bytes_max` bytes are in flight.
+    /// Adds received shards to the buffers, in rank order, until at most `bytes_max` bytes are in flight.
     fn drain(
         &self,
         state: &mut InFlightGradients,
@@ -263,7 +266,7 @@ impl Reduction {
     }
 }
 
-/// Marks a pass that panics as failed, so that later passes do not wait for it.
+/// A pass that panics is marked as failed, so that later passes do not wait for it.
 impl Drop for PassGradientSink {
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -280,13 +283,13 @@ pub fn global_norm(parameters: &Parameters) -> Result<f64> {
     let gradients: Vec<&Tensor> = parameters.gradients().flatten().collect();
     let squares = gradients.par_iter().map(|gradient| sum_of_squares(gradient));
     let squares = squares.collect::<candle_core::Result<Vec<f64>>>()?;
-    // The squared norms of all ranks' shards, in rank order.
+    // The squared norms of the shards of all ranks, in rank order.
     let ranks = parameters.mesh().all_gather_records("the gradient's norm", &squares)?;
     let tensor_sum = |index: usize| ranks.iter().map(|squares| squares[index]).sum::<f64>();
     Ok((0..squares.len()).map(tensor_sum).sum::<f64>().sqrt())
 }
 
-/// Scales all gradients down if their `norm` exceeds `norm_max`; 0 means no limit.
+/// Scales all gradients down if their `norm` exceeds `norm_max`; a `norm_max` of 0 means no limit.
 ///
 /// # Errors
 /// When a gradient cannot be written.

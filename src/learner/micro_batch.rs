@@ -1,4 +1,4 @@
-//! Sequences packed without padding into micro-batches of a bounded number of rows. Samples of a group can
+//! Packs sequences without padding into micro-batches of a bounded number of rows. Samples of a group can
 //! share the rows of their common prefix, such as the prompt.
 
 use crate::dist::Mesh;
@@ -14,12 +14,12 @@ use std::sync::Arc;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sequence {
     pub tokens: Vec<u32>,
-    /// True where the loss covers the token. It is false for the first token, which no token predicts.
+    /// True where the loss covers the token. False for the first token, because nothing predicts it.
     pub mask: Vec<bool>,
 }
 
-/// Packed sequences, the input of a forward pass. A sequence's last token predicts nothing, so it is only a
-/// target.
+/// Packed sequences, the input of a forward pass. The last token of a sequence predicts nothing, so it is
+/// only a target.
 #[derive(Debug, Clone)]
 pub struct MicroBatch {
     /// Range of these sequences in the batch.
@@ -32,37 +32,38 @@ pub struct MicroBatch {
     pub sequence_rows: Arc<SequenceRows>,
     /// Number of sequences that share each row, `[T]`; `None` if no row is shared.
     pub sequences_per_row: Option<Arc<Vec<u32>>>,
-    /// Rows that predict a trained token, `[R]`. A shared row appears once for each sequence that trains the
-    /// token after it.
+    /// Rows that predict a trained token, `[R]`. A shared row appears once per sequence in which the next
+    /// token is trained.
     pub rows: Arc<Vec<u32>>,
     /// The tokens that `rows` predict, `[R]`.
     pub targets: Arc<Vec<u32>>,
-    /// Start of each sequence in `rows`, then the length `R`.
+    /// Start of each sequence in `rows`, followed by the length `R`.
     pub cu_targets: Vec<usize>,
     /// Experts that replace the router's choice, u32 `[T, K]` for each layer.
     pub replay: Option<Vec<Tensor>>,
-    /// Present in one rank's shard of a micro-batch. Tokens, positions, rows, targets and experts are then
-    /// those of this rank; the other fields describe the whole micro-batch.
+    /// Present if this is one rank's shard of a micro-batch. In a shard, tokens, positions, rows, targets and
+    /// experts are those of this rank. The other fields describe the whole micro-batch.
     pub split: Option<Arc<SequenceSplit>>,
 }
 
-/// The parameters of packing. Equal sequences, experts and packing give equal micro-batches.
+/// The parameters of packing. The same sequences, experts and parameters always give the same micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PackingParameters {
     pub limits: MicroBatchLimits,
-    /// Maximum positions that a sequence may share with the one before it.
+    /// Maximum number of positions that a sequence may share with the previous sequence.
     pub shared_positions_max: usize,
     /// Number of experts per token.
     pub top_k: usize,
 }
 
-/// The limits of the split into micro-batches.
+/// The limits for the split of a batch into micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MicroBatchLimits {
-    /// Maximum input tokens of a micro-batch.
+    /// Maximum number of input tokens of a micro-batch.
     pub tokens_max: usize,
-    /// Whether the number of micro-batches must be even if it is above 1, so that two threads have equal
-    /// work. It does not depend on the actual number of threads, because the result of a run must not.
+    /// Whether the number of micro-batches must be 1 or even, so that two threads have equal work. It does
+    /// not depend on the actual number of threads, because the result of a run must not depend on that
+    /// number.
     pub in_pairs: bool,
 }
 
@@ -73,7 +74,7 @@ impl From<usize> for MicroBatchLimits {
     }
 }
 
-/// The shards of a micro-batch over the ranks of a sequence-parallel group.
+/// The shards of a micro-batch, one per rank of a sequence-parallel group.
 pub struct SequenceSplit {
     pub rows: Arc<SequenceShards>,
     /// For each rank, the indices of its targets in the whole micro-batch.
@@ -92,7 +93,7 @@ impl SequenceSplit {
         &self.targets[self.rows.group_index()]
     }
 
-    /// Joins the ranks' columns into the column of all targets.
+    /// Joins the columns of the ranks into the column of all targets.
     pub fn join_columns(&self, parts: &[Vec<f32>]) -> Vec<f32> {
         let mut whole = vec![0.0; self.targets.iter().map(Vec::len).sum()];
         for (target_indices, part) in self.targets.iter().zip(parts) {
@@ -103,7 +104,7 @@ impl SequenceSplit {
 }
 
 impl MicroBatch {
-    /// Returns the shards over the sequence-parallel ranks of `mesh`; `None` without sequence parallelism.
+    /// Returns the shards for the sequence-parallel ranks of `mesh`; `None` without sequence parallelism.
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
@@ -119,7 +120,7 @@ impl MicroBatch {
         Ok(Some(SequenceSplit { rows: Arc::new(rows), targets }))
     }
 
-    /// Returns this rank's shard under sequence parallelism, else the whole micro-batch.
+    /// Returns this rank's shard; without sequence parallelism, the whole micro-batch.
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
@@ -140,8 +141,8 @@ impl MicroBatch {
         }))
     }
 
-    /// Packs the sequences `range`. Sequence `i` shares its first `shared[i]` positions with the one before
-    /// it.
+    /// Packs the sequences `range`. Sequence `i` shares its first `shared[i]` positions with the previous
+    /// sequence.
     fn new(sequences: &[&Sequence], range: Range<usize>, shared: &[usize]) -> Self {
         let (mut tokens, mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![], vec![0]);
         let mut sequence_rows = SequenceRows::default();
@@ -169,14 +170,14 @@ impl MicroBatch {
         }
     }
 
-    /// Splits `sequences`, in order, into micro-batches of about equal size within `limits`. A longer
-    /// sequence becomes a micro-batch by itself.
+    /// Splits `sequences`, in order, into micro-batches of about equal size within `limits`. A sequence that
+    /// exceeds the limit has a micro-batch of its own.
     pub fn split(sequences: &[Sequence], limits: impl Into<MicroBatchLimits>) -> Vec<Self> {
         Self::split_with_prefixes(sequences, limits, |_| 0)
     }
 
-    /// Like [`Self::split`], but a sequence shares its common prefix with the one before it, up to
-    /// `shared_max(index)` tokens. Shared tokens count once toward the limit; targets count once for each
+    /// Works like [`Self::split`], but a sequence shares its common prefix with the previous sequence, up to
+    /// `shared_max(index)` tokens. Toward the limit, a shared token counts once, and a target counts once per
     /// sequence.
     pub fn split_with_prefixes(
         sequences: &[impl Borrow<Sequence>],
@@ -202,11 +203,11 @@ impl MicroBatch {
         let fewest = total.div_ceil(tokens_max.max(1));
         let split = |parts: usize| split_into(parts, total, &groups, tokens_max);
         let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
-        // An even number is not always possible. Try up to three micro-batches more than the fewest.
+        // An even number is not always possible. Try up to three micro-batches more than the minimum.
         let full = (fewest..fewest + 4).map(split).find(is_even).unwrap_or_else(|| split(fewest));
         // A micro-batch that begins within a group repeats the group's prompt, so it may exceed the limit.
-        // The split then has one more micro-batch than intended, a small one. If a larger number of
-        // micro-batches avoids this, it is used.
+        // The split then has one more micro-batch than intended, and that micro-batch is small. If a larger
+        // number of micro-batches avoids this, use that number.
         let within_count = (fewest..=full.len())
             .map(|parts| (parts, split(parts)))
             .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
@@ -215,31 +216,32 @@ impl MicroBatch {
     }
 }
 
-/// Returns the mean of `values`, one for each micro-batch, weighted by the rows of the micro-batch.
+/// Returns the mean of `values`, which has one value per micro-batch, weighted by the number of rows.
 pub(super) fn mean_of_rows(micro_batches: &[MicroBatch], values: impl Iterator<Item = f64>) -> f64 {
     let rows: usize = micro_batches.iter().map(|batch| batch.tokens.len()).sum();
     let weighted = values.zip(micro_batches).map(|(value, batch)| value * batch.tokens.len() as f64);
     weighted.sum::<f64>() / rows.max(1) as f64
 }
 
-/// Sequences that stay together in one micro-batch.
+/// Consecutive sequences that stay together in one micro-batch.
 struct SequenceGroup {
     sequences: Range<usize>,
-    /// Number of rows that it adds after the sequences before it, or of targets if they are more.
+    /// Number of rows that the group adds to a micro-batch with earlier sequences, or the number of its
+    /// targets if that is larger.
     added_tokens: usize,
-    /// Number of rows as the first group of a micro-batch, where it shares none.
+    /// Number of rows if the group is the first of a micro-batch, where it shares no rows.
     tokens: usize,
 }
 
 /// Groups `sequences` by their common prefix. A group that fits in a micro-batch stays together, because a
-/// split would compute its prompt twice. A sequence begins a new group if it shares less than half as many
-/// tokens with the sequence before it as with the one after it. All prompts may share a prefix, such as a
-/// system prompt.
+/// split would compute its prompt twice. A sequence begins a new group if the prefix it shares with the
+/// previous sequence is less than half of the prefix it shares with the next one. So a prefix that all
+/// prompts share, such as a system prompt, does not join groups.
 fn group_by_prefix(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
     let single_group = |(i, sequence): (usize, &&Sequence)| {
         let tokens = sequence.inputs().len();
         let targets = sequence.mask.iter().skip(1).filter(|m| **m).count();
-        // Sequences may share all rows, but each has its own targets.
+        // Sequences may share all rows, but each sequence has its own targets.
         SequenceGroup { sequences: i..i + 1, added_tokens: (tokens - shared[i]).max(targets), tokens }
     };
     let single: Vec<SequenceGroup> = sequences.iter().enumerate().map(single_group).collect();
@@ -267,7 +269,7 @@ fn split_into(parts: usize, total: usize, groups: &[SequenceGroup], tokens_max: 
     let mut ranges: Vec<Range<usize>> = vec![];
     let (mut tokens, mut part, mut before) = (0, 0, 0);
     for group in groups {
-        // The part that holds the group's middle if `total` is divided into equal parts.
+        // The equal part of `total` in which the middle of the group is.
         let group_part = (2 * before + group.added_tokens) * parts / (2 * total).max(1);
         before += group.added_tokens;
         match ranges.last_mut() {
@@ -286,7 +288,7 @@ fn split_into(parts: usize, total: usize, groups: &[SequenceGroup], tokens_max: 
 }
 
 impl Sequence {
-    /// Returns the input of the forward pass. The last token is only a target.
+    /// Returns the input tokens of the forward pass: all but the last one, which is only a target.
     fn inputs(&self) -> &[u32] {
         &self.tokens[..self.tokens.len().saturating_sub(1)]
     }

@@ -1,4 +1,4 @@
-//! AdamW, AdamW with 8-bit moments, and SGD: the state of each trainable tensor, and the updates.
+//! AdamW, AdamW with 8-bit moments, and SGD: the optimizer state of each trainable tensor, and the updates.
 
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::TensorRole;
@@ -15,8 +15,8 @@ const CODES: [&str; 2] = ["first_codes", "second_codes"];
 /// SGD's momentum buffer.
 const MOMENTUM: &str = "momentum";
 
-/// Lists the state buffers of a tensor of `values` values: name, type and shape. `shape` is that of the
-/// tensor's shard in this process.
+/// Lists the state buffers of a tensor of `values` values: name, type and shape of each. `shape` is the shape
+/// of the tensor's shard in this process.
 fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
     match settings.kind {
         OptimizerKind::AdamW8Bit if values >= adamw_8bit::VALUES_MIN => {
@@ -33,7 +33,8 @@ fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static s
     }
 }
 
-/// Returns the bytes of state of a tensor of `values` values. `local_values` of them are in this process.
+/// Returns the bytes of optimizer state of a tensor of `values` values, of which `local_values` are in this
+/// process.
 pub fn state_bytes(settings: &Settings, values: usize, local_values: usize) -> u64 {
     let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
     buffers(settings, values, &Shape::from(local_values)).into_iter().map(bytes).sum()
@@ -48,8 +49,8 @@ pub struct Optimizer {
 }
 
 impl Optimizer {
-    /// Creates an optimizer with zero state in `parameters`. A tensor that the model uses in bf16 has its f32
-    /// weights in the state [`MASTER`]. The other tensors are their own masters.
+    /// Creates an optimizer with zero state in `parameters`. If the model uses a tensor in bf16, the state
+    /// [`MASTER`] holds its weights in f32. Every other tensor is its own master weight.
     ///
     /// # Errors
     /// When memory runs out.
@@ -60,9 +61,9 @@ impl Optimizer {
             if parameters.is_trained(index) {
                 let (values, master) = (parameters.values(index)?, parameters.master(index)?);
                 let has_master = match values.device().is_cpu() {
-                    // An adapter stays in f32.
+                    // An adapter's factors stay in f32.
                     true => round_to_bf16 && parameters.specs[index].role != TensorRole::AdapterFactor,
-                    // On a GPU matrices are bf16 and vectors are not.
+                    // On a GPU, matrices are bf16 and vectors are f32.
                     false => values.dtype() == DType::BF16,
                 };
                 if has_master {
@@ -80,8 +81,8 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// Returns the learning rate of step `step` (from 1) of `steps`: linear warm-up, then the schedule. The
-    /// schedule ends at the last step, or at `schedule_steps`.
+    /// Returns the learning rate of step `step` (from 1) of `steps`: a linear warm-up, followed by the
+    /// schedule. The schedule ends at the last step, or at `schedule_steps`.
     pub fn learning_rate(&self, step: u64, steps: u64) -> f64 {
         let s = &self.settings;
         let done = step - 1;
@@ -147,7 +148,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Rounds the master weight of tensor `index`, if there is one, into the weight that the model uses.
+    /// Rounds the master weight of tensor `index` into the weight that the model uses. Does nothing for a
+    /// tensor without a master weight.
     fn write_working_weights(&self, parameters: &Parameters, index: usize) -> Result<()> {
         match parameters.state(index).get(MASTER) {
             Some(master) => Ok(round_to_bf16(parameters.values(index)?, master)?),
@@ -155,7 +157,8 @@ impl Optimizer {
         }
     }
 
-    /// Rounds all master weights into the weights that the model uses. Call it after loading a checkpoint.
+    /// Rounds all master weights into the weights that the model uses. Must be called after loading a
+    /// checkpoint.
     ///
     /// # Errors
     /// When a weight cannot be written.

@@ -1,4 +1,4 @@
-//! The results of passes, exchanged between processes.
+//! Results of passes that processes exchange.
 
 use super::forward_backward::PassOutput;
 use super::micro_batch::MicroBatch;
@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// A [`PassOutput`] in serializable form.
+/// A [`PassOutput`] that can be serialised.
 #[derive(Serialize, Deserialize)]
 pub(super) struct PassRecord {
     head: Vec<Vec<f32>>,
@@ -19,14 +19,14 @@ pub(super) struct PassRecord {
 }
 
 impl<const N: usize> PassOutput<N> {
-    /// Copies the results to the host, to send them to other processes.
+    /// Copies the results to the host, so that they can be sent to other processes.
     ///
     /// # Errors
     /// When the experts cannot be read.
     pub(super) fn into_record(self) -> Result<PassRecord> {
         let Self { head, mut routed_experts, load_balance } = self;
         if N == 1 {
-            // A critic's experts are not used.
+            // The experts of a critic are not used.
             routed_experts.clear();
         }
         let top_k = routed_experts.first().map_or(Ok(1), |experts| experts.dim(1))?;

@@ -1,4 +1,4 @@
-//! The loss of one policy update: policy loss, KL to the reference, entropy bonus.
+//! The loss of one policy update: policy loss, KL to the reference, and entropy bonus.
 
 use super::batch::Batch;
 use super::forward_backward::{HeadColumns, PassOutput};
@@ -12,7 +12,7 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 
 /// The loss of an update over a batch or a minibatch. The loss of every micro-batch is divided by the token
-/// count of the whole update, so the split into micro-batches does not change the result.
+/// count of the whole update. So the split into micro-batches does not change the result.
 pub struct UpdateLoss<'a> {
     batch: &'a Batch,
     policy: &'a PolicySettings,
@@ -23,7 +23,7 @@ pub struct UpdateLoss<'a> {
     normalizer: Normalizer,
 }
 
-/// A micro-batch's share of an update's loss. The sum of the shares is the loss.
+/// The loss of one micro-batch. The losses of all micro-batches add up to the loss of the update.
 pub struct LossShare {
     /// The policy loss, without its gradient.
     policy: PolicyLoss,
@@ -32,11 +32,11 @@ pub struct LossShare {
 }
 
 impl<'a> UpdateLoss<'a> {
-    /// Creates the loss over `batch`. `old_log_prob_source` gives the old log-probs of the importance ratio.
-    /// `response_tokens_max` is the constant of [`crate::policy::Aggregation::Constant`].
+    /// Creates the loss over `batch`. `old_log_prob_source` selects the old log-probs of the importance
+    /// ratio. `response_tokens_max` is the constant of [`crate::policy::Aggregation::Constant`].
     ///
     /// # Errors
-    /// When the recipe's loss refuses its settings, or the batch has no token.
+    /// When the settings of the recipe's loss are invalid, or the batch has no token.
     pub fn new(
         batch: &'a Batch,
         policy: &'a PolicySettings,
@@ -50,8 +50,8 @@ impl<'a> UpdateLoss<'a> {
         Ok(Self { batch, policy, loss, old_log_prob_source, updates, normalizer })
     }
 
-    /// Returns the loss share of micro-batch `index`, and its gradient with respect to the head's
-    /// log-probabilities and entropies.
+    /// Returns the loss of micro-batch `index`, and its gradient with respect to the log-probabilities and
+    /// entropies of the head.
     ///
     /// # Errors
     /// When a log-probability is NaN.
@@ -81,7 +81,7 @@ impl<'a> UpdateLoss<'a> {
                 *sum += (policy.kl.coefficient * f64::from(*gradient)) as f32;
             }
         }
-        // The bonus rewards entropy, so its gradient has the opposite sign of a loss.
+        // A higher entropy must lower the loss, so the gradient of the bonus is negative.
         let bonus = policy.entropy_coefficient;
         let entropies = match bonus == 0.0 {
             true => vec![0.0; entropies.len()],
@@ -91,8 +91,8 @@ impl<'a> UpdateLoss<'a> {
         Ok((LossShare { policy: loss, kl }, [log_probs, entropies]))
     }
 
-    /// Returns the update's metrics from the `shares` and outputs of its micro-batches: means over its
-    /// tokens. `has_load_balance`: the load-balancing loss is on.
+    /// Returns the update's metrics, which are means over its tokens. `shares` and `outputs` have one entry
+    /// per micro-batch. `has_load_balance` says whether there is a load-balancing loss.
     pub fn metrics(&self, shares: &[LossShare], outputs: &[PassOutput], has_load_balance: bool) -> Metrics {
         let mut metrics = Metrics::new();
         let mut means: BTreeMap<&str, TokenMean> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Routed experts of each sequence: those stored at sampling, those of a training forward, and those to
+//! Routed experts of each sequence: those stored at sampling, those of a training forward pass, and those to
 //! replay.
 
 use super::forward_backward::PassOutput;
@@ -9,14 +9,14 @@ use crate::trajectory::{Group, Trajectory};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 
-/// Routed experts of one sequence's input tokens: for each layer, `[T × K]`.
+/// Routed experts of the input tokens of one sequence: `[T × K]` for each layer.
 pub type RoutedExperts = Vec<Vec<u16>>;
 
-/// Returns the routed experts stored at sampling, one entry a sequence. `top_k` is the number of experts per
-/// token and layer.
+/// Returns the routed experts stored at sampling, one entry per sequence. `top_k` is the number of experts
+/// per token and layer.
 ///
 /// # Errors
-/// When a trajectory has no experts for a token that the model reads.
+/// When a trajectory has no experts for an input token of the model.
 pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<RoutedExperts>> {
     let sequence_experts = |trajectory: &Trajectory| {
         let inputs = trajectory.tokens.len().saturating_sub(1);
@@ -24,7 +24,7 @@ pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> 
             && trajectory.routes[..inputs].iter().all(|token| token.len() == layers * top_k);
         if !is_complete {
             return Err(bad_input!(
-                "policy.router_replay: sample {} of prompt {} has no experts kept from sampling; sample it again with \
+                "policy.router_replay: sample {} of prompt {} has no routed experts of sampling; sample it again with \
                  rollout.keep_routes = true",
                 trajectory.sample,
                 trajectory.prompt
@@ -39,7 +39,7 @@ pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> 
     groups.iter().flat_map(|group| &group.trajectories).map(sequence_experts).collect()
 }
 
-/// Returns the routed experts of a forward, one entry a sequence.
+/// Returns the routed experts of a forward pass, one entry per sequence.
 ///
 /// # Errors
 /// When the tensors of experts cannot be read.
@@ -61,13 +61,14 @@ pub fn experts_from_forward(
     Ok(routed_experts)
 }
 
-/// Copies a layer's routed experts u32 `[T, K]` to the host. Also returns `K`.
+/// Copies the routed experts of a layer, u32 `[T, K]`, to the host. Also returns `K`.
 fn layer_to_host(layer: &Tensor) -> Result<(Vec<u16>, usize)> {
     let experts = layer.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|e| e as u16);
     Ok((experts.collect(), layer.dim(1)?))
 }
 
-/// Returns the share of (input token, layer) pairs with the same set of experts; 1 when there are no pairs.
+/// Returns the fraction of (input token, layer) pairs with the same set of experts in `a` and `b`; 1 without
+/// pairs.
 pub(super) fn agreement(a: &[RoutedExperts], b: &[RoutedExperts], top_k: usize) -> f64 {
     let layers = a.iter().flatten().zip(b.iter().flatten());
     let pairs = layers.flat_map(|(a, b)| a.chunks_exact(top_k).zip(b.chunks_exact(top_k)));
@@ -84,7 +85,7 @@ pub(super) fn common_prefix_length(a: &RoutedExperts, b: &RoutedExperts, top_k: 
     layers.min().unwrap_or(0) / top_k.max(1)
 }
 
-/// Returns the experts of the packed rows of `sequences`: u32 `[T, K]` for each layer. Shared rows appear
+/// Returns the experts of the packed rows of `sequences`, u32 `[T, K]` for each layer. A shared row appears
 /// once.
 ///
 /// # Errors

@@ -10,13 +10,14 @@ use anyhow::Result;
 pub struct SupervisedOutput {
     /// Mean negative log-likelihood of the trained tokens.
     pub loss: f64,
-    /// Load-balancing loss before its coefficient; 0 when it is off.
+    /// Load-balancing loss before its coefficient; 0 without such a loss.
     pub load_balance: f64,
     /// Number of tokens that went through the model.
     pub tokens: usize,
 }
 
-/// Computes the gradients of the mean negative log-likelihood of `sequences`, into the runner's parameters.
+/// Computes the gradients of the mean negative log-likelihood of `sequences`. The runner's parameters hold
+/// the gradients.
 ///
 /// # Errors
 /// When a pass fails.
