@@ -39,7 +39,7 @@ impl AdvantageEstimator<'_> {
         let mut metrics = Metrics::new();
         let shaping = self.overlong_penalty()?;
         let rewards = rewards(groups, shaping.as_ref(), &mut metrics);
-        let sequences = batch.tokens()?;
+        let sequences = batch.masked_sequences()?;
         let penalties = self.kl_penalties(batch, &sequences, &mut metrics)?;
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());

@@ -110,7 +110,7 @@ impl Batch {
     ///
     /// # Errors
     /// When the columns have different lengths.
-    pub fn tokens(&self) -> Result<Sequences<'_>> {
+    pub fn masked_sequences(&self) -> Result<Sequences<'_>> {
         Sequences::new(&self.cu_seqlens, &self.mask)
     }
 

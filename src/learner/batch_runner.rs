@@ -41,7 +41,7 @@ impl BatchRunner<'_> {
     /// of the batch.
     ///
     /// `objective` is called for every micro-batch, including those that other processes ran. It must divide
-    /// its gradients by the token count of the whole batch. `settings.load_balance` is the coefficient for
+    /// its gradients by the token count of the whole batch. `settings.load_balance_coefficient` is the coefficient for
     /// the whole batch.
     ///
     /// # Errors
@@ -74,7 +74,10 @@ impl BatchRunner<'_> {
             let share = batch.sequence_rows.positions_count() as f64 / tokens.max(1) as f64;
             // A masked pass adds no gradient.
             let share = if slot.masked { 0.0 } else { share };
-            let settings = PassSettings { load_balance: settings.load_balance * share, ..settings };
+            let settings = PassSettings {
+                load_balance_coefficient: settings.load_balance_coefficient * share,
+                ..settings
+            };
             let pass = Pass { model: self.model, weights, batch, settings };
             let progress_tokens = progress_tokens(&batches[slot.index], &slot);
             let objective = |columns: [&[f32]; N]| match slot.masked {
@@ -176,7 +179,7 @@ impl BatchRunner<'_> {
 
     /// Returns the limits of micro-batches with up to `tokens_max` tokens.
     pub fn limits(&self, tokens_max: usize) -> MicroBatchLimits {
-        MicroBatchLimits { tokens_max, in_pairs: self.runs_passes_in_parallel() }
+        MicroBatchLimits { tokens_max, needs_even_count: self.runs_passes_in_parallel() }
     }
 
     /// Returns the parameters that pack trajectories into micro-batches of up to `tokens_max` tokens. On a

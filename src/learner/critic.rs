@@ -86,8 +86,8 @@ impl Critic {
             policy.share(index).map_or_else(|| Ok(TensorStorage::from_weight(policy.weight(index)?)), Ok)
         });
         let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
-        let start = lora.initial_values(&parameters.specs, seed, Owner::Critic)?;
-        parameters.attach_adapter(lora.clone(), start)?;
+        let initial_values = lora.initial_values(&parameters.specs, seed, Owner::Critic)?;
+        parameters.attach_adapter(lora.clone(), initial_values)?;
         parameters.set_trainable(trainable)?;
         let optimizer = Optimizer::new(&settings.optimizer, &mut parameters, round_to_bf16)?;
         Ok(Self { settings: settings.clone(), parameters, optimizer })
@@ -155,7 +155,7 @@ impl CriticStep<'_> {
     /// # Errors
     /// When a pass fails, a value is NaN, or the batch has no values or no returns.
     pub fn gradients(&self, batch: &Batch) -> Result<Option<Metrics>> {
-        let tokens = batch.tokens()?;
+        let tokens = batch.masked_sequences()?;
         if tokens.valid_tokens() == 0 {
             return Ok(None);
         }

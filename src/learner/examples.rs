@@ -41,7 +41,9 @@ impl ConversationRenderer<'_> {
             self.system_prompt.iter().chain(&demonstration.messages).cloned().collect();
         let source = match self.system_prompt.is_empty() {
             true => "a demonstration",
-            false => "a demonstration with the system messages of [harmony], which system_message = false removes",
+            false => {
+                "a demonstration with the system messages of [harmony], which system_message = false removes"
+            }
         };
         self.render_conversation(&messages, source)
     }

@@ -24,7 +24,7 @@ pub struct PassSettings {
     pub temperature: f64,
     /// Coefficient of the load-balancing loss, multiplied by the micro-batch's share of the batch; 0 means no
     /// such loss.
-    pub load_balance: f64,
+    pub load_balance_coefficient: f64,
     pub forward: ForwardOptions,
 }
 
@@ -42,7 +42,7 @@ pub struct PassOutput<const N: usize = 2> {
     /// Routed experts, u32 `[T, K]` for each layer; empty for a model without experts.
     pub routed_experts: Vec<Tensor>,
     /// Load-balancing loss, averaged over layers, before its coefficient; 0 without such a loss.
-    pub load_balance: f64,
+    pub load_balance_loss: f64,
 }
 
 impl PassOutput {
@@ -79,7 +79,7 @@ impl Pass<'_> {
             on_layer();
             Ok(())
         })?;
-        Ok(PassOutput { head: split_columns(&self.head(&hidden)?)?, routed_experts, load_balance: 0.0 })
+        Ok(PassOutput { head: split_columns(&self.head(&hidden)?)?, routed_experts, load_balance_loss: 0.0 })
     }
 
     /// Runs the forward pass, then `objective` on the head's columns, then the backward pass. Calls
@@ -107,10 +107,10 @@ impl Pass<'_> {
     fn with_rows<R>(&self, replay: Option<&[Tensor]>, f: impl FnOnce(&mut Rows) -> R) -> R {
         let sequence_rows = self.batch.sequence_rows.clone();
         let rotation = self.model.rotation(self.batch.positions.clone());
-        match &self.batch.split {
+        match &self.batch.shards {
             None => f(&mut Rows { rotation, attend: &mut PackedAttention { sequence_rows }, replay }),
-            Some(split) => {
-                let attend = &mut SequenceParallelAttention { split: split.rows.clone(), sequence_rows };
+            Some(shards) => {
+                let attend = &mut SequenceParallelAttention { split: shards.rows.clone(), sequence_rows };
                 f(&mut Rows { rotation, attend, replay })
             }
         }
@@ -154,8 +154,8 @@ impl Pass<'_> {
             anyhow::Ok(roots)
         })?;
         let head = head_output.context("a pass without a head")?;
-        let load_balance = self.layer_mean(&balance_losses)?;
-        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance })
+        let load_balance_loss = self.layer_mean(&balance_losses)?;
+        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss })
     }
 
     /// Runs the pass with recomputation.
@@ -197,8 +197,8 @@ impl Pass<'_> {
             })?;
         }
         differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
-        let load_balance = self.layer_mean(&balance_losses)?;
-        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance })
+        let load_balance_loss = self.layer_mean(&balance_losses)?;
+        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss })
     }
 
     /// Returns the mean of `losses` over the layers. Call it only at the end of a pass, because each read
@@ -218,21 +218,26 @@ impl Pass<'_> {
         output: &LayerOutput,
         losses: &mut Vec<Tensor>,
     ) -> Result<Option<(Tensor, Tensor)>> {
-        let (true, Some(routing)) = (self.settings.load_balance != 0.0, &output.routing) else {
+        let (true, Some(routing)) = (self.settings.load_balance_coefficient != 0.0, &output.routing) else {
             return Ok(None);
         };
         let sequences_per_row = self.batch.sequences_per_row.as_ref();
-        let loss = match &self.batch.split {
+        let loss = match &self.batch.shards {
             None => ops::load_balance(&routing.router_logits, &routing.plan, sequences_per_row)?,
-            Some(split) => {
-                let routed_experts = split.rows.gather_routed_experts(&routing.routes)?;
+            Some(shards) => {
+                let routed_experts = shards.rows.gather_routed_experts(&routing.routes)?;
                 let plan = Dispatch::new(&routed_experts, self.model.config.num_local_experts)?;
-                ops::load_balance(&split.rows.gather_rows(&routing.router_logits)?, &plan, sequences_per_row)?
+                ops::load_balance(
+                    &shards.rows.gather_rows(&routing.router_logits)?,
+                    &plan,
+                    sequences_per_row,
+                )?
             }
         };
         losses.push(loss.clone());
         let layers = self.model.config.num_hidden_layers as f64;
-        let coefficient = Tensor::new((self.settings.load_balance / layers) as f32, loss.device())?;
+        let coefficient =
+            Tensor::new((self.settings.load_balance_coefficient / layers) as f32, loss.device())?;
         Ok(Some((loss, coefficient)))
     }
 
@@ -249,16 +254,16 @@ impl Pass<'_> {
 
     /// Gathers the column of all targets. `local` is this rank's shard of the column.
     fn gather_column(&self, local: Vec<f32>) -> Result<Vec<f32>> {
-        let Some(split) = &self.batch.split else { return Ok(local) };
-        let lengths: Vec<usize> = split.targets.iter().map(Vec::len).collect();
-        Ok(split.join_columns(&split.rows.gather("the head's output", &local, &lengths)?))
+        let Some(shards) = &self.batch.shards else { return Ok(local) };
+        let lengths: Vec<usize> = shards.targets.iter().map(Vec::len).collect();
+        Ok(shards.join_columns(&shards.rows.gather("the head's output", &local, &lengths)?))
     }
 
     /// Returns this rank's shard of the column of all targets.
     fn local_shard(&self, column: Vec<f32>) -> Vec<f32> {
-        match &self.batch.split {
+        match &self.batch.shards {
             None => column,
-            Some(split) => split.local_targets().iter().map(|&index| column[index]).collect(),
+            Some(shards) => shards.local_targets().iter().map(|&index| column[index]).collect(),
         }
     }
 }

@@ -44,7 +44,7 @@ pub struct GradientSum {
     /// head, else 1. The gradient of the head comes before that of the embedding.
     additions_per_pass: Vec<usize>,
     order: Mutex<PassOrder>,
-    changed: Condvar,
+    additions_changed: Condvar,
     /// Present if tensors are sharded over ranks.
     reduction: Option<Reduction>,
 }
@@ -108,7 +108,13 @@ impl GradientSum {
             bytes_max: exchange_bytes_max((values * size_of::<f32>()) as u64),
             in_flight: Mutex::default(),
         });
-        Ok(Arc::new(Self { buffers, additions_per_pass, order, changed: Condvar::new(), reduction }))
+        Ok(Arc::new(Self {
+            buffers,
+            additions_per_pass,
+            order,
+            additions_changed: Condvar::new(),
+            reduction,
+        }))
     }
 
     /// Waits until every gradient has been added.
@@ -140,7 +146,7 @@ impl GradientSum {
         let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         order.failed_pass = Some(order.failed_pass.map_or(pass, |first| first.min(pass)));
         drop(order);
-        self.changed.notify_all();
+        self.additions_changed.notify_all();
     }
 }
 
@@ -150,7 +156,7 @@ impl GradientSink for PassGradientSink {
         parameter: usize,
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
     ) -> candle_core::Result<()> {
-        let GradientSum { buffers, additions_per_pass, order, changed, reduction } = &*self.sum;
+        let GradientSum { buffers, additions_per_pass, order, additions_changed, reduction } = &*self.sum;
         if let Some((progress, tokens)) = &self.progress {
             progress.advance_tokens(*tokens);
         }
@@ -162,7 +168,7 @@ impl GradientSink for PassGradientSink {
         let must_wait = |order: &mut PassOrder| {
             order.additions[parameter] / additions < self.pass && !earlier_pass_failed(order)
         };
-        let lock = changed.wait_while(lock, must_wait).unwrap_or_else(PoisonError::into_inner);
+        let lock = additions_changed.wait_while(lock, must_wait).unwrap_or_else(PoisonError::into_inner);
         if earlier_pass_failed(&lock) {
             bail!("an earlier micro-batch failed");
         }
@@ -175,7 +181,7 @@ impl GradientSink for PassGradientSink {
             Some(reduction) => reduction.add(self.pass, parameter, buffers, add)?,
         }
         order.lock().unwrap_or_else(PoisonError::into_inner).additions[parameter] += 1;
-        changed.notify_all();
+        additions_changed.notify_all();
         Ok(())
     }
 }
@@ -208,7 +214,7 @@ impl Reduction {
         let (tensors, bytes) = (std::mem::take(&mut state.waiting), std::mem::take(&mut state.waiting_bytes));
         let Some((first, _)) = tensors.first() else { return Ok(()) };
         self.drain(state, buffers, self.bytes_max.saturating_sub(2 * bytes))?;
-        let what = format!("gradients from {} on", self.specs[*first].name);
+        let label = format!("gradients from {} on", self.specs[*first].name);
         let (mesh, ranks) = (&self.mesh, self.mesh.ranks());
         let (mut parts, mut shard_bytes) = (vec![vec![]; ranks], 0);
         for (parameter, tensor) in &tensors {
@@ -222,7 +228,7 @@ impl Reduction {
         }
         let parts = parts.into_iter().map(Arc::new).collect();
         let exchange =
-            mesh.start(&what, &mesh.all_ranks(), parts, &vec![shard_bytes; ranks]).map_err(to_op_error)?;
+            mesh.start(&label, &mesh.all_ranks(), parts, &vec![shard_bytes; ranks]).map_err(to_op_error)?;
         let parameters = tensors.into_iter().map(|(parameter, _)| parameter).collect();
         state.exchanges.push_back((parameters, 2 * bytes, exchange));
         Ok(())

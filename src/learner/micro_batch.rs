@@ -43,7 +43,7 @@ pub struct MicroBatch {
     pub replay: Option<Vec<Tensor>>,
     /// Present if this is one rank's shard of a micro-batch. In a shard, tokens, positions, rows, targets and
     /// experts are those of this rank. The other fields describe the whole micro-batch.
-    pub split: Option<Arc<SequenceSplit>>,
+    pub shards: Option<Arc<MicroBatchShards>>,
 }
 
 /// The parameters of packing. The same sequences, experts and parameters always give the same micro-batches.
@@ -64,30 +64,30 @@ pub struct MicroBatchLimits {
     /// Whether the number of micro-batches must be 1 or even, so that two threads have equal work. It does
     /// not depend on the actual number of threads, because the result of a run must not depend on that
     /// number.
-    pub in_pairs: bool,
+    pub needs_even_count: bool,
 }
 
 impl From<usize> for MicroBatchLimits {
     /// Limits only the tokens of a micro-batch.
     fn from(tokens_max: usize) -> Self {
-        Self { tokens_max, in_pairs: false }
+        Self { tokens_max, needs_even_count: false }
     }
 }
 
 /// The shards of a micro-batch, one per rank of a sequence-parallel group.
-pub struct SequenceSplit {
+pub struct MicroBatchShards {
     pub rows: Arc<SequenceShards>,
     /// For each rank, the indices of its targets in the whole micro-batch.
     pub targets: Vec<Vec<usize>>,
 }
 
-impl std::fmt::Debug for SequenceSplit {
+impl std::fmt::Debug for MicroBatchShards {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SequenceSplit").field("targets", &self.targets).finish_non_exhaustive()
+        f.debug_struct("MicroBatchShards").field("targets", &self.targets).finish_non_exhaustive()
     }
 }
 
-impl SequenceSplit {
+impl MicroBatchShards {
     /// Returns the indices of this rank's targets.
     pub fn local_targets(&self) -> &[usize] {
         &self.targets[self.rows.group_index()]
@@ -108,7 +108,7 @@ impl MicroBatch {
     ///
     /// # Errors
     /// When there are fewer rows than ranks.
-    pub fn shards(&self, mesh: &Arc<Mesh>) -> Result<Option<SequenceSplit>> {
+    pub fn shards(&self, mesh: &Arc<Mesh>) -> Result<Option<MicroBatchShards>> {
         if mesh.sequence_ranks() == 1 {
             return Ok(None);
         }
@@ -117,7 +117,7 @@ impl MicroBatch {
             (0..self.rows.len()).filter(|&index| range.contains(&(self.rows[index] as usize))).collect()
         };
         let targets = rows.ranges().iter().map(target_indices).collect();
-        Ok(Some(SequenceSplit { rows: Arc::new(rows), targets }))
+        Ok(Some(MicroBatchShards { rows: Arc::new(rows), targets }))
     }
 
     /// Returns this rank's shard; without sequence parallelism, the whole micro-batch.
@@ -125,8 +125,8 @@ impl MicroBatch {
     /// # Errors
     /// When there are fewer rows than ranks.
     pub fn local_shard(&self, mesh: &Arc<Mesh>) -> Result<Cow<'_, Self>> {
-        let Some(split) = self.shards(mesh)? else { return Ok(Cow::Borrowed(self)) };
-        let (local_rows, target_indices) = (split.rows.local_range(), split.local_targets());
+        let Some(shards) = self.shards(mesh)? else { return Ok(Cow::Borrowed(self)) };
+        let (local_rows, target_indices) = (shards.rows.local_range(), shards.local_targets());
         let (start, length) = (local_rows.start, local_rows.len());
         let shard = |experts: &Tensor| Ok(experts.narrow(0, start, length)?.contiguous()?);
         let replay = self.replay.as_ref().map(|layers| layers.iter().map(shard).collect::<Result<_>>());
@@ -136,7 +136,7 @@ impl MicroBatch {
             rows: Arc::new(target_indices.iter().map(|&index| self.rows[index] - start as u32).collect()),
             targets: Arc::new(target_indices.iter().map(|&index| self.targets[index]).collect()),
             replay: replay.transpose()?,
-            split: Some(Arc::new(split)),
+            shards: Some(Arc::new(shards)),
             ..self.clone()
         }))
     }
@@ -149,9 +149,9 @@ impl MicroBatch {
         for (i, sequence) in sequences[range.clone()].iter().enumerate() {
             sequence_rows.push(sequence.inputs().len(), if i == 0 { 0 } else { shared[range.start + i] });
             tokens.extend_from_slice(&sequence.inputs()[sequence_rows.first_own_position(i)..]);
-            let path = sequence_rows.row_indices(i);
+            let row_indices = sequence_rows.row_indices(i);
             for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
-                rows.push(path[i - 1] as u32);
+                rows.push(row_indices[i - 1] as u32);
                 targets.push(sequence.tokens[i]);
             }
             cu_targets.push(rows.len());
@@ -166,7 +166,7 @@ impl MicroBatch {
             targets: Arc::new(targets),
             cu_targets,
             replay: None,
-            split: None,
+            shards: None,
         }
     }
 
@@ -196,22 +196,23 @@ impl MicroBatch {
     fn split_rows(
         sequences: &[&Sequence],
         shared: &[usize],
-        MicroBatchLimits { tokens_max, in_pairs }: MicroBatchLimits,
+        MicroBatchLimits { tokens_max, needs_even_count }: MicroBatchLimits,
     ) -> Vec<Self> {
         let groups = group_by_prefix(sequences, shared, tokens_max);
         let total: usize = groups.iter().map(|group| group.added_tokens).sum();
-        let fewest = total.div_ceil(tokens_max.max(1));
+        let count_min = total.div_ceil(tokens_max.max(1));
         let split = |parts: usize| split_into(parts, total, &groups, tokens_max);
-        let is_even = |ranges: &Vec<_>| !in_pairs || ranges.len() < 2 || ranges.len() % 2 == 0;
+        let is_even = |ranges: &Vec<_>| !needs_even_count || ranges.len() < 2 || ranges.len() % 2 == 0;
         // An even number is not always possible. Try up to three micro-batches more than the minimum.
-        let full = (fewest..fewest + 4).map(split).find(is_even).unwrap_or_else(|| split(fewest));
+        let even_ranges =
+            (count_min..count_min + 4).map(split).find(is_even).unwrap_or_else(|| split(count_min));
         // A micro-batch that begins within a group repeats the group's prompt, so it may exceed the limit.
         // The split then has one more micro-batch than intended, and that micro-batch is small. If a larger
         // number of micro-batches avoids this, use that number.
-        let within_count = (fewest..=full.len())
+        let exact_ranges = (count_min..=even_ranges.len())
             .map(|parts| (parts, split(parts)))
             .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
-        let ranges = within_count.map_or(full, |(_, ranges)| ranges);
+        let ranges = exact_ranges.map_or(even_ranges, |(_, ranges)| ranges);
         ranges.into_iter().map(|range| Self::new(sequences, range, shared)).collect()
     }
 }
@@ -318,7 +319,8 @@ mod tests {
         let of = |lengths: &[usize], tokens_max: usize| -> Vec<usize> {
             let sequence = |&n: &usize| Sequence { tokens: vec![1; n + 1], mask: vec![true; n + 1] };
             let sequences: Vec<Sequence> = lengths.iter().map(sequence).collect();
-            let batches = MicroBatch::split(&sequences, MicroBatchLimits { tokens_max, in_pairs: true });
+            let batches =
+                MicroBatch::split(&sequences, MicroBatchLimits { tokens_max, needs_even_count: true });
             assert!(batches.iter().all(|batch| batch.tokens.len() <= tokens_max));
             batches.iter().map(|batch| batch.tokens.len()).collect()
         };
@@ -339,8 +341,8 @@ mod tests {
             Sequence { mask: (0..tokens.len()).map(|i| i >= 20).collect(), tokens }
         };
         let groups: Vec<Sequence> = (0..6).flat_map(|group| (0..4).map(move |i| sample(group, i))).collect();
-        let spans = |tokens_max: usize, in_pairs: bool| -> Vec<Range<usize>> {
-            let limits = MicroBatchLimits { tokens_max, in_pairs };
+        let spans = |tokens_max: usize, needs_even_count: bool| -> Vec<Range<usize>> {
+            let limits = MicroBatchLimits { tokens_max, needs_even_count };
             let batches = MicroBatch::split_with_prefixes(&groups, limits, |_| usize::MAX);
             batches.into_iter().map(|batch| batch.sequences).collect()
         };
@@ -359,10 +361,10 @@ mod tests {
             Sequence { mask: (0..tokens.len()).map(|i| i >= 40).collect(), tokens }
         };
         let group: Vec<Sequence> = (0..64).map(sample).collect();
-        for in_pairs in [false, true] {
+        for needs_even_count in [false, true] {
             let batches = MicroBatch::split_with_prefixes(
                 &group,
-                MicroBatchLimits { tokens_max: 100, in_pairs },
+                MicroBatchLimits { tokens_max: 100, needs_even_count },
                 |_| usize::MAX,
             );
             let rows: Vec<usize> = batches.iter().map(|batch| batch.tokens.len()).collect();

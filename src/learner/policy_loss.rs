@@ -45,7 +45,7 @@ impl<'a> UpdateLoss<'a> {
         response_tokens_max: usize,
     ) -> Result<Self> {
         let loss = (policy.loss.build)(policy)?;
-        let size = BatchSize::from_sequences(&batch.tokens()?, response_tokens_max);
+        let size = BatchSize::from_sequences(&batch.masked_sequences()?, response_tokens_max);
         let normalizer = Normalizer::new(policy.aggregation, size)?;
         Ok(Self { batch, policy, loss, old_log_prob_source, updates, normalizer })
     }
@@ -109,7 +109,7 @@ impl<'a> UpdateLoss<'a> {
         let entropies = outputs.iter().flat_map(|o| o.entropies()).map(|&e| f64::from(e));
         metrics.set("actor/entropy", entropies.sum::<f64>() / self.batch.rollout_log_probs.len() as f64);
         if has_load_balance {
-            let load_balance = outputs.iter().map(|output| output.load_balance);
+            let load_balance = outputs.iter().map(|output| output.load_balance_loss);
             metrics.set("actor/load_balance", mean_of_rows(&self.batch.micro_batches, load_balance));
         }
         metrics

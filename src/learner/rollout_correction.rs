@@ -15,8 +15,12 @@ pub fn correct_rollout(batch: &mut Batch, settings: &CorrectionSettings) -> Resu
     if !settings.is_active() {
         return Ok(Metrics::new());
     }
-    let training = batch.training_log_probs.as_ref().context("the correction needs the log-probs of a training forward pass")?;
-    let correction = correct(&batch.tokens()?, training, &batch.rollout_log_probs, &settings.rules()?)?;
+    let training = batch
+        .training_log_probs
+        .as_ref()
+        .context("the correction needs the log-probs of a training forward pass")?;
+    let correction =
+        correct(&batch.masked_sequences()?, training, &batch.rollout_log_probs, &settings.rules()?)?;
     (batch.weights, batch.mask) = (correction.weights, correction.mask);
     Ok(correction.metrics.into_iter().collect())
 }

@@ -38,7 +38,7 @@ pub fn gradients(
     stage.finish();
     let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
     let sum: f64 = outputs.iter().flat_map(|o| o.log_probs()).map(|&l| f64::from(l)).sum();
-    let load_balance = mean_of_rows(&batches, outputs.iter().map(|output| output.load_balance));
+    let load_balance = mean_of_rows(&batches, outputs.iter().map(|output| output.load_balance_loss));
     Ok(SupervisedOutput { loss: -sum / targets.max(1) as f64, load_balance, tokens })
 }
 

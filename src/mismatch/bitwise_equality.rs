@@ -148,7 +148,7 @@ impl EqualityProof<'_> {
         PassSettings {
             recompute_layers: true,
             temperature: self.temperature,
-            load_balance: 0.0,
+            load_balance_coefficient: 0.0,
             forward: self.training,
         }
     }

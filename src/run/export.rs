@@ -118,7 +118,7 @@ pub fn export_merged_model(
         let settings = PassSettings {
             recompute_layers: true,
             temperature: recipe.rollout.temperature,
-            load_balance: 0.0,
+            load_balance_coefficient: 0.0,
             forward: Default::default(),
         };
         let runner = BatchRunner { threads, model, parameters };

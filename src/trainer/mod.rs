@@ -308,7 +308,7 @@ impl Trainer {
         PassSettings {
             recompute_layers: self.context.recompute_layers,
             temperature,
-            load_balance: 0.0,
+            load_balance_coefficient: 0.0,
             forward: self.context.training_forward(),
         }
     }

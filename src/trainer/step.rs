@@ -359,7 +359,7 @@ impl PolicyStep<'_> {
     /// # Errors
     /// When a pass fails, or a log-probability is NaN.
     pub fn gradients(&self, batch: &Batch) -> Result<Option<PolicyUpdate>> {
-        if batch.tokens()?.valid_tokens() == 0 {
+        if batch.masked_sequences()?.valid_tokens() == 0 {
             return Ok(None);
         }
         let updates = self.train.minibatches * self.train.epochs;
@@ -389,7 +389,7 @@ impl PolicyStep<'_> {
             pass: PassSettings {
                 forward: ForwardOptions::default(),
                 temperature: 1.0,
-                load_balance: 0.0,
+                load_balance_coefficient: 0.0,
                 ..self.pass
             },
             micro_batch_tokens: self.train.micro_batch_tokens,

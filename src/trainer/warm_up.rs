@@ -35,8 +35,10 @@ impl Trainer {
                     cold_start.batch_size,
                 )
             })?;
-            let pass =
-                PassSettings { load_balance: cold_start.load_balance_coefficient, ..self.pass_settings(1.0) };
+            let pass = PassSettings {
+                load_balance_coefficient: cold_start.load_balance_coefficient,
+                ..self.pass_settings(1.0)
+            };
             let output = self.timings.time("update", || {
                 let tokens_max = recipe.train.micro_batch_tokens;
                 supervised::gradients(&self.runner(), &batch, tokens_max, pass, &self.console)

@@ -134,7 +134,12 @@ fn what_was_read_is_written_with_pefts_names_shapes_and_values() {
 }
 
 fn settings(recompute_layers: bool) -> PassSettings {
-    PassSettings { recompute_layers, temperature: 0.8, load_balance: 0.0, forward: ForwardOptions::default() }
+    PassSettings {
+        recompute_layers,
+        temperature: 0.8,
+        load_balance_coefficient: 0.0,
+        forward: ForwardOptions::default(),
+    }
 }
 
 /// An adapter of `rank` on all that can have one, with values of which every one matters.

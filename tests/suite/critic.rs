@@ -32,7 +32,12 @@ struct Fixture {
 }
 
 fn pass(recompute_layers: bool) -> PassSettings {
-    PassSettings { recompute_layers, temperature: 0.9, load_balance: 0.0, forward: ForwardOptions::default() }
+    PassSettings {
+        recompute_layers,
+        temperature: 0.9,
+        load_balance_coefficient: 0.0,
+        forward: ForwardOptions::default(),
+    }
 }
 
 impl Fixture {
@@ -349,7 +354,7 @@ fn a_critic_learns_its_returns() {
     let returns = batch.returns.clone().unwrap();
     let explained = |fixture: &Fixture| {
         let values = fixture.values();
-        explained_variance(&batch.tokens().unwrap(), &values, &returns).unwrap().unwrap()
+        explained_variance(&batch.masked_sequences().unwrap(), &values, &returns).unwrap().unwrap()
     };
     assert!(explained(&fixture) < 0.1);
     for update in 1..=60 {

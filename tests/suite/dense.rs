@@ -37,7 +37,8 @@ fn pass(config: &Config, parameters: &Parameters) -> Learned<PassOutput> {
     let batch = &MicroBatch::split(&tiny::sequences(272, &[40, 2, 77], 5), usize::MAX)[0];
     let forward = ForwardOptions::default();
     let model = &Model::new(config.clone(), config.max_position_embeddings);
-    let settings = PassSettings { recompute_layers: true, temperature: 1.0, load_balance: 0.01, forward };
+    let settings =
+        PassSettings { recompute_layers: true, temperature: 1.0, load_balance_coefficient: 0.01, forward };
     let objective = |[log_probs, entropies]: [&[f32]; 2]| {
         let n = log_probs.len() as f32;
         Ok([vec![-1.0 / n; log_probs.len()], vec![0.0; entropies.len()]])
@@ -49,7 +50,7 @@ fn pass(config: &Config, parameters: &Parameters) -> Learned<PassOutput> {
 fn the_only_expert_has_weight_one_and_its_router_has_no_say() {
     let (_, plain) = tiny::model(dense(), 3);
     let output = pass(&dense(), &plain);
-    assert_eq!(output.load_balance, 1.0);
+    assert_eq!(output.load_balance_loss, 1.0);
     for (spec, gradient) in plain.specs.iter().zip(&output.gradients.values) {
         let gradient = gradient.as_ref().unwrap_or_else(|| panic!("{}: no gradient", spec.name));
         let router = spec.name.contains("router");

@@ -106,7 +106,7 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
         settings: PassSettings {
             recompute_layers: true,
             temperature: 1.0,
-            load_balance: 0.0,
+            load_balance_coefficient: 0.0,
             forward: ForwardOptions::default(),
         },
     };

@@ -26,7 +26,7 @@ fn settings() -> PassSettings {
     PassSettings {
         recompute_layers: true,
         temperature: 0.8,
-        load_balance: 0.0,
+        load_balance_coefficient: 0.0,
         forward: ForwardOptions::default(),
     }
 }

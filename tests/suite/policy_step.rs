@@ -48,7 +48,7 @@ fn pass() -> PassSettings {
     PassSettings {
         recompute_layers: false,
         temperature: 0.9,
-        load_balance: 0.0,
+        load_balance_coefficient: 0.0,
         forward: ForwardOptions::default(),
     }
 }

@@ -155,13 +155,15 @@ fn gradients(tied: bool, threads: usize, recompute_layers: bool) -> Gradients {
     let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 7, 41, 12, 25, 33, 18], 6), 40);
     let forward = ForwardOptions::default();
-    let settings = PassSettings { recompute_layers, temperature: 1.0, load_balance: 0.5, forward };
+    let settings =
+        PassSettings { recompute_layers, temperature: 1.0, load_balance_coefficient: 0.5, forward };
     let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
         Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
     };
     let outputs = runner.accumulate(&batches, settings, &objective).unwrap();
     assert!(
-        batches.len() > 4 && outputs.iter().all(|o| o.routed_experts.is_empty() && o.load_balance == 0.0)
+        batches.len() > 4
+            && outputs.iter().all(|o| o.routed_experts.is_empty() && o.load_balance_loss == 0.0)
     );
     Gradients::of(&parameters)
 }
@@ -201,7 +203,7 @@ fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
     let settings = PassSettings {
         recompute_layers: true,
         temperature: 1.0,
-        load_balance: 0.0,
+        load_balance_coefficient: 0.0,
         forward: Default::default(),
     };
     let objective =

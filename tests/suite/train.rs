@@ -15,7 +15,7 @@ fn settings(recompute_layers: bool) -> PassSettings {
     PassSettings {
         recompute_layers,
         temperature: 0.9,
-        load_balance: 0.01,
+        load_balance_coefficient: 0.01,
         forward: ForwardOptions::default(),
     }
 }
@@ -39,7 +39,7 @@ fn pass(seed: u64, recompute: bool) -> Learned<PassOutput> {
 fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
     let (whole, recomputed) = (pass(3, false), pass(3, true));
     assert_eq!(whole.head, recomputed.head);
-    assert_eq!(whole.load_balance.to_bits(), recomputed.load_balance.to_bits());
+    assert_eq!(whole.load_balance_loss.to_bits(), recomputed.load_balance_loss.to_bits());
     assert_eq!(whole.gradients.values, recomputed.gradients.values);
 }
 

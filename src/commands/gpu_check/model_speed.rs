@@ -363,7 +363,7 @@ fn measure_training(
     let settings = PassSettings {
         recompute_layers: true,
         temperature: 1.0,
-        load_balance: 0.0,
+        load_balance_coefficient: 0.0,
         forward: ForwardOptions::default(),
     };
     let mut times = vec![];

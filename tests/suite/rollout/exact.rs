@@ -19,7 +19,7 @@ fn training_forward(
         let settings = PassSettings {
             recompute_layers: true,
             temperature,
-            load_balance: 0.0,
+            load_balance_coefficient: 0.0,
             forward: world.policy.forward,
         };
         let (model, weights) = (world.policy.model, &world.parameters.frozen_weights(None).unwrap());
