@@ -17,7 +17,7 @@ enum Cell {
 }
 
 impl Cell {
-    /// Merges `other`; returns false if it has another reduction.
+    /// Merges `other` into this value. Returns false if the two have different reductions.
     fn merge(&mut self, other: Cell) -> bool {
         match (&mut *self, other) {
             (Cell::Mean { total, weight }, Cell::Mean { total: t, weight: w }) => {
@@ -40,12 +40,12 @@ impl Cell {
     }
 }
 
-/// Metrics being collected. A name has one reduction; a second one makes [`Accumulator::finish`] fail. A NaN
-/// stays in every reduction, maximum and minimum included. The mean over zero weight is NaN.
+/// Collects metrics. Each name has one reduction; [`Accumulator::finish`] fails if a name has two. NaN is
+/// kept by every reduction, including maximum and minimum. The mean over zero weight is NaN.
 #[derive(Debug, Clone, Default)]
 pub struct Accumulator {
     cells: BTreeMap<String, Cell>,
-    /// Names with two reductions. They are kept until the end, so that collecting cannot fail.
+    /// Names with two reductions. They are reported only by [`Self::finish`], so that collecting cannot fail.
     conflicting: BTreeSet<String>,
 }
 
@@ -54,8 +54,8 @@ impl Accumulator {
         Self::default()
     }
 
-    /// Adds to the mean Σ weight·value / Σ weight. `weight` is the number of tokens or sequences behind
-    /// `value`.
+    /// Adds to the mean Σ weight·value / Σ weight. `weight` is the number of tokens or sequences that `value`
+    /// was computed from.
     pub fn mean(&mut self, name: &str, value: f64, weight: f64) {
         self.merge_value(name, Cell::Mean { total: value * weight, weight });
     }
@@ -75,7 +75,7 @@ impl Accumulator {
     /// Returns the reduced values.
     ///
     /// # Errors
-    /// When a name has two reductions: it has no correct value.
+    /// When a name has two reductions, because the value is then undefined.
     pub fn finish(self) -> Result<Metrics> {
         let names: Vec<&str> = self.conflicting.iter().map(String::as_str).collect();
         ensure!(names.is_empty(), "metrics with two reductions: {}", names.join(", "));

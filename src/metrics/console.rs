@@ -1,5 +1,5 @@
-//! Progress on stderr: bars on a terminal, plain lines elsewhere. A stage under way gives a sign of life by
-//! itself: a bar every second, a log one line within 30 seconds.
+//! Progress on stderr: bars on a terminal, plain lines elsewhere. The current stage shows progress even while
+//! no step ends: a bar is updated every second, and a log gets a line at least every 30 seconds.
 
 use super::eta::{Eta, clock};
 use super::status::StatusFile;
@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 
 /// Minimum time between two plain lines of steps.
 const LINES_APART: Duration = Duration::from_secs(2);
-/// Time without a plain line after which a stage under way prints one. Below 30 seconds, since a tick of a
-/// busy machine is late.
+/// Maximum time between two plain lines of the current stage. It is below 30 seconds, because a tick may be
+/// late on a busy machine.
 const SILENCE_MAX: Duration = Duration::from_secs(28);
-/// How often bars and the status file are renewed without any progress.
+/// Interval at which bars and the status file are updated even without progress.
 const TICK: Duration = Duration::from_secs(1);
 
 /// The progress display. Clones share it.
@@ -25,9 +25,9 @@ pub struct Console(Arc<ConsoleState>);
 
 struct ConsoleState {
     output: ConsoleOutput,
-    /// The time left over all stages of a plan, if there is one.
+    /// The time left over all planned stages, if there is a plan.
     eta: Mutex<Option<Eta>>,
-    /// Stages under way, the outermost first.
+    /// Current stages, the outermost first.
     stages: Mutex<Stages>,
 }
 
@@ -35,7 +35,7 @@ struct ConsoleState {
 struct Stages {
     open: Vec<Weak<Stage>>,
     ticks: bool,
-    /// The time of the last line of progress.
+    /// Time of the last printed line of progress.
     printed: Option<Instant>,
     status: Option<StatusFile>,
 }
@@ -46,15 +46,15 @@ enum ConsoleOutput {
         out: Mutex<Box<dyn Write + Send>>,
         /// Minimum time between two plain lines of steps.
         interval: Duration,
-        /// Steps between two plain lines of one stage; 0 for none.
+        /// Number of steps between two plain lines of one stage; 0 means no lines.
         every_steps: u64,
     },
 }
 
 impl Console {
-    /// Makes bars if stderr is a terminal. Otherwise prints a plain line every `every_steps` steps and after
-    /// the last, at most one per [`LINES_APART`] and stage, and one every [`SILENCE_MAX`] between them. No
-    /// progress is shown when `every_steps` is 0.
+    /// Shows bars if stderr is a terminal, else plain lines. A stage prints a line every `every_steps` steps
+    /// and after its last step, at least [`LINES_APART`] apart. If no line was printed for [`SILENCE_MAX`],
+    /// one is printed. No progress is shown when `every_steps` is 0.
     pub fn stderr(every_steps: u64) -> Self {
         if every_steps > 0 && std::io::stderr().is_terminal() {
             return Self::with_output(ConsoleOutput::Bars(MultiProgress::new()));
@@ -62,12 +62,12 @@ impl Console {
         Self::lines(std::io::stderr(), LINES_APART, every_steps)
     }
 
-    /// Prints text to stderr, but no progress.
+    /// Prints text to stderr, but shows no progress.
     pub fn plain() -> Self {
         Self::lines(std::io::stderr(), Duration::ZERO, 0)
     }
 
-    /// Prints nothing: for ranks other than 0.
+    /// Prints nothing. Ranks other than 0 use this.
     pub fn silent() -> Self {
         Self::lines(std::io::sink(), Duration::ZERO, 0)
     }
@@ -81,75 +81,78 @@ impl Console {
         Self(Arc::new(ConsoleState { output, eta: Mutex::new(None), stages: Mutex::default() }))
     }
 
-    /// Shows one time left over alternating `stages`: name, steps left, and the work of a step in a unit
-    /// common to all.
+    /// Shows one time left for all of the alternating `stages`. Each stage has a name, the number of steps
+    /// left, and the work of one step in a unit that all stages share.
     pub fn plan(&self, stages: &[(&str, u64, f64)]) {
         *lock(&self.0.eta) = Some(Eta::new(stages));
     }
 
-    /// Counts a step of stage `name` of the plan that no [`Self::stage`] counts.
+    /// Counts a step of the planned stage `name`, which has no [`Progress`] of its own.
     pub fn count_step(&self, name: &str) {
         if let Some(eta) = &mut *lock(&self.0.eta) {
             eta.advance(name, 1);
         }
     }
 
-    /// Records that a step of stage `name` of the plan begins, within another stage. [`Self::count_step`]
-    /// ends it.
+    /// Records that a step of the planned stage `name` begins while another stage is current.
+    /// [`Self::count_step`] ends the step.
     pub fn begin_step(&self, name: &str) {
         if let Some(eta) = &mut *lock(&self.0.eta) {
             eta.begin(name);
         }
     }
 
-    /// Sets the expected seconds of a step of stage `name` of the plan, which count until one is measured.
+    /// Sets the expected seconds of a step of the planned stage `name`. They are used until a step is
+    /// measured.
     pub fn expect_step(&self, name: &str, seconds: f64) {
         if let Some(eta) = &mut *lock(&self.0.eta) {
             eta.expect(name, seconds);
         }
     }
 
-    /// Keeps the stage under way in a file of `folder`, until [`Self::forget_status`].
+    /// Keeps the current stage in a file of `folder`, until [`Self::forget_status`] is called.
     pub fn keep_status(&self, folder: &Path) {
         lock(&self.0.stages).status = Some(StatusFile::new(folder));
         self.start_ticks();
     }
 
-    /// Removes the file of [`Self::keep_status`].
+    /// Removes the file that [`Self::keep_status`] created.
     pub fn forget_status(&self) {
         lock(&self.0.stages).status = None;
     }
 
-    /// Starts a stage of `total` steps, of which a resumed run has done `done`.
+    /// Starts a stage of `total` steps. A resumed run has already done `done` of them.
     pub fn stage(&self, name: &str, total: u64, done: u64) -> Progress {
         self.progress(name, total, done, StageKind { unit: Unit::Steps, inner: false })
     }
 
-    /// Starts a stage of `total` units of work other than steps, such as trajectories.
+    /// Starts a stage of `total` items other than steps, such as trajectories. `done` of them are already
+    /// done.
     pub fn work_stage(&self, name: &str, total: u64, done: u64) -> Progress {
         self.progress(name, total, done, StageKind { unit: Unit::Items, inner: false })
     }
 
-    /// Starts a stage of work within a step, such as rollout; a `total` of 0 counts nothing.
+    /// Starts a stage within a step, such as the rollout, with `total` items. A `total` of 0 means that items
+    /// are not counted.
     pub fn inner_stage(&self, name: &str, total: u64) -> Progress {
         self.progress(name, total, 0, StageKind { unit: Unit::Items, inner: true })
     }
 
-    /// Starts a stage within a step that takes `total` tokens through the model.
+    /// Starts a stage within a step that runs `total` tokens through the model.
     pub fn pass(&self, name: &str, total: u64) -> Progress {
         self.progress(name, total, 0, StageKind { unit: Unit::Tokens, inner: true })
     }
 
-    /// Starts a stage that takes `total` tokens through the model.
+    /// Starts a stage outside steps that runs `total` tokens through the model.
     pub fn work_tokens(&self, name: &str, total: u64) -> Progress {
         self.progress(name, total, 0, StageKind { unit: Unit::Tokens, inner: false })
     }
 
-    /// Prints text above the bars; control characters in it are made visible.
+    /// Prints text above the bars. Control characters in the text are made visible.
     pub fn print(&self, text: &str) {
         let text = sanitize_terminal(text);
         match &self.0.output {
-            // A terminal that is gone must not end the run.
+            // A terminal that was closed must not end the run.
             ConsoleOutput::Bars(bars) => {
                 let columns = console::Term::stderr().size().1;
                 drop(bars.println(colour_first_word(&wrap_lines(&text, columns.into()))));
@@ -183,7 +186,7 @@ impl Console {
         Progress(stage)
     }
 
-    /// Starts the thread that renews what is shown, once.
+    /// Starts the thread that updates the display, unless it is already running.
     fn start_ticks(&self) {
         let mut stages = lock(&self.0.stages);
         if std::mem::replace(&mut stages.ticks, true) {
@@ -198,11 +201,11 @@ impl Console {
                 Self(shown).tick(Instant::now());
             }
         };
-        // Without the thread, progress is shown as it is made.
+        // If the thread cannot start, progress is shown only when it advances.
         let _ = std::thread::Builder::new().name("progress".to_owned()).spawn(ticks);
     }
 
-    /// Renews the bars, the line of a log and the status file, as due at `now`.
+    /// Updates the bars, the line of a log and the status file if they are due at `now`.
     fn tick(&self, now: Instant) {
         let open: Vec<Arc<Stage>> = lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
         if let ConsoleOutput::Bars(_) = self.0.output {
@@ -221,8 +224,8 @@ impl Console {
         }
     }
 
-    /// Formats the stages under way on one line: the innermost with its figures, the outermost with its step
-    /// and its time left.
+    /// Formats the current stages on one line. The innermost stage has its values; the outermost stage has
+    /// its step and the time left.
     fn under_way(&self, open: &[Arc<Stage>], now: Instant) -> Option<String> {
         let inner = open.last()?;
         let line = inner.line(&lock(&inner.state), now);
@@ -240,7 +243,8 @@ impl std::fmt::Debug for Console {
     }
 }
 
-/// Colours the first word of `text` if it names the kind of line and the terminal has colours.
+/// Colours the first word of `text` if the word names the kind of line, such as `warning:`, and the terminal
+/// has colours.
 fn colour_first_word(text: &str) -> String {
     let word = |word: &str, style: console::Style| {
         let rest = text.strip_prefix(word)?;
@@ -270,11 +274,11 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The kind of a stage, which decides where and when it is shown.
+/// The kind of a stage. It decides where and when the stage is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct StageKind {
     unit: Unit,
-    /// Whether it is part of a step: no line of it stays.
+    /// Whether the stage is part of a step. Such a stage leaves no line on the terminal.
     inner: bool,
 }
 
@@ -283,9 +287,9 @@ struct StageKind {
 enum Unit {
     /// Steps of a run.
     Steps,
-    /// Other work, such as trajectories.
+    /// Items other than steps, such as trajectories.
     Items,
-    /// Tokens through the model.
+    /// Tokens that go through the model.
     Tokens,
 }
 
@@ -304,10 +308,11 @@ struct Stage {
 
 struct StageState {
     start: Instant,
-    /// Steps done before this process.
+    /// Number of steps that were done when this process started.
     first: u64,
     done: u64,
-    /// Tokens; of a pass under way also the share of its layers that is done.
+    /// Number of tokens so far. In a running pass, each finished layer counts as a fraction of the batch's
+    /// tokens.
     tokens: f64,
     tokens_left: Option<f64>,
     values: Vec<(String, f64)>,
@@ -322,18 +327,19 @@ impl Default for StageState {
 }
 
 impl Progress {
-    /// Returns the progress of work that nobody watches.
+    /// Returns a progress that is not shown.
     pub fn unseen() -> Self {
         Console::silent().pass("", 0)
     }
 
-    /// Records `steps` more steps and `tokens` more tokens, and shows `values` beside them, such as
-    /// `("reward", 0.5)`. A call without steps shows that a step is in progress.
+    /// Adds `steps` steps and `tokens` tokens, and shows `values` beside them, such as `("reward", 0.5)`. A
+    /// call without steps shows that a step is in progress.
     pub fn advance(&self, steps: u64, tokens: u64, values: &[(&str, f64)]) {
         self.advance_to(steps, tokens, None, values);
     }
 
-    /// Does [`Self::advance`], and bases the time left on the `tokens_left` of the stage.
+    /// Advances as [`Self::advance`] does, and computes the time left from `tokens_left`, the tokens left in
+    /// the stage.
     pub fn advance_to(&self, steps: u64, tokens: u64, tokens_left: Option<f64>, values: &[(&str, f64)]) {
         let (stage, now) = (&*self.0, Instant::now());
         let mut state = lock(&stage.state);
@@ -360,7 +366,7 @@ impl Progress {
         }
     }
 
-    /// Records `tokens` more tokens of a pass: those of a batch, or the share of them that a layer makes.
+    /// Adds `tokens` tokens to a pass: all tokens of a batch, or one layer's fraction of them.
     pub fn advance_tokens(&self, tokens: f64) {
         let stage = &*self.0;
         let mut state = lock(&stage.state);
@@ -369,8 +375,7 @@ impl Progress {
         stage.bar.set_position(state.done);
     }
 
-    /// Ends the stage and removes its bar. A plain line stays on the terminal, except for a stage within a
-    /// step.
+    /// Ends the stage and removes its bar. A stage outside steps leaves a plain line on the terminal.
     pub fn finish(&self) {
         let stage = &*self.0;
         let this = Arc::downgrade(&self.0);
@@ -383,7 +388,7 @@ impl Progress {
     }
 }
 
-/// Ends a stage whose work failed.
+/// Removes the bar of a stage, including one whose work failed.
 impl Drop for Stage {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
@@ -391,8 +396,8 @@ impl Drop for Stage {
 }
 
 impl Stage {
-    /// Whether to print a plain line after `steps` more steps. Work other than steps prints its last line
-    /// here; before, [`Console::tick`] prints.
+    /// Returns whether to print a plain line after `steps` more steps. A stage that does not count steps
+    /// prints only its last line here; [`Console::tick`] prints its other lines.
     fn is_due(&self, state: &StageState, steps: u64, interval: Duration, every_steps: u64) -> bool {
         if every_steps == 0 || self.kind.inner {
             return false;
@@ -404,7 +409,7 @@ impl Stage {
         rested && self.kind.unit == Unit::Steps && state.done.is_multiple_of(every_steps)
     }
 
-    /// Returns the seconds left at `now`: of a plan's stage, over all stages of the plan.
+    /// Returns the seconds left at `now`. For a planned stage, these are the seconds left of the whole plan.
     fn seconds_left(&self, state: &StageState, now: Instant) -> Option<f64> {
         let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
         if self.kind.unit == Unit::Steps
@@ -420,25 +425,25 @@ impl Stage {
             return Some(elapsed * tokens_left / state.tokens);
         }
         let made = state.done.saturating_sub(state.first);
-        // Trajectories that have ended say nothing of the length of the others.
+        // Finished trajectories do not tell the length of the other trajectories.
         let counts = self.kind.unit == Unit::Steps || state.tokens == 0.0;
         let is_known = counts && made > 0 && state.done < self.total;
         is_known.then(|| elapsed / made as f64 * (self.total - state.done) as f64)
     }
 
-    /// Formats `rl 3/100`.
+    /// Formats name and count, such as `rl 3/100`.
     fn label(&self, state: &StageState) -> String {
         let done = if self.total == 0 { String::new() } else { format!(" {}/{}", state.done, self.total) };
         format!("{}{done}", self.name)
     }
 
-    /// Formats label and message.
+    /// Formats the label and the message.
     fn line(&self, state: &StageState, now: Instant) -> String {
         format!("{}  {}", self.label(state), self.message(state, now))
     }
 
-    /// Formats `reward 0.5  1,204 tokens/s  1:20 left`, with the number of tokens if the stage counts other
-    /// work. Of a stage without any figure it formats the time so far.
+    /// Formats the message, such as `reward 0.5  1,204 tokens/s  1:20 left`. The number of tokens is included
+    /// if the stage counts items. For a stage without any value, the message is the elapsed time.
     fn message(&self, state: &StageState, now: Instant) -> String {
         let value = |(name, value): &(String, f64)| format!("{name} {}", format_number(*value));
         let mut parts: Vec<String> = state.values.iter().map(value).collect();
@@ -536,7 +541,7 @@ mod tests {
         assert_eq!(out.lines().len(), 2);
     }
 
-    /// A step of minutes showed nothing of its phases.
+    /// Regression test: the stages within a step of several minutes were not shown in a log.
     #[test]
     fn a_log_gets_one_line_in_30_seconds_of_a_phase_within_a_step() {
         let out = Shared::default();
@@ -564,7 +569,7 @@ mod tests {
         optimizer.finish();
         steps.finish();
         console.tick(seconds(500));
-        assert_eq!(out.lines().len(), 5, "nothing is under way");
+        assert_eq!(out.lines().len(), 5, "no stage is current");
     }
 
     #[test]

@@ -3,16 +3,17 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-/// Number of a stage's last steps whose mean is its speed: the tokens of a step change during a run.
+/// Number of recent steps of a stage whose mean time is used, because the tokens of a step change during a
+/// run.
 const RECENT_STEPS: usize = 10;
 
-/// Estimates the time left of a run's alternating stages. A stage without a finished step is estimated
+/// Estimates the time left of a run with alternating stages. A stage without a finished step is estimated
 /// from its relative `work`.
 pub(super) struct Eta {
     stages: Vec<Stage>,
     /// The end of the last step of any stage.
     last_step_end: Instant,
-    /// The stage whose step is under way, if it is not the one that asks.
+    /// The stage of the current step, if this stage is not the one that calls.
     under_way: Option<String>,
 }
 
@@ -21,14 +22,14 @@ struct Stage {
     left: u64,
     /// The work of a step, in a unit common to all stages.
     work: f64,
-    /// Seconds of the last steps.
+    /// Seconds of the most recent steps.
     recent: VecDeque<f64>,
-    /// Seconds of a step, derived from other measurements; counts until a step was measured.
+    /// Expected seconds of a step, derived from other measurements. They are used until a step is measured.
     expected: Option<f64>,
 }
 
 impl Eta {
-    /// Makes an estimate of stages given as (name, steps left, work of a step).
+    /// Creates an estimate for stages given as (name, steps left, work of a step).
     pub fn new(stages: &[(&str, u64, f64)]) -> Self {
         let stage = |&(name, left, work): &(&str, u64, f64)| Stage {
             name: name.to_owned(),
@@ -40,19 +41,19 @@ impl Eta {
         Self { stages: stages.iter().map(stage).collect(), last_step_end: Instant::now(), under_way: None }
     }
 
-    /// Sets the expected `seconds` of a step of stage `name`, which count until one is measured.
+    /// Sets the expected `seconds` of a step of stage `name`. They are used until a step is measured.
     pub fn expect(&mut self, name: &str, seconds: f64) {
         if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name) {
             stage.expected = Some(seconds);
         }
     }
 
-    /// Records that a step of stage `name` begins, within another stage.
+    /// Records that a step of stage `name` begins while another stage is current.
     pub fn begin(&mut self, name: &str) {
         self.under_way = Some(name.to_owned());
     }
 
-    /// Records that `steps` of stage `name` took the time since the last step of any stage.
+    /// Records that `steps` steps of stage `name` took the time since the last step of any stage.
     pub fn advance(&mut self, name: &str, steps: u64) {
         let seconds = self.last_step_end.elapsed().as_secs_f64();
         if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name && steps > 0) {
@@ -62,9 +63,10 @@ impl Eta {
         }
     }
 
-    /// Returns the seconds left at `now`, in a step of stage `name`. A started stage uses the mean of its
-    /// last steps. Any other stage uses its expected seconds, or else the others' time per unit of work.
-    /// `None` before the first step and after the last.
+    /// Returns the seconds left at `now`; `name` is the stage of the current step. The time of a step is the
+    /// mean of the stage's recent steps. Without such steps it is the stage's expected seconds, else it is
+    /// derived from the other stages' time per unit of work. Returns `None` before the first step of all and
+    /// after the last one.
     pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
         let made = || self.stages.iter().filter_map(|stage| Some((stage.step()?, stage.work)));
         let (seconds, work) = made().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
@@ -88,7 +90,7 @@ impl Stage {
         self.recent.drain(..self.recent.len().saturating_sub(RECENT_STEPS));
     }
 
-    /// Returns the mean seconds of its last steps.
+    /// Returns the mean seconds of the stage's recent steps.
     fn step(&self) -> Option<f64> {
         (!self.recent.is_empty()).then(|| self.recent.iter().sum::<f64>() / self.recent.len() as f64)
     }
@@ -115,14 +117,14 @@ mod tests {
         assert_eq!(seconds(&eta, "cold start"), Some(5.0 * 2.0 + 4.0 * 16.0));
         eta.stages[0].advance(5, 10.0);
         eta.stages[1].advance(1, 3.0);
-        assert_eq!(seconds(&eta, "rl"), Some(3.0 * 3.0), "its own speed is known now");
+        assert_eq!(seconds(&eta, "rl"), Some(3.0 * 3.0), "its own speed is known");
         let within = |s| eta.seconds_left("rl", eta.last_step_end + Duration::from_secs(s));
         assert_eq!([within(2), within(50)], [Some(7.0), Some(6.0)], "a step takes its share, however long");
         eta.stages[1].advance(3, 9.0);
         assert_eq!(seconds(&eta, "rl"), None, "nothing is left");
     }
 
-    /// A run's evaluations were left out of its time, or guessed too short.
+    /// Regression test: the time left did not include evaluations, or their estimate was too short.
     #[test]
     fn evaluations_to_come_count_by_what_their_trajectories_take() {
         let mut eta = Eta::new(&[("rl", 4, 24.0), ("evaluation", 2, 8.0)]);
@@ -136,7 +138,7 @@ mod tests {
         assert_eq!([seconds(&eta, 10), seconds(&eta, 28)], [Some(130.0), Some(115.0)], "its own time passes");
         eta.advance("evaluation", 1);
         eta.stages[1].recent = VecDeque::from([40.0]);
-        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 40.0), "its own speed is known now");
+        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 40.0), "its own speed is known");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one [`Row`] a line. A killed run's file can be truncated to its last checkpoint.
+//! `metrics.jsonl`: one [`Row`] per line. The file of a killed run can be truncated to its last checkpoint.
 
 use super::Row;
 use crate::bad_input;
@@ -10,8 +10,8 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// The writer. A checkpoint stores the length that [`MetricsFile::sync`] returns; a resumed run opens the
-/// file with it.
+/// Writes `metrics.jsonl`. A checkpoint stores the length that [`MetricsFile::sync`] returns. A resumed run
+/// opens the file with that length.
 #[derive(Debug)]
 pub struct MetricsFile {
     file: File,
@@ -21,30 +21,30 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// Creates the file of a new run; an existing file is never overwritten.
+    /// Creates the file of a new run. An existing file is never overwritten.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the file exists.
     pub fn create(path: &Path) -> Result<Self> {
         let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(|e| match e.kind() {
             std::io::ErrorKind::AlreadyExists => bad_input!(
-                "{}: the run's metrics exist already. Name another folder with --out, or continue with --resume.",
+                "{}: the run's metrics already exist; name another folder with --out, or continue with --resume",
                 path.display()
             ),
             _ => anyhow::Error::new(e).context(format!("{}: cannot be created", path.display())),
         })?;
-        // A checkpoint counts on the rows, so the folder's entry must survive a crash too.
+        // A checkpoint relies on these rows, so the file's entry in the folder must also survive a crash.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let synced = File::open(folder).and_then(|folder| folder.sync_all());
         synced.with_context(|| format!("{}: cannot be synced", folder.display()))?;
         Ok(Self { file, path: path.to_owned(), bytes: 0, hasher: Hasher::new() })
     }
 
-    /// Opens the file of a resumed run and truncates it to the `bytes` of the checkpoint. This drops later
-    /// rows and an incomplete last line.
+    /// Opens the file of a resumed run and truncates it to the length `bytes` of the checkpoint. This removes
+    /// later rows and an incomplete last line.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file is shorter, or no line ends at `bytes`.
+    /// [`crate::error::BadInput`] when the file is shorter than `bytes`, or no line ends there.
     pub fn resume(path: &Path, bytes: u64) -> Result<Self> {
         let shown = path.display();
         let opened = OpenOptions::new()
@@ -58,7 +58,7 @@ impl MetricsFile {
         let length = file.metadata().with_context(|| format!("{shown}: cannot be read"))?.len();
         if length < bytes {
             return Err(bad_input!(
-                "{shown}: has {length} bytes, but the checkpoint was written after {bytes}. The file was changed since: restore it, or resume from an older checkpoint."
+                "{shown}: has {length} bytes, but {bytes} when the checkpoint was written; the file was changed later: restore it, or resume from an older checkpoint"
             ));
         }
         if bytes > 0 {
@@ -68,7 +68,7 @@ impl MetricsFile {
                 .with_context(|| format!("{shown}: cannot be read"))?;
             if last != [b'\n'] {
                 return Err(bad_input!(
-                    "{shown}: no line ends at byte {bytes}, where the checkpoint was written. The file was changed since: restore it, or resume from an older checkpoint."
+                    "{shown}: no line ends at byte {bytes}, where the checkpoint was written; the file was changed later: restore it, or resume from an older checkpoint"
                 ));
             }
         }
@@ -80,7 +80,8 @@ impl MetricsFile {
         Ok(Self { file, path: path.to_owned(), bytes, hasher })
     }
 
-    /// Appends a row in one write: readers see whole lines, and a kill damages at most the last line.
+    /// Appends a row in a single write. Readers then see whole lines, and a kill damages at most the last
+    /// line.
     pub fn write(&mut self, row: &Row) -> Result<()> {
         self.check_path()?;
         let line = row.to_json() + "\n";
@@ -91,30 +92,30 @@ impl MetricsFile {
         Ok(())
     }
 
-    /// Checks that the file is still at its path. Otherwise the run's folder was moved or removed, and
-    /// further writes would be lost.
+    /// Checks that the file is still at its path. If the run's folder was moved or removed, further writes
+    /// would be lost.
     ///
     /// # Errors
-    /// When it is not.
+    /// When the file is not at its path.
     pub fn check_path(&self) -> Result<()> {
         let ours = self.file.metadata().map(|about| (about.dev(), about.ino()));
         let there = std::fs::metadata(&self.path).map(|about| (about.dev(), about.ino()));
         let same = matches!((&ours, &there), (Ok(ours), Ok(there)) if ours == there);
         ensure!(
             same,
-            "{}: the run's folder was moved, replaced or removed while the run was working. Put it back and go on with \
-             --resume from its last checkpoint",
+                         "{}: the run's folder was moved, replaced or removed during the run; put it back and continue with \
+                           --resume from its last checkpoint",
             self.path.display()
         );
         Ok(())
     }
 
-    /// Returns the digest of all bytes written.
+    /// Returns the digest of all bytes in the file.
     pub fn digest(&self) -> Hash {
         self.hasher.finalize()
     }
 
-    /// Syncs the file and returns its length, for the checkpoint.
+    /// Writes the file to disk and returns its length, for the checkpoint.
     pub fn sync(&mut self) -> Result<u64> {
         self.check_path()?;
         self.file.sync_data().with_context(|| format!("{}: cannot be synced", self.path.display()))?;
@@ -122,13 +123,13 @@ impl MetricsFile {
     }
 }
 
-/// Reads all rows of the file. An incomplete last line without a line feed is left out.
+/// Reads all rows of the file. A last line without a line feed is incomplete and is skipped.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] with file and line when the file cannot be read or a line is not a row.
+/// [`crate::error::BadInput`] that names file and line, when the file cannot be read or a line is not a row.
 pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
     let text = bounded_file::read(path, ROWS_BYTES_MAX)
-        .map_err(|e| bad_input!("{}: cannot be read ({e}).", path.display()))?;
+        .map_err(|e| bad_input!("{}: cannot be read ({e})", path.display()))?;
     let mut rows = Vec::new();
     for (i, line) in text.split_inclusive(|&b| b == b'\n').enumerate() {
         let row = std::str::from_utf8(line).map_err(|e| e.to_string()).and_then(Row::from_json);
@@ -138,7 +139,7 @@ pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
             Err(why) => {
                 let (shown, number) = (path.display(), i + 1);
                 return Err(bad_input!(
-                    "{shown}: line {number}: {why}. Remove the line, or restore the file."
+                    "{shown}: line {number}: {why}; remove the line, or restore the file"
                 ));
             }
         }

@@ -1,10 +1,10 @@
-//! One row of metrics: the measurements of a step, an evaluation or a step of the SFT warm-up.
+//! One row of metrics: the measurements of a step, of an evaluation, or of a step of the SFT warm-up.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Number, Value};
 use std::collections::BTreeMap;
 
-/// The part of a run that a row belongs to.
+/// The part of a run to which a row belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
@@ -16,7 +16,7 @@ pub enum Phase {
 impl Phase {
     pub const ALL: [Phase; 3] = [Phase::ColdStart, Phase::Rl, Phase::Eval];
 
-    /// Returns the name used in files.
+    /// Returns the name of the phase in files.
     pub fn name(self) -> &'static str {
         match self {
             Phase::ColdStart => "cold_start",
@@ -26,8 +26,7 @@ impl Phase {
     }
 }
 
-/// Metric names and values, ordered by name, so that a row's text does not depend on the order of
-/// measurement.
+/// Metric names and values, sorted by name. So the text of a row does not depend on the order of measurement.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Metrics(BTreeMap<String, f64>);
 
@@ -36,7 +35,7 @@ impl Metrics {
         Self::default()
     }
 
-    /// Sets `name` and replaces an earlier value.
+    /// Sets metric `name`, and replaces an earlier value.
     pub fn set(&mut self, name: impl Into<String>, value: f64) {
         self.0.insert(name.into(), value);
     }
@@ -45,12 +44,12 @@ impl Metrics {
         self.0.get(name).copied()
     }
 
-    /// Adds every metric of `other`, which replaces values of the same names.
+    /// Adds every metric of `other`. A value of `other` replaces a value of the same name.
     pub fn extend(&mut self, other: Metrics) {
         self.0.extend(other.0);
     }
 
-    /// Returns the metrics in the order of their names.
+    /// Returns the metrics, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0.iter().map(|(name, &value)| (name.as_str(), value))
     }
@@ -75,8 +74,9 @@ pub struct Row {
 }
 
 impl Row {
-    /// Returns one line of JSON without the line feed. Every finite value reads back with the same bits.
-    /// Whole numbers have no `.0`; values without a JSON number are strings (`"NaN"`, `"-Infinity"`).
+    /// Returns the row as one line of JSON without the line feed. Every finite value is read back with the
+    /// same bits. Whole numbers have no `.0`. Values without a JSON number are strings (`"NaN"`,
+    /// `"-Infinity"`).
     pub fn to_json(&self) -> String {
         let mut object = Map::with_capacity(self.metrics.len() + 2);
         object.insert("step".into(), self.step.into());
@@ -87,10 +87,10 @@ impl Row {
         Value::Object(object).to_string()
     }
 
-    /// Reads a line of [`Row::to_json`].
+    /// Reads a line that [`Row::to_json`] wrote.
     ///
     /// # Errors
-    /// The message says what is wrong with the line; the caller adds file and line number.
+    /// The message says what is wrong with the line. The caller adds file and line number.
     pub fn from_json(line: &str) -> Result<Row, String> {
         let object: Map<String, Value> =
             serde_json::from_str(line).map_err(|e| format!("not a JSON object ({e})"))?;
@@ -108,7 +108,7 @@ impl Row {
     }
 }
 
-/// 2^53: every whole number up to here is an `f64`.
+/// 2^53: an `f64` represents every whole number up to this value.
 const WHOLE_MAX: f64 = 9_007_199_254_740_992.0;
 
 fn to_value(value: f64) -> Value {

@@ -3,14 +3,14 @@
 use crate::settings::table;
 
 table! {
-    /// Output of a run beside `metrics.jsonl`.
+    /// Output of a run in addition to `metrics.jsonl`.
     pub struct LoggingSettings {
-        /// Writes TensorBoard event files.
+        /// Whether TensorBoard event files are written.
         pub tensorboard: bool = true,
-        /// Number of trajectories of a step that are written to `trajectories/`.
+        /// Number of trajectories per step that are written to `trajectories/`.
         pub trajectories_per_step: usize = 8,
-        /// Number of steps between progress lines on the console, at most one every two seconds; 0 means no
-        /// progress lines.
+        /// Number of steps between two progress lines on the console. Lines are at least two seconds apart; 0
+        /// means no progress lines.
         pub console_every_steps: u64 = 1,
     }
 }

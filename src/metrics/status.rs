@@ -1,4 +1,4 @@
-//! The stage under way as a file of the run's folder, which `report --follow` reads.
+//! The current stage as a file in the run's folder. `report --follow` reads the file.
 
 use crate::bounded_file::{self, JSON_BYTES_MAX};
 use std::fs::{self, OpenOptions};
@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 const NAME: &str = ".under_way";
-/// Time between two writes.
+/// Minimum time between two writes.
 const WRITES_APART: Duration = Duration::from_secs(2);
-/// Age from which the file was left by a killed process.
+/// Maximum age of the file of a running process. An older file was left by a killed process.
 const AGE_MAX: Duration = Duration::from_secs(20);
 
-/// The file; dropping it removes it.
+/// The status file. It is removed when this value is dropped.
 pub(super) struct StatusFile {
     path: PathBuf,
     written: Option<Instant>,
@@ -23,7 +23,7 @@ impl StatusFile {
         Self { path: folder.join(NAME), written: None }
     }
 
-    /// Replaces the file's text by `line`, if that is due at `now`. A disk that refuses does not end the run.
+    /// Replaces the file's text with `line`, if a write is due at `now`. An I/O error does not end the run.
     pub fn renew(&mut self, line: &str, now: Instant) {
         if self.written.is_some_and(|at| now.saturating_duration_since(at) < WRITES_APART) {
             return;
@@ -45,7 +45,7 @@ impl Drop for StatusFile {
     }
 }
 
-/// Returns the stage under way of the run in `folder`; `None` if no process works there.
+/// Returns the current stage of the run in `folder`; `None` if no process runs there.
 pub fn stage_under_way(folder: &Path) -> Option<String> {
     let path = folder.join(NAME);
     let age = fs::metadata(&path).ok()?.modified().ok()?.elapsed().unwrap_or_default();

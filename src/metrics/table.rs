@@ -15,15 +15,15 @@ impl Table {
         Self { header: header.into_iter().map(clean).collect(), rows: Vec::new() }
     }
 
-    /// Adds a row; missing cells are empty, surplus cells are dropped.
+    /// Adds a row. Missing cells are empty; surplus cells are dropped.
     pub fn add_row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
         let mut row: Vec<String> = cells.into_iter().map(clean).collect();
         row.resize(self.header.len(), String::new());
         self.rows.push(row);
     }
 
-    /// Formats the table within `columns` characters. Columns that do not fit continue below, again after the
-    /// first column.
+    /// Formats the table with at most `columns` characters per line. Columns that do not fit go into further
+    /// tables below; each of these repeats the first column.
     pub fn format_within(&self, columns: usize) -> String {
         let lines = || std::iter::once(&self.header).chain(&self.rows);
         let width_of = |at: usize| lines().map(|line| line[at].width()).max().unwrap_or(0);
@@ -73,14 +73,14 @@ fn clean(cell: impl Into<String>) -> String {
     sanitize_line(&cell.into()).into_owned()
 }
 
-/// Whether a cell is a number, with an optional sign, exponent, percent sign or interval; also an empty cell
-/// or a dash.
+/// Returns whether a cell counts as a number. It may have a sign, an exponent, a percent sign or an interval.
+/// An empty cell and a dash count too.
 fn is_number(cell: &str) -> bool {
     let number = cell.trim_end_matches('%').replace([',', ' '], "");
     matches!(number.as_str(), "" | "-" | "–" | "—") || number.parse::<f64>().is_ok()
 }
 
-/// Formats `value` with four significant digits; whole numbers keep all digits and have thousands separators.
+/// Formats `value` with four significant digits. Whole numbers keep all digits and have thousands separators.
 pub fn format_number(value: f64) -> String {
     let magnitude = value.abs();
     if !value.is_finite() {
@@ -108,7 +108,7 @@ pub fn format_number(value: f64) -> String {
     trim_zeros(&format!("{value:.decimals$}")).to_owned()
 }
 
-/// Formats `1 step` or `1,200 steps`.
+/// Formats a count and its noun, such as `1 step` or `1,200 steps`.
 pub fn counted(count: u64, noun: &str) -> String {
     format!("{} {noun}{}", format_number(count as f64), if count == 1 { "" } else { "s" })
 }

@@ -1,4 +1,4 @@
-//! TensorBoard event files: TFRecord frames around hand-encoded protobuf, scalars only.
+//! TensorBoard event files with scalars: TFRecord frames around protobuf messages that are encoded here.
 //!
 //! Formats: `tensorflow/core/lib/io/record_writer.h` and `tensorflow/core/util/event.proto`.
 
@@ -11,25 +11,25 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Writes rows as scalars with x = step. Each phase has a sub-folder, which TensorBoard shows as one run.
+/// Writes rows as scalars with x = step. Each phase has a subfolder, which TensorBoard shows as one run.
 ///
-/// A resumed run starts a new file. Its first event makes TensorBoard drop the events of earlier files from
-/// that step on, so no step appears twice.
+/// A resumed run starts a new file. Because of its first event, TensorBoard drops the events of earlier files
+/// from that step on. So no step appears twice.
 #[derive(Debug)]
 pub struct TensorBoard {
     folder: PathBuf,
     files: BTreeMap<Phase, File>,
-    /// For a resumed run: the step from which earlier events are dropped.
+    /// For a resumed run, the step from which on earlier events are dropped.
     purge: BTreeMap<Phase, u64>,
 }
 
 impl TensorBoard {
-    /// Writes under `folder`, which the first row creates.
+    /// Writes under `folder`. The first row creates the folder.
     pub fn create(folder: &Path) -> Self {
         Self { folder: folder.to_owned(), files: BTreeMap::new(), purge: BTreeMap::new() }
     }
 
-    /// Continues a run. `kept` are its valid rows: those before the checkpoint.
+    /// Continues a run. `kept` are the valid rows of the run: those before the checkpoint.
     ///
     /// # Errors
     /// When a file cannot be written.
@@ -68,8 +68,8 @@ impl TensorBoard {
     }
 }
 
-/// Creates an event file in `folder`. TensorBoard reads a folder's files in the order of their names, so a
-/// number takes the place of the usual time stamp.
+/// Creates an event file in `folder`. TensorBoard reads the files of a folder in the order of their names. So
+/// the name has a number in place of the usual timestamp.
 fn start_file(folder: &Path, purge: Option<u64>) -> Result<File> {
     std::fs::create_dir_all(folder)?;
     let mut number = 0;
@@ -93,7 +93,7 @@ fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
 }
 
-/// Makes one TFRecord: length, its masked CRC, data, its masked CRC, all little-endian.
+/// Returns one TFRecord: length, masked CRC of the length, data, masked CRC of the data, all little-endian.
 fn frame(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
     let mut record = Vec::with_capacity(data.len() + 16);
@@ -104,7 +104,7 @@ fn frame(data: &[u8]) -> Vec<u8> {
     record
 }
 
-/// Returns the CRC-32C, rotated and shifted as TFRecord does, for data that itself holds CRCs.
+/// Returns the CRC-32C, rotated and shifted as TFRecord requires, because the data may itself contain CRCs.
 fn masked_crc(data: &[u8]) -> u32 {
     const CRC32C: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
     CRC32C.checksum(data).rotate_right(15).wrapping_add(0xa282_ead8)

@@ -1,23 +1,24 @@
-//! Text from models, tools and files, made safe for a terminal and a page.
+//! Makes text from models, tools and files safe for a terminal and a page.
 
 use std::borrow::Cow;
 use unicode_width::UnicodeWidthStr;
 
-/// Replaces every control character of `text` by a picture (`␛`, `␇`) or an escape (`\u{9b}`).
+/// Replaces every control character of `text` with a picture (`␛`, `␇`) or an escape (`\u{9b}`).
 ///
-/// Line feed and tab stay. Characters that reorder or hide text (bidirectional controls, line and paragraph
-/// separators, zero-width marks) are escaped too.
+/// Line feed and tab are kept. Characters that reorder or hide text (bidirectional controls, line and
+/// paragraph separators, zero-width marks) are escaped too.
 pub fn sanitize_terminal(text: &str) -> Cow<'_, str> {
     sanitize(text, |c| c == '\n' || c == '\t')
 }
 
-/// As [`sanitize_terminal`], for text on one line: line feed and tab become pictures too.
+/// Replaces control characters as [`sanitize_terminal`] does, for text on one line: line feed and tab become
+/// pictures too.
 pub fn sanitize_line(text: &str) -> Cow<'_, str> {
     sanitize(text, |_| false)
 }
 
-/// Breaks the lines of `text` between words at `columns`. Continuation lines are indented to the text after
-/// the line's label, as in `folder   runs/quickstart`, or by two columns.
+/// Breaks the lines of `text` between words, at `columns` characters. If a line has a label, as in `folder  
+/// runs/quickstart`, its continuation lines are indented to the text after the label, else by two columns.
 pub(super) fn wrap_lines(text: &str, columns: usize) -> String {
     const LABEL_MAX: usize = 16;
     let mut lines = vec![];
@@ -49,7 +50,7 @@ fn sanitize(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
         match c {
             c if !unsafe_char(c) => clean.push(c),
             '\u{7f}' => clean.push('␡'),
-            // U+2400…: the pictures of the C0 controls, in order.
+            // From U+2400 on: the pictures of the C0 controls, in order.
             c if c < ' ' => clean.extend(char::from_u32(0x2400 + c as u32)),
             c => clean.extend(c.escape_unicode()),
         }

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// Seconds by stage. Stages may nest (`step` around `gen`) and repeat (times add up), on any thread.
+/// Seconds by stage, measured on any thread. Stages may nest (`step` around `gen`). The times of a repeated
+/// stage add up.
 #[derive(Debug, Default)]
 pub struct Timings(Mutex<BTreeMap<String, f64>>);
 
@@ -14,7 +15,7 @@ impl Timings {
         Self::default()
     }
 
-    /// Runs `work` and adds its seconds to `timing_s/<stage>`, whether it failed or not.
+    /// Runs `work` and adds its seconds to `timing_s/<stage>`, even if `work` fails.
     pub fn time<T>(&self, stage: &str, work: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = work();
@@ -22,12 +23,12 @@ impl Timings {
         result
     }
 
-    /// Adds seconds measured elsewhere.
+    /// Adds seconds that the caller measured.
     pub fn add(&self, stage: &str, seconds: f64) {
         *self.lock().entry(format!("timing_s/{stage}")).or_default() += seconds;
     }
 
-    /// Returns the seconds so far, as `timing_s/<stage>`, and resets them for the next step.
+    /// Returns the seconds so far as `timing_s/<stage>`, and resets them for the next step.
     pub fn take(&self) -> Metrics {
         std::mem::take(&mut *self.lock()).into_iter().collect()
     }

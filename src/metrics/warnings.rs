@@ -12,7 +12,7 @@ use std::path::Path;
 /// The file in a run's folder.
 pub const WARNINGS_FILE: &str = "warnings.jsonl";
 
-/// A warning. Without phase and step it concerns the whole run.
+/// A warning. A warning without phase and step is about the whole run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Warning {
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -23,7 +23,7 @@ pub struct Warning {
 }
 
 impl Warning {
-    /// Returns a warning about a step, or about the evaluation after it.
+    /// Returns a warning about a step, or about the evaluation after that step.
     pub fn of_step(phase: Phase, step: u64, text: String) -> Self {
         Self { phase: Some(phase), step: Some(step), text }
     }
@@ -33,7 +33,7 @@ impl Warning {
         Self { phase: None, step: None, text }
     }
 
-    /// Returns one line for the console.
+    /// Returns the warning as one line for the console.
     pub fn line(&self) -> String {
         match self.place() {
             Some(place) => format!("warning: {place}: {}", self.text),
@@ -51,12 +51,12 @@ impl Warning {
         })
     }
 
-    /// Returns whether the warning still stands in a run that resumes after step `last` of `phase`.
+    /// Returns whether a run that resumes after step `last` of `phase` keeps the warning.
     pub fn precedes(&self, phase: Phase, last: u64) -> bool {
         match (self.phase, self.step) {
             (Some(Phase::ColdStart), Some(step)) => phase != Phase::ColdStart || step <= last,
             (Some(_), Some(step)) => phase != Phase::ColdStart && step <= last,
-            // A resumed run tells it again.
+            // A resumed run reports such a warning again.
             _ => false,
         }
     }
@@ -69,7 +69,7 @@ impl Warning {
 /// Appends a warning to the file in `folder`.
 ///
 /// # Errors
-/// When the disk cannot be written, or the file is a link.
+/// When the file cannot be written, or is a symbolic link.
 pub fn append_warning(folder: &Path, warning: &Warning) -> Result<()> {
     let path = folder.join(WARNINGS_FILE);
     let file = OpenOptions::new().create(true).append(true).custom_flags(libc::O_NOFOLLOW).open(&path);
@@ -78,7 +78,7 @@ pub fn append_warning(folder: &Path, warning: &Warning) -> Result<()> {
         .with_context(|| format!("{}: cannot be written", path.display()))
 }
 
-/// Returns the text of a file with `warnings`.
+/// Returns the text of a file with these `warnings`.
 ///
 /// # Errors
 /// None in practice.
@@ -86,8 +86,8 @@ pub fn warnings_text(warnings: &[Warning]) -> Result<String> {
     warnings.iter().map(Warning::to_json).collect()
 }
 
-/// Reads the warnings in `folder`; none without the file. Lines that cannot be read are left out: a page is
-/// of use without them.
+/// Reads the warnings in `folder`; returns none if there is no file. Lines that cannot be read are skipped,
+/// because the page is still useful without them.
 pub fn read_warnings(folder: &Path) -> Vec<Warning> {
     let text = bounded_file::read(&folder.join(WARNINGS_FILE), ROWS_BYTES_MAX).unwrap_or_default();
     text.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
