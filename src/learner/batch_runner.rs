@@ -168,7 +168,7 @@ impl BatchRunner<'_> {
             );
             clip(self.parameters, norm, optimizer.settings.grad_norm_max)?;
             optimizer.update(self.parameters, lr)?;
-            Ok(GradientNorm::Used(norm))
+            Ok(GradientNorm::Applied(norm))
         })
     }
 
@@ -242,7 +242,7 @@ impl BatchRunner<'_> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum GradientNorm {
     /// The weights were updated.
-    Used(f64),
+    Applied(f64),
     /// The update was skipped, and the weights did not change.
     Skipped(f64),
 }

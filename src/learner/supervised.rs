@@ -54,7 +54,7 @@ pub fn loss(
     console: &Console,
 ) -> Result<f64> {
     let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
-    let stage = console.pass("held-out loss", runner.local_tokens(&batches));
+    let stage = console.pass("validation loss", runner.local_tokens(&batches));
     let outputs = runner.forward_with_progress(&batches, pass, &stage)?;
     stage.finish();
     let log_probs = outputs.iter().flat_map(|o| o.log_probs());

@@ -1,4 +1,5 @@
-//! The data of a run, besides its own samples: supervised examples, held-out examples, stored trajectories.
+//! The data of a run in addition to its own samples: supervised examples, validation examples, stored
+//! trajectories.
 
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
@@ -9,12 +10,12 @@ use crate::run::evaluation::validation_prompts;
 use anyhow::Result;
 use std::path::PathBuf;
 
-/// A run's data, opened and checked before any work.
+/// A run's data. It is opened and checked before any work.
 pub struct TrainingData {
     pub(super) examples: Examples,
-    /// Held-out examples; only their loss is measured.
-    pub(super) held_out: Vec<Sequence>,
-    /// Present if the recipe trains on fixed trajectories.
+    /// Validation examples. Their loss is measured, but they are not trained on.
+    pub(super) validation: Vec<Sequence>,
+    /// Stored trajectories, if the recipe trains on them instead of sampling.
     pub(super) stored: Option<StoredRollouts>,
 }
 
@@ -22,19 +23,19 @@ impl TrainingData {
     /// Opens the data that the recipe names, and renders the first prompts.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] with file and row, or with the problem whose prompt is too long.
+    /// [`crate::error::BadInput`] that names file and row, or the problem whose prompt is too long.
     pub fn open(context: &RunContext) -> Result<Self> {
         let file = context.recipe().cold_start.train_file.as_deref();
         let examples = Examples::open(file, &context.renderer())?;
-        let held_out = open_held_out(context, &examples)?;
+        let validation = open_validation(context, &examples)?;
         let stored = open_stored(context)?;
         check_prompts(context, stored.is_none())?;
-        Ok(Self { examples, held_out, stored })
+        Ok(Self { examples, validation, stored })
     }
 }
 
-/// Checks that prompts fit in the context: those of the first step if `checks_training_prompts`, and the
-/// held-out ones.
+/// Checks that prompts fit in the context: the validation prompts and, if `checks_training_prompts` is true,
+/// the prompts of the first step.
 fn check_prompts(context: &RunContext, checks_training_prompts: bool) -> Result<()> {
     let recipe = context.recipe();
     if recipe.train.steps == 0 {
@@ -52,7 +53,7 @@ fn check_prompts(context: &RunContext, checks_training_prompts: bool) -> Result<
     Ok(())
 }
 
-/// Opens the trajectories that replace sampling, if the recipe names any.
+/// Opens the stored trajectories; `None` if the recipe names no such file.
 fn open_stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     let config = &context.model.config;
     let replayed_shape =
@@ -65,14 +66,14 @@ fn open_stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
     context.recipe().train.trajectories.as_ref().map(open).transpose()
 }
 
-/// Returns the held-out examples: rows of a file, or the task's held-out demonstrations.
-fn open_held_out(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> {
+/// Returns the validation examples: rows of a file, or the task's validation demonstrations.
+fn open_validation(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> {
     let cold_start = &context.recipe().cold_start;
     let renderer = context.renderer();
     if cold_start.steps == 0 {
         return Ok(vec![]);
     }
-    // A task without demonstrations is refused before any work.
+    // A task without demonstrations is an error before any work.
     examples.batch(&renderer, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
         return renderer.read_rows(path, Some(cold_start.validation_rows_max));

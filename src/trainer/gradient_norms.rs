@@ -1,25 +1,25 @@
-//! The gradient norms of a model's last steps: the rule of `train.on_bad_step = "skip"`, and its warnings.
+//! Gradient norms of a model in recent steps: the rule of `train.on_bad_step = "skip"`, and its warnings.
 
 use crate::metrics::{Metrics, format_number};
 use anyhow::{Result, ensure};
 use std::collections::VecDeque;
 
-/// Number of steps over which the median is taken.
+/// Number of steps whose median is used.
 const MEDIAN_WINDOW: usize = 32;
-/// Minimum number of norms for a limit.
+/// Minimum number of norms from which a limit is computed.
 const NORMS_MIN: usize = 8;
 /// An update is skipped if its norm exceeds the median times this factor.
 const SKIP_FACTOR: f64 = 10.0;
 /// Maximum number of consecutive steps without an update.
 const SKIPPED_MAX: usize = 5;
 
-/// The gradient norms of a model's last steps. They can be read from the metrics, so a resumed run makes the
-/// same decisions as an uninterrupted one.
+/// Gradient norms of a model in recent steps. They can be restored from the metrics, so a resumed run makes
+/// the same decisions as an uninterrupted run.
 pub(super) struct GradientNorms {
     /// The prefix of the model's metrics.
     name: &'static str,
     norms: VecDeque<f64>,
-    /// Number of consecutive steps without an update, up to now.
+    /// Number of consecutive steps without an update, including the last step.
     skipped_steps: usize,
 }
 
@@ -28,14 +28,15 @@ impl GradientNorms {
         Self { name, norms: VecDeque::new(), skipped_steps: 0 }
     }
 
-    /// Returns the norm above which an update is skipped; infinite before there are [`NORMS_MIN`] norms.
+    /// Returns the limit; an update with a larger norm is skipped. It is infinite for fewer than
+    /// [`NORMS_MIN`] norms.
     pub fn limit(&self) -> f64 {
         let mut sorted: Vec<f64> = self.norms.iter().copied().collect();
         sorted.sort_by(f64::total_cmp);
         if sorted.len() < NORMS_MIN { f64::INFINITY } else { SKIP_FACTOR * sorted[sorted.len() / 2] }
     }
 
-    /// Adds the metrics of a step. Returns a warning if one of its updates was skipped.
+    /// Records the metrics of a step. Returns a warning if an update of the step was skipped.
     pub fn record(&mut self, metrics: &Metrics) -> Option<String> {
         let name = self.name;
         let get = |metric: &str| metrics.get(&format!("{name}/{metric}"));
@@ -43,7 +44,7 @@ impl GradientNorms {
         match (get("grad_norm"), bad_updates) {
             (Some(norm), _) => {
                 self.skipped_steps = 0;
-                // A step without signal has the norm 0.
+                // The norm of a step without signal is 0.
                 if norm > 0.0 {
                     self.norms.push_back(norm);
                 }
@@ -57,23 +58,23 @@ impl GradientNorms {
         let count = format_number(bad_updates?);
         let reason = match get("grad_norm_bad") {
             Some(norm) => format!(
-                "gradient norm {} exceeds {}, {SKIP_FACTOR} times the median of the last steps",
+                "gradient norm {} exceeds {}, {SKIP_FACTOR} times the median of the recent steps",
                 format_number(norm),
                 format_number(limit)
             ),
             None => "the gradient norm is not finite".to_owned(),
         };
-        Some(format!("updates skipped of {name} (train.on_bad_step): {count}; {reason}"))
+        Some(format!("skipped updates of {name} (train.on_bad_step): {count}; {reason}"))
     }
 
     /// Checks the number of consecutive steps without an update.
     ///
     /// # Errors
-    /// When it exceeds [`SKIPPED_MAX`]; the run must stop.
+    /// When the number exceeds [`SKIPPED_MAX`], so that the run must stop.
     pub fn check_skipped_steps(&self) -> Result<()> {
         ensure!(
             self.skipped_steps <= SKIPPED_MAX,
-            "{} steps in a row were skipped for their gradients ({}/updates_bad), so the run stops; lower the \
+            "{} consecutive steps were skipped because of their gradients ({}/updates_bad), so the run stops; lower the \
              learning rate, or look at the rewards in trajectories/",
             self.skipped_steps,
             self.name

@@ -36,7 +36,7 @@ use candle_core::Device;
 use monitor::Monitor;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The metrics on the console's line of a step: label and metric.
+/// The metrics on the console line of a step: label and metric name.
 const CONSOLE_METRICS: [(&str, &str); 3] = [
     ("reward", "critic/rewards/mean"),
     ("explained variance", "critic/vf_explained_var"),
@@ -54,22 +54,22 @@ pub struct Trainer {
     console: Console,
     stop: StopFlag,
     timings: Timings,
-    /// Whether a tool call has hit the wall-clock limit, so that the run is not reproducible. The warning
-    /// about it is printed once.
+    /// Whether a tool call has reached the wall-clock limit, so that the run is not reproducible. The warning
+    /// about this is printed only once.
     has_tool_timeout: bool,
     /// The current activity, as text.
     activity: Arc<Mutex<String>>,
     monitor: Monitor,
-    /// The frozen reference, if the recipe needs one.
+    /// The frozen reference, if the recipe needs a reference.
     reference: Option<Parameters>,
-    /// The digest of the reference's file.
+    /// The digest of the file that holds the reference.
     reference_digest: Option<blake3::Hash>,
     /// The KL coefficient, which may adapt to a target.
     kl: KlController,
 }
 
 impl Trainer {
-    /// Prepares a run in `folder`: a new one, or one that resumes from the checkpoint `point`.
+    /// Prepares a run in `folder`. With the checkpoint `resume_point` the run is resumed, else it is new.
     ///
     /// # Errors
     /// When memory runs out, or the metrics of a resumed run cannot be read.
@@ -79,15 +79,15 @@ impl Trainer {
         folder: RunFolder,
         console: Console,
         stop: StopFlag,
-        point: Option<&ResumePoint>,
+        resume_point: Option<&ResumePoint>,
     ) -> Result<Self> {
         context.parameters.set_trainable(&context.trainable)?;
-        let adapted_coefficient = point.and_then(|point| point.state.kl_coefficient);
+        let adapted_coefficient = resume_point.and_then(|point| point.state.kl_coefficient);
         let kl = Self::kl_controller(&context.recipe().policy.kl, adapted_coefficient)?;
         let mut monitor = Monitor::new(context.recipe());
-        if point.is_some() {
+        if resume_point.is_some() {
             let earlier_rows = read_rows(&folder.path.join("metrics.jsonl"))?;
-            // Warnings of earlier steps are not repeated.
+            // Warnings about earlier steps are not repeated.
             earlier_rows.iter().for_each(|row| match row.phase {
                 Phase::Rl => drop(monitor.record(row.step, &row.metrics)),
                 Phase::ColdStart => drop(monitor.warm_up_norms.record(&row.metrics)),
@@ -111,13 +111,13 @@ impl Trainer {
         })
     }
 
-    /// Runs both stages. Returns whether a signal stopped the run.
+    /// Runs the SFT warm-up and reinforcement learning. Returns whether a signal stopped the run.
     ///
     /// # Errors
-    /// Any error; the last checkpoint stays intact.
-    pub fn run(&mut self, point: Option<ResumePoint>) -> Result<bool> {
+    /// Any error. The last checkpoint stays intact.
+    pub fn run(&mut self, resume_point: Option<ResumePoint>) -> Result<bool> {
         let recipe = self.context.plan.recipe.clone();
-        let done = point.as_ref().map(|p| (p.state.phase, p.state.step));
+        let done = resume_point.as_ref().map(|p| (p.state.phase, p.state.step));
         self.plan_progress(done);
         if self.context.mesh().is_rank_zero() {
             self.console.keep_status(&self.folder.path);
@@ -125,14 +125,14 @@ impl Trainer {
         let (console, activity) = (self.console.clone(), self.activity.clone());
         self.stop.on_request(move || {
             let activity = activity.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            console.print(&format!("finishing {activity}, then saving; again to stop at once"));
+            console.print(&format!("finishing {activity}, then saving; repeat the signal to stop at once"));
         })?;
         self.save_base_model()?;
         let (mut rl_start, mut resumed) = (0, None);
         match done {
-            Some((Phase::Rl, step)) => (rl_start, resumed) = (step, point),
+            Some((Phase::Rl, step)) => (rl_start, resumed) = (step, resume_point),
             _ if recipe.cold_start.steps > 0 => {
-                let optimizer = self.optimizer(&recipe.cold_start.optimizer, point.as_ref())?;
+                let optimizer = self.optimizer(&recipe.cold_start.optimizer, resume_point.as_ref())?;
                 if self.sft_warm_up(optimizer, done.map_or(0, |(_, step)| step))? {
                     return Ok(true);
                 }
@@ -151,7 +151,7 @@ impl Trainer {
         self.reinforcement_learning(optimizer, critic, rl_start)
     }
 
-    /// Passes the work that remains after `done` to the console, which shows one remaining time for all
+    /// Tells the console which work remains after `done`. The console then shows one remaining time for all
     /// stages.
     fn plan_progress(&self, done: Option<(Phase, u64)>) {
         let recipe = self.context.recipe();
@@ -174,15 +174,15 @@ impl Trainer {
                 recipe.cold_start.steps.saturating_sub(warm_up_done),
                 recipe.cold_start.batch_size as f64,
             ),
-            // In the quickstart, sampling and training a conversation costs as much as 1.5 demonstrations;
-            // sampling alone costs 0.25. Measured times replace this guess.
+            // In the quickstart, sampling one conversation and training on it costs as much as 1.5
+            // demonstrations; sampling alone costs 0.25. Measured times replace this guess.
             ("rl", steps.saturating_sub(rl_done), 1.5 * conversations as f64),
             ("evaluation", evaluations, 0.25 * (problems * recipe.eval.samples) as f64),
         ]);
     }
 
-    /// Derives the time of an evaluation from that of the step's rollout: both sample trajectories.
-    fn expect_evaluation(&self, samples: &sample::SampleOutput) {
+    /// Estimates the time of an evaluation from the rollout of the step, because both sample trajectories.
+    fn estimate_evaluation_time(&self, samples: &sample::SampleOutput) {
         let all = samples.rollouts.trajectories().count();
         if self.data.stored.is_none() && all > 0 {
             let problems: usize =
@@ -192,19 +192,19 @@ impl Trainer {
         }
     }
 
-    /// Sets the current activity. It is printed when a signal requests a stop.
+    /// Sets the current activity, which is printed when a signal requests a stop.
     fn set_activity(&self, activity: String) {
         *self.activity.lock().unwrap_or_else(PoisonError::into_inner) = activity;
     }
 
-    /// Creates an optimizer. With `point`, restores its state and the weights from the checkpoint.
-    fn optimizer(&mut self, settings: &OptimizerSettings, point: Option<&ResumePoint>) -> Result<Optimizer> {
+    /// Creates an optimizer. With `resume_point`, restores the state and the weights from the checkpoint.
+    fn optimizer(&mut self, settings: &OptimizerSettings, resume_point: Option<&ResumePoint>) -> Result<Optimizer> {
         let context = &mut self.context;
         let round = context.plan.recipe.model.dtype.is_bf16();
         let mut optimizer = Optimizer::new(settings, &mut context.parameters, round)?;
-        if let Some(point) = point {
-            optimizer.updates = point.state.updates;
-            checkpoint::restore(&point.folder, &mut context.parameters)?;
+        if let Some(resume_point) = resume_point {
+            optimizer.updates = resume_point.state.updates;
+            checkpoint::restore(&resume_point.folder, &mut context.parameters)?;
             optimizer.write_weights(&mut context.parameters)?;
         }
         self.check_disk_space();
@@ -225,7 +225,7 @@ impl Trainer {
             self.set_activity(format!("step {step}"));
             let started = std::time::Instant::now();
             let (samples, update_metrics, token_stats) = self.step(step, &mut optimizer, critic.as_mut())?;
-            self.expect_evaluation(&samples);
+            self.estimate_evaluation_time(&samples);
             let mut metrics = samples.metrics()?;
             metrics.extend(update_metrics);
             let seconds = started.elapsed().as_secs_f64();
@@ -271,7 +271,7 @@ impl Trainer {
         let started = std::time::Instant::now();
         self.console.begin_step("evaluation");
         let evaluation = evaluate(&self.context, step, &self.console, &|| false)?
-            .ok_or_else(|| anyhow::anyhow!("the evaluation ended early"))?;
+            .ok_or_else(|| anyhow::anyhow!("the evaluation was stopped"))?;
         self.console.count_step("evaluation");
         self.timings.add("testing", started.elapsed().as_secs_f64());
         self.timings.add("step", started.elapsed().as_secs_f64());
@@ -282,16 +282,16 @@ impl Trainer {
         }
         let failed = evaluation.rows().filter(|row| row.trajectory.has_failure()).count();
         let count = evaluation.rows().count();
-        // Stop before training. The steps would fail too, each after waiting for its time limits.
+        // Stop before training. The steps would fail too, each of them only after its time limits.
         ensure!(
             step > 0 || failed < count,
-            "every trajectory of the first evaluation failed: the task's program or the tool's workers failed each time; the \
+            "every trajectory of the first evaluation failed, because the task's program or the tool's workers failed; the \
              first failures are printed above"
         );
         self.write_row(step, Phase::Eval, evaluation.metrics())?;
         if failed * 2 > count {
             let what = format!(
-                "{failed} of {count} trajectories failed for reasons outside the policy; its results say little about the policy"
+                "{failed} of {count} trajectories failed for reasons outside the policy; the results say little about the policy"
             );
             self.warn(Phase::Eval, step, what)?;
         }
@@ -321,7 +321,7 @@ impl Trainer {
         }
     }
 
-    /// Prints a warning about a step and keeps it for the report page.
+    /// Prints a warning about a step and stores it for the report page.
     fn warn(&self, phase: Phase, step: u64, text: String) -> Result<()> {
         let warning = Warning::of_step(phase, step, text);
         self.console.print(&warning.line());
@@ -332,8 +332,8 @@ impl Trainer {
     fn warn_about_step(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) -> Result<()> {
         if rollouts.has_tool_timeout() && !self.has_tool_timeout {
             self.has_tool_timeout = true;
-            let what = "a tool call was ended by the wall clock (interpreter.wall_clock_s); from here on another run of \
-                        this recipe may differ";
+                    let what = "a tool call was ended by the wall-clock limit (interpreter.wall_clock_s); from this step on, another run \
+                                            of this recipe may give different results";
             self.warn(Phase::Rl, step, what.to_owned())?;
         }
         let samples = rollouts.groups.iter().zip(&rollouts.messages).flat_map(|(group, messages)| {
@@ -358,15 +358,15 @@ impl Trainer {
     }
 }
 
-/// Removes the status file at the end of the run, also after an error.
+/// Removes the status file at the end of the run, including after an error.
 impl Drop for Trainer {
     fn drop(&mut self) {
         self.console.forget_status();
     }
 }
 
-/// Returns the peak memory of a GPU since the last row of metrics: allocated by tensors, and reserved by this
-/// process.
+/// Returns the peak memory of a GPU since the last row of metrics: memory allocated for tensors, and memory
+/// reserved by this process.
 fn memory_peaks(device: &Device) -> Result<Metrics> {
     let mut metrics = Metrics::new();
     if let Device::Cuda(gpu) = device {

@@ -1,4 +1,4 @@
-//! Warnings about a step: failures, rewards without signal, a collapse of the success rate, alarm limits.
+//! Warnings about a step: failures, rewards without signal, a sharp fall of the success rate, alarm limits.
 
 use super::gradient_norms::GradientNorms;
 use crate::metrics::{Metrics, format_number};
@@ -11,26 +11,26 @@ use std::collections::VecDeque;
 
 /// Number of steps of the success rate's moving average.
 const WINDOW_STEPS: usize = 5;
-/// Minimum fall of the success rate, in standard errors. Smaller falls may be chance.
+/// Minimum fall of the success rate, in standard errors. A smaller fall may be chance.
 const FALL_ERRORS_MIN: f64 = 3.0;
 
 /// Monitors the steps of a run.
 pub(super) struct Monitor {
-    /// Whether advantages compare the rewards of a group; equal rewards then give no gradient.
+    /// Whether advantages compare the rewards of a group. If so, equal rewards give no gradient.
     compares_groups: bool,
     /// Number of trajectories of all steps so far.
     trajectories: f64,
     /// Number of failed trajectories of all steps so far.
     failed_trajectories: f64,
-    /// Number of consecutive steps, up to now, in which most trajectories failed.
+    /// Number of consecutive steps, including the last one, in which most trajectories failed.
     failing_steps: u64,
-    /// Number of consecutive steps, up to now, in which no group had a signal.
+    /// Number of consecutive steps, including the last one, in which no group had a signal.
     no_signal_steps: u64,
-    /// Number of consecutive steps, up to now, with each cause.
+    /// Number of consecutive steps, including the last one, with each cause.
     cause_steps: [u64; CAUSES],
-    /// Successes and trajectories of each of the last steps.
+    /// Number of successes and of trajectories of each recent step.
     window: VecDeque<(f64, f64)>,
-    /// The window with the highest success rate: its success rate, its trajectories, its last step.
+    /// The window with the highest success rate: success rate, number of trajectories, last step.
     best_window: Option<(f64, f64, u64)>,
     pub actor_norms: GradientNorms,
     pub critic_norms: GradientNorms,
@@ -65,12 +65,12 @@ impl Monitor {
         let mut warnings = vec![];
         warnings.extend(self.failure_warning(step, metrics));
         let no_signal = self.no_signal_warning(metrics);
-        // Failed trajectories already explain the missing signal.
+        // If trajectories failed, the failures already explain the missing signal.
         warnings.extend(no_signal.filter(|_| self.failing_steps == 0));
         warnings.extend(self.success_rate_warning(step, metrics));
         if metrics.get("rollout_corr/rollout_is_mean") == Some(0.0) {
             warnings.push(
-                "every weight of the rollout correction is 0, so the step taught nothing; look at rollout_corr/kl and \
+                "every weight of the rollout correction is 0, so the policy cannot learn from this step; look at rollout_corr/kl and \
                  mismatch/, and at policy.correction.threshold"
                     .to_owned(),
             );
@@ -90,7 +90,8 @@ impl Monitor {
         (self.failed_trajectories as usize, self.trajectories as usize)
     }
 
-    /// Records the `causes` for which a step's samples teach little. Returns the warnings that are due.
+    /// Records the `causes` that make a step's samples useless for learning. Returns the warnings that are
+    /// due.
     pub fn record_causes(&mut self, causes: [Option<String>; CAUSES]) -> Vec<String> {
         let mut due = vec![];
         for (steps, cause) in self.cause_steps.iter_mut().zip(causes) {
@@ -100,8 +101,8 @@ impl Monitor {
         due
     }
 
-    /// Records the failed trajectories of a step. Returns a warning if most trajectories failed and it is
-    /// due.
+    /// Records the failed trajectories of a step. Returns a warning if most trajectories failed and a warning
+    /// is due.
     fn failure_warning(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
         let get = |name: &str| metrics.get(name).unwrap_or(0.0);
         let count = trajectory_count(metrics);
@@ -111,7 +112,7 @@ impl Monitor {
         self.failing_steps = if failed * 2.0 > count { self.failing_steps + 1 } else { 0 };
         is_warning_due(self.failing_steps).then(|| {
             format!(
-                "{} of {} trajectories failed, whatever the policy did: outcome/task_failed = {}, tool/worker_died = {}; \
+                "{} of {} trajectories failed for reasons outside the policy: outcome/task_failed = {}, tool/worker_died = {}; \
                  look at the failures above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
                 format_number(failed),
                 format_number(count),
@@ -121,7 +122,7 @@ impl Monitor {
         })
     }
 
-    /// Records whether a step has a signal. Returns a warning if it has none and the warning is due.
+    /// Records whether a step has a signal. Returns a warning if there is no signal and a warning is due.
     fn no_signal_warning(&mut self, metrics: &Metrics) -> Option<String> {
         let no_signal = self.compares_groups && metrics.get("group/zero_signal_fraction") == Some(1.0);
         self.no_signal_steps = if no_signal { self.no_signal_steps + 1 } else { 0 };
@@ -136,15 +137,15 @@ impl Monitor {
         let range = ["min", "max"]
             .map(|end| metrics.get(&format!("critic/rewards/{end}")).map_or("?".to_owned(), format_number));
         Some(format!(
-            "no group has two different rewards{span} (rewards from {} to {}), so the step taught nothing; look at what is \
+            "no group has two different rewards{span} (rewards from {} to {}), so the policy cannot learn from this step; look at what is \
              rewarded in trajectories/, and try easier or harder problems, more rollout.samples_per_prompt or \
              rollout.resample_rounds_max",
             range[0], range[1]
         ))
     }
 
-    /// Records the success rate of a step. Returns a warning, once, when the moving average falls below half
-    /// of its best value.
+    /// Records the success rate of a step. Returns a warning, once, when the moving average is below half of
+    /// its best value.
     fn success_rate_warning(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
         let count = trajectory_count(metrics);
         self.window.push_back((metrics.get("critic/success/mean")? * count, count));
@@ -167,7 +168,7 @@ impl Monitor {
         if rate >= best_rate / 2.0 || best_rate - rate <= FALL_ERRORS_MIN * error {
             return None;
         }
-        // Later steps are compared with steps after this fall only, so the warning does not repeat.
+        // Later steps are compared only with steps after this fall, so the warning is not repeated.
         self.window.clear();
         self.best_window = None;
         Some(format!(
@@ -179,12 +180,13 @@ impl Monitor {
     }
 }
 
-/// Returns the number of the step's trajectories, from its outcome counts.
+/// Returns the number of trajectories of the step, computed from its outcome counts.
 fn trajectory_count(metrics: &Metrics) -> f64 {
     Outcome::ALL.iter().filter_map(|outcome| metrics.get(&format!("outcome/{}", outcome.name()))).sum()
 }
 
-/// Returns whether a warning is due after `steps` consecutive steps with a problem. The intervals grow.
+/// Returns whether a warning is due after `steps` consecutive steps with a problem. The intervals between
+/// warnings grow.
 fn is_warning_due(steps: u64) -> bool {
     matches!(steps, 1 | 3) || (steps > 0 && steps.is_multiple_of(10))
 }
@@ -224,7 +226,7 @@ mod tests {
         assert!(monitor.record(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
         let mut monitor = self::monitor();
         let lines: usize = (1..=10).map(|at| monitor.record(at, &step(1.0, 1.0, 0.0)).len()).sum();
-        assert_eq!(lines, 3, "steps 1, 3 and 10 of the same trouble");
+        assert_eq!(lines, 3, "warnings at steps 1, 3 and 10 of the same problem");
         assert_eq!(monitor.failure_counts(), (640, 640));
     }
 

@@ -1,4 +1,4 @@
-//! A step's rollouts, with dynamic sampling if the recipe enables it.
+//! The rollouts of a step, with dynamic sampling if the recipe enables it.
 
 use super::Trainer;
 use crate::metrics::{Metrics, Phase};
@@ -10,9 +10,9 @@ use anyhow::{Context, Result};
 
 /// The rollouts of a step, and the groups used for training.
 pub(super) struct SampleOutput {
-    /// All sampled groups, including discarded ones. The rollout metrics cover all of them.
+    /// All sampled groups, including discarded groups. The rollout metrics cover all of them.
     pub rollouts: Rollouts,
-    /// Indices into `rollouts.groups` of the groups used for training.
+    /// Indices in `rollouts.groups` of the groups used for training.
     training_indices: Vec<usize>,
     /// Number of extra sampling rounds; `None` without dynamic sampling.
     rounds: Option<u64>,
@@ -26,7 +26,7 @@ impl SampleOutput {
     }
 
     /// Returns the first `count` rows of the step. `token_stats` has one entry for each trajectory used for
-    /// training, in order; it is added to their rows.
+    /// training, in order. Each entry is added to the row of its trajectory.
     pub fn rows(&self, count: usize, token_stats: &[TokenStats]) -> Vec<TrajectoryRow> {
         let mut rows: Vec<TrajectoryRow> = self.rollouts.rows(Phase::Rl).take(count).collect();
         let sizes: Vec<usize> = self.rollouts.groups.iter().map(|group| group.trajectories.len()).collect();
@@ -53,8 +53,8 @@ impl SampleOutput {
 }
 
 impl Trainer {
-    /// Samples the groups of step `step`, or reads stored ones. Dynamic sampling replaces groups without
-    /// signal, up to the limit of rounds.
+    /// Samples the groups of step `step`, or reads stored groups. Dynamic sampling replaces groups without
+    /// signal, until the limit of rounds is reached.
     pub(super) fn sample(&self, step: u64) -> Result<SampleOutput> {
         let recipe = &self.context.plan.recipe;
         let (count, rounds_max) = (recipe.rollout.prompts_per_step, recipe.rollout.resample_rounds_max);
@@ -88,7 +88,8 @@ impl Trainer {
         Ok(SampleOutput { rollouts, training_indices, rounds, seconds })
     }
 
-    /// Samples one group for each prompt, and a greedy sample if the advantage needs one.
+    /// Samples one group for each prompt. Also takes a greedy sample of each prompt if the advantage needs
+    /// it.
     fn sample_groups(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
         let context = &self.context;
         let recipe = &context.plan.recipe;
@@ -104,7 +105,7 @@ impl Trainer {
         Ok(rollouts)
     }
 
-    /// Samples `samples` conversations for each prompt. `timing` is the stage's name in the timings.
+    /// Samples `samples` conversations for each prompt. `timing` is the name of the stage in the timings.
     fn sample_conversations(
         &self,
         timing: &'static str,
@@ -120,6 +121,6 @@ impl Trainer {
                 .sample_groups(&policy, plan, prompts, samples, &RolloutProgress::show_on(&stage), &|| false)
         })?;
         stage.finish();
-        rollouts.context("the rollout ended early")
+        rollouts.context("the rollout was stopped")
     }
 }

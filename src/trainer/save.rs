@@ -9,7 +9,7 @@ use crate::model::config::WeightFormat;
 use anyhow::Result;
 
 impl Trainer {
-    /// Saves a checkpoint if it is due: by the schedule, at the end of a stage, or after a signal. Returns
+    /// Saves a checkpoint if it is due by the schedule, at the end of a stage, or after a signal. Returns
     /// whether a signal requested a stop.
     pub(super) fn save_if_due(
         &mut self,
@@ -19,7 +19,7 @@ impl Trainer {
         optimizer: &Optimizer,
         critic: Option<&Critic>,
     ) -> Result<bool> {
-        // Some processes may not have received the signal yet.
+        // Some processes may not have received the signal yet, so all processes exchange it.
         let must_stop = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
         let every = self.context.plan.recipe.checkpoint.every_steps;
         if must_stop || is_last || (every > 0 && step.is_multiple_of(every)) {
@@ -37,10 +37,10 @@ impl Trainer {
         self.context.plan.recipe.checkpoint.dtype
     }
 
-    /// Warns if the disk has too little space for the next checkpoints.
+    /// Warns if the disk has too little free space for the next checkpoints.
     pub(super) fn check_disk_space(&self) {
         let policy = checkpoint::estimate_bytes(self.weight_format(), &self.context.parameters);
-        // A critic is as large as the policy, or as its adapter, in f32 with its optimizer state.
+        // A critic has the size of the policy, or of the policy's adapter, in f32 with its optimizer state.
         let critic = self
             .context
             .plan
@@ -84,7 +84,7 @@ impl Trainer {
                 recipe: &context.plan.to_toml(),
                 state,
             };
-            // The reason may be that the folder was moved during the run.
+            // The write may have failed because the folder was moved during the run.
             snapshot
                 .write(&folder.path, checkpoint.keep)
                 .map(drop)

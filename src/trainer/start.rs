@@ -13,7 +13,7 @@ use crate::policy::{KlPlacement, KlSettings};
 use anyhow::{Context, Result};
 
 impl Trainer {
-    /// Attaches the adapter after the SFT warm-up; from then on only the adapter is trainable.
+    /// Attaches the adapter after the SFT warm-up. From then on, only the adapter is trainable.
     pub(super) fn attach_adapter(&mut self) -> Result<()> {
         let context = &mut self.context;
         let Some(adapter) = context.adapter.as_ref().filter(|_| context.parameters.adapter().is_none())
@@ -27,13 +27,14 @@ impl Trainer {
         self.save_base_model()
     }
 
-    /// Writes the base model into the run's folder if no other folder has it; checkpoints refer to it.
+    /// Writes the base model into the run's folder, unless another folder already holds it. Checkpoints refer
+    /// to the base model.
     pub(super) fn save_base_model(&mut self) -> Result<()> {
         let context = &mut self.context;
         if context.parameters.adapter().is_none() || context.base.is_some() {
             return Ok(());
         }
-        // The format with the weights' precision, so that no digit is lost.
+        // The format of the weights' own precision, so that nothing is rounded.
         let format = match context.plan.recipe.model.dtype {
             Dtype::Bf16 | Dtype::Bf16Dot => WeightFormat::Bf16,
             Dtype::F32 => WeightFormat::F32,
@@ -57,8 +58,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// Creates the recipe's critic, if any: from the policy's current weights, or from the checkpoint.
-    pub(super) fn critic(&self, point: Option<&ResumePoint>) -> Result<Option<Critic>> {
+    /// Creates the recipe's critic from the policy's current weights, or restores it from the checkpoint.
+    /// Returns `None` if the recipe has no critic.
+    pub(super) fn critic(&self, resume_point: Option<&ResumePoint>) -> Result<Option<Critic>> {
         let context = &self.context;
         let recipe = &context.plan.recipe;
         let (Some(settings), Some(trainable)) = (&recipe.critic, &context.critic_trainable) else {
@@ -67,17 +69,18 @@ impl Trainer {
         let round = recipe.model.dtype.is_bf16();
         let (config, seed) = (&context.model.config, recipe.train.seed);
         let mut critic = Critic::new(config, &context.parameters, trainable, settings, seed, round)?;
-        if let Some(point) = point {
-            critic.optimizer.updates = point.state.critic_updates;
-            checkpoint::restore_critic(&point.folder, &mut critic.parameters)?;
+        if let Some(resume_point) = resume_point {
+            critic.optimizer.updates = resume_point.state.critic_updates;
+            checkpoint::restore_critic(&resume_point.folder, &mut critic.parameters)?;
             critic.optimizer.write_weights(&mut critic.parameters)?;
         }
         Ok(Some(critic))
     }
 
-    /// Sets the reference model. It is the model without its adapter, if there is one. Otherwise it has the
-    /// weights with which reinforcement learning started; a resumed run reads them from a file.
-    pub(super) fn set_reference(&mut self, point: Option<&ResumePoint>) -> Result<()> {
+    /// Sets the reference model. If the model has an adapter, the reference is the model without the adapter.
+    /// Otherwise the reference has the weights from the start of reinforcement learning; a resumed run reads
+    /// them from a file.
+    pub(super) fn set_reference(&mut self, resume_point: Option<&ResumePoint>) -> Result<()> {
         let context = &self.context;
         let (config, parameters) = (&context.model.config, &context.parameters);
         if context.plan.recipe.policy.kl.place == KlPlacement::None {
@@ -88,8 +91,8 @@ impl Trainer {
             return Ok(());
         }
         let run = &self.folder.path;
-        let (reference, digest) = match point {
-            Some(point) => (reference::read(run, config, parameters)?, point.state.reference_digest),
+        let (reference, digest) = match resume_point {
+            Some(resume_point) => (reference::read(run, config, parameters)?, resume_point.state.reference_digest),
             None => {
                 let reference = reference::copy(config, parameters)?;
                 let mut digest = None;
@@ -105,8 +108,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Creates the controller of the KL coefficient. It starts with the recipe's coefficient, or in a resumed
-    /// run with `adapted_coefficient`.
+    /// Creates the controller of the KL coefficient. It starts with the recipe's coefficient; in a resumed
+    /// run, it starts with `adapted_coefficient`.
     pub(super) fn kl_controller(kl: &KlSettings, adapted_coefficient: Option<f64>) -> Result<KlController> {
         match kl.target {
             None => Ok(KlController::Fixed { coefficient: kl.coefficient }),

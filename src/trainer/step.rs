@@ -1,5 +1,5 @@
-//! One step of reinforcement learning, from top to bottom: sample, score, advantages, correction. Then for
-//! each minibatch: loss, backward, clip, optimizer.
+//! One step of reinforcement learning, from top to bottom: sample, log-probs and values, advantages,
+//! correction. Then, for each minibatch: loss, backward pass, clip, optimizer.
 
 use super::Trainer;
 use super::gradient_norms::GradientNorms;
@@ -52,7 +52,7 @@ impl Trainer {
             train: &recipe.train,
             kl_coefficient: self.kl.coefficient(),
             pass: PassSettings { load_balance, ..self.pass_settings(recipe.rollout.temperature) },
-            second_forward: ForwardOptions::for_old_log_probs(&recipe.arms, recipe.train.seed),
+            old_log_prob_forward: ForwardOptions::for_old_log_probs(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
             norm_limits: GradientNormLimits {
                 actor: self.norm_limit(&self.monitor.actor_norms),
@@ -63,15 +63,16 @@ impl Trainer {
         }
     }
 
-    /// Returns the gradient norm above which an update is skipped; `None` if the recipe skips no update.
+    /// Returns the limit of the gradient norm; an update with a larger norm is skipped. `None` if the recipe
+    /// skips no update.
     pub(super) fn norm_limit(&self, norms: &GradientNorms) -> Option<f64> {
         let may_skip = self.context.recipe().train.on_bad_step == OnBadStep::Skip;
         may_skip.then(|| norms.limit())
     }
 }
 
-/// Gradient norms above which an update is skipped. With `None`, no update is skipped, and a norm that is not
-/// finite ends the run.
+/// Limits of the gradient norms. An update with a larger norm is skipped. With `None`, no update is skipped,
+/// and a norm that is not finite ends the run.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct GradientNormLimits {
     pub actor: Option<f64>,
@@ -81,31 +82,31 @@ pub struct GradientNormLimits {
 /// Updates policy and critic from a step's trajectories.
 #[derive(Clone, Copy)]
 pub struct PolicyStep<'a> {
-    /// The step's number, from 1.
+    /// The number of the step, from 1.
     pub step: u64,
     /// Runs batches with the policy's parameters.
     pub runner: BatchRunner<'a>,
-    /// Weights of the frozen reference; required by `policy.kl`.
+    /// Weights of the frozen reference. `policy.kl` requires them.
     pub reference: Option<&'a Parameters>,
     pub policy: &'a PolicySettings,
     pub train: &'a TrainSettings,
-    /// KL coefficient in the reward at this step: `policy.kl.coefficient`, or its adapted value.
+    /// KL coefficient in the reward at this step: `policy.kl.coefficient`, or the adapted value.
     pub kl_coefficient: f64,
     pub pass: PassSettings,
-    /// An ablation: the old log-probs come from a separate forward, independent of `policy.old_logprob`.
-    pub second_forward: Option<ForwardOptions>,
-    /// Maximum response tokens. [`crate::policy::Aggregation::Constant`] divides by it, and overlong shaping
-    /// starts below it.
+    /// An ablation: the old log-probs come from a separate forward pass, regardless of `policy.old_logprob`.
+    pub old_log_prob_forward: Option<ForwardOptions>,
+    /// Maximum number of response tokens. [`crate::policy::Aggregation::Constant`] divides by it, and the
+    /// penalty of overlong shaping begins before it.
     pub response_tokens_max: usize,
     pub norm_limits: GradientNormLimits,
     pub timings: &'a Timings,
-    /// Shows the stage in progress.
+    /// Shows the current stage.
     pub console: &'a Console,
 }
 
 /// The model that is updated.
 struct UpdateTarget<'a> {
-    /// The prefix of its metrics: `actor` or `critic`.
+    /// The prefix of the model's metrics: `actor` or `critic`.
     name: &'a str,
     runner: BatchRunner<'a>,
     norm_limit: Option<f64>,
@@ -113,7 +114,7 @@ struct UpdateTarget<'a> {
 
 /// The updates of one model in a step.
 struct UpdateSummary {
-    /// Means over the updates, and counts of updates that were skipped for their gradient.
+    /// Means over the updates, and the number of updates that were skipped because of their gradient.
     metrics: Accumulator,
     /// Number of updates that changed the weights.
     updates: usize,
@@ -121,7 +122,7 @@ struct UpdateSummary {
     rejected_minibatches: usize,
 }
 
-/// One update before the optimizer runs. The policy's parameters hold its gradients.
+/// One update before the optimizer step. The policy's parameters hold its gradients.
 pub struct PolicyUpdate {
     /// Means over the tokens of the update.
     pub metrics: Metrics,
@@ -130,7 +131,7 @@ pub struct PolicyUpdate {
 
 impl PolicyStep<'_> {
     /// Runs the step after sampling. Returns the metrics, and statistics of each token. A metric is a mean
-    /// over the updates, or a value of the whole batch before the first update. During critic warm-up only
+    /// over the updates, or a value of the whole batch before the first update. During critic warm-up, only
     /// the critic is updated.
     ///
     /// # Errors
@@ -149,7 +150,7 @@ impl PolicyStep<'_> {
         if !is_critic_warm_up {
             let (update_metrics, first_forward) = self.update_policy(&batch, optimizer)?;
             metrics.extend(update_metrics);
-            // The forward of the first update covers the whole batch if there is one minibatch.
+            // With one minibatch, the forward pass of the first update covers the whole batch.
             forward = first_forward.filter(|_| self.train.minibatches == 1).or(forward);
         }
         if let Some(forward) = &forward {
@@ -160,17 +161,17 @@ impl PolicyStep<'_> {
         Ok((metrics, batch.token_stats(training.map(Vec::as_slice))))
     }
 
-    /// Returns the batch for all updates, the policy's forward over it if one ran, and the metrics.
+    /// Returns the batch for all updates, the result of the policy's forward pass if it ran, and the metrics.
     ///
     /// # Errors
-    /// As [`Self::run`].
+    /// The errors of [`Self::run`].
     pub fn prepare(
         &self,
         groups: &[&Group],
         critic: Option<&Critic>,
     ) -> Result<(Batch, Option<ForwardResult>, Metrics)> {
         let mut batch = Batch::new(groups, self.runner.packing_parameters(self.train.micro_batch_tokens));
-        let forward = self.score(&mut batch, groups, critic)?;
+        let forward = self.compute_log_probs_and_values(&mut batch, groups, critic)?;
         let estimator = AdvantageEstimator {
             policy: self.policy,
             old_log_prob_source: self.old_log_prob_source(),
@@ -183,9 +184,10 @@ impl PolicyStep<'_> {
         Ok((batch, forward, metrics))
     }
 
-    /// Runs the forwards before the first update: reference, policy and critic. They fill in columns of
-    /// `batch` and the experts to replay. Returns the policy's forward if it ran.
-    fn score(
+    /// Runs the forward passes before the first update: of the reference, the policy and the critic. They
+    /// fill in columns of `batch`, and the experts to replay. Returns the result of the policy's forward pass
+    /// if it ran.
+    fn compute_log_probs_and_values(
         &self,
         batch: &mut Batch,
         groups: &[&Group],
@@ -193,7 +195,7 @@ impl PolicyStep<'_> {
     ) -> Result<Option<ForwardResult>> {
         let replay = self.policy.router_replay;
         if self.policy.kl.place != KlPlacement::None {
-            let parameters = self.reference.context("policy.kl without a reference")?;
+            let parameters = self.reference.context("policy.kl needs a reference")?;
             let runner = BatchRunner { parameters, ..self.runner };
             let outputs = self.forward(("ref", "reference"), runner, &batch.micro_batches, self.pass)?;
             batch.reference_log_probs = Some(batch.join_forward(&outputs)?.log_probs);
@@ -210,7 +212,7 @@ impl PolicyStep<'_> {
         }
         let mut forward = None;
         if self.needs_forward(critic) {
-            let options = self.second_forward.unwrap_or(self.pass.forward);
+            let options = self.old_log_prob_forward.unwrap_or(self.pass.forward);
             let pass = PassSettings { forward: options, ..self.pass };
             let names = ("old_log_prob", "old log-probs");
             let outputs = self.forward(names, self.runner, &batch.micro_batches, pass)?;
@@ -228,8 +230,8 @@ impl PolicyStep<'_> {
         Ok(forward)
     }
 
-    /// Runs `work` as a stage of the progress display, without a count. `timing` is its name in the timings,
-    /// `label` its name on the console.
+    /// Runs `work` as a stage of the progress display without a count. `timing` is the stage's name in the
+    /// timings, and `label` its name on the console.
     fn run_stage<T>(&self, (timing, label): (&str, &str), work: impl FnOnce() -> Result<T>) -> Result<T> {
         let stage = self.console.inner_stage(label, 0);
         let result = self.timings.time(timing, work)?;
@@ -237,7 +239,8 @@ impl PolicyStep<'_> {
         Ok(result)
     }
 
-    /// Runs a forward of `runner` as a stage of the progress display, named as in [`Self::run_stage`].
+    /// Runs a forward pass of `runner` as a stage of the progress display. The stage is named as in
+    /// [`Self::run_stage`].
     fn forward(
         &self,
         (timing, label): (&str, &str),
@@ -251,8 +254,8 @@ impl PolicyStep<'_> {
         Ok(outputs)
     }
 
-    /// Returns whether the policy runs a forward before its first update. If it runs none, the rollout is
-    /// compared with the forward of the first update.
+    /// Returns whether the policy runs a forward pass before its first update. If not, the rollout is
+    /// compared with the forward pass of the first update.
     fn needs_forward(&self, critic: Option<&Critic>) -> bool {
         let source = self.old_log_prob_source();
         let kl_needs_forward =
@@ -270,10 +273,10 @@ impl PolicyStep<'_> {
 
     /// Returns the source of the old log-probs.
     fn old_log_prob_source(&self) -> OldLogProbSource {
-        if self.second_forward.is_some() { OldLogProbSource::Recompute } else { self.policy.old_logprob }
+        if self.old_log_prob_forward.is_some() { OldLogProbSource::Recompute } else { self.policy.old_logprob }
     }
 
-    /// Runs the critic's updates. Their targets, the returns, are already fixed.
+    /// Runs the critic's updates. Their targets, the returns, are already computed.
     fn update_critic(&self, batch: &Batch, critic: &mut Critic) -> Result<Metrics> {
         let Critic { settings, parameters, optimizer } = critic;
         let view = self.critic_step(settings, parameters);
@@ -287,7 +290,7 @@ impl PolicyStep<'_> {
         self.update(target, batch, optimizer, schedule, gradients)?.metrics.finish()
     }
 
-    /// Runs the policy's updates. Returns their metrics and the forward of the first update.
+    /// Runs the policy's updates. Returns their metrics and the result of the first update's forward pass.
     fn update_policy(
         &self,
         batch: &Batch,
@@ -313,8 +316,8 @@ impl PolicyStep<'_> {
         Ok((metrics, first_forward))
     }
 
-    /// Updates a model. For each minibatch of each epoch: loss and backward (`gradients`), clip, optimizer.
-    /// `gradients` returns `None` if all tokens of the minibatch are rejected.
+    /// Updates a model. For each minibatch of each epoch, runs loss and backward pass (`gradients`), clip,
+    /// and optimizer. `gradients` returns `None` if all tokens of the minibatch are rejected.
     fn update(
         &self,
         UpdateTarget { name, runner, norm_limit }: UpdateTarget,
@@ -335,7 +338,7 @@ impl PolicyStep<'_> {
                 };
                 let update = || runner.clip_and_update(optimizer, lr, norm_limit);
                 let norm = match self.run_stage(("optimizer", "optimizer"), update)? {
-                    GradientNorm::Used(norm) => norm,
+                    GradientNorm::Applied(norm) => norm,
                     GradientNorm::Skipped(norm) => {
                         metrics.sum(&format!("{name}/updates_bad"), 1.0);
                         if norm.is_finite() {
@@ -353,8 +356,8 @@ impl PolicyStep<'_> {
         Ok(UpdateSummary { metrics, updates, rejected_minibatches })
     }
 
-    /// Computes loss and gradients of the policy over `batch` or a minibatch; `None` if every token was
-    /// rejected.
+    /// Computes the loss and the gradients of the policy over `batch`, which may be a minibatch. Returns
+    /// `None` if every token was rejected.
     ///
     /// # Errors
     /// When a pass fails, or a log-probability is NaN.
@@ -385,7 +388,7 @@ impl PolicyStep<'_> {
             settings,
             aggregation: self.policy.aggregation,
             response_tokens_max: self.response_tokens_max,
-            // Ablations do not apply to the critic's forward.
+            // Ablations do not apply to the critic's forward pass.
             pass: PassSettings {
                 forward: ForwardOptions::default(),
                 temperature: 1.0,

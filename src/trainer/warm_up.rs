@@ -1,5 +1,5 @@
-//! The SFT warm-up (`[cold_start]`): supervised steps before reinforcement learning, with the same forward
-//! and backward pass.
+//! The SFT warm-up (`[cold_start]`): supervised steps before reinforcement learning. They use the same
+//! forward and backward pass.
 
 use super::{Trainer, WARM_UP_STAGE};
 use crate::learner::batch_runner::GradientNorm;
@@ -11,14 +11,14 @@ use crate::metrics::{Metrics, Phase};
 use anyhow::Result;
 
 impl Trainer {
-    /// Runs the warm-up after step `start`. Returns whether a signal stopped it.
+    /// Runs the SFT warm-up after step `start`. Returns whether a signal stopped it.
     pub(super) fn sft_warm_up(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
         let recipe = self.context.plan.recipe.clone();
         let cold_start = &recipe.cold_start;
         let progress = self.console.stage(WARM_UP_STAGE, cold_start.steps, start);
-        if start == 0 && cold_start.eval_every_steps > 0 && !self.data.held_out.is_empty() {
+        if start == 0 && cold_start.eval_every_steps > 0 && !self.data.validation.is_empty() {
             let mut metrics = Metrics::new();
-            metrics.set("cold_start/held_out_loss", self.held_out_loss(&self.data.held_out)?);
+            metrics.set("cold_start/held_out_loss", self.validation_loss(&self.data.validation)?);
             self.write_row(0, Phase::ColdStart, metrics)?;
         }
         for step in start + 1..=cold_start.steps {
@@ -55,7 +55,7 @@ impl Trainer {
             let norm = self.timings.time("optimizer", update)?;
             stage.finish();
             match norm {
-                GradientNorm::Used(norm) => metrics.set("cold_start/grad_norm", norm),
+                GradientNorm::Applied(norm) => metrics.set("cold_start/grad_norm", norm),
                 GradientNorm::Skipped(norm) => {
                     metrics.set("cold_start/updates_bad", 1.0);
                     if norm.is_finite() {
@@ -70,8 +70,8 @@ impl Trainer {
             let is_last = step == cold_start.steps;
             let every = cold_start.eval_every_steps;
             let is_validation_due = every > 0 && (is_last || step % every == 0);
-            if is_validation_due && !self.data.held_out.is_empty() {
-                let loss = self.timings.time("held_out", || self.held_out_loss(&self.data.held_out))?;
+            if is_validation_due && !self.data.validation.is_empty() {
+                let loss = self.timings.time("held_out", || self.validation_loss(&self.data.validation))?;
                 metrics.set("cold_start/held_out_loss", loss);
             }
             let seconds = started.elapsed().as_secs_f64();
@@ -88,8 +88,8 @@ impl Trainer {
         Ok(false)
     }
 
-    fn held_out_loss(&self, held_out: &[Sequence]) -> Result<f64> {
+    fn validation_loss(&self, held_out: &[Sequence]) -> Result<f64> {
         let tokens = self.context.plan.recipe.train.micro_batch_tokens;
-        supervised::loss(&self.runner(), held_out, tokens, self.pass_settings(1.0), &self.console)
+        supervised::loss(&self.runner(), validation, tokens, self.pass_settings(1.0), &self.console)
     }
 }

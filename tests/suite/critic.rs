@@ -307,7 +307,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
             train: &train,
             kl_coefficient: 0.5,
             pass: pass(false),
-            second_forward: None,
+            old_log_prob_forward: None,
             response_tokens_max: 72,
             norm_limits: GradientNormLimits::default(),
             timings: &Timings::new(),

@@ -89,7 +89,7 @@ impl Fixture {
             train: &self.train,
             kl_coefficient: policy.kl.coefficient,
             pass: pass(),
-            second_forward: None,
+            old_log_prob_forward: None,
             response_tokens_max: 72,
             norm_limits: GradientNormLimits::default(),
             timings: &self.timings,

@@ -71,7 +71,7 @@ fn an_infinite_gradient_stops_the_run_or_is_skipped() {
     let stored = trajectories(folder.path(), 3e38);
     let (stops, skips) = (folder.path().join("stops"), folder.path().join("skips"));
     let text = stderr(&done(&mut train(&skips, &stored, "skip", &[COLD])));
-    assert!(text.contains("step 11: updates skipped of actor"), "{text}");
+    assert!(text.contains("step 11: skipped updates of actor"), "{text}");
     assert!(text.contains("the gradient norm is not finite"), "{text}");
     assert!(is_unchanged(&skips));
     let row = &rows(&skips)[BAD];
@@ -93,7 +93,7 @@ fn a_gradient_far_above_those_of_the_last_steps_is_skipped_and_a_resumed_run_dec
     let (whole, parted, trained) =
         (folder.path().join("whole"), folder.path().join("parted"), folder.path().join("trained"));
     let text = stderr(&done(&mut train(&whole, &stored, "skip", &[])));
-    assert!(text.contains("10 times the median of the last steps"), "{text}");
+    assert!(text.contains("10 times the median of the recent steps"), "{text}");
     assert!(is_unchanged(&whole));
     assert!(rows(&whole)[BAD]["actor/grad_norm_bad"].as_f64().unwrap() > 1e6);
     // Two halves: the norms of the first are in its metrics.
@@ -115,5 +115,5 @@ fn too_many_bad_steps_in_a_row_stop_the_run() {
     let stopped = output(&mut train(&folder.path().join("run"), &stored, "skip", &[COLD]));
     let text = stderr(&stopped);
     assert_eq!(stopped.status.code(), Some(1), "{text}");
-    assert!(text.contains("6 steps in a row were skipped for their gradients"), "{text}");
+    assert!(text.contains("6 consecutive steps were skipped because of their gradients"), "{text}");
 }

@@ -241,7 +241,7 @@ fn a_second_signal_exits_at_once() {
         let out = folder.path().join("run");
         let (mut child, mut said) = started_with_a_long_step(&out);
         signal(child.id() as i32, first);
-        wait_for_line(&mut said, "again to stop at once");
+        wait_for_line(&mut said, "repeat the signal to stop at once");
         if first == second {
             // Within a second it counts as the first.
             std::thread::sleep(Duration::from_millis(1100));
@@ -288,7 +288,7 @@ fn a_signal_to_the_process_and_to_its_group_counts_once() {
         let output = output.unwrap();
         let said = stderr(&output);
         assert_eq!(output.status.code(), Some(130), "{said}");
-        for words in ["then saving; again to stop at once", "stopped: ", "--resume"] {
+        for words in ["then saving; repeat the signal to stop at once", "stopped: ", "--resume"] {
             assert!(said.contains(words), "{words:?} is not in: {said}");
         }
         let last = phase(&rows(&out), "rl").last().map(|row| row["step"].as_u64().unwrap());

@@ -45,7 +45,7 @@ fn a_program_that_answers_wrongly_is_heard_and_a_run_that_failed_whole_exits_1()
     assert_eq!(output.status.code(), Some(1), "{text}");
     for part in [
         "unknown key `rewrd` in the answer; did you mean `reward`?; the request was {\"request\":\"reward\"",
-        "warning: step 1: 8 of 8 trajectories failed, whatever the policy did: outcome/task_failed = 8",
+        "warning: step 1: 8 of 8 trajectories failed for reasons outside the policy: outcome/task_failed = 8",
         "docs/TASKS.md",
         "error: 16 of 16 trajectories failed, whatever the policy did: the task's program",
     ] {
