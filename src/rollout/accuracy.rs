@@ -4,66 +4,67 @@ use crate::tasks::Task;
 
 /// The result of one sample of a problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sample {
-    /// Whether the task graded it as right.
+pub struct SampleResult {
+    /// Whether the task graded the sample as right.
     pub success: bool,
-    /// Its answer, for the vote; `None` when it gave none.
+    /// The answer, for the vote; `None` if the sample has no answer.
     pub answer: Option<String>,
 }
 
-/// Returns the share of successes.
-pub fn mean(samples: &[Sample]) -> f64 {
+/// Returns the fraction of successes.
+pub fn mean(samples: &[SampleResult]) -> f64 {
     successes(samples) as f64 / samples.len().max(1) as f64
 }
 
-/// Returns the probability that at least one of `k` samples, drawn without replacement from `n` samples, is
-/// right. This is `1 − C(n−c, k) / C(n, k)` with `c` successes, the unbiased estimate of Chen et al. 2021
-/// (arXiv:2107.03374). `k` is at most `n`.
-pub fn pass_at(k: usize, samples: &[Sample]) -> f64 {
+/// Returns the probability that at least one of `k` samples is right, if they are drawn without replacement
+/// from the `n` samples. With `c` successes it is `1 − C(n−c, k) / C(n, k)`, the unbiased estimate of Chen et
+/// al. 2021 (arXiv:2107.03374). `k` is at most `n`.
+pub fn pass_at(k: usize, samples: &[SampleResult]) -> f64 {
     let (n, c) = (samples.len(), successes(samples));
     if c > n.saturating_sub(k) {
         return if k == 0 { 0.0 } else { 1.0 };
     }
-    // C(n−c, k) / C(n, k) = Π (1 − k / i) over i in n−c+1..=n: no factorial to overflow.
+    // C(n−c, k) / C(n, k) = Π (1 − k / i) over i in n−c+1..=n. This form has no factorial, which could
+    // overflow.
     1.0 - (n - c + 1..=n).map(|i| 1.0 - k as f64 / i as f64).product::<f64>()
 }
 
-/// An answer and its number of votes. [`Task::same_answer`] groups equal answers.
+/// An answer and its number of votes. [`Task::same_answer`] decides which answers are equal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vote {
     pub answer: String,
     pub votes: usize,
     /// Whether a sample with this answer was right.
-    pub right: bool,
+    pub success: bool,
 }
 
-/// Counts the votes of each answer, most votes first and earlier answers first among equals. Samples
-/// without an answer do not vote.
-pub fn count_votes(task: &dyn Task, samples: &[Sample]) -> Vec<Vote> {
+/// Counts the votes of each answer. The answer with the most votes comes first; of equally many votes, the
+/// earlier answer comes first. Samples without an answer do not vote.
+pub fn count_votes(task: &dyn Task, samples: &[SampleResult]) -> Vec<Vote> {
     let mut votes: Vec<Vote> = vec![];
     for sample in samples {
         let Some(answer) = &sample.answer else { continue };
         match votes.iter_mut().find(|vote| task.same_answer(&vote.answer, answer)) {
             Some(vote) => {
                 vote.votes += 1;
-                vote.right |= sample.success;
+                vote.success |= sample.success;
             }
-            None => votes.push(Vote { answer: answer.clone(), votes: 1, right: sample.success }),
+            None => votes.push(Vote { answer: answer.clone(), votes: 1, success: sample.success }),
         }
     }
     votes.sort_by_key(|vote| std::cmp::Reverse(vote.votes));
     votes
 }
 
-/// Returns 1 if the answer with the most votes is right, else 0. A tie is broken by a random draw, so this
-/// is then the share of right answers among the tied ones. 0 without any answer.
+/// Returns 1 if the answer with the most votes is right, else 0. A tie is broken at random, so for a tie the
+/// result is the fraction of tied answers that are right. The result is 0 without any answer.
 pub fn majority(votes: &[Vote]) -> f64 {
     let votes_max = votes.first().map_or(0, |vote| vote.votes);
     let first = votes.iter().take_while(|vote| vote.votes == votes_max);
-    first.clone().filter(|vote| vote.right).count() as f64 / first.count().max(1) as f64
+    first.clone().filter(|vote| vote.success).count() as f64 / first.count().max(1) as f64
 }
 
-/// A mean over problems with its 95% interval.
+/// A mean over problems, with its 95% confidence interval.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct Estimate {
     pub mean: f64,
@@ -72,11 +73,12 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// Returns the mean of the problems' values in `0..=1`, plus and minus 1.96 standard errors, limited to
-    /// 0 and 1. Samples of one problem depend on each other, so the problem is the unit.
+    /// Returns the mean of the problems' values in `0..=1`, and the interval of ±1.96 standard errors,
+    /// limited to 0 and 1. Each problem counts as one observation, because samples of one problem depend on
+    /// each other.
     ///
-    /// If all values are equal, such as 0 for a few problems, the standard error is 0 and no estimate. The
-    /// interval is then Wilson's (1927) for one yes-or-no outcome per problem.
+    /// If all values are equal, such as 0 for a few problems, the standard error is 0, which is not a useful
+    /// estimate. The interval is then that of Wilson (1927), with one yes-or-no outcome per problem.
     pub fn from_problems(values: &[f64]) -> Self {
         let n = values.len().max(1) as f64;
         let mean = values.iter().sum::<f64>() / n;
@@ -88,15 +90,15 @@ impl Estimate {
             let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (n - 1.0);
             (mean, Z95 * (variance / n).sqrt())
         };
-        // Rounding must not move the mean out of its interval.
+        // Rounding must not put the mean outside its interval.
         Self { mean, low: (centre - half).clamp(0.0, mean), high: (centre + half).clamp(mean, 1.0) }
     }
 }
 
-/// Half-width, in standard errors, of the interval that holds 95% of a normal distribution.
+/// Half the width of the interval that holds 95% of a normal distribution, in standard errors.
 const Z95: f64 = 1.96;
 
-fn successes(samples: &[Sample]) -> usize {
+fn successes(samples: &[SampleResult]) -> usize {
     samples.iter().filter(|sample| sample.success).count()
 }
 
@@ -106,11 +108,11 @@ mod tests {
     use crate::settings::Choice;
     use crate::tasks::{self, TaskContext, TaskName, TaskSettings};
 
-    fn samples(right: &[bool]) -> Vec<Sample> {
-        right.iter().map(|&success| Sample { success, answer: None }).collect()
+    fn samples(right: &[bool]) -> Vec<SampleResult> {
+        right.iter().map(|&success| SampleResult { success, answer: None }).collect()
     }
 
-    /// Returns the share of all k-subsets that hold a success.
+    /// Returns the fraction of all k-subsets that contain a success.
     fn pass_by_counting(k: usize, right: &[bool]) -> f64 {
         let subsets = (0u32..1 << right.len()).filter(|set| set.count_ones() as usize == k);
         let holds = |set: &u32| right.iter().enumerate().any(|(i, &right)| right && set >> i & 1 == 1);
@@ -121,7 +123,7 @@ mod tests {
     fn pass_at_k_is_the_share_of_all_subsets_that_hold_a_success() {
         for n in 1..=9 {
             for c in 0..=n {
-                // Which samples are right does not matter: spread them.
+                // It does not matter which samples are right, so they are spread.
                 let right: Vec<bool> = (0..n).map(|i| (i * 5 + 2) % n < c).collect();
                 let right = if right.iter().filter(|&&r| r).count() == c {
                     right
@@ -142,7 +144,7 @@ mod tests {
         many[..3].fill(true);
         let many = samples(&many);
         assert!((pass_at(1, &many) - mean(&many)).abs() < 1e-12);
-        // Each of the three successes is missed by half of all draws.
+        // Half of all draws miss each of the three successes.
         assert!((pass_at(50_000, &many) - 0.875).abs() < 1e-5);
         assert_eq!(pass_at(99_998, &many), 1.0);
     }
@@ -154,7 +156,7 @@ mod tests {
         let task = tasks::build(&settings, &TaskContext::default());
         let task = task.expect("a task without files");
         let vote = |given: &[(&str, bool)]| {
-            let sample = |&(answer, success): &(&str, bool)| Sample {
+            let sample = |&(answer, success): &(&str, bool)| SampleResult {
                 success,
                 answer: (!answer.is_empty()).then(|| answer.to_owned()),
             };
@@ -179,7 +181,7 @@ mod tests {
 
     #[test]
     fn equal_problems_are_no_certainty() {
-        // Wilson's interval of 0 in n is [0, z² / (n + z²)].
+        // For 0 of n, Wilson's interval is [0, z² / (n + z²)].
         let none = Estimate::from_problems(&[0.0; 24]);
         assert_eq!((none.mean, none.low), (0.0, 0.0));
         assert!((none.high - 3.8416 / 27.8416).abs() < 1e-12);

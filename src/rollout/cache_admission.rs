@@ -1,10 +1,10 @@
 //! KV-cache admission: decides which conversations may begin when the cache is limited.
 //!
-//! A slot is the cache that one sequence needs at its longest. The samples of a group share their prompt's
-//! slot until they decode. A group with `n` decoding samples takes `max(1, n)` slots. A group without a
-//! decoding sample can therefore always start one, and no sample waits forever.
+//! A slot is the cache for one sequence of maximum length. The samples of a group share the slot of their
+//! prompt until they decode. A group with `n` decoding samples uses `max(1, n)` slots. So a group without a
+//! decoding sample can always start one, and no sample waits forever.
 
-/// The slots of a cache and their use by groups.
+/// The slots of a cache, and how many of them each group uses.
 pub(super) struct CacheAdmission {
     slots: usize,
     used: usize,
@@ -12,7 +12,7 @@ pub(super) struct CacheAdmission {
     groups: Vec<Group>,
 }
 
-/// A group that has begun and not ended.
+/// A group that has begun and has not ended.
 #[derive(Clone, Copy, Default)]
 struct Group {
     /// Number of samples that do not decode yet.
@@ -28,23 +28,23 @@ impl Group {
 }
 
 impl CacheAdmission {
-    /// Returns `slots` free slots for `groups` groups of `samples` each.
+    /// Creates `slots` free slots for `groups` groups of `samples` samples each.
     pub fn new(slots: usize, groups: usize, samples: usize) -> Self {
         Self { slots, used: 0, samples, groups: vec![Group::default(); groups] }
     }
 
-    /// Returns true when another group may begin.
+    /// Returns whether another group may begin.
     pub fn has_free_slot(&self) -> bool {
         self.used < self.slots
     }
 
-    /// Takes a slot for a group's prompt.
+    /// Assigns a slot to the prompt of a group.
     pub fn begin_group(&mut self, index: usize) {
         let waiting = self.samples;
         self.change(index, |group| group.waiting = waiting);
     }
 
-    /// Returns true when a sample of group `index` may begin to decode.
+    /// Returns whether a sample of group `index` may begin to decode.
     pub fn can_begin_sample(&self, index: usize) -> bool {
         self.groups[index].decoding == 0 || self.has_free_slot()
     }
@@ -54,7 +54,7 @@ impl CacheAdmission {
         self.change(index, |group| (group.waiting, group.decoding) = (group.waiting - 1, group.decoding + 1));
     }
 
-    /// Records the end of a sample of the group; `has_decoded` tells whether it decoded.
+    /// Records the end of a sample of the group. `has_decoded` says whether the sample had begun to decode.
     pub fn end_sample(&mut self, index: usize, has_decoded: bool) {
         self.change(index, |group| if has_decoded { group.decoding -= 1 } else { group.waiting -= 1 });
     }
@@ -108,19 +108,19 @@ mod tests {
         admission.begin_group(0);
         assert!(admission.can_begin_sample(0));
         admission.begin_sample(0);
-        assert!(admission.can_begin_sample(0), "the prompt's place is the first sample's");
+        assert!(admission.can_begin_sample(0), "the first sample uses the prompt's slot");
         admission.begin_sample(0);
         assert!(admission.has_free_slot());
         admission.begin_group(1);
         assert!(!admission.has_free_slot());
-        assert!(admission.can_begin_sample(1), "its first sample has its prompt's place");
+        assert!(admission.can_begin_sample(1), "its first sample uses its prompt's slot");
         admission.begin_sample(1);
-        assert!(!admission.can_begin_sample(1), "a second one waits");
+        assert!(!admission.can_begin_sample(1), "a second sample waits");
         admission.end_sample(0, true);
         assert!(admission.can_begin_sample(1));
         admission.begin_sample(1);
         assert!(!admission.has_free_slot());
-        // A sample that ended before it decoded had no slot of its own; the group's last one frees the
+        // A sample that ends before it decodes has no slot of its own. The last sample of the group frees the
         // slot.
         admission.end_sample(0, true);
         admission.begin_group(2);
@@ -146,7 +146,7 @@ mod tests {
         assert!(admission.has_free_slot());
     }
 
-    /// Regression test: waiting samples held prompt pages that others had freed, and the pages ran out.
+    /// Regression test: waiting samples held prompt pages that other samples had freed, and no page was left.
     #[test]
     fn whoever_begins_finds_the_pages_it_needs() {
         let config = Config { sliding_window: 100, ..tiny() };

@@ -1,19 +1,19 @@
-//! The message loop of one trajectory: it takes sampled tokens, inserts tool replies and user messages, and
-//! enforces budgets.
+//! The message loop of one trajectory. It adds sampled tokens, inserts tool replies and user messages, and
+//! enforces limits.
 //!
 //! Rules, in the order of their checks:
-//! - Only a stop token ends an answer. In Harmony a `final` message closed by `<|end|>` is an ordinary
-//!   message: sampling continues.
-//! - A turn is a run of sampled tokens between insertions. A call on the last turn is not run
-//!   ([`Outcome::TurnsExhausted`]); a malformed last turn ends as [`Outcome::Malformed`].
-//! - A trajectory out of tokens or context is [`Outcome::TruncatedLength`]. So is one whose next insertion
-//!   would leave no space for a token after it; then nothing is inserted. A call that could no longer be
-//!   answered is not run.
-//! - A call to a recipient other than `python` and the task's own tools is answered in the recipient's
-//!   name. A malformed call is answered in the Python tool's name. Without a tool nobody can report the
-//!   mistake, and the trajectory ends as malformed.
-//! - If a turn ends in several calls, all are answered in order, and their replies are inserted together.
-//! - Sampled tokens never change, including the stop token before a further user message.
+//! - Only a stop token ends an answer. In Harmony, `<|end|>` closes a `final` message, but does not stop
+//!   sampling.
+//! - A turn is the sampled tokens between two insertions. A call in the last allowed turn is not executed
+//!   ([`Outcome::TurnsExhausted`]). If the last turn is malformed, the outcome is [`Outcome::Malformed`].
+//! - When no token or no context is left, the outcome is [`Outcome::TruncatedLength`]. The outcome is the
+//!   same if the next insertion would leave no space for a sampled token; then nothing is inserted. A call is
+//!   not executed if its reply would not fit.
+//! - A call to an unknown tool (neither `python` nor a tool of the task) gets an error reply in the name of
+//!   that tool. A malformed call gets an error reply in the name of the Python tool. If there is no tool to
+//!   reply, the outcome is [`Outcome::Malformed`].
+//! - If a turn ends in several calls, they are answered in order, and their replies are inserted together.
+//! - Sampled tokens never change. This includes the stop token before another user message.
 
 use super::Rollout;
 use super::prompt::RenderedPrompt;
@@ -29,7 +29,7 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use std::time::Instant;
 
-/// Reward of a trajectory whose task failed.
+/// Reward of a trajectory whose task failed to grade it.
 const FAILED: Reward = Reward::new(0.0, false);
 
 /// The next action of a conversation.
@@ -37,11 +37,11 @@ const FAILED: Reward = Reward::new(0.0, false);
 pub(super) enum NextAction {
     /// Sample another token.
     Sample,
-    /// Run its tool calls.
+    /// Execute the tool calls.
     Call,
-    /// Ask its task for a further user message, which may take long.
+    /// Ask the task for another user message, which may take long.
     Turn,
-    /// Nothing: the conversation is over.
+    /// Do nothing, because the conversation has ended.
     Finish,
 }
 
@@ -56,7 +56,7 @@ pub(super) struct Conversation<'a> {
     prompt_tokens: usize,
     mask: Vec<bool>,
     log_probs: Vec<f32>,
-    /// Routed experts of the tokens fed so far, if kept.
+    /// Routed experts of the tokens that were fed to the model, if they are kept.
     routes: Vec<Vec<u16>>,
     turns: Vec<Turn>,
     turn_start: usize,
@@ -71,7 +71,8 @@ pub(super) struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    /// Starts sample `sample` of a prompt. `routes` are the routed experts of the prompt's tokens, if kept.
+    /// Starts sample `sample` of a prompt. `routes` holds the routed experts of the prompt's tokens, if they
+    /// are kept.
     pub(super) fn new(
         rollout: &'a Rollout<'a>,
         prompt: &RenderedPrompt<'a>,
@@ -112,7 +113,7 @@ impl<'a> Conversation<'a> {
         self.rng = stream(self.rollout.plan.seed, self.rollout.plan.purpose, &stream_key);
     }
 
-    /// Records the routed experts of the next token fed.
+    /// Records the routed experts of the next token that was fed to the model.
     pub(super) fn record_experts(&mut self, routes: Vec<u16>) {
         self.routes.push(routes);
     }
@@ -127,13 +128,13 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Returns the number in [0, 1) that selects the next token. It comes from the turn's own random
-    /// stream, so it depends on the position alone.
+    /// Returns the number in [0, 1) that selects the next token. Each turn has its own random stream, so the
+    /// number depends only on the token's position.
     pub(super) fn draw_uniform(&mut self) -> f64 {
         self.rng.random()
     }
 
-    /// Appends the next token and decides what follows.
+    /// Appends the next token and returns the next action.
     pub(super) fn push_token(&mut self, drawn: SampledToken) -> NextAction {
         self.tokens.push(drawn.token);
         self.mask.push(true);
@@ -149,13 +150,13 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Returns true when no further token may be sampled.
+    /// Returns whether no further token may be sampled.
     fn is_exhausted(&self) -> bool {
         self.sampled >= self.rollout.plan.settings.response_tokens_max
             || self.tokens.len() >= self.rollout.context_tokens_max()
     }
 
-    /// Returns true when the present turn is the last one allowed.
+    /// Returns whether the current turn is the last allowed one.
     fn is_last_turn(&self) -> bool {
         self.turns.len() + 1 >= self.rollout.plan.settings.turns_max
     }
@@ -184,17 +185,17 @@ impl<'a> Conversation<'a> {
         if self.parser.calls().iter().any(needs_thread) { NextAction::Call } else { self.run_calls() }
     }
 
-    /// Returns true when a call goes to the Python tool.
+    /// Returns whether a call is addressed to the Python tool.
     fn calls_python(&self, call: &Message) -> bool {
         self.rollout.interpreter.is_some() && call.recipient.as_deref() == Some(PYTHON)
     }
 
-    /// Answers the pending calls and blocks until the last reply. A call that runs something is answered on
-    /// a tool thread.
+    /// Answers the pending calls and blocks until the last reply. A tool thread must call it if a call
+    /// executes something.
     pub(super) fn run_calls(&mut self) -> NextAction {
         let (mut outcomes, mut replies) = (vec![], vec![]);
-        // The task reads the conversation up to its call. The turn's other messages are taken when it
-        // closes.
+        // The task reads the conversation up to its call. The other messages of the turn are added when the
+        // turn is closed.
         let before = self.messages.len();
         let mut ended = None;
         for call in self.parser.calls() {
@@ -236,7 +237,8 @@ impl<'a> Conversation<'a> {
         self.insert(replies, Outcome::Malformed)
     }
 
-    /// Answers the last message, a call to `name`. `Err` holds the outcome that ends the trajectory.
+    /// Returns the reply to the last message, a call to `name`. `Err` holds the outcome that ends the
+    /// trajectory.
     fn reply(&mut self, name: &str) -> Result<(CallOutcome, String), Outcome> {
         let unknown = || (CallOutcome::UnknownRecipient, format!("Error: there is no tool named {name:?}."));
         let Some(call) = self.messages.last() else { return Ok(unknown()) };
@@ -267,8 +269,8 @@ impl<'a> Conversation<'a> {
         if self.rollout.task.may_take_long() { NextAction::Turn } else { self.request_user_turn() }
     }
 
-    /// Asks the task for the next user message and blocks until it answers. Runs on a tool thread if that
-    /// may take long.
+    /// Asks the task for the next user message and blocks until the task answers. A tool thread must call it
+    /// if the answer may take long.
     pub(super) fn request_user_turn(&mut self) -> NextAction {
         let next = self.rollout.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
         match next {
@@ -282,15 +284,15 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Records the turn and takes its messages from the parser.
+    /// Records the turn and moves its messages from the parser to the conversation.
     fn close_turn(&mut self, calls: Vec<CallOutcome>) {
         self.turns.push(Turn { start: self.turn_start, end: self.tokens.len(), calls });
         let parser = std::mem::replace(&mut self.parser, self.rollout.chat.turn_parser());
         self.messages.extend(parser.finish());
     }
 
-    /// Appends messages and the assistant's next opening, all masked. `encoding_failure` is the outcome
-    /// when a message cannot be encoded.
+    /// Appends messages and the header of the assistant's next turn. All of these tokens are masked.
+    /// `encoding_failure` is the outcome if a message cannot be encoded.
     fn insert(&mut self, messages: Vec<Message>, encoding_failure: Outcome) -> NextAction {
         let tokens_left = self.rollout.context_tokens_max().saturating_sub(self.tokens.len());
         let bytes = messages.iter().map(|message| message.content.len()).sum();
@@ -321,8 +323,8 @@ impl<'a> Conversation<'a> {
         Transcript { messages: &self.messages, outcome, calls_answered: self.calls_answered }
     }
 
-    /// Grades the conversation. Returns the trajectory and all its messages. If the task fails to grade,
-    /// the reward is 0.
+    /// Grades the conversation. Returns the trajectory and all messages after the prompt. If the task fails
+    /// to grade it, the reward is 0.
     pub(super) fn finish(mut self) -> (Trajectory, Vec<Message>) {
         let Rollout { task, interpreter, .. } = *self.rollout;
         if let Some(interpreter) = interpreter {
@@ -338,7 +340,7 @@ impl<'a> Conversation<'a> {
             })
         };
         if self.rollout.plan.settings.keep_routes {
-            // The last token was never fed.
+            // The last token was not fed to the model.
             self.routes.resize(self.tokens.len(), Vec::new());
         }
         let mut messages = self.rollout.system_prompt.to_vec();

@@ -1,23 +1,23 @@
-//! Metrics of a step's groups, under verl's names where it has one.
+//! Metrics of a step's groups. They have verl's names where verl has the same metric.
 
 use crate::metrics::Accumulator;
 use crate::trajectory::{CallOutcome, Group, Outcome};
 
-/// Computes the metrics of groups. All are functions of the recipe: there are no times.
+/// Computes the metrics of groups. They contain no times, so the recipe determines all of them.
 ///
-/// | name | of |
+/// | name | statistics of |
 /// | --- | --- |
-/// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | trajectories |
-/// | `reward/<name>/mean` | trajectories with the task's reward of this name, before its weight |
-/// | `response_length/{mean,max,min}` | sampled tokens of a trajectory, insertions left out |
-/// | `prompt_length/{mean,max,min}` | tokens of a trajectory's prompt |
-/// | `num_turns/{mean,max,min}` | turns of a trajectory: runs of sampled tokens |
-/// | `outcome/<name>` | number of trajectories with this outcome; every outcome is present, 0 included |
-/// | `tool/<name>` | number of calls with this outcome; every outcome is present, 0 included |
-/// | `trajectory/failed_fraction` | share of trajectories that failed for a reason outside the policy: `task_failed`, or `worker_died` |
-/// | `group/zero_signal_fraction` | share of groups whose rewards, the greedy sample's included, are all equal, so that their advantages are 0 |
+/// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | all trajectories |
+/// | `reward/<name>/mean` | trajectories that have a reward of this name from the task, before its weight |
+/// | `response_length/{mean,max,min}` | number of sampled tokens of a trajectory, without insertions |
+/// | `prompt_length/{mean,max,min}` | number of tokens of a trajectory's prompt |
+/// | `num_turns/{mean,max,min}` | number of turns of a trajectory |
+/// | `outcome/<name>` | number of trajectories with this outcome; every outcome is present, even if 0 |
+/// | `tool/<name>` | number of calls with this outcome; every outcome is present, even if 0 |
+/// | `trajectory/failed_fraction` | fraction of trajectories that failed for a reason outside the policy: `task_failed`, or `worker_died` |
+/// | `group/zero_signal_fraction` | fraction of groups whose rewards (including the greedy sample's) are all equal, so that their advantages are 0 |
 /// | `critic/reward_baselines/{mean,max,min}` | rewards of the greedy samples, if there are any |
-/// | `group/greedy_samples`, `group/greedy_tokens` | number of greedy samples and of their sampled tokens; other counts exclude them |
+/// | `group/greedy_samples`, `group/greedy_tokens` | number of greedy samples, and of their sampled tokens; other counts exclude greedy samples |
 pub fn metrics(groups: &[Group]) -> Accumulator {
     let mut metrics = Accumulator::new();
     for outcome in Outcome::ALL {
@@ -70,7 +70,8 @@ mod tests {
     use super::*;
     use crate::trajectory::{Trajectory, Turn};
 
-    /// Returns a trajectory of `sampled` tokens after a prompt of 3. Each turn ends in one of `calls`.
+    /// Returns a trajectory of `sampled` tokens after a prompt of 3 tokens. It has one turn for each of
+    /// `calls`, the outcome that ends the turn.
     fn trajectory(
         reward: f32,
         sampled: usize,
@@ -157,7 +158,7 @@ mod tests {
         let trajectories = vec![
             named(&[("right", 1.0), ("short", 0.25)]),
             named(&[("right", 0.0), ("short", 0.75)]),
-            // The program failed to grade it.
+            // The program failed to grade this trajectory.
             named(&[]),
         ];
         let metrics = metrics(&[Group { trajectories, greedy: None }]).finish().unwrap();

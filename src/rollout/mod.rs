@@ -98,8 +98,9 @@ impl RolloutProgress {
         }
     }
 
-    /// Estimates the tokens still to sample; `None` before a trajectory has ended. A trajectory under way
-    /// counts as half a length: the short ones end first, so finished ones alone would give too small a mean.
+    /// Estimates the number of tokens still to sample; `None` before a trajectory has finished. An unfinished
+    /// trajectory counts as half the mean length. Short trajectories finish first, so the mean of the
+    /// finished ones alone is too small.
     fn tokens_left(&self) -> Option<f64> {
         let in_progress = self.started.saturating_sub(self.finished) as f64;
         let length = self.sampled_tokens as f64 / (self.finished as f64 + in_progress / 2.0);
@@ -228,11 +229,11 @@ impl Rollout<'_> {
         self.sample_from_source(&self.plan.settings.sampling(), prompts, samples, progress, stop)
     }
 
-    /// Performs [`Self::sample_groups`] and passes each trajectory to `finished` as it ends, so that results
-    /// survive a stop.
+    /// Samples groups as [`Self::sample_groups`] does, and passes each trajectory to `finished` as it ends.
+    /// So results survive a stop.
     ///
     /// # Errors
-    /// Those of [`Self::sample_groups`].
+    /// The errors of [`Self::sample_groups`].
     pub fn sample_with_observer(
         &self,
         prompts: &[Prompt],
@@ -244,11 +245,11 @@ impl Rollout<'_> {
         self.run(&self.plan.settings.sampling(), prompts, samples, Hooks { progress, finished, stop })
     }
 
-    /// Performs [`Self::sample_groups`] with tokens of `source`, which may replay or force them.
-    /// Log-probabilities are still the model's.
+    /// Samples groups as [`Self::sample_groups`] does, with tokens of `source`, which may replay or force
+    /// tokens. Log-probabilities are still those of the model.
     ///
     /// # Errors
-    /// Those of [`Self::sample_groups`] and of `source`.
+    /// The errors of [`Self::sample_groups`] and of `source`.
     pub fn sample_from_source(
         &self,
         source: &dyn TokenSource,

@@ -1,4 +1,4 @@
-//! Rendering of problems as prompts.
+//! Renders problems as prompts.
 
 use super::{Rollout, SystemPromptSettings};
 use crate::bad_input;
@@ -8,20 +8,20 @@ use crate::tasks::Problem;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-/// A problem and its index within the step. The index selects its random streams, so a prompt keeps them in
-/// any order and on any process.
+/// A problem and its index within the step. The index selects the prompt's random streams, so they do not
+/// depend on the order of prompts or on the process.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
     pub index: u64,
     pub problem: Problem,
 }
 
-/// Default identity in GPT-OSS's system message.
+/// Default identity in the system message of GPT-OSS.
 const OPENAI_IDENTITY: &str = "You are ChatGPT, a large language model trained by OpenAI.";
 const KNOWLEDGE_CUTOFF: &str = "2024-06";
 
-/// Returns the recipe's system and developer messages; they describe the Python tool if the task has it, and
-/// the task's own `tools`, as the model's published template does.
+/// Returns the system and developer messages of the recipe. They describe the Python tool if the task has it,
+/// and the task's own `tools`, in the format of the model's published template.
 pub fn system_prompt(
     chat: &Chat,
     harmony: &SystemPromptSettings,
@@ -32,9 +32,9 @@ pub fn system_prompt(
         Chat::Harmony(_) => harmony_system_prompt(harmony, uses_python, tools),
         Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
         Chat::ChatMl(chat) => {
-            // Qwen3's template makes up no identity.
-            let usual = (!chat.has_thoughts()).then_some(chatml::QWEN_IDENTITY);
-            let identity = harmony.model_identity.as_deref().or(usual);
+            // Qwen3's template adds no default identity.
+            let default_identity = (!chat.has_thoughts()).then_some(chatml::QWEN_IDENTITY);
+            let identity = harmony.model_identity.as_deref().or(default_identity);
             let identity = identity.filter(|_| harmony.system_message.unwrap_or(true));
             let text = [identity, harmony.developer_instructions.as_deref()];
             let text: Vec<&str> = text.into_iter().flatten().collect();
@@ -50,10 +50,10 @@ pub fn system_prompt(
 fn harmony_system_prompt(harmony: &SystemPromptSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
     let mut messages = Vec::new();
     if harmony.system_message.unwrap_or(true) {
-        let or = |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
+        let or_default = |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
         let settings = SystemSettings {
-            model_identity: or(&harmony.model_identity, OPENAI_IDENTITY),
-            knowledge_cutoff: or(&harmony.knowledge_cutoff, KNOWLEDGE_CUTOFF),
+            model_identity: or_default(&harmony.model_identity, OPENAI_IDENTITY),
+            knowledge_cutoff: or_default(&harmony.knowledge_cutoff, KNOWLEDGE_CUTOFF),
             current_date: harmony.current_date.clone(),
             reasoning_effort: Some(harmony.reasoning_effort.unwrap_or_default()),
             python_tool: uses_python.then(|| PYTHON_DESCRIPTION.to_string()),
@@ -70,7 +70,7 @@ fn harmony_system_prompt(harmony: &SystemPromptSettings, uses_python: bool, tool
     messages
 }
 
-/// Requirements of a prompt.
+/// The limits that a prompt must meet.
 pub struct PromptLimits<'a> {
     pub chat: &'a Chat,
     /// Messages before every problem: system prompt and developer message.
@@ -83,51 +83,51 @@ pub struct PromptLimits<'a> {
 }
 
 impl PromptLimits<'_> {
-    /// Returns the tokens of the problem's messages and the assistant's opening.
+    /// Returns the tokens of the problem's messages and of the header of the assistant's turn.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
-    /// the tokenizer cannot encode it.
+    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when the
+    /// tokenizer cannot encode the prompt.
     pub fn tokens(&self, problem: &Problem) -> Result<Vec<u32>> {
         let messages = [self.system_prompt, &problem.messages].concat();
         let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
         let (id, prompt_tokens_max, context) = (&problem.id, self.prompt_tokens_max, self.context_tokens_max);
-        // Tokenising megabytes of text takes seconds, and the prompt would be refused anyway.
+        // Tokenising megabytes of text takes seconds, and such a prompt is too long anyway.
         if !self.chat.vocabulary().may_fit(bytes, prompt_tokens_max) {
             return Err(bad_input!(
-                "problem {id}: its prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {prompt_tokens_max} tokens can hold; \
-                 leave the problem out"
+                "problem {id}: the prompt has {bytes} bytes, more than rollout.prompt_tokens_max = {prompt_tokens_max} tokens can hold; \
+                 remove the problem"
             ));
         }
         let tokens = self.chat.render_prompt(&messages).with_context(|| format!("problem {id}"))?;
         let n = tokens.len();
         if n > prompt_tokens_max {
             return Err(bad_input!(
-                "problem {id}: its prompt has {n} tokens{}; more than rollout.prompt_tokens_max = {prompt_tokens_max}: raise the key or \
-                 leave the problem out",
+                "problem {id}: the prompt has {n} tokens{}, more than rollout.prompt_tokens_max = {prompt_tokens_max}; raise the key, or \
+                 remove the problem",
                 self.system_prompt_note()
             ));
         }
         if n >= context {
             return Err(bad_input!(
-                "problem {id}: its prompt has {n} tokens{}; no room is left in the model's context of {context}: shorten the prompt, \
-                 or take a model with a longer context (max_position_embeddings in its config.json)",
+                "problem {id}: the prompt has {n} tokens{}, and the model's context has {context}, so no token can be sampled; shorten the prompt, \
+                 or use a model with a longer context (max_position_embeddings in its config.json)",
                 self.system_prompt_note()
             ));
         }
         Ok(tokens)
     }
 
-    /// Returns a note on the length of the recipe's own messages, which may make the prompt too long.
+    /// Returns a note on the length of the messages before the problem, which may make the prompt too long.
     fn system_prompt_note(&self) -> String {
         match self.chat.render_training(self.system_prompt).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),
             n if self.has_tools => format!(
-                ", {n} of them before the problem: the messages of [harmony] and the declarations of the task's tools; \
-                 harmony.system_message = false removes the system message, and shorter tools take fewer tokens"
+                " ({n} of them before the problem, for the messages of [harmony] and the declarations of the task's tools; \
+                 harmony.system_message = false removes the system message, and shorter declarations need fewer tokens)"
             ),
             n => format!(
-                ", {n} of them before the problem; [harmony] sets these messages, and system_message = false removes the system message"
+                " ({n} of them before the problem; [harmony] sets these messages, and system_message = false removes the system message)"
             ),
         }
     }
@@ -137,7 +137,7 @@ impl PromptLimits<'_> {
 pub(super) struct RenderedPrompt<'a> {
     pub index: u64,
     pub problem: &'a Problem,
-    /// Tokens of the conversation so far and of the assistant's opening.
+    /// Tokens of the conversation so far, and of the header of the assistant's next turn.
     pub tokens: Vec<u32>,
 }
 

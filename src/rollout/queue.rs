@@ -145,12 +145,12 @@ impl<'a> Queue<'a> {
         matches!(found, RefillResult::Work)
     }
 
-    /// Performs [`Self::refill`] without waiting.
+    /// Fills `batch` as [`Self::refill`] does, without waiting.
     ///
     /// An engine takes at most its share of the remaining work, so that the work is spread evenly.
     pub(super) fn try_refill(&self, batch: &mut Vec<Work<'a>>, sampled: u64) -> RefillResult {
         let mut state = self.lock();
-        // The last trajectory's end has counted all tokens.
+        // When the last trajectory ended, all tokens were counted already.
         if sampled > 0 && state.unfinished > 0 {
             state.progress.sampled_tokens += sampled;
             (self.hooks.progress)(state.progress);

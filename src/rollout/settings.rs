@@ -8,84 +8,89 @@ use crate::settings::{above, from, table};
 table! {
     /// Sampling of trajectories for training.
     pub struct RolloutSettings {
-        /// Prompts of a training step.
+        /// Number of prompts per training step.
         pub prompts_per_step: usize = 8 => from(1.0).to(1e6),
-        /// Samples of a prompt: the group over which advantages are computed.
+        /// Number of samples per prompt (group size). Advantages are computed over this group.
         pub samples_per_prompt: usize = 8 => from(1.0).to(1e6),
-        /// Dynamic sampling (DAPO): maximum number of rounds that replace groups whose rewards are all
-        /// equal by groups of new prompts; 0 means none.
+        /// Dynamic sampling (DAPO): maximum number of extra sampling rounds. In each round, new prompts
+        /// replace the groups whose rewards are all equal. 0 means no dynamic sampling.
         pub resample_rounds_max: u64 = 0 => from(0.0).to(1000.0),
-        /// Sampling temperature; log-probabilities are those of the distribution sampled from.
+        /// Sampling temperature. Log-probabilities are those of the distribution at this temperature.
         pub temperature: f64 = 1.0 => above(0.0).to(100.0),
-        /// Nucleus sampling: only 1 (off) in training.
+        /// Nucleus sampling. Training allows only 1 (off).
         pub top_p: f64 = 1.0 => above(0.0).to(1.0),
-        /// Keep the k likeliest tokens: only 0 (off) in training.
+        /// Sample from the k most likely tokens. Training allows only 0 (off).
         pub top_k: usize = 0,
-        /// Keep tokens with at least this share of the likeliest one's probability: only 0 (off) in training.
+        /// Sample from the tokens whose probability is at least this fraction of the most likely token's
+        /// probability. Training allows only 0 (off).
         pub min_p: f64 = 0.0 => from(0.0).to(1.0),
-        /// Assistant turns of a trajectory, so one more than its answered tool calls.
+        /// Maximum number of assistant turns of a trajectory. Answered tool calls use all turns but one.
         pub turns_max: usize = 3 => from(1.0).to(1e6),
-        /// Longest prompt, in tokens; a longer one is an error.
+        /// Maximum number of tokens of a prompt. A longer prompt is an error.
         pub prompt_tokens_max: usize = 2048 => from(1.0).to(16777216.0),
-        /// Tokens sampled in a trajectory, all turns together.
+        /// Maximum number of sampled tokens of a trajectory, over all turns.
         pub response_tokens_max: usize = 72 => from(1.0).to(16777216.0),
-        /// Sequences that a worker decodes together.
+        /// Maximum number of sequences that one engine decodes together.
         pub sequences_max: usize = 64 => from(1.0).to(65536.0),
-        /// Tool calls that run at the same time.
+        /// Maximum number of tool calls that run at the same time.
         pub tool_calls_concurrent_max: usize = 64 => from(1.0).to(65536.0),
-        /// Keep each token's routed experts in the trajectory.
+        /// Whether the routed experts of each token are stored in the trajectory.
         pub keep_routes: bool = false,
-        /// Decode with CUDA graphs on a GPU. The bits are the same.
+        /// Whether decoding on a GPU uses CUDA graphs. They do not change the bits.
         pub cuda_graphs: bool = true,
     }
 }
 
 table! {
-    /// Success on held-out problems.
+    /// Evaluation: the success rate on validation problems.
     pub struct EvalSettings {
-        /// Training steps between evaluations, the last step always included; 0 means never during training.
+        /// Number of training steps between evaluations. The last step is always evaluated. 0 means no
+        /// evaluation during training.
         pub every_steps: u64 = 10,
-        /// Number of held-out problems to evaluate, from the first on.
+        /// Maximum number of validation problems; the first ones are used.
         pub problems_max: usize = 512 => from(1.0),
-        /// Samples of a problem: the k of mean@k.
+        /// Number of samples per problem: the k of mean@k.
         pub samples: usize = 1 => from(1.0).to(1e6),
         /// Sampling temperature; 0 means greedy.
         pub temperature: f64 = 1.0 => from(0.0).to(100.0),
-        /// Nucleus sampling: keep the likeliest tokens up to this probability; 1 means off.
+        /// Nucleus sampling: sample from the most likely tokens up to this cumulative probability; 1 means
+        /// off.
         pub top_p: f64 = 1.0 => above(0.0).to(1.0),
-        /// Keep the k likeliest tokens; 0 means off.
+        /// Sample from the k most likely tokens; 0 means off.
         pub top_k: usize = 0,
-        /// Keep tokens with at least this share of the likeliest one's probability; 0 means off.
+        /// Sample from the tokens whose probability is at least this fraction of the most likely token's
+        /// probability; 0 means off.
         pub min_p: f64 = 0.0 => from(0.0).to(1.0),
-        /// Also evaluate before the first step of reinforcement learning.
+        /// Whether an evaluation also runs before the first step of reinforcement learning.
         pub before_training: bool = true,
-        /// The k of each pass@k that is reported; none above `samples`.
+        /// The values of k for which pass@k is reported. Each k is at most `samples`.
         pub pass_at: Vec<usize> = Vec::new() => from(1.0),
     }
 }
 
 table! {
-    /// The system and developer messages put before every prompt. Nothing here depends on the day of the run.
+    /// The system and developer messages before every prompt. They do not depend on the day of the run.
     pub struct SystemPromptSettings {
-        /// Whether prompts begin with a system message. If false, only `developer_instructions` has an
-        /// effect among the other keys. Default true, but false with the embedded vocabulary, where each
-        /// byte is a token.
+        /// Whether prompts begin with a system message. If false, `developer_instructions` is the only other
+        /// key that has an effect. The default is true; with the embedded vocabulary, where each byte is a
+        /// token, the default is false.
         pub system_message: Option<bool> = None,
-        /// First line of the system message; absent means the family's own: `You are ChatGPT, a large
-        /// language model trained by OpenAI.` of GPT-OSS, `You are Qwen, created by Alibaba Cloud. You are
-        /// a helpful assistant.` of Qwen2, none of Qwen3.
+        /// First line of the system message. If absent, it is the model family's default: `You are ChatGPT, a
+        /// large language model trained by OpenAI.` for GPT-OSS, `You are Qwen, created by Alibaba Cloud. You
+        /// are a helpful assistant.` for Qwen2, and no line for Qwen3.
         pub model_identity: Option<String> = None,
-        /// Knowledge cutoff in the system message, as `YYYY-MM`; absent means `2024-06`. GPT-OSS only.
+        /// Knowledge cutoff in the system message, as `YYYY-MM`. If absent, it is `2024-06`. GPT-OSS only.
         pub knowledge_cutoff: Option<String> = None,
-        /// Current date in the system message, as `YYYY-MM-DD`; absent means no such line. GPT-OSS only.
+        /// Current date in the system message, as `YYYY-MM-DD`. If absent, there is no such line. GPT-OSS
+        /// only.
         pub current_date: Option<String> = None,
-        /// Reasoning effort in the system message; absent means `medium`. GPT-OSS only.
+        /// Reasoning effort in the system message. If absent, it is `medium`. GPT-OSS only.
         pub reasoning_effort: Option<ReasoningEffort> = None,
-        /// Whether Qwen3 thinks before it answers. If false, each of its turns begins with an empty thought,
-        /// which it does not sample. Absent means true. Qwen3 only.
+        /// Whether Qwen3 thinks before it answers. If false, an empty thought is inserted at the start of
+        /// each of its turns. If absent, it is true. Qwen3 only.
         pub enable_thinking: Option<bool> = None,
-        /// Instructions in GPT-OSS's developer message, or at the end of ChatML's system message; absent
-        /// means none.
+        /// Instructions in GPT-OSS's developer message, or at the end of ChatML's system message. If absent,
+        /// there are no instructions.
         pub developer_instructions: Option<String> = None,
     }
 }
@@ -94,7 +99,8 @@ table! {
 #[derive(Debug, Clone, PartialEq)]
 pub struct RolloutPlan {
     pub settings: RolloutSettings,
-    /// The run's seed, the purpose and the step. With prompt, sample and turn they select a random stream.
+    /// The run's seed, the purpose of the rollout, and the step. Together with prompt, sample and turn they
+    /// select a random stream.
     pub seed: u64,
     pub purpose: Purpose,
     pub step: u64,
@@ -106,14 +112,14 @@ impl RolloutPlan {
         Self { settings: settings.clone(), seed, purpose: Purpose::Sampling, step }
     }
 
-    /// Returns the plan of step `step`'s greedy samples, whose rewards are baselines.
+    /// Returns the plan of the greedy samples of step `step`. Their rewards are baselines.
     pub fn for_greedy_baseline(settings: &RolloutSettings, seed: u64, step: u64) -> Self {
         let sampling = SamplingParameters::with_temperature(0.0);
         Self::for_training(&settings.with_sampling(sampling), seed, step)
     }
 
-    /// Returns the plan of the evaluation after step `step`. It has its own sampling and seeds, the budgets
-    /// of training, and no ablation.
+    /// Returns the plan of the evaluation after step `step`. The plan has the sampling parameters and seeds
+    /// of the evaluation and the limits of training. It has no ablation.
     pub fn for_evaluation(settings: &RolloutSettings, eval: &EvalSettings, seed: u64, step: u64) -> Self {
         let &EvalSettings { temperature, top_p, top_k, min_p, .. } = eval;
         let settings = settings.with_sampling(SamplingParameters { temperature, top_p, top_k, min_p });
@@ -128,8 +134,8 @@ impl RolloutSettings {
         SamplingParameters { temperature, top_p, top_k, min_p }
     }
 
-    /// Returns these settings with other sampling, for samples that are not trained on. Routed experts are
-    /// not kept.
+    /// Returns these settings with other sampling parameters, for samples that are not trained on. Routed
+    /// experts are not kept.
     fn with_sampling(&self, sampling: SamplingParameters) -> Self {
         let SamplingParameters { temperature, top_p, top_k, min_p } = sampling;
         Self { temperature, top_p, top_k, min_p, keep_routes: false, ..self.clone() }

@@ -8,11 +8,11 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Reads every row of `path`. With `may_be_partial`, a last line without its line feed counts as cut off
-/// by a kill and is skipped. Also returns the number of bytes read.
+/// Reads every row of `path`. With `may_be_partial`, a last line without a line feed is skipped, because a
+/// kill may have truncated it. Also returns the number of bytes read.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] naming file and line.
+/// [`crate::error::BadInput`] that names the file and the line.
 pub fn read(path: &Path, may_be_partial: bool) -> Result<(Vec<TrajectoryRow>, u64)> {
     let shown = path.display();
     let text = bounded_file::read(path, ROWS_BYTES_MAX).map_err(|e| {
@@ -41,24 +41,24 @@ fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
         }
     }
     if !t.reward.is_finite() {
-        return Err("`reward` is no number".into());
+        return Err("`reward` is not a finite number".into());
     }
     if t.prompt_tokens == 0 || t.prompt_tokens > n || t.mask.iter().take(t.prompt_tokens).any(|&m| m) {
         return Err(format!(
-            "`prompt_tokens` = {} does not fit {n} tokens of which the mask marks sampled ones",
+            "`prompt_tokens` = {} is wrong: it must be from 1 to {n}, and the mask must be false in the prompt",
             t.prompt_tokens
         ));
     }
     if t.turns.iter().any(|turn| turn.start > turn.end || turn.end > n) {
-        return Err(format!("`turns` reach past the {n} tokens"));
+        return Err(format!("`turns` has a range outside the {n} tokens"));
     }
     match (0..n).find(|&i| t.mask[i] && !(t.logprobs[i].is_finite() && t.logprobs[i] <= 0.0)) {
-        Some(i) => Err(format!("`logprobs`[{i}] = {} is no log-probability", t.logprobs[i])),
+        Some(i) => Err(format!("`logprobs`[{i}] = {} is not a log-probability", t.logprobs[i])),
         None => Ok(row),
     }
 }
 
-/// Shape of a fed token's routed experts, for a model that replays them.
+/// Shape of a token's routed experts, for a model that replays them.
 #[derive(Debug, Clone, Copy)]
 pub struct RoutedExpertsShape {
     /// Number of layers times experts per token.
@@ -77,23 +77,24 @@ impl RoutedExpertsShape {
     }
 }
 
-/// Stored trajectories that replace sampling: groups in the file's order, repeated.
+/// Stored trajectories that replace sampling: groups in the file's order. After the last group, the first
+/// group follows again.
 #[derive(Debug)]
 pub struct StoredRollouts {
-    /// Rows of each (step, prompt), in the order of its first row.
+    /// Rows of each (step, prompt) pair. Pairs are in the order of their first row.
     groups: Vec<Vec<TrajectoryRow>>,
 }
 
 impl StoredRollouts {
-    /// Reads `path`, whose rows are grouped by step and prompt, and checks them against the model: its
-    /// `vocabulary`, its context of `context_tokens_max` and, if routed experts are replayed, their shape
+    /// Reads `path`, whose rows are grouped by step and prompt. Checks that they fit the model: its
+    /// `vocab_size`, its context of `context_tokens_max` and, if routed experts are replayed, their shape
     /// `expert_shape`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] naming file and line.
+    /// [`crate::error::BadInput`] that names the file and the line.
     pub fn open(
         path: &Path,
-        vocabulary: usize,
+        vocab_size: usize,
         context_tokens_max: usize,
         expert_shape: Option<RoutedExpertsShape>,
     ) -> Result<Self> {
@@ -102,38 +103,38 @@ impl StoredRollouts {
         let (mut groups, mut group_indices) = (Vec::<Vec<TrajectoryRow>>::new(), BTreeMap::new());
         for (row, number) in rows.into_iter().zip(1..) {
             let t: &Trajectory = &row.trajectory;
-            if let Some(token) = t.tokens.iter().find(|&&token| token as usize >= vocabulary) {
+            if let Some(token) = t.tokens.iter().find(|&&token| token as usize >= vocab_size) {
                 return Err(bad_input!(
-                    "{shown}: line {number}: token {token} is not among the model's {vocabulary}; use trajectories sampled with this model's tokenizer"
+                    "{shown}: line {number}: token {token} is not below {vocab_size}, the model's number of tokens; use trajectories sampled with this model's tokenizer"
                 ));
             }
             if t.tokens.len() > context_tokens_max {
                 return Err(bad_input!(
-                    "{shown}: line {number}: {} tokens do not fit the model's context of {context_tokens_max}; remove the line or take a model with a longer context",
+                    "{shown}: line {number}: {} tokens do not fit the model's context of {context_tokens_max}; remove the line, or use a model with a longer context",
                     t.tokens.len()
                 ));
             }
             if expert_shape.is_some_and(|shape| !shape.fits(t)) {
                 return Err(bad_input!(
-                    "{shown}: line {number}: `routes` are not the experts that this model chooses for its tokens, and policy.router_replay is \"rollout\"; sample with rollout.keep_routes = true, or replay none"
+                    "{shown}: line {number}: `routes` does not fit the experts of this model, but policy.router_replay is \"rollout\"; sample with rollout.keep_routes = true, or use router_replay = \"none\""
                 ));
             }
-            let place = *group_indices.entry((t.step, t.prompt)).or_insert(groups.len());
-            match groups.get_mut(place) {
+            let group_index = *group_indices.entry((t.step, t.prompt)).or_insert(groups.len());
+            match groups.get_mut(group_index) {
                 Some(group) => group.push(row),
                 None => groups.push(vec![row]),
             }
         }
         if !groups.iter().flatten().any(|row| row.trajectory.mask.contains(&true)) {
             return Err(bad_input!(
-                "{shown}: holds no sampled token to train on; write trajectories with `rloss rollout`"
+                "{shown}: has no sampled token to train on; write trajectories with `rloss rollout`"
             ));
         }
         Ok(Self { groups })
     }
 
-    /// Returns `count` groups for training step `step` (from 1). After the file's last group the first
-    /// follows again. Log-probabilities and rewards keep their stored values.
+    /// Returns `count` groups for training step `step` (from 1). After the last group of the file, the first
+    /// group follows again. Log-probabilities and rewards keep their stored values.
     pub fn step_groups(&self, step: u64, count: u64) -> Rollouts {
         let mut rollouts = Rollouts { groups: vec![], messages: vec![], answers: vec![] };
         let total = self.groups.len().max(1) as u64;

@@ -2,7 +2,7 @@
 
 use super::context::RunContext;
 use crate::metrics::{Console, Metrics, Phase};
-use crate::rollout::accuracy::{self, Estimate, Sample, Vote};
+use crate::rollout::accuracy::{self, Estimate, SampleResult, Vote};
 use crate::rollout::{Prompt, RolloutProgress};
 use crate::tasks::{Transcript, ValidationSet};
 use crate::trajectory::{CallOutcome, TrajectoryRow};
@@ -27,7 +27,7 @@ pub struct ValidationResult {
 pub struct ProblemResult {
     pub id: String,
     pub rows: Vec<TrajectoryRow>,
-    pub samples: Vec<Sample>,
+    pub samples: Vec<SampleResult>,
     pub votes: Vec<Vote>,
 }
 
@@ -82,7 +82,7 @@ impl ValidationResult {
         let eval = &context.recipe().eval;
         let problem = |(prompt, rows): (&Prompt, Vec<TrajectoryRow>)| {
             let prompt_messages = context.system_prompt.len() + prompt.problem.messages.len();
-            let samples: Vec<Sample> =
+            let samples: Vec<SampleResult> =
                 rows.iter().map(|row| to_sample(context, row, prompt_messages)).collect();
             let votes = accuracy::count_votes(context.task.as_ref(), &samples);
             ProblemResult { id: prompt.problem.id.clone(), rows, samples, votes }
@@ -123,7 +123,7 @@ impl ValidationResult {
 }
 
 /// Converts a row to a sample. The first `prompt_messages` messages belong to the prompt.
-fn to_sample(context: &RunContext, row: &TrajectoryRow, prompt_messages: usize) -> Sample {
+fn to_sample(context: &RunContext, row: &TrajectoryRow, prompt_messages: usize) -> SampleResult {
     let trajectory = &row.trajectory;
     let answered =
         |call: &&CallOutcome| !matches!(call, CallOutcome::MalformedCall | CallOutcome::UnknownRecipient);
@@ -132,7 +132,7 @@ fn to_sample(context: &RunContext, row: &TrajectoryRow, prompt_messages: usize) 
         outcome: trajectory.outcome,
         calls_answered: trajectory.turns.iter().flat_map(|turn| &turn.calls).filter(answered).count(),
     };
-    Sample { success: trajectory.success, answer: context.task.answer_text(&transcript) }
+    SampleResult { success: trajectory.success, answer: context.task.answer_text(&transcript) }
 }
 
 impl Evaluation {

@@ -195,7 +195,7 @@ fn a_prompt_of_megabytes_is_refused_by_its_size() {
     let output = output(rloss().current_dir(folder.path()).arg("check").arg(recipe));
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{text}");
-    assert!(text.contains("its prompt has 12000000 bytes"), "{text}");
+    assert!(text.contains("the prompt has 12000000 bytes"), "{text}");
 }
 
 /// `train` refused it, `check` did not.
@@ -208,7 +208,7 @@ fn a_prompt_that_train_would_refuse_is_refused() {
     let short = ["model.architecture.max_position_embeddings=8", "rollout.response_tokens_max=4"];
     for (sets, told) in [
         (&["rollout.prompt_tokens_max=5"][..], "more than rollout.prompt_tokens_max = 5"),
-        (&short, "no room is left in the model's context of 8"),
+        (&short, "the model's context has 8, so no token can be sampled"),
     ] {
         let recipe = task_program(&folder, "nothing", "pass");
         let mut command = rloss();

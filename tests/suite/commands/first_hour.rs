@@ -219,7 +219,7 @@ fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
     let long = chat(&[&run], &format!("{}\n{}", "x".repeat(500), format!("{question}\n").repeat(6)));
     let shown = text(&long.stdout);
     assert_eq!(long.status.code(), Some(0));
-    assert!(shown.contains("no room is left in the model's context of 160"), "{shown}");
+    assert!(shown.contains("the model's context has 160, so no token can be sampled"), "{shown}");
     assert!(shown.contains("it starts again"), "{shown}");
     assert!(shown.chars().all(|c| c == '\n' || !c.is_control()), "{shown:?}");
 }

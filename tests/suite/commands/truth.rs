@@ -218,7 +218,7 @@ fn a_start_that_fails_leaves_no_folder() {
     let text = stderr(&refused);
     assert_eq!(refused.status.code(), Some(2), "{text}");
     assert!(
-        text.contains("problem mine/train/2: its prompt has") && text.contains("no room is left"),
+        text.contains("problem mine/train/2: the prompt has") && text.contains("so no token can be sampled"),
         "{text}"
     );
     assert!(!out.exists(), "a prompt that is too long is found before the folder is made");
