@@ -19,7 +19,7 @@ const METRICS_FILE: &str = "metrics.jsonl";
 
 /// Returns the folder name of a checkpoint: `step-NNNNNN`, or `cold-start-NNNNNN` during SFT warm-up.
 pub fn folder_name(phase: Phase, step: u64) -> String {
-    let stem = if phase == Phase::ColdStart { "cold-start" } else { "step" };
+    let stem = if phase == Phase::SftWarmUp { "cold-start" } else { "step" };
     format!("{stem}-{step:06}")
 }
 
@@ -28,7 +28,7 @@ pub fn folder_name(phase: Phase, step: u64) -> String {
 fn checkpoint_order(name: &str) -> Option<(bool, u64)> {
     let (stem, step) = name.rsplit_once('-')?;
     let phase = match stem {
-        "cold-start" => Phase::ColdStart,
+        "cold-start" => Phase::SftWarmUp,
         "step" => Phase::Rl,
         _ => return None,
     };

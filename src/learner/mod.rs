@@ -17,5 +17,5 @@ mod settings;
 pub mod supervised;
 
 pub use settings::{
-    ColdStartSettings, CriticSettings, OnBadStep, OptimizerKind, OptimizerSettings, Schedule, TrainSettings,
+    SftWarmUpSettings, CriticSettings, OnBadStep, OptimizerKind, OptimizerSettings, Schedule, TrainSettings,
 };

@@ -45,7 +45,7 @@ table! {
 
 table! {
     /// SFT warm-up before reinforcement learning. The loss covers assistant tokens only.
-    pub struct ColdStartSettings {
+    pub struct SftWarmUpSettings {
         /// Number of steps; 0 means no SFT warm-up.
         pub steps: u64 = 0 => from(0.0).to(1e9),
         /// Demonstrations per step.

@@ -8,18 +8,18 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    ColdStart,
+    SftWarmUp,
     Rl,
     Eval,
 }
 
 impl Phase {
-    pub const ALL: [Phase; 3] = [Phase::ColdStart, Phase::Rl, Phase::Eval];
+    pub const ALL: [Phase; 3] = [Phase::SftWarmUp, Phase::Rl, Phase::Eval];
 
     /// Returns the name of the phase in files.
     pub fn name(self) -> &'static str {
         match self {
-            Phase::ColdStart => "cold_start",
+            Phase::SftWarmUp => "cold_start",
             Phase::Rl => "rl",
             Phase::Eval => "eval",
         }

@@ -47,15 +47,15 @@ impl Warning {
         Some(match self.phase? {
             Phase::Rl => format!("step {step}"),
             Phase::Eval => format!("evaluation after step {step}"),
-            Phase::ColdStart => format!("step {step} of the SFT warm-up"),
+            Phase::SftWarmUp => format!("step {step} of the SFT warm-up"),
         })
     }
 
     /// Returns whether a run that resumes after step `last` of `phase` keeps the warning.
     pub fn precedes(&self, phase: Phase, last: u64) -> bool {
         match (self.phase, self.step) {
-            (Some(Phase::ColdStart), Some(step)) => phase != Phase::ColdStart || step <= last,
-            (Some(_), Some(step)) => phase != Phase::ColdStart && step <= last,
+            (Some(Phase::SftWarmUp), Some(step)) => phase != Phase::SftWarmUp || step <= last,
+            (Some(_), Some(step)) => phase != Phase::SftWarmUp && step <= last,
             // A resumed run reports such a warning again.
             _ => false,
         }
@@ -102,7 +102,7 @@ mod tests {
         let folder = tempfile::TempDir::new().unwrap();
         let all = [
             Warning::of_run("memory".to_owned()),
-            Warning::of_step(Phase::ColdStart, 3, "norm".to_owned()),
+            Warning::of_step(Phase::SftWarmUp, 3, "norm".to_owned()),
             Warning::of_step(Phase::Rl, 2, "all \"cut\"\n".to_owned()),
             Warning::of_step(Phase::Eval, 4, "no tool".to_owned()),
         ];
@@ -113,7 +113,7 @@ mod tests {
             warnings_text(&all).unwrap()
         );
         let kept = |phase, last| all.iter().map(|warning| warning.precedes(phase, last)).collect::<Vec<_>>();
-        assert_eq!(kept(Phase::ColdStart, 2), [false; 4]);
+        assert_eq!(kept(Phase::SftWarmUp, 2), [false; 4]);
         assert_eq!(kept(Phase::Rl, 2), [false, true, true, false]);
         assert_eq!(kept(Phase::Rl, 4), [false, true, true, true]);
         assert_eq!(all[3].line(), "warning: evaluation after step 4: no tool");

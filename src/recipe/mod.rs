@@ -16,7 +16,7 @@ pub use source::{BUILT_IN, RecipeSource, locate};
 use crate::checkpoint::CheckpointSettings;
 use crate::dist::ParallelSettings;
 use crate::interpreter;
-use crate::learner::{ColdStartSettings, CriticSettings, TrainSettings};
+use crate::learner::{SftWarmUpSettings, CriticSettings, TrainSettings};
 use crate::metrics::LoggingSettings;
 use crate::model::ablations::Ablations;
 use crate::model::settings::{AdapterSettings, DeviceKind, ModelSettings};
@@ -37,7 +37,7 @@ table! {
         pub task: TaskSettings,
         pub interpreter: interpreter::Settings,
         pub rollout: RolloutSettings,
-        pub cold_start: ColdStartSettings,
+        pub cold_start: SftWarmUpSettings,
         pub train: TrainSettings,
         pub policy: PolicySettings,
         pub critic: Option<CriticSettings>,

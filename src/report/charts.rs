@@ -80,11 +80,11 @@ const SPECS: [ChartSpec; 21] = {
         log(spec(V, "Gradient norm, critic", &["critic/grad_norm"], "norm before clipping")),
         spec(V, "Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
         ChartSpec {
-            phase: Phase::ColdStart,
+            phase: Phase::SftWarmUp,
             ..log(spec(C, "Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"))
         },
         ChartSpec {
-            phase: Phase::ColdStart,
+            phase: Phase::SftWarmUp,
             ..log(spec(C, "Gradient norm, cold start", &["cold_start/grad_norm"], "norm before clipping"))
         },
         spec(T, "Throughput", &["perf/throughput"], "tokens/s"),

@@ -149,7 +149,7 @@ pub(super) fn conversation_views(runs: &[Run]) -> Vec<Value> {
 fn trajectory_view(picked: &SelectedTrajectory) -> Value {
     let TrajectoryRow { phase, trajectory, messages, .. } = &picked.row;
     let phase = match phase {
-        Phase::ColdStart => "Cold start",
+        Phase::SftWarmUp => "Cold start",
         Phase::Rl => "Step",
         Phase::Eval => "Evaluation at step",
     };

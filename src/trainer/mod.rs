@@ -90,7 +90,7 @@ impl Trainer {
             // Warnings about earlier steps are not repeated.
             earlier_rows.iter().for_each(|row| match row.phase {
                 Phase::Rl => drop(monitor.record(row.step, &row.metrics)),
-                Phase::ColdStart => drop(monitor.warm_up_norms.record(&row.metrics)),
+                Phase::SftWarmUp => drop(monitor.warm_up_norms.record(&row.metrics)),
                 Phase::Eval => {}
             });
         }

@@ -19,7 +19,7 @@ impl Trainer {
         if start == 0 && cold_start.eval_every_steps > 0 && !self.data.validation.is_empty() {
             let mut metrics = Metrics::new();
             metrics.set("cold_start/held_out_loss", self.validation_loss(&self.data.validation)?);
-            self.write_row(0, Phase::ColdStart, metrics)?;
+            self.write_row(0, Phase::SftWarmUp, metrics)?;
         }
         for step in start + 1..=cold_start.steps {
             self.set_activity(format!("step {step} of the SFT warm-up"));
@@ -64,7 +64,7 @@ impl Trainer {
                 }
             }
             if let Some(warning) = self.monitor.warm_up_norms.record(&metrics) {
-                self.warn(Phase::ColdStart, step, warning)?;
+                self.warn(Phase::SftWarmUp, step, warning)?;
             }
             metrics.set("cold_start/lr", lr);
             let is_last = step == cold_start.steps;
@@ -77,10 +77,10 @@ impl Trainer {
             let seconds = started.elapsed().as_secs_f64();
             self.timings.add("step", seconds);
             metrics.set("perf/throughput", output.tokens as f64 / seconds);
-            self.write_row(step, Phase::ColdStart, metrics)?;
+            self.write_row(step, Phase::SftWarmUp, metrics)?;
             self.monitor.warm_up_norms.check_skipped_steps()?;
             progress.advance(1, output.tokens as u64, &[("loss", output.loss)]);
-            if self.save_if_due(Phase::ColdStart, step, is_last, &optimizer, None)? {
+            if self.save_if_due(Phase::SftWarmUp, step, is_last, &optimizer, None)? {
                 return Ok(true);
             }
         }

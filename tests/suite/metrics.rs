@@ -51,7 +51,7 @@ fn every_f64_reads_back_with_the_same_bits() {
 fn a_row_is_plain_json_ordered_by_name() {
     let metrics = [("b", 2.0), ("a/\"q\"", -0.5), ("z", f64::NAN), ("c", f64::NEG_INFINITY)];
     assert_eq!(
-        row(12, Phase::ColdStart, &metrics).to_json(),
+        row(12, Phase::SftWarmUp, &metrics).to_json(),
         r#"{"step":12,"phase":"cold_start","a/\"q\"":-0.5,"b":2,"c":"-Infinity","z":"NaN"}"#
     );
 }
