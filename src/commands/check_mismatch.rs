@@ -331,7 +331,7 @@ fn sample_step(context: &RunContext, console: &Console) -> Result<Vec<Trajectory
     let plan = context.training_rollout(0);
     let policy = context.rollout_policy()?;
     let samples = recipe.rollout.samples_per_prompt;
-    let stage = console.work_stage("sampling", (prompts.len() * samples) as u64, 0);
+    let stage = console.start_item_stage("sampling", (prompts.len() * samples) as u64, 0);
     let progress = RolloutProgress::show_on(&stage);
     let rollouts = context.sample_groups(&policy, &plan, &prompts, samples, &progress, &|| false)?;
     stage.finish();

@@ -143,7 +143,7 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     };
     let (resume_notes, resume_point) = match resumes {
         true => {
-            let _stage = console.inner_stage("reading the checkpoint", 0);
+            let _stage = console.start_inner_stage("reading the checkpoint", 0);
             prepare_resume(&out, &mut plan)?
         }
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,

@@ -31,7 +31,7 @@ pub fn gradients(
     let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
     let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
     let share = -1.0 / targets.max(1) as f32;
-    let stage = console.pass("update", runner.local_tokens(&batches));
+    let stage = console.start_pass("update", runner.local_tokens(&batches));
     let objective: BatchObjective<'_, 2> =
         &|_, [log_probs, entropies]| Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]]);
     let outputs = runner.accumulate_with_progress(&batches, pass, objective, &stage)?;
@@ -54,7 +54,7 @@ pub fn loss(
     console: &Console,
 ) -> Result<f64> {
     let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
-    let stage = console.pass("validation loss", runner.local_tokens(&batches));
+    let stage = console.start_pass("validation loss", runner.local_tokens(&batches));
     let outputs = runner.forward_with_progress(&batches, pass, &stage)?;
     stage.finish();
     let log_probs = outputs.iter().flat_map(|o| o.log_probs());

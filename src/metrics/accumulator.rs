@@ -5,7 +5,7 @@ use anyhow::{Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Cell {
+enum Reduction {
     /// Σ weight·value and Σ weight.
     Mean {
         total: f64,
@@ -16,17 +16,17 @@ enum Cell {
     Min(f64),
 }
 
-impl Cell {
+impl Reduction {
     /// Merges `other` into this value. Returns false if the two have different reductions.
-    fn merge(&mut self, other: Cell) -> bool {
+    fn merge(&mut self, other: Reduction) -> bool {
         match (&mut *self, other) {
-            (Cell::Mean { total, weight }, Cell::Mean { total: t, weight: w }) => {
+            (Reduction::Mean { total, weight }, Reduction::Mean { total: t, weight: w }) => {
                 *total += t;
                 *weight += w;
             }
-            (Cell::Sum(a), Cell::Sum(b)) => *a += b,
-            (Cell::Max(a), Cell::Max(b)) => *a = if b > *a || b.is_nan() { b } else { *a },
-            (Cell::Min(a), Cell::Min(b)) => *a = if b < *a || b.is_nan() { b } else { *a },
+            (Reduction::Sum(a), Reduction::Sum(b)) => *a += b,
+            (Reduction::Max(a), Reduction::Max(b)) => *a = if b > *a || b.is_nan() { b } else { *a },
+            (Reduction::Min(a), Reduction::Min(b)) => *a = if b < *a || b.is_nan() { b } else { *a },
             _ => return false,
         }
         true
@@ -34,8 +34,8 @@ impl Cell {
 
     fn value(self) -> f64 {
         match self {
-            Cell::Mean { total, weight } => total / weight,
-            Cell::Sum(x) | Cell::Max(x) | Cell::Min(x) => x,
+            Reduction::Mean { total, weight } => total / weight,
+            Reduction::Sum(x) | Reduction::Max(x) | Reduction::Min(x) => x,
         }
     }
 }
@@ -44,7 +44,7 @@ impl Cell {
 /// kept by every reduction, including maximum and minimum. The mean over zero weight is NaN.
 #[derive(Debug, Clone, Default)]
 pub struct Accumulator {
-    cells: BTreeMap<String, Cell>,
+    reductions: BTreeMap<String, Reduction>,
     /// Names with two reductions. They are reported only by [`Self::finish`], so that collecting cannot fail.
     conflicting: BTreeSet<String>,
 }
@@ -57,19 +57,19 @@ impl Accumulator {
     /// Adds to the mean Σ weight·value / Σ weight. `weight` is the number of tokens or sequences that `value`
     /// was computed from.
     pub fn mean(&mut self, name: &str, value: f64, weight: f64) {
-        self.merge_value(name, Cell::Mean { total: value * weight, weight });
+        self.merge_value(name, Reduction::Mean { total: value * weight, weight });
     }
 
     pub fn sum(&mut self, name: &str, value: f64) {
-        self.merge_value(name, Cell::Sum(value));
+        self.merge_value(name, Reduction::Sum(value));
     }
 
     pub fn max(&mut self, name: &str, value: f64) {
-        self.merge_value(name, Cell::Max(value));
+        self.merge_value(name, Reduction::Max(value));
     }
 
     pub fn min(&mut self, name: &str, value: f64) {
-        self.merge_value(name, Cell::Min(value));
+        self.merge_value(name, Reduction::Min(value));
     }
 
     /// Returns the reduced values.
@@ -79,15 +79,15 @@ impl Accumulator {
     pub fn finish(self) -> Result<Metrics> {
         let names: Vec<&str> = self.conflicting.iter().map(String::as_str).collect();
         ensure!(names.is_empty(), "metrics with two reductions: {}", names.join(", "));
-        Ok(self.cells.into_iter().map(|(name, cell)| (name, cell.value())).collect())
+        Ok(self.reductions.into_iter().map(|(name, reduction)| (name, reduction.value())).collect())
     }
 
-    fn merge_value(&mut self, name: &str, cell: Cell) {
-        let joined = match self.cells.get_mut(name) {
-            Some(held) => held.merge(cell),
-            None => self.cells.insert(name.to_owned(), cell).is_none(),
+    fn merge_value(&mut self, name: &str, reduction: Reduction) {
+        let is_merged = match self.reductions.get_mut(name) {
+            Some(existing) => existing.merge(reduction),
+            None => self.reductions.insert(name.to_owned(), reduction).is_none(),
         };
-        if !joined {
+        if !is_merged {
             self.conflicting.insert(name.to_owned());
         }
     }

@@ -1,7 +1,7 @@
 //! Progress on stderr: bars on a terminal, plain lines elsewhere. The current stage shows progress even while
 //! no step ends: a bar is updated every second, and a log gets a line at least every 30 seconds.
 
-use super::eta::{Eta, clock};
+use super::eta::{Eta, format_duration};
 use super::status::StatusFile;
 use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
@@ -12,10 +12,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// Minimum time between two plain lines of steps.
-const LINES_APART: Duration = Duration::from_secs(2);
+const LINE_INTERVAL_MIN: Duration = Duration::from_secs(2);
 /// Maximum time between two plain lines of the current stage. It is below 30 seconds, because a tick may be
 /// late on a busy machine.
-const SILENCE_MAX: Duration = Duration::from_secs(28);
+const LINE_INTERVAL_MAX: Duration = Duration::from_secs(28);
 /// Interval at which bars and the status file are updated even without progress.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -33,7 +33,7 @@ struct ConsoleState {
 
 #[derive(Default)]
 struct Stages {
-    open: Vec<Weak<Stage>>,
+    open: Vec<Weak<ProgressStage>>,
     ticks: bool,
     /// Time of the last printed line of progress.
     printed: Option<Instant>,
@@ -53,13 +53,13 @@ enum ConsoleOutput {
 
 impl Console {
     /// Shows bars if stderr is a terminal, else plain lines. A stage prints a line every `every_steps` steps
-    /// and after its last step, at least [`LINES_APART`] apart. If no line was printed for [`SILENCE_MAX`],
+    /// and after its last step, at least [`LINE_INTERVAL_MIN`] apart. If no line was printed for [`LINE_INTERVAL_MAX`],
     /// one is printed. No progress is shown when `every_steps` is 0.
     pub fn stderr(every_steps: u64) -> Self {
         if every_steps > 0 && std::io::stderr().is_terminal() {
             return Self::with_output(ConsoleOutput::Bars(MultiProgress::new()));
         }
-        Self::lines(std::io::stderr(), LINES_APART, every_steps)
+        Self::lines(std::io::stderr(), LINE_INTERVAL_MIN, every_steps)
     }
 
     /// Prints text to stderr, but shows no progress.
@@ -83,7 +83,7 @@ impl Console {
 
     /// Shows one time left for all of the alternating `stages`. Each stage has a name, the number of steps
     /// left, and the work of one step in a unit that all stages share.
-    pub fn plan(&self, stages: &[(&str, u64, f64)]) {
+    pub fn set_plan(&self, stages: &[(&str, u64, f64)]) {
         *lock(&self.0.eta) = Some(Eta::new(stages));
     }
 
@@ -110,41 +110,41 @@ impl Console {
         }
     }
 
-    /// Keeps the current stage in a file of `folder`, until [`Self::forget_status`] is called.
-    pub fn keep_status(&self, folder: &Path) {
+    /// Keeps the current stage in a file of `folder`, until [`Self::remove_status_file`] is called.
+    pub fn start_status_file(&self, folder: &Path) {
         lock(&self.0.stages).status = Some(StatusFile::new(folder));
         self.start_ticks();
     }
 
-    /// Removes the file that [`Self::keep_status`] created.
-    pub fn forget_status(&self) {
+    /// Removes the file that [`Self::start_status_file`] created.
+    pub fn remove_status_file(&self) {
         lock(&self.0.stages).status = None;
     }
 
     /// Starts a stage of `total` steps. A resumed run has already done `done` of them.
-    pub fn stage(&self, name: &str, total: u64, done: u64) -> Progress {
+    pub fn start_stage(&self, name: &str, total: u64, done: u64) -> Progress {
         self.progress(name, total, done, StageKind { unit: Unit::Steps, inner: false })
     }
 
     /// Starts a stage of `total` items other than steps, such as trajectories. `done` of them are already
     /// done.
-    pub fn work_stage(&self, name: &str, total: u64, done: u64) -> Progress {
+    pub fn start_item_stage(&self, name: &str, total: u64, done: u64) -> Progress {
         self.progress(name, total, done, StageKind { unit: Unit::Items, inner: false })
     }
 
     /// Starts a stage within a step, such as the rollout, with `total` items. A `total` of 0 means that items
     /// are not counted.
-    pub fn inner_stage(&self, name: &str, total: u64) -> Progress {
+    pub fn start_inner_stage(&self, name: &str, total: u64) -> Progress {
         self.progress(name, total, 0, StageKind { unit: Unit::Items, inner: true })
     }
 
     /// Starts a stage within a step that runs `total` tokens through the model.
-    pub fn pass(&self, name: &str, total: u64) -> Progress {
+    pub fn start_pass(&self, name: &str, total: u64) -> Progress {
         self.progress(name, total, 0, StageKind { unit: Unit::Tokens, inner: true })
     }
 
     /// Starts a stage outside steps that runs `total` tokens through the model.
-    pub fn work_tokens(&self, name: &str, total: u64) -> Progress {
+    pub fn start_token_stage(&self, name: &str, total: u64) -> Progress {
         self.progress(name, total, 0, StageKind { unit: Unit::Tokens, inner: false })
     }
 
@@ -175,9 +175,9 @@ impl Console {
         bar.set_prefix(name.clone());
         // Show the bar at once, before the first unit of work.
         bar.tick();
-        let state = StageState { start: Instant::now(), first: done, done, ..StageState::default() };
+        let state = StageState { start: Instant::now(), done_at_start: done, done, ..StageState::default() };
         let stage =
-            Arc::new(Stage { console: self.clone(), bar, name, total, kind, state: Mutex::new(state) });
+            Arc::new(ProgressStage { console: self.clone(), bar, name, total, kind, state: Mutex::new(state) });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
         let is_shown = !matches!(self.0.output, ConsoleOutput::Lines { every_steps: 0, .. });
         if is_shown {
@@ -193,12 +193,12 @@ impl Console {
             return;
         }
         stages.printed.get_or_insert(Instant::now());
-        let shown = Arc::downgrade(&self.0);
+        let state = Arc::downgrade(&self.0);
         let ticks = move || {
             loop {
                 std::thread::sleep(TICK);
-                let Some(shown) = shown.upgrade() else { break };
-                Self(shown).tick(Instant::now());
+                let Some(state) = state.upgrade() else { break };
+                Self(state).tick(Instant::now());
             }
         };
         // If the thread cannot start, progress is shown only when it advances.
@@ -207,17 +207,17 @@ impl Console {
 
     /// Updates the bars, the line of a log and the status file if they are due at `now`.
     fn tick(&self, now: Instant) {
-        let open: Vec<Arc<Stage>> = lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
+        let open: Vec<Arc<ProgressStage>> = lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
         if let ConsoleOutput::Bars(_) = self.0.output {
             open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.state), now)));
         }
-        let Some(line) = self.under_way(&open, now) else { return };
+        let Some(line) = self.format_current_stages(&open, now) else { return };
         let mut stages = lock(&self.0.stages);
         if let Some(status) = &mut stages.status {
-            status.renew(&line, now);
+            status.update(&line, now);
         }
         let ConsoleOutput::Lines { every_steps: 1.., .. } = self.0.output else { return };
-        if stages.printed.is_none_or(|at| now.saturating_duration_since(at) >= SILENCE_MAX) {
+        if stages.printed.is_none_or(|at| now.saturating_duration_since(at) >= LINE_INTERVAL_MAX) {
             stages.printed = Some(now);
             drop(stages);
             self.print(&line);
@@ -226,13 +226,13 @@ impl Console {
 
     /// Formats the current stages on one line. The innermost stage has its values; the outermost stage has
     /// its step and the time left.
-    fn under_way(&self, open: &[Arc<Stage>], now: Instant) -> Option<String> {
+    fn format_current_stages(&self, open: &[Arc<ProgressStage>], now: Instant) -> Option<String> {
         let inner = open.last()?;
         let line = inner.line(&lock(&inner.state), now);
         let Some(outer) = open.first().filter(|outer| !Arc::ptr_eq(outer, inner)) else { return Some(line) };
         let state = lock(&outer.state);
         let left =
-            outer.seconds_left(&state, now).map(|seconds| format!("  ({} left in all)", clock(seconds)));
+            outer.seconds_left(&state, now).map(|seconds| format!("  ({} left in all)", format_duration(seconds)));
         Some(format!("{}: {}{}", outer.label(&state), line.trim_end(), left.unwrap_or_default()))
     }
 }
@@ -295,9 +295,9 @@ enum Unit {
 
 /// The progress of one stage; clones advance it from any thread.
 #[derive(Clone)]
-pub struct Progress(Arc<Stage>);
+pub struct Progress(Arc<ProgressStage>);
 
-struct Stage {
+struct ProgressStage {
     console: Console,
     bar: ProgressBar,
     name: String,
@@ -309,7 +309,7 @@ struct Stage {
 struct StageState {
     start: Instant,
     /// Number of steps that were done when this process started.
-    first: u64,
+    done_at_start: u64,
     done: u64,
     /// Number of tokens so far. In a running pass, each finished layer counts as a fraction of the batch's
     /// tokens.
@@ -322,14 +322,14 @@ struct StageState {
 impl Default for StageState {
     fn default() -> Self {
         let (start, values) = (Instant::now(), vec![]);
-        Self { start, first: 0, done: 0, tokens: 0.0, tokens_left: None, values, printed: None }
+        Self { start, done_at_start: 0, done: 0, tokens: 0.0, tokens_left: None, values, printed: None }
     }
 }
 
 impl Progress {
     /// Returns a progress that is not shown.
     pub fn unseen() -> Self {
-        Console::silent().pass("", 0)
+        Console::silent().start_pass("", 0)
     }
 
     /// Adds `steps` steps and `tokens` tokens, and shows `values` beside them, such as `("reward", 0.5)`. A
@@ -389,13 +389,13 @@ impl Progress {
 }
 
 /// Removes the bar of a stage, including one whose work failed.
-impl Drop for Stage {
+impl Drop for ProgressStage {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }
 }
 
-impl Stage {
+impl ProgressStage {
     /// Returns whether to print a plain line after `steps` more steps. A stage that does not count steps
     /// prints only its last line here; [`Console::tick`] prints its other lines.
     fn is_due(&self, state: &StageState, steps: u64, interval: Duration, every_steps: u64) -> bool {
@@ -405,8 +405,8 @@ impl Stage {
         if state.done >= self.total {
             return steps > 0;
         }
-        let rested = state.printed.is_none_or(|at| at.elapsed() >= interval);
-        rested && self.kind.unit == Unit::Steps && state.done.is_multiple_of(every_steps)
+        let interval_passed = state.printed.is_none_or(|at| at.elapsed() >= interval);
+        interval_passed && self.kind.unit == Unit::Steps && state.done.is_multiple_of(every_steps)
     }
 
     /// Returns the seconds left at `now`. For a planned stage, these are the seconds left of the whole plan.
@@ -424,11 +424,11 @@ impl Stage {
         if let Some(tokens_left) = tokens_left.filter(|left| *left > 0.0 && state.tokens > 0.0) {
             return Some(elapsed * tokens_left / state.tokens);
         }
-        let made = state.done.saturating_sub(state.first);
+        let done_here = state.done.saturating_sub(state.done_at_start);
         // Finished trajectories do not tell the length of the other trajectories.
         let counts = self.kind.unit == Unit::Steps || state.tokens == 0.0;
-        let is_known = counts && made > 0 && state.done < self.total;
-        is_known.then(|| elapsed / made as f64 * (self.total - state.done) as f64)
+        let is_known = counts && done_here > 0 && state.done < self.total;
+        is_known.then(|| elapsed / done_here as f64 * (self.total - state.done) as f64)
     }
 
     /// Formats name and count, such as `rl 3/100`.
@@ -450,17 +450,17 @@ impl Stage {
         let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
         let tokens = state.tokens.round();
         if tokens > 0.0 && elapsed > 0.0 {
-            if self.kind.unit == Unit::Items && tokens != (state.done - state.first) as f64 {
+            if self.kind.unit == Unit::Items && tokens != (state.done - state.done_at_start) as f64 {
                 parts.push(format!("{} tokens", format_number(tokens)));
             }
             let rate = tokens / elapsed;
             let rate = if rate < 10.0 { (10.0 * rate).round() / 10.0 } else { rate.round() };
             parts.push(format!("{} tokens/s", format_number(rate)));
         }
-        let left = self.seconds_left(state, now).map(|seconds| format!("{} left", clock(seconds)));
+        let left = self.seconds_left(state, now).map(|seconds| format!("{} left", format_duration(seconds)));
         if left.is_none() && tokens == 0.0 && self.kind.unit != Unit::Steps && state.done < self.total.max(1)
         {
-            parts.push(format!("{} so far", clock(elapsed)));
+            parts.push(format!("{} so far", format_duration(elapsed)));
         }
         parts.extend(left);
         parts.join("  ")
@@ -494,7 +494,7 @@ mod tests {
     fn every_step_prints_a_line_without_an_interval() {
         let out = Shared::default();
         let console = Console::lines(out.clone(), Duration::ZERO, 1);
-        let stage = console.stage("rl", 3, 1);
+        let stage = console.start_stage("rl", 3, 1);
         stage.advance(1, 0, &[("reward", -0.25)]);
         stage.advance(1, 0, &[("reward", 0.5)]);
         stage.finish();
@@ -512,7 +512,7 @@ mod tests {
     fn an_interval_keeps_the_first_and_the_last_line_and_inner_stages_are_silent() {
         let out = Shared::default();
         let console = Console::lines(out.clone(), Duration::from_secs(3600), 1);
-        let (stage, inner) = (console.stage("cold start", 500, 0), console.inner_stage("rollout", 8));
+        let (stage, inner) = (console.start_stage("cold start", 500, 0), console.start_inner_stage("rollout", 8));
         for _ in 0..500 {
             stage.advance(1, 10, &[("loss", 1.0)]);
             inner.advance(1, 10, &[]);
@@ -527,9 +527,9 @@ mod tests {
     fn work_shows_its_tokens_before_its_first_piece_is_done_and_ends_once() {
         let out = Shared::default();
         let console = Console::lines(out.clone(), Duration::ZERO, 10);
-        let work = console.work_stage("sampling", 4, 0);
+        let work = console.start_item_stage("sampling", 4, 0);
         work.advance(0, 1200, &[]);
-        console.tick(Instant::now() + SILENCE_MAX);
+        console.tick(Instant::now() + LINE_INTERVAL_MAX);
         work.advance(3, 34, &[("reward", 0.5)]);
         work.advance(1, 4, &[("reward", 0.5)]);
         work.advance(0, 2, &[]);
@@ -546,8 +546,8 @@ mod tests {
     fn a_log_gets_one_line_in_30_seconds_of_a_phase_within_a_step() {
         let out = Shared::default();
         let console = Console::lines(out.clone(), Duration::ZERO, 1);
-        console.plan(&[("rl", 3, 1.0)]);
-        let (steps, update) = (console.stage("rl", 3, 0), console.pass("update", 1000));
+        console.set_plan(&[("rl", 3, 1.0)]);
+        let (steps, update) = (console.start_stage("rl", 3, 0), console.start_pass("update", 1000));
         let start = Instant::now();
         let seconds = |s| start + Duration::from_secs(s);
         (1..=10).for_each(|s| console.tick(seconds(s)));
@@ -559,8 +559,8 @@ mod tests {
         assert_eq!(lines[0], "rl 0/3: update 255/1000  9.1 tokens/s  1:22 left");
         update.finish();
         steps.advance(1, 10, &[]);
-        let optimizer = console.inner_stage("optimizer", 0);
-        console.tick(Instant::now() + SILENCE_MAX);
+        let optimizer = console.start_inner_stage("optimizer", 0);
+        console.tick(Instant::now() + LINE_INTERVAL_MAX);
         let line = out.lines().pop().unwrap();
         assert!(
             line.starts_with("rl 1/3: optimizer  0:28 so far") && line.ends_with(" left in all)"),
@@ -576,7 +576,7 @@ mod tests {
     fn control_characters_never_reach_the_terminal() {
         let out = Shared::default();
         let console = Console::lines(out.clone(), Duration::ZERO, 1);
-        console.stage("a\u{1b}[2J\n", 1, 0).advance(1, 0, &[("b\u{7}", 1.0)]);
+        console.start_stage("a\u{1b}[2J\n", 1, 0).advance(1, 0, &[("b\u{7}", 1.0)]);
         console.print("two\nlines \u{1b}]0;title\u{7}");
         let text = out.lines().join("|");
         assert_eq!(text, "a␛[2J␊ 1/1  b␇ 1|two|lines ␛]0;title␇");
@@ -586,8 +586,8 @@ mod tests {
     fn one_time_left_stands_for_all_stages() {
         let out = Shared::default();
         let console = Console::lines(out.clone(), Duration::ZERO, 1);
-        console.plan(&[("cold start", 1, 1.0), ("rl", 1, 1.0)]);
-        let (first, second) = (console.stage("cold start", 1, 0), console.stage("rl", 1, 0));
+        console.set_plan(&[("cold start", 1, 1.0), ("rl", 1, 1.0)]);
+        let (first, second) = (console.start_stage("cold start", 1, 0), console.start_stage("rl", 1, 0));
         first.advance(1, 0, &[]);
         second.advance(1, 0, &[]);
         let lines = out.lines();

@@ -10,14 +10,14 @@ const RECENT_STEPS: usize = 10;
 /// Estimates the time left of a run with alternating stages. A stage without a finished step is estimated
 /// from its relative `work`.
 pub(super) struct Eta {
-    stages: Vec<Stage>,
+    stages: Vec<StageEstimate>,
     /// The end of the last step of any stage.
     last_step_end: Instant,
     /// The stage of the current step, if this stage is not the one that calls.
-    under_way: Option<String>,
+    current_stage: Option<String>,
 }
 
-struct Stage {
+struct StageEstimate {
     name: String,
     left: u64,
     /// The work of a step, in a unit common to all stages.
@@ -31,14 +31,14 @@ struct Stage {
 impl Eta {
     /// Creates an estimate for stages given as (name, steps left, work of a step).
     pub fn new(stages: &[(&str, u64, f64)]) -> Self {
-        let stage = |&(name, left, work): &(&str, u64, f64)| Stage {
+        let stage = |&(name, left, work): &(&str, u64, f64)| StageEstimate {
             name: name.to_owned(),
             left,
             work,
             recent: VecDeque::new(),
             expected: None,
         };
-        Self { stages: stages.iter().map(stage).collect(), last_step_end: Instant::now(), under_way: None }
+        Self { stages: stages.iter().map(stage).collect(), last_step_end: Instant::now(), current_stage: None }
     }
 
     /// Sets the expected `seconds` of a step of stage `name`. They are used until a step is measured.
@@ -50,7 +50,7 @@ impl Eta {
 
     /// Records that a step of stage `name` begins while another stage is current.
     pub fn begin(&mut self, name: &str) {
-        self.under_way = Some(name.to_owned());
+        self.current_stage = Some(name.to_owned());
     }
 
     /// Records that `steps` steps of stage `name` took the time since the last step of any stage.
@@ -58,7 +58,7 @@ impl Eta {
         let seconds = self.last_step_end.elapsed().as_secs_f64();
         if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name && steps > 0) {
             self.last_step_end = Instant::now();
-            self.under_way = None;
+            self.current_stage = None;
             stage.advance(steps, seconds);
         }
     }
@@ -68,22 +68,22 @@ impl Eta {
     /// derived from the other stages' time per unit of work. Returns `None` before the first step of all and
     /// after the last one.
     pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
-        let made = || self.stages.iter().filter_map(|stage| Some((stage.step()?, stage.work)));
-        let (seconds, work) = made().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
+        let measured = || self.stages.iter().filter_map(|stage| Some((stage.mean_step_seconds()?, stage.work)));
+        let (seconds, work) = measured().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
         let left: u64 = self.stages.iter().map(|stage| stage.left).sum();
         if left == 0 || work == 0.0 {
             return None;
         }
-        let step = |stage: &Stage| stage.step().or(stage.expected).unwrap_or(stage.work * seconds / work);
+        let step = |stage: &StageEstimate| stage.mean_step_seconds().or(stage.expected).unwrap_or(stage.work * seconds / work);
         let all: f64 = self.stages.iter().map(|stage| stage.left as f64 * step(stage)).sum();
-        let name = self.under_way.as_deref().unwrap_or(name);
+        let name = self.current_stage.as_deref().unwrap_or(name);
         let current = self.stages.iter().find(|stage| stage.name == name && stage.left > 0).map_or(0.0, step);
         let elapsed = now.saturating_duration_since(self.last_step_end).as_secs_f64();
         Some(all - elapsed.min(current))
     }
 }
 
-impl Stage {
+impl StageEstimate {
     fn advance(&mut self, steps: u64, seconds: f64) {
         self.left = self.left.saturating_sub(steps);
         self.recent.extend((0..steps).map(|_| seconds / steps as f64));
@@ -91,13 +91,13 @@ impl Stage {
     }
 
     /// Returns the mean seconds of the stage's recent steps.
-    fn step(&self) -> Option<f64> {
+    fn mean_step_seconds(&self) -> Option<f64> {
         (!self.recent.is_empty()).then(|| self.recent.iter().sum::<f64>() / self.recent.len() as f64)
     }
 }
 
 /// Formats seconds as `m:ss` or `h:mm:ss`.
-pub(super) fn clock(seconds: f64) -> String {
+pub(super) fn format_duration(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     let (h, m, s) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     if h > 0 { format!("{h}:{m:02}:{s:02}") } else { format!("{m}:{s:02}") }
@@ -152,6 +152,6 @@ mod tests {
 
     #[test]
     fn time_left_reads_as_a_clock() {
-        assert_eq!([0.0, 59.6, 3661.0].map(clock), ["0:00", "1:00", "1:01:01"]);
+        assert_eq!([0.0, 59.6, 3661.0].map(format_duration), ["0:00", "1:00", "1:01:01"]);
     }
 }

@@ -46,7 +46,7 @@ impl MetricsFile {
     /// # Errors
     /// [`crate::error::BadInput`] when the file is shorter than `bytes`, or no line ends there.
     pub fn resume(path: &Path, bytes: u64) -> Result<Self> {
-        let shown = path.display();
+        let path_text = path.display();
         let opened = OpenOptions::new()
             .read(true)
             .write(true)
@@ -54,21 +54,21 @@ impl MetricsFile {
             .truncate(false)
             .custom_flags(libc::O_NOFOLLOW)
             .open(path);
-        let mut file = opened.with_context(|| format!("{shown}: cannot be opened to resume the run"))?;
-        let length = file.metadata().with_context(|| format!("{shown}: cannot be read"))?.len();
+        let mut file = opened.with_context(|| format!("{path_text}: cannot be opened to resume the run"))?;
+        let length = file.metadata().with_context(|| format!("{path_text}: cannot be read"))?.len();
         if length < bytes {
             return Err(bad_input!(
-                "{shown}: has {length} bytes, but {bytes} when the checkpoint was written; the file was changed later: restore it, or resume from an older checkpoint"
+                "{path_text}: has {length} bytes, but {bytes} when the checkpoint was written; the file was changed later: restore it, or resume from an older checkpoint"
             ));
         }
         if bytes > 0 {
             let mut last = [0u8];
             file.seek(SeekFrom::Start(bytes - 1))
                 .and_then(|_| file.read_exact(&mut last))
-                .with_context(|| format!("{shown}: cannot be read"))?;
+                .with_context(|| format!("{path_text}: cannot be read"))?;
             if last != [b'\n'] {
                 return Err(bad_input!(
-                    "{shown}: no line ends at byte {bytes}, where the checkpoint was written; the file was changed later: restore it, or resume from an older checkpoint"
+                    "{path_text}: no line ends at byte {bytes}, where the checkpoint was written; the file was changed later: restore it, or resume from an older checkpoint"
                 ));
             }
         }
@@ -76,7 +76,7 @@ impl MetricsFile {
         file.set_len(bytes)
             .and_then(|()| file.rewind())
             .and_then(|()| hasher.update_reader(&file).map(drop))
-            .with_context(|| format!("{shown}: cannot be truncated"))?;
+            .with_context(|| format!("{path_text}: cannot be truncated"))?;
         Ok(Self { file, path: path.to_owned(), bytes, hasher })
     }
 
@@ -98,9 +98,9 @@ impl MetricsFile {
     /// # Errors
     /// When the file is not at its path.
     pub fn check_path(&self) -> Result<()> {
-        let ours = self.file.metadata().map(|about| (about.dev(), about.ino()));
-        let there = std::fs::metadata(&self.path).map(|about| (about.dev(), about.ino()));
-        let same = matches!((&ours, &there), (Ok(ours), Ok(there)) if ours == there);
+        let open_file = self.file.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
+        let file_at_path = std::fs::metadata(&self.path).map(|metadata| (metadata.dev(), metadata.ino()));
+        let same = matches!((&open_file, &file_at_path), (Ok(open_file), Ok(file_at_path)) if open_file == file_at_path);
         ensure!(
             same,
                          "{}: the run's folder was moved, replaced or removed during the run; put it back and continue with \
@@ -137,9 +137,9 @@ pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
             Ok(row) => rows.push(row),
             Err(_) if !line.ends_with(b"\n") => break,
             Err(why) => {
-                let (shown, number) = (path.display(), i + 1);
+                let (path_text, number) = (path.display(), i + 1);
                 return Err(bad_input!(
-                    "{shown}: line {number}: {why}; remove the line, or restore the file"
+                    "{path_text}: line {number}: {why}; remove the line, or restore the file"
                 ));
             }
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 const NAME: &str = ".under_way";
 /// Minimum time between two writes.
-const WRITES_APART: Duration = Duration::from_secs(2);
+const WRITE_INTERVAL_MIN: Duration = Duration::from_secs(2);
 /// Maximum age of the file of a running process. An older file was left by a killed process.
 const AGE_MAX: Duration = Duration::from_secs(20);
 
@@ -24,16 +24,16 @@ impl StatusFile {
     }
 
     /// Replaces the file's text with `line`, if a write is due at `now`. An I/O error does not end the run.
-    pub fn renew(&mut self, line: &str, now: Instant) {
-        if self.written.is_some_and(|at| now.saturating_duration_since(at) < WRITES_APART) {
+    pub fn update(&mut self, line: &str, now: Instant) {
+        if self.written.is_some_and(|at| now.saturating_duration_since(at) < WRITE_INTERVAL_MIN) {
             return;
         }
         self.written = Some(now);
-        let aside = self.path.with_extension("partial");
+        let temporary = self.path.with_extension("partial");
         let write = || {
-            let _ = fs::remove_file(&aside);
-            OpenOptions::new().write(true).create_new(true).open(&aside)?.write_all(line.as_bytes())?;
-            fs::rename(&aside, &self.path)
+            let _ = fs::remove_file(&temporary);
+            OpenOptions::new().write(true).create_new(true).open(&temporary)?.write_all(line.as_bytes())?;
+            fs::rename(&temporary, &self.path)
         };
         let _: std::io::Result<()> = write();
     }

@@ -24,25 +24,25 @@ pub struct Warning {
 
 impl Warning {
     /// Returns a warning about a step, or about the evaluation after that step.
-    pub fn of_step(phase: Phase, step: u64, text: String) -> Self {
+    pub fn for_step(phase: Phase, step: u64, text: String) -> Self {
         Self { phase: Some(phase), step: Some(step), text }
     }
 
     /// Returns a warning about the whole run.
-    pub fn of_run(text: String) -> Self {
+    pub fn for_run(text: String) -> Self {
         Self { phase: None, step: None, text }
     }
 
     /// Returns the warning as one line for the console.
     pub fn line(&self) -> String {
-        match self.place() {
+        match self.step_text() {
             Some(place) => format!("warning: {place}: {}", self.text),
             None => format!("warning: {}", self.text),
         }
     }
 
     /// Returns the step in words; `None` for a warning about the whole run.
-    pub fn place(&self) -> Option<String> {
+    pub fn step_text(&self) -> Option<String> {
         let step = self.step?;
         Some(match self.phase? {
             Phase::Rl => format!("step {step}"),
@@ -101,10 +101,10 @@ mod tests {
     fn warnings_read_back_and_those_after_a_checkpoint_fall() {
         let folder = tempfile::TempDir::new().unwrap();
         let all = [
-            Warning::of_run("memory".to_owned()),
-            Warning::of_step(Phase::SftWarmUp, 3, "norm".to_owned()),
-            Warning::of_step(Phase::Rl, 2, "all \"cut\"\n".to_owned()),
-            Warning::of_step(Phase::Eval, 4, "no tool".to_owned()),
+            Warning::for_run("memory".to_owned()),
+            Warning::for_step(Phase::SftWarmUp, 3, "norm".to_owned()),
+            Warning::for_step(Phase::Rl, 2, "all \"cut\"\n".to_owned()),
+            Warning::for_step(Phase::Eval, 4, "no tool".to_owned()),
         ];
         all.iter().for_each(|warning| append_warning(folder.path(), warning).unwrap());
         assert_eq!(read_warnings(folder.path()), all);

@@ -182,7 +182,7 @@ impl EqualityProof<'_> {
     /// Starts a stage of the progress display over all input tokens of `sequences`.
     fn start_stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
         let tokens: usize = sequences.iter().map(|sequence| input_count(&sequence.tokens)).sum();
-        self.console.work_tokens(name, tokens as u64)
+        self.console.start_token_stage(name, tokens as u64)
     }
 }
 

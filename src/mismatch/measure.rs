@@ -225,7 +225,7 @@ fn trace_layers(
 /// Starts a stage of the progress display: `passes` passes over `batches`, counted in tokens.
 fn start_stage(reference: &UnmodifiedModel, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
-    reference.console.work_tokens(name, (tokens * passes) as u64)
+    reference.console.start_token_stage(name, (tokens * passes) as u64)
 }
 
 fn same_bits(a: &[f32], b: &[f32]) -> bool {

@@ -408,7 +408,7 @@ impl<'a> CauseSearch<'a> {
     /// Fits each of `causes` until the time limit. Returns the fits of causes that change a log-prob, and the
     /// fits of causes that change none.
     fn fit_causes(&self, causes: &[Cause]) -> Result<(Vec<CauseFit>, Vec<CauseFit>)> {
-        let stage = self.reference.console.work_stage("causes tried", causes.len() as u64, 0);
+        let stage = self.reference.console.start_item_stage("causes tried", causes.len() as u64, 0);
         let fits = self.map_indices(causes.len(), |index| match self.is_over() {
             true => Ok(None),
             false => self.fit_cause(&causes[index]).inspect(|_| stage.advance(1, 0, &[])).map(Some),

@@ -96,7 +96,7 @@ pub(super) fn warnings(runs: &[Run]) -> Vec<Value> {
     let of_run = |run: &Run| {
         let left_out = run.warnings.len().saturating_sub(WARNINGS_MAX);
         let line = |warning: &Warning| {
-            context! { place => warning.place().unwrap_or_else(|| "start".to_owned()), text => warning.text }
+            context! { place => warning.step_text().unwrap_or_else(|| "start".to_owned()), text => warning.text }
         };
         let lines: Vec<Value> = run.warnings.iter().skip(left_out).map(line).collect();
         context! { run => run.curve, label => run.label, count => run.warnings.len(), lines, left_out }

@@ -47,7 +47,7 @@ pub fn evaluate(
     let policy = context.policy_without_ablations()?;
     let mut sets = vec![];
     for (set, prompts) in validation_prompts(context) {
-        let stage = console.inner_stage("evaluation", (prompts.len() * samples) as u64);
+        let stage = console.start_inner_stage("evaluation", (prompts.len() * samples) as u64);
         let progress = RolloutProgress::show_on(&stage);
         let rollouts = context.sample_groups(&policy, &plan, &prompts, samples, &progress, stop)?;
         stage.finish();

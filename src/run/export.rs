@@ -97,7 +97,7 @@ pub fn export_merged_model(
         return Err(no_adapter_error(recipe));
     }
     let format = recipe.checkpoint.dtype;
-    let stage = console.inner_stage("writing the merged model", 0);
+    let stage = console.start_inner_stage("writing the merged model", 0);
     write_folder(out, |temporary| {
         let config = &context.model.config;
         let manifest = save(temporary, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
@@ -122,7 +122,7 @@ pub fn export_merged_model(
             forward: Default::default(),
         };
         let runner = BatchRunner { threads, model, parameters };
-        let stage = console.pass(name, runner.local_tokens(&batches));
+        let stage = console.start_pass(name, runner.local_tokens(&batches));
         let outputs = runner.forward_with_progress(&batches, settings, &stage)?;
         stage.finish();
         Ok(outputs.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
@@ -163,7 +163,7 @@ pub fn write_gguf_file(
     let json = context.chat.vocabulary().json_bytes();
     let template = context.companions.template().unwrap_or_else(|| context.chat.jinja().to_owned());
     let tokenizer = GgufTokenizer { json, template: &template };
-    let _stage = console.inner_stage("writing the file", 0);
+    let _stage = console.start_inner_stage("writing the file", 0);
     gguf::write(out, &context.model.config, format, tokenizer, |spec| merge(parameters, spec))
 }
 

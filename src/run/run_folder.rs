@@ -400,7 +400,7 @@ fn write_warnings(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Resu
     let before = point.map_or(vec![], |_| read_warnings(path));
     let stands =
         |warning: &Warning| point.is_some_and(|point| warning.precedes(point.state.phase, point.state.step));
-    let all = plan.warnings.iter().cloned().map(Warning::of_run).chain(before.into_iter().filter(stands));
+    let all = plan.warnings.iter().cloned().map(Warning::for_run).chain(before.into_iter().filter(stands));
     let all: Vec<Warning> = all.collect();
     let file = path.join(WARNINGS_FILE);
     match all.is_empty() && !file.exists() {

@@ -177,7 +177,7 @@ impl<'a> SamplingFolder<'a> {
         // Remove an incomplete last line. A killed process may leave one.
         file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
         let all = (prompts.len() * samples) as u64;
-        let stage = console.work_stage(name, all, all - (missing.len() * samples) as u64);
+        let stage = console.start_item_stage(name, all, all - (missing.len() * samples) as u64);
         if let Some(new) =
             self.sample_missing(&file, phase, policy, (plan, samples), &missing, &stage, stop)?
         {
@@ -247,8 +247,8 @@ impl<'a> SamplingFolder<'a> {
     /// When the disk cannot be written.
     pub fn warn(&self, causes: Vec<String>, phase: Phase, step: u64, console: &Console) -> Result<()> {
         causes.iter().for_each(|cause| console.print(&format!("warning: {cause}")));
-        let of_step = |cause| Warning::of_step(phase, step, cause);
-        let of_run = self.context.plan.warnings.iter().cloned().map(Warning::of_run);
+        let of_step = |cause| Warning::for_step(phase, step, cause);
+        let of_run = self.context.plan.warnings.iter().cloned().map(Warning::for_run);
         let all: Vec<Warning> = of_run.chain(causes.into_iter().map(of_step)).collect();
         write_file(&self.path.join(WARNINGS_FILE), &warnings_text(&all)?)
     }

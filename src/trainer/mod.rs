@@ -120,7 +120,7 @@ impl Trainer {
         let done = resume_point.as_ref().map(|p| (p.state.phase, p.state.step));
         self.plan_progress(done);
         if self.context.mesh().is_rank_zero() {
-            self.console.keep_status(&self.folder.path);
+            self.console.start_status_file(&self.folder.path);
         }
         let (console, activity) = (self.console.clone(), self.activity.clone());
         self.stop.on_request(move || {
@@ -140,7 +140,7 @@ impl Trainer {
             _ => {}
         }
         self.attach_adapter()?;
-        let stage = self.console.inner_stage("optimizer, critic, reference", 0);
+        let stage = self.console.start_inner_stage("optimizer, critic, reference", 0);
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
         let critic = self.critic(resumed.as_ref())?;
         self.set_reference(resumed.as_ref())?;
@@ -168,7 +168,7 @@ impl Trainer {
         let problems: usize =
             validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
         let conversations = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
-        self.console.plan(&[
+        self.console.set_plan(&[
             (
                 WARM_UP_STAGE,
                 recipe.cold_start.steps.saturating_sub(warm_up_done),
@@ -220,7 +220,7 @@ impl Trainer {
     ) -> Result<bool> {
         let recipe = self.context.plan.recipe.clone();
         let steps = recipe.train.steps;
-        let progress = self.console.stage("rl", steps, start);
+        let progress = self.console.start_stage("rl", steps, start);
         for step in start + 1..=steps {
             self.set_activity(format!("step {step}"));
             let started = std::time::Instant::now();
@@ -323,7 +323,7 @@ impl Trainer {
 
     /// Prints a warning about a step and stores it for the report page.
     fn warn(&self, phase: Phase, step: u64, text: String) -> Result<()> {
-        let warning = Warning::of_step(phase, step, text);
+        let warning = Warning::for_step(phase, step, text);
         self.console.print(&warning.line());
         self.folder.write_warning(&warning)
     }
@@ -361,7 +361,7 @@ impl Trainer {
 /// Removes the status file at the end of the run, including after an error.
 impl Drop for Trainer {
     fn drop(&mut self) {
-        self.console.forget_status();
+        self.console.remove_status_file();
     }
 }
 

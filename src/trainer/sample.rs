@@ -114,7 +114,7 @@ impl Trainer {
         samples: usize,
     ) -> Result<Rollouts> {
         let context = &self.context;
-        let stage = self.console.inner_stage("rollout", (prompts.len() * samples) as u64);
+        let stage = self.console.start_inner_stage("rollout", (prompts.len() * samples) as u64);
         let policy = context.rollout_policy()?;
         let rollouts = self.timings.time(timing, || {
             context

@@ -24,7 +24,7 @@ impl Trainer {
         let every = self.context.plan.recipe.checkpoint.every_steps;
         if must_stop || is_last || (every > 0 && step.is_multiple_of(every)) {
             let started = std::time::Instant::now();
-            let stage = self.console.inner_stage("checkpoint", 0);
+            let stage = self.console.start_inner_stage("checkpoint", 0);
             self.save(phase, step, optimizer, critic)?;
             stage.finish();
             self.timings.add("save_checkpoint", started.elapsed().as_secs_f64());

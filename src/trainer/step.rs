@@ -233,7 +233,7 @@ impl PolicyStep<'_> {
     /// Runs `work` as a stage of the progress display without a count. `timing` is the stage's name in the
     /// timings, and `label` its name on the console.
     fn run_stage<T>(&self, (timing, label): (&str, &str), work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let stage = self.console.inner_stage(label, 0);
+        let stage = self.console.start_inner_stage(label, 0);
         let result = self.timings.time(timing, work)?;
         stage.finish();
         Ok(result)
@@ -248,7 +248,7 @@ impl PolicyStep<'_> {
         batches: &[MicroBatch],
         pass: PassSettings,
     ) -> Result<Vec<PassOutput>> {
-        let stage = self.console.pass(label, runner.local_tokens(batches));
+        let stage = self.console.start_pass(label, runner.local_tokens(batches));
         let outputs = self.timings.time(timing, || runner.forward_with_progress(batches, pass, &stage))?;
         stage.finish();
         Ok(outputs)
@@ -282,7 +282,7 @@ impl PolicyStep<'_> {
         let view = self.critic_step(settings, parameters);
         let schedule = (settings.minibatches, settings.epochs);
         let gradients = |minibatch: &Batch| {
-            let stage = self.console.inner_stage("critic's update", 0);
+            let stage = self.console.start_inner_stage("critic's update", 0);
             view.gradients(minibatch).inspect(|_| stage.finish())
         };
         let target =
@@ -374,7 +374,7 @@ impl PolicyStep<'_> {
             shares.set(index, share);
             Ok(gradient)
         };
-        let stage = self.console.pass("update", self.runner.local_tokens(&batch.micro_batches));
+        let stage = self.console.start_pass("update", self.runner.local_tokens(&batch.micro_batches));
         let outputs =
             self.runner.accumulate_with_progress(&batch.micro_batches, self.pass, objective, &stage)?;
         stage.finish();

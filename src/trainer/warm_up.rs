@@ -15,7 +15,7 @@ impl Trainer {
     pub(super) fn sft_warm_up(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
         let recipe = self.context.plan.recipe.clone();
         let cold_start = &recipe.cold_start;
-        let progress = self.console.stage(WARM_UP_STAGE, cold_start.steps, start);
+        let progress = self.console.start_stage(WARM_UP_STAGE, cold_start.steps, start);
         if start == 0 && cold_start.eval_every_steps > 0 && !self.data.validation.is_empty() {
             let mut metrics = Metrics::new();
             metrics.set("cold_start/held_out_loss", self.validation_loss(&self.data.validation)?);
@@ -50,7 +50,7 @@ impl Trainer {
             }
             let lr = optimizer.learning_rate(step, cold_start.steps);
             let norm_limit = self.norm_limit(&self.monitor.warm_up_norms);
-            let stage = self.console.inner_stage("optimizer", 0);
+            let stage = self.console.start_inner_stage("optimizer", 0);
             let update = || self.runner().clip_and_update(&mut optimizer, lr, norm_limit);
             let norm = self.timings.time("optimizer", update)?;
             stage.finish();

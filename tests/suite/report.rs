@@ -446,9 +446,9 @@ fn warnings_stand_on_the_page_with_their_steps() {
     let (one, other) = (run(folder.path(), "one", &rising(0.1)), run(folder.path(), "other", &rising(0.2)));
     assert!(!page(std::slice::from_ref(&one)).contains("<details class=\"warnings\""));
     let told = [
-        Warning::of_run("weights <random>".to_owned()),
-        Warning::of_step(Phase::Rl, 3, "16 of 16 trajectories were cut".to_owned()),
-        Warning::of_step(Phase::Eval, 4, "0 of 4 trajectories called the tool".to_owned()),
+        Warning::for_run("weights <random>".to_owned()),
+        Warning::for_step(Phase::Rl, 3, "16 of 16 trajectories were cut".to_owned()),
+        Warning::for_step(Phase::Eval, 4, "0 of 4 trajectories called the tool".to_owned()),
     ];
     told.iter().for_each(|warning| append_warning(&one, warning).unwrap());
     let text = page(std::slice::from_ref(&one));
@@ -466,7 +466,7 @@ fn warnings_stand_on_the_page_with_their_steps() {
             && both.matches("<details class=\"warnings\"").count() == 1,
         "the run is named"
     );
-    (0..120).for_each(|step| append_warning(&one, &Warning::of_step(Phase::Rl, step, "x".into())).unwrap());
+    (0..120).for_each(|step| append_warning(&one, &Warning::for_step(Phase::Rl, step, "x".into())).unwrap());
     let text = page(std::slice::from_ref(&one));
     assert!(text.contains("The last 100; the first 23 are in") && text.contains("123 warnings</summary>"));
 }

@@ -78,7 +78,7 @@ impl Preflight {
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
-        let _stage = console.inner_stage("starting", 0);
+        let _stage = console.start_inner_stage("starting", 0);
         let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
         let mut errors = ErrorList(vec![]);
         let reads_held_out = plan.reads("task.validation_file");

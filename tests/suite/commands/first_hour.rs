@@ -548,13 +548,13 @@ fn a_followed_page_tells_when_the_run_went_on() {
     let stages = || rloss::report::stages_under_way(std::slice::from_ref(&run));
     assert!(stages().is_empty());
     let console = rloss::metrics::Console::silent();
-    console.keep_status(&run);
-    let _stage = console.stage("cold start", 8, 2);
+    console.start_status_file(&run);
+    let _stage = console.start_stage("cold start", 8, 2);
     let seen = (0..600).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(20));
         stages().first().is_some_and(|stage| stage.starts_with("cold start 2/8"))
     });
     assert!(seen, "{:?}", stages());
-    console.forget_status();
+    console.remove_status_file();
     assert!(stages().is_empty());
 }
