@@ -5,7 +5,7 @@ use crate::checkpoint::gguf::is_gguf;
 use crate::commands::arguments::recipe_help;
 use crate::error::EXIT_DONE;
 use crate::harmony::{Message, Role};
-use crate::metrics::{Console, counted, sanitize_line, sanitize_terminal};
+use crate::metrics::{Console, format_count, sanitize_line, sanitize_terminal};
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, Plan, locate, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress};
@@ -159,7 +159,7 @@ impl AnswerLine {
         let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.elapsed() >= REDRAW_INTERVAL {
             *last = Instant::now();
-            self.write(&format!("… {}", counted(tokens, "token")));
+            self.write(&format!("… {}", format_count(tokens, "token")));
         }
     }
 
@@ -241,7 +241,7 @@ impl Talk<'_> {
             Outcome::Finished => return String::new(),
             Outcome::TruncatedLength => format!(
                 "cut off after {}, by rollout.response_tokens_max = {} or the model's context of {}",
-                counted(trajectory.sampled_tokens() as u64, "token"),
+                format_count(trajectory.sampled_tokens() as u64, "token"),
                 rollout.response_tokens_max,
                 self.context.model.context_tokens_max()
             ),

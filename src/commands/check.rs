@@ -5,7 +5,7 @@ use crate::commands::arguments::RecipeArgs;
 use crate::dist::RolloutWeightPlacement;
 use crate::error::EXIT_DONE;
 use crate::harmony::Message;
-use crate::metrics::{Console, counted, sanitize_terminal};
+use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
 use crate::recipe::{Plan, locate, resolve};
 use crate::run::memory::{
@@ -117,7 +117,7 @@ fn resolved(plan: &Plan, all: bool) -> Result<String> {
 
 fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {
     let (text, tokens) = preflight.prompt(problem)?;
-    let tokens = counted(tokens as u64, "token");
+    let tokens = format_count(tokens as u64, "token");
     Ok(format!("\nFirst prompt of {}, {tokens}:\n\n{text}\n", preflight.task.name()))
 }
 

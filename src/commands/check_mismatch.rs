@@ -6,7 +6,7 @@ use crate::dist::Mesh;
 use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
 use crate::learner::batch_runner::BatchRunner;
-use crate::metrics::{Console, counted, sanitize_terminal};
+use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityProof;
 use crate::mismatch::measure::AblationMeasurement;
 use crate::mismatch::output::{ResultLine, equality_table, mismatch_table, to_json};
@@ -207,7 +207,7 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
         .read(&args.against)?;
     let (rows, tokens): (usize, usize) =
         (token_rows.rows.len(), token_rows.rows.iter().map(|row| row.tokens.len()).sum());
-    let counts = [counted(rows as u64, "row"), counted(tokens as u64, "token")].join(" of ");
+    let counts = [format_count(rows as u64, "row"), format_count(tokens as u64, "token")].join(" of ");
     let files: Vec<String> = args.against.iter().map(|file| file.display().to_string()).collect();
     print_note(&format!("data     {}: {counts}", files.join(", ")));
     token_rows.formats.iter().for_each(|format| print_note(format));

@@ -4,7 +4,7 @@ use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
-use crate::metrics::{Console, Phase, Row, Table, counted, format_number};
+use crate::metrics::{Console, Phase, Row, Table, format_count, format_number};
 use crate::recipe::{KeyScope, locate};
 use crate::rollout::accuracy;
 use crate::run::causes::sample_causes;
@@ -122,7 +122,7 @@ fn tables(set: &ValidationResult) -> String {
     let mut text = format!(
         "{}: {}, {}; intervals over problems\n\n{table}\n{outcomes}\n{turns}\n",
         crate::metrics::sanitize_line(&set.name),
-        counted(problems as u64, "problem"),
+        format_count(problems as u64, "problem"),
         if trajectories == 1 {
             "1 trajectory".to_owned()
         } else {

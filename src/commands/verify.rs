@@ -6,7 +6,7 @@ use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::checkpoint;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
 use crate::integrity::{ChecksumStatus, MANIFEST_FILE, Manifest, add_checksum, remove_checksum};
-use crate::metrics::{counted, read_rows, sanitize_terminal};
+use crate::metrics::{format_count, read_rows, sanitize_terminal};
 use crate::recipe::{KeyScope, resolve_run_recipe};
 use crate::run::run_folder::lock;
 use crate::run::sampling_folder::print_text;
@@ -82,7 +82,7 @@ fn check_run(run: &Path) -> Result<Vec<Finding>> {
     if metrics.exists() {
         let shown = metrics.display();
         findings.push(match read_rows(&metrics) {
-            Ok(rows) => Ok(format!("{shown}: {} can be read", counted(rows.len() as u64, "row"))),
+            Ok(rows) => Ok(format!("{shown}: {} can be read", format_count(rows.len() as u64, "row"))),
             Err(flaw) => Err(format!("{flaw:#}")),
         });
     }

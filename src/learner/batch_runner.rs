@@ -52,7 +52,7 @@ impl BatchRunner<'_> {
         settings: PassSettings,
         objective: BatchObjective<'_, N>,
     ) -> Result<Vec<PassOutput<N>>> {
-        self.accumulate_with_progress(batches, settings, objective, &Progress::unseen())
+        self.accumulate_with_progress(batches, settings, objective, &Progress::hidden())
     }
 
     /// Works like [`Self::accumulate`], and advances `progress` by the tokens of this process, layer by
@@ -112,7 +112,7 @@ impl BatchRunner<'_> {
         batches: &[MicroBatch],
         settings: PassSettings,
     ) -> Result<Vec<PassOutput<N>>> {
-        self.forward_with_progress(batches, settings, &Progress::unseen())
+        self.forward_with_progress(batches, settings, &Progress::hidden())
     }
 
     /// Works like [`Self::forward`], and advances `progress` by the tokens of this process, layer by layer.

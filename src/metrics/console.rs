@@ -328,7 +328,7 @@ impl Default for StageState {
 
 impl Progress {
     /// Returns a progress that is not shown.
-    pub fn unseen() -> Self {
+    pub fn hidden() -> Self {
         Console::silent().start_pass("", 0)
     }
 

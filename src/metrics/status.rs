@@ -46,7 +46,7 @@ impl Drop for StatusFile {
 }
 
 /// Returns the current stage of the run in `folder`; `None` if no process runs there.
-pub fn stage_under_way(folder: &Path) -> Option<String> {
+pub fn current_stage(folder: &Path) -> Option<String> {
     let path = folder.join(NAME);
     let age = fs::metadata(&path).ok()?.modified().ok()?.elapsed().unwrap_or_default();
     (age < AGE_MAX).then(|| bounded_file::read_text(&path, JSON_BYTES_MAX).ok()).flatten()

@@ -109,7 +109,7 @@ pub fn format_number(value: f64) -> String {
 }
 
 /// Formats a count and its noun, such as `1 step` or `1,200 steps`.
-pub fn counted(count: u64, noun: &str) -> String {
+pub fn format_count(count: u64, noun: &str) -> String {
     format!("{} {noun}{}", format_number(count as f64), if count == 1 { "" } else { "s" })
 }
 

@@ -29,7 +29,7 @@ mod tables;
 mod trajectories;
 
 use crate::atomic_file::write_file;
-use crate::metrics::{WARNINGS_FILE, sanitize_line, sanitize_terminal, stage_under_way};
+use crate::metrics::{WARNINGS_FILE, sanitize_line, sanitize_terminal, current_stage};
 use anyhow::Result;
 use content_policy::content_policy;
 use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
@@ -119,7 +119,7 @@ pub fn state_digest(runs: &[PathBuf]) -> String {
 /// comes first.
 pub fn stages_under_way(runs: &[PathBuf]) -> Vec<String> {
     let stage = |run: &PathBuf| {
-        let stage = sanitize_line(&stage_under_way(run)?).into_owned();
+        let stage = sanitize_line(&current_stage(run)?).into_owned();
         Some(if runs.len() > 1 { format!("{}: {stage}", run.display()) } else { stage })
     };
     runs.iter().filter_map(stage).collect()

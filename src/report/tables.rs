@@ -2,7 +2,7 @@
 
 use super::mismatch_chart;
 use super::run::Run;
-use crate::metrics::{Phase, Row, Warning, counted, format_number};
+use crate::metrics::{Phase, Row, Warning, format_count, format_number};
 use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
@@ -54,7 +54,7 @@ fn mismatch_of_steps(run: &Run) -> Option<String> {
     let series = run.series(Phase::Rl, "mismatch/log_ppl_abs_diff_max");
     let largest =
         series.iter().map(|point| point.1).reduce(|a, b| if b > a || b.is_nan() { b } else { a })?;
-    let steps = counted(series.len() as u64, "step");
+    let steps = format_count(series.len() as u64, "step");
     Some(match largest == 0.0 {
         true => format!("exactly 0 ({steps})"),
         false => format!("up to {} ({steps})", format_number(largest)),
@@ -115,7 +115,7 @@ fn model(run: &Run) -> Option<String> {
     Some(format!(
         "{name}{}, {}, {} parameters{frozen}",
         facts.get("model_type").and_then(Json::as_str)?,
-        counted(number("layers")? as u64, "layer"),
+        format_count(number("layers")? as u64, "layer"),
         format_number(all)
     ))
 }

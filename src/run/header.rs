@@ -5,7 +5,7 @@ use super::evaluation::validation_prompts;
 use super::memory::{ModelCommand, SecondWeights};
 use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
-use crate::metrics::{counted, format_number};
+use crate::metrics::{format_count, format_number};
 use crate::recipe::Recipe;
 use crate::rollout::RolloutSettings;
 use crate::settings::Choice;
@@ -38,7 +38,7 @@ pub fn model_facts(context: &RunContext) -> Value {
 fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
     let recipe = context.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
-    let prompts = counted(*prompts_per_step as u64, "prompt");
+    let prompts = format_count(*prompts_per_step as u64, "prompt");
     let samples = format!("{prompts} × {samples_per_prompt}");
     match command {
         ModelCommand::Train => {
@@ -52,7 +52,7 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
         ModelCommand::Eval => {
             let problems: usize =
                 validation_prompts(context).iter().map(|(_, problems)| problems.len()).sum();
-            let problems = counted(problems as u64, "held-out problem");
+            let problems = format_count(problems as u64, "held-out problem");
             ("sampled", format!("{problems} × {}", recipe.eval.samples))
         }
         ModelCommand::CheckMismatch(SecondWeights::Changed) => (
@@ -91,7 +91,7 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     let (recipe, facts) = (context.recipe(), model_facts(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
-    let layers = counted(number("layers") as u64, "layer");
+    let layers = format_count(number("layers") as u64, "layer");
     let trainable = match number("learning") {
         _ if !command.trains() => String::new(),
         _ if !recipe.trains() => ", none trainable".to_owned(),

@@ -3,7 +3,7 @@
 
 use super::memory::{MemoryPlan, ModelCommand, available_memory, gigabytes};
 use super::preflight::Preflight;
-use crate::metrics::{Console, counted};
+use crate::metrics::{Console, format_count};
 use crate::recipe::{KeyScope, Plan, RecipeSource, resolve_for};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
@@ -54,7 +54,7 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
         (input.threads, parameters as f64, preflight.source.config.max_position_embeddings)
     };
     let free = available_memory();
-    let cores = counted(threads as u64, "thread");
+    let cores = format_count(threads as u64, "thread");
     let machine = match &free {
         Some(free) => format!("{cores} and {} {}", gigabytes(free.bytes), free.limit),
         None => cores,
