@@ -17,5 +17,5 @@ mod settings;
 pub mod supervised;
 
 pub use settings::{
-    SftWarmUpSettings, CriticSettings, OnBadStep, OptimizerKind, OptimizerSettings, Schedule, TrainSettings,
+    CriticSettings, OnBadStep, OptimizerKind, OptimizerSettings, Schedule, SftWarmUpSettings, TrainSettings,
 };

@@ -50,13 +50,13 @@ impl<const N: usize> PassOutput<N> {
             Ok(Tensor::from_vec(experts, (tokens, top_k), &Device::Cpu)?)
         };
         let routed_experts = (0..layers).map(layer_experts).collect::<Result<_>>()?;
-        let shards = batch.shards(mesh)?;
+        let batch_shards = batch.shards(mesh)?;
         let mut head = [const { vec![] }; N];
         for (index, column) in head.iter_mut().enumerate() {
             let columns = shards.iter_mut().map(|shard| std::mem::take(&mut shard.head[index]));
-            *column = match &shards {
+            *column = match &batch_shards {
                 None => columns.last().unwrap_or_default(),
-                Some(shards) => shards.join_columns(&columns.collect::<Vec<_>>()),
+                Some(batch_shards) => batch_shards.join_columns(&columns.collect::<Vec<_>>()),
             };
         }
         Ok(Self { head, routed_experts, load_balance_loss })

@@ -176,8 +176,14 @@ impl Console {
         // Show the bar at once, before the first unit of work.
         bar.tick();
         let state = StageState { start: Instant::now(), done_at_start: done, done, ..StageState::default() };
-        let stage =
-            Arc::new(ProgressStage { console: self.clone(), bar, name, total, kind, state: Mutex::new(state) });
+        let stage = Arc::new(ProgressStage {
+            console: self.clone(),
+            bar,
+            name,
+            total,
+            kind,
+            state: Mutex::new(state),
+        });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
         let is_shown = !matches!(self.0.output, ConsoleOutput::Lines { every_steps: 0, .. });
         if is_shown {
@@ -207,7 +213,8 @@ impl Console {
 
     /// Updates the bars, the line of a log and the status file if they are due at `now`.
     fn tick(&self, now: Instant) {
-        let open: Vec<Arc<ProgressStage>> = lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
+        let open: Vec<Arc<ProgressStage>> =
+            lock(&self.0.stages).open.iter().filter_map(Weak::upgrade).collect();
         if let ConsoleOutput::Bars(_) = self.0.output {
             open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.state), now)));
         }
@@ -231,8 +238,9 @@ impl Console {
         let line = inner.line(&lock(&inner.state), now);
         let Some(outer) = open.first().filter(|outer| !Arc::ptr_eq(outer, inner)) else { return Some(line) };
         let state = lock(&outer.state);
-        let left =
-            outer.seconds_left(&state, now).map(|seconds| format!("  ({} left in all)", format_duration(seconds)));
+        let left = outer
+            .seconds_left(&state, now)
+            .map(|seconds| format!("  ({} left in all)", format_duration(seconds)));
         Some(format!("{}: {}{}", outer.label(&state), line.trim_end(), left.unwrap_or_default()))
     }
 }
@@ -512,7 +520,8 @@ mod tests {
     fn an_interval_keeps_the_first_and_the_last_line_and_inner_stages_are_silent() {
         let out = Shared::default();
         let console = Console::lines(out.clone(), Duration::from_secs(3600), 1);
-        let (stage, inner) = (console.start_stage("cold start", 500, 0), console.start_inner_stage("rollout", 8));
+        let (stage, inner) =
+            (console.start_stage("cold start", 500, 0), console.start_inner_stage("rollout", 8));
         for _ in 0..500 {
             stage.advance(1, 10, &[("loss", 1.0)]);
             inner.advance(1, 10, &[]);
@@ -537,7 +546,7 @@ mod tests {
         assert_eq!(lines.len(), 2, "{lines:?}");
         assert!(lines[0].starts_with("sampling 0/4  1,200 tokens  43 tokens/s"), "{}", lines[0]);
         assert!(lines[1].starts_with("sampling 4/4  reward 0.5  1,238 tokens  "), "{}", lines[1]);
-        Console::lines(out.clone(), Duration::ZERO, 0).work_stage("silent", 1, 0).advance(1, 1, &[]);
+        Console::lines(out.clone(), Duration::ZERO, 0).start_item_stage("silent", 1, 0).advance(1, 1, &[]);
         assert_eq!(out.lines().len(), 2);
     }
 

@@ -38,7 +38,11 @@ impl Eta {
             recent: VecDeque::new(),
             expected: None,
         };
-        Self { stages: stages.iter().map(stage).collect(), last_step_end: Instant::now(), current_stage: None }
+        Self {
+            stages: stages.iter().map(stage).collect(),
+            last_step_end: Instant::now(),
+            current_stage: None,
+        }
     }
 
     /// Sets the expected `seconds` of a step of stage `name`. They are used until a step is measured.
@@ -68,13 +72,16 @@ impl Eta {
     /// derived from the other stages' time per unit of work. Returns `None` before the first step of all and
     /// after the last one.
     pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
-        let measured = || self.stages.iter().filter_map(|stage| Some((stage.mean_step_seconds()?, stage.work)));
+        let measured =
+            || self.stages.iter().filter_map(|stage| Some((stage.mean_step_seconds()?, stage.work)));
         let (seconds, work) = measured().fold((0.0, 0.0), |(s, w), (step, work)| (s + step, w + work));
         let left: u64 = self.stages.iter().map(|stage| stage.left).sum();
         if left == 0 || work == 0.0 {
             return None;
         }
-        let step = |stage: &StageEstimate| stage.mean_step_seconds().or(stage.expected).unwrap_or(stage.work * seconds / work);
+        let step = |stage: &StageEstimate| {
+            stage.mean_step_seconds().or(stage.expected).unwrap_or(stage.work * seconds / work)
+        };
         let all: f64 = self.stages.iter().map(|stage| stage.left as f64 * step(stage)).sum();
         let name = self.current_stage.as_deref().unwrap_or(name);
         let current = self.stages.iter().find(|stage| stage.name == name && stage.left > 0).map_or(0.0, step);

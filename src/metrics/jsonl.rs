@@ -103,7 +103,7 @@ impl MetricsFile {
         let same = matches!((&open_file, &file_at_path), (Ok(open_file), Ok(file_at_path)) if open_file == file_at_path);
         ensure!(
             same,
-                         "{}: the run's folder was moved, replaced or removed during the run; put it back and continue with \
+            "{}: the run's folder was moved, replaced or removed during the run; put it back and continue with \
                            --resume from its last checkpoint",
             self.path.display()
         );

@@ -16,7 +16,7 @@ pub use source::{BUILT_IN, RecipeSource, locate};
 use crate::checkpoint::CheckpointSettings;
 use crate::dist::ParallelSettings;
 use crate::interpreter;
-use crate::learner::{SftWarmUpSettings, CriticSettings, TrainSettings};
+use crate::learner::{CriticSettings, SftWarmUpSettings, TrainSettings};
 use crate::metrics::LoggingSettings;
 use crate::model::ablations::Ablations;
 use crate::model::settings::{AdapterSettings, DeviceKind, ModelSettings};

@@ -29,7 +29,7 @@ mod tables;
 mod trajectories;
 
 use crate::atomic_file::write_file;
-use crate::metrics::{WARNINGS_FILE, sanitize_line, sanitize_terminal, current_stage};
+use crate::metrics::{WARNINGS_FILE, current_stage, sanitize_line, sanitize_terminal};
 use anyhow::Result;
 use content_policy::content_policy;
 use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};

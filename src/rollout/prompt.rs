@@ -50,7 +50,8 @@ pub fn system_prompt(
 fn harmony_system_prompt(harmony: &SystemPromptSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
     let mut messages = Vec::new();
     if harmony.system_message.unwrap_or(true) {
-        let or_default = |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
+        let or_default =
+            |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
         let settings = SystemSettings {
             model_identity: or_default(&harmony.model_identity, OPENAI_IDENTITY),
             knowledge_cutoff: or_default(&harmony.knowledge_cutoff, KNOWLEDGE_CUTOFF),

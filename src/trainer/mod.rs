@@ -198,7 +198,11 @@ impl Trainer {
     }
 
     /// Creates an optimizer. With `resume_point`, restores the state and the weights from the checkpoint.
-    fn optimizer(&mut self, settings: &OptimizerSettings, resume_point: Option<&ResumePoint>) -> Result<Optimizer> {
+    fn optimizer(
+        &mut self,
+        settings: &OptimizerSettings,
+        resume_point: Option<&ResumePoint>,
+    ) -> Result<Optimizer> {
         let context = &mut self.context;
         let round = context.plan.recipe.model.dtype.is_bf16();
         let mut optimizer = Optimizer::new(settings, &mut context.parameters, round)?;
@@ -332,7 +336,7 @@ impl Trainer {
     fn warn_about_step(&mut self, step: u64, rollouts: &Rollouts, metrics: &Metrics) -> Result<()> {
         if rollouts.has_tool_timeout() && !self.has_tool_timeout {
             self.has_tool_timeout = true;
-                    let what = "a tool call was ended by the wall-clock limit (interpreter.wall_clock_s); from this step on, another run \
+            let what = "a tool call was ended by the wall-clock limit (interpreter.wall_clock_s); from this step on, another run \
                                             of this recipe may give different results";
             self.warn(Phase::Rl, step, what.to_owned())?;
         }

@@ -92,7 +92,9 @@ impl Trainer {
         }
         let run = &self.folder.path;
         let (reference, digest) = match resume_point {
-            Some(resume_point) => (reference::read(run, config, parameters)?, resume_point.state.reference_digest),
+            Some(resume_point) => {
+                (reference::read(run, config, parameters)?, resume_point.state.reference_digest)
+            }
             None => {
                 let reference = reference::copy(config, parameters)?;
                 let mut digest = None;

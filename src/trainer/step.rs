@@ -43,7 +43,7 @@ impl Trainer {
 
     fn policy_step(&self, step: u64) -> PolicyStep<'_> {
         let recipe = &self.context.plan.recipe;
-        let load_balance = recipe.train.load_balance_coefficient;
+        let load_balance_coefficient = recipe.train.load_balance_coefficient;
         PolicyStep {
             step,
             runner: self.runner(),
@@ -51,7 +51,7 @@ impl Trainer {
             policy: &recipe.policy,
             train: &recipe.train,
             kl_coefficient: self.kl.coefficient(),
-            pass: PassSettings { load_balance, ..self.pass_settings(recipe.rollout.temperature) },
+            pass: PassSettings { load_balance_coefficient, ..self.pass_settings(recipe.rollout.temperature) },
             old_log_prob_forward: ForwardOptions::for_old_log_probs(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
             norm_limits: GradientNormLimits {
@@ -273,7 +273,11 @@ impl PolicyStep<'_> {
 
     /// Returns the source of the old log-probs.
     fn old_log_prob_source(&self) -> OldLogProbSource {
-        if self.old_log_prob_forward.is_some() { OldLogProbSource::Recompute } else { self.policy.old_logprob }
+        if self.old_log_prob_forward.is_some() {
+            OldLogProbSource::Recompute
+        } else {
+            self.policy.old_logprob
+        }
     }
 
     /// Runs the critic's updates. Their targets, the returns, are already computed.
@@ -378,7 +382,8 @@ impl PolicyStep<'_> {
         let outputs =
             self.runner.accumulate_with_progress(&batch.micro_batches, self.pass, objective, &stage)?;
         stage.finish();
-        let metrics = loss.metrics(&shares.into_values()?, &outputs, self.pass.load_balance > 0.0);
+        let metrics =
+            loss.metrics(&shares.into_values()?, &outputs, self.pass.load_balance_coefficient > 0.0);
         Ok(Some(PolicyUpdate { metrics, forward: batch.join_forward(&outputs)? }))
     }
 

@@ -45,7 +45,7 @@ impl Trainer {
             })?;
             let mut metrics = Metrics::new();
             metrics.set("cold_start/loss", output.loss);
-            if pass.load_balance > 0.0 {
+            if pass.load_balance_coefficient > 0.0 {
                 metrics.set("cold_start/load_balance", output.load_balance);
             }
             let lr = optimizer.learning_rate(step, cold_start.steps);
@@ -88,7 +88,7 @@ impl Trainer {
         Ok(false)
     }
 
-    fn validation_loss(&self, held_out: &[Sequence]) -> Result<f64> {
+    fn validation_loss(&self, validation: &[Sequence]) -> Result<f64> {
         let tokens = self.context.plan.recipe.train.micro_batch_tokens;
         supervised::loss(&self.runner(), validation, tokens, self.pass_settings(1.0), &self.console)
     }
