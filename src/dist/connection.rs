@@ -1,7 +1,7 @@
-//! The communication thread: one thread makes every call of the library that carries bytes between ranks.
+//! The communication thread. This one thread makes every call of the library that sends bytes between ranks.
 //!
-//! No call blocks. The thread polls pending exchanges, so an exchange that a rank never joins ends with an
-//! error message.
+//! No call blocks. The thread polls pending exchanges. So an exchange that a rank never joins ends with an
+//! error.
 
 use super::{Communicator, Exchange, PendingMessages};
 use anyhow::{Context, Result, anyhow};
@@ -9,47 +9,47 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Number of polls before the thread sleeps between polls: most exchanges end at once.
+/// Number of polls without sleep. Most exchanges end within them.
 const SPIN_POLLS: u32 = 200;
-/// Sleep between polls.
+/// Sleep between later polls.
 const POLL_SLEEP: Duration = Duration::from_micros(50);
-/// Time limit of an exchange until the recipe is read.
+/// Time limit of an exchange, until the recipe sets another one.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(600);
 /// Time limit of the disconnect.
 pub(super) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A library that carries bytes between ranks. One thread calls it, and no call blocks on another rank.
+/// A library that sends bytes between ranks. One thread calls it, and no call blocks on another rank.
 pub(super) trait TransportBackend {
     /// A pending exchange, with its buffers.
     type Active;
 
-    /// Whether [`Self::missing_ranks`] names exactly the ranks whose parts are missing.
+    /// Whether [`Self::missing_ranks`] returns exactly the ranks whose parts are missing.
     const NAMES_MISSING_RANKS: bool;
 
-    /// This process's rank.
+    /// Returns this process's rank.
     fn rank(&self) -> usize;
-    /// The number of ranks.
+    /// Returns the number of ranks.
     fn ranks(&self) -> usize;
-    /// Posts `exchange`. A library that must wait for other ranks waits at most `limit`.
+    /// Starts `exchange`. If the library must wait for other ranks, it waits at most `limit`.
     fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Self::Active>;
-    /// Returns the ranks whose parts were not sent or received yet, one entry a part.
+    /// Returns the ranks whose parts are not sent or received yet, one entry per part.
     fn missing_ranks(&mut self, active: &mut Self::Active) -> Result<Vec<usize>>;
-    /// Returns the received parts, once nothing is missing.
+    /// Returns the received parts. Call it when no part is missing.
     fn take_messages(&mut self, active: Self::Active) -> Result<Vec<Vec<u8>>>;
-    /// Drops an exchange that did not end. The library may still write its buffers.
+    /// Drops an exchange that has not ended. The library may still write to its buffers.
     fn abandon(&mut self, active: Self::Active);
-    /// Disconnects; the last call.
+    /// Disconnects. This is the last call.
     fn disconnect(&mut self);
 }
 
-/// A request to the thread.
+/// A request to the communication thread.
 enum Request {
     Exchange(Exchange, Sender<Result<Vec<Vec<u8>>>>),
     Limit(Duration),
     Disconnect(Sender<()>),
 }
 
-/// This process's connection to the other ranks, over any backend.
+/// This process's connection to the other ranks, through any backend.
 pub(super) struct Connection {
     rank: usize,
     ranks: usize,
@@ -57,10 +57,10 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Opens the backend by `open`, on a thread of its own.
+    /// Opens a backend with `open`, on a thread of its own.
     ///
     /// # Errors
-    /// Those of `open`.
+    /// The errors of `open`.
     pub fn open<C: TransportBackend>(open: impl FnOnce() -> Result<C> + Send + 'static) -> Result<Self> {
         let (requests, inbox) = channel();
         let (reply, receiver) = channel();
@@ -108,13 +108,13 @@ impl Communicator for Connection {
     fn disconnect(&self) {
         let (reply, receiver) = channel();
         if self.send(Request::Disconnect(reply)).is_ok() {
-            // Do not wait for a launcher that does not return.
+            // Do not wait longer for a launcher that does not return.
             let _ = receiver.recv_timeout(DISCONNECT_TIMEOUT);
         }
     }
 }
 
-/// A pending exchange and the channel of its caller.
+/// A pending exchange, and the channel to its caller.
 struct ActiveExchange<U> {
     what: String,
     begun: Instant,
@@ -154,7 +154,7 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
                 let _ = reply.send(());
                 return;
             }
-            // The process ends without a disconnect: the launcher cleans up.
+            // The process ends without a disconnect. The launcher cleans up.
             Err(TryRecvError::Disconnected) => return,
             Err(TryRecvError::Empty) => {}
         }
@@ -171,7 +171,7 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
     }
 }
 
-/// Polls one exchange. Returns it if it is still pending; otherwise sends its result to the caller.
+/// Polls one exchange. Returns the exchange if it is still pending; otherwise sends its result to the caller.
 fn poll<C: TransportBackend>(
     backend: &mut C,
     mut one: ActiveExchange<C::Active>,
@@ -190,9 +190,9 @@ fn poll<C: TransportBackend>(
             missing.sort_unstable();
             missing.dedup();
             let who =
-                if C::NAMES_MISSING_RANKS { "they hang, or make" } else { "one of them hangs, or makes" };
+                if C::NAMES_MISSING_RANKS { "they hang or make" } else { "one of them hangs or makes" };
             anyhow!(
-                "rank {} has waited {:.0} s in \"{}\" for ranks {missing:?}: {who} other calls",
+                "rank {} has waited {:.0} s in \"{}\" for ranks {missing:?}: {who} different calls",
                 backend.rank(),
                 one.begun.elapsed().as_secs_f64(),
                 one.what

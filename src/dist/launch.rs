@@ -1,5 +1,4 @@
-//! The launcher that started this process, alone or as one of several, and the transport between the
-//! processes.
+//! The launcher that started this process (and possibly others), and the transport between the processes.
 
 use crate::error::{BadInput, ErrorOnOtherRank};
 #[cfg(feature = "nccl")]
@@ -10,13 +9,13 @@ use anyhow::Result;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Launcher {
     Torchrun,
-    /// Open MPI's mpirun, or the PMI of MPICH and Slurm.
+    /// mpirun of Open MPI, or the PMI of MPICH and Slurm.
     Mpi,
     Slurm,
 }
 
-/// Environment variables with the number of processes and this process's rank. torchrun comes first, as Slurm
-/// may start it.
+/// Environment variables that hold the number of processes and this process's rank. torchrun comes first,
+/// because Slurm may start torchrun.
 const LAUNCHER_VARIABLES: [(Launcher, [&str; 2]); 4] = [
     (Launcher::Torchrun, ["WORLD_SIZE", "RANK"]),
     (Launcher::Mpi, ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"]),
@@ -24,7 +23,7 @@ const LAUNCHER_VARIABLES: [(Launcher, [&str; 2]); 4] = [
     (Launcher::Slurm, ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"]),
 ];
 
-/// The launcher's description of this process.
+/// What the launcher says about this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct LaunchInfo {
     launcher: Launcher,
@@ -32,11 +31,11 @@ struct LaunchInfo {
     rank: usize,
 }
 
-/// Reads the launcher's variables; `None` for a process without a launcher.
+/// Reads the launcher's variables. Returns `None` for a process without a launcher.
 fn launch_info(variable: impl Fn(&str) -> Option<String>) -> Option<LaunchInfo> {
     let number = |name: &str| variable(name)?.parse().ok();
     LAUNCHER_VARIABLES.iter().find_map(|&(launcher, [processes, rank])| {
-        // Other programs set these names too, but only torchrun sets all of them.
+        // Other programs set these two names too, but only torchrun also sets the address and the port.
         let whole = ["MASTER_ADDR", "MASTER_PORT"].iter().all(|name| variable(name).is_some());
         let info = LaunchInfo { launcher, processes: number(processes)?, rank: number(rank)? };
         (launcher != Launcher::Torchrun || whole).then_some(info)
@@ -47,13 +46,13 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Returns the number of processes by the launcher's variables; 1 without a launcher.
+/// Returns the number of processes, read from the launcher's variables; 1 without a launcher.
 pub fn process_count() -> usize {
     launch_info(variable).map_or(1, |info| info.processes)
 }
 
-/// Makes an error that every process finds before they are connected. Rank 0 prints `message`; the others
-/// print nothing.
+/// Returns an error that occurs in every process before the processes are connected. Rank 0 prints `message`;
+/// the other ranks print nothing.
 fn report_once(message: String) -> anyhow::Error {
     match launch_info(variable) {
         None | Some(LaunchInfo { rank: 0, .. }) => BadInput(message).into(),
@@ -61,10 +60,10 @@ fn report_once(message: String) -> anyhow::Error {
     }
 }
 
-/// Refuses several processes for `command`, which runs in one process.
+/// Checks that there is only one process, because `command` runs in one process.
 ///
 /// # Errors
-/// [`BadInput`] when a launcher started several.
+/// [`BadInput`] when a launcher started several processes.
 pub fn require_single_process(command: &str) -> Result<()> {
     match process_count() {
         0 | 1 => Ok(()),
@@ -74,15 +73,15 @@ pub fn require_single_process(command: &str) -> Result<()> {
     }
 }
 
-/// A library that carries bytes between processes.
+/// A library that sends bytes between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Transport {
     Mpi,
     Nccl,
 }
 
-/// Selects the transport: MPI if MPI started the processes or may have, NCCL under torchrun. `RLOSS_RANKS_BY`
-/// overrides it.
+/// Returns the transport. Under mpirun it is MPI; under torchrun it is NCCL. Under other launchers it is MPI
+/// if this build has MPI, else NCCL. `RLOSS_RANKS_BY` selects one of them.
 ///
 /// # Errors
 /// [`BadInput`] when this build has no transport for the launcher.
@@ -95,8 +94,8 @@ pub(super) fn transport() -> Result<Transport> {
             (false, false) => {
                 ("neither MPI nor NCCL", "build with --features mpi or nccl, or start one process")
             }
-            (true, false) => ("MPI alone", "start them by mpirun or srun, or build with --features nccl"),
-            (false, true) => ("NCCL alone", "start them by torchrun or srun, or build with --features mpi"),
+            (true, false) => ("only MPI", "start them with mpirun or srun, or build with --features nccl"),
+            (false, true) => ("only NCCL", "start them with torchrun or srun, or build with --features mpi"),
             (true, true) => {
                 ("MPI for mpirun and srun, NCCL for torchrun and srun", "set RLOSS_RANKS_BY to mpi or nccl")
             }
@@ -114,7 +113,7 @@ fn transport_by(
     launcher: Option<Launcher>,
     requested: Option<&str>,
 ) -> Option<Transport> {
-    // mpirun gives no address of rank 0; torchrun starts no MPI.
+    // mpirun does not give the address of rank 0, and torchrun does not start MPI.
     let by_mpi =
         mpi && launcher != Some(Launcher::Torchrun) && requested.is_none_or(|requested| requested == "mpi");
     let by_nccl =
@@ -129,22 +128,22 @@ fn transport_by(
 pub(super) struct RankAddress {
     pub rank: usize,
     pub ranks: usize,
-    /// This process's rank on its machine.
+    /// This process's rank among the processes of its machine.
     pub local_rank: usize,
     /// The host of rank 0.
     pub host: String,
     pub port: u16,
-    /// A token that only this job's processes know.
+    /// A token that only the processes of this job know.
     pub token: super::tcp::Token,
 }
 
 /// Reads [`RankAddress`] from the variables of torchrun or Slurm.
 ///
 /// # Errors
-/// [`BadInput`] when a variable is missing or not a number.
+/// [`BadInput`] when a variable is missing or is not a number.
 #[cfg(feature = "nccl")]
 pub(super) fn rank_address() -> Result<RankAddress> {
-    // The launcher's variables are public, so the token needs a secret.
+    // Other users can read the launcher's variables, so the token needs a secret.
     let secret = || match (variable("RLOSS_JOB_TOKEN"), key_folder()) {
         (Some(token), _) => Ok(token.into_bytes()),
         (None, Some(folder)) => {
@@ -166,7 +165,7 @@ fn rank_address_by(
 ) -> Result<RankAddress, String> {
     let needed = |name: &str| {
         variable(name)
-            .ok_or(format!("{name} is not set; start the processes by torchrun or srun, which set it"))
+            .ok_or(format!("{name} is not set; start the processes with torchrun or srun, which set it"))
     };
     let number = |name: &str, text: String| {
         text.parse::<usize>().map_err(|_| format!("{name}: \"{text}\" is not a whole number of at least 0"))
@@ -187,7 +186,8 @@ fn rank_address_by(
         _ => {
             let (job, step) = (of("SLURM_JOB_ID")?, of("SLURM_STEP_ID")?);
             let nodes = variable("SLURM_STEP_NODELIST").map_or_else(|| needed("SLURM_JOB_NODELIST"), Ok)?;
-            // Jobs on one machine rarely share a port; the token keeps those that do disconnected.
+            // Two jobs on one machine rarely have the same port. If they do, their tokens differ, so they do
+            // not connect.
             (
                 of("SLURM_LOCALID")?,
                 first_node(&nodes),
@@ -199,7 +199,7 @@ fn rank_address_by(
     };
     let port = variable("RLOSS_PORT").map_or(Ok(port), |text| number("RLOSS_PORT", text))?;
     let port = u16::try_from(port).map_err(|_| format!("port {port} is above 65535; set RLOSS_PORT"))?;
-    // On one machine, listen on the loopback interface: no other machine can connect.
+    // If there is only one machine, listen on the loopback interface, so that no other machine can connect.
     let host = if alone { "127.0.0.1".to_owned() } else { host };
     let key = blake3::derive_key("rloss 2025 what the ranks of a job show each other", &secret()?);
     let hash = blake3::keyed_hash(&key, job.as_bytes());
@@ -208,7 +208,7 @@ fn rank_address_by(
     Ok(RankAddress { rank: info.rank, ranks: info.processes, local_rank: local, host, port, token })
 }
 
-/// Returns the first host of Slurm's node list, such as `gpu[07-09,12],login1`.
+/// Returns the first host of Slurm's node list. An example of a list is `gpu[07-09,12],login1`.
 #[cfg(any(test, feature = "nccl"))]
 fn first_node(nodes: &str) -> String {
     let end = nodes.find([',', '[']).unwrap_or(nodes.len());
@@ -285,17 +285,17 @@ mod tests {
         assert_eq!(
             (environment.host.as_str(), environment.port),
             ("gpu1", 29501),
-            "torchrun has its own port"
+            "torchrun itself uses the other port"
         );
         let with = |name, value| found(&[&torchrun[..], &[(name, value)]].concat());
         assert_ne!(with("TORCHELASTIC_RUN_ID", "8").unwrap().token, environment.token);
         let other = rank_address_by(given(&torchrun), || Ok(b"another".to_vec())).unwrap();
-        assert_ne!(other.token, environment.token, "the launcher's words are public");
+        assert_ne!(other.token, environment.token, "the launcher's variables are public");
         assert_eq!(with("LOCAL_WORLD_SIZE", "8").unwrap().host, "gpu1");
         assert_eq!(
             with("LOCAL_WORLD_SIZE", "16").unwrap().host,
             "127.0.0.1",
-            "nobody else's machine connects"
+            "no other machine can connect"
         );
         assert_eq!(with("RLOSS_PORT", "4000").unwrap().port, 4000);
         assert!(with("RLOSS_PORT", "x").unwrap_err().contains("RLOSS_PORT: \"x\" is not a whole number"));

@@ -1,8 +1,8 @@
 //! Detects that another process is dead or stopped.
 //!
-//! A killed process sends nothing, and MPI would wait for it; but the system closes its sockets. So every
-//! rank holds a connection to rank 0. Both sides send a heartbeat every few seconds, which a stopped process
-//! or an unreachable machine does not.
+//! A killed process sends nothing, and MPI would wait for it. But the system closes its sockets, so every
+//! rank keeps a connection to rank 0. Both sides send a heartbeat every few seconds. A stopped process or an
+//! unreachable machine sends none.
 
 use super::Mesh;
 use super::tcp::{TOKEN_BYTES, Token, accept, join};
@@ -16,14 +16,15 @@ use std::time::Duration;
 
 /// Sent on a connection before an orderly end.
 const END: u8 = 1;
-/// Sent by rank 0 before it ends because of another rank. That rank's number follows in 8 bytes.
+/// Sent by rank 0 before it ends because another rank is lost. The number of the lost rank follows in 8
+/// bytes.
 const GONE: u8 = 2;
 
 /// The heartbeat, sent every [`BEAT`].
 const ALIVE: u8 = 3;
 const BEAT: Duration = Duration::from_secs(10);
-/// A rank that is silent for two timeouts counts as stopped. One is not enough: this process may itself have
-/// been suspended.
+/// A rank counts as stopped if nothing arrives within two timeouts. One timeout is not enough, because this
+/// process may itself have been suspended.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The address where rank 0 listens, and the token of its ranks.
@@ -34,10 +35,10 @@ struct Address {
     token: Token,
 }
 
-/// This process's monitor: a connection to rank 0, or on rank 0 one to every other rank.
+/// This process's monitor. It has a connection to rank 0; on rank 0, it has a connection to every other rank.
 pub(super) struct LivenessMonitor(Arc<MonitorState>);
 
-/// The part of the monitor that its threads share.
+/// The state that the monitor's threads share.
 struct MonitorState {
     rank: usize,
     hosts: Vec<String>,
@@ -93,7 +94,7 @@ impl LivenessMonitor {
         Ok(Self(shared))
     }
 
-    /// Stops the monitor: from now on other ranks may end.
+    /// Stops the monitor. From now on, other ranks may end.
     pub fn stop(&self) {
         self.0.stopped.store(true, Ordering::Relaxed);
         self.0.send_all(&[END]);
@@ -103,13 +104,13 @@ impl LivenessMonitor {
 impl MonitorState {
     fn send_all(&self, message: &[u8]) {
         for mut stream in &self.streams {
-            // A rank that is gone needs no message.
+            // A lost rank needs no message.
             let _ = stream.write_all(message);
         }
     }
 
-    /// Waits for the end of `other`. After any but an orderly end this process exits at once: its work cannot
-    /// continue.
+    /// Waits for the end of `other`. If the end is not orderly, this process exits at once, because its work
+    /// cannot continue.
     fn wait_for_end(&self, other: usize, stream: TcpStream) {
         let end = connection_end(stream, READ_TIMEOUT);
         if end == ConnectionEnd::Orderly || self.stopped.load(Ordering::Relaxed) {
@@ -126,11 +127,11 @@ impl MonitorState {
         message.extend((gone as u64).to_le_bytes());
         self.send_all(&message);
         let line = format!(
-            "error: rank {}: rank {gone} on {} {what}, so this one stops; continue from the last checkpoint with --resume\n",
+            "error: rank {}: rank {gone} on {} {what}, so this rank stops; continue from the last checkpoint with --resume\n",
             self.rank,
             self.hosts.get(gone).map_or("?", String::as_str)
         );
-        // One write, as other ranks write to the same terminal.
+        // A single write, because other ranks write to the same terminal.
         let _ = std::io::stderr().write_all(line.as_bytes());
         std::process::exit(i32::from(crate::error::EXIT_FAILED));
     }
@@ -139,17 +140,17 @@ impl MonitorState {
 /// How a connection ended.
 #[derive(Debug, PartialEq, Eq)]
 enum ConnectionEnd {
-    /// In order.
+    /// The rank announced its end.
     Orderly,
-    /// Because of the death of another rank.
+    /// Another rank is lost.
     OtherRank(usize),
     Closed,
-    /// It is open, but nothing arrived for twice the time allowed.
+    /// The connection is open, but nothing arrived for twice the timeout.
     Silent,
 }
 
 fn connection_end(mut stream: TcpStream, silence: Duration) -> ConnectionEnd {
-    // If the time limit cannot be set, the time limit of exchanges still detects a stopped rank.
+    // If the timeout cannot be set, the time limit of exchanges still detects a stopped rank.
     let _ = stream.set_read_timeout(Some(silence));
     let (mut kind, mut number, mut silences) = ([0], [0; 8], 0);
     loop {
@@ -191,8 +192,8 @@ mod tests {
         Some(stream)
     }
 
-    /// Without heartbeats, only the time limit of an exchange (1,800 s by default) would detect a stopped
-    /// rank.
+    /// Regression test: without heartbeats, only the time limit of an exchange (1,800 s by default) detected
+    /// a stopped rank.
     #[test]
     fn a_rank_that_says_nothing_is_told_from_one_that_is_there_and_one_that_is_gone() {
         let silence = Duration::from_millis(100);

@@ -14,25 +14,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// The name of the exchange that carries rank 0's requests.
+/// The name of the exchange that sends rank 0's requests.
 const REQUEST: &str = "a request of rank 0";
 
-/// All processes of a run. A single process is a mesh of one rank, which exchanges nothing.
+/// All processes of a run. For a single process, it is a mesh of one rank, which exchanges nothing.
 pub struct Mesh {
-    /// `None` for one process.
+    /// `None` for a single process.
     communicator: Option<Box<dyn Communicator>>,
     /// Ends this process when another process dies.
     monitor: Option<LivenessMonitor>,
-    /// Whether rank 0 works alone and the others serve its requests.
+    /// Whether rank 0 works alone while the other ranks serve its requests.
     rank_zero_alone: AtomicBool,
     ranks_on_host: usize,
     local_rank: usize,
     ranks_on_cores: usize,
-    /// The size of a sequence-parallel group.
+    /// Number of ranks in a sequence-parallel group.
     sequence: AtomicUsize,
 }
 
-/// The host and the cores of a rank.
+/// The host of a rank, and the cores that it may use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Peer {
     host: String,
@@ -57,16 +57,16 @@ struct RankResult {
 }
 
 impl Mesh {
-    /// Makes the mesh of a single process.
+    /// Creates the mesh of a single process.
     pub fn single() -> Arc<Self> {
         Arc::new(Self::alone())
     }
 
-    /// Connects the processes that the launcher started; a single process needs no connection.
+    /// Connects the processes that the launcher started. A single process needs no connection.
     ///
     /// # Errors
-    /// [`BadInput`] when there are several and this build cannot connect them; other errors when the
-    /// connection fails.
+    /// [`BadInput`] when there are several processes and this build cannot connect them. Other errors when
+    /// the connection fails.
     pub fn connect() -> Result<Arc<Self>> {
         let processes = super::launch::process_count();
         if processes == 1 {
@@ -100,24 +100,24 @@ impl Mesh {
         self.ranks_on_host
     }
 
-    /// Returns this process's rank among those of its machine, from 0.
+    /// Returns this process's rank among the processes of its machine, from 0.
     pub fn local_rank(&self) -> usize {
         self.local_rank
     }
 
     /// Returns the number of ranks on this machine that share this process's cores. A launcher may bind each
-    /// rank to its own cores.
+    /// rank to cores of its own.
     pub fn ranks_on_cores(&self) -> usize {
         self.ranks_on_cores
     }
 
-    /// Makes `ranks` consecutive ranks one sequence-parallel group. `ranks` must divide the number of all
-    /// ranks.
+    /// Makes each `ranks` consecutive ranks one sequence-parallel group. `ranks` must divide the number of
+    /// all ranks.
     pub fn set_sequence_ranks(&self, ranks: usize) {
         self.sequence.store(ranks.max(1), Ordering::Relaxed);
     }
 
-    /// Returns the size of a sequence-parallel group.
+    /// Returns the number of ranks in a sequence-parallel group.
     pub fn sequence_ranks(&self) -> usize {
         self.sequence.load(Ordering::Relaxed)
     }
@@ -133,7 +133,8 @@ impl Mesh {
         (first..first + self.sequence_ranks()).collect()
     }
 
-    /// Returns the number of sequence-parallel groups. Each has its own micro-batches (data parallelism).
+    /// Returns the number of sequence-parallel groups. Each group has its own micro-batches (data
+    /// parallelism).
     pub fn data_ranks(&self) -> usize {
         self.ranks() / self.sequence_ranks()
     }
@@ -160,7 +161,7 @@ impl Mesh {
         self.communicator.as_ref().map_or(1, |c| c.ranks())
     }
 
-    /// Whether this process is rank 0, which writes the console, the metrics and the checkpoints.
+    /// Returns whether this process is rank 0, which writes the console, the metrics and the checkpoints.
     pub fn is_rank_zero(&self) -> bool {
         self.rank() == 0
     }
@@ -170,8 +171,8 @@ impl Mesh {
         (0..self.ranks()).collect()
     }
 
-    /// Starts an exchange among the ranks `group`, which includes this one. `parts` has one part for each
-    /// rank of the group; `lengths` has the bytes that each rank sends.
+    /// Starts an exchange among the ranks `group`, which includes this rank. `parts` has one part for each
+    /// rank of the group. `lengths` has the number of bytes that each rank sends.
     ///
     /// # Errors
     /// When the connection has ended.
@@ -183,8 +184,8 @@ impl Mesh {
         lengths: &[usize],
     ) -> Result<PendingExchange> {
         let rank = self.rank();
-        let place = group.iter().position(|&other| other == rank).context("a group without this rank")?;
-        let own = parts.get(place).cloned().context("no part for this rank")?;
+        let place = group.iter().position(|&other| other == rank).context("this rank is not in the group")?;
+        let own = parts.get(place).cloned().context("there is no part for this rank")?;
         let (Some(communicator), true) = (&self.communicator, group.len() > 1) else {
             return Ok(PendingExchange { own: (own, 0), others: None });
         };
@@ -195,7 +196,7 @@ impl Mesh {
         Ok(PendingExchange { own: (own, place), others: Some(pending) })
     }
 
-    /// Gathers every rank's part, of any length, in rank order.
+    /// Gathers the parts of all ranks, in rank order. A part may have any length.
     ///
     /// # Errors
     /// When a rank does not answer in time.
@@ -210,10 +211,10 @@ impl Mesh {
         self.start(what, &all_ranks, replicate(part, ranks), &lengths)?.wait()
     }
 
-    /// Gathers every rank's record, in rank order.
+    /// Gathers the records of all ranks, in rank order.
     ///
     /// # Errors
-    /// As [`Self::all_gather`].
+    /// The errors of [`Self::all_gather`].
     pub fn all_gather_records<T: Serialize + for<'a> Deserialize<'a>>(
         &self,
         what: &str,
@@ -222,10 +223,10 @@ impl Mesh {
         self.all_gather(what, serialize(own)?)?.iter().map(|bytes| deserialize(bytes)).collect()
     }
 
-    /// Gathers one byte of every rank, in rank order, in one exchange.
+    /// Gathers one byte from every rank, in rank order, in a single exchange.
     ///
     /// # Errors
-    /// As [`Self::all_gather`].
+    /// The errors of [`Self::all_gather`].
     pub fn all_gather_byte(&self, what: &str, own: u8) -> Result<Vec<u8>> {
         let ranks = self.ranks();
         let parts =
@@ -233,29 +234,29 @@ impl Mesh {
         Ok(parts.concat())
     }
 
-    /// Whether `own` is true on any rank.
+    /// Returns whether `own` is true on any rank.
     ///
     /// # Errors
-    /// As [`Self::all_gather`].
+    /// The errors of [`Self::all_gather`].
     pub fn any(&self, what: &str, own: bool) -> Result<bool> {
         Ok(self.all_gather_byte(what, u8::from(own))?.contains(&1))
     }
 
-    /// Broadcasts rank 0's record to every rank.
+    /// Sends rank 0's record to every rank. Returns the record.
     ///
     /// # Errors
-    /// As [`Self::all_gather`].
+    /// The errors of [`Self::all_gather`].
     pub fn broadcast<T: Serialize + for<'a> Deserialize<'a>>(&self, what: &str, own: &T) -> Result<T> {
         let part = if self.is_rank_zero() { serialize(own)? } else { vec![] };
         let parts = self.all_gather(what, part)?;
-        deserialize(parts.first().context("no part of rank 0")?)
+        deserialize(parts.first().context("rank 0 sent no part")?)
     }
 
     /// Returns `result` if all ranks succeeded. Otherwise every rank fails, and the first failed rank reports
     /// its error.
     ///
     /// # Errors
-    /// This rank's own, or [`ErrorOnOtherRank`].
+    /// The error of this rank, or [`ErrorOnOtherRank`].
     pub fn agree<T>(&self, what: &str, result: Result<T>) -> Result<T> {
         if self.communicator.is_none() {
             return result;
@@ -291,7 +292,7 @@ impl Mesh {
     /// Checks that `own` is equal on all ranks.
     ///
     /// # Errors
-    /// [`BadInput`] on every rank if one differs from rank 0; the message has `what` and the `remedy`.
+    /// [`BadInput`] on every rank if a rank differs from rank 0. The message has `what` and the `remedy`.
     pub fn check_equal(&self, what: &str, own: &str, remedy: &str) -> Result<()> {
         let all = self.all_gather_records(what, &own.to_owned())?;
         let Some(other) = all.iter().position(|found| *found != all[0]) else { return Ok(()) };
@@ -304,11 +305,11 @@ impl Mesh {
         }
     }
 
-    /// Runs `work` on rank 0 alone, such as writing a file. The others `answer` each request that it makes by
-    /// [`Self::request`].
+    /// Runs `work`, such as writing a file, on rank 0 alone. The other ranks call `answer` on each request
+    /// that rank 0 makes with [`Self::request`].
     ///
     /// # Errors
-    /// Rank 0's error, which is [`ErrorOnOtherRank`] on the others; also those of `answer`.
+    /// On rank 0, the error of `work`; on the other ranks, [`ErrorOnOtherRank`]. Also the errors of `answer`.
     pub fn run_on_rank_zero<R: Serialize + for<'a> Deserialize<'a>>(
         &self,
         work: impl FnOnce() -> Result<()>,
@@ -330,11 +331,11 @@ impl Mesh {
         self.agree("the work of rank 0", Ok(()))
     }
 
-    /// Sends rank 0's request to the others. Outside [`Self::run_on_rank_zero`] it does nothing, because all
-    /// ranks make the same calls.
+    /// Sends rank 0's request to the other ranks. Outside [`Self::run_on_rank_zero`] it does nothing, because
+    /// all ranks make the same calls.
     ///
     /// # Errors
-    /// As [`Self::all_gather`].
+    /// The errors of [`Self::all_gather`].
     pub fn request<R: Serialize + for<'a> Deserialize<'a>>(&self, request: R) -> Result<()> {
         if self.rank_zero_alone.load(Ordering::Relaxed) {
             self.broadcast(REQUEST, &Some(request))?;
@@ -342,7 +343,7 @@ impl Mesh {
         Ok(())
     }
 
-    /// Disconnects: after this the end of a rank is no failure.
+    /// Disconnects. Afterwards, a rank may end without counting as lost.
     pub fn disconnect(&self) {
         if let Some(monitor) = &self.monitor {
             monitor.stop();
@@ -353,14 +354,14 @@ impl Mesh {
     }
 }
 
-/// A pending exchange, and this rank's own part of it.
+/// A pending exchange, and the part that this rank keeps for itself.
 pub struct PendingExchange {
     own: (Arc<Vec<u8>>, usize),
     others: Option<PendingMessages>,
 }
 
 impl PendingExchange {
-    /// Returns the parts of all ranks of the group, this one included, in the group's order.
+    /// Returns the parts of all ranks of the group, including this rank, in the group's order.
     ///
     /// # Errors
     /// When a rank does not answer in time.
@@ -377,7 +378,7 @@ fn read_length(bytes: &[u8]) -> Result<usize> {
     Ok(u64::from_le_bytes(bytes.try_into().context("a length of 8 bytes")?) as usize)
 }
 
-/// Connects by the transport of the launcher and this build: [`super::launch::transport`].
+/// Connects with the transport that [`super::launch::transport`] returns.
 fn connect_transport(processes: usize) -> Result<Box<dyn Communicator>> {
     let transport = super::launch::transport()?;
     let connection: Result<Box<dyn Communicator>> = match transport {
@@ -389,7 +390,7 @@ fn connect_transport(processes: usize) -> Result<Box<dyn Communicator>> {
             Ok(Box::new(Connection::open(move || super::nccl::Comm::open(&address))?))
         }
         #[cfg(not(all(feature = "mpi", feature = "nccl")))]
-        other => Err(anyhow::anyhow!("{other:?} is not in this build")),
+        other => Err(anyhow::anyhow!("this build has no {other:?}")),
     };
     let connection = connection?;
     if connection.ranks() != processes {
@@ -400,7 +401,7 @@ fn connect_transport(processes: usize) -> Result<Box<dyn Communicator>> {
 
 #[cfg(test)]
 impl Mesh {
-    /// Makes rank `rank` of `ranks` without a connection, for tests of each rank's shards.
+    /// Creates rank `rank` of `ranks` without a connection, for tests of each rank's shards.
     pub fn without_connection(rank: usize, ranks: usize) -> Arc<Self> {
         struct StubCommunicator(usize, usize);
         impl Communicator for StubCommunicator {

@@ -1,9 +1,9 @@
-//! Processes that share a run: their launcher, the one exchange behind all collectives, and the detection of
-//! a dead process.
+//! Processes that share a run: their launcher, the exchange on which all collectives are built, and the
+//! detection of a dead process.
 //!
-//! Every collective is an exchange of bytes: a rank sends a part to each rank of a group and receives one
-//! from each. We add sums ourselves, in rank order. A library's reduction would add in an order that depends
-//! on topology and size. So a run on N ranks is reproducible to the bit.
+//! Every collective is an exchange of bytes: a rank sends a part to each rank of a group and receives a part
+//! from each. This crate adds sums itself, in rank order. The reduction of a library would use an order that
+//! depends on topology and size. So a run on N ranks is reproducible bit by bit.
 
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod connection;
@@ -32,29 +32,29 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-/// The parts that one rank sends to and receives from others.
+/// The parts that one rank sends to other ranks and receives from them.
 #[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code))]
 pub struct Exchange {
-    /// The name of the exchange in messages, equal on every rank.
+    /// The name of the exchange in messages. It is equal on every rank.
     pub what: String,
-    /// Rank, and the part sent to it.
+    /// For each receiving rank, the rank and the part.
     pub send: Vec<(usize, Arc<Vec<u8>>)>,
-    /// Rank, and the number of bytes received from it.
+    /// For each sending rank, the rank and the number of bytes.
     pub receive: Vec<(usize, usize)>,
 }
 
-/// Returns `part` once for each of `ranks` ranks.
+/// Returns `ranks` references to `part`, one for each rank.
 pub fn replicate(part: Vec<u8>, ranks: usize) -> Vec<Arc<Vec<u8>>> {
     std::iter::repeat_n(Arc::new(part), ranks).collect()
 }
 
-/// Returns an exchange's tag, so that ranks in different exchanges do not accept each other's parts.
+/// Returns the tag of an exchange. With tags, ranks in different exchanges do not accept each other's parts.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 fn tag(what: &str) -> u32 {
     what.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
-/// Carries parts between ranks. Every rank starts the same exchanges in the same order.
+/// Sends parts between ranks. Every rank starts the same exchanges in the same order.
 pub trait Communicator: Send + Sync {
     /// Returns this process's rank, below [`Self::ranks`].
     fn rank(&self) -> usize;
@@ -67,7 +67,7 @@ pub trait Communicator: Send + Sync {
     fn start(&self, exchange: Exchange) -> Result<PendingMessages>;
     /// Sets the time limit of later exchanges.
     fn set_timeout(&self, limit: Duration);
-    /// Disconnects, once every rank is done.
+    /// Disconnects, after every rank has finished.
     fn disconnect(&self);
 }
 
@@ -75,10 +75,10 @@ pub trait Communicator: Send + Sync {
 pub struct PendingMessages(Receiver<Result<Vec<Vec<u8>>>>);
 
 impl PendingMessages {
-    /// Waits for the parts; returns them in the order of [`Exchange::receive`].
+    /// Waits for the parts and returns them in the order of [`Exchange::receive`].
     ///
     /// # Errors
-    /// At the time limit: the message names this rank, the exchange and the missing ranks.
+    /// When the time limit is reached. The message names this rank, the exchange and the missing ranks.
     pub fn wait(self) -> Result<Vec<Vec<u8>>> {
         self.0.recv().context("the communication thread has ended")?
     }

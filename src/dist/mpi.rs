@@ -1,4 +1,4 @@
-//! MPI backend: non-blocking requests, polled.
+//! MPI backend with non-blocking requests, which are polled.
 
 use super::connection::TransportBackend;
 use super::{Exchange, tag};
@@ -7,10 +7,10 @@ use mpi::ffi;
 use std::os::raw::{c_int, c_void};
 use std::time::Duration;
 
-/// Longest message in bytes: MPI counts in 32 bits.
+/// Maximum length of a message in bytes. MPI counts in 32 bits.
 const MESSAGE_BYTES_MAX: usize = 1 << 30;
 
-/// MPI's world communicator, used by one thread.
+/// MPI's world communicator. One thread uses it.
 pub(super) struct World {
     rank: usize,
     ranks: usize,
@@ -75,8 +75,8 @@ impl TransportBackend for World {
                 // SAFETY: a request may have any bits before MPI writes it.
                 let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
                 let (start, count) = (part.as_mut_ptr().cast::<c_void>(), part.len() as c_int);
-                // SAFETY: the buffer has `count` bytes and no other user. `PendingRequests` keeps it until
-                // its request has ended; `abandon` leaks it.
+                // SAFETY: the buffer has `count` bytes, and nothing else uses it. `PendingRequests` keeps the
+                // buffer until its request has ended. `abandon` leaks the buffer.
                 let code = unsafe {
                     let world = ffi::RSMPI_COMM_WORLD;
                     ffi::MPI_Irecv(start, count, ffi::RSMPI_UINT8_T, from as c_int, tag, world, &mut request)
@@ -90,7 +90,7 @@ impl TransportBackend for World {
                 // SAFETY: as above.
                 let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
                 let (start, count) = (part.as_ptr().cast::<c_void>(), part.len() as c_int);
-                // SAFETY: as for receiving; MPI only reads the bytes.
+                // SAFETY: the conditions are those of receiving. MPI only reads the bytes.
                 let code = unsafe {
                     let world = ffi::RSMPI_COMM_WORLD;
                     ffi::MPI_Isend(start, count, ffi::RSMPI_UINT8_T, *to as c_int, tag, world, &mut request)
@@ -122,12 +122,12 @@ impl TransportBackend for World {
     }
 
     fn abandon(&mut self, posted: PendingRequests) {
-        // Pending requests may still write.
+        // Pending requests may still write to the buffers.
         std::mem::forget(posted);
     }
 
     fn disconnect(&mut self) {
-        // SAFETY: the last MPI call in this process, on the thread that initialised MPI.
+        // SAFETY: this is the last MPI call in this process, on the thread that initialised MPI.
         unsafe { ffi::MPI_Finalize() };
     }
 }

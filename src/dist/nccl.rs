@@ -1,8 +1,8 @@
-//! NCCL backend: one GPU a rank. Parts go through device memory, each with a header that identifies its
-//! exchange.
+//! NCCL backend with one GPU per rank. Parts are copied to device memory, each with a header that identifies
+//! its exchange.
 //!
-//! The communicator is non-blocking. An exchange is one NCCL group with an event at its end; `ncclCommAbort`
-//! ends it at the time limit.
+//! The communicator is non-blocking. An exchange is one NCCL group, followed by an event. At the time limit,
+//! `ncclCommAbort` ends the exchange.
 
 use super::connection::{DISCONNECT_TIMEOUT, TIMEOUT, TransportBackend};
 use super::launch::RankAddress;
@@ -18,33 +18,33 @@ use std::ffi::{CStr, c_int};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Bytes of a part's header: its tag and its length, 8 bytes each.
+/// Bytes of a part's header: its tag and its length, with 8 bytes each.
 const HEADER_BYTES: usize = 16;
-/// `NCCL_CONFIG_UNDEF_INT` of NCCL's header: the value of fields that are not set.
+/// `NCCL_CONFIG_UNDEF_INT` in NCCL's header: the value of fields that are not set.
 const UNDEFINED: c_int = c_int::MIN;
 const CONFIG_MAGIC: u32 = 0xcafe_beef;
-/// The version of the configuration that cudarc's feature `nccl-02024` describes; newer versions accept it.
+/// The version of the configuration in cudarc's feature `nccl-02024`. Newer versions of NCCL accept it.
 const CONFIG_VERSION: u32 = 22_400;
 
-/// The communicator of all ranks, used by one thread.
+/// The communicator of all ranks. One thread uses it.
 pub(super) struct Comm {
     rank: usize,
     ranks: usize,
-    /// `None` after its end.
+    /// `None` after the communicator was aborted or destroyed.
     comm: Option<sys::ncclComm_t>,
-    /// The stream of NCCL's work.
+    /// The stream on which NCCL works.
     exchanges: Arc<CudaStream>,
-    /// The stream of copies from and to the host.
+    /// The stream for copies from and to the host.
     copies: Arc<CudaStream>,
 }
 
 /// A pending exchange.
 pub(super) struct PendingGroup {
-    /// The event at its end.
+    /// The event after the group.
     end: CudaEvent,
-    /// Sending rank, expected header, device memory.
+    /// For each part: sending rank, expected header, device memory.
     receive: Vec<(usize, [u8; HEADER_BYTES], CudaSlice<u8>)>,
-    /// Receiving ranks; several may get one part.
+    /// Receiving ranks. Several ranks may receive the same part.
     to: Vec<usize>,
     _send: Vec<CudaSlice<u8>>,
 }
@@ -60,14 +60,14 @@ fn driver<T>(result: std::result::Result<T, DriverError>, what: &str) -> Result<
     result.map_err(|error| anyhow::anyhow!("{what}: {error}"))
 }
 
-/// Opens the GPU of the process with rank `local_rank` on its machine. A launcher may show each process its
-/// own GPU alone.
+/// Opens the GPU of the process with rank `local_rank` on its machine. The launcher may let each process see
+/// only its own GPU.
 fn device(local_rank: usize) -> Result<Arc<CudaContext>> {
     let devices = driver(CudaContext::device_count(), "looking for GPUs")? as usize;
     let ordinal = if devices == 1 { 0 } else { local_rank };
     if ordinal >= devices {
         return Err(BadInput(format!(
-            "process {local_rank} of this machine, counted from 0, has no GPU: the machine has {devices}; start one process a GPU"
+            "process {local_rank} of this machine (index from 0) has no GPU: the machine has {devices}; start one process per GPU"
         ))
         .into());
     }
@@ -75,7 +75,7 @@ fn device(local_rank: usize) -> Result<Arc<CudaContext>> {
 }
 
 impl Comm {
-    /// Connects to the other ranks and opens the communicator of all.
+    /// Connects to the other ranks and opens the communicator of all ranks.
     ///
     /// # Errors
     /// When this process has no GPU, or a rank does not connect.
@@ -88,7 +88,7 @@ impl Comm {
         Self::open_with_id(&device, address.rank, address.ranks, id)
     }
 
-    /// Opens the communicator of `ranks` ranks that share `id`.
+    /// Opens the communicator of the `ranks` ranks that share `id`.
     fn open_with_id(device: &Arc<CudaContext>, rank: usize, ranks: usize, id: [u8; 128]) -> Result<Self> {
         let stream = || driver(device.new_stream(), "a stream of the GPU");
         let (exchanges, copies) = (stream()?, stream()?);
@@ -107,7 +107,8 @@ impl Comm {
         };
         let id = sys::ncclUniqueId { internal: id.map(|byte| byte as _) };
         let mut comm = std::ptr::null_mut();
-        // SAFETY: both pointers are to locals that outlive the call; the device is this thread's.
+        // SAFETY: both pointers are to locals that outlive the call. The device is the current one of this
+        // thread.
         let begun = unsafe {
             result::comm_init_rank_config(&mut comm, ranks as c_int, id, rank as c_int, &mut config)
         };
@@ -117,13 +118,14 @@ impl Comm {
     }
 
     fn comm(&self) -> Result<sys::ncclComm_t> {
-        self.comm.context("the connection of the ranks was ended after an exchange failed")
+        self.comm.context("the connection of the ranks was closed, because an exchange failed")
     }
 
-    /// Waits until the communicator has taken `call`, at most `limit`, but not for its work on the device.
+    /// Waits, at most `limit`, until the communicator has accepted `call`. Does not wait for the work on the
+    /// device.
     ///
-    /// NCCL returns at once and continues in the background; ranks that meet for the first time wait for each
-    /// other. After an error the communicator is aborted, so nothing of it is pending.
+    /// NCCL returns at once and continues in the background. Ranks that communicate for the first time wait
+    /// for each other. After an error the communicator is aborted, so no work of it is pending.
     fn wait_for_call(
         &mut self,
         call: &str,
@@ -161,16 +163,16 @@ impl Comm {
         }
     }
 
-    /// Aborts the communicator with its pending work. The other ranks' exchanges with this one end at their
-    /// time limits.
+    /// Aborts the communicator and its pending work. On the other ranks, exchanges with this rank end at
+    /// their time limits.
     fn abort(&mut self) {
         if let Some(comm) = self.comm.take() {
-            // SAFETY: the communicator is open, and never used again.
+            // SAFETY: the communicator is open, and is never used again.
             let _ = unsafe { result::comm_abort(comm) };
         }
     }
 
-    /// Copies `part` with its header to the device.
+    /// Copies `part` and its header to the device.
     fn upload(&self, what: &str, part: &[u8]) -> Result<CudaSlice<u8>, DriverError> {
         let mut memory = memory(&self.copies, part.len())?;
         self.copies.memcpy_htod(&header(what, part.len()), &mut memory.slice_mut(..HEADER_BYTES))?;
@@ -181,15 +183,16 @@ impl Comm {
     }
 }
 
-/// Allocates memory for a part of `bytes`, which `stream` uses first.
+/// Allocates memory for a part of `bytes`. `stream` must be the first to use it.
 fn memory(stream: &Arc<CudaStream>, bytes: usize) -> Result<CudaSlice<u8>, DriverError> {
     // SAFETY: a copy or NCCL writes every byte before it is read.
     unsafe { stream.alloc(HEADER_BYTES + bytes) }
 }
 
-/// Enqueues an NCCL group on `stream`: `to` holds ranks and the indices of their parts in `send`.
+/// Enqueues an NCCL group on `stream`. `to` holds ranks, each with the index of its part in `send`.
 ///
-/// The returned guards make other streams wait for the memory. Drop them when the work is on the stream.
+/// The returned guards make other streams wait for the memory. Drop them after the work is enqueued on the
+/// stream.
 fn enqueue_group<'a>(
     (comm, stream): (sys::ncclComm_t, &'a CudaStream),
     (to, send): (&[(usize, usize)], &'a [CudaSlice<u8>]),
@@ -202,8 +205,8 @@ fn enqueue_group<'a>(
         let length = memory.len();
         let (address, guard) = memory.device_ptr_mut(stream);
         guards.push(guard);
-        // SAFETY: the memory has `length` bytes on this device. `PendingGroup` keeps it until the group
-        // has ended or was aborted. The stream is of this communicator's device.
+        // SAFETY: the memory has `length` bytes on this device. `PendingGroup` keeps the memory until the
+        // group has ended or was aborted. The stream belongs to this communicator's device.
         let call = || unsafe { result::recv(address as *mut _, length, byte, *from as c_int, comm, place) };
         begun = begun.and_then(|_| call());
     }
@@ -215,14 +218,14 @@ fn enqueue_group<'a>(
         let call = || unsafe { result::send(address as *const _, length, byte, to as c_int, comm, place) };
         begun = begun.and_then(|_| call());
     }
-    // The group must end, whatever failed in it.
+    // The group must be ended, even if a call in it failed.
     let ended = result::group_end();
     (guards, begun.and(ended))
 }
 
 /// Returns NCCL's message for a failed call.
 fn nccl_error(comm: Option<sys::ncclComm_t>, call: &str, error: &NcclError) -> anyhow::Error {
-    // SAFETY: NCCL's texts live as long as the process, or until its next call on this thread.
+    // SAFETY: NCCL's texts live as long as the process, or until the next call of NCCL on this thread.
     let text = unsafe {
         let last = comm.map_or(std::ptr::null(), |comm| sys::ncclGetLastError(comm));
         let text = if last.is_null() { sys::ncclGetErrorString(error.0) } else { last };
@@ -247,7 +250,7 @@ impl TransportBackend for Comm {
     fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<PendingGroup> {
         let comm = self.comm()?;
         let Exchange { what, send, receive } = exchange;
-        // A part for several ranks is copied to the device once.
+        // A part for several ranks is copied to the device only once.
         let mut parts: Vec<&Arc<Vec<u8>>> = vec![];
         let mut to = vec![];
         for (rank, part) in &send {
@@ -268,7 +271,7 @@ impl TransportBackend for Comm {
             .collect::<Result<Vec<_>>>()?;
         let stream = self.exchanges.clone();
         let (guards, launched) = enqueue_group((comm, &stream), (&to, &send), &mut receive);
-        // NCCL's work is on the stream only after this.
+        // NCCL's work is enqueued on the stream only after this call.
         self.wait_for_call("ncclGroupEnd", launched, limit)?;
         drop(guards);
         let end = driver(stream.record_event(None), "an event of the GPU").inspect_err(|_| self.abort())?;
@@ -276,7 +279,7 @@ impl TransportBackend for Comm {
     }
 
     fn missing_ranks(&mut self, group: &mut PendingGroup) -> Result<Vec<usize>> {
-        // NCCL's own errors first: after them the event may never come.
+        // Check NCCL's own errors first, because after an error the event may never be reached.
         self.wait_for_call("an exchange", Ok(NcclStatus::Success), TIMEOUT)?;
         match driver(group.end.try_is_complete(), "an exchange")? {
             true => Ok(vec![]),
@@ -319,7 +322,7 @@ impl TransportBackend for Comm {
             return;
         }
         self.comm = None;
-        // SAFETY: the communicator is open, and never used again.
+        // SAFETY: the communicator is open, and is never used again.
         let _ = unsafe { result::comm_destroy(comm) };
     }
 }
@@ -330,11 +333,11 @@ impl Drop for Comm {
     }
 }
 
-/// Tests NCCL on the GPU `ordinal` alone: opens a communicator of one rank, sends itself parts of 1 byte to
-/// `bytes_max`, and compares them. Returns NCCL's version.
+/// Tests NCCL on the GPU `ordinal` alone. Opens a communicator of one rank, sends parts of 1 byte to
+/// `bytes_max` bytes to itself, and compares them. Returns NCCL's version.
 ///
 /// # Errors
-/// NCCL's and the driver's; when a byte differs.
+/// The errors of NCCL and of the driver. Also when a byte differs.
 pub fn self_test(ordinal: usize, bytes_max: usize) -> Result<String> {
     let device = driver(CudaContext::new(ordinal), "opening the GPU")?;
     let id = result::get_uniqueid().map_err(|error| nccl_error(None, "ncclGetUniqueId", &error))?;

@@ -1,4 +1,5 @@
-//! NCCL's rendezvous: rank 0 sends NCCL's id to the other ranks over TCP, protected by a token of the job.
+//! NCCL's rendezvous: rank 0 sends NCCL's id to the other ranks over TCP. A token of the job protects the
+//! connections.
 
 use super::launch::RankAddress;
 use super::tcp::{CONNECT_TIMEOUT, accept, join};
@@ -20,7 +21,7 @@ pub(super) fn broadcast_from_rank_zero<const BYTES: usize>(
         let interface = if local { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
         let listener = TcpListener::bind((interface, address.port)).map_err(|error| {
             BadInput(format!(
-                "port {} for the ranks cannot be opened ({error}); set RLOSS_PORT to a free one on all ranks",
+                "port {} for the ranks cannot be opened ({error}); set RLOSS_PORT to a free port on all ranks",
                 address.port
             ))
         })?;

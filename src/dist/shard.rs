@@ -1,15 +1,15 @@
-//! How a tensor is sharded over ranks.
+//! Shards of a tensor over ranks.
 
 use std::ops::Range;
 
-/// Alignment of shards, in values. It is the block size of 8-bit moments, so no block is on two ranks.
+/// Alignment of shards, in values. It is the block size of 8-bit moments, so each block is on one rank.
 pub const SHARD_ALIGNMENT: usize = 256;
 
-/// Returns the range of values of tensor `index` that rank `rank` of `ranks` holds. The tensor has `values`
-/// values.
+/// Returns the range of the values of tensor `index` that rank `rank` of `ranks` holds. The tensor has
+/// `values` values.
 ///
-/// Shards are equal runs of whole blocks, without padding; the last ones may be shorter or empty. The rank of
-/// the first shard rotates with the index, so that small tensors do not all lie on one rank.
+/// Shards are equal ranges of whole blocks, without padding. The last shards may be shorter or empty. The
+/// rank of the first shard depends on the index, so that small tensors are not all on one rank.
 pub fn shard_range(values: usize, index: usize, rank: usize, ranks: usize) -> Range<usize> {
     let blocks = values.div_ceil(SHARD_ALIGNMENT).div_ceil(ranks);
     let place = (rank + ranks - index % ranks) % ranks;

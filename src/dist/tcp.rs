@@ -1,5 +1,5 @@
-//! TCP connections between processes. Rank 0 listens; the others connect and send a token that only this
-//! run's processes know.
+//! TCP connections between processes. Rank 0 listens. The other ranks connect and send a token that only the
+//! processes of this run know.
 
 use anyhow::{Context, Result, bail};
 use std::collections::VecDeque;
@@ -11,18 +11,19 @@ pub(super) const TOKEN_BYTES: usize = 16;
 /// Time limit for the ranks to connect to each other.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(10);
-/// A greeting: a token and a rank.
+/// Bytes of a greeting: a token and a rank.
 const GREETING_BYTES: usize = TOKEN_BYTES + 8;
 /// Time limit for a greeting to arrive.
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
-/// Maximum number of connections whose greeting has not arrived; more if there are more ranks.
+/// Maximum number of connections whose greeting has not arrived. If there are more ranks, it is the number of
+/// ranks.
 const NEW_CONNECTIONS_MAX: usize = 256;
 
 /// A secret that all processes of one run share.
 pub(super) type Token = [u8; TOKEN_BYTES];
 
-/// Accepts one connection from every other rank and drops connections with another token. It reads all
-/// greetings concurrently, so a silent connection delays no rank.
+/// Accepts one connection from every other rank. Drops connections with a different token. All greetings are
+/// read concurrently, so a silent connection delays no rank.
 ///
 /// # Errors
 /// When a rank does not connect within [`CONNECT_TIMEOUT`].
@@ -45,7 +46,8 @@ pub(super) fn accept(listener: &TcpListener, token: &Token, ranks: usize) -> Res
             if stream.set_nonblocking(true).is_ok() {
                 new_connections.push_back(NewConnection { stream, begun: Instant::now(), greeting: vec![] });
             }
-            // A rank sends its greeting at once, so the oldest connection is not a rank.
+            // A rank sends its greeting at once, so the oldest connection without a greeting is not from a
+            // rank.
             if new_connections.len() > NEW_CONNECTIONS_MAX.max(ranks) {
                 new_connections.pop_front();
             }
@@ -79,24 +81,24 @@ struct NewConnection {
 }
 
 impl NewConnection {
-    /// Reads what has arrived; returns the greeting once it is complete.
+    /// Reads the bytes that have arrived. Returns the greeting if it is complete.
     fn read_greeting(&mut self) -> Option<Vec<u8>> {
         let mut buffer = [0; GREETING_BYTES];
         let rest = buffer.get_mut(self.greeting.len()..)?;
         match self.stream.read(rest) {
             Ok(count) if count > 0 => self.greeting.extend_from_slice(rest.get(..count)?),
             Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-            // The connection is closed; it is dropped at its time limit.
+            // The connection is closed. It is dropped at its time limit.
             _ => {}
         }
         (self.greeting.len() == GREETING_BYTES).then(|| std::mem::take(&mut self.greeting))
     }
 }
 
-/// Connects rank `rank` to rank 0 at `host` and `port`, and retries for `patience`.
+/// Connects rank `rank` to rank 0 at `host` and `port`. Retries for the duration `patience`.
 ///
 /// # Errors
-/// When nobody listens there.
+/// When nothing listens there.
 pub(super) fn join(
     host: &str,
     port: u16,

@@ -1,4 +1,4 @@
-//! CPython needs a sandbox, which needs Linux: other systems have neither.
+//! CPython needs a sandbox, and the sandbox needs Linux. On other systems, starting it is an error.
 
 use super::{Interpreter, Reply, SessionId, Settings};
 use crate::bad_input;

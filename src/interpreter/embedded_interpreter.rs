@@ -15,25 +15,24 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Maximum size of a stored session. The parent's memory is bounded by this times the number of
-/// trajectories.
+/// Maximum size of a stored session. With the number of trajectories, it limits the parent's memory.
 const STATE_BYTES_MAX: usize = 4 << 20;
-/// Maximum start time. A worker starts in milliseconds; a busy machine may need longer.
+/// Maximum start time. A worker starts in milliseconds. A busy machine may need longer.
 const START_S_MAX: u64 = 30;
 const WELCOME_BYTES_MAX: usize = 64 << 10;
-/// Size of an answer's header: the outcome, and the state of the variables.
+/// Size of a reply's header: the outcome, and the state change of the variables.
 const ANSWER_HEAD_BYTES: usize = 2;
 
-/// Python without any installation: [`Settings::workers`] confined processes, started on demand.
+/// Python without any installation. Its [`Settings::workers`] confined processes are started on demand.
 ///
-/// Dropping it kills them all; so does the parent's death, however it dies.
+/// Dropping it kills all workers. The death of the parent kills them too, whatever its cause.
 pub struct EmbeddedInterpreter {
     settings: Settings,
     program: PathBuf,
     confinement: String,
-    // Declared before the spawner: the end of the spawner's thread would kill the workers too.
+    // Declared before the spawner: when the thread of the spawner ends, the workers are killed.
     pool: Pool<Process>,
-    /// Stored sessions, opaque to the parent: only confined workers decode them.
+    /// Stored sessions. The parent does not read them; only confined workers decode them.
     sessions: Mutex<HashMap<SessionId, Vec<u8>>>,
     deaths: Deaths,
     spawner: Spawner,
@@ -41,14 +40,15 @@ pub struct EmbeddedInterpreter {
 
 impl EmbeddedInterpreter {
     /// Starts the first worker, a process of `program` (this binary). This proves that the machine can
-    /// confine it.
+    /// confine a worker.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when a limit is out of range or the kernel cannot confine a worker and
-    /// [`Settings::dangerously_allow_unsandboxed`] is off; any other error when the worker cannot be started.
+    /// [`crate::error::BadInput`] when a limit is out of range, or the kernel cannot confine a worker and
+    /// [`Settings::dangerously_allow_unsandboxed`] is false. Any other error when the worker cannot be
+    /// started.
     pub fn new(settings: Settings, program: PathBuf) -> Result<Self> {
         settings.check()?;
-        let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
+        let spawner = Spawner::new().context("starting the thread that spawns interpreter workers")?;
         let (first, confinement) = start(&settings, &program, &spawner).map_err(not_started)?;
         Ok(Self {
             pool: Pool::new(vec![first], settings.workers),
@@ -61,7 +61,7 @@ impl EmbeddedInterpreter {
         })
     }
 
-    /// Runs `code` on a free worker. A worker that fails is killed; a later call starts another.
+    /// Runs `code` on a free worker. A worker that fails is killed, and a later call starts another worker.
     fn run(&self, session: SessionId, code: &str) -> (CallOutcome, String) {
         let new = || start(&self.settings, &self.program, &self.spawner).map(|(worker, _)| worker);
         let mut worker = match self.pool.acquire(new) {
@@ -91,7 +91,7 @@ impl EmbeddedInterpreter {
                 self.pool.discard();
                 let outcome = match error.kind() {
                     io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
-                    // The messages of a refused allocation, and of one larger than Rust allows.
+                    // The messages of a failed allocation, and of an allocation larger than Rust allows.
                     _ if ["memory allocation of", "capacity overflow"]
                         .iter()
                         .any(|w| last_words.contains(w)) =>
@@ -117,7 +117,7 @@ impl EmbeddedInterpreter {
         let deadline = Instant::now() + Duration::from_secs_f64(self.settings.wall_clock_s);
         worker.send(code.as_bytes(), deadline)?;
         worker.send(state, deadline)?;
-        // A character has at most four bytes; the header and the mark of removed text are short.
+        // A character has at most four bytes. The header and the mark for removed text are short.
         let text_bytes_max = self.settings.output_chars_max.saturating_mul(4).saturating_add(1024);
         let answer = worker.receive(text_bytes_max, deadline)?;
         let state = worker.receive(STATE_BYTES_MAX, deadline)?;
@@ -131,7 +131,7 @@ impl EmbeddedInterpreter {
         Ok((outcome, kept, String::from_utf8_lossy(text).into_owned(), state))
     }
 
-    /// Returns the text for the model when the worker could not answer.
+    /// Returns the text for the model when the worker could not reply.
     fn explain(&self, outcome: CallOutcome) -> String {
         self.settings.explain(outcome) + lost_state_note(self.settings.state == InterpreterState::Trajectory)
     }
@@ -155,7 +155,7 @@ impl Interpreter for EmbeddedInterpreter {
     }
 }
 
-/// Starts a worker and waits until it has confined itself. Also returns the active confinement.
+/// Starts a worker and waits until it is confined. Also returns the active confinement.
 fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(Process, String)> {
     let deadline = Instant::now() + Duration::from_secs(START_S_MAX);
     let mut command = Command::new(program);

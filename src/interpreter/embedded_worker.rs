@@ -1,7 +1,7 @@
-//! The embedded interpreter's worker: it confines itself, then answers one call after the other.
+//! The embedded interpreter's worker. It confines itself, then serves one call after the other.
 //!
-//! It keeps nothing between calls: a trajectory's variables are sent with each call. Any worker can
-//! therefore serve any trajectory, and a failure of one trajectory does not affect others.
+//! It keeps nothing between calls, because each call contains the trajectory's variables. So any worker can
+//! serve any trajectory, and a failure of one trajectory does not affect other trajectories.
 
 use super::FRAME_BYTES_MAX;
 use super::output::OutputClipper;
@@ -35,29 +35,29 @@ pub struct WorkerHello {
 pub enum StartupReply {
     /// The active confinement.
     Ready(String),
-    /// Why the worker cannot be confined.
+    /// The worker cannot be confined; holds the reason.
     Refused(String),
 }
 
-/// State of the variables after a call, the second byte of an answer.
+/// State of the variables after a call. It is the second byte of a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateChange {
-    /// Not requested, or the call's effects are undone.
+    /// The variables do not change. State was not requested, or the effects of the call were undone.
     Unchanged = 0,
-    /// The new variables are in the state frame that follows.
+    /// The next frame holds the new variables.
     Replaced = 1,
-    /// Too large, or of a kind that cannot be stored.
+    /// The variables are lost. They are too large, or cannot be stored.
     Lost = 2,
 }
 
-/// Stack size. The parser and the interpreter stay well below it at their own recursion limits.
+/// Stack size. The parser and the interpreter have recursion limits far below it.
 const STACK_BYTES: usize = 16 << 20;
 const HELLO_BYTES_MAX: usize = 4096;
 
-/// Runs a worker until its end; returns the exit code.
+/// Runs a worker until its end. Returns the exit code.
 pub fn main() -> i32 {
-    // A panic means a bug of the interpreter or an impossible allocation. The parent sees a death and this
-    // message.
+    // A panic is a bug of the interpreter or an impossible allocation. The parent sees the death of the
+    // worker and this message.
     std::panic::set_hook(Box::new(|panic| drop(writeln!(std::io::stderr(), "{panic}"))));
     let Ok((input, output)) = take_pipes() else { return 1 };
     let served = std::thread::Builder::new()
@@ -70,11 +70,12 @@ pub fn main() -> i32 {
     }
 }
 
-/// Moves the two pipes away from the standard streams, which become `/dev/null`.
+/// Moves the two pipes from the standard streams to other descriptors. The standard streams become
+/// `/dev/null`.
 fn take_pipes() -> Result<(File, File)> {
     let null = File::options().read(true).write(true).open("/dev/null")?;
     let duplicate_above_stdio = |stream: i32| -> Result<File> {
-        // SAFETY: dup and dup2 on descriptors this process owns; the new one is owned by the File alone.
+        // SAFETY: dup and dup2 on descriptors that this process owns. Only the File owns the new descriptor.
         unsafe {
             let copy = libc::dup(stream);
             ensure!(copy >= 0 && libc::dup2(null.as_raw_fd(), stream) >= 0, "dup");
@@ -99,7 +100,7 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
     if matches!(welcome, StartupReply::Refused(_)) {
         return Ok(());
     }
-    // The parent ends the worker by closing the pipe: then the read fails.
+    // The parent ends the worker by closing the pipe, which makes the read fail.
     while let Ok(code) = frames::read(&mut input, FRAME_BYTES_MAX) {
         let state = frames::read(&mut input, FRAME_BYTES_MAX)?;
         let answer = run(&String::from_utf8_lossy(&code), &state, &hello);
@@ -111,7 +112,7 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
     Ok(())
 }
 
-/// Returns the note of a reply when a call's effects on variables are not kept.
+/// Returns the note for a reply whose effects on variables are not kept.
 pub fn lost_state_note(keep_state: bool) -> &'static str {
     if keep_state { " Variables are as they were before this call." } else { "" }
 }
@@ -123,7 +124,7 @@ struct Answer {
     state: Vec<u8>,
 }
 
-/// Runs one snippet on top of `state`, a stored session or nothing.
+/// Runs one snippet with the variables of `state`: a stored session, or nothing.
 fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
     let mut clip = OutputClipper::new(hello.output_chars_max);
     let Ok(mut session) = load(state) else {
@@ -138,7 +139,8 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
     session.tracker_mut().set_max_duration(limit);
     let result = session.feed_run(code, Vec::new(), PrintWriter::Callback(&mut Printed(&mut clip)));
     if is_time_limit(&result, session.tracker().elapsed() > limit) {
-        // The progress at a timeout depends on speed, so neither output nor effects are kept.
+        // How far the code got before a timeout depends on speed. So neither its output nor its effects are
+        // kept.
         let text = format!(
             "TimeoutError: the code ran longer than {} s and was stopped.{}",
             hello.time_limit_s,
@@ -179,10 +181,10 @@ fn load(state: &[u8]) -> Result<MontyRepl> {
         let tracker = ResourceTracker::new(ResourceLimits::default());
         return Ok(MontyRepl::new("session", tracker, CompileOptions::default()));
     }
-    let dump = Dump::load(state).ok().context("a stored session")?;
+    let dump = Dump::load(state).ok().context("the stored session is invalid")?;
     match dump.state {
         Session::Idle(session) => Ok(*session),
-        _ => anyhow::bail!("a stored session is not idle"),
+        _ => anyhow::bail!("the stored session is not idle"),
     }
 }
 
@@ -197,7 +199,7 @@ fn push_line(clip: &mut OutputClipper, text: &str) {
     clip.push(text);
 }
 
-/// Sends printed text to a [`OutputClipper`].
+/// Sends printed text to an [`OutputClipper`].
 struct Printed<'a>(&'a mut OutputClipper);
 
 impl PrintWriterCallback for Printed<'_> {

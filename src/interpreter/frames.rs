@@ -1,4 +1,4 @@
-//! Length-prefixed messages over pipes: a little-endian u32, then that many bytes.
+//! Length-prefixed messages over pipes: the length as a little-endian u32, then that number of bytes.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -13,8 +13,8 @@ pub fn write(to: &mut impl Write, payload: &[u8]) -> io::Result<()> {
     to.flush()
 }
 
-/// Reads one frame of at most `bytes_max`. The sender is not trusted, so memory is allocated only for bytes
-/// that arrived.
+/// Reads one frame of at most `bytes_max` bytes. The sender is not trusted, so memory is allocated only for
+/// bytes that have arrived.
 pub fn read(from: &mut impl Read, bytes_max: usize) -> io::Result<Vec<u8>> {
     let mut length = [0; 4];
     from.read_exact(&mut length)?;
@@ -30,14 +30,14 @@ pub fn read(from: &mut impl Read, bytes_max: usize) -> io::Result<Vec<u8>> {
     Ok(payload)
 }
 
-/// One end of a pipe whose reads and writes fail with `TimedOut` at `deadline`.
+/// One end of a pipe. Its reads and writes fail with `TimedOut` after `deadline`.
 pub struct DeadlinePipe<'a> {
     pub pipe: &'a File,
     pub deadline: Instant,
 }
 
 impl DeadlinePipe<'_> {
-    /// Waits until the pipe is ready for `events` or closed, or the deadline has passed.
+    /// Waits until the pipe is ready for `events`, the pipe is closed, or the deadline has passed.
     fn wait(&self, events: libc::c_short) -> io::Result<()> {
         loop {
             let left = self.deadline.saturating_duration_since(Instant::now());
@@ -67,7 +67,7 @@ impl Read for DeadlinePipe<'_> {
 }
 
 impl Write for DeadlinePipe<'_> {
-    /// The pipe must be non-blocking: a long write to a blocking pipe would exceed the deadline.
+    /// The pipe must be non-blocking, because a long write to a blocking pipe would exceed the deadline.
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         loop {
             self.wait(libc::POLLOUT)?;

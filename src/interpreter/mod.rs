@@ -1,7 +1,7 @@
-//! The Python tool: model-written code runs in confined worker processes; the reply is text.
+//! The Python tool: runs model-written code in confined worker processes. The reply is text.
 //!
-//! [`Interpreter`] is the interface for rollout. [`EmbeddedInterpreter`] runs a small Python written in Rust,
-//! without any installation. [`CPython`] runs the machine's own Python with all its packages.
+//! [`Interpreter`] is the interface for the rollout. [`EmbeddedInterpreter`] runs a small Python written in
+//! Rust, without any installation. [`CPython`] runs the machine's own Python with all its packages.
 //! `docs/SANDBOX.md` documents the confinement and its limits.
 
 use crate::bad_input;
@@ -25,19 +25,19 @@ mod worker_deaths;
 pub use cpython::CPython;
 pub use embedded_interpreter::EmbeddedInterpreter;
 
-/// Starts the interpreter that `settings` select, for up to `sessions_max` live trajectories.
+/// Starts the interpreter that `settings` selects, for up to `sessions_max` live trajectories.
 ///
 /// # Errors
-/// Those of [`EmbeddedInterpreter::new`] and [`CPython::new`].
+/// The errors of [`EmbeddedInterpreter::new`] and [`CPython::new`].
 pub fn open(settings: Settings, sessions_max: usize) -> Result<Box<dyn Interpreter>> {
-    let program = std::env::current_exe().context("finding the running binary, to start it as a worker")?;
+    let program = std::env::current_exe().context("finding this program's binary, which also runs as a worker")?;
     Ok(match settings.kind {
         InterpreterKind::Embedded => Box::new(EmbeddedInterpreter::new(settings, program)?),
         InterpreterKind::CPython => Box::new(CPython::new(settings, program, sessions_max)?),
     })
 }
 
-/// First command-line argument of a worker process: `main` must then call [`worker_main`].
+/// First command-line argument of a worker process. With it, `main` must call [`worker_main`].
 pub const WORKER_ARGUMENT: &str = "interpreter-worker";
 
 /// Identifies one trajectory.
@@ -47,26 +47,26 @@ pub struct SessionId(pub u64);
 /// The result of a call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Reply {
-    /// Text for the model: printed output and the last expression's value, or the exception. Its middle is
-    /// removed beyond [`Settings::output_chars_max`]. Depends only on the session's code.
+    /// Text for the model: printed output and the last expression's value, or the exception. If it is longer
+    /// than [`Settings::output_chars_max`], its middle is removed. It depends only on the session's code.
     pub text: String,
     pub outcome: CallOutcome,
-    /// Seconds from the call to the reply, including the wait for a free worker.
+    /// Seconds from the call to the reply, including the time to wait for a free worker.
     pub seconds: f64,
 }
 
-/// Runs model-written Python. Called from many threads at once.
+/// Runs model-written Python. Many threads may call it at the same time.
 pub trait Interpreter: Send + Sync {
-    /// Runs `code` for `session` and blocks until the reply. Never fails: every failure is a reply.
+    /// Runs `code` for `session` and blocks until the reply. It never fails; every failure is a reply.
     fn call(&self, session: SessionId, code: &str) -> Reply;
 
-    /// Ends the trajectory: its state may be dropped.
+    /// Ends the trajectory, whose state may then be dropped.
     fn close(&self, session: SessionId);
 
     /// Describes the active confinement, for the run folder and the console.
     fn sandbox_description(&self) -> String;
 
-    /// Returns a warning about workers that died since the last call of this function, if there is one.
+    /// Returns a warning about workers that died since the last warning, if there is one.
     fn dead_worker_warning(&self) -> Option<String> {
         None
     }
@@ -75,7 +75,7 @@ pub trait Interpreter: Send + Sync {
 choice! {
     /// The interpreters.
     pub enum InterpreterKind {
-        /// The Python subset inside the binary: no files, no network, no processes.
+        /// The Python subset inside the binary. It has no files, no network and no processes.
         Embedded = "embedded",
         /// The machine's own Python with all its packages, in an operating-system sandbox. Linux only.
         CPython = "cpython",
@@ -83,9 +83,9 @@ choice! {
 }
 
 choice! {
-    /// How long an interpreter's state lives.
+    /// Lifetime of an interpreter's state.
     pub enum InterpreterState {
-        /// Each call starts afresh.
+        /// Each call has a new state.
         Call = "call",
         /// The calls of a trajectory share their variables.
         Trajectory = "trajectory",
@@ -93,38 +93,39 @@ choice! {
 }
 
 table! {
-    /// The Python tool, run in confined worker processes.
+    /// The Python tool, which runs in confined worker processes.
     pub struct Settings {
-        /// Which interpreter runs the code.
+        /// The interpreter that runs the code.
         pub kind: InterpreterKind = InterpreterKind::Embedded,
-        /// State that a call shares with earlier calls.
+        /// Which calls share state.
         pub state: InterpreterState = InterpreterState::Call,
-        /// Running time that the interpreter allows a call, in seconds; for `"cpython"`, time on a
-        /// processor.
+        /// Maximum running time of a call inside the interpreter, in seconds. With `"cpython"`, only time on
+        /// a processor counts.
         pub time_limit_s: f64 = 1.0 => above(0.0).to(86400.0),
-        /// Wall-clock time after which the worker is killed, in seconds: the backstop, so more than
-        /// `time_limit_s`.
+        /// Wall-clock time in seconds after which the worker is killed. It must exceed `time_limit_s`,
+        /// because it is a second limit in case the first one fails.
         pub wall_clock_s: f64 = 3.0 => above(0.0).to(86400.0),
-        /// Memory of a worker, in MiB.
+        /// Maximum memory of a worker, in MiB.
         pub memory_mib: u64 = 256 => from(16.0).to(1048576.0),
-        /// Longest output given back to the model, in characters; longer output is cut in the middle.
+        /// Maximum length of the output that the model gets, in characters. The middle of longer output is
+        /// removed.
         pub output_chars_max: usize = 1024 => from(64.0).to(1048576.0),
-        /// Worker processes; 0 means one a thread.
+        /// Number of worker processes; 0 means one per thread.
         pub workers: usize = 0 => from(0.0).to(4096.0),
         /// The Python program of `"cpython"`: a name on the `PATH`, or a path.
         pub python: String = "python3".to_owned(),
-        /// Modules that `"cpython"` loads once, so that a call's own import of them takes no time. A module
-        /// that is missing is refused.
+        /// Modules that `"cpython"` loads only once, so that importing them in a call takes no time. A
+        /// missing module is an error.
         pub preload: Vec<String> = Vec::new(),
         /// With `"cpython"` and `state = "trajectory"`: seconds without a call after which a trajectory's
-        /// process ends.
+        /// process is ended.
         pub idle_s_max: f64 = 600.0 => from(0.0).to(86400.0),
-        /// With `"cpython"`: files that a call may write in `/tmp/scratch`, in MiB, in memory; 0 means
-        /// none. Each call, or with `state = "trajectory"` each trajectory, has its own, gone with it.
-        /// Needs user namespaces.
+        /// With `"cpython"`: size of the files that a call may write in `/tmp/scratch`, in MiB of memory; 0
+        /// means no files. Each call has its own folder, which is deleted after the call. With `state =
+        /// "trajectory"`, each trajectory has one. Needs user namespaces.
         pub scratch_mib: u64 = 0 => from(0.0).to(1048576.0),
-        /// Run without the operating system's sandbox where it has none. Code from the model can then harm
-        /// the machine.
+        /// Run without the operating system's sandbox if it is not available. Code from the model can then
+        /// harm the machine.
         pub dangerously_allow_unsandboxed: bool = false,
     }
 }
@@ -133,7 +134,7 @@ impl Settings {
     /// Checks the limits.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names a limit out of range.
+    /// [`crate::error::BadInput`] that names the limit that is out of range.
     fn check(&self) -> Result<()> {
         let Self { time_limit_s, wall_clock_s, memory_mib, workers, idle_s_max, .. } = *self;
         let in_order = 0.0 < time_limit_s && time_limit_s < wall_clock_s && wall_clock_s <= 86_400.0;
@@ -155,7 +156,8 @@ impl Settings {
         Ok(())
     }
 
-    /// Returns the text for the model when its code was stopped. It holds no times, process ids or causes.
+    /// Returns the text for the model when its code was stopped. The text contains no times, process ids or
+    /// causes.
     fn explain(&self, outcome: CallOutcome) -> String {
         let Self { time_limit_s, wall_clock_s, memory_mib, .. } = *self;
         match outcome {
@@ -173,7 +175,7 @@ impl Settings {
     }
 }
 
-/// Extracts the code of the call `text`, runs it with `run`, and returns the reply.
+/// Extracts the code from `text`, the text of a call, and runs it with `run`. Returns the reply.
 fn reply(text: &str, run: impl FnOnce(&str) -> (CallOutcome, String)) -> Reply {
     let start = Instant::now();
     let (outcome, text) = match code_to_run(text) {
@@ -183,20 +185,20 @@ fn reply(text: &str, run: impl FnOnce(&str) -> (CallOutcome, String)) -> Reply {
     Reply { text, outcome, seconds: start.elapsed().as_secs_f64() }
 }
 
-/// Remedy when the kernel cannot confine.
+/// Remedy if the kernel cannot confine a worker.
 const CONFINEMENT_REMEDY: &str = "Model-written code would run with your own rights; use a kernel with landlock and \
     seccomp (Linux 5.13 or newer), or accept the risk with `interpreter.dangerously_allow_unsandboxed = true`";
-/// Remedy when the kernel can confine but lacks resources.
+/// Remedy if the kernel can confine a worker but lacks resources.
 const SHORTAGE_REMEDY: &str = "The system is short of descriptors, processes or memory for the Python tool's workers; raise \
     the limits (ulimit -n, -u, -v), or lower `interpreter.workers`";
 
-/// Returns why a worker was not confined, and the remedy. A shortage does not justify running without a
-/// sandbox.
+/// Returns why a worker was not confined, and the remedy. If resources are short, running without a sandbox
+/// is not proposed.
 fn refusal(error: &anyhow::Error) -> String {
     format!("{error:#}. {}", if is_shortage(error) { SHORTAGE_REMEDY } else { CONFINEMENT_REMEDY })
 }
 
-/// Returns the error of a worker that could not start, with the remedy if the system lacks a resource.
+/// Returns the error of a worker that could not start. Adds the remedy if the system lacks a resource.
 fn not_started(error: anyhow::Error) -> anyhow::Error {
     if is_shortage(&error) { bad_input!("{error:#}. {SHORTAGE_REMEDY}") } else { error }
 }
@@ -209,10 +211,10 @@ fn is_shortage(error: &anyhow::Error) -> bool {
     })
 }
 
-/// Maximum size of code or stored state that a worker reads, bytes.
+/// Maximum size of code or stored state that a worker reads, in bytes.
 const FRAME_BYTES_MAX: usize = 64 << 20;
 
-/// Extracts the code of a call's text, or returns what is wrong with it.
+/// Extracts the code from the text of a call, or returns what is wrong with the text.
 fn code_to_run(text: &str) -> Result<String, &'static str> {
     let code = output::extract_code(text);
     if code.trim().is_empty() {
@@ -224,12 +226,13 @@ fn code_to_run(text: &str) -> Result<String, &'static str> {
     }
 }
 
-/// Locks a mutex and ignores poisoning: every guarded value is consistent between statements.
+/// Locks a mutex and ignores poisoning. This is safe because every guarded value is consistent between
+/// statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs a worker until its end; returns the process's exit code.
+/// Runs a worker until its end. Returns the exit code of the process.
 pub fn worker_main() -> i32 {
     match std::env::args_os().nth(2) {
         Some(kind) if kind == cpython::STAGE_ARGUMENT => cpython::stage_main(),

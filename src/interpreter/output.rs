@@ -1,7 +1,6 @@
-//! Text extraction and clipping: the code inside a Markdown fence, and output shortened in the middle.
+//! Extracts code from a Markdown fence, and shortens long output by removing its middle.
 
-/// Returns the code to run: the first fenced block of Python (or of no named language), else the whole
-/// text.
+/// Returns the code to run: the first fenced block of Python (or without a language), else the whole text.
 pub fn extract_code(text: &str) -> String {
     let mut lines = text.lines();
     while let Some(line) = lines.next() {
@@ -15,7 +14,7 @@ pub fn extract_code(text: &str) -> String {
     text.to_string()
 }
 
-/// Collects text and keeps only its start and its end, so memory stays bounded.
+/// Collects text but keeps only its start and its end, so that memory is limited.
 pub struct OutputClipper {
     head: String,
     head_room: usize,
@@ -53,7 +52,7 @@ impl OutputClipper {
         self.tail.push_str(&rest[start..]);
         self.tail_chars += rest_chars - skipped;
         self.cut += skipped;
-        // Trimming only at twice the size keeps the cost of many small pieces linear.
+        // The tail is trimmed only at twice its size, so that the cost of many small texts is linear.
         if self.tail_chars > 2 * self.tail_max {
             self.trim();
         }
@@ -67,18 +66,18 @@ impl OutputClipper {
         self.cut += excess;
     }
 
-    /// Returns true when nothing was pushed.
+    /// Returns whether no text was added.
     pub fn is_empty(&self) -> bool {
         self.head.is_empty() && self.tail.is_empty()
     }
 
-    /// Returns true when the last character pushed is not a line end.
+    /// Returns whether the last line has no line end yet.
     pub fn is_mid_line(&self) -> bool {
         let last = self.tail.chars().next_back().or(self.head.chars().next_back());
         last.is_some_and(|c| c != '\n')
     }
 
-    /// Returns the text without its last line end, with a mark where the middle was removed.
+    /// Returns the text without its last line end. A mark shows where the middle was removed.
     pub fn finish(mut self) -> String {
         self.trim();
         let mut text = self.head;
@@ -93,10 +92,10 @@ impl OutputClipper {
     }
 }
 
-/// Decodes UTF-8 bytes that arrive in parts. Invalid bytes become U+FFFD.
+/// Decodes UTF-8 bytes that arrive in several parts. Invalid bytes become U+FFFD.
 #[derive(Default)]
 pub struct Utf8Decoder {
-    /// The first bytes of an incomplete character.
+    /// The first bytes of a character whose other bytes have not arrived.
     open: Vec<u8>,
 }
 
@@ -110,13 +109,13 @@ impl Utf8Decoder {
         text
     }
 
-    /// Decodes the bytes left at the end.
+    /// Decodes the remaining bytes at the end.
     pub fn finish(self) -> String {
         String::from_utf8_lossy(&self.open).into_owned()
     }
 }
 
-/// Returns the number of bytes at the end of `bytes` that form an incomplete character.
+/// Returns the number of bytes at the end of `bytes` that belong to an incomplete character.
 fn incomplete_bytes(bytes: &[u8]) -> usize {
     let last = bytes.utf8_chunks().last();
     let invalid = last.map_or(&[][..], |chunk| chunk.invalid());
@@ -124,7 +123,7 @@ fn incomplete_bytes(bytes: &[u8]) -> usize {
     if open { invalid.len() } else { 0 }
 }
 
-/// Replaces the addresses that Python prints for objects without a better name: `<f at 0x…>`.
+/// Removes the memory addresses that Python prints for objects without a better name: `<f at 0x…>`.
 pub fn remove_addresses(text: &str) -> String {
     const MARK: &str = " at 0x";
     let mut parts = text.split(MARK);

@@ -1,5 +1,5 @@
-//! The parent's handle of a worker process: a long-lived thread starts it, messages have deadlines, and a
-//! kill ends its whole group.
+//! The parent's handle of a worker process. A long-lived thread starts the process, messages have deadlines,
+//! and a kill ends its whole process group.
 
 use super::frames::{self, DeadlinePipe};
 use crate::process_group::ProcessGroup;
@@ -12,21 +12,21 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Environment variable for mimalloc. By default mimalloc reserves address space in units of a gibibyte, so
-/// a limit of it would be meaningless. With this variable it reserves what is requested.
+/// Environment variable for mimalloc. By default, mimalloc reserves address space in units of 1 GiB, so a
+/// limit on address space would have no effect. With this variable it reserves only what is requested.
 const ALLOCATOR: (&str, &str) = ("MIMALLOC_DISALLOW_ARENA_ALLOC", "1");
 
-/// Library path for the loader of a build for GPUs. A worker uses none of those libraries.
+/// Library path for the loader of a GPU build. A worker uses none of these libraries.
 #[cfg(any(feature = "cuda", feature = "nccl"))]
 const LIBRARIES: &str = "LD_LIBRARY_PATH";
 
-/// How long to wait for the exit of a worker that gave no answer.
+/// Maximum time to wait for the exit of a worker that did not reply.
 const END_WAIT: Duration = Duration::from_millis(20);
 
 /// Starts processes from one thread that lives as long as the pool.
 ///
-/// A child gets its parent-death signal when the *thread* that started it ends. Short-lived threads must
-/// therefore not start workers.
+/// A child gets its parent-death signal when the *thread* that started it ends. So a short-lived thread must
+/// not start workers.
 pub struct Spawner {
     requests: Option<mpsc::Sender<Request>>,
     thread: Option<JoinHandle<()>>,
@@ -39,20 +39,19 @@ impl Spawner {
         let (requests, inbox) = mpsc::channel::<Request>();
         let thread = std::thread::Builder::new().name("interpreter-spawner".into()).spawn(move || {
             for (mut command, answer) in inbox {
-                // The receiver waits for the answer, so it exists.
+                // The receiver waits for the reply, so it still exists.
                 let _ = answer.send(command.spawn());
             }
         })?;
         Ok(Self { requests: Some(requests), thread: Some(thread) })
     }
 
-    /// Starts `command` in `/`. Its environment holds only [`ALLOCATOR`] and the library path of a build
-    /// for GPUs.
+    /// Starts `command` in `/`. Its environment holds only [`ALLOCATOR`] and the library path of a GPU build.
     pub fn spawn(&self, mut command: Command) -> io::Result<ProcessGroup> {
         command.env_clear().env(ALLOCATOR.0, ALLOCATOR.1).current_dir("/");
         #[cfg(any(feature = "cuda", feature = "nccl"))]
         command.envs(std::env::var_os(LIBRARIES).map(|folders| (LIBRARIES, folders)));
-        // SAFETY: the function makes plain system calls alone.
+        // SAFETY: the function makes only plain system calls.
         unsafe { command.pre_exec(raise_oom_score) };
         let (answer, child) = mpsc::channel();
         let gone = || io::Error::other("the spawner thread has ended");
@@ -62,10 +61,10 @@ impl Spawner {
     }
 }
 
-/// Lets the kernel end this process before the others when memory runs out. A failure is ignored: some
-/// systems lack the file.
+/// Makes the kernel end this process before other processes when memory runs out. A failure is ignored,
+/// because some systems lack the file.
 fn raise_oom_score() -> io::Result<()> {
-    // SAFETY: plain system calls on constants and on an own descriptor.
+    // SAFETY: plain system calls on constants and on a descriptor of this process.
     unsafe {
         let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
         if file >= 0 {
@@ -80,13 +79,13 @@ impl Drop for Spawner {
     fn drop(&mut self) {
         drop(self.requests.take());
         if let Some(thread) = self.thread.take() {
-            // The thread holds nothing that could fail; a panic in it has been printed already.
+            // Joining the thread loses no error: if the thread panicked, the panic was already printed.
             let _ = thread.join();
         }
     }
 }
 
-/// A running worker with piped standard streams. Dropping it kills its whole group and reaps it.
+/// A running worker whose standard streams are pipes. Dropping it kills its whole process group and reaps it.
 pub struct Process {
     group: ProcessGroup,
     to: File,
@@ -113,18 +112,18 @@ impl Process {
         frames::write(&mut DeadlinePipe { pipe: &self.to, deadline }, payload)
     }
 
-    /// Receives one frame of at most `bytes_max` before `deadline`.
+    /// Receives one frame of at most `bytes_max` bytes before `deadline`.
     pub fn receive(&mut self, bytes_max: usize, deadline: Instant) -> io::Result<Vec<u8>> {
         frames::read(&mut DeadlinePipe { pipe: &self.from, deadline }, bytes_max)
     }
 
-    /// Kills the worker and its group. Returns its standard error, and its exit status if it had ended by
-    /// itself.
+    /// Kills the worker and its process group. Returns its standard error. Also returns its exit status if it
+    /// had already ended.
     pub fn kill(&mut self) -> (String, Option<ExitStatus>) {
         let ended = self.group.exit_status(END_WAIT);
         self.group.kill();
         let mut text = Vec::new();
-        // Non-blocking and bounded: the text only helps to classify the death.
+        // The read is non-blocking and limited. The text only helps to find the cause of the death.
         let _ = (&mut self.stderr).take(4096).read_to_end(&mut text);
         (String::from_utf8_lossy(&text).into_owned(), ended)
     }
@@ -132,7 +131,7 @@ impl Process {
 
 /// Makes reads and writes return immediately.
 pub fn set_nonblocking(pipe: &impl AsRawFd) -> io::Result<()> {
-    // SAFETY: fcntl on a descriptor that the caller owns, with integer arguments.
+    // SAFETY: fcntl with integer arguments, on a descriptor that the caller owns.
     let rc = unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

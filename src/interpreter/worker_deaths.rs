@@ -1,4 +1,4 @@
-//! Counts of workers that died or could not start during a call. The model reads a reply; the user gets a
+//! Counts workers that died or could not start during a call. The model gets a reply, and the user gets a
 //! warning.
 
 use super::lock;
@@ -6,10 +6,10 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::sync::Mutex;
 
-/// Deaths below this number are not reported: model-written code may end its own worker.
+/// Up to this number of deaths, nothing is reported, because model-written code may end its own worker.
 const UNREPORTED_MAX: u64 = 5;
 
-/// Number of deaths and the last one's cause.
+/// Number of deaths, and the cause of the last one.
 #[derive(Debug, Default)]
 pub struct Deaths(Mutex<Counted>);
 
@@ -27,7 +27,8 @@ impl Deaths {
         recorded.cause = cause;
     }
 
-    /// Returns a warning when there are more than a handful of deaths, and again at every tenfold increase.
+    /// Returns a warning when there are more than [`UNREPORTED_MAX`] deaths, and again whenever their number
+    /// has grown tenfold.
     pub fn take_warning(&self) -> Option<String> {
         let mut recorded = lock(&self.0);
         if recorded.count <= UNREPORTED_MAX || recorded.count < 10 * recorded.reported {
@@ -36,22 +37,22 @@ impl Deaths {
         recorded.reported = recorded.count;
         let Counted { count, cause, .. } = &*recorded;
         Some(format!(
-            "{count} calls of the Python tool ended with a dead worker so far; the last one: {cause}"
+            "{count} calls of the Python tool ended with a dead worker so far; cause of the last death: {cause}"
         ))
     }
 }
 
-/// Returns the likely cause of a worker's end.
+/// Returns the likely cause of a worker's death.
 pub fn cause(status: Option<ExitStatus>, last_words: &str) -> String {
     let word = last_words.lines().next_back().map(|line| format!(": {line}")).unwrap_or_default();
     match status {
         Some(status) if status.signal() == Some(libc::SIGKILL) => {
-            "killed from outside, as the system does when memory runs out (the kernel's log tells): lower interpreter.workers or \
+            "killed from outside, as the system does when memory runs out (see the kernel log): lower interpreter.workers or \
              interpreter.memory_mib"
                 .to_owned()
         }
         Some(status) => format!("{status}{word}"),
-        None => format!("it answered with nonsense{word}"),
+        None => format!("it sent an invalid reply{word}"),
     }
 }
 

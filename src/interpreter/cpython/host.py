@@ -1,5 +1,5 @@
 """Tells where this Python lies: run once, with the user's rights, before anything is confined."""
-
+"""Reports where this Python is installed. Runs once, with the user's rights, before anything is confined."""
 import json
 import os
 import sys
@@ -10,9 +10,10 @@ mapped = sorted({f[5] for f in fields if len(f) == 6 and f[5].startswith("/")})
 libraries = [path for path in mapped if ".so" in os.path.basename(path)]
 loaders = [path for path in libraries if os.path.basename(path).startswith(("ld-", "ld.", "ld64"))]
 roots = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, "/usr"})
-# A folder that the user linked in (an editable install) may be the project itself: it stays out of reach.
+# An editable install links a folder of the user, which may be the project itself. Such a folder stays out of
+# reach.
 folders = [path for path in sys.path if any(path.startswith(root + "/") for root in roots)]
-# A library elsewhere is opened alone: the folder around it may be anybody's.
+# A library outside the usual folders is allowed alone, because its folder may hold anything.
 libraries_roots = (*roots, "/lib", "/lib64")
 read = list(folders)
 for path in libraries:

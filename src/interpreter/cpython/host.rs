@@ -1,4 +1,4 @@
-//! Python of this machine: its executable and its folders.
+//! The Python of this machine: its executable and its folders.
 
 use crate::bad_input;
 use crate::interpreter::sandbox::AllowedFiles;
@@ -9,28 +9,27 @@ use std::process::{Command, Stdio};
 
 const HOST_PROGRAM: &str = include_str!("host.py");
 
-/// A Python interpreter and its folders, as it reports them.
+/// A Python interpreter and its folders, as this Python reports them.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct HostPython {
-    /// The executable; in a virtual environment, that environment's own.
+    /// The executable. In a virtual environment, it is the environment's executable.
     pub executable: PathBuf,
     #[serde(flatten)]
     pub files: AllowedFiles,
-    /// Folders to remove from the text of exceptions, longest first.
+    /// Folders whose paths are removed from the text of exceptions, longest path first.
     pub paths: Vec<String>,
 }
 
 impl HostPython {
-    /// Queries `python`, a path or a name on the `PATH`.
+    /// Finds out where `python` is installed. `python` is a path, or a name on the `PATH`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when it cannot be run or is older than Python 3.9.
+    /// [`crate::error::BadInput`] when `python` cannot be run or is older than Python 3.9.
     pub fn find(python: &Path) -> Result<Self> {
         let named = python.display();
         let remedy = "install Python 3.9 or newer, or name one with `interpreter.python`";
         let mut command = Command::new(python);
-        // A library preloaded here would be missing in the sandbox, and snippets would get access to its
-        // folder.
+        // A preloaded library would be missing in the sandbox, and snippets would get access to its folder.
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(b"LD_")) {
             command.env_remove(name);
         }

@@ -1,4 +1,4 @@
-//! The machine's own Python behind fork servers. Each call, or each trajectory, runs in its own confined
+//! Runs the machine's own Python through fork servers. Each call, or each trajectory, has its own confined
 //! process.
 
 mod host;
@@ -24,19 +24,19 @@ use std::time::{Duration, Instant};
 pub use server::STAGE_ARGUMENT;
 pub use stage::main as stage_main;
 
-/// CPython with its installed packages: [`Settings::workers`] confined fork servers, and as many concurrent
-/// calls.
+/// CPython with its installed packages. [`Settings::workers`] confined fork servers run as many calls
+/// concurrently.
 ///
-/// Dropping it kills them all; so does the parent's death, however it dies.
+/// Dropping it kills all servers. The death of the parent kills them too, whatever its cause.
 pub struct CPython {
     settings: Settings,
     program: PathBuf,
     host: HostPython,
     confinement: String,
-    /// Live trajectories; used with [`InterpreterState::Trajectory`] only.
+    /// Live trajectories. Used only with [`InterpreterState::Trajectory`].
     sessions: Mutex<HashMap<SessionId, Live>>,
     deaths: Deaths,
-    // Declared before the spawner: the end of the spawner's thread would kill the servers too.
+    // Declared before the spawner: when the thread of the spawner ends, the servers are killed.
     pool: Pool<Arc<Server>>,
     spawner: Spawner,
 }
@@ -50,12 +50,12 @@ struct Live {
 
 impl CPython {
     /// Starts the first server, a process of `program` (this binary), and runs a snippet. This proves that
-    /// the machine can confine it. Up to `sessions_max` trajectories are live at once.
+    /// the machine can confine the server. Up to `sessions_max` trajectories are live at the same time.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when a setting is out of range, Python is not found, a module to preload
-    /// is missing, or the kernel cannot confine a worker and [`Settings::dangerously_allow_unsandboxed`] is
-    /// off; any other error when the server cannot be started.
+    /// [`crate::error::BadInput`] when a setting is out of range, Python is not found, a module to preload is
+    /// missing, or the kernel cannot confine a worker and [`Settings::dangerously_allow_unsandboxed`] is
+    /// false. Any other error when the server cannot be started.
     pub fn new(settings: Settings, program: PathBuf, sessions_max: usize) -> Result<Self> {
         settings.check()?;
         resources::probe_pidfds()?;
@@ -63,7 +63,7 @@ impl CPython {
             resources::raise_file_limit(sessions_max)?;
         }
         let host = HostPython::find(Path::new(&settings.python))?;
-        let spawner = Spawner::new().context("starting the thread that starts interpreter workers")?;
+        let spawner = Spawner::new().context("starting the thread that spawns interpreter workers")?;
         let (first, confinement) =
             Server::start(&settings, &host, &program, &spawner).map_err(not_started)?;
         let python = Self {
@@ -80,7 +80,7 @@ impl CPython {
         python.close(SessionId(u64::MAX));
         anyhow::ensure!(
             (reply.outcome, reply.text.as_str()) == (CallOutcome::Answered, "2"),
-            "{}: a first snippet, 1 + 1, ended as {:?}: {}",
+            "{}: the first snippet, 1 + 1, failed with {:?}: {}",
             python.host.executable.display(),
             reply.outcome,
             reply.text
@@ -88,8 +88,8 @@ impl CPython {
         Ok(python)
     }
 
-    /// Runs `code` in the trajectory's process or in a new one. A server that fails is killed; a later call
-    /// starts another.
+    /// Runs `code` in the trajectory's process or in a new one. A server that fails is killed, and a later
+    /// call starts another server.
     fn run(&self, session: SessionId, code: &str) -> (CallOutcome, String) {
         let new = || {
             let (server, _) = Server::start(&self.settings, &self.host, &self.program, &self.spawner)?;
@@ -123,7 +123,7 @@ impl CPython {
         (outcome, text)
     }
 
-    /// Runs `code`, then ends the process or keeps it for the trajectory's next call.
+    /// Runs `code`. Then ends the process, or keeps it for the trajectory's next call.
     fn follow(&self, session: SessionId, mut snippet: Snippet, code: &str) -> (CallOutcome, String) {
         let limits = Limits {
             cpu: Duration::from_secs_f64(self.settings.time_limit_s),
@@ -154,7 +154,7 @@ impl CPython {
         }
     }
 
-    /// Records a call whose process ended early or could not start.
+    /// Records a call whose process died or could not start.
     fn record_death(&self, cause: String) -> (CallOutcome, String) {
         self.deaths.record(cause);
         (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied))
@@ -164,13 +164,13 @@ impl CPython {
         if self.settings.state == InterpreterState::Trajectory {
             snippet.suspend();
             let live = Live { snippet: Some(snippet), used: Instant::now() };
-            // Outside the lock, as ending a process takes a moment.
+            // This happens outside the lock, because ending a process takes some time.
             let replaced = lock(&self.sessions).insert(session, live);
             drop(replaced);
         }
     }
 
-    /// Ends the processes of trajectories without a call for [`Settings::idle_s_max`].
+    /// Ends the processes of trajectories that had no call for [`Settings::idle_s_max`] seconds.
     fn end_idle(&self) {
         let idle = Duration::from_secs_f64(self.settings.idle_s_max);
         let mut sessions = lock(&self.sessions);
@@ -180,7 +180,7 @@ impl CPython {
         drop(ended);
     }
 
-    /// Returns the text for the model when its process was stopped.
+    /// Returns the text for the model when the process of its code was stopped.
     fn explain(&self, outcome: CallOutcome) -> String {
         let lost = match self.settings.state {
             InterpreterState::Call => "",

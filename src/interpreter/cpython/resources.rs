@@ -1,18 +1,19 @@
-//! Resources of live trajectories, checked before the first one: file descriptors and system calls.
+//! Resources of live trajectories: file descriptors and system calls. They are checked before the first
+//! trajectory.
 
 use crate::bad_input;
 use anyhow::Result;
 use std::io;
 
-/// Descriptors per session: three pipes and the process.
+/// Descriptors per session: three pipes and one process.
 const DESCRIPTORS_OF_A_SESSION: u64 = 4;
-/// Descriptors for everything else: models, data, servers.
+/// Descriptors for all other uses: models, data, servers.
 const OTHER_DESCRIPTORS: u64 = 256;
 
-/// Raises the soft limit of open files so that `sessions` trajectories can be live at once.
+/// Raises the soft limit of open files, so that `sessions` trajectories can be live at the same time.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the hard limit is below that.
+/// [`crate::error::BadInput`] when the hard limit is too low.
 pub fn raise_file_limit(sessions: usize) -> Result<()> {
     let needed = DESCRIPTORS_OF_A_SESSION * sessions as u64 + OTHER_DESCRIPTORS;
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -22,7 +23,7 @@ pub fn raise_file_limit(sessions: usize) -> Result<()> {
     }
     if limit.rlim_max < needed {
         return Err(bad_input!(
-            "interpreter.state: {sessions} trajectories may be live at once, each with {DESCRIPTORS_OF_A_SESSION} open files, but the \
+            "interpreter.state: {sessions} trajectories may be live at the same time, each with {DESCRIPTORS_OF_A_SESSION} open files, but the \
              hard limit is {} (ulimit -Hn); raise it, or lower rollout.prompts_per_step, rollout.samples_per_prompt or \
              eval.problems_max",
             limit.rlim_max
@@ -39,10 +40,11 @@ pub fn raise_file_limit(sessions: usize) -> Result<()> {
     }
 }
 
-/// Checks that processes can be held and signalled by descriptors, as every snippet's process is.
+/// Checks that a descriptor can refer to a process and send signals to it. Every snippet's process needs
+/// this.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the kernel, or a filter around this process, denies it.
+/// [`crate::error::BadInput`] when the kernel, or a filter around this process, denies the calls.
 pub fn probe_pidfds() -> Result<()> {
     // SAFETY: plain system calls; this function owns the descriptor. Signal 0 only checks.
     unsafe {

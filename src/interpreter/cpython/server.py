@@ -1,4 +1,4 @@
-"""The fork server: starts a process for each snippet, which reads code and writes output through pipes of its own.
+"""The fork server. It starts a process for each snippet. The process reads code and writes output through its own pipes.
 
 The server never holds code or output: it receives the pipes' descriptors and hands them to the child that it forks.
 Its own orders (five bytes: a letter and a number) come over descriptor 3, from a parent that it trusts.
@@ -28,9 +28,9 @@ CONTROL = 3
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 22, 2
 CLONE_NEWNS, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x20000, 2, 4, 8
 LANDLOCK_RESTRICT_SELF = 446
-# What the parent reads: one byte after each call. Keep in step with snippet.rs.
+# The byte that the parent reads after each call. Must be equal to those in snippet.rs.
 ANSWERED, RAISED, MEMORY = b"A", b"R", b"M"
-# The exit codes, for a child that can say no more.
+# Exit codes of a child that cannot report anything else.
 SETUP_FAILED, OUT_OF_MEMORY = 71, 72
 FRAMES_MAX = 8
 
@@ -60,7 +60,7 @@ def write_frame(descriptor, payload):
 
 
 class Filter:
-    """A seccomp filter, ready to be put on: the arrays must stay alive."""
+    """A seccomp filter that is ready to be applied. The arrays must stay alive."""
 
     def __init__(self, instructions):
         self.instructions = ctypes.create_string_buffer(instructions, len(instructions))
@@ -73,7 +73,7 @@ class Filter:
 
 
 class Output(io.TextIOWrapper):
-    """Standard output and error; remembers whether a line is open."""
+    """Standard output and error. Remembers whether the last line is incomplete."""
 
     in_line = False
 
@@ -98,7 +98,7 @@ def standard_output():
 
 
 class Snippets:
-    """The code of one trajectory, or of one call: its names, and what its exceptions say."""
+    """The code of one trajectory, or of one call: its names, and the text of its exceptions."""
 
     def __init__(self, paths):
         self.module = types.ModuleType("__main__")
@@ -133,7 +133,7 @@ class Snippets:
 
     @staticmethod
     def compiled(code, name):
-        """All statements, but for a last expression, which is apart: its value is shown."""
+        """Returns all statements except a last expression, and that expression, whose value is shown."""
         tree = ast.parse(code, name)
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
@@ -164,7 +164,7 @@ def serve_snippets(code_from, result_to, paths, keep):
             os._exit(0)
         try:
             verdict = snippets.run(code.decode("utf-8", "replace"), output)
-            # The code may have put something else in its place.
+            # The code may have replaced these streams.
             sys.stdout = sys.stderr = output
             output.end_call()
         except MemoryError:
@@ -177,14 +177,14 @@ def serve_snippets(code_from, result_to, paths, keep):
 
 
 def take_scratch(scratch):
-    """Mounts a file system of this process's own; then nothing more can be mounted, and only there can be written."""
+    """Mounts a file system for this process. Afterwards nothing else can be mounted, and files can be written only there."""
     place = scratch["place"].encode()
     options = "size={bytes},nr_inodes={inodes},mode=700".format(**scratch).encode()
     flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV | MS_NOEXEC)
     if libc.unshare(CLONE_NEWNS) or libc.mount(b"scratch", place, b"tmpfs", flags, options):
         return False
     os.chdir(place)
-    # Version 3 of capset(2): no capability is left, the ambient ones included.
+    # Version 3 of capset(2). Removes all capabilities, including the ambient ones.
     if libc.capset(struct.pack("=II", 0x20080522, 0), bytes(24)):
         return False
     if libc.syscall(ctypes.c_long(LANDLOCK_RESTRICT_SELF), ctypes.c_long(scratch["rules"]), ctypes.c_long(0)):
@@ -199,16 +199,17 @@ def take_scratch(scratch):
 
 
 def become_snippet(control, descriptors, server_id, setup, snippet_filter, memory_limit):
-    """A child's whole life."""
+    """Runs a child process from its start to its end."""
     try:
         control.close()
         os.setsid()
         libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        # The server may have died before the signal was asked for.
+        # The server may have died before this process requested the signal.
         if os.getppid() != server_id:
             os._exit(SETUP_FAILED)
         code_from, output_to, result_to = descriptors
-        # A file of its own: the flags and offset of one that is shared would pass messages between trajectories.
+        # Opens its own file. A shared file has shared flags and a shared offset, which could pass messages
+        # between trajectories.
         null = os.open("/dev/null", os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
@@ -221,16 +222,16 @@ def become_snippet(control, descriptors, server_id, setup, snippet_filter, memor
         if not snippet_filter.apply() and not setup["dangerously_allow_unsandboxed"]:
             os._exit(SETUP_FAILED)
         gc.enable()
-        # Python seeds it afresh after each fork.
+        # Python seeds this generator again after each fork.
         random.seed(0)
         serve_snippets(code_from, result_to, setup["paths"], setup["keep"])
     finally:
-        # Nothing may return into the server's loop.
+        # Execution must not return to the server's loop.
         os._exit(SETUP_FAILED)
 
 
 def prepare(setup):
-    """Loads what every snippet will find loaded; returns the reason why not."""
+    """Imports the modules that every snippet uses without loading them. Returns an error message if an import fails."""
     for name in setup["preload"]:
         try:
             importlib.import_module(name)
@@ -239,7 +240,8 @@ def prepare(setup):
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(0)
     libc.prctl(PR_SET_DUMPABLE, ctypes.c_ulong(0))
-    # What is loaded stays shared with the children: the collector would touch, and so copy, all of it.
+    # Loaded objects stay in memory that is shared with the children. Without a freeze, the collector would
+    # write to all of it, which copies it.
     gc.collect()
     gc.disable()
     gc.freeze()

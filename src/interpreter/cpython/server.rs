@@ -1,4 +1,4 @@
-//! The parent's handle of a fork server: it starts confined, and forks and reaps on request.
+//! The parent's handle of a fork server. It starts the server confined, and makes it fork and reap processes.
 
 use super::host::HostPython;
 use super::stage::{RULES_DESCRIPTOR, StageHello};
@@ -21,21 +21,21 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Second worker argument: selects the stage of a fork server, not the embedded interpreter.
+/// Second worker argument. It selects the launcher of a fork server instead of the embedded interpreter.
 pub const STAGE_ARGUMENT: &str = "cpython";
-/// Maximum start time. Python starts in tens of milliseconds and loads large packages in seconds; a busy
+/// Maximum start time. Python starts in tens of milliseconds and loads large packages in seconds. A busy
 /// machine may need longer.
 const START_S_MAX: u64 = 120;
 /// Maximum time of a request. A fork or a kill takes milliseconds.
 const ORDER_S_MAX: u64 = 30;
 const WELCOME_BYTES_MAX: usize = 64 << 10;
 
-/// The setup message of `server.py`.
+/// The setup message for `server.py`.
 #[derive(Serialize)]
 struct Setup<'a> {
     preload: &'a [String],
     paths: &'a [String],
-    /// The snippets' seccomp filter, in hexadecimal digits.
+    /// The seccomp filter of snippets, in hexadecimal digits.
     filter: String,
     keep: bool,
     scratch: Option<Scratch>,
@@ -48,18 +48,20 @@ struct Scratch {
     place: &'static str,
     bytes: u64,
     inodes: u64,
-    /// The descriptor of the landlock rules.
+    /// The descriptor that holds the landlock rules.
     rules: i32,
 }
 
-/// A running fork server. Dropping it kills its group; the parent-death signal then ends its snippets.
+/// A running fork server. Dropping it kills its process group. The parent-death signal then ends its
+/// snippets.
 pub struct Server {
     control: Mutex<File>,
     group: ProcessGroup,
 }
 
 impl Server {
-    /// Starts `program` as the stage of a server. Also returns the active confinement and Python's version.
+    /// Starts `program` as the launcher of a server. Also returns the active confinement and the version of
+    /// Python.
     pub fn start(
         settings: &Settings,
         host: &HostPython,
@@ -126,9 +128,9 @@ impl Server {
         Ok(format!("{version} ({}): {active}", host.executable.display()))
     }
 
-    /// Forks a process that owns these descriptors (code, output, result). Returns its process id.
+    /// Forks a process that owns these descriptors (code, output, result). Returns the process id.
     ///
-    /// The id stays valid until [`Server::reap`].
+    /// The id is valid until [`Server::reap`] is called.
     pub fn fork(&self, descriptors: [BorrowedFd; 3]) -> io::Result<i32> {
         match self.order(b'f', 0, &descriptors)? {
             id if id > 0 => Ok(id),
@@ -139,7 +141,8 @@ impl Server {
     /// Kills the snippet's process `id` and its group, waits for it, and returns its wait status.
     pub fn reap(&self, id: i32) -> io::Result<i32> {
         for target in [-id, id] {
-            // SAFETY: a plain system call. The process is not reaped yet, so no other process has its id.
+            // SAFETY: a plain system call. The process is not reaped yet, so no other process can have its
+            // id.
             unsafe { libc::kill(target, libc::SIGKILL) };
         }
         self.order(b'w', id, &[])
@@ -153,7 +156,7 @@ impl Server {
         if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // The server is idle between requests, so the socket buffer has space.
+        // The server is idle between requests, so the socket buffer has enough space.
         sendmsg(&*control, &[IoSlice::new(&[letter, a, b, c, d])], &mut ancillary, SendFlags::NOSIGNAL)?;
         let mut answer = [0; 4];
         let deadline = Instant::now() + Duration::from_secs(ORDER_S_MAX);
@@ -162,15 +165,15 @@ impl Server {
     }
 }
 
-/// Returns the last line of a failed start's standard error.
+/// Returns the last line that a failed start wrote to standard error.
 fn last_words(errors: Option<File>) -> String {
     let mut text = Vec::new();
     if let Some(errors) = errors
         && set_nonblocking(&errors).is_ok()
     {
-        // Bounded, and used only in the error message.
+        // Limited in size, because the text is used only in the error message.
         let _ = errors.take(16 << 10).read_to_end(&mut text);
     }
     let text = String::from_utf8_lossy(&text);
-    text.lines().last().unwrap_or("it ended without a word").to_string()
+    text.lines().last().unwrap_or("it wrote nothing to standard error").to_string()
 }

@@ -1,4 +1,4 @@
-//! The parent's handle of a snippet's process: it sends code, reads output, and enforces limits.
+//! The parent's handle of a snippet's process. It sends code, reads output, and enforces limits.
 
 use super::server::Server;
 use crate::interpreter::frames::{self, DeadlinePipe};
@@ -13,15 +13,16 @@ use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Exit code of a process that ran out of memory and could not report it; must equal the one in server.py.
+/// Exit code of a process that ran out of memory and could not report it. Must be equal to the one in
+/// server.py.
 pub const OUT_OF_MEMORY: i32 = 72;
 
-/// A process that runs the code of one call or one trajectory. Dropping it kills and reaps it.
+/// A process that runs the code of one call or one trajectory. Dropping it kills and reaps the process.
 pub struct Snippet {
     server: Arc<Server>,
     id: i32,
     ended: bool,
-    /// A descriptor of the process, valid even after its id is reused.
+    /// A descriptor of the process. It stays valid even if the process id is reused.
     handle: OwnedFd,
     code: File,
     output: File,
@@ -31,9 +32,9 @@ pub struct Snippet {
 /// The limits of a call.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// CPU time of this call alone.
+    /// CPU time that this call may use.
     pub cpu: Duration,
-    /// Wall-clock time.
+    /// Wall-clock time that this call may use.
     pub wall: Duration,
     pub output_chars_max: usize,
 }
@@ -50,7 +51,7 @@ impl Snippet {
         };
         let (code, output, result) = (file(code.into())?, file(output.into())?, file(result.into())?);
         let id = server.fork([their_code.as_fd(), their_output.as_fd(), their_result.as_fd()])?;
-        // SAFETY: a plain system call; `handle` alone owns the new descriptor. The process is not reaped.
+        // SAFETY: a plain system call. Only `handle` owns the new descriptor. The process is not reaped yet.
         let handle = unsafe {
             match libc::syscall(libc::SYS_pidfd_open, id, 0) {
                 fd if fd >= 0 => OwnedFd::from_raw_fd(fd as i32),
@@ -64,10 +65,10 @@ impl Snippet {
         Ok(Self { server: Arc::clone(server), id, ended: false, handle, code, output, result })
     }
 
-    /// Runs `code`. Returns its printed output, then its last value or exception.
+    /// Runs `code`. Returns its printed output, followed by its last value or its exception.
     ///
-    /// The process can continue after [`CallOutcome::Answered`] and [`CallOutcome::Raised`], and after
-    /// [`CallOutcome::MemoryLimit`] if it survived. After all other outcomes it must be dropped.
+    /// After [`CallOutcome::Answered`] and [`CallOutcome::Raised`] the process can run more code. After
+    /// [`CallOutcome::MemoryLimit`] it can if it survived. After every other outcome it must be dropped.
     pub fn run(&mut self, code: &[u8], limits: Limits) -> (CallOutcome, String) {
         let deadline = Instant::now() + limits.wall;
         let mut clip = OutputClipper::new(limits.output_chars_max);
@@ -81,15 +82,15 @@ impl Snippet {
         (outcome, clip.finish())
     }
 
-    /// Stops the process until the next [`Snippet::run`], so that timers set by its code do not run
-    /// meanwhile.
+    /// Stops the process until the next [`Snippet::run`]. So timers that its code has set do not run in the
+    /// meantime.
     pub fn suspend(&self) {
         self.signal(libc::SIGSTOP);
     }
 
     fn signal(&self, signal: i32) {
-        // SAFETY: a plain system call without a siginfo. It fails for a process that has ended, which its
-        // pipes report.
+        // SAFETY: a plain system call without a siginfo. It fails if the process has ended, which the pipes
+        // report.
         unsafe {
             libc::syscall(
                 libc::SYS_pidfd_send_signal,
@@ -101,7 +102,8 @@ impl Snippet {
         };
     }
 
-    /// Collects output until the call's end, the processor time `cpu_end` or the `deadline`.
+    /// Collects output until the call ends, the process has used the CPU time `cpu_end`, or the `deadline`
+    /// passes.
     fn follow(&mut self, deadline: Instant, cpu_end: Duration, clip: &mut OutputClipper) -> CallOutcome {
         let mut pieces = Utf8Decoder::default();
         let mut buffer = vec![0; 64 << 10];
@@ -110,7 +112,7 @@ impl Snippet {
             if wall_left.is_zero() {
                 return CallOutcome::ToolTimeout;
             }
-            // A process that has ended has no clock; its pipes report the end.
+            // A process that has ended has no CPU clock. Its pipes report the end.
             let cpu_left = self.cpu_time().map_or(wall_left, |used| cpu_end.saturating_sub(used));
             if cpu_left.is_zero() {
                 return CallOutcome::TimeLimit;
@@ -139,7 +141,7 @@ impl Snippet {
         }
     }
 
-    /// Reads some output; returns false when there is none now.
+    /// Reads some output. Returns false if there is none now.
     fn read_output(&mut self, buffer: &mut [u8], pieces: &mut Utf8Decoder, clip: &mut OutputClipper) -> bool {
         match self.output.read(buffer) {
             Ok(length) if length > 0 => {
@@ -150,11 +152,12 @@ impl Snippet {
         }
     }
 
-    /// Waits for a result or output, at most `at_most`, rounded up to a millisecond.
+    /// Waits for a result or for output, at most `at_most`, rounded up to a millisecond.
     fn wait(&self, at_most: Duration) {
         let entry = |pipe: &File| libc::pollfd { fd: pipe.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         let mut both = [entry(&self.result), entry(&self.output)];
-        // An output that the code has closed is always ready: the parent would spin.
+        // Poll reports an output that the code has closed as always ready. Then the parent would loop without
+        // waiting.
         let ms = i32::try_from(at_most.as_millis()).unwrap_or(i32::MAX).saturating_add(1);
         // SAFETY: two valid entries, which outlive the call.
         let ready = unsafe { libc::poll(both.as_mut_ptr(), 2, ms) };
@@ -168,7 +171,8 @@ impl Snippet {
     fn cpu_time(&self) -> Option<Duration> {
         let mut clock = 0;
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: both structures outlive the calls. The id is the process's own until it is reaped.
+        // SAFETY: both structures outlive the calls. No other process can have the id until this process is
+        // reaped.
         let known = unsafe {
             libc::clock_getcpuclockid(self.id, &mut clock) == 0 && libc::clock_gettime(clock, &mut time) == 0
         };
@@ -176,9 +180,9 @@ impl Snippet {
         known.then(|| Duration::new(seconds, nanos))
     }
 
-    /// Ends the process. Returns its exit status if it had ended by itself.
+    /// Ends the process. Returns its exit status if the process had already ended.
     pub fn stop(mut self) -> Option<ExitStatus> {
-        // A process that has ended keeps its exit code despite the kill that precedes reaping.
+        // A process that has ended keeps its exit code, although it is killed before it is reaped.
         self.end().ok().map(ExitStatus::from_raw)
     }
 
@@ -192,7 +196,7 @@ impl Snippet {
 
 impl Drop for Snippet {
     fn drop(&mut self) {
-        // Fails for a process that has ended, or after the server's death, which ends its snippets.
+        // Fails if the process has ended, or if the server has died, which ends its snippets.
         let _ = self.end();
     }
 }

@@ -1,7 +1,7 @@
-//! The stage between this binary and the fork server: a new process that confines itself and then executes
-//! Python.
+//! The launcher between this binary and the fork server. It is a new process that confines itself and then
+//! executes Python.
 //!
-//! It is a separate process because a threaded parent must not allocate between fork and exec.
+//! It is a separate process, because a parent with threads must not allocate between fork and exec.
 
 use super::host::HostPython;
 use crate::interpreter::embedded_worker::StartupReply;
@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// The first message that the stage reads.
+/// The first message that the launcher reads.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct StageHello {
     pub parent_id: u32,
@@ -22,16 +22,16 @@ pub struct StageHello {
     pub dangerously_allow_unsandboxed: bool,
 }
 
-/// The fork server: `server.py`.
+/// The program of the fork server: `server.py`.
 const SERVER_PROGRAM: &str = include_str!("server.py");
-/// The descriptor on which `server.py` expects its parent.
+/// The descriptor of the parent's socket, as `server.py` expects it.
 const CONTROL: i32 = 3;
-/// The descriptor of the snippets' landlock rules, if they have a scratch folder.
+/// The descriptor of the snippets' landlock rules. It exists if snippets have a scratch folder.
 pub const RULES_DESCRIPTOR: i32 = CONTROL + 1;
 const HELLO_BYTES_MAX: usize = 1 << 20;
 
-/// The server's whole environment: fixed hashes (set order depends on the code alone), one thread per
-/// library, no user folder, and equal tracebacks from every version.
+/// The complete environment of the server. It has a fixed hash seed, so that the order of sets depends only
+/// on the code. Libraries use one thread, there is no user folder, and tracebacks are equal in every version.
 const ENVIRONMENT: [(&str, &str); 8] = [
     ("HOME", "/nonexistent"),
     ("LC_ALL", "C.UTF-8"),
@@ -43,7 +43,7 @@ const ENVIRONMENT: [(&str, &str); 8] = [
     ("PYTHONNODEBUGRANGES", "1"),
 ];
 
-/// Executes the fork server. Returns only an exit code, on failure.
+/// Executes the fork server. Returns an exit code only if that fails.
 pub fn main() -> i32 {
     i32::from(become_server().is_err())
 }
@@ -55,7 +55,7 @@ fn become_server() -> Result<()> {
         sandbox::confine_fork_server(hello.parent_id, &hello.host.files, CONTROL + 1, hello.scratch_mib);
     let welcome = match confined {
         Ok(active) => StartupReply::Ready(active),
-        // A scratch folder is created by the confinement steps.
+        // One of the confinement steps creates the scratch folder, so they are required.
         Err(e) if hello.scratch_mib > 0 => StartupReply::Refused(format!("{e:#}")),
         Err(e) if hello.dangerously_allow_unsandboxed => {
             StartupReply::Ready(format!("NOT SANDBOXED ({e:#})"))
@@ -66,7 +66,7 @@ fn become_server() -> Result<()> {
     if matches!(welcome, StartupReply::Refused(_)) {
         return Ok(());
     }
-    // `-I` would also ignore the hash seed. With this environment `-s` is its only remaining effect.
+    // `-I` would also ignore the hash seed. With this environment, its only other effect is that of `-s`.
     let arguments = ["-s", "-B", "-W", "ignore", "-X", "utf8", "-c", SERVER_PROGRAM];
     let error = Command::new(&hello.host.executable).args(arguments).env_clear().envs(ENVIRONMENT).exec();
     Err(error).context("executing Python")
@@ -76,8 +76,8 @@ fn become_server() -> Result<()> {
 /// `/dev/null`.
 fn take_control() -> Result<File> {
     let null = File::options().read(true).write(true).open("/dev/null")?;
-    // SAFETY: calls on descriptors that this process owns. Only the returned File owns CONTROL. `null` is
-    // not used again, even if it had that number.
+    // SAFETY: calls on descriptors that this process owns. Only the returned File owns CONTROL. `null` is not
+    // used again, even if its number is CONTROL.
     unsafe {
         let parent = libc::fcntl(libc::STDIN_FILENO, libc::F_DUPFD_CLOEXEC, CONTROL + 1);
         ensure!(parent >= 0, "fcntl");

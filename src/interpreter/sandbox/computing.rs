@@ -4,8 +4,8 @@ use super::{Allowed, AllowedFiles};
 use anyhow::{Context, Result};
 use seccompiler::{SeccompCmpArgLen, SeccompCmpOp};
 
-/// Confines a process that only computes. All steps are required; the first failure is returned.
-/// Descriptors from `first_unused` on are closed.
+/// Confines a process that only computes. All steps are required; the first error is returned. Descriptors
+/// from `first_unused` on are closed.
 ///
 /// Returns a description of the active confinement. The calling thread and its later threads are fully
 /// confined. Older threads only get the system-call filter, so they must do nothing but wait.
@@ -23,7 +23,8 @@ pub fn confine_worker(parent_id: u32, memory_bytes: u64, first_unused: i32) -> R
     Ok(format!("landlock ABI {abi} without rules, seccomp allow-list, no capabilities, resource limits"))
 }
 
-/// System calls that computation needs: pipes, memory without execution, clocks, own signals and exit.
+/// System calls that a computation needs: pipes, non-executable memory, clocks, and the process's own signals
+/// and exit.
 const COMPUTE_CALLS: [libc::c_long; 20] = [
     libc::SYS_read,
     libc::SYS_write,
@@ -47,8 +48,8 @@ const COMPUTE_CALLS: [libc::c_long; 20] = [
     libc::SYS_exit_group,
 ];
 
-/// Allows all threads of this process only what computation needs; everything else fails with `EPERM`. This
-/// is the last step, as its setup uses calls that it denies.
+/// Allows all threads of this process only the system calls of a computation. Every other call fails with
+/// `EPERM`. This is the last step, because its setup needs calls that it denies.
 fn allow_only_computation() -> Result<()> {
     let mut allowed: Allowed = COMPUTE_CALLS.into_iter().map(|call| (call, Vec::new())).collect();
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
@@ -57,7 +58,7 @@ fn allow_only_computation() -> Result<()> {
         allowed.insert(call, vec![super::argument(2, SeccompCmpArgLen::Dword, exec_bit, 0)?]);
     }
     allowed.insert(libc::SYS_madvise, super::advice()?);
-    // abort() signals its own process.
+    // abort() sends a signal to its own process.
     let own_id = u64::from(std::process::id());
     let to_itself = super::argument(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, own_id)?;
     allowed.insert(libc::SYS_tgkill, vec![to_itself]);
@@ -65,7 +66,7 @@ fn allow_only_computation() -> Result<()> {
     super::ensure_filtered()
 }
 
-/// Limits the address space to the present size plus `memory_bytes`.
+/// Limits the address space to its current size plus `memory_bytes`.
 fn limit_memory(memory_bytes: u64) -> Result<()> {
     super::set_limit("RLIMIT_AS", libc::RLIMIT_AS, super::address_space_bytes("self")? + memory_bytes)
 }

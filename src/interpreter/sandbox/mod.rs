@@ -1,6 +1,6 @@
-//! Confinement of a worker before it reads any code: Linux's landlock, seccomp and resource limits.
+//! Confines a worker before it reads any code, with Linux's landlock, seccomp and resource limits.
 //!
-//! Every step is required: if the kernel lacks one, the worker is refused.
+//! Every step is required. If the kernel lacks one of them, the worker does not start.
 
 use anyhow::{Context, Result, bail, ensure};
 use landlock::{
@@ -23,7 +23,8 @@ pub use computing::confine_worker;
 pub use python::{confine_fork_server, snippet_filter};
 pub use scratch::{INODES_PER_MIB, SCRATCH_PATH};
 
-/// Leaves the parent's session and terminal, and makes this process die with the parent `parent_id`.
+/// Leaves the parent's session and terminal. Makes this process die when the parent, process `parent_id`,
+/// dies.
 fn detach(parent_id: u32) -> Result<()> {
     // SAFETY: plain system calls with integer arguments.
     unsafe {
@@ -39,13 +40,13 @@ fn detach(parent_id: u32) -> Result<()> {
 
 /// Closes every file descriptor from `first` on.
 fn close_from(first: i32) -> Result<()> {
-    // SAFETY: close_range takes two descriptors and flags; nothing in this process uses those descriptors.
+    // SAFETY: close_range takes two descriptors and flags. Nothing in this process uses those descriptors.
     let rc = unsafe { libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, 0) };
     ensure!(rc == 0, "close_range: {}", io::Error::last_os_error());
     Ok(())
 }
 
-/// Returns the address space of process `id` (a number, or `self`), in bytes.
+/// Returns the size in bytes of the address space of process `id` (a number, or `self`).
 pub fn address_space_bytes(id: &str) -> Result<u64> {
     let path = format!("/proc/{id}/statm");
     let statm = std::fs::read_to_string(&path).with_context(|| path.clone())?;
@@ -73,23 +74,24 @@ fn set_limit(name: &str, resource: libc::__rlimit_resource_t, limit: u64) -> Res
     let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: a valid structure that outlives the call.
     check(unsafe { libc::getrlimit(resource, &mut now) }, name)?;
-    // A hard limit that is already lower cannot be raised, and need not be.
+    // A hard limit that is already lower cannot be raised, and is strict enough.
     let limit = limit.min(now.rlim_max);
     let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
     // SAFETY: a valid structure that outlives the call.
     check(unsafe { libc::setrlimit(resource, &limit) }, name)
 }
 
-/// Drops every capability except `kept`, for this thread, its later threads and the program it executes.
+/// Drops every capability except `kept`. This holds for this thread, its later threads, and the program that
+/// it executes.
 fn drop_capabilities(kept: Option<u32>) -> Result<()> {
     for capability in (0..64).filter(|capability| Some(*capability) != kept) {
-        // SAFETY: a plain system call. It fails for a process without the required capability. With no new
-        // privileges, such a process also gains none by executing a program.
+        // SAFETY: a plain system call. It fails if the process lacks the required capability. Such a process
+        // cannot gain capabilities by executing a program, because no-new-privileges is set.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
     // `struct __user_cap_header_struct` and `__user_cap_data_struct` of capset(2), version 3.
     let header: [u32; 2] = [0x2008_0522, 0];
-    // Effective, permitted and inheritable sets: of capabilities from 0 on, then from 32 on.
+    // Effective, permitted and inheritable set: first for capabilities from 0 on, then for those from 32 on.
     let sets = [kept.map_or(0, |kept| 1u32 << kept), 0].map(|set| [set; 3]);
     // SAFETY: both arrays have the layout and size that version 3 of capset(2) reads.
     let rc = unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), sets.as_ptr()) };
@@ -102,7 +104,7 @@ fn drop_capabilities(kept: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// Files that a process may use; all others are denied.
+/// Files that a process may use. All other files are denied.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AllowedFiles {
     /// Files and folders that may be read.
@@ -111,26 +113,26 @@ pub struct AllowedFiles {
     pub execute: Vec<PathBuf>,
 }
 
-/// Denies every file except `files`. If the kernel can, also denies TCP, and signals beyond this thread and
-/// its later threads.
+/// Denies every file except `files`. If the kernel supports it, also denies TCP, and signals to anything but
+/// this thread and its later threads.
 ///
 /// Returns the kernel's landlock ABI.
 fn deny_files(files: &AllowedFiles) -> Result<i32> {
     let status = rules(files, None)?.restrict_self()?;
     ensure!(status.ruleset != RulesetStatus::NotEnforced && status.no_new_privs, "landlock is not enforced");
-    // Detects a rule set that was accepted but has no effect.
-    ensure!(std::fs::File::open("/").is_err(), "landlock does nothing: files can still be opened");
+    // Detects rules that the kernel accepted but does not enforce.
+    ensure!(std::fs::File::open("/").is_err(), "landlock has no effect: files can still be opened");
     landlock_abi()
 }
 
 fn landlock_abi() -> Result<i32> {
-    // SAFETY: landlock_create_ruleset(NULL, 0, LANDLOCK_CREATE_RULESET_VERSION) only reports the ABI.
+    // SAFETY: landlock_create_ruleset(NULL, 0, LANDLOCK_CREATE_RULESET_VERSION) only returns the ABI.
     let abi = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0, 1) };
     ensure!(abi >= 1, "the kernel has no landlock ({})", io::Error::last_os_error());
     Ok(i32::try_from(abi)?)
 }
 
-/// Returns landlock rules that allow `files`, and plain files and folders below `writable`.
+/// Returns landlock rules that allow `files`, and also plain files and folders below `writable`.
 fn rules(files: &AllowedFiles, writable: Option<&Path>) -> Result<RulesetCreated> {
     landlock_abi()?;
     let newest = ABI::V7;
@@ -169,10 +171,10 @@ fn rules(files: &AllowedFiles, writable: Option<&Path>) -> Result<RulesetCreated
     Ok(rules)
 }
 
-/// Allowed system calls, each with alternative conditions; no condition means always.
+/// Allowed system calls. A call is allowed if one of its conditions holds, or if it has no condition.
 type Allowed = BTreeMap<i64, Vec<SeccompRule>>;
 
-/// Builds a filter that allows `allowed` and answers everything else with `EPERM`.
+/// Builds a filter that allows the calls in `allowed`. Every other call fails with `EPERM`.
 fn allow_list(allowed: Allowed) -> Result<BpfProgram> {
     let denied = SeccompAction::Errno(libc::EPERM.cast_unsigned());
     let filter =
@@ -180,12 +182,12 @@ fn allow_list(allowed: Allowed) -> Result<BpfProgram> {
     Ok(filter.try_into()?)
 }
 
-/// Checks the last step: detects a filter that was accepted but has no effect.
+/// Checks the last step: detects a filter that the kernel accepted but does not enforce.
 fn ensure_filtered() -> Result<()> {
     // SAFETY: plain system calls with integer arguments.
     let (socket, signal) =
         unsafe { (libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0), libc::kill(libc::getpid(), 0)) };
-    ensure!(socket < 0 && signal < 0, "seccomp does nothing: sockets or signals still work");
+    ensure!(socket < 0 && signal < 0, "seccomp has no effect: sockets or signals still work");
     Ok(())
 }
 
@@ -194,8 +196,8 @@ fn argument(index: u8, width: SeccompCmpArgLen, is: SeccompCmpOp, value: u64) ->
     Ok(SeccompRule::new(vec![SeccompCondition::new(index, width, is, value)?])?)
 }
 
-/// Returns the rule for memory advice. Page merging is denied: the write time of a merged page would reveal
-/// other processes' data.
+/// Returns the rules for madvise. Page merging is denied, because the time to write a merged page would
+/// reveal data of other processes.
 fn advice() -> Result<Vec<SeccompRule>> {
     let mergeable = u64::from(libc::MADV_MERGEABLE.cast_unsigned());
     Ok(vec![argument(2, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, mergeable)?])

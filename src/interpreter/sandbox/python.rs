@@ -1,5 +1,5 @@
-//! Confinement of CPython: of the fork server before its execution, and of each snippet's process after the
-//! fork.
+//! Confinement of CPython: of the fork server before it executes Python, and of each snippet's process after
+//! the fork.
 
 use super::{Allowed, AllowedFiles, scratch};
 use anyhow::{Context, Result};
@@ -7,15 +7,14 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
 
-/// Stack size. Deep recursion of the interpreter stays well below it at its own limit.
+/// Stack size. Python's recursion limit keeps its stack far below this size.
 const STACK_BYTES: u64 = 16 << 20;
 
-/// Confines this process before it executes the fork server. All steps are required; the first failure is
+/// Confines this process before it executes the fork server. All steps are required; the first error is
 /// returned. Descriptors from `first_unused` on are closed. The process must have one thread.
 ///
-/// With `scratch_mib` above 0, the server has a mount namespace in which each snippet's process mounts a
-/// scratch folder. Each snippet's process then applies landlock itself, with the rules in descriptor
-/// `first_unused`.
+/// If `scratch_mib` is above 0, the server has a mount namespace. There, each snippet's process mounts a
+/// scratch folder, and then applies landlock itself, with the rules in descriptor `first_unused`.
 ///
 /// Returns a description of the active confinement.
 pub fn confine_fork_server(
@@ -59,7 +58,8 @@ pub fn confine_fork_server(
 /// sock_filter`.
 pub fn snippet_filter(with_scratch: bool) -> Result<Vec<u8>> {
     let mut allowed = snippet_calls(with_scratch)?;
-    // A process may read its own limits; it may neither change them nor access another process's.
+    // A process may read its own limits. It may not change them, and may not access the limits of another
+    // process.
     let zero = |index| SeccompCondition::new(index, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0);
     allowed.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![zero(0)?, zero(2)?])?]);
     let program = super::allow_list(allowed)?;
@@ -71,10 +71,10 @@ pub fn snippet_filter(with_scratch: bool) -> Result<Vec<u8>> {
     Ok(program.iter().flat_map(bytes).collect())
 }
 
-/// Gives every server the same addresses, which the order of some sets depends on. If a container forbids
-/// it, replies may differ in that order.
+/// Gives every server the same memory addresses, because the order of some sets depends on addresses. If a
+/// container forbids this, that order may differ between replies.
 fn fix_addresses() {
-    // SAFETY: a plain system call; it takes effect at the next execve.
+    // SAFETY: a plain system call, which takes effect at the next execve.
     unsafe { libc::personality(libc::ADDR_NO_RANDOMIZE as libc::c_ulong) };
 }
 
@@ -82,7 +82,7 @@ fn limit_stack() -> Result<()> {
     super::set_limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK_BYTES)
 }
 
-/// System calls that a snippet needs: computing, and reading the files that landlock allows.
+/// System calls that a snippet needs: those of computing, and those that read the files that landlock allows.
 const SNIPPET_CALLS: &[libc::c_long] = &[
     libc::SYS_read,
     libc::SYS_readv,
@@ -161,7 +161,7 @@ const SNIPPET_CALLS: &[libc::c_long] = &[
     libc::SYS_exit_group,
 ];
 
-/// Older forms of these calls.
+/// Older variants of these calls.
 #[cfg(target_arch = "x86_64")]
 const OLDER_CALLS: &[libc::c_long] = &[
     libc::SYS_open,
@@ -189,7 +189,7 @@ fn snippet_calls(with_scratch: bool) -> Result<Allowed> {
     let mut allowed: Allowed = calls.map(|&call| (call, Vec::new())).collect();
     match with_scratch {
         true => allowed.extend(scratch::SYSTEM_CALLS.iter().map(|&call| (call, Vec::new()))),
-        // Before Linux 6.2 landlock does not control truncation, so opening with O_TRUNC is denied.
+        // Before Linux 6.2, landlock does not control truncation, so opening a file with O_TRUNC is denied.
         false => {
             let uncut = |index| {
                 let flag = u64::from(libc::O_TRUNC.cast_unsigned());
@@ -200,31 +200,33 @@ fn snippet_calls(with_scratch: bool) -> Result<Allowed> {
             allowed.insert(libc::SYS_open, vec![uncut(1)?]);
         }
     }
-    // Descriptors can be duplicated and their flags changed; binding a signal to them (F_SETOWN) is denied.
+    // Descriptors may be duplicated, and their flags may change. F_SETOWN, which binds a signal to a
+    // descriptor, is denied.
     let fcntl =
         [libc::F_DUPFD, libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL, libc::F_DUPFD_CLOEXEC];
     allowed.insert(libc::SYS_fcntl, one_of(1, fcntl.map(|c| u64::from(c.cast_unsigned())))?);
-    // Shared futexes could pass messages through the pages that all of a server's snippets share.
+    // Only private futexes are allowed. Shared futexes could pass messages through the memory pages that all
+    // snippets of a server share.
     let private = SeccompCmpOp::MaskedEq(u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned()));
     let flag = u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned());
     allowed.insert(libc::SYS_futex, vec![super::argument(1, SeccompCmpArgLen::Dword, private, flag)?]);
     allowed.insert(libc::SYS_madvise, super::advice()?);
-    // isatty(), and the flag that closes a descriptor on exec.
+    // The ioctl calls of isatty(), and those that set or clear close-on-exec.
     allowed.insert(libc::SYS_ioctl, one_of(1, [libc::TCGETS, libc::FIOCLEX, libc::FIONCLEX])?);
     Ok(allowed)
 }
 
-/// Returns rules that match when the argument equals one of `values`.
+/// Returns rules that match if the argument equals one of `values`.
 fn one_of<const N: usize>(index: u8, values: [u64; N]) -> Result<Vec<SeccompRule>> {
     values.into_iter().map(|v| super::argument(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, v)).collect()
 }
 
-/// Allows the server its snippets' calls and those that start them. This is the last step, as its setup
-/// uses calls that it denies.
+/// Allows the server the calls of its snippets, and the calls that start snippets. This is the last step,
+/// because its setup needs calls that it denies.
 fn allow_only_serving(with_scratch: bool) -> Result<()> {
     let arch = std::env::consts::ARCH.try_into()?;
     let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
-    // clone3 has its flags in memory, where no filter sees them: libc falls back to clone.
+    // clone3 has its flags in memory, which no filter can read. If clone3 is denied, libc uses clone.
     let clone3 = [(libc::SYS_clone3, Vec::new())].into();
     let no_clone3: BpfProgram =
         SeccompFilter::new(clone3, SeccompAction::Allow, missing, arch)?.try_into()?;
@@ -239,7 +241,7 @@ fn allow_only_serving(with_scratch: bool) -> Result<()> {
     ] {
         allowed.insert(call, Vec::new());
     }
-    // Allows a child process, but neither a thread nor a namespace.
+    // Allows a child process, but no thread and no namespace.
     let plain = libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID | libc::SIGCHLD;
     let others = SeccompCmpOp::MaskedEq(!u64::from(plain.cast_unsigned()));
     allowed.insert(libc::SYS_clone, vec![super::argument(0, SeccompCmpArgLen::Qword, others, 0)?]);

@@ -1,9 +1,9 @@
-//! A scratch folder for each snippet's process: an in-memory file system in a mount namespace that ends
-//! with the process.
+//! A scratch folder for each snippet's process: a file system in memory, in a mount namespace that ends with
+//! the process.
 //!
-//! Landlock forbids mounting, so with a scratch folder each snippet's process applies landlock after its
-//! mount. The fork server runs without landlock and never sees code. All its snippets read the same rules
-//! from one descriptor.
+//! Landlock forbids mounting. So, with a scratch folder, each snippet's process applies landlock after its
+//! mount. The fork server runs without landlock, but never executes model-written code. All its snippets read
+//! the same rules from one descriptor.
 
 use super::{AllowedFiles, rules};
 use anyhow::{Context, Result, ensure};
@@ -12,21 +12,22 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-/// Path of the scratch folder, a subfolder of [`AROUND`]. Landlock checks the folders above a mount, but
-/// not the one that it covers.
+/// Path of the scratch folder, a subfolder of [`AROUND`]. Landlock checks the folders above a mount, but not
+/// the folder that the mount covers.
 pub const SCRATCH_PATH: &str = "/tmp/scratch";
-/// Parent of the scratch folder. In the server's namespace it is otherwise empty and read-only.
+/// Parent of the scratch folder. In the server's namespace it is read-only, and otherwise empty.
 const AROUND: &str = "/tmp";
 const AROUND_C: &CStr = c"/tmp";
-/// Files and folders per MiB of scratch: their names use additional kernel memory.
+/// Number of files and folders per MiB of scratch. It is limited because their names use additional kernel
+/// memory.
 pub const INODES_PER_MIB: u64 = 256;
 /// The capability to mount.
 pub(super) const CAP_SYS_ADMIN: u32 = 21;
 /// The first landlock ABI that controls truncation.
 const ABI_MIN: i32 = 3;
 
-/// Additional system calls for writing files. Calls that change modes, owners and times are not included:
-/// landlock does not control them.
+/// Additional system calls for writing files. Calls that change modes, owners and times are not included,
+/// because landlock does not control them.
 pub(super) const SYSTEM_CALLS: &[libc::c_long] = &[
     libc::SYS_pwrite64,
     libc::SYS_pwritev,
@@ -51,14 +52,14 @@ pub(super) const SYSTEM_CALLS: &[libc::c_long] = &[
     libc::SYS_rename,
 ];
 
-/// Moves this process, which has one thread, into its own namespaces, where it may mount. [`SCRATCH_PATH`] is
-/// an empty folder there.
+/// Moves this process, which has one thread, into namespaces of its own, in which it may mount.
+/// [`SCRATCH_PATH`] is an empty folder there.
 pub(super) fn enter_namespaces(files: &AllowedFiles) -> Result<()> {
     const REMEDY: &str = "allow them, or set interpreter.scratch_mib = 0";
     let hidden = files.read.iter().chain(&files.execute).find(|path| path.starts_with(AROUND));
     if let Some(path) = hidden {
         anyhow::bail!(
-            "interpreter.scratch_mib: the scratch in {AROUND} would hide Python's {}",
+            "interpreter.scratch_mib: the scratch folder in {AROUND} would hide {}, which Python needs",
             path.display()
         );
     }
@@ -69,7 +70,7 @@ pub(super) fn enter_namespaces(files: &AllowedFiles) -> Result<()> {
     // SAFETY: a plain system call.
     super::check(unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) }, "unshare")
         .with_context(forbidden)?;
-    // Equal user and group ids inside and outside: only the mounts differ.
+    // User and group ids are equal inside and outside the namespace. Only the mounts differ.
     for (file, text) in [
         ("setgroups", "deny".to_owned()),
         ("uid_map", format!("{user} {user} 1")),
@@ -77,7 +78,7 @@ pub(super) fn enter_namespaces(files: &AllowedFiles) -> Result<()> {
     ] {
         std::fs::write(format!("/proc/self/{file}"), text).context(file).with_context(forbidden)?;
     }
-    // Mounts here must not be visible outside.
+    // Mounts made here must not be visible outside.
     mount(c"none", c"/", None, libc::MS_REC | libc::MS_PRIVATE, c"").with_context(forbidden)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     let options = c"size=4k,nr_inodes=3,mode=755";
@@ -89,22 +90,22 @@ pub(super) fn enter_namespaces(files: &AllowedFiles) -> Result<()> {
 
 fn mount(what: &CStr, place: &CStr, kind: Option<&CStr>, flags: libc::c_ulong, options: &CStr) -> Result<()> {
     let kind = kind.map_or(std::ptr::null(), CStr::as_ptr);
-    // SAFETY: every pointer is null or a string that outlives the call.
+    // SAFETY: every pointer is null or points to a string that outlives the call.
     let rc = unsafe { libc::mount(what.as_ptr(), place.as_ptr(), kind, flags, options.as_ptr().cast()) };
     super::check(rc, &format!("mount on {}", place.to_string_lossy()))
 }
 
-/// Stores the snippets' landlock rules in `descriptor`, for the program that this process executes; returns
+/// Stores the landlock rules of snippets in `descriptor`, for the program that this process executes. Returns
 /// the ABI.
 pub(super) fn store_rules(files: &AllowedFiles, descriptor: i32) -> Result<i32> {
     let abi = super::landlock_abi()?;
     ensure!(
         abi >= ABI_MIN,
-        "interpreter.scratch_mib needs landlock ABI {ABI_MIN} (Linux 6.2), here it is {abi}; set it to 0"
+        "interpreter.scratch_mib needs landlock ABI {ABI_MIN} (Linux 6.2), but this kernel has ABI {abi}; set interpreter.scratch_mib = 0"
     );
     let rules: Option<OwnedFd> = rules(files, Some(Path::new(AROUND)))?.into();
     let rules = rules.context("landlock rules without a descriptor")?;
-    // SAFETY: calls on descriptors that this process owns; the executed program inherits the copy.
+    // SAFETY: calls on descriptors that this process owns. The executed program inherits the copy.
     let moved = unsafe {
         match rules.as_raw_fd() == descriptor {
             true => libc::fcntl(descriptor, libc::F_SETFD, 0),
@@ -115,7 +116,7 @@ pub(super) fn store_rules(files: &AllowedFiles, descriptor: i32) -> Result<i32> 
     if rules.as_raw_fd() == descriptor {
         std::mem::forget(rules);
     }
-    // SAFETY: a plain system call with integer arguments. Landlock would set this, and seccomp needs it.
+    // SAFETY: a plain system call with integer arguments. Landlock would set this flag, and seccomp needs it.
     super::check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, "PR_SET_NO_NEW_PRIVS")?;
     Ok(abi)
 }
