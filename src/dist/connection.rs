@@ -189,8 +189,7 @@ fn poll<C: TransportBackend>(
         Ok(mut missing) => {
             missing.sort_unstable();
             missing.dedup();
-            let who =
-                if C::NAMES_MISSING_RANKS { "they hang or make" } else { "one of them hangs or makes" };
+            let who = if C::NAMES_MISSING_RANKS { "they hang or make" } else { "one of them hangs or makes" };
             anyhow!(
                 "rank {} has waited {:.0} s in \"{}\" for ranks {missing:?}: {who} different calls",
                 backend.rank(),

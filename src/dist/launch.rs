@@ -292,11 +292,7 @@ mod tests {
         let other = rank_address_by(given(&torchrun), || Ok(b"another".to_vec())).unwrap();
         assert_ne!(other.token, environment.token, "the launcher's variables are public");
         assert_eq!(with("LOCAL_WORLD_SIZE", "8").unwrap().host, "gpu1");
-        assert_eq!(
-            with("LOCAL_WORLD_SIZE", "16").unwrap().host,
-            "127.0.0.1",
-            "no other machine can connect"
-        );
+        assert_eq!(with("LOCAL_WORLD_SIZE", "16").unwrap().host, "127.0.0.1", "no other machine can connect");
         assert_eq!(with("RLOSS_PORT", "4000").unwrap().port, 4000);
         assert!(with("RLOSS_PORT", "x").unwrap_err().contains("RLOSS_PORT: \"x\" is not a whole number"));
         assert!(with("RLOSS_PORT", "65536").unwrap_err().contains("is above 65535"));

@@ -1,11 +1,11 @@
 //! CPython needs a sandbox, and the sandbox needs Linux. On other systems, starting it is an error.
 
-use super::{Interpreter, Reply, SessionId, Settings};
+use super::{Interpreter, InterpreterSettings, Reply, SessionId};
 use crate::bad_input;
 use anyhow::Result;
 use std::path::PathBuf;
 
-pub const STAGE_ARGUMENT: &str = "cpython";
+pub const LAUNCHER_ARGUMENT: &str = "cpython";
 
 /// Never constructed on this system.
 pub enum CPython {}
@@ -13,7 +13,7 @@ pub enum CPython {}
 impl CPython {
     /// # Errors
     /// Always [`crate::error::BadInput`].
-    pub fn new(_settings: Settings, _program: PathBuf, _sessions_max: usize) -> Result<Self> {
+    pub fn new(_settings: InterpreterSettings, _program: PathBuf, _sessions_max: usize) -> Result<Self> {
         Err(bad_input!("interpreter.kind: \"cpython\" needs Linux; use \"embedded\""))
     }
 }
@@ -30,6 +30,6 @@ impl Interpreter for CPython {
     }
 }
 
-pub fn stage_main() -> i32 {
+pub fn launcher_main() -> i32 {
     1
 }

@@ -2,8 +2,10 @@
 
 use super::embedded_worker::{StartupReply, StateChange, WorkerHello, lost_state_note};
 use super::process::{Process, Spawner};
-use super::worker_deaths::{self, Deaths};
-use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, lock, not_started, reply};
+use super::worker_deaths::{self, WorkerDeaths};
+use super::{
+    Interpreter, InterpreterSettings, InterpreterState, Reply, SessionId, lock, reply, startup_error,
+};
 use crate::bad_input;
 use crate::pool::Pool;
 use crate::trajectory::CallOutcome;
@@ -21,20 +23,20 @@ const STATE_BYTES_MAX: usize = 4 << 20;
 const START_S_MAX: u64 = 30;
 const WELCOME_BYTES_MAX: usize = 64 << 10;
 /// Size of a reply's header: the outcome, and the state change of the variables.
-const ANSWER_HEAD_BYTES: usize = 2;
+const REPLY_HEADER_BYTES: usize = 2;
 
-/// Python without any installation. Its [`Settings::workers`] confined processes are started on demand.
+/// Python without any installation. Its [`InterpreterSettings::workers`] confined processes are started on demand.
 ///
 /// Dropping it kills all workers. The death of the parent kills them too, whatever its cause.
 pub struct EmbeddedInterpreter {
-    settings: Settings,
+    settings: InterpreterSettings,
     program: PathBuf,
     confinement: String,
     // Declared before the spawner: when the thread of the spawner ends, the workers are killed.
     pool: Pool<Process>,
     /// Stored sessions. The parent does not read them; only confined workers decode them.
     sessions: Mutex<HashMap<SessionId, Vec<u8>>>,
-    deaths: Deaths,
+    deaths: WorkerDeaths,
     spawner: Spawner,
 }
 
@@ -44,19 +46,19 @@ impl EmbeddedInterpreter {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a limit is out of range, or the kernel cannot confine a worker and
-    /// [`Settings::dangerously_allow_unsandboxed`] is false. Any other error when the worker cannot be
+    /// [`InterpreterSettings::dangerously_allow_unsandboxed`] is false. Any other error when the worker cannot be
     /// started.
-    pub fn new(settings: Settings, program: PathBuf) -> Result<Self> {
+    pub fn new(settings: InterpreterSettings, program: PathBuf) -> Result<Self> {
         settings.check()?;
         let spawner = Spawner::new().context("starting the thread that spawns interpreter workers")?;
-        let (first, confinement) = start(&settings, &program, &spawner).map_err(not_started)?;
+        let (first, confinement) = start(&settings, &program, &spawner).map_err(startup_error)?;
         Ok(Self {
             pool: Pool::new(vec![first], settings.workers),
             settings,
             program,
             confinement,
             sessions: Mutex::default(),
-            deaths: Deaths::default(),
+            deaths: WorkerDeaths::default(),
             spawner,
         })
     }
@@ -73,9 +75,9 @@ impl EmbeddedInterpreter {
         };
         let state = lock(&self.sessions).get(&session).cloned().unwrap_or_default();
         match self.exchange(&mut worker, code, &state) {
-            Ok((outcome, kept, mut text, state)) => {
+            Ok((outcome, state_change, mut text, state)) => {
                 self.pool.release(worker);
-                match kept {
+                match state_change {
                     StateChange::Unchanged => {}
                     StateChange::Replaced => drop(lock(&self.sessions).insert(session, state)),
                     StateChange::Lost => {
@@ -86,7 +88,7 @@ impl EmbeddedInterpreter {
                 (outcome, text)
             }
             Err(error) => {
-                let (last_words, ended) = worker.kill();
+                let (stderr_tail, ended) = worker.kill();
                 drop(worker);
                 self.pool.discard();
                 let outcome = match error.kind() {
@@ -94,12 +96,12 @@ impl EmbeddedInterpreter {
                     // The messages of a failed allocation, and of an allocation larger than Rust allows.
                     _ if ["memory allocation of", "capacity overflow"]
                         .iter()
-                        .any(|w| last_words.contains(w)) =>
+                        .any(|w| stderr_tail.contains(w)) =>
                     {
                         CallOutcome::MemoryLimit
                     }
                     _ => {
-                        self.deaths.record(worker_deaths::cause(ended, &last_words));
+                        self.deaths.record(worker_deaths::cause(ended, &stderr_tail));
                         CallOutcome::WorkerDied
                     }
                 };
@@ -119,16 +121,16 @@ impl EmbeddedInterpreter {
         worker.send(state, deadline)?;
         // A character has at most four bytes. The header and the mark for removed text are short.
         let text_bytes_max = self.settings.output_chars_max.saturating_mul(4).saturating_add(1024);
-        let answer = worker.receive(text_bytes_max, deadline)?;
+        let reply = worker.receive(text_bytes_max, deadline)?;
         let state = worker.receive(STATE_BYTES_MAX, deadline)?;
         let malformed = || io::Error::from(io::ErrorKind::InvalidData);
-        let (head, text) = answer.split_at_checked(ANSWER_HEAD_BYTES).ok_or_else(malformed)?;
+        let (head, text) = reply.split_at_checked(REPLY_HEADER_BYTES).ok_or_else(malformed)?;
         let outcome = CallOutcome::ALL.into_iter().find(|&o| o as u8 == head[0]).ok_or_else(malformed)?;
-        let kept = [StateChange::Unchanged, StateChange::Replaced, StateChange::Lost]
+        let state_change = [StateChange::Unchanged, StateChange::Replaced, StateChange::Lost]
             .into_iter()
             .find(|&k| k as u8 == head[1]);
-        let kept = kept.ok_or_else(malformed)?;
-        Ok((outcome, kept, String::from_utf8_lossy(text).into_owned(), state))
+        let state_change = state_change.ok_or_else(malformed)?;
+        Ok((outcome, state_change, String::from_utf8_lossy(text).into_owned(), state))
     }
 
     /// Returns the text for the model when the worker could not reply.
@@ -156,7 +158,7 @@ impl Interpreter for EmbeddedInterpreter {
 }
 
 /// Starts a worker and waits until it is confined. Also returns the active confinement.
-fn start(settings: &Settings, program: &PathBuf, spawner: &Spawner) -> Result<(Process, String)> {
+fn start(settings: &InterpreterSettings, program: &PathBuf, spawner: &Spawner) -> Result<(Process, String)> {
     let deadline = Instant::now() + Duration::from_secs(START_S_MAX);
     let mut command = Command::new(program);
     command.arg(super::WORKER_ARGUMENT);

@@ -5,7 +5,7 @@
 
 use super::FRAME_BYTES_MAX;
 use super::output::OutputClipper;
-use super::{frames, refusal, sandbox};
+use super::{confinement_error, frames, sandbox};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result, ensure};
 use monty::{Dump, MontyRepl, Session, SessionRef};
@@ -89,25 +89,25 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
     let hello: WorkerHello = serde_json::from_slice(&frames::read(&mut input, HELLO_BYTES_MAX)?)?;
     let first_unused = 1 + output.as_raw_fd().max(input.as_raw_fd());
     let confined = sandbox::confine_worker(hello.parent_id, hello.memory_bytes, first_unused);
-    let welcome = match confined {
+    let startup_reply = match confined {
         Ok(active) => StartupReply::Ready(active),
         Err(e) if hello.dangerously_allow_unsandboxed => {
             StartupReply::Ready(format!("NOT SANDBOXED ({e:#})"))
         }
-        Err(e) => StartupReply::Refused(refusal(&e)),
+        Err(e) => StartupReply::Refused(confinement_error(&e)),
     };
-    frames::write(&mut output, &serde_json::to_vec(&welcome)?)?;
-    if matches!(welcome, StartupReply::Refused(_)) {
+    frames::write(&mut output, &serde_json::to_vec(&startup_reply)?)?;
+    if matches!(startup_reply, StartupReply::Refused(_)) {
         return Ok(());
     }
     // The parent ends the worker by closing the pipe, which makes the read fail.
     while let Ok(code) = frames::read(&mut input, FRAME_BYTES_MAX) {
         let state = frames::read(&mut input, FRAME_BYTES_MAX)?;
-        let answer = run(&String::from_utf8_lossy(&code), &state, &hello);
-        let mut head = vec![answer.outcome as u8, answer.state_change as u8];
-        head.extend_from_slice(answer.text.as_bytes());
+        let result = run(&String::from_utf8_lossy(&code), &state, &hello);
+        let mut head = vec![result.outcome as u8, result.state_change as u8];
+        head.extend_from_slice(result.text.as_bytes());
         frames::write(&mut output, &head)?;
-        frames::write(&mut output, &answer.state)?;
+        frames::write(&mut output, &result.state)?;
     }
     Ok(())
 }
@@ -117,7 +117,7 @@ pub fn lost_state_note(keep_state: bool) -> &'static str {
     if keep_state { " Variables are as they were before this call." } else { "" }
 }
 
-struct Answer {
+struct CallResult {
     outcome: CallOutcome,
     text: String,
     state_change: StateChange,
@@ -125,10 +125,10 @@ struct Answer {
 }
 
 /// Runs one snippet with the variables of `state`: a stored session, or nothing.
-fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
+fn run(code: &str, state: &[u8], hello: &WorkerHello) -> CallResult {
     let mut clip = OutputClipper::new(hello.output_chars_max);
     let Ok(mut session) = load(state) else {
-        return Answer {
+        return CallResult {
             outcome: CallOutcome::WorkerDied,
             text: "InterpreterError: the stored variables cannot be read.".into(),
             state_change: StateChange::Lost,
@@ -137,7 +137,7 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
     };
     let limit = Duration::from_secs_f64(hello.time_limit_s);
     session.tracker_mut().set_max_duration(limit);
-    let result = session.feed_run(code, Vec::new(), PrintWriter::Callback(&mut Printed(&mut clip)));
+    let result = session.feed_run(code, Vec::new(), PrintWriter::Callback(&mut ClippedWriter(&mut clip)));
     if is_time_limit(&result, session.tracker().elapsed() > limit) {
         // How far the code got before a timeout depends on speed. So neither its output nor its effects are
         // kept.
@@ -146,7 +146,7 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
             hello.time_limit_s,
             lost_state_note(hello.keep_state)
         );
-        return Answer {
+        return CallResult {
             outcome: CallOutcome::TimeLimit,
             text,
             state_change: StateChange::Unchanged,
@@ -173,7 +173,7 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> Answer {
             Some(Ok(state)) if state.len() <= hello.state_bytes_max => (StateChange::Replaced, state),
             Some(_) => (StateChange::Lost, Vec::new()),
         };
-    Answer { outcome, text: clip.finish(), state_change, state }
+    CallResult { outcome, text: clip.finish(), state_change, state }
 }
 
 fn load(state: &[u8]) -> Result<MontyRepl> {
@@ -200,9 +200,9 @@ fn push_line(clip: &mut OutputClipper, text: &str) {
 }
 
 /// Sends printed text to an [`OutputClipper`].
-struct Printed<'a>(&'a mut OutputClipper);
+struct ClippedWriter<'a>(&'a mut OutputClipper);
 
-impl PrintWriterCallback for Printed<'_> {
+impl PrintWriterCallback for ClippedWriter<'_> {
     fn stdout_write(&mut self, output: Cow<'_, str>) -> Result<(), MontyException> {
         self.0.push(&output);
         Ok(())

@@ -29,8 +29,9 @@ pub use embedded_interpreter::EmbeddedInterpreter;
 ///
 /// # Errors
 /// The errors of [`EmbeddedInterpreter::new`] and [`CPython::new`].
-pub fn open(settings: Settings, sessions_max: usize) -> Result<Box<dyn Interpreter>> {
-    let program = std::env::current_exe().context("finding this program's binary, which also runs as a worker")?;
+pub fn open(settings: InterpreterSettings, sessions_max: usize) -> Result<Box<dyn Interpreter>> {
+    let program =
+        std::env::current_exe().context("finding this program's binary, which also runs as a worker")?;
     Ok(match settings.kind {
         InterpreterKind::Embedded => Box::new(EmbeddedInterpreter::new(settings, program)?),
         InterpreterKind::CPython => Box::new(CPython::new(settings, program, sessions_max)?),
@@ -48,7 +49,7 @@ pub struct SessionId(pub u64);
 #[derive(Debug, Clone, PartialEq)]
 pub struct Reply {
     /// Text for the model: printed output and the last expression's value, or the exception. If it is longer
-    /// than [`Settings::output_chars_max`], its middle is removed. It depends only on the session's code.
+    /// than [`InterpreterSettings::output_chars_max`], its middle is removed. It depends only on the session's code.
     pub text: String,
     pub outcome: CallOutcome,
     /// Seconds from the call to the reply, including the time to wait for a free worker.
@@ -94,7 +95,7 @@ choice! {
 
 table! {
     /// The Python tool, which runs in confined worker processes.
-    pub struct Settings {
+    pub struct InterpreterSettings {
         /// The interpreter that runs the code.
         pub kind: InterpreterKind = InterpreterKind::Embedded,
         /// Which calls share state.
@@ -130,7 +131,7 @@ table! {
     }
 }
 
-impl Settings {
+impl InterpreterSettings {
     /// Checks the limits.
     ///
     /// # Errors
@@ -194,12 +195,12 @@ const SHORTAGE_REMEDY: &str = "The system is short of descriptors, processes or 
 
 /// Returns why a worker was not confined, and the remedy. If resources are short, running without a sandbox
 /// is not proposed.
-fn refusal(error: &anyhow::Error) -> String {
+fn confinement_error(error: &anyhow::Error) -> String {
     format!("{error:#}. {}", if is_shortage(error) { SHORTAGE_REMEDY } else { CONFINEMENT_REMEDY })
 }
 
 /// Returns the error of a worker that could not start. Adds the remedy if the system lacks a resource.
-fn not_started(error: anyhow::Error) -> anyhow::Error {
+fn startup_error(error: anyhow::Error) -> anyhow::Error {
     if is_shortage(&error) { bad_input!("{error:#}. {SHORTAGE_REMEDY}") } else { error }
 }
 
@@ -235,7 +236,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Runs a worker until its end. Returns the exit code of the process.
 pub fn worker_main() -> i32 {
     match std::env::args_os().nth(2) {
-        Some(kind) if kind == cpython::STAGE_ARGUMENT => cpython::stage_main(),
+        Some(kind) if kind == cpython::LAUNCHER_ARGUMENT => cpython::launcher_main(),
         _ => embedded_worker::main(),
     }
 }

@@ -88,8 +88,8 @@ impl Drop for Spawner {
 /// A running worker whose standard streams are pipes. Dropping it kills its whole process group and reaps it.
 pub struct Process {
     group: ProcessGroup,
-    to: File,
-    from: File,
+    stdin: File,
+    stdout: File,
     stderr: File,
 }
 
@@ -99,22 +99,22 @@ impl Process {
         let mut group = spawner.spawn(command)?;
         let piped = || io::Error::other("a standard stream is not piped");
         let stderr = OwnedFd::from(group.child.stderr.take().ok_or_else(piped)?).into();
-        let to = OwnedFd::from(group.child.stdin.take().ok_or_else(piped)?);
-        let from = OwnedFd::from(group.child.stdout.take().ok_or_else(piped)?);
-        let process = Self { group, to: to.into(), from: from.into(), stderr };
-        set_nonblocking(&process.to)?;
+        let stdin = OwnedFd::from(group.child.stdin.take().ok_or_else(piped)?);
+        let stdout = OwnedFd::from(group.child.stdout.take().ok_or_else(piped)?);
+        let process = Self { group, stdin: stdin.into(), stdout: stdout.into(), stderr };
+        set_nonblocking(&process.stdin)?;
         set_nonblocking(&process.stderr)?;
         Ok(process)
     }
 
     /// Sends one frame before `deadline`.
     pub fn send(&mut self, payload: &[u8], deadline: Instant) -> io::Result<()> {
-        frames::write(&mut DeadlinePipe { pipe: &self.to, deadline }, payload)
+        frames::write(&mut DeadlinePipe { pipe: &self.stdin, deadline }, payload)
     }
 
     /// Receives one frame of at most `bytes_max` bytes before `deadline`.
     pub fn receive(&mut self, bytes_max: usize, deadline: Instant) -> io::Result<Vec<u8>> {
-        frames::read(&mut DeadlinePipe { pipe: &self.from, deadline }, bytes_max)
+        frames::read(&mut DeadlinePipe { pipe: &self.stdout, deadline }, bytes_max)
     }
 
     /// Kills the worker and its process group. Returns its standard error. Also returns its exit status if it

@@ -11,31 +11,31 @@ const UNREPORTED_MAX: u64 = 5;
 
 /// Number of deaths, and the cause of the last one.
 #[derive(Debug, Default)]
-pub struct Deaths(Mutex<Counted>);
+pub struct WorkerDeaths(Mutex<DeathCount>);
 
 #[derive(Debug, Default)]
-struct Counted {
+struct DeathCount {
     count: u64,
     reported: u64,
     cause: String,
 }
 
-impl Deaths {
+impl WorkerDeaths {
     pub fn record(&self, cause: String) {
-        let mut recorded = lock(&self.0);
-        recorded.count += 1;
-        recorded.cause = cause;
+        let mut deaths = lock(&self.0);
+        deaths.count += 1;
+        deaths.cause = cause;
     }
 
     /// Returns a warning when there are more than [`UNREPORTED_MAX`] deaths, and again whenever their number
     /// has grown tenfold.
     pub fn take_warning(&self) -> Option<String> {
-        let mut recorded = lock(&self.0);
-        if recorded.count <= UNREPORTED_MAX || recorded.count < 10 * recorded.reported {
+        let mut deaths = lock(&self.0);
+        if deaths.count <= UNREPORTED_MAX || deaths.count < 10 * deaths.reported {
             return None;
         }
-        recorded.reported = recorded.count;
-        let Counted { count, cause, .. } = &*recorded;
+        deaths.reported = deaths.count;
+        let DeathCount { count, cause, .. } = &*deaths;
         Some(format!(
             "{count} calls of the Python tool ended with a dead worker so far; cause of the last death: {cause}"
         ))
@@ -43,8 +43,8 @@ impl Deaths {
 }
 
 /// Returns the likely cause of a worker's death.
-pub fn cause(status: Option<ExitStatus>, last_words: &str) -> String {
-    let word = last_words.lines().next_back().map(|line| format!(": {line}")).unwrap_or_default();
+pub fn cause(status: Option<ExitStatus>, stderr_tail: &str) -> String {
+    let word = stderr_tail.lines().next_back().map(|line| format!(": {line}")).unwrap_or_default();
     match status {
         Some(status) if status.signal() == Some(libc::SIGKILL) => {
             "killed from outside, as the system does when memory runs out (see the kernel log): lower interpreter.workers or \
@@ -62,7 +62,7 @@ mod tests {
 
     #[test]
     fn more_than_a_handful_is_told_once_and_again_at_ten_times_as_many() {
-        let deaths = Deaths::default();
+        let deaths = WorkerDeaths::default();
         let mut reported = vec![];
         for number in 1..=100 {
             deaths.record(format!("number {number}"));

@@ -35,7 +35,7 @@ table! {
         pub adapter: Option<AdapterSettings>,
         pub harmony: SystemPromptSettings,
         pub task: TaskSettings,
-        pub interpreter: interpreter::Settings,
+        pub interpreter: interpreter::InterpreterSettings,
         pub rollout: RolloutSettings,
         pub cold_start: SftWarmUpSettings,
         pub train: TrainSettings,

@@ -6,7 +6,7 @@ use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::bounded_file::{self, JSON_BYTES_MAX};
 use crate::error::shell_quote;
-use crate::interpreter::{InterpreterKind, Settings};
+use crate::interpreter::{InterpreterKind, InterpreterSettings};
 use crate::metrics::{Console, sanitize_line, sanitize_terminal};
 use crate::recipe::{Recipe, RecipeSource, override_key};
 use crate::settings::Entry;
@@ -39,8 +39,8 @@ impl Program {
 /// and the model's code if it runs without a sandbox.
 fn programs(recipe: &Recipe) -> Vec<Program> {
     let interpreter = &recipe.interpreter;
-    let other_python =
-        interpreter.kind == InterpreterKind::CPython && interpreter.python != Settings::default().python;
+    let other_python = interpreter.kind == InterpreterKind::CPython
+        && interpreter.python != InterpreterSettings::default().python;
     let keys = [
         ("task.command", recipe.task.name.keys.contains(&"command")),
         ("interpreter.python", other_python),

@@ -10,7 +10,9 @@
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use rloss::interpreter::{CPython, EmbeddedInterpreter, Interpreter, InterpreterState, SessionId, Settings};
+use rloss::interpreter::{
+    CPython, EmbeddedInterpreter, Interpreter, InterpreterSettings, InterpreterState, SessionId,
+};
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::Command;
@@ -43,14 +45,14 @@ fn main() {
     let mut tools: Vec<Box<dyn Interpreter>> = vec![];
     for state in [InterpreterState::Call, InterpreterState::Trajectory] {
         let program = env!("CARGO_BIN_EXE_rloss");
-        let settings = Settings {
+        let settings = InterpreterSettings {
             state,
             time_limit_s: 0.2,
             wall_clock_s: 1.0,
             memory_mib: 64,
             workers: 2,
             output_chars_max: 4096,
-            ..Settings::default()
+            ..InterpreterSettings::default()
         };
         tools.push(Box::new(EmbeddedInterpreter::new(settings.clone(), program.into()).expect("a sandbox")));
         match Command::new("python3").arg("--version").output() {

@@ -6,7 +6,9 @@ mod cpython_attacks;
 mod cpython_scratch;
 
 use crate::skips;
-use rloss::interpreter::{EmbeddedInterpreter, Interpreter, InterpreterState, Reply, SessionId, Settings};
+use rloss::interpreter::{
+    EmbeddedInterpreter, Interpreter, InterpreterSettings, InterpreterState, Reply, SessionId,
+};
 use rloss::trajectory::CallOutcome::{self, *};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,13 +17,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Limits that a busy machine does not reach: a test of a limit sets its own.
-fn settings() -> Settings {
-    Settings {
+fn settings() -> InterpreterSettings {
+    InterpreterSettings {
         time_limit_s: 60.0,
         wall_clock_s: 120.0,
         workers: 2,
         output_chars_max: 4096,
-        ..Settings::default()
+        ..InterpreterSettings::default()
     }
 }
 
@@ -29,7 +31,7 @@ fn program() -> PathBuf {
     PathBuf::from(env!("CARGO_BIN_EXE_rloss"))
 }
 
-fn embedded(change: impl FnOnce(&mut Settings)) -> EmbeddedInterpreter {
+fn embedded(change: impl FnOnce(&mut InterpreterSettings)) -> EmbeddedInterpreter {
     let mut settings = settings();
     change(&mut settings);
     EmbeddedInterpreter::new(settings, program()).expect("this machine must be able to confine a worker")
@@ -306,7 +308,7 @@ fn the_reply_is_a_function_of_the_code() {
 #[test]
 fn bad_settings_are_refused_by_key() {
     for (change, key) in [
-        ((|s| s.workers = 0) as fn(&mut Settings), "`workers` (0)"),
+        ((|s| s.workers = 0) as fn(&mut InterpreterSettings), "`workers` (0)"),
         (|s| s.memory_mib = 1, "`memory_mib` (1)"),
         (|s| s.time_limit_s = 900.0, "`time_limit_s` (900)"),
         (|s| s.time_limit_s = f64::NAN, "`time_limit_s` (NaN)"),

@@ -2,49 +2,51 @@
 //! process.
 
 mod host;
+mod launcher;
 mod resources;
 mod server;
 mod snippet;
-mod stage;
 
 use super::process::Spawner;
-use super::worker_deaths::{self, Deaths};
-use super::{Interpreter, InterpreterState, Reply, SessionId, Settings, lock, not_started, output, reply};
+use super::worker_deaths::{self, WorkerDeaths};
+use super::{
+    Interpreter, InterpreterSettings, InterpreterState, Reply, SessionId, lock, output, reply, startup_error,
+};
 use crate::pool::Pool;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
 use host::HostPython;
 use server::Server;
-use snippet::{Limits, Snippet};
+use snippet::{CallLimits, SnippetProcess};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-pub use server::STAGE_ARGUMENT;
-pub use stage::main as stage_main;
+pub use launcher::main as launcher_main;
+pub use server::LAUNCHER_ARGUMENT;
 
-/// CPython with its installed packages. [`Settings::workers`] confined fork servers run as many calls
+/// CPython with its installed packages. [`InterpreterSettings::workers`] confined fork servers run as many calls
 /// concurrently.
 ///
 /// Dropping it kills all servers. The death of the parent kills them too, whatever its cause.
 pub struct CPython {
-    settings: Settings,
+    settings: InterpreterSettings,
     program: PathBuf,
     host: HostPython,
     confinement: String,
-    /// Live trajectories. Used only with [`InterpreterState::Trajectory`].
-    sessions: Mutex<HashMap<SessionId, Live>>,
-    deaths: Deaths,
+    /// LiveSession trajectories. Used only with [`InterpreterState::Trajectory`].
+    sessions: Mutex<HashMap<SessionId, LiveSession>>,
+    deaths: WorkerDeaths,
     // Declared before the spawner: when the thread of the spawner ends, the servers are killed.
     pool: Pool<Arc<Server>>,
     spawner: Spawner,
 }
 
 /// The state of a trajectory between its calls.
-struct Live {
+struct LiveSession {
     /// `None` after the process was idle for too long.
-    snippet: Option<Snippet>,
+    snippet: Option<SnippetProcess>,
     used: Instant,
 }
 
@@ -54,9 +56,9 @@ impl CPython {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a setting is out of range, Python is not found, a module to preload is
-    /// missing, or the kernel cannot confine a worker and [`Settings::dangerously_allow_unsandboxed`] is
+    /// missing, or the kernel cannot confine a worker and [`InterpreterSettings::dangerously_allow_unsandboxed`] is
     /// false. Any other error when the server cannot be started.
-    pub fn new(settings: Settings, program: PathBuf, sessions_max: usize) -> Result<Self> {
+    pub fn new(settings: InterpreterSettings, program: PathBuf, sessions_max: usize) -> Result<Self> {
         settings.check()?;
         resources::probe_pidfds()?;
         if settings.state == InterpreterState::Trajectory {
@@ -65,7 +67,7 @@ impl CPython {
         let host = HostPython::find(Path::new(&settings.python))?;
         let spawner = Spawner::new().context("starting the thread that spawns interpreter workers")?;
         let (first, confinement) =
-            Server::start(&settings, &host, &program, &spawner).map_err(not_started)?;
+            Server::start(&settings, &host, &program, &spawner).map_err(startup_error)?;
         let python = Self {
             pool: Pool::new(vec![Arc::new(first)], settings.workers),
             settings,
@@ -73,7 +75,7 @@ impl CPython {
             host,
             confinement,
             sessions: Mutex::default(),
-            deaths: Deaths::default(),
+            deaths: WorkerDeaths::default(),
             spawner,
         };
         let reply = python.call(SessionId(u64::MAX), "1 + 1");
@@ -104,7 +106,7 @@ impl CPython {
         let was_idle = live.as_ref().is_some_and(|live| live.snippet.is_none());
         let snippet = match live.and_then(|live| live.snippet) {
             Some(snippet) => Ok(snippet),
-            None => Snippet::start(&server),
+            None => SnippetProcess::start(&server),
         };
         let snippet = match snippet {
             Ok(snippet) => snippet,
@@ -114,7 +116,7 @@ impl CPython {
                 return self.record_death(format!("starting a snippet's process: {error}"));
             }
         };
-        let (outcome, mut text) = self.follow(session, snippet, code);
+        let (outcome, mut text) = self.run_in_process(session, snippet, code);
         self.pool.release(server);
         if was_idle {
             let idle = self.settings.idle_s_max;
@@ -124,8 +126,13 @@ impl CPython {
     }
 
     /// Runs `code`. Then ends the process, or keeps it for the trajectory's next call.
-    fn follow(&self, session: SessionId, mut snippet: Snippet, code: &str) -> (CallOutcome, String) {
-        let limits = Limits {
+    fn run_in_process(
+        &self,
+        session: SessionId,
+        mut snippet: SnippetProcess,
+        code: &str,
+    ) -> (CallOutcome, String) {
+        let limits = CallLimits {
             cpu: Duration::from_secs_f64(self.settings.time_limit_s),
             wall: Duration::from_secs_f64(self.settings.wall_clock_s),
             output_chars_max: self.settings.output_chars_max,
@@ -160,22 +167,22 @@ impl CPython {
         (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied))
     }
 
-    fn keep(&self, session: SessionId, snippet: Snippet) {
+    fn keep(&self, session: SessionId, snippet: SnippetProcess) {
         if self.settings.state == InterpreterState::Trajectory {
             snippet.suspend();
-            let live = Live { snippet: Some(snippet), used: Instant::now() };
+            let live = LiveSession { snippet: Some(snippet), used: Instant::now() };
             // This happens outside the lock, because ending a process takes some time.
             let replaced = lock(&self.sessions).insert(session, live);
             drop(replaced);
         }
     }
 
-    /// Ends the processes of trajectories that had no call for [`Settings::idle_s_max`] seconds.
+    /// Ends the processes of trajectories that had no call for [`InterpreterSettings::idle_s_max`] seconds.
     fn end_idle(&self) {
         let idle = Duration::from_secs_f64(self.settings.idle_s_max);
         let mut sessions = lock(&self.sessions);
         let late = sessions.values_mut().filter(|live| live.used.elapsed() > idle);
-        let ended: Vec<Option<Snippet>> = late.map(|live| live.snippet.take()).collect();
+        let ended: Vec<Option<SnippetProcess>> = late.map(|live| live.snippet.take()).collect();
         drop(sessions);
         drop(ended);
     }

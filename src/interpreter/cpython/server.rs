@@ -1,12 +1,12 @@
 //! The parent's handle of a fork server. It starts the server confined, and makes it fork and reap processes.
 
 use super::host::HostPython;
-use super::stage::{RULES_DESCRIPTOR, StageHello};
+use super::launcher::{LauncherHello, RULES_DESCRIPTOR};
 use crate::bad_input;
 use crate::interpreter::embedded_worker::StartupReply;
 use crate::interpreter::frames::{self, DeadlinePipe};
 use crate::interpreter::process::{Spawner, set_nonblocking};
-use crate::interpreter::{InterpreterState, Settings, WORKER_ARGUMENT, lock, sandbox};
+use crate::interpreter::{InterpreterSettings, InterpreterState, WORKER_ARGUMENT, lock, sandbox};
 use crate::process_group::ProcessGroup;
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -22,7 +22,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Second worker argument. It selects the launcher of a fork server instead of the embedded interpreter.
-pub const STAGE_ARGUMENT: &str = "cpython";
+pub const LAUNCHER_ARGUMENT: &str = "cpython";
 /// Maximum start time. Python starts in tens of milliseconds and loads large packages in seconds. A busy
 /// machine may need longer.
 const START_S_MAX: u64 = 120;
@@ -63,7 +63,7 @@ impl Server {
     /// Starts `program` as the launcher of a server. Also returns the active confinement and the version of
     /// Python.
     pub fn start(
-        settings: &Settings,
+        settings: &InterpreterSettings,
         host: &HostPython,
         program: &Path,
         spawner: &Spawner,
@@ -71,7 +71,7 @@ impl Server {
         let place = || format!("starting {} as a Python server", host.executable.display());
         let (control, theirs) = UnixStream::pair().with_context(place)?;
         let mut command = Command::new(program);
-        command.args([WORKER_ARGUMENT, STAGE_ARGUMENT]);
+        command.args([WORKER_ARGUMENT, LAUNCHER_ARGUMENT]);
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut group = spawner.spawn(command).with_context(place)?;
         let errors = group.child.stderr.take().map(|pipe| File::from(OwnedFd::from(pipe)));
@@ -80,16 +80,16 @@ impl Server {
         match server.introduce(settings, host) {
             Ok(active) => Ok((server, active)),
             Err(error) if error.is::<crate::error::BadInput>() => Err(error),
-            Err(error) => Err(error.context(last_words(errors))).with_context(place),
+            Err(error) => Err(error.context(last_stderr_line(errors))).with_context(place),
         }
     }
 
-    fn introduce(&self, settings: &Settings, host: &HostPython) -> Result<String> {
+    fn introduce(&self, settings: &InterpreterSettings, host: &HostPython) -> Result<String> {
         let control = lock(&self.control);
         let mut timed =
             DeadlinePipe { pipe: &control, deadline: Instant::now() + Duration::from_secs(START_S_MAX) };
         let unsandboxed = settings.dangerously_allow_unsandboxed;
-        let hello = StageHello {
+        let hello = LauncherHello {
             parent_id: std::process::id(),
             host: host.clone(),
             scratch_mib: settings.scratch_mib,
@@ -166,7 +166,7 @@ impl Server {
 }
 
 /// Returns the last line that a failed start wrote to standard error.
-fn last_words(errors: Option<File>) -> String {
+fn last_stderr_line(errors: Option<File>) -> String {
     let mut text = Vec::new();
     if let Some(errors) = errors
         && set_nonblocking(&errors).is_ok()

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 pub const OUT_OF_MEMORY: i32 = 72;
 
 /// A process that runs the code of one call or one trajectory. Dropping it kills and reaps the process.
-pub struct Snippet {
+pub struct SnippetProcess {
     server: Arc<Server>,
     id: i32,
     ended: bool,
@@ -31,7 +31,7 @@ pub struct Snippet {
 
 /// The limits of a call.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct CallLimits {
     /// CPU time that this call may use.
     pub cpu: Duration,
     /// Wall-clock time that this call may use.
@@ -39,7 +39,7 @@ pub struct Limits {
     pub output_chars_max: usize,
 }
 
-impl Snippet {
+impl SnippetProcess {
     pub fn start(server: &Arc<Server>) -> io::Result<Self> {
         let (their_code, code) = io::pipe()?;
         let (output, their_output) = io::pipe()?;
@@ -69,7 +69,7 @@ impl Snippet {
     ///
     /// After [`CallOutcome::Answered`] and [`CallOutcome::Raised`] the process can run more code. After
     /// [`CallOutcome::MemoryLimit`] it can if it survived. After every other outcome it must be dropped.
-    pub fn run(&mut self, code: &[u8], limits: Limits) -> (CallOutcome, String) {
+    pub fn run(&mut self, code: &[u8], limits: CallLimits) -> (CallOutcome, String) {
         let deadline = Instant::now() + limits.wall;
         let mut clip = OutputClipper::new(limits.output_chars_max);
         let cpu_before = self.cpu_time().unwrap_or_default();
@@ -77,12 +77,12 @@ impl Snippet {
         let outcome = match frames::write(&mut DeadlinePipe { pipe: &self.code, deadline }, code) {
             Err(e) if e.kind() == io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
             Err(_) => CallOutcome::WorkerDied,
-            Ok(()) => self.follow(deadline, cpu_before + limits.cpu, &mut clip),
+            Ok(()) => self.collect_output(deadline, cpu_before + limits.cpu, &mut clip),
         };
         (outcome, clip.finish())
     }
 
-    /// Stops the process until the next [`Snippet::run`]. So timers that its code has set do not run in the
+    /// Stops the process until the next [`SnippetProcess::run`]. So timers that its code has set do not run in the
     /// meantime.
     pub fn suspend(&self) {
         self.signal(libc::SIGSTOP);
@@ -104,7 +104,12 @@ impl Snippet {
 
     /// Collects output until the call ends, the process has used the CPU time `cpu_end`, or the `deadline`
     /// passes.
-    fn follow(&mut self, deadline: Instant, cpu_end: Duration, clip: &mut OutputClipper) -> CallOutcome {
+    fn collect_output(
+        &mut self,
+        deadline: Instant,
+        cpu_end: Duration,
+        clip: &mut OutputClipper,
+    ) -> CallOutcome {
         let mut pieces = Utf8Decoder::default();
         let mut buffer = vec![0; 64 << 10];
         loop {
@@ -194,7 +199,7 @@ impl Snippet {
     }
 }
 
-impl Drop for Snippet {
+impl Drop for SnippetProcess {
     fn drop(&mut self) {
         // Fails if the process has ended, or if the server has died, which ends its snippets.
         let _ = self.end();

@@ -15,12 +15,12 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-mod computing;
-mod python;
+mod cpython;
+mod embedded;
 mod scratch;
 
-pub use computing::confine_worker;
-pub use python::{confine_fork_server, snippet_filter};
+pub use cpython::{confine_fork_server, snippet_filter};
+pub use embedded::confine_worker;
 pub use scratch::{INODES_PER_MIB, SCRATCH_PATH};
 
 /// Leaves the parent's session and terminal. Makes this process die when the parent, process `parent_id`,
@@ -171,11 +171,11 @@ fn rules(files: &AllowedFiles, writable: Option<&Path>) -> Result<RulesetCreated
     Ok(rules)
 }
 
-/// Allowed system calls. A call is allowed if one of its conditions holds, or if it has no condition.
-type Allowed = BTreeMap<i64, Vec<SeccompRule>>;
+/// AllowedCalls system calls. A call is allowed if one of its conditions holds, or if it has no condition.
+type AllowedCalls = BTreeMap<i64, Vec<SeccompRule>>;
 
 /// Builds a filter that allows the calls in `allowed`. Every other call fails with `EPERM`.
-fn allow_list(allowed: Allowed) -> Result<BpfProgram> {
+fn allow_list(allowed: AllowedCalls) -> Result<BpfProgram> {
     let denied = SeccompAction::Errno(libc::EPERM.cast_unsigned());
     let filter =
         SeccompFilter::new(allowed, denied, SeccompAction::Allow, std::env::consts::ARCH.try_into()?)?;
@@ -192,15 +192,15 @@ fn ensure_filtered() -> Result<()> {
 }
 
 /// Returns a rule with a condition on one argument of a system call.
-fn argument(index: u8, width: SeccompCmpArgLen, is: SeccompCmpOp, value: u64) -> Result<SeccompRule> {
+fn argument_rule(index: u8, width: SeccompCmpArgLen, is: SeccompCmpOp, value: u64) -> Result<SeccompRule> {
     Ok(SeccompRule::new(vec![SeccompCondition::new(index, width, is, value)?])?)
 }
 
 /// Returns the rules for madvise. Page merging is denied, because the time to write a merged page would
 /// reveal data of other processes.
-fn advice() -> Result<Vec<SeccompRule>> {
+fn madvise_rules() -> Result<Vec<SeccompRule>> {
     let mergeable = u64::from(libc::MADV_MERGEABLE.cast_unsigned());
-    Ok(vec![argument(2, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, mergeable)?])
+    Ok(vec![argument_rule(2, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, mergeable)?])
 }
 
 fn check(rc: i32, name: &str) -> Result<()> {

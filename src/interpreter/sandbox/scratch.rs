@@ -12,12 +12,12 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-/// Path of the scratch folder, a subfolder of [`AROUND`]. Landlock checks the folders above a mount, but not
+/// Path of the scratch folder, a subfolder of [`SCRATCH_PARENT`]. Landlock checks the folders above a mount, but not
 /// the folder that the mount covers.
 pub const SCRATCH_PATH: &str = "/tmp/scratch";
 /// Parent of the scratch folder. In the server's namespace it is read-only, and otherwise empty.
-const AROUND: &str = "/tmp";
-const AROUND_C: &CStr = c"/tmp";
+const SCRATCH_PARENT: &str = "/tmp";
+const SCRATCH_PARENT_C: &CStr = c"/tmp";
 /// Number of files and folders per MiB of scratch. It is limited because their names use additional kernel
 /// memory.
 pub const INODES_PER_MIB: u64 = 256;
@@ -56,10 +56,10 @@ pub(super) const SYSTEM_CALLS: &[libc::c_long] = &[
 /// [`SCRATCH_PATH`] is an empty folder there.
 pub(super) fn enter_namespaces(files: &AllowedFiles) -> Result<()> {
     const REMEDY: &str = "allow them, or set interpreter.scratch_mib = 0";
-    let hidden = files.read.iter().chain(&files.execute).find(|path| path.starts_with(AROUND));
+    let hidden = files.read.iter().chain(&files.execute).find(|path| path.starts_with(SCRATCH_PARENT));
     if let Some(path) = hidden {
         anyhow::bail!(
-            "interpreter.scratch_mib: the scratch folder in {AROUND} would hide {}, which Python needs",
+            "interpreter.scratch_mib: the scratch folder in {SCRATCH_PARENT} would hide {}, which Python needs",
             path.display()
         );
     }
@@ -82,10 +82,10 @@ pub(super) fn enter_namespaces(files: &AllowedFiles) -> Result<()> {
     mount(c"none", c"/", None, libc::MS_REC | libc::MS_PRIVATE, c"").with_context(forbidden)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     let options = c"size=4k,nr_inodes=3,mode=755";
-    mount(c"none", AROUND_C, Some(c"tmpfs"), flags, options).with_context(forbidden)?;
+    mount(c"none", SCRATCH_PARENT_C, Some(c"tmpfs"), flags, options).with_context(forbidden)?;
     std::fs::create_dir(SCRATCH_PATH).context(SCRATCH_PATH)?;
     let flags = flags | libc::MS_REMOUNT | libc::MS_RDONLY;
-    mount(c"none", AROUND_C, Some(c"tmpfs"), flags, options).with_context(forbidden)
+    mount(c"none", SCRATCH_PARENT_C, Some(c"tmpfs"), flags, options).with_context(forbidden)
 }
 
 fn mount(what: &CStr, place: &CStr, kind: Option<&CStr>, flags: libc::c_ulong, options: &CStr) -> Result<()> {
@@ -103,7 +103,7 @@ pub(super) fn store_rules(files: &AllowedFiles, descriptor: i32) -> Result<i32> 
         abi >= ABI_MIN,
         "interpreter.scratch_mib needs landlock ABI {ABI_MIN} (Linux 6.2), but this kernel has ABI {abi}; set interpreter.scratch_mib = 0"
     );
-    let rules: Option<OwnedFd> = rules(files, Some(Path::new(AROUND)))?.into();
+    let rules: Option<OwnedFd> = rules(files, Some(Path::new(SCRATCH_PARENT)))?.into();
     let rules = rules.context("landlock rules without a descriptor")?;
     // SAFETY: calls on descriptors that this process owns. The executed program inherits the copy.
     let moved = unsafe {

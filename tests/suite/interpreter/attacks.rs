@@ -5,7 +5,7 @@
 
 use super::{call, embedded, in_own_process, own_process, settings};
 use rloss::interpreter::sandbox::{self, AllowedFiles};
-use rloss::interpreter::{CPython, EmbeddedInterpreter, Interpreter, Settings};
+use rloss::interpreter::{CPython, EmbeddedInterpreter, Interpreter, InterpreterSettings};
 use std::ffi::CString;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -298,7 +298,8 @@ fn alone_without_landlock() {
     hide_landlock();
     let mut refused = vec![EmbeddedInterpreter::new(settings(), super::program()).err().expect("refused")];
     let python_there = super::cpython::there();
-    let with_python = || Settings { python: super::cpython::program().display().to_string(), ..settings() };
+    let with_python =
+        || InterpreterSettings { python: super::cpython::program().display().to_string(), ..settings() };
     if python_there {
         refused.push(CPython::new(with_python(), super::program(), 64).err().expect("refused"));
     }
@@ -310,7 +311,7 @@ fn alone_without_landlock() {
     }
     if python_there {
         let python = CPython::new(
-            Settings { dangerously_allow_unsandboxed: true, ..with_python() },
+            InterpreterSettings { dangerously_allow_unsandboxed: true, ..with_python() },
             super::program(),
             64,
         )

@@ -2,7 +2,7 @@
 
 use super::{alive, call, children, expect, in_own_process, own_process, settings};
 use crate::skips;
-use rloss::interpreter::{CPython, Interpreter, InterpreterState, SessionId, Settings};
+use rloss::interpreter::{CPython, Interpreter, InterpreterSettings, InterpreterState, SessionId};
 use rloss::trajectory::CallOutcome::*;
 use std::path::PathBuf;
 use std::process::Command;
@@ -25,7 +25,7 @@ pub fn there() -> bool {
 }
 
 /// `None` where there is no Python to test with.
-pub fn cpython(change: impl FnOnce(&mut Settings)) -> Option<CPython> {
+pub fn cpython(change: impl FnOnce(&mut InterpreterSettings)) -> Option<CPython> {
     if !there() {
         return None;
     }
@@ -36,7 +36,7 @@ pub fn cpython(change: impl FnOnce(&mut Settings)) -> Option<CPython> {
 }
 
 /// [`cpython`] with a scratch; `None` also where this user may make no namespace for it.
-pub fn with_scratch(change: impl FnOnce(&mut Settings)) -> Option<CPython> {
+pub fn with_scratch(change: impl FnOnce(&mut InterpreterSettings)) -> Option<CPython> {
     if skips::namespaces() { cpython(change) } else { None }
 }
 
@@ -334,7 +334,7 @@ fn bad_settings_are_refused_by_key() {
         return;
     }
     for (change, key) in [
-        ((|s| s.workers = 0) as fn(&mut Settings), "`workers` (0)"),
+        ((|s| s.workers = 0) as fn(&mut InterpreterSettings), "`workers` (0)"),
         (|s| s.idle_s_max = -1.0, "`idle_s_max` (-1)"),
         (
             |s| s.python = "/nonexistent/python3".into(),
@@ -346,12 +346,12 @@ fn bad_settings_are_refused_by_key() {
             "`interpreter.preload`: no_such_module cannot be imported",
         ),
     ] {
-        let mut settings = Settings { python: program().display().to_string(), ..settings() };
+        let mut settings = InterpreterSettings { python: program().display().to_string(), ..settings() };
         change(&mut settings);
         let error = CPython::new(settings, super::program(), 64).err().expect("refused");
         assert!(error.is::<rloss::error::BadInput>() && error.to_string().contains(key), "{error:#}");
     }
-    let settings = Settings { python: program().display().to_string(), ..settings() };
+    let settings = InterpreterSettings { python: program().display().to_string(), ..settings() };
     assert!(CPython::new(settings, "/bin/true".into(), 64).is_err(), "not a worker");
 }
 

@@ -220,8 +220,9 @@ fn a_snippet_finds_nothing_of_an_earlier_one() {
 #[test]
 fn trajectories_share_no_open_file() {
     use rloss::interpreter::Interpreter;
-    let kept =
-        |s: &mut rloss::interpreter::Settings| (s.state, s.workers) = (InterpreterState::Trajectory, 1);
+    let kept = |s: &mut rloss::interpreter::InterpreterSettings| {
+        (s.state, s.workers) = (InterpreterState::Trajectory, 1)
+    };
     let Some(python) = cpython::cpython(kept) else { return };
     let flags = "import fcntl\n[fcntl.fcntl(fd, fcntl.F_GETFL) for fd in range(3)]";
     let before = python.call(SessionId(1), flags).text;

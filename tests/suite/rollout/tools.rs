@@ -1,7 +1,7 @@
 //! Tools that sleep, die or are attacked, while others decode.
 
 use super::*;
-use rloss::interpreter::{EmbeddedInterpreter, Settings};
+use rloss::interpreter::{EmbeddedInterpreter, InterpreterSettings};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};
@@ -104,13 +104,17 @@ fn each_trajectory_has_a_session_of_its_own_which_is_closed() {
     }
 }
 
-pub(super) fn embedded(change: impl FnOnce(&mut Settings)) -> EmbeddedInterpreter {
+pub(super) fn embedded(change: impl FnOnce(&mut InterpreterSettings)) -> EmbeddedInterpreter {
     embedded_of(env!("CARGO_BIN_EXE_rloss").into(), change)
 }
 
 /// The same with workers that are processes of `program`.
-pub(super) fn embedded_of(program: PathBuf, change: impl FnOnce(&mut Settings)) -> EmbeddedInterpreter {
-    let mut settings = Settings { workers: 2, output_chars_max: 4096, ..Settings::default() };
+pub(super) fn embedded_of(
+    program: PathBuf,
+    change: impl FnOnce(&mut InterpreterSettings),
+) -> EmbeddedInterpreter {
+    let mut settings =
+        InterpreterSettings { workers: 2, output_chars_max: 4096, ..InterpreterSettings::default() };
     (settings.time_limit_s, settings.wall_clock_s) = (0.5, 3.0);
     change(&mut settings);
     EmbeddedInterpreter::new(settings, program).expect("this machine must be able to confine a worker")

@@ -1,6 +1,6 @@
 //! Confinement of the embedded interpreter's worker, a process that only computes.
 
-use super::{Allowed, AllowedFiles};
+use super::{AllowedCalls, AllowedFiles};
 use anyhow::{Context, Result};
 use seccompiler::{SeccompCmpArgLen, SeccompCmpOp};
 
@@ -10,14 +10,14 @@ use seccompiler::{SeccompCmpArgLen, SeccompCmpOp};
 /// Returns a description of the active confinement. The calling thread and its later threads are fully
 /// confined. Older threads only get the system-call filter, so they must do nothing but wait.
 pub fn confine_worker(parent_id: u32, memory_bytes: u64, first_unused: i32) -> Result<String> {
-    let left = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
-    let limited = limit_memory(memory_bytes).and_then(|()| super::limit_resources(0));
-    let powerless = super::drop_capabilities(None);
+    let detached = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
+    let limits_set = limit_memory(memory_bytes).and_then(|()| super::limit_resources(0));
+    let capabilities_dropped = super::drop_capabilities(None);
     let landlock = super::deny_files(&AllowedFiles::default());
     let seccomp = allow_only_computation();
-    left?;
-    limited?;
-    powerless?;
+    detached?;
+    limits_set?;
+    capabilities_dropped?;
     let abi = landlock?;
     seccomp?;
     Ok(format!("landlock ABI {abi} without rules, seccomp allow-list, no capabilities, resource limits"))
@@ -51,16 +51,16 @@ const COMPUTE_CALLS: [libc::c_long; 20] = [
 /// Allows all threads of this process only the system calls of a computation. Every other call fails with
 /// `EPERM`. This is the last step, because its setup needs calls that it denies.
 fn allow_only_computation() -> Result<()> {
-    let mut allowed: Allowed = COMPUTE_CALLS.into_iter().map(|call| (call, Vec::new())).collect();
+    let mut allowed: AllowedCalls = COMPUTE_CALLS.into_iter().map(|call| (call, Vec::new())).collect();
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         // Executable memory is not allowed.
         let exec_bit = SeccompCmpOp::MaskedEq(u64::from(libc::PROT_EXEC.cast_unsigned()));
-        allowed.insert(call, vec![super::argument(2, SeccompCmpArgLen::Dword, exec_bit, 0)?]);
+        allowed.insert(call, vec![super::argument_rule(2, SeccompCmpArgLen::Dword, exec_bit, 0)?]);
     }
-    allowed.insert(libc::SYS_madvise, super::advice()?);
+    allowed.insert(libc::SYS_madvise, super::madvise_rules()?);
     // abort() sends a signal to its own process.
     let own_id = u64::from(std::process::id());
-    let to_itself = super::argument(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, own_id)?;
+    let to_itself = super::argument_rule(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, own_id)?;
     allowed.insert(libc::SYS_tgkill, vec![to_itself]);
     seccompiler::apply_filter_all_threads(&super::allow_list(allowed)?).context("seccomp")?;
     super::ensure_filtered()

@@ -1,7 +1,7 @@
 //! Confinement of CPython: of the fork server before it executes Python, and of each snippet's process after
 //! the fork.
 
-use super::{Allowed, AllowedFiles, scratch};
+use super::{AllowedCalls, AllowedFiles, scratch};
 use anyhow::{Context, Result};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -28,17 +28,17 @@ pub fn confine_fork_server(
     if with_scratch {
         scratch::enter_namespaces(files)?;
     }
-    let left = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
-    let limited = super::limit_resources(scratch_mib << 20).and_then(|()| limit_stack());
-    let powerless = super::drop_capabilities(with_scratch.then_some(scratch::CAP_SYS_ADMIN));
+    let detached = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
+    let limits_set = super::limit_resources(scratch_mib << 20).and_then(|()| limit_stack());
+    let capabilities_dropped = super::drop_capabilities(with_scratch.then_some(scratch::CAP_SYS_ADMIN));
     let landlock = match with_scratch {
         true => scratch::store_rules(files, first_unused),
         false => super::deny_files(files),
     };
     let seccomp = allow_only_serving(with_scratch);
-    left?;
-    limited?;
-    powerless?;
+    detached?;
+    limits_set?;
+    capabilities_dropped?;
     let abi = landlock?;
     seccomp?;
     if with_scratch {
@@ -184,20 +184,20 @@ const OLDER_CALLS: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER_CALLS: &[libc::c_long] = &[];
 
-fn snippet_calls(with_scratch: bool) -> Result<Allowed> {
+fn snippet_calls(with_scratch: bool) -> Result<AllowedCalls> {
     let calls = SNIPPET_CALLS.iter().chain(OLDER_CALLS);
-    let mut allowed: Allowed = calls.map(|&call| (call, Vec::new())).collect();
+    let mut allowed: AllowedCalls = calls.map(|&call| (call, Vec::new())).collect();
     match with_scratch {
         true => allowed.extend(scratch::SYSTEM_CALLS.iter().map(|&call| (call, Vec::new()))),
         // Before Linux 6.2, landlock does not control truncation, so opening a file with O_TRUNC is denied.
         false => {
-            let uncut = |index| {
+            let without_truncation = |index| {
                 let flag = u64::from(libc::O_TRUNC.cast_unsigned());
-                super::argument(index, SeccompCmpArgLen::Dword, SeccompCmpOp::MaskedEq(flag), 0)
+                super::argument_rule(index, SeccompCmpArgLen::Dword, SeccompCmpOp::MaskedEq(flag), 0)
             };
-            allowed.insert(libc::SYS_openat, vec![uncut(2)?]);
+            allowed.insert(libc::SYS_openat, vec![without_truncation(2)?]);
             #[cfg(target_arch = "x86_64")]
-            allowed.insert(libc::SYS_open, vec![uncut(1)?]);
+            allowed.insert(libc::SYS_open, vec![without_truncation(1)?]);
         }
     }
     // Descriptors may be duplicated, and their flags may change. F_SETOWN, which binds a signal to a
@@ -209,8 +209,8 @@ fn snippet_calls(with_scratch: bool) -> Result<Allowed> {
     // snippets of a server share.
     let private = SeccompCmpOp::MaskedEq(u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned()));
     let flag = u64::from(libc::FUTEX_PRIVATE_FLAG.cast_unsigned());
-    allowed.insert(libc::SYS_futex, vec![super::argument(1, SeccompCmpArgLen::Dword, private, flag)?]);
-    allowed.insert(libc::SYS_madvise, super::advice()?);
+    allowed.insert(libc::SYS_futex, vec![super::argument_rule(1, SeccompCmpArgLen::Dword, private, flag)?]);
+    allowed.insert(libc::SYS_madvise, super::madvise_rules()?);
     // The ioctl calls of isatty(), and those that set or clear close-on-exec.
     allowed.insert(libc::SYS_ioctl, one_of(1, [libc::TCGETS, libc::FIOCLEX, libc::FIONCLEX])?);
     Ok(allowed)
@@ -218,7 +218,10 @@ fn snippet_calls(with_scratch: bool) -> Result<Allowed> {
 
 /// Returns rules that match if the argument equals one of `values`.
 fn one_of<const N: usize>(index: u8, values: [u64; N]) -> Result<Vec<SeccompRule>> {
-    values.into_iter().map(|v| super::argument(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, v)).collect()
+    values
+        .into_iter()
+        .map(|v| super::argument_rule(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, v))
+        .collect()
 }
 
 /// Allows the server the calls of its snippets, and the calls that start snippets. This is the last step,
@@ -244,14 +247,14 @@ fn allow_only_serving(with_scratch: bool) -> Result<()> {
     // Allows a child process, but no thread and no namespace.
     let plain = libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID | libc::SIGCHLD;
     let others = SeccompCmpOp::MaskedEq(!u64::from(plain.cast_unsigned()));
-    allowed.insert(libc::SYS_clone, vec![super::argument(0, SeccompCmpArgLen::Qword, others, 0)?]);
+    allowed.insert(libc::SYS_clone, vec![super::argument_rule(0, SeccompCmpArgLen::Qword, others, 0)?]);
     if with_scratch {
         // Calls of a snippet's process before it applies its own filter.
         for call in [libc::SYS_mount, libc::SYS_capset, libc::SYS_landlock_restrict_self] {
             allowed.insert(call, Vec::new());
         }
         let mounts = u64::from(libc::CLONE_NEWNS.cast_unsigned());
-        let only_mounts = super::argument(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, mounts)?;
+        let only_mounts = super::argument_rule(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, mounts)?;
         allowed.insert(libc::SYS_unshare, vec![only_mounts]);
     }
     let own = [libc::PR_SET_PDEATHSIG, libc::PR_SET_DUMPABLE, libc::PR_SET_SECCOMP];

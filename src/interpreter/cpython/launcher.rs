@@ -5,7 +5,7 @@
 
 use super::host::HostPython;
 use crate::interpreter::embedded_worker::StartupReply;
-use crate::interpreter::{frames, refusal, sandbox};
+use crate::interpreter::{confinement_error, frames, sandbox};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -15,7 +15,7 @@ use std::process::Command;
 
 /// The first message that the launcher reads.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct StageHello {
+pub struct LauncherHello {
     pub parent_id: u32,
     pub host: HostPython,
     pub scratch_mib: u64,
@@ -50,7 +50,7 @@ pub fn main() -> i32 {
 
 fn become_server() -> Result<()> {
     let mut control = take_control()?;
-    let hello: StageHello = serde_json::from_slice(&frames::read(&mut control, HELLO_BYTES_MAX)?)?;
+    let hello: LauncherHello = serde_json::from_slice(&frames::read(&mut control, HELLO_BYTES_MAX)?)?;
     let confined =
         sandbox::confine_fork_server(hello.parent_id, &hello.host.files, CONTROL + 1, hello.scratch_mib);
     let welcome = match confined {
@@ -60,7 +60,7 @@ fn become_server() -> Result<()> {
         Err(e) if hello.dangerously_allow_unsandboxed => {
             StartupReply::Ready(format!("NOT SANDBOXED ({e:#})"))
         }
-        Err(e) => StartupReply::Refused(refusal(&e)),
+        Err(e) => StartupReply::Refused(confinement_error(&e)),
     };
     frames::write(&mut control, &serde_json::to_vec(&welcome)?)?;
     if matches!(welcome, StartupReply::Refused(_)) {
