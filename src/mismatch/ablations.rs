@@ -1,11 +1,13 @@
-//! Parses ablations (`[arms]`) on the command line: `a,b+c` makes a row with `a` and a row with `b` and `c`.
+//! Parses ablations (`[arms]`) from the command line. `a,b+c` gives two rows: one with the ablation `a`, one
+//! with the ablations `b` and `c`.
 
 use crate::model::ablations::Ablations;
 use std::fmt::Write;
 
-/// Default standard deviation of router noise. It is larger than in practice, so that its effect is clear.
+/// Default standard deviation of router noise. It is larger than in practice, so that the effect is clear.
 const ROUTER_NOISE: &str = "0.3";
-/// Default mantissa bits: those of FP8 E4M3. They are fewer than in practice, so that the effect is clear.
+/// Default number of mantissa bits, which is that of FP8 E4M3. It is lower than in practice, so that the
+/// effect is clear.
 const MANTISSA_BITS: &str = "3";
 
 /// One row: its name, and the `key=value` settings that enable its ablations.
@@ -15,8 +17,8 @@ pub struct AblationRow {
     pub sets: Vec<String>,
 }
 
-/// Parses the rows of `text`; values are checked later, with the recipe. An ablation without a value keeps
-/// the value of `recipe` if it is enabled there.
+/// Parses the rows of `text`. Values are checked later, together with the recipe. An ablation without a value
+/// keeps the value of `recipe` if the recipe enables it.
 pub fn parse_rows(text: &str, recipe: &Ablations) -> Vec<AblationRow> {
     text.split(',')
         .map(|row| AblationRow {
@@ -26,7 +28,8 @@ pub fn parse_rows(text: &str, recipe: &Ablations) -> Vec<AblationRow> {
         .collect()
 }
 
-/// Returns the setting of one ablation, `name` or `name=value`; `None` to keep the recipe's value.
+/// Returns the setting of one ablation, which is written `name` or `name=value`. Returns `None` if the
+/// recipe's value is kept.
 fn setting(ablation: &str, recipe: &Ablations) -> Option<String> {
     let value = match ablation {
         _ if ablation.contains('=') => return Some(format!("arms.{ablation}")),
@@ -42,7 +45,7 @@ fn setting(ablation: &str, recipe: &Ablations) -> Option<String> {
 pub fn help() -> String {
     let mut text = "Ablations (each is also a key of the recipe's table [arms]):\n".to_owned();
     for (key, what) in Ablations::descriptions() {
-        // A write to a String cannot fail.
+        // Writing to a String cannot fail.
         let _ = writeln!(text, "  {key:<28} {what}");
     }
     let _ = write!(

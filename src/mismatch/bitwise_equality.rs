@@ -1,14 +1,14 @@
-//! Proves link by link that rollout and training are one forward.
+//! Proves, in four checks, that rollout and training compute the same forward pass.
 //!
-//! | link | equality |
+//! | check | equality |
 //! | --- | --- |
-//! | `batch_invariance` | a row alone on one thread = the row in any packing and order, on several threads |
-//! | `prefill_equals_training` | prefill into the cache = the training forward |
+//! | `batch_invariance` | a row alone on one thread = the same row in any packing and order, on several threads |
+//! | `prefill_equals_training` | prefill into the cache = the training forward pass |
 //! | `decode_equals_prefill` | decode, one token at a time with the cache = prefill of the whole sequence |
-//! | `rollout_equals_training` | log-probs stored at sampling = the training forward; follows from the others, and is measured |
+//! | `rollout_equals_training` | log-probs stored at sampling = the training forward pass; this follows from the other checks, and is measured too |
 //!
-//! The first three compare every token but the first of each sequence; the last one compares the sampled
-//! tokens.
+//! The first three checks compare every token except the first of each sequence. The last check compares the
+//! sampled tokens.
 
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::{Pass, PassOutput, PassSettings};
@@ -20,10 +20,10 @@ use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;
 use anyhow::Result;
 
-/// Number of sequences decoded together.
+/// Number of sequences that are decoded together.
 const DECODE_SEQUENCES: usize = 64;
 
-/// The result of one link of the proof.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EqualityCheck {
     pub name: &'static str,
@@ -41,7 +41,7 @@ impl EqualityCheck {
     }
 
     fn add(&mut self, a: &[f32], b: &[f32]) {
-        // Different lengths count as differences.
+        // If the lengths differ, each missing value counts as a difference.
         self.tokens += a.len().max(b.len());
         for (a, b) in a.iter().zip(b) {
             self.bit_equal += usize::from(a.to_bits() == b.to_bits());
@@ -51,24 +51,24 @@ impl EqualityCheck {
         }
     }
 
-    /// Returns the share of tokens with the same bits; 1 if there are no tokens.
+    /// Returns the fraction of tokens with the same bits; 1 if there are no tokens.
     pub fn bit_equal_fraction(&self) -> f64 {
         if self.tokens == 0 { 1.0 } else { self.bit_equal as f64 / self.tokens as f64 }
     }
 
-    /// Returns whether all bits agree.
+    /// Returns whether all bits are equal.
     pub fn is_bit_equal(&self) -> bool {
         self.bit_equal == self.tokens && self.logprob_abs_diff_max == 0.0
     }
 }
 
-/// The proof: the two computations whose bits are compared, and their settings.
+/// The two computations whose bits are compared, and their settings.
 #[derive(Clone, Copy)]
 pub struct EqualityProof<'a> {
     pub runner: BatchRunner<'a>,
     /// The sampling policy.
     pub rollout: &'a PolicyView<'a>,
-    /// The ablations of the training forward.
+    /// The ablations of the training forward pass.
     pub training: ForwardOptions,
     pub temperature: f64,
     pub micro_batch_tokens: usize,
@@ -77,10 +77,10 @@ pub struct EqualityProof<'a> {
 }
 
 impl EqualityProof<'_> {
-    /// Checks all links over `trajectories`; returns the results in the order of the table above.
+    /// Runs all checks over `trajectories`. Returns the results in the order of the table above.
     ///
     /// # Errors
-    /// When a forward fails.
+    /// When a forward pass fails.
     pub fn run_checks(&self, trajectories: &[&Trajectory]) -> Result<[EqualityCheck; 4]> {
         let all_targets = |t: &&Trajectory| Sequence {
             tokens: t.tokens.clone(),
@@ -132,7 +132,8 @@ impl EqualityProof<'_> {
         Ok([invariance, prefill_link, decode_link, rollout])
     }
 
-    /// Runs the training forward on all processes together; returns the log-probabilities of each sequence.
+    /// Runs the training forward pass on all processes together. Returns the log-probabilities of each
+    /// sequence.
     fn distributed_log_probs(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
         let stage = self.start_stage("training", sequences);
@@ -153,8 +154,8 @@ impl EqualityProof<'_> {
         }
     }
 
-    /// Runs the training forward in this process alone. Micro-batches have up to `tokens_max` tokens; `stage`
-    /// names the stage of the progress display. Returns the log-probabilities of each sequence.
+    /// Runs the training forward pass in this process alone. Micro-batches have up to `tokens_max` tokens.
+    /// `stage` is the name on the progress display. Returns the log-probabilities of each sequence.
     fn local_log_probs(
         &self,
         stage: &str,
@@ -179,14 +180,14 @@ impl EqualityProof<'_> {
         Ok(log_probs)
     }
 
-    /// Starts a stage of the progress display over all input tokens of `sequences`.
+    /// Starts a stage of the progress display, which counts all input tokens of `sequences`.
     fn start_stage(&self, name: &str, sequences: &[Sequence]) -> Progress {
         let tokens: usize = sequences.iter().map(|sequence| input_count(&sequence.tokens)).sum();
         self.console.start_token_stage(name, tokens as u64)
     }
 }
 
-/// Returns the number of input tokens: all but the last.
+/// Returns the number of input tokens, which are all tokens but the last.
 fn input_count(tokens: &[u32]) -> usize {
     tokens.len().saturating_sub(1)
 }

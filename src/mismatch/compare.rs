@@ -1,11 +1,11 @@
-//! The figures of a log-prob mismatch between training and rollout on the same tokens.
+//! Statistics of a log-prob mismatch between training and rollout on the same tokens.
 
 use crate::policy::Sequences;
 use crate::policy::correction::{ImportanceSettings, RatioLevel, WeightBound, importance_weights};
 use crate::policy::off_policy::{agreement_metrics, off_policy_metrics};
 use anyhow::{Result, ensure};
 
-/// Maximum importance weight, so that one token does not dominate `IS std` and `ESS`.
+/// Maximum importance weight, so that no single token dominates `IS std` and `ESS`.
 const WEIGHT_MAX: f64 = 1e6;
 
 /// Columns of the table: metric and short name.
@@ -26,18 +26,18 @@ pub const COLUMNS: [(&str, &str); 12] = [
 
 /// Log-probabilities of the same targets from training and rollout.
 pub struct LogProbPair<'a> {
-    /// Start of each sequence among the targets, then the number of targets.
+    /// Start of each sequence among the targets, followed by the number of targets.
     pub cu_seqlens: &'a [usize],
     pub training: &'a [f32],
     pub rollout: &'a [f32],
-    /// The old log-probs of the importance ratio: the rollout's, or a second forward's.
+    /// The old log-probs of the importance ratio: those of the rollout, or of a second forward pass.
     pub old: &'a [f32],
     /// Ratios outside `1 − low ..= 1 + high` are clipped.
     pub clip: (f64, f64),
 }
 
 impl LogProbPair<'_> {
-    /// Returns the figures, with the metric names of [`COLUMNS`].
+    /// Returns the statistics, with the metric names of [`COLUMNS`].
     ///
     /// # Errors
     /// When a log-probability is NaN, or there are no targets.

@@ -1,9 +1,9 @@
 //! Decides which known cause explains a log-prob mismatch, if any.
 //!
 //! [`CauseSearch`] computes this model's log-probs of the same tokens under each cause. [`RoundingBounds`]
-//! bounds the mismatch that rounding alone makes. A cause is named if three conditions hold:
+//! bounds the mismatch that rounding alone can make. A cause is named if three conditions hold:
 //!
-//! - every figure of the remaining mismatch ([`DifferenceStats`]) is within the rounding bounds;
+//! - every statistic of the remaining mismatch ([`DifferenceStats`]) is within the rounding bounds;
 //! - the regression slope is 1;
 //! - no other cause fits as well.
 
@@ -19,30 +19,32 @@ use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// The rounding bounds of a cause are not computed if its figures exceed the unchanged model's bf16 bound by
-/// more than this factor and its scale exceeds [`DROPPED_SCALE_SHARE`].
+/// The rounding bounds of a cause are not computed if two conditions hold. Its statistics exceed the
+/// unchanged model's bf16 bound by more than this factor. Its scale exceeds [`DROPPED_SCALE_SHARE`] of the
+/// unchanged model's scale.
 const DROPPED_BOUND_FACTOR: f64 = 2.0;
-/// Share of the unchanged model's scale; see [`DROPPED_BOUND_FACTOR`].
+/// Fraction of the unchanged model's scale; see [`DROPPED_BOUND_FACTOR`].
 const DROPPED_SCALE_SHARE: f64 = 0.5;
-/// A named cause has at least this much more log-likelihood than the unchanged model, in nats.
+/// Minimum gain in log-likelihood of a named cause over the unchanged model, in nats.
 pub(super) const EVIDENCE_MIN: f64 = 25.0;
-/// Maximum scale of a named cause's fit, as a share of the unchanged model's scale.
+/// Maximum scale of a named cause's fit, as a fraction of the unchanged model's scale.
 const SCALE_SHARE_MAX: f64 = 0.95;
-/// [`SCALE_SHARE_MAX`] for a mismatch that could be rounding. Then likelihood is weak evidence: one token
-/// with other experts changes many tokens after it.
+/// Replaces [`SCALE_SHARE_MAX`] for a mismatch that could be rounding. For such a mismatch likelihood is weak
+/// evidence, because one token with other experts changes many tokens after it.
 const SCALE_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
-/// A cause fits as well as the best one if its log-likelihood is lower by less than this, in nats.
+/// A cause fits as well as the best cause if its log-likelihood is lower by less than this, in nats.
 const INDISTINGUISHABLE_NATS: f64 = 15.0;
-/// A cause also fits as well as the best one if its scale is larger by less than this factor.
+/// A cause also fits as well as the best cause if its scale is larger by less than this factor.
 const INDISTINGUISHABLE_SCALE_FACTOR: f64 = 1.02;
-/// Tolerance of the slope of a correct cause, which is 1. Four standard errors are added.
+/// Tolerance of the regression slope, which is 1 for a correct cause. Four standard errors are added to the
+/// tolerance.
 const SLOPE_TOLERANCE: f64 = 0.12;
 /// Number of best causes whose rounding bounds are computed.
 const BOUNDED_CAUSES_MAX: usize = 8;
 /// Maximum number of indistinguishable causes that are named.
 const NAMED_CAUSES_MAX: usize = 3;
 
-/// The model without any cause of mismatch, and what its forward needs.
+/// The model without any cause of mismatch, and the inputs of its forward pass.
 #[derive(Clone, Copy)]
 pub struct UnmodifiedModel<'a> {
     pub threads: &'a Threads,
@@ -57,17 +59,17 @@ pub struct UnmodifiedModel<'a> {
 /// The outcome of the diagnosis.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Verdict {
-    /// No figure exceeds what f32 rounding makes.
+    /// Every statistic is within f32 rounding.
     Agrees,
-    /// No figure exceeds what bf16 rounding makes, and no cause is evident.
+    /// Every statistic is within bf16 rounding, and there is no evidence for a cause.
     Rounding,
     /// This cause explains the mismatch; only rounding remains.
     Named(Cause),
-    /// Each of these causes alone explains the mismatch.
+    /// Each of these causes explains the mismatch, and they cannot be distinguished.
     OneOf(Vec<Cause>),
-    /// No known cause explains the mismatch. Up to two causes explain a part of it.
+    /// No known cause explains the mismatch. Holds up to two causes that explain a part of it.
     Unknown(Vec<Cause>),
-    /// The time limit ended the search. Up to two causes explain at least a part.
+    /// The time limit ended the search. Holds up to two causes that explain at least a part of the mismatch.
     Unfinished(Vec<Cause>),
 }
 
@@ -84,13 +86,13 @@ impl Verdict {
         }
     }
 
-    /// Returns whether the sides differ by more than rounding.
+    /// Returns whether the two sides differ by more than rounding.
     pub fn differs(&self) -> bool {
         !matches!(self, Verdict::Agrees | Verdict::Rounding)
     }
 
-    /// Returns the causes of the verdict: the named one, the indistinguishable ones, or those that explain a
-    /// part.
+    /// Returns the causes of the verdict: the named cause, the indistinguishable causes, or those that
+    /// explain a part.
     pub fn causes(&self) -> &[Cause] {
         match self {
             Verdict::Agrees | Verdict::Rounding => &[],
@@ -103,10 +105,10 @@ impl Verdict {
     pub fn to_text(&self) -> String {
         match self {
             Verdict::Agrees => "agrees".into(),
-            Verdict::Rounding => "rounding: no more than bf16 makes".into(),
+            Verdict::Rounding => "rounding: the mismatch is no larger than bf16 rounding makes".into(),
             Verdict::Named(cause) => cause.description(),
             Verdict::OneOf(causes) => format!("one of: {}", join_causes(causes)),
-            Verdict::Unknown(_) => "unknown: no known cause leaves only rounding".into(),
+            Verdict::Unknown(_) => "unknown: no known cause explains the mismatch".into(),
             Verdict::Unfinished(_) => "unknown: the time limit ended the search".into(),
         }
     }
@@ -117,47 +119,47 @@ pub fn join_causes(causes: &[Cause]) -> String {
     causes.iter().map(Cause::description).collect::<Vec<_>>().join("; or ")
 }
 
-/// The verdict with its figures.
+/// The verdict with its statistics.
 pub struct Diagnosis {
     pub verdict: Verdict,
     /// `theirs − ours` for all targets, in nats.
     pub differences: Vec<f64>,
     pub figures: DifferenceStats,
-    /// Mismatch that remains under the verdict's first cause, or of the unchanged model if the verdict is
-    /// `Agrees`. Excludes [`Self::ties`].
+    /// Mismatch that remains under the verdict's first cause; for the verdict `Agrees`, the mismatch of the
+    /// unchanged model. Excludes [`Self::ties`].
     pub remaining: Option<DifferenceStats>,
-    /// Mismatch between this model and itself with slightly shorter mantissas than f32's.
+    /// Mismatch between this model and itself with mantissas slightly shorter than in f32.
     pub f32_bound: DifferenceStats,
     /// Mismatch between this model and itself in bf16.
     pub bf16_bound: DifferenceStats,
-    /// Whether every figure is within the bf16 bound, whatever the verdict is.
+    /// Whether every statistic is within the bf16 bound, regardless of the verdict.
     pub within_bf16: bool,
-    /// Causes that change no log-prob of these rows. These rows cannot confirm or exclude them.
+    /// Causes that change no log-prob of these rows, so these rows can neither confirm nor exclude them.
     pub without_effect: Vec<&'static str>,
     /// The unchanged model's log-probs of the same targets.
     pub unmodified_log_probs: Vec<f32>,
-    /// Number of targets that differ because f32 rounding decides between two experts.
+    /// Number of targets that differ because f32 rounding chooses between two experts.
     pub ties: usize,
     /// This model's routed experts of each target, `[layer][target]`; empty for a model without experts.
     pub routed_experts: Vec<Vec<Vec<u32>>>,
-    /// How many causes the search tried; `None` if the sides agree.
+    /// How many causes the search tried; `None` if there was no search, because the sides agree.
     pub search: Option<SearchExtent>,
 }
 
 /// A fit with its rounding bounds.
 struct BoundedFit {
     fit: CauseFit,
-    /// Remaining mismatch without ties: targets where rounding decides between two experts.
+    /// Remaining mismatch without ties, which are targets where rounding chooses between two experts.
     figures_without_ties: DifferenceStats,
     /// Number of ties.
     ties: usize,
-    /// The better one of the fits in f32 and in bf16.
+    /// The better of the fits in f32 and in bf16.
     student_t: StudentTFit,
     bounds: RoundingBounds,
 }
 
 impl BoundedFit {
-    /// Wraps a fit whose rounding bounds are not computed; they are 0.
+    /// Wraps a fit whose rounding bounds are not computed. The bounds are then 0.
     fn without_bounds(fit: CauseFit) -> Self {
         let (student_t, figures_without_ties) = (fit.student_t, fit.figures);
         Self { fit, figures_without_ties, ties: 0, student_t, bounds: RoundingBounds::zero() }
@@ -175,8 +177,8 @@ impl BoundedFit {
         self.bounds.is_f32_rounding(&self.figures_without_ties)
     }
 
-    /// Returns whether the cause is a form of rounding. Any noise of its size resembles such a cause, so it
-    /// must match to the last digits of f32.
+    /// Returns whether the cause is a form of rounding. Any noise of the same size resembles such a cause, so
+    /// the cause must match to the last digits of f32.
     fn is_rounding(&self) -> bool {
         self.fit.cause.as_ref().is_some_and(Cause::is_rounding)
     }
@@ -193,7 +195,7 @@ impl UnmodifiedModel<'_> {
     /// before the search.
     ///
     /// # Errors
-    /// When a forward fails.
+    /// When a forward pass fails.
     pub fn diagnose(&self, observed: &EngineLogProbs, settings: &SearchSettings) -> Result<Diagnosis> {
         let search_of_all = CauseSearch::new(*self, observed)?;
         let all = search_of_all.baseline();
@@ -262,8 +264,8 @@ impl UnmodifiedModel<'_> {
         Ok(diagnosis)
     }
 
-    /// Returns whether the cause of `bounded`, which explains the sample, explains all rows too. Sets the
-    /// diagnosis' remaining mismatch and ties to those of all rows.
+    /// Checks a cause on all rows. The cause of `bounded` explains the sample; returns whether it also
+    /// explains all rows. Sets the diagnosis' remaining mismatch and ties to those of all rows.
     fn explains_all_rows(
         &self,
         search_of_all: &CauseSearch,
@@ -280,7 +282,7 @@ impl UnmodifiedModel<'_> {
         })
     }
 
-    /// Selects the best of `fits` and adds their rounding bounds; best first.
+    /// Selects the best of `fits` and adds their rounding bounds. Returns the best fit first.
     fn bound_best_fits(
         &self,
         search: &CauseSearch,
@@ -299,7 +301,7 @@ impl UnmodifiedModel<'_> {
                 false => self.bound_fit(search, fit),
             }
         })?;
-        // The bounds are never smaller than those of the unchanged model.
+        // The bounds must not be smaller than those of the unchanged model.
         bounded_fits.iter_mut().for_each(|bounded| bounded.bounds.raise_to(&baseline.bounds));
         bounded_fits.sort_by(|a, b| b.student_t.log_likelihood.total_cmp(&a.student_t.log_likelihood));
         Ok(bounded_fits)
@@ -308,7 +310,8 @@ impl UnmodifiedModel<'_> {
     /// Adds the rounding bounds to `fit`.
     fn bound_fit(&self, search: &CauseSearch, fit: CauseFit) -> Result<BoundedFit> {
         let cause = fit.cause.as_ref();
-        // This cause rounds already, so its own bounds have no meaning. Those of the unchanged model apply.
+        // This cause itself rounds, so its own bounds have no meaning. The bounds of the unchanged model
+        // apply.
         if cause.is_some_and(Cause::reduces_mantissa) {
             return Ok(BoundedFit::without_bounds(fit));
         }
@@ -322,7 +325,7 @@ impl UnmodifiedModel<'_> {
         Ok(BoundedFit { student_t, figures_without_ties, ties, bounds, fit })
     }
 
-    /// Returns the figures of `fit` without ties of routing, and the number of ties.
+    /// Returns the statistics of `fit` without ties of routing, and the number of ties.
     fn figures_without_ties(
         &self,
         search: &CauseSearch,
@@ -344,7 +347,7 @@ impl UnmodifiedModel<'_> {
     }
 }
 
-/// Returns the verdict from `bounded_fits`, best first; `None` if none of them explains the mismatch.
+/// Returns the verdict from `bounded_fits`, best first; `None` if no fit explains the mismatch.
 fn decide(baseline: &BoundedFit, bounded_fits: &[BoundedFit]) -> Option<Verdict> {
     let exact: Vec<&BoundedFit> =
         bounded_fits.iter().filter(|bounded| bounded.remainder_is_within_f32()).collect();
@@ -352,7 +355,8 @@ fn decide(baseline: &BoundedFit, bounded_fits: &[BoundedFit]) -> Option<Verdict>
         let (slope, error) = regression_slope(&baseline.fit.differences, &bounded.fit.differences);
         !bounded.is_rounding()
             && bounded.remainder_is_within_bf16()
-            // If most tokens agree to f32's digits without the cause, they must also agree with it.
+            // If most tokens agree to the digits of f32 without the cause, they must also agree with the
+            // cause.
             && (bounded.is_f32_rounding() || !baseline.is_f32_rounding())
             && is_supported(baseline, bounded)
             && (slope - 1.0).abs() <= SLOPE_TOLERANCE + 4.0 * error
@@ -360,7 +364,7 @@ fn decide(baseline: &BoundedFit, bounded_fits: &[BoundedFit]) -> Option<Verdict>
     let explanations: Vec<&BoundedFit> =
         if exact.is_empty() { bounded_fits.iter().filter(explains).collect() } else { exact.clone() };
     let best = explanations.first()?;
-    // A cause with a higher likelihood that fails another condition makes this one uncertain.
+    // If a cause with a higher likelihood fails another condition, the best explanation is uncertain.
     let has_better_fit = bounded_fits.iter().any(|other| {
         best.student_t.log_likelihood + INDISTINGUISHABLE_NATS < other.student_t.log_likelihood
             && !other.is_rounding()
@@ -383,14 +387,14 @@ fn decide(baseline: &BoundedFit, bounded_fits: &[BoundedFit]) -> Option<Verdict>
     }
 }
 
-/// Returns whether `bounded` fits better than `baseline`, the unchanged model. The comparison is made with
-/// the better precision of each, and in f32. A cause that fits only in bf16 fits by chance.
+/// Returns whether `bounded` fits better than `baseline`, the unchanged model. Compares them in f32, and also
+/// in the better precision of each. A cause that fits only in bf16 fits by chance.
 fn is_supported(baseline: &BoundedFit, bounded: &BoundedFit) -> bool {
     is_better_fit(baseline, &baseline.student_t, &bounded.student_t)
         && is_better_fit(baseline, &baseline.fit.student_t, &bounded.fit.student_t)
 }
 
-/// Returns whether the cause of `fit` could be named, depending on its rounding bounds.
+/// Returns whether the cause of `fit` could still be named. Its rounding bounds then decide.
 fn may_explain(baseline: &BoundedFit, fit: &CauseFit) -> bool {
     is_better_fit(baseline, &baseline.fit.student_t, &fit.student_t)
         || is_within_f32(&fit.figures, &baseline.bounds.f32.scaled_by(2.0))
@@ -408,7 +412,7 @@ impl Diagnosis {
     /// Returns the verdict before the search, as text.
     fn to_text_before_search(&self, is_rounding: bool) -> String {
         let verdict = match is_rounding {
-            true => "Verdict: rounding; no larger than this model's own mismatch in bf16.",
+            true => "Verdict: rounding; the mismatch is no larger than that of this model in bf16.",
             false => "Verdict: differs.",
         };
         format!(

@@ -1,9 +1,9 @@
 //! The distance between two lists of log-probabilities. [`DifferenceStats`] shows whether a few tokens
-//! differ, [`StudentTFit`] ranks causes.
+//! differ. [`StudentTFit`] ranks causes.
 
-/// Maximum difference, in nats. It is also the difference between −∞ and a number.
+/// Maximum difference, in nats. The difference between −∞ and a number is set to this value.
 const DIFFERENCE_MAX: f64 = 50.0;
-/// Log-probs below this stand for −∞: JSON has no −∞, so engines write −9999 or similar.
+/// Log-probs below this value mean −∞. JSON has no −∞, so engines write −9999 or a similar value.
 const INFINITE_BELOW: f32 = -1000.0;
 /// Minimum scale of a fit: the resolution of f32.
 const SCALE_MIN: f64 = 2e-7;
@@ -22,7 +22,7 @@ pub fn log_prob_differences(theirs: &[f32], ours: &[f32], has_value: &[bool]) ->
     pairs.map(|(pair, has_value)| if *has_value { difference(pair) } else { 0.0 }).collect()
 }
 
-/// Statistics of |Δlogp|. One statistic that is too large is enough to show a difference.
+/// Statistics of |Δlogp|. A single statistic that is too large shows a difference.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DifferenceStats {
     pub median: f64,
@@ -31,7 +31,7 @@ pub struct DifferenceStats {
     pub p999: f64,
     pub max: f64,
     pub mean: f64,
-    /// Effective sample size of the weights e^Δ, divided by their number.
+    /// Effective sample size of the weights e^Δ, divided by the number of weights.
     pub effective_sample_share: f64,
 }
 
@@ -40,7 +40,7 @@ impl DifferenceStats {
         let mut sorted: Vec<f64> = differences.iter().map(|difference| difference.abs()).collect();
         sorted.sort_unstable_by(f64::total_cmp);
         let count = sorted.len();
-        // The smallest value that at least this share of the values does not exceed.
+        // The smallest value `v` such that at least this fraction of the values is ≤ `v`.
         let quantile = |share: f64| match ((share * count as f64).ceil() as usize).clamp(1, count.max(1)) {
             _ if count == 0 => 0.0,
             rank => sorted[rank - 1],
@@ -58,7 +58,7 @@ impl DifferenceStats {
         }
     }
 
-    /// Returns the figures with their names in `mismatch.json`.
+    /// Returns the statistics with their names in `mismatch.json`.
     pub fn with_names(&self) -> [(&'static str, f64); 7] {
         [
             ("median", self.median),
@@ -71,7 +71,8 @@ impl DifferenceStats {
         ]
     }
 
-    /// Multiplies the differences by `factor`: the effective sample size loses `factor²` times as much.
+    /// Returns the statistics for differences that are `factor` times as large. One minus the effective
+    /// sample share grows by `factor²`.
     pub fn scaled_by(&self, factor: f64) -> Self {
         Self {
             median: factor * self.median,
@@ -84,7 +85,7 @@ impl DifferenceStats {
         }
     }
 
-    /// Returns the larger value of each figure; for the effective sample size, the smaller one.
+    /// Returns the larger value of each statistic; for the effective sample share, the smaller value.
     pub fn elementwise_max(&self, other: &DifferenceStats) -> Self {
         Self {
             median: self.median.max(other.median),
@@ -97,15 +98,15 @@ impl DifferenceStats {
         }
     }
 
-    /// Returns whether every figure is at most `max(floor, factor × bound)`. The factor is `body` for median,
-    /// p90 and mean, and `tail` for the rest.
+    /// Returns whether every statistic is at most `max(floor, factor × bound)`. The factor is `body` for
+    /// median, p90 and mean, and `tail` for the other statistics.
     pub fn is_within(&self, bound: &DifferenceStats, (body, tail): (f64, f64), floor: f64) -> bool {
         let at_most = |figure: f64, bound: f64, factor: f64| figure <= (factor * bound).max(floor);
         at_most(self.median, bound.median, body)
             && at_most(self.p90, bound.p90, body)
             && at_most(self.mean, bound.mean, body)
-            // With few tokens, p99 may be one token that is routed to other experts. So it may also reach the
-            // bound's p99.9.
+            // With few tokens, p99 may be a single token that is routed to other experts. So p99 may also
+            // reach the bound's p99.9.
             && at_most(self.p99, bound.p99.max(bound.p999 / tail), tail)
             && at_most(self.p999, bound.p999, tail)
             && at_most(self.max, bound.max, tail)
@@ -130,8 +131,8 @@ impl StudentTFit {
             if sorted.is_empty() { 0.0 } else { *sorted.select_nth_unstable_by(middle, f64::total_cmp).1 };
         let mut scale = start.max(SCALE_MIN);
         for _ in 0..30 {
-            // EM: the expectation step gives outliers less weight, the maximisation step takes the weighted
-            // variance.
+            // EM: the expectation step gives outliers a smaller weight; the maximisation step computes the
+            // weighted variance.
             let weighted: f64 = differences
                 .iter()
                 .map(|difference| difference * difference * weight(*difference, scale))
@@ -148,9 +149,9 @@ fn weight(difference: f64, scale: f64) -> f64 {
     4.0 / (3.0 + (difference / scale).powi(2))
 }
 
-/// Regresses the differences `before` a cause is applied on `before - after`, with less weight for outliers.
-/// Returns the slope and its standard error. The slope is 1 for the right cause, and 0 for a cause whose
-/// change is unrelated to the differences.
+/// Regresses `before` on `before − after`: the differences without the cause on the change that the cause
+/// makes. Outliers have a smaller weight. Returns the slope and its standard error. The slope is 1 for the
+/// correct cause, and 0 for a cause whose change is unrelated to the differences.
 pub fn regression_slope(before: &[f64], after: &[f64]) -> (f64, f64) {
     let scale = StudentTFit::from_differences(after).scale;
     let (mut xy, mut xx) = (0.0, 0.0);

@@ -9,8 +9,8 @@ pub struct EngineBatch {
     pub micro_batch: MicroBatch,
     /// The temperature that the file states for the log-probs.
     pub temperature: f64,
-    /// Whether each target was sampled. Targets of the prompt were not: engines report their log-probs at
-    /// temperature 1, without filters.
+    /// Whether each target was sampled. Targets of the prompt were not sampled: engines report their
+    /// log-probs at temperature 1 and without filters.
     pub sampled: Vec<bool>,
 }
 
@@ -38,7 +38,7 @@ impl EngineLogProbs {
         positions.max().map_or(0, |&last| last as usize + 1)
     }
 
-    /// Returns for each sequence the range of its targets.
+    /// Returns the range of the targets of each sequence.
     pub fn target_ranges(&self) -> Vec<Range<usize>> {
         let counts = self
             .batches
@@ -52,8 +52,8 @@ impl EngineLogProbs {
         counts.map(&mut next_range).collect()
     }
 
-    /// Selects evenly spaced sequences with up to about `targets_max` targets; the last one may be truncated.
-    /// Also returns the indices of their targets among all targets.
+    /// Selects evenly spaced sequences with about `targets_max` targets in total. The last sequence may be
+    /// truncated. Also returns the indices of their targets among all targets.
     pub fn select_sequences(&self, targets_max: usize) -> (Self, Vec<usize>) {
         let stride = self.log_probs.len().div_ceil(targets_max.max(1)).max(1);
         let (mut subset, mut indices) = (Self::default(), vec![]);
@@ -79,7 +79,8 @@ impl EngineLogProbs {
 }
 
 impl EngineBatch {
-    /// Selects sequences. `selected` lists each sequence's index and how many of its targets to keep.
+    /// Selects sequences. `selected` lists, for each selected sequence, its index and the number of targets
+    /// to keep.
     fn select_sequences_of_batch(&self, selected: &[(usize, usize)]) -> Self {
         let whole = &self.micro_batch;
         let (mut sequences, mut sampled) = (vec![], vec![]);
@@ -120,7 +121,8 @@ mod tests {
         let whole = EngineLogProbs::from_samples(batches, 1.0, (0..count).map(|i| i as f32).collect());
         let (part, indices) = whole.select_sequences(8);
         assert_eq!(whole.target_ranges(), [0..4, 4..7, 7..13, 13..15]);
-        // Every other sequence. The first has 4 targets, so 4 of the third's 6 remain.
+        // Every second sequence is selected. The first has 4 targets, so 4 of the 6 targets of the third
+        // remain.
         assert_eq!(indices, [0, 1, 2, 3, 7, 8, 9, 10]);
         assert_eq!(part.log_probs, [0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 9.0, 10.0]);
         let all = |of: &dyn Fn(&MicroBatch) -> Vec<u32>| -> Vec<u32> {

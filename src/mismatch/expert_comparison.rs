@@ -1,5 +1,5 @@
-//! Compares the engine's routed experts with ours: how many tokens have different experts in each layer, and
-//! whether those are the tokens with the log-prob mismatch.
+//! Compares the engine's routed experts with this model's. Shows how many tokens have different experts in
+//! each layer, and whether the log-prob mismatch is on those tokens.
 
 use super::distance::DifferenceStats;
 use super::locate::TargetPositions;
@@ -7,14 +7,14 @@ use super::rows::TokenRow;
 use crate::metrics::format_number;
 use serde_json::{Value, json};
 
-/// How often the engine's routed experts differ from ours.
+/// How often the engine's routed experts differ from this model's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertComparison {
     /// Number of targets whose routed experts are known.
     pub targets: usize,
-    /// Share of targets with a different set of experts, for each layer.
+    /// Fraction of targets with a different set of experts, for each layer.
     pub differing_by_layer: Vec<f64>,
-    /// Share of targets with a different set of experts in at least one layer.
+    /// Fraction of targets with a different set of experts in at least one layer.
     pub differing_share: f64,
     /// Median |Δlogp| of the targets with different experts in at least one layer.
     pub median_differing: f64,
@@ -23,8 +23,8 @@ pub struct ExpertComparison {
 }
 
 impl ExpertComparison {
-    /// Compares the routed experts of `rows`; `None` if no row has any. `targets` and `differences` have one
-    /// entry a target.
+    /// Compares the routed experts of `rows`; `None` if no row has routed experts. `targets` and
+    /// `differences` have one entry per target.
     pub fn from_rows(rows: &[TokenRow], targets: &TargetPositions, differences: &[f64]) -> Option<Self> {
         let layers = rows.iter().find_map(|row| row.routed_experts.as_ref())?.layers;
         let mut differing_counts = vec![0usize; layers];
@@ -33,7 +33,7 @@ impl ExpertComparison {
             let Some(experts) = &rows[targets.rows[target]].routed_experts else { continue };
             let mut same = true;
             for (layer, count) in differing_counts.iter_mut().enumerate() {
-                // The target is predicted from the position before it.
+                // The target is predicted at the position before it.
                 let theirs = experts.get(targets.positions[target] - 1, layer)?;
                 let ours = targets.experts(layer, target)?;
                 if !ours.iter().all(|expert| theirs.contains(expert)) {
@@ -64,7 +64,7 @@ impl ExpertComparison {
             () => "the mismatch is not on these tokens alone",
         };
         format!(
-            " Experts: the engine routed {:.1}% of {} tokens to other experts in some layer (by layer {}); {relation} (median |Δlogp| {} on them, {} on the others).",
+            " Experts: the engine routed {:.1}% of {} tokens to other experts in at least one layer (by layer {}); {relation} (median |Δlogp| {} on these tokens, {} on the other tokens).",
             100.0 * self.differing_share,
             self.targets,
             layers.join(", "),

@@ -12,7 +12,7 @@ use anyhow::Result;
 /// prime-rl.
 ///
 /// # Errors
-/// When a forward fails.
+/// When a forward pass fails.
 pub fn prime_rl(
     threads: &Threads,
     training: &PolicyView,

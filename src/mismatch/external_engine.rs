@@ -1,4 +1,5 @@
-//! Compares another engine's rows with this model: verdict, location of the mismatch, and an answer as text.
+//! Compares another engine's rows with this model. Gives a verdict, the location of the mismatch, and an
+//! answer as text.
 
 use super::compare::LogProbPair;
 use super::diagnose::{Diagnosis, UnmodifiedModel, Verdict, join_causes};
@@ -20,14 +21,14 @@ use serde_json::{Value, json};
 
 /// The comparison of one side (engine or trainer) with the model.
 pub struct Comparison {
-    /// Figures over all tokens, then within the sliding window and past it.
+    /// Statistics of all tokens, of the tokens within the sliding window, and of the tokens past it.
     pub lines: Vec<ResultLine>,
-    /// The answer, one paragraph.
+    /// The answer, as one paragraph.
     pub answer: String,
     pub diagnosis: Diagnosis,
     pub location_result: LocationResult,
     pub target_positions: TargetPositions,
-    /// Present if the rows hold routed experts.
+    /// Present if the rows have routed experts.
     pub routed_experts: Option<ExpertComparison>,
 }
 
@@ -71,7 +72,7 @@ impl Comparison {
 /// Compares `rows` with the model.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when no row holds a log-prob after its first token.
+/// [`crate::error::BadInput`] when no row has a log-prob after its first token.
 pub fn compare(
     reference: UnmodifiedModel,
     chat: &Chat,
@@ -83,7 +84,7 @@ pub fn compare(
     let (observed, row_of_target) = pack_rows(rows, micro_batch_tokens);
     if observed.log_probs.is_empty() {
         return Err(bad_input!(
-            "no row holds a log-prob after its first token; ask the engine for log-probs"
+            "no row has a log-prob after its first token; request log-probs from the engine"
         ));
     }
     let mut diagnosis = reference.diagnose(&observed, search)?;
@@ -115,14 +116,15 @@ pub fn compare(
     if let Some((row, reason)) = malformed_rows.first() {
         let count = malformed_rows.len();
         answer.push_str(&format!(
-            " Rows that are not a well-formed {} conversation: {count} (the first is row {row}: {reason}).",
+            " Number of rows that are not a well-formed {} conversation: {count} (the first is row {row}: {reason}).",
             chat.name()
         ));
     }
     Ok(Comparison { lines, answer, diagnosis, location_result, target_positions, routed_experts })
 }
 
-/// Returns the sides of `rows` with their names: the engine's rows, and the trainer's if the file has both.
+/// Returns the sides of `rows` with their names: the engine's rows and, if the file has a trainer's
+/// log-probs, the trainer's rows.
 pub fn split_sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
     if rows.iter().all(|row| row.trainer_log_probs.is_none()) {
         return vec![("rollout", rows)];
@@ -133,7 +135,7 @@ pub fn split_sides(rows: Vec<TokenRow>) -> Vec<(&'static str, Vec<TokenRow>)> {
     vec![("inference", rows), ("trainer", trainer)]
 }
 
-/// Compares the file's two sides with each other; `None` if it has only one.
+/// Compares the file's two sides with each other; `None` if the file has only one side.
 ///
 /// # Errors
 /// When a log-prob is NaN.
@@ -167,8 +169,8 @@ pub fn compare_sides(rows: &[TokenRow], clip: (f64, f64)) -> Result<Option<Resul
     }))
 }
 
-/// Packs the rows into batches of one temperature. Also returns for each target the index of its row in
-/// `rows`.
+/// Packs the rows into batches, each with one temperature. Also returns, for each target, the index of its
+/// row in `rows`.
 fn pack_rows(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, Vec<usize>) {
     let mut order: Vec<usize> = (0..rows.len()).collect();
     order.sort_by(|&a, &b| rows[a].temperature.total_cmp(&rows[b].temperature));
@@ -202,7 +204,7 @@ fn pack_rows(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, V
     (observed, row_of_target)
 }
 
-/// Returns the difference, in nats, above which a target counts as different: more than rounding makes. The
+/// Returns the difference, in nats, above which a target counts as different. It is larger than rounding: the
 /// bound is that of f32 if the median is f32 rounding, else that of bf16.
 fn threshold(diagnosis: &Diagnosis) -> f64 {
     let f32_like = diagnosis.figures.median <= 4.0 * diagnosis.f32_bound.median.max(1e-6);
@@ -210,7 +212,8 @@ fn threshold(diagnosis: &Diagnosis) -> f64 {
     (4.0 * bound.p90).max(1e-4)
 }
 
-/// Returns the line `name`: figures over the targets whose position `keep` accepts; `None` if there are none.
+/// Returns the line `name` with statistics of the targets whose position `keep` accepts; `None` if there are
+/// none.
 fn figures_line(
     name: &str,
     keep: &dyn Fn(usize) -> bool,
@@ -239,14 +242,14 @@ fn figures_line(
     Ok(Some(ResultLine { name: name.to_owned(), metrics: pair_metrics(&pair)?, cause: None }))
 }
 
-/// Returns the metrics of a line: the number of tokens, then the figures of the mismatch.
+/// Returns the metrics of a line: the number of tokens, followed by the statistics of the mismatch.
 fn pair_metrics(pair: &LogProbPair) -> Result<Vec<(String, Option<f64>)>> {
     let mut metrics = vec![("mismatch/tokens".to_owned(), Some(pair.rollout.len() as f64))];
     metrics.extend(pair.metrics()?.into_iter().map(|(name, value)| (name, Some(value))));
     Ok(metrics)
 }
 
-/// Returns the names of the rows that are not a well-formed conversation, each with the reason. Rows of one
+/// Returns the names of the rows that are not a well-formed conversation, each with the reason. Rows with one
 /// token are ignored.
 fn malformed_rows(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
     rows.iter()
@@ -255,7 +258,7 @@ fn malformed_rows(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Returns the answer, one paragraph: the verdict, the size of the mismatch, and its location.
+/// Returns the answer as one paragraph: the verdict, the size of the mismatch, and its location.
 fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[ResultLine]) -> String {
     let number = |value: f64| format_number(value);
     let figures = &diagnosis.figures;
@@ -270,16 +273,16 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
             )
         }
         Verdict::Rounding => format!(
-            "No mistake found: over {tokens} tokens the mismatch is no larger than the one that bf16 rounding makes in this model."
+            "No mistake found: over {tokens} tokens the mismatch is no larger than bf16 rounding makes in this model."
         ),
         Verdict::Named(cause) => format!("Differs: {}.", cause.description()),
         Verdict::OneOf(causes) => format!(
-            "Differs, and each of these alone leaves only rounding: {}. To decide: {}.",
+            "Differs, and each of these causes alone explains the mismatch: {}. To decide between them: {}.",
             join_causes(causes),
             causes[0].deciding_experiment
         ),
         Verdict::Unknown(partial_causes) => {
-            let mut text = "Differs, and the cause is unknown: no known one leaves only rounding.".to_owned();
+            let mut text = "Differs, and the cause is unknown: no known cause explains the mismatch.".to_owned();
             if let [first, rest @ ..] = partial_causes.as_slice() {
                 text.push_str(&format!(" Nearest: {}", first.description()));
                 if let Some(second) = rest.first() {
@@ -315,7 +318,7 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
         && matches!(diagnosis.verdict, Verdict::Named(_) | Verdict::OneOf(_))
     {
         text.push_str(&format!(
-            " With this cause, {} (median) and {} (maximum) remain.",
+            " With this cause, |Δlogp| is {} (median) and {} (maximum).",
             number(remaining.median),
             number(remaining.max)
         ));
@@ -335,7 +338,7 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
     text
 }
 
-/// Returns a text that says how many tokens differ, and which.
+/// Returns the text that says how many tokens differ, and which.
 fn describe_location(
     diagnosis: &Diagnosis,
     location_result: &LocationResult,

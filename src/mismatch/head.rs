@@ -8,7 +8,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 use half::bf16;
 
-/// A sampler's filter, applied before the log-probability is taken.
+/// A filter of the sampler, applied before the log-probability is computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Filter {
     TopP(f64),
@@ -16,10 +16,10 @@ pub enum Filter {
     MinP(f64),
 }
 
-/// The deciding experiment for causes in the head.
+/// The experiment that decides between causes in the head.
 pub const TOP_LOG_PROBS: &str = "the log-probs of several tokens at one position (top_logprobs)";
 
-/// Declares the cause that log-probs are computed after `filter`.
+/// Declares the cause that the engine's log-probs are computed after `filter`.
 fn filter_cause(filter: Filter) -> Cause {
     let (name, setting) = match filter {
         Filter::TopP(p) => ("log-probs after top-p", format!("top_p = {p:.3}")),
@@ -34,7 +34,7 @@ fn filter_cause(filter: Filter) -> Cause {
 /// The computation of log-probabilities from logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeadSettings {
-    /// Factor on the temperature that the file states.
+    /// Factor by which the temperature that the file states is multiplied.
     pub temperature_factor: f64,
     pub filter: Option<Filter>,
     pub bf16_logits: bool,
@@ -48,10 +48,10 @@ impl Default for HeadSettings {
 
 impl HeadSettings {
     /// Returns the log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ if the filter removes the
-    /// target. Targets that were not sampled have temperature 1 and no filter.
+    /// target. For targets that were not sampled, temperature is 1 and no filter is applied.
     ///
     /// # Errors
-    /// When shapes disagree.
+    /// When shapes do not match.
     pub fn log_probs(&self, policy: &PolicyView, normed: &Tensor, batch: &EngineBatch) -> Result<Vec<f32>> {
         let temperature = batch.temperature * self.temperature_factor;
         let mut log_probs = self.log_probs_as_sampled(policy, normed, batch, temperature)?;
@@ -66,7 +66,7 @@ impl HeadSettings {
         Ok(log_probs)
     }
 
-    /// Returns the log-probabilities as if all targets were sampled.
+    /// Returns the log-probabilities as if all targets had been sampled.
     fn log_probs_as_sampled(
         &self,
         policy: &PolicyView,
@@ -119,16 +119,17 @@ fn log_prob(z: &[f32], target: usize, temperature: f64, filter: Option<Filter>) 
     }
 }
 
-/// A removed token counts as kept if its probability is at least this share of the last kept token's.
+/// A removed token counts as kept if its probability is at least this fraction of the last kept token's
+/// probability.
 const EDGE_PROBABILITY_RATIO: f64 = 0.7;
 
-/// One row's distribution, most likely token first.
+/// The distribution of one row, most likely token first.
 struct SortedDistribution {
-    /// Number of tokens before the target.
+    /// Number of tokens that are more likely than the target.
     rank: usize,
     log_prob: f64,
     probabilities: Vec<f64>,
-    /// Cumulative probability up to and including each rank.
+    /// Cumulative probability up to each rank, including that rank.
     cumulative: Vec<f64>,
 }
 
@@ -175,8 +176,8 @@ impl SortedDistribution {
         }
     }
 
-    /// Returns the target's log-probability after `filter`; −∞ if the filter removes it. A target at the edge
-    /// counts as kept, because rounding moves the edge.
+    /// Returns the target's log-probability after `filter`; −∞ if the filter removes the target. A target at
+    /// the edge of the filter counts as kept, because rounding moves the edge.
     fn log_prob(&self, filter: Filter) -> f64 {
         let kept_count = self.kept_count(filter);
         let at_edge = || {
@@ -191,24 +192,24 @@ impl SortedDistribution {
     }
 }
 
-/// Rows of logits kept in memory to fit continuous parameters, such as a temperature.
+/// Rows of logits that are kept in memory. Continuous parameters, such as a temperature, are fitted to them.
 pub struct FitRows {
     /// For each row: raw logits, target, stated temperature, and the engine's log-prob.
     rows: Vec<(Vec<f32>, usize, f64, f64)>,
 }
 
-/// Relative tolerance within which a fitted temperature counts as the stated one.
+/// Relative tolerance within which a fitted temperature counts as equal to the stated temperature.
 const TEMPERATURE_TOLERANCE: f64 = 0.005;
-/// Maximum rows for the fit of a parameter.
+/// Maximum number of rows for the fit of a parameter.
 const FIT_ROWS_MAX: usize = 384;
-/// Maximum logit values kept for the fit.
+/// Maximum number of logit values that are kept for the fit.
 const FIT_VALUES_MAX: usize = 1 << 24;
 
 impl FitRows {
-    /// Selects evenly spaced sampled targets of `batches`, with their rows `normed`.
+    /// Selects evenly spaced sampled targets of `batches`, with their rows of `normed`.
     ///
     /// # Errors
-    /// When shapes disagree.
+    /// When shapes do not match.
     pub fn select_rows(
         policy: &PolicyView,
         batches: &[EngineBatch],
@@ -236,7 +237,7 @@ impl FitRows {
         Ok(Self { rows })
     }
 
-    /// Returns the best filters, and the best temperature if it differs from the stated one.
+    /// Returns the best filters. Also returns the best temperature if it differs from the stated one.
     pub fn causes(&self) -> Vec<Cause> {
         if self.rows.is_empty() {
             return vec![];
@@ -251,8 +252,8 @@ impl FitRows {
         causes
     }
 
-    /// Returns the factor on the stated temperature that fits best: a grid over 0.1 to 10, then
-    /// golden-section search.
+    /// Returns the factor on the stated temperature that fits best. Searches a grid from 0.1 to 10, then runs
+    /// a golden-section search.
     fn temperature_factor(&self) -> f64 {
         let objective = |log: f64| {
             mean_root_abs(self.rows.iter().map(|(z, target, temperature, theirs)| {
@@ -291,7 +292,7 @@ impl FitRows {
             let objectives: Vec<(Filter, f64)> =
                 filters.into_iter().map(|filter| (filter, objective(filter))).collect();
             let least = objectives.iter().map(|(_, objective)| *objective).fold(f64::INFINITY, f64::min);
-            // Filters that keep the same tokens have equal objectives. The middle one is returned.
+            // Filters that keep the same tokens have equal objectives. The filter in the middle is returned.
             let equal: Vec<Filter> = objectives
                 .iter()
                 .filter(|(_, objective)| *objective <= least * 1.000_001)
@@ -308,7 +309,7 @@ impl FitRows {
     }
 }
 
-/// Returns the mean of √|x|. A few large values have little effect on it.
+/// Returns the mean of √|x|, on which a few large values have little effect.
 fn mean_root_abs(values: impl Iterator<Item = f64>) -> f64 {
     let (mut sum, mut count) = (0.0, 0.0);
     for value in values {
@@ -330,7 +331,7 @@ mod tests {
         assert!((probability(1, Filter::TopP(0.6)) - 0.25 / 0.75).abs() < 1e-6);
         assert!((probability(2, Filter::MinP(0.29)) - 0.15 / 0.9).abs() < 1e-6);
         assert_eq!(probability(3, Filter::TopK(2)), 0.0);
-        // The first removed token is at the edge.
+        // The first removed token is at the edge of the filter.
         assert!((probability(3, Filter::MinP(0.29)) - 0.1 / 0.9).abs() < 1e-6);
         assert!((log_prob(&z, 3, 0.5, None).exp() - 0.01 / 0.345).abs() < 1e-6);
     }

@@ -3,16 +3,16 @@
 use super::engine_log_probs::EngineLogProbs;
 use std::collections::BTreeMap;
 
-/// A group of targets locates the mismatch if it holds at least this share of all differing targets.
+/// Minimum fraction of all differing targets that must be in a group that locates the mismatch.
 const RECALL_MIN: f64 = 0.8;
-/// At least this share of the group's targets must differ.
+/// Minimum fraction of the group's targets that must differ.
 const PRECISION_MIN: f64 = 0.5;
-/// Maximum rate of differing targets outside the group, relative to the rate inside.
+/// Maximum fraction of differing targets outside the group, relative to the fraction inside.
 const OUTSIDE_MAX: f64 = 0.25;
-/// Minimum targets of a group.
+/// Minimum number of targets of a group.
 const GROUP_TARGETS_MIN: usize = 3;
 
-/// Each target's row, position, token and experts.
+/// Row, position, token and experts of each target.
 pub struct TargetPositions {
     /// Names of the rows.
     pub names: Vec<String>,
@@ -20,14 +20,14 @@ pub struct TargetPositions {
     pub rows: Vec<usize>,
     /// Position of each target in its row.
     pub positions: Vec<usize>,
-    /// Routed experts of the position that predicts the target, `[layer][target]`.
+    /// Routed experts at the position that predicts the target, `[layer][target]`.
     experts: Vec<Vec<Vec<u32>>>,
     tokens: Vec<u32>,
 }
 
 impl TargetPositions {
     /// Collects the positions and tokens of the targets of `observed`. `names`, `rows` and `experts` are the
-    /// fields of the same names.
+    /// fields with the same names.
     pub fn collect(
         observed: &EngineLogProbs,
         names: Vec<String>,
@@ -53,9 +53,9 @@ impl TargetPositions {
 pub struct Location {
     /// Description, such as "positions from 513 on".
     pub description: String,
-    /// Share of the targets inside the location that differ.
+    /// Fraction of the targets inside the location that differ.
     pub differing_inside: f64,
-    /// Share of the targets outside the location that differ.
+    /// Fraction of the targets outside the location that differ.
     pub differing_outside: f64,
     /// Number of targets inside the location.
     pub targets: usize,
@@ -68,13 +68,13 @@ pub struct LocationResult {
     pub differing: usize,
     /// Number of all targets.
     pub targets: usize,
-    /// The location that holds most of the differing targets, if there is one.
+    /// The location that holds most of the differing targets, if there is such a location.
     pub location: Option<Location>,
-    /// The first few differing targets: name of the row, position, difference in nats.
+    /// The first few differing targets: name of the row, position, and difference in nats.
     pub first_differing: Vec<(String, usize, f64)>,
 }
 
-/// Locates the differences beyond `threshold`, in nats.
+/// Locates the targets whose difference exceeds `threshold`, in nats.
 pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) -> LocationResult {
     let differing: Vec<bool> = differences.iter().map(|difference| difference.abs() > threshold).collect();
     let total = differing.iter().filter(|differs| **differs).count();
@@ -91,7 +91,7 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
         if recall < RECALL_MIN || precision < PRECISION_MIN || outside_rate > OUTSIDE_MAX * precision {
             return;
         }
-        // F1 score: precision and recall count equally.
+        // F1 score, in which precision and recall have equal weight.
         let score = 2.0 * precision * recall / (precision + recall);
         if best.as_ref().is_none_or(|(other, _)| score > *other) {
             let location = Location {
@@ -108,7 +108,7 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
         keys.enumerate().for_each(|(target, key)| groups.entry(key).or_default().push(target));
         groups
     };
-    // Groups by position: the targets before a boundary, and those from it on.
+    // Groups by position: the targets before a boundary, and the targets from the boundary on.
     let longest = targets.positions.iter().copied().max().unwrap_or(0);
     for boundary in boundaries(targets, &differing, longest) {
         let side = |keep: &dyn Fn(usize) -> bool| -> Vec<usize> {
@@ -118,7 +118,7 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
         consider(&|| format!("positions before {boundary}"), &side(&|p| p < boundary));
     }
     let rows = group_by(&mut targets.rows.iter().copied());
-    // One group of rows: all rows in which at least half of the targets differ.
+    // A group of rows: all rows in which at least half of the targets differ.
     let (mut broken, mut members): (Vec<usize>, Vec<usize>) = (vec![], vec![]);
     for (row, targets) in &rows {
         if targets.iter().filter(|&&t| differing[t]).count() as f64 >= PRECISION_MIN * targets.len() as f64 {
@@ -161,9 +161,9 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
     }
 }
 
-/// Returns up to two positions where differences may begin or end, counted over all rows.
+/// Returns up to two positions at which differences may begin or end. All rows are counted together.
 fn boundaries(targets: &TargetPositions, differing: &[bool], longest: usize) -> Vec<usize> {
-    // For each position: differing targets, all targets.
+    // For each position: number of differing targets, number of all targets.
     let mut counts = vec![(0usize, 0usize); longest + 2];
     for (position, differing) in targets.positions.iter().zip(differing) {
         counts[*position].0 += usize::from(*differing);
@@ -171,8 +171,8 @@ fn boundaries(targets: &TargetPositions, differing: &[bool], longest: usize) -> 
     }
     let differing_count: usize = counts.iter().map(|count| count.0).sum();
     let targets_count: usize = counts.iter().map(|count| count.1).sum();
-    // The share of the differing targets before a boundary, minus the share of all targets before it. Its
-    // minimum is where differences begin, its maximum where they end.
+    // The fraction of the differing targets that are before a boundary, minus the fraction of all targets
+    // that are before it. Its minimum is where differences begin, and its maximum is where they end.
     let (mut differing_before, mut targets_before) = (0usize, 0usize);
     let ((mut lowest, mut begin), (mut highest, mut end)) = ((0.0f64, 0usize), (0.0f64, 0usize));
     for (position, (differing, targets)) in counts.iter().enumerate() {

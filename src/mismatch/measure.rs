@@ -1,8 +1,8 @@
 //! Measures ablations (`[arms]`) on the same tokens.
 //!
-//! The tokens come from one rollout. If an ablation changes the rollout's forward, the rollout's log-probs of
-//! these tokens are recomputed with it. A rollout with the ablation would have stored the same values,
-//! because an ablation changes each row independently of the others.
+//! The tokens come from one rollout. If an ablation changes the rollout's forward pass, the rollout's
+//! log-probs of these tokens are computed again with the ablation. A rollout with the ablation would have
+//! stored the same values, because an ablation changes each row independently of the other rows.
 
 use super::compare::LogProbPair;
 use super::diagnose::{UnmodifiedModel, Verdict};
@@ -27,7 +27,7 @@ pub struct AblationMeasurement<'a> {
     seed: u64,
     temperature: f64,
     clip: (f64, f64),
-    /// The ablations under which the tokens were sampled.
+    /// The ablations that were active when the tokens were sampled.
     sampled_under: Ablations,
     observed: EngineLogProbs,
     cu_seqlens: Vec<usize>,
@@ -37,7 +37,7 @@ pub struct AblationMeasurement<'a> {
 
 impl<'a> AblationMeasurement<'a> {
     /// Computes the log-probs of `trajectories` without ablations. `sampled_under` and `temperature` are
-    /// those of the rollout that sampled them.
+    /// those of the rollout that sampled the trajectories.
     pub fn new(
         reference: UnmodifiedModel<'a>,
         trajectories: &[&Trajectory],
@@ -66,10 +66,10 @@ impl<'a> AblationMeasurement<'a> {
         Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, unmodified })
     }
 
-    /// Returns the figures of one combination of ablations.
+    /// Returns the statistics of one combination of ablations.
     ///
     /// # Errors
-    /// When an ablation does not fit the model, or a forward fails.
+    /// When an ablation does not fit the model, or a forward pass fails.
     pub fn measure(&self, name: &str, ablations: &Ablations) -> Result<ResultLine> {
         let UnmodifiedModel { threads, model, parameters, .. } = self.reference;
         let rollout = PolicyView::for_rollout(model, parameters, ablations, self.seed)?;
@@ -105,7 +105,7 @@ impl<'a> AblationMeasurement<'a> {
         metrics.push(("mismatch/first_divergent_layer".into(), divergence.first_layer.map(|l| l as f64)));
         let mut cause = self.cause(ablations, [&stored, &computed], &divergence)?;
         if ablations.second_forward_old_logprobs && !same_bits(&old, &computed) {
-            cause.push_str("; the second forward's old log-probs differ, so the ratio is not 1");
+            cause.push_str("; the old log-probs of the second forward pass differ, so the ratio is not 1");
         }
         Ok(ResultLine { name: name.to_owned(), metrics, cause: Some(cause) })
     }
@@ -118,7 +118,7 @@ impl<'a> AblationMeasurement<'a> {
         rollout_settings(ablations) == rollout_settings(&self.sampled_under)
     }
 
-    /// Returns the likely cause, derived from the log-probs alone.
+    /// Returns the likely cause as text. It is derived from the log-probs alone.
     fn cause(&self, ablations: &Ablations, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
         let mut causes = vec![];
         for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
@@ -130,7 +130,7 @@ impl<'a> AblationMeasurement<'a> {
             let diagnosis = self.reference.diagnose(&observed, &SearchSettings::silent())?;
             causes.push(match diagnosis.verdict {
                 Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
-                    "{side}: the router chooses other experts (agreement {:.3}) and no rounding explains it: router noise",
+                    "{side}: the router chooses other experts (agreement {:.3}), which rounding does not explain: router noise",
                     divergence.routing_agreement
                 ),
                 verdict => format!("{side}: {}", verdict.to_text()),
@@ -139,29 +139,29 @@ impl<'a> AblationMeasurement<'a> {
         if causes.is_empty() {
             let changes_backward = ablations.no_sink_gradient || ablations.freeze_attention;
             return Ok(if changes_backward {
-                "both forwards have the same bits; this ablation changes only the backward".to_owned()
+                "both forward passes have the same bits; this ablation changes only the backward pass".to_owned()
             } else {
-                "none: both forwards have the same bits".to_owned()
+                "none: both forward passes have the same bits".to_owned()
             });
         }
         Ok(causes.join("; "))
     }
 }
 
-/// How two forwards differ inside the model.
+/// How two forward passes differ inside the model.
 #[derive(Default)]
 struct Divergence {
-    /// Share of (token, layer) pairs with the same set of experts in both forwards.
+    /// Fraction of (token, layer) pairs with the same set of experts in both forward passes.
     routing_agreement: f64,
     /// First layer, from 0, whose output differs in any bit.
     first_layer: Option<usize>,
 }
 
-/// Runs both forwards over the same batches. Returns their log-probabilities and where they diverge. Calls
-/// `on_tokens` after each layer with its share of the batch's tokens.
+/// Runs both forward passes over the same batches. Returns their log-probabilities, and where the passes
+/// diverge. Calls `on_tokens` after each layer with the layer's share of the batch's tokens.
 ///
 /// # Errors
-/// When a forward fails.
+/// When a forward pass fails.
 fn compare_forwards(
     threads: &Threads,
     [a, b]: [&PolicyView; 2],
@@ -204,7 +204,7 @@ struct LayerTrace {
     hidden: Vec<f32>,
 }
 
-/// Runs `batch` through `policy`; returns the head's input and the output of each layer.
+/// Runs `batch` through `policy`. Returns the head's input and the output of each layer.
 fn trace_layers(
     policy: &PolicyView,
     batch: &MicroBatch,
@@ -222,7 +222,7 @@ fn trace_layers(
     Ok((normed, layers))
 }
 
-/// Starts a stage of the progress display: `passes` passes over `batches`, counted in tokens.
+/// Starts a stage of the progress display for `passes` passes over `batches`. The stage counts tokens.
 fn start_stage(reference: &UnmodifiedModel, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
     reference.console.start_token_stage(name, (tokens * passes) as u64)

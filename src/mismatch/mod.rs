@@ -1,7 +1,7 @@
-//! Measures how far two computations of the same log-probabilities differ, and finds out why.
+//! Measures how much two computations of the same log-probabilities differ, and finds out why.
 //!
-//! [`bitwise_equality`] proves link by link that rollout and training are one forward. [`compare`]
-//! computes the figures of a log-prob mismatch. [`diagnose`] finds its likely cause among [`causes`].
+//! [`bitwise_equality`] proves that rollout and training compute the same forward pass. [`compare`] computes
+//! the statistics of a log-prob mismatch. [`diagnose`] finds its likely cause among [`causes`].
 //! [`external_engine`] compares another engine's rows. [`ablations`] parses the ablations, [`measure`]
 //! measures them, and [`output`] prints the result.
 

@@ -1,22 +1,22 @@
-//! The result as a table, and as the text of `mismatch.json`.
+//! Formats the result as a table, and as the text of `mismatch.json`.
 
 use super::bitwise_equality::EqualityCheck;
 use super::compare::COLUMNS;
 use crate::metrics::{Table, format_number};
 use serde_json::{Map, Value, json};
 
-/// One line of the result: a link of the proof, an ablation, or a range of positions.
+/// One line of the result: an equality check, an ablation, or a range of positions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ResultLine {
     pub name: String,
-    /// Values by metric name. `None` if there is no value: for example, no layer differs.
+    /// Values by metric name. `None` if there is no value, for example if no layer differs.
     pub metrics: Vec<(String, Option<f64>)>,
     /// The likely cause as text.
     pub cause: Option<String>,
 }
 
 impl ResultLine {
-    /// Makes the line of one link of the proof.
+    /// Creates the line of one equality check.
     pub fn from_check(link: &EqualityCheck) -> Self {
         let metrics = [
             ("mismatch/tokens", link.tokens as f64),
@@ -35,7 +35,7 @@ impl ResultLine {
     }
 }
 
-/// Formats the links of the proof as a table.
+/// Formats the equality checks as a table.
 pub fn equality_table(lines: &[ResultLine]) -> String {
     let mut table = Table::new(["link", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
     for line in lines {
@@ -45,7 +45,8 @@ pub fn equality_table(lines: &[ResultLine]) -> String {
     table.to_string()
 }
 
-/// Formats the mismatches as a table, at most `columns` characters wide. The causes follow below the table.
+/// Formats the mismatches as a table of at most `columns` characters per line. The causes follow below the
+/// table.
 pub fn mismatch_table(title: &str, lines: &[ResultLine], columns: usize) -> String {
     let columns_with_values: Vec<_> = COLUMNS
         .iter()
@@ -69,7 +70,7 @@ pub fn mismatch_table(title: &str, lines: &[ResultLine], columns: usize) -> Stri
 
 fn value_text(value: Option<f64>) -> String {
     value.map_or("–".to_owned(), |value| match value {
-        // A share just below 1 must not print as 1.
+        // A value just below 1 must not be printed as 1.
         value if value < 1.0 && format_number(value) == "1" => format!("{value}"),
         value => format_number(value),
     })

@@ -1,4 +1,4 @@
-//! Writes a Markdown page to paste into an issue, and a chart of |Δlogp| by position.
+//! Writes a Markdown page that can be pasted into an issue, and a chart of |Δlogp| by position.
 
 use super::distance::DifferenceStats;
 use super::external_engine::Comparison;
@@ -12,22 +12,22 @@ const TOP: f64 = 14.0;
 const FOOT: f64 = 36.0;
 /// Maximum number of position ranges; the chart shows the median and the maximum of each.
 const RANGES_MAX: usize = 80;
-/// Lower end of the axis. Smaller values are drawn there.
+/// Lower end of the axis. Smaller values are drawn at this value.
 const DIFFERENCE_MIN: f64 = 1e-7;
 
-/// Returns `mismatch.md`: the answer, the table and the rounding bounds. `table` is the terminal's table;
-/// `formats` lists the formats that were read.
+/// Returns `mismatch.md`: the answer, the table and the rounding bounds. `table` is the text of the
+/// terminal's table. `formats` lists the formats that were read.
 pub fn page(answer: &str, table: &str, formats: &[String]) -> String {
     let formats_list: String = formats.iter().map(|line| format!("- {line}\n")).collect();
     format!(
-        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{formats_list}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, all figures are in mismatch.json.\n",
+        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{formats_list}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, all values are in mismatch.json.\n",
         table.trim_end(),
         env!("CARGO_PKG_VERSION")
     )
 }
 
-/// Returns `mismatch.svg`: median and maximum of |Δlogp| for each range of positions, on a logarithmic axis.
-/// Lines show the bf16 bound.
+/// Returns `mismatch.svg`: the median and the maximum of |Δlogp| for each range of positions, on a
+/// logarithmic axis. Horizontal lines show the bf16 bound.
 pub fn chart(comparison: &Comparison) -> String {
     let (positions, differences) =
         (&comparison.target_positions.positions, &comparison.diagnosis.differences);
@@ -50,7 +50,7 @@ pub fn chart(comparison: &Comparison) -> String {
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" font-size=\"11\">\n\
          <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#fff\"/>\n"
     );
-    // A write to a String cannot fail.
+    // Writing to a String cannot fail.
     for decade in 0..=decades as i32 {
         let at = y(DIFFERENCE_MIN * 10f64.powi(decade));
         let label = -7 + decade;

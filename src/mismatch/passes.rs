@@ -1,4 +1,4 @@
-//! Forward passes over given tokens: log-probabilities, and the output of each layer.
+//! Forward passes over given tokens. They return log-probabilities, or the output of each layer.
 
 use crate::learner::micro_batch::MicroBatch;
 use crate::model::attention::PackedAttention;
@@ -12,10 +12,10 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// Forwards over given tokens.
+/// Forward passes over given tokens.
 impl PolicyView<'_> {
-    /// Returns the head's input after the forward of whole sequences, `[R, H]`, with the ops of the training
-    /// forward in the same order. Calls `on_layer` with the output of each layer.
+    /// Returns the head's input after the forward pass over whole sequences, `[R, H]`. The ops are those of
+    /// the training forward pass, in the same order. Calls `on_layer` with the output of each layer.
     ///
     /// # Errors
     /// When the batch does not fit the model, or `on_layer` fails.
@@ -27,16 +27,16 @@ impl PolicyView<'_> {
         stack.final_norm_rows(&last, &batch.rows)
     }
 
-    /// Returns the log-probabilities of the batch's targets from `normed`, `[R]`.
+    /// Returns the log-probabilities of the batch's targets, `[R]`, computed from `normed`.
     ///
     /// # Errors
-    /// When shapes disagree.
+    /// When shapes do not match.
     pub fn log_probs(&self, normed: &Tensor, batch: &MicroBatch, temperature: f64) -> Result<Vec<f32>> {
         Ok(self.decoder_stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
     }
 
-    /// Returns the log-probabilities of all batches' targets, in order. Calls `on_tokens` after each layer,
-    /// with its share of the batch's tokens.
+    /// Returns the log-probabilities of all batches' targets, in order. Calls `on_tokens` after each layer
+    /// with the layer's share of the batch's tokens.
     ///
     /// # Errors
     /// When a batch does not fit the model.
@@ -60,13 +60,13 @@ impl PolicyView<'_> {
         Ok(log_probs.concat())
     }
 
-    /// Returns a layer's share of the batch's tokens, for progress.
+    /// Returns the tokens of the batch divided by the number of layers, for the progress display.
     pub fn layer_tokens(&self, batch: &MicroBatch) -> f64 {
         batch.tokens.len() as f64 / self.model.config.num_hidden_layers.max(1) as f64
     }
 
-    /// Returns the log-probability of every token but the first of each sequence. Each prompt is read in one
-    /// forward, like a rollout's prefill.
+    /// Returns the log-probability of every token except the first of each sequence. Each prompt is read in
+    /// one forward pass, as in a rollout's prefill.
     ///
     /// # Errors
     /// When a sequence does not fit the model.
@@ -89,9 +89,9 @@ impl PolicyView<'_> {
         sequences.iter().map(one).collect()
     }
 
-    /// Returns the log-probability of every token but the first of each sequence. All sequences decode one
-    /// token at a time in one batch, and leave it when they end. Calls `on_forward` with the number of tokens
-    /// of each forward.
+    /// Returns the log-probability of every token except the first of each sequence. All sequences are
+    /// decoded one token at a time in one batch, and leave the batch when they end. Calls `on_forward` with
+    /// the number of tokens of each forward pass.
     ///
     /// # Errors
     /// When a sequence does not fit the model.
@@ -137,7 +137,8 @@ impl PolicyView<'_> {
     }
 }
 
-/// Returns the log-probabilities of `targets` after the rows of `x [R, H]`, computed as the sampler does.
+/// Returns the log-probabilities of `targets` that the rows of `x [R, H]` predict, computed as the sampler
+/// computes them.
 fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<f32>> {
     let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::with_temperature(temperature));
     let rows_max = logits_rows_max(policy.model.config.vocab_size);

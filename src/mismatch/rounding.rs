@@ -1,38 +1,39 @@
 //! Rounding bounds: the log-prob mismatch that rounding alone makes in this model.
 //!
-//! The model runs three times: with mantissas slightly shorter than f32's, in bf16, and in bf16 with coarser
+//! The model runs three times: with mantissas slightly shorter than in f32, in bf16, and in bf16 with coarser
 //! activations. Each run is compared with the model in f32.
 //!
 //! If two experts have nearly equal scores, bf16 may choose the other expert, which changes the token's
-//! log-prob a lot. Such tokens make the bf16 bound large. Therefore tokens with stable routing, where bf16
-//! cannot change the experts, have a bound of their own, which is much smaller.
+//! log-prob a lot. Such tokens make the bf16 bound large. Tokens with stable routing, where bf16 cannot
+//! change the experts, therefore have a separate bound, which is much smaller.
 
 use super::causes::Cause;
 use super::distance::DifferenceStats;
 use super::search::{CauseSearch, LogProbTrace, elementwise_differences};
 use anyhow::Result;
 
-/// A mismatch is f32 rounding up to these multiples of the f32 bound. The first one is for median, p90 and
-/// mean, the second one for p99 and above.
+/// A mismatch counts as f32 rounding up to these multiples of the f32 bound. The first multiple is for
+/// median, p90 and mean; the second is for p99 and above.
 const F32_FACTORS: (f64, f64) = (4.0, 8.0);
-/// The multiples for bf16 rounding.
+/// The same multiples for bf16 rounding.
 const BF16_FACTORS: (f64, f64) = (2.5, 8.0);
-/// The multiples for bf16 rounding of targets with stable routing. Their largest differences are noise too.
+/// The same multiples for bf16 rounding of targets with stable routing. For such targets even the largest
+/// differences are noise.
 const STABLE_ROUTING_FACTORS: (f64, f64) = (2.5, 4.0);
 /// Differences below this always count as f32 rounding, in nats.
 pub const F32_FLOOR: f64 = 2e-5;
-/// Mantissa bits that simulate another order of summation in f32.
+/// Number of mantissa bits that simulates another order of summation in f32.
 const F32_BITS: u32 = 21;
-/// Mantissa bits of bf16.
+/// Number of mantissa bits of bf16.
 const BF16_BITS: u32 = 7;
-/// Mantissa bits of coarse activations. Engines round in more places than this model: the noise of
-/// transformers is about twice that of 7 bits.
+/// Number of mantissa bits of coarse activations. Other engines round at more points than this model: the
+/// noise of transformers is about twice that of 7 bits.
 const COARSE_BITS: u32 = 6;
-/// Routing is stable if the lowest score of a chosen expert exceeds the next score by at least this multiple
-/// of the median change that bf16 makes to a score.
+/// Routing is stable if the lowest score of a chosen expert is far above the next score. The difference must
+/// be at least this multiple of the median change that bf16 makes to a score.
 const LEAD_MIN: f32 = 12.0;
 
-/// Mismatch between the model with and without rounding. The model may be unchanged or under a cause.
+/// Mismatch between the model with and without rounding. The model may be unchanged, or under a cause.
 pub struct RoundingBounds {
     pub f32: DifferenceStats,
     pub bf16: DifferenceStats,
@@ -45,10 +46,10 @@ pub struct RoundingBounds {
 }
 
 impl RoundingBounds {
-    /// Computes the bounds of the model under `cause`. `exact` are its log-probs without rounding.
+    /// Computes the bounds of the model under `cause`. `exact` holds the model's log-probs without rounding.
     ///
     /// # Errors
-    /// When a forward fails.
+    /// When a forward pass fails.
     pub fn compute(search: &CauseSearch, cause: Option<&Cause>, exact: &[f32]) -> Result<Self> {
         let f32 = search.trace_with_rounding(cause, (F32_BITS, F32_BITS))?;
         let bf16 = search.trace_with_rounding(cause, (BF16_BITS, BF16_BITS))?;
@@ -71,7 +72,7 @@ impl RoundingBounds {
         })
     }
 
-    /// Returns bounds of 0.
+    /// Returns bounds that are all 0.
     pub fn zero() -> Self {
         let zero = DifferenceStats::from_differences(&[]);
         Self {
@@ -83,7 +84,7 @@ impl RoundingBounds {
         }
     }
 
-    /// Raises each bound to at least that of `other`.
+    /// Raises each bound to at least the bound of `other`.
     pub fn raise_to(&mut self, other: &RoundingBounds) {
         self.f32 = self.f32.elementwise_max(&other.f32);
         self.bf16 = self.bf16.elementwise_max(&other.bf16);
@@ -100,13 +101,13 @@ impl RoundingBounds {
             )
     }
 
-    /// Returns whether bf16 rounding that is `factor` times larger explains `figures`.
+    /// Returns whether bf16 rounding explains `figures`, if the bf16 bounds are multiplied by `factor`.
     pub fn is_near_bf16(&self, figures: &DifferenceStats, factor: f64) -> bool {
         figures.is_within(&self.bf16.scaled_by(factor), BF16_FACTORS, F32_FLOOR)
     }
 
-    /// Returns whether the median is f32 rounding, and bf16 would make a clearly larger one. Then the engine
-    /// did not compute in bf16, although some tokens may differ more.
+    /// Returns whether the median difference is as small as f32 rounding, and bf16 rounding would be clearly
+    /// larger. If so, the engine did not compute in bf16, although single tokens may differ more.
     pub fn is_f32_rounding(&self, figures: &DifferenceStats) -> bool {
         let bound_max = (F32_FACTORS.0 * self.f32.median).max(F32_FLOOR);
         figures.median <= bound_max && self.bf16.median > 4.0 * bound_max
@@ -157,7 +158,8 @@ mod tests {
 
     #[test]
     fn a_wrong_token_is_found_among_changes_of_routing() {
-        // Every tenth token may change experts, with a large difference. The others differ by noise.
+        // Every tenth token may change experts, which makes a large difference. The other tokens differ by
+        // noise.
         let noise = |i: usize| 0.01 * (i as f64 * 0.7).sin();
         let stable_routing: Vec<bool> = (0..400).map(|i| i % 10 > 0).collect();
         let bf16: Vec<f64> = (0..400).map(|i| if i % 40 == 0 { 3.0 } else { noise(i) }).collect();

@@ -1,4 +1,4 @@
-//! Reads another engine's rows from files: JSON, JSONL or gzip, one record at a time.
+//! Reads another engine's rows from files of JSON, JSONL or gzip, one record at a time.
 
 use super::formats::{EXAMPLE, RawRoutedExperts, RawRow, RecordFormat, TORCH_FILE, TokenTexts};
 use crate::bad_input;
@@ -13,32 +13,32 @@ use std::cell::Cell;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// Maximum log-prob; rounding can exceed 0 slightly.
+/// Maximum log-prob. Rounding can make a log-prob slightly larger than 0.
 const LOG_PROB_MAX: f64 = 1e-3;
 /// Maximum size of a record, in bytes of text.
 const RECORD_BYTES_MAX: u64 = 64 << 20;
 /// Maximum size of a file, in bytes of text.
 const FILE_BYTES_MAX: u64 = 2 << 30;
-/// Maximum number of bad rows. Reading stops at more: the file then has other content.
+/// Maximum number of bad rows. With more bad rows, reading stops, because the file then has other content.
 const BAD_ROWS_MAX: usize = 100_000;
-/// Maximum number of bad rows that are printed; `mismatch.json` has all.
+/// Maximum number of bad rows that are printed. `mismatch.json` has all of them.
 const BAD_ROWS_PRINTED_MAX: usize = 10;
 
 /// A valid row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRow {
-    /// Number of the line or element in the file, from 1. If a record has several choices, the choice's index
-    /// follows; if there are several files, the file's name comes first.
+    /// Number of the line or element in the file, from 1. If a record has several choices, the index of the
+    /// choice follows. If there are several files, the name of the file comes first.
     pub name: String,
     pub tokens: Vec<u32>,
-    /// One value a token; `None` if the engine gave none. The first token's value is ignored: nothing
-    /// predicts that token.
+    /// One value per token; `None` if the engine gave no value. The first token's value is ignored, because
+    /// nothing predicts that token.
     pub log_probs: Vec<Option<f32>>,
     /// A trainer's log-probs, if the file has both.
     pub trainer_log_probs: Option<Vec<Option<f32>>>,
-    /// Temperature of the sampled tokens' log-probs.
+    /// Temperature of the log-probs of sampled tokens.
     pub temperature: f64,
-    /// Number of prompt tokens with raw log-probs: at temperature 1, without filters.
+    /// Number of prompt tokens with raw log-probs, which are at temperature 1 and without filters.
     pub raw_tokens: usize,
     pub routed_experts: Option<EngineRoutedExperts>,
 }
@@ -63,14 +63,14 @@ impl EngineRoutedExperts {
 #[derive(Debug, Default)]
 pub struct TokenRows {
     pub rows: Vec<TokenRow>,
-    /// One line for each file: its path, its format, and any conversion.
+    /// One line per file: its path, its format, and any conversion.
     pub formats: Vec<String>,
     /// Rows that cannot be compared, each with its name and the reason.
     pub bad_rows: Vec<String>,
 }
 
 impl TokenRows {
-    /// Returns [`Self::bad_rows`] for printing: the first rows, and the number of the others.
+    /// Returns [`Self::bad_rows`] for printing: the first rows, and the number of the other rows.
     pub fn bad_row_messages(&self) -> Vec<String> {
         let more = self.bad_rows.len().saturating_sub(BAD_ROWS_PRINTED_MAX);
         let rest = (more > 0).then(|| format!("{more} more rows are bad"));
@@ -84,13 +84,13 @@ pub struct RowReader<'a> {
     context_tokens_max: usize,
     tokenizer: &'a Vocabulary,
     texts: TokenTexts,
-    /// Temperature of rows that state none.
+    /// Temperature of rows that state no temperature.
     temperature: f64,
 }
 
 impl<'a> RowReader<'a> {
-    /// Creates a reader for a model of `config` with contexts of `context_tokens_max`. `temperature` applies
-    /// to rows that state none.
+    /// Creates a reader for a model of `config` with contexts of `context_tokens_max` tokens. `temperature`
+    /// applies to rows that state no temperature.
     pub fn new(
         config: &'a Config,
         context_tokens_max: usize,
@@ -103,7 +103,7 @@ impl<'a> RowReader<'a> {
     /// Reads all of `files`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when a file cannot be read, or none holds a row that can be compared.
+    /// [`crate::error::BadInput`] when a file cannot be read, or no file has a row that can be compared.
     pub fn read(&self, files: &[PathBuf]) -> Result<TokenRows> {
         let mut token_rows = TokenRows::default();
         for path in files {
@@ -129,11 +129,11 @@ impl<'a> RowReader<'a> {
         if token_rows.rows.is_empty() {
             let paths = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");
             let problem = match token_rows.bad_rows.is_empty() {
-                true => format!("{paths}: holds no rows"),
+                true => format!("{paths}: no rows found"),
                 false => token_rows.bad_row_messages().join("\n"),
             };
             return Err(bad_input!(
-                "{problem}\nno row can be compared; docs/MISMATCH.md lists the formats; the simplest is one row a line: {EXAMPLE}"
+                "{problem}\nno row can be compared; docs/MISMATCH.md lists the formats; the simplest is one row per line: {EXAMPLE}"
             ));
         }
         Ok(token_rows)
@@ -141,7 +141,7 @@ impl<'a> RowReader<'a> {
 
     fn read_file(&self, file: &mut FileState) -> Result<()> {
         let path = file.path.display().to_string();
-        let failed = |e: io::Error| bad_input!("{path}: cannot be read: {e}; name a file of JSON or JSONL");
+        let failed = |e: io::Error| bad_input!("{path}: cannot be read: {e}; use a file of JSON or JSONL");
         let mut start = BufReader::new(bounded_file::open(file.path, FILE_BYTES_MAX).map_err(failed)?);
         let magic = start.fill_buf().map_err(failed)?;
         let compressed = magic.starts_with(&[0x1f, 0x8b]);
@@ -170,14 +170,14 @@ impl<'a> RowReader<'a> {
         }
         if text.get_ref().limit() == 0 {
             return Err(bad_input!(
-                "{path}: more than {} GiB of text; name a part of it",
+                "{path}: more than {} GiB of text; use a part of the file",
                 FILE_BYTES_MAX >> 30
             ));
         }
         Ok(())
     }
 
-    /// Reads one record a line, or one record over all lines.
+    /// Reads one record per line, or one record that has several lines.
     fn read_lines(&self, file: &mut FileState, text: &mut impl BufRead) -> io::Result<()> {
         let mut line = vec![];
         for number in 1.. {
@@ -187,14 +187,14 @@ impl<'a> RowReader<'a> {
             }
             if line.len() as u64 > RECORD_BYTES_MAX {
                 text.skip_until(b'\n')?;
-                file.add_bad_row(number, format!("longer than {} MiB; split it", RECORD_BYTES_MAX >> 20));
+                file.add_bad_row(number, format!("longer than {} MiB; split the record", RECORD_BYTES_MAX >> 20));
                 continue;
             }
             if line.iter().all(u8::is_ascii_whitespace) {
                 continue;
             }
             let mut parsed = serde_json::from_slice::<Value>(&line);
-            // A record of many lines begins with an incomplete line.
+            // A record of several lines begins with a line that is incomplete JSON.
             let is_first = file.format.is_none() && file.token_rows.bad_rows.is_empty();
             if is_first && parsed.as_ref().is_err_and(serde_json::Error::is_eof) {
                 text.take(RECORD_BYTES_MAX).read_to_end(&mut line)?;
@@ -229,13 +229,13 @@ impl<'a> RowReader<'a> {
         }
     }
 
-    /// Returns the rows of one record, unchecked. All records of a file must have one format.
+    /// Returns the rows of one record, without checks. All records of a file must have one format.
     fn raw_rows(&self, file: &mut FileState, value: Value) -> Result<Vec<RawRow>, String> {
         let format = RecordFormat::recognize(&value)?;
         let first = file.format.get_or_insert(format).name;
         if first != format.name {
             let name = format.name;
-            return Err(format!("one of {name}, but the file began with {first}; use one format a file"));
+            return Err(format!("a record of {name}, but the file began with {first}; use one format per file"));
         }
         format.rows(value, &self.texts)
     }
@@ -243,11 +243,11 @@ impl<'a> RowReader<'a> {
     /// Checks `raw` and returns it as a valid row.
     ///
     /// # Errors
-    /// With the reason why it cannot be compared with this model.
+    /// The reason why the row cannot be compared with this model.
     fn row(&self, raw: RawRow, name: String) -> Result<TokenRow, String> {
         let (count, vocab_size) = (raw.tokens.len(), self.config.vocab_size);
         if count == 0 {
-            return Err("no tokens; leave the row out".into());
+            return Err("no tokens; remove the row".into());
         }
         if count > self.context_tokens_max + 1 {
             let max = self.context_tokens_max;
@@ -268,7 +268,7 @@ impl<'a> RowReader<'a> {
         let log_probs = check_log_probs(&raw.log_probs, count, "logprobs")?;
         let trainer = raw.trainer_log_probs.map(|values| check_log_probs(&values, count, "trainer_logprobs"));
         if count > 1 && log_probs.iter().skip(1).all(Option::is_none) {
-            return Err("all log-probs after the first are null; ask the engine for them".into());
+            return Err("all log-probs after the first are null; request them from the engine".into());
         }
         let routed_experts =
             raw.routed_experts.map(|experts| self.check_routed_experts(experts, count)).transpose()?;
@@ -276,8 +276,8 @@ impl<'a> RowReader<'a> {
         Ok(TokenRow { name, tokens, log_probs, trainer_log_probs, temperature, raw_tokens, routed_experts })
     }
 
-    /// Checks that the file's texts of tokens are those of this tokenizer. Ignores texts with lost bytes, and
-    /// empty texts, which some engines write for special tokens.
+    /// Checks that the texts of tokens in the file are those of this tokenizer. Ignores texts with lost
+    /// bytes. Also ignores empty texts, which some engines write for special tokens.
     fn check_texts(&self, tokens: &[u32], texts: &[(usize, String)]) -> Result<(), String> {
         for (index, text) in texts {
             let bytes = tokens.get(*index).and_then(|&token| self.tokenizer.token_bytes(token));
@@ -285,7 +285,7 @@ impl<'a> RowReader<'a> {
             let is_lossy = text.is_empty() || text.contains('\u{fffd}') || text.starts_with("bytes:");
             if std::str::from_utf8(bytes).is_ok() && !is_lossy && bytes != text.as_bytes() {
                 return Err(format!(
-                    "token {index} is {}, which is {:?} here and {text:?} in the file; it comes from another tokenizer",
+                    "token {index} is {}, whose text is {:?} here but {text:?} in the file; the file comes from another tokenizer",
                     tokens[*index],
                     String::from_utf8_lossy(bytes)
                 ));
@@ -294,7 +294,8 @@ impl<'a> RowReader<'a> {
         Ok(())
     }
 
-    /// Checks that `raw` fits the model and a row of `count` tokens. The last token may have no experts.
+    /// Checks that the routed experts of `raw` fit the model and a row of `count` tokens. The last token may
+    /// have no experts.
     fn check_routed_experts(
         &self,
         raw: RawRoutedExperts,
@@ -306,47 +307,48 @@ impl<'a> RowReader<'a> {
         let fits = tokens * layers * slots == experts.len() && (tokens + 1 == count || tokens == count);
         if !fits || shape.is_some_and(|shape| shape != [tokens, layers, slots]) {
             return Err(format!(
-                "routed experts of shape {}, where {} tokens × {layers} layers × {slots} were expected",
+                "routed experts have the shape {}, but {} tokens × {layers} layers × {slots} slots were expected",
                 shape.map_or(format!("[{}]", experts.len()), |shape| format!("{shape:?}")),
                 count - 1
             ));
         }
         let max = self.config.num_local_experts;
         match experts.iter().find(|&&expert| expert as usize >= max) {
-            Some(expert) => Err(format!("routed expert {expert}, but the model has {max}")),
+            Some(expert) => Err(format!("routed expert {expert}, but the model has only {max} experts")),
             None => Ok(EngineRoutedExperts { layers, slots, experts }),
         }
     }
 }
 
-/// Checks that `values`, named `key` in messages, are `count` possible log-probs.
+/// Checks that `values` are `count` possible log-probs. Messages call the values `key`.
 fn check_log_probs(values: &[Option<f64>], count: usize, key: &str) -> Result<Vec<Option<f32>>, String> {
     if values.len() != count {
         let given = values.len();
-        return Err(format!("{count} tokens but {given} {key}; give one a token, null where there is none"));
+        return Err(format!("{count} tokens but {given} {key}; give one value per token, or null where there is none"));
     }
     let is_impossible = |l: f64| !l.is_finite() || l > LOG_PROB_MAX;
     let impossible = values.iter().enumerate().skip(1).find(|(_, l)| l.is_some_and(is_impossible));
     if let Some((index, Some(value))) = impossible {
-        return Err(format!("the log-prob of token {index} is {value}, which no probability has"));
+        return Err(format!("the log-prob of token {index} is {value}, which is not the logarithm of a probability"));
     }
     Ok(values.iter().map(|l| l.map(|l| l as f32)).collect())
 }
 
-/// A file while it is read.
+/// The state of a file that is being read.
 struct FileState<'a> {
     /// The format of the records; `None` before the first one.
     format: Option<&'static RecordFormat>,
     /// Number of rows whose ids were derived from texts.
     rows_from_texts: usize,
-    /// Whether several files are read, so that names of rows include the file.
+    /// Whether several files are read. If so, the names of rows include the file.
     has_several: bool,
     path: &'a Path,
     token_rows: &'a mut TokenRows,
 }
 
 impl FileState<'_> {
-    /// Returns the name of the row at record `number`; `choice` is its index if the record has several.
+    /// Returns the name of the row at record `number`. `choice` is the row's index if the record has several
+    /// rows.
     fn row_name(&self, number: usize, choice: Option<usize>) -> String {
         let number = choice.map_or(number.to_string(), |choice| format!("{number}.{choice}"));
         match self.path.file_name().filter(|_| self.has_several) {
@@ -367,9 +369,9 @@ impl FileState<'_> {
     }
 }
 
-/// Returns why a line cannot be parsed.
+/// Returns the reason why a line cannot be parsed.
 fn parse_error_text(line: &[u8], error: &serde_json::Error) -> String {
-    // Some programs write these words for such values; they are not JSON.
+    // Some programs write these words for such values, but the words are not JSON.
     let text = String::from_utf8_lossy(line);
     match ["NaN", "Infinity"].iter().any(|word| text.contains(word)) {
         true => "a log-prob is NaN or infinite; write null where there is none".to_owned(),
@@ -377,7 +379,7 @@ fn parse_error_text(line: &[u8], error: &serde_json::Error) -> String {
     }
 }
 
-/// Limits the bytes of each record. The consumer resets `bytes_left` after each record.
+/// Limits the number of bytes of each record. The caller resets `bytes_left` after each record.
 struct RecordReader<'a, R> {
     text: R,
     bytes_left: &'a Cell<u64>,
@@ -388,13 +390,13 @@ impl<R: Read> Read for RecordReader<'_, R> {
         let count = self.text.read(buffer)?;
         let bytes_left = self.bytes_left.get().checked_sub(count as u64);
         self.bytes_left.set(bytes_left.ok_or_else(|| {
-            io::Error::other(format!("a record longer than {} MiB; split it", RECORD_BYTES_MAX >> 20))
+            io::Error::other(format!("a record longer than {} MiB; split the record", RECORD_BYTES_MAX >> 20))
         })?);
         Ok(count)
     }
 }
 
-/// Passes each element of an array to a function; stops at its first error.
+/// Passes each element of an array to a function. Stops at the first error of the function.
 struct ElementVisitor<'a>(&'a mut dyn FnMut(Value) -> Result<(), String>);
 
 impl<'de> Visitor<'de> for ElementVisitor<'_> {

@@ -1,4 +1,4 @@
-//! The search for a cause: runs this model under each known cause and compares the log-probs with the
+//! The search for a cause. It runs this model under each known cause and compares the log-probs with the
 //! engine's.
 
 use super::causes::variant::Variant;
@@ -20,10 +20,10 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Maximum number of parameters of a small model. The causes of a small model run in parallel, one a thread,
-/// because copies of its weights are cheap. Its rounding and its causes are computed on all rows.
+/// Maximum number of parameters of a small model. Copies of a small model's weights are cheap, so its causes
+/// run in parallel, one per thread. Its rounding and its causes are computed on all rows.
 pub const SMALL_PARAMETERS_MAX: u128 = 1 << 24;
-/// For a larger model, a sample is used: the number of targets divided by this.
+/// For a larger model, the sample has about the number of targets divided by this.
 const SAMPLE_DIVISOR: usize = 3;
 /// Minimum number of targets of a sample.
 const SAMPLE_TARGETS_MIN: usize = 512;
@@ -32,16 +32,16 @@ const EFFECT_MIN: f64 = 1e-6;
 
 /// Number of targets of the subset on which all causes run first.
 const SUBSET_TARGETS: usize = 256;
-/// The subset doubles until its mean difference is at least this share of the mean over all targets. A cause
-/// may affect only few rows, or only late positions.
+/// The subset is doubled until its mean difference is at least this fraction of the mean over all targets.
+/// Otherwise the subset could miss a cause that affects only few rows, or only late positions.
 const SUBSET_DIFFERENCE_SHARE_MIN: f64 = 0.5;
-/// Number of causes that run on all targets: the best ones of the subset.
+/// Number of causes that run on all targets. They are the best causes on the subset.
 const FULL_RUN_CAUSES_MAX: usize = 12;
-/// A cause is dropped if its scale exceeds the best cause's scale by more than this factor. Rounding cannot
-/// explain such a factor.
+/// A cause is dropped if its scale exceeds the scale of the best cause by more than this factor. Rounding
+/// cannot explain such a factor.
 const SCALE_FACTOR_MAX: f64 = 8.0;
-/// A cause is dropped after the subset run if its log-likelihood is lower than the unchanged model's by more
-/// than this, in nats.
+/// A cause is dropped after the run on the subset if its log-likelihood is lower than that of the unchanged
+/// model by more than this, in nats.
 const SUBSET_LOSS_MAX: f64 = 15.0;
 
 /// The model's log-probs under one cause, compared with the engine's.
@@ -58,7 +58,7 @@ pub struct CauseFit {
     has_value: Vec<bool>,
 }
 
-/// Log-probs, and the router scores of the same forward.
+/// Log-probs, and the router scores of the same forward pass.
 pub struct LogProbTrace {
     pub log_probs: Vec<f32>,
     /// Router scores, `[layer][target][expert]`; empty for a model without experts.
@@ -79,7 +79,7 @@ impl CauseFit {
         }
     }
 
-    /// Fits the differences between `theirs` and `rounded`: the log-probs under this cause, in another
+    /// Fits the differences between `theirs` and `rounded`, the log-probs under this cause in another
     /// precision.
     pub fn fit_rounded(&self, theirs: &[f32], rounded: &[f32]) -> StudentTFit {
         StudentTFit::from_differences(&log_prob_differences(theirs, rounded, &self.has_value))
@@ -90,8 +90,8 @@ impl CauseFit {
         self.cause.as_ref().map(|cause| cause.name)
     }
 
-    /// Returns the `count` fits with the highest likelihood, best first. Keeps at most two variants of a
-    /// cause. Drops fits whose scale is far larger than the smallest one.
+    /// Returns the `count` fits with the highest likelihood, best first. Keeps at most two variants of each
+    /// cause. Drops fits whose scale is much larger than the smallest scale.
     pub fn select_best(mut fits: Vec<Self>, count: usize) -> Vec<Self> {
         let is_rounding = |fit: &Self| fit.cause.as_ref().is_some_and(Cause::is_rounding);
         let scales = fits.iter().filter(|fit| !is_rounding(fit)).map(|fit| fit.student_t.scale);
@@ -108,16 +108,16 @@ impl CauseFit {
     }
 }
 
-/// The result of a forward up to the head. Log-probs for any head settings follow from it.
+/// The result of a forward pass up to the head. Log-probs for any head settings can be computed from it.
 struct HeadInput {
     model: Model,
     weights: Arc<Weights>,
     forward: ForwardOptions,
-    /// The input of the forward: the engine's batches with the cause's changes.
+    /// The input of the forward pass: the engine's batches with the changes of the cause.
     batches: Vec<EngineBatch>,
     normed: Vec<Tensor>,
     has_value: Vec<bool>,
-    /// Routed experts of the position that predicts each target, `[layer][target]`.
+    /// Routed experts at the position that predicts each target, `[layer][target]`.
     routed_experts: Vec<Vec<Vec<u32>>>,
 }
 
@@ -138,11 +138,11 @@ impl HeadInput {
 /// Settings of the search for a cause.
 #[derive(Clone, Copy)]
 pub struct SearchSettings<'a> {
-    /// Time limit, counted from the verdict; `None` for a search over all causes.
+    /// Time limit, measured from the verdict on; `None` means that all causes are tried.
     pub limit: Option<Duration>,
-    /// Receives text for the user: the verdict, then the number of causes and the expected time.
+    /// Receives text for the user: first the verdict, then the number of causes and the expected time.
     pub announce: &'a dyn Fn(&str) -> Result<()>,
-    /// Models with at most this many parameters are searched on all rows, larger ones on a sample.
+    /// Models with at most this number of parameters are searched on all rows, larger models on a sample.
     pub whole_rows_parameters_max: u128,
 }
 
@@ -171,16 +171,16 @@ pub struct CauseSearch<'a> {
     unmodified_input: HeadInput,
     /// The unchanged model's log-probs.
     pub unmodified_log_probs: Vec<f32>,
-    /// Measured time of the unchanged model's forward, divided by the number of targets.
+    /// Measured time of the unchanged model's forward pass, divided by the number of targets.
     seconds_per_target: f64,
     deadline: Option<Instant>,
 }
 
 impl<'a> CauseSearch<'a> {
-    /// Computes the unchanged model's log-probs.
+    /// Computes the log-probs of the unchanged model.
     ///
     /// # Errors
-    /// When a forward fails.
+    /// When a forward pass fails.
     pub fn new(reference: UnmodifiedModel<'a>, observed: &'a EngineLogProbs) -> Result<Self> {
         let start = Instant::now();
         let forward = || -> Result<_> {
@@ -245,8 +245,8 @@ impl<'a> CauseSearch<'a> {
         }
     }
 
-    /// Returns a search over `observed`, a subset whose targets have `indices` in this search. Reuses the
-    /// forward of this search.
+    /// Returns a search over `observed`, a subset whose targets have the indices `indices` in this search.
+    /// Uses the forward pass of this search again.
     fn restrict_to(&self, observed: EngineLogProbs, indices: &[usize]) -> Result<CauseSearch<'a>> {
         let HeadInput { model, weights, forward, normed, .. } = &self.unmodified_input;
         let normed = Tensor::cat(normed, 0)?;
@@ -292,11 +292,11 @@ impl<'a> CauseSearch<'a> {
         if config.family.has_experts { config.num_experts_per_tok } else { 0 }
     }
 
-    /// Returns the model's log-probs under `cause`, and the router scores. `bits` are the mantissa bits of
+    /// Returns the model's log-probs under `cause`, and the router scores. `bits` holds the mantissa bits of
     /// the weights and of the activations.
     ///
     /// # Errors
-    /// When a forward fails.
+    /// When a forward pass fails.
     pub fn trace_with_rounding(&self, cause: Option<&Cause>, bits: (u32, u32)) -> Result<LogProbTrace> {
         let UnmodifiedModel { model, parameters, earlier, threads, .. } = self.reference;
         let mut variant = Variant::new(&model.config, cause);
@@ -322,7 +322,7 @@ impl<'a> CauseSearch<'a> {
     }
 
     /// Returns `f(index)` for every index below `count`, in order. The calls run in parallel for a small
-    /// model, one after the other for a larger one.
+    /// model, and one after the other for a larger model.
     ///
     /// # Errors
     /// The first error of `f`.
@@ -338,11 +338,11 @@ impl<'a> CauseSearch<'a> {
         }
     }
 
-    /// Tries the known causes: first all of them on a subset of the targets, then the best ones on all
-    /// targets. Announces the number of causes and the expected time.
+    /// Tries the known causes: all of them on a subset of the targets, then the best ones on all targets.
+    /// Announces the number of causes and the expected time.
     ///
     /// # Errors
-    /// When a forward fails.
+    /// When a forward pass fails.
     pub fn try_causes(&self, settings: &SearchSettings) -> Result<SearchResult> {
         let UnmodifiedModel { model, threads, earlier, .. } = self.reference;
         let HeadInput { batches, normed, .. } = &self.unmodified_input;
@@ -355,7 +355,7 @@ impl<'a> CauseSearch<'a> {
         }
         let rows = threads
             .run_on_all(|| FitRows::select_rows(&self.unmodified_input.policy(), batches, normed, theirs))?;
-        // The sampler's causes come first: they are likely, and need no forward.
+        // The causes in the sampler come first, because they are likely and need no forward pass.
         let mut causes_to_try = threads.run_on_all(|| rows.causes());
         causes_to_try.append(&mut declared_causes);
         result.extent.causes = causes_to_try.len();
@@ -396,7 +396,7 @@ impl<'a> CauseSearch<'a> {
         Ok(result)
     }
 
-    /// Returns the expected time of a forward over `targets` targets, as text.
+    /// Returns, as text, the expected time of a forward pass over `targets` targets.
     pub fn pass_time(&self, targets: usize) -> String {
         let seconds = self.seconds_per_target * targets as f64;
         match seconds < 100.0 {
@@ -424,7 +424,7 @@ impl<'a> CauseSearch<'a> {
     /// Computes the log-probs under `cause` and compares them with the engine's.
     ///
     /// # Errors
-    /// When a forward fails.
+    /// When a forward pass fails.
     pub fn fit_cause(&self, cause: &Cause) -> Result<CauseFit> {
         let changed_input;
         let (head_input, head) = match cause.head_settings() {
@@ -458,7 +458,7 @@ pub fn elementwise_differences(a: &[f32], b: &[f32]) -> Vec<f64> {
 }
 
 impl UnmodifiedModel<'_> {
-    /// Runs the forward of `observed` under `cause`, up to the head.
+    /// Runs the forward pass of `observed` under `cause`, up to the head.
     fn run_forward(&self, cause: Option<&Cause>, observed: &EngineLogProbs) -> Result<HeadInput> {
         let variant = Variant::new(&self.model.config, cause);
         let model = variant.model(observed.sequence_tokens_max());

@@ -1,15 +1,15 @@
 //! Ties of routing: the scores of two experts differ only by f32 rounding, so an engine may choose either
-//! one.
+//! expert.
 
 use super::distance::DifferenceStats;
 use std::ops::Range;
 
-/// Mantissa bits of the forwards that are tried: their rounding decides ties differently.
+/// Mantissa bits of the forward passes that are tried. Their rounding decides ties differently.
 pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
-/// A rounded forward explains a difference if at most this share of it remains. A row counts too, because
-/// later tokens attend to the token with the tie.
+/// A rounded forward pass explains a difference, or all differences of a row together, if at most this
+/// fraction of them remains. Whole rows count because later tokens attend to the token with the tie.
 const UNEXPLAINED_SHARE_MAX: f64 = 0.1;
-/// In a row that a forward explains, a token is explained if its remaining difference is at most this
+/// If a forward pass explains a row, it also explains each token whose remaining difference is at most this
 /// multiple of the row's 90th percentile.
 const NOISE_FACTOR_MAX: f64 = 4.0;
 
@@ -51,8 +51,8 @@ mod tests {
 
     #[test]
     fn a_tie_explains_its_row_and_no_mistake_beside_it() {
-        // Two rows of 20 tokens. In the first a tie moves token 5 and slightly the tokens after it. In the
-        // second, token 30 is wrong.
+        // Two rows of 20 tokens. In the first row, a tie changes token 5 a lot and the tokens after it a
+        // little. In the second row, token 30 is wrong.
         let ours = [-2f32; 40];
         let mut tied = ours;
         tied[5] = -2.5;

@@ -178,7 +178,7 @@ fn bad_rows_are_named_and_the_others_are_compared() {
         (4, "NaN"),
         (5, "no tokens"),
         (6, "not a row"),
-        (7, "which no probability has"),
+        (7, "which is not the logarithm of a probability"),
         (8, "temperature = 0"),
         (9, "not a row"),
         (10, "all log-probs after the first are null"),

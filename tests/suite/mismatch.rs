@@ -94,16 +94,16 @@ fn every_arm_opens_the_gap_that_its_name_says() {
     let clean = Ablations::default();
     let trajectories = world.sample(&clean);
     for (arm, words) in [
-        (clean.clone(), "none: both forwards have the same bits"),
+        (clean.clone(), "none: both forward passes have the same bits"),
         (
             arms(|a| a.no_sink_gradient = true),
-            "both forwards have the same bits; this ablation changes only the backward",
+            "both forward passes have the same bits; this ablation changes only the backward pass",
         ),
         (
             arms(|a| a.freeze_attention = true),
-            "both forwards have the same bits; this ablation changes only the backward",
+            "both forward passes have the same bits; this ablation changes only the backward pass",
         ),
-        (arms(|a| a.second_forward_old_logprobs = true), "none: both forwards have the same bits"),
+        (arms(|a| a.second_forward_old_logprobs = true), "none: both forward passes have the same bits"),
     ] {
         let line = world.line(&trajectories, &clean, &arm);
         assert_eq!(value(&line, "mismatch/logprob_abs_diff_max"), 0.0, "{arm:?}");

@@ -9,7 +9,7 @@ use anyhow::Context;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Deciding experiments.
+/// Experiments that decide between causes.
 const FIRST_TOKENS: &str = "the first tokens of rows, where sinks take the largest share";
 const LONG_ROWS: &str = "rows longer than the sliding window";
 
@@ -77,7 +77,7 @@ fn sinks(config: &Config) -> Vec<Cause> {
     causes
 }
 
-/// Gives layer i the sinks of layer (i + `offset`) mod `layers`.
+/// Returns the edit that gives layer i the sinks of layer (i + `offset`) mod `layers`.
 fn sinks_of_layer(offset: usize, layers: usize) -> WeightEdit {
     Arc::new(move |parameters| {
         let mut sinks_by_layer = HashMap::new();

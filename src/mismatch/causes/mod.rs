@@ -1,6 +1,7 @@
-//! The known causes of a mismatch. Each is declared once: name, description, deciding experiment, and change.
+//! The known causes of a mismatch. Each cause is declared once: name, description, deciding experiment, and
+//! change.
 //!
-//! Each file lists the causes in one part of the computation. The model's configuration decides which of them
+//! Each file lists the causes in one part of the computation. The model's configuration decides which causes
 //! apply, so a new model family needs no entry here. [`variant`] holds the settings that a cause may change.
 
 mod attention;
@@ -26,14 +27,14 @@ use variant::Variant;
 pub struct Cause {
     /// The name that all variants of the cause share, as in docs/MISMATCH.md.
     pub name: &'static str,
-    /// The difference from the correct computation.
+    /// How the cause's computation differs from the correct one.
     detail: String,
-    /// Rows to compare, or a run of the engine, that would distinguish this cause from others.
+    /// The rows to compare, or the run of the engine, that would distinguish this cause from other causes.
     pub deciding_experiment: &'static str,
     change: Change,
 }
 
-/// Makes, from the original weights, the function that changes each tensor.
+/// Reads the original weights and returns the function that changes each tensor.
 pub type WeightEdit = Arc<dyn Fn(&Parameters) -> Result<WeightChange> + Send + Sync>;
 
 #[derive(Clone)]
@@ -53,7 +54,7 @@ impl Cause {
         Self { name, detail: detail.into(), deciding_experiment, change }
     }
 
-    /// Declares a cause in the configuration, the forward or the batch.
+    /// Declares a cause in the configuration, the forward pass or the batch.
     pub fn in_forward(
         name: &'static str,
         detail: impl Into<String>,
@@ -63,7 +64,7 @@ impl Cause {
         Self::new(name, detail, deciding_experiment, Change::Forward(Arc::new(change)))
     }
 
-    /// Declares a cause that changes the values of some tensors: those for which `selects` is true.
+    /// Declares a cause that changes the values of the tensors for which `selects` returns true.
     pub fn in_tensors(
         name: &'static str,
         detail: impl Into<String>,
@@ -88,7 +89,7 @@ impl Cause {
         Self::new(name, detail, deciding_experiment, Change::Weights(edit))
     }
 
-    /// Declares a cause in the computation of log-probs from logits.
+    /// Declares a cause in the step from logits to log-probs.
     pub fn in_head(
         name: &'static str,
         detail: impl Into<String>,
@@ -143,8 +144,9 @@ impl std::fmt::Debug for Cause {
     }
 }
 
-/// Returns the causes that apply to a model of `config`, without temperature and filters, which are fitted to
-/// the data ([`super::head`]). `has_earlier_weights`: the weights before the last update are available.
+/// Returns the causes that apply to a model of `config`. Causes of temperature and filters are not included,
+/// because they are fitted to the data ([`super::head`]). `has_earlier_weights` says whether the weights
+/// before the last update are available.
 pub fn causes(config: &Config, has_earlier_weights: bool) -> Vec<Cause> {
     let mut causes = rope::causes(config);
     causes.extend(attention::causes(config));
@@ -152,7 +154,7 @@ pub fn causes(config: &Config, has_earlier_weights: bool) -> Vec<Cause> {
     causes.extend(reading::causes());
     causes.extend(precision::causes(config));
     if has_earlier_weights {
-        let detail = "they are those of --earlier";
+        let detail = "the weights are those of --earlier";
         causes.push(Cause::in_forward("weights one update old", detail, RELOADED_WEIGHTS, |variant| {
             variant.use_earlier_weights = true
         }));
@@ -160,8 +162,8 @@ pub fn causes(config: &Config, has_earlier_weights: bool) -> Vec<Cause> {
     causes
 }
 
-/// Deciding experiments.
-const RELOADED_WEIGHTS: &str = "a run of the engine with the weights loaded anew in bf16";
+/// Experiments that decide between causes.
+const RELOADED_WEIGHTS: &str = "a run of the engine with the weights reloaded in bf16";
 const F32_RUN: &str = "a run of the engine in f32, on more tokens";
 
 /// Declares that a group of biases is missing.
@@ -170,7 +172,7 @@ fn missing_biases(name: &'static str, detail: &'static str, endings: &'static [&
     Cause::in_tensors(name, detail, RELOADED_WEIGHTS, selects, |values| Ok(values.zeros_like()?))
 }
 
-/// Selects the indices `order` of the last axis.
+/// Returns the columns of `values` in the order `order`.
 fn select_columns(values: &Tensor, order: &[u32]) -> Result<Tensor> {
     Ok(values.index_select(&Tensor::new(order, values.device())?, values.rank() - 1)?)
 }

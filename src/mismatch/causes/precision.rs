@@ -1,4 +1,4 @@
-//! Causes in precision: weights in a shorter format, and short mantissas everywhere.
+//! Causes in precision: weights in a shorter format, and shorter mantissas everywhere.
 
 use super::{Cause, F32_RUN, RELOADED_WEIGHTS};
 use crate::model::config::Config;
@@ -40,9 +40,9 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
     causes
 }
 
-/// Rounds to MXFP4 in blocks of 32 inputs. The scale of a block is a power of two; the largest magnitude,
-/// divided by the scale, is in 4..8. Each magnitude rounds to the nearest of the format's eight values, ties
-/// to the even index. Values above 6 become 6.
+/// Rounds to MXFP4 in blocks of 32 inputs. The scale of a block is a power of two, chosen so that the largest
+/// magnitude divided by the scale is in 4..8. Each magnitude is rounded to the nearest of the format's eight
+/// values; ties go to the even index. Values above 6 become 6.
 fn round_to_mxfp4_saturating(tensor: &Tensor) -> Result<Tensor> {
     let [_, inputs, outputs]: [usize; 3] = tensor.dims3()?.into();
     let mut values = tensor.flatten_all()?.to_vec1::<f32>()?;

@@ -1,4 +1,4 @@
-//! Causes in the input tokens, and in the rows from which log-probs are read.
+//! Causes in the input tokens, or in the choice of the rows whose log-probs are read.
 
 use super::Cause;
 use super::variant::Shift;
@@ -13,16 +13,16 @@ pub(super) fn causes() -> Vec<Cause> {
     )];
     for (offset, moves_target, detail) in [
         (1, true, "each token has the value of the next token"),
-        (1, false, "each token is looked up one row too late: in logits that have seen it"),
+        (1, false, "each token is read one row too late, from logits computed after the token itself"),
         (-1, true, "each token has the value of the previous token"),
         (
             -1,
             false,
-            "each token is looked up one row too early: in logits that have not seen the token before it",
+            "each token is read one row too early, from logits computed before the previous token",
         ),
     ] {
         let shift = Some(Shift { offset, moves_target });
-        let deciding_experiment = "a row of tokens that the model is sure of";
+        let deciding_experiment = "a row of tokens that the model predicts with high probability";
         causes.push(Cause::in_forward("off by one", detail, deciding_experiment, move |variant| {
             variant.shift = shift
         }));

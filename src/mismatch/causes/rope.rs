@@ -5,13 +5,13 @@ use crate::model::config::{Config, Rope};
 use crate::model::rope;
 
 const BASES: [f64; 6] = [100.0, 10_000.0, 150_000.0, 500_000.0, 1e6, 1e7];
-/// The deciding experiment.
+/// The experiment that decides between causes.
 const LONGER_ROWS: &str = "longer rows: the angles differ more at larger distances";
 
 pub(super) fn causes(config: &Config) -> Vec<Cause> {
     let head_dim = config.head_dim;
-    // Half-split RoPE rotates dimension i with i + half, interleaved RoPE rotates 2i with 2i + 1. So the
-    // dimensions 2i and 2i + 1 move to i and i + half.
+    // Half-split RoPE rotates dimension i together with i + half; interleaved RoPE rotates 2i together with
+    // 2i + 1. So dimensions 2i and 2i + 1 must move to i and i + half.
     let source_dimension = move |o: usize| {
         let (head, i, half) = (o / head_dim * head_dim, o % head_dim, head_dim / 2);
         (head + if i < half { 2 * i } else { 2 * (i - half) + 1 }) as u32
@@ -76,7 +76,7 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
     causes
 }
 
-/// Returns `values` without `current`.
+/// Returns `values` without the value `current`.
 pub(super) fn other_values(values: &[f64], current: f64) -> impl Iterator<Item = f64> {
     values.iter().copied().filter(move |value| (value / current - 1.0).abs() > 1e-9)
 }

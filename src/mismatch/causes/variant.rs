@@ -13,11 +13,11 @@ use crate::ops::SequenceRows;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 
-/// The settings of a computation; a cause may change each of them.
+/// The settings of a computation. A cause may change each of them.
 pub struct Variant {
     pub config: Config,
-    /// Another RoPE table: the angle per position of each pair of dimensions, in radians, and the factor on
-    /// cosine and sine.
+    /// Another RoPE table: the angle per position of each pair of dimensions, in radians, and the factor by
+    /// which cosine and sine are multiplied.
     pub rope: Option<(Vec<f32>, f64)>,
     pub forward: ForwardOptions,
     pub weight_edits: Vec<WeightEdit>,
@@ -29,12 +29,12 @@ pub struct Variant {
     pub head: HeadSettings,
 }
 
-/// Log-probs that are read from a wrong row.
+/// A shift between the targets and the rows from which their log-probs are read.
 #[derive(Debug, Clone, Copy)]
 pub struct Shift {
-    /// Added to the row of each target.
+    /// Number of rows that is added to the row of each target.
     pub offset: i32,
-    /// Whether the target also becomes the token that follows the new row.
+    /// Whether the target is also replaced by the token that follows the new row.
     pub moves_target: bool,
 }
 
@@ -57,14 +57,15 @@ impl Variant {
         variant
     }
 
-    /// Rounds the weights and the activations (residual stream, outputs of norms) to this many mantissa bits.
+    /// Rounds the weights and the activations (residual stream, outputs of norms) to the given numbers of
+    /// mantissa bits.
     pub fn set_rounding(&mut self, weight_bits: u32, activation_bits: u32) {
         let rounding = WeightRounding { mxfp4: false, bits: Some(weight_bits) };
         self.weight_edits.push(Arc::new(move |_| Ok(rounding.weight_change())));
         self.forward.mantissa_bits = Some(activation_bits);
     }
 
-    /// Returns the model. Its context has room for one token more, because the first token may be fed twice.
+    /// Returns the model. Its context has space for one more token, because the first token may be fed twice.
     pub fn model(&self, sequence_tokens_max: usize) -> Model {
         let (config, positions) = (self.config.clone(), sequence_tokens_max + 1);
         match &self.rope {
@@ -73,10 +74,10 @@ impl Variant {
         }
     }
 
-    /// Returns the policy of `model` with the variant's weights.
+    /// Returns the policy of `model` with the weights of this variant.
     ///
     /// # Errors
-    /// When a tensor is missing or an edit does not fit.
+    /// When a tensor is missing, or an edit does not fit.
     pub fn policy<'a>(
         &self,
         model: &'a Model,
@@ -84,7 +85,7 @@ impl Variant {
         earlier: Option<&Parameters>,
     ) -> Result<PolicyView<'a>> {
         let parameters = match self.use_earlier_weights {
-            true => earlier.context("no earlier weights were given")?,
+            true => earlier.context("the earlier weights are missing")?,
             false => parameters,
         };
         let weights = if self.weight_edits.is_empty() {
@@ -99,8 +100,8 @@ impl Variant {
         Ok(PolicyView { model, weights: Arc::new(weights), forward: self.forward })
     }
 
-    /// Returns `batch` with the variant's changes. Also returns whether each target has a value: with a
-    /// shift, a target at the end of a row has none.
+    /// Returns `batch` with the changes of this variant. Also returns whether each target has a value: with a
+    /// shift, a target at the end of a row has no value.
     pub fn change_batch(&self, batch: &MicroBatch) -> (MicroBatch, Vec<bool>) {
         let mut batch = if self.double_start_token { repeat_first_tokens(batch) } else { batch.clone() };
         match self.shift {
@@ -116,13 +117,13 @@ impl Variant {
     }
 }
 
-/// Repeats the first token of every sequence. Sequences share no rows here.
+/// Repeats the first token of every sequence. Sequences do not share rows here.
 fn repeat_first_tokens(batch: &MicroBatch) -> MicroBatch {
     let (mut tokens, mut positions, mut cu_seqlens) = (vec![], vec![], vec![0]);
     let mut rows = Vec::with_capacity(batch.rows.len());
     for i in 0..batch.sequence_rows.sequences() {
         let sequence = batch.sequence_rows.own_rows(i);
-        // Tokens added up to here: one a sequence.
+        // Number of tokens added so far: one per sequence.
         let added = i as u32 + 1;
         rows.extend(batch.rows.iter().filter(|&&r| sequence.contains(&(r as usize))).map(|r| r + added));
         tokens.extend(batch.tokens.get(sequence.start));

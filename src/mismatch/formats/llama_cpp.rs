@@ -1,4 +1,4 @@
-//! llama.cpp's `/completion` with `n_probs`: sampled tokens with their ids; the prompt as text.
+//! llama.cpp's `/completion` with `n_probs`: sampled tokens with their ids, and the prompt as text.
 
 use super::{RawRow, parse, prompt_and_response};
 use crate::vocabulary::Vocabulary;
@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 pub(super) const NO_LOG_PROBS: &str =
-    "a response without completion_probabilities; ask llama.cpp with \"n_probs\": 1";
+    "a response without completion_probabilities; request them from llama.cpp with \"n_probs\": 1";
 
 #[derive(Deserialize)]
 struct Response {
@@ -14,7 +14,7 @@ struct Response {
     /// Sampled ids; empty unless the request asked for them.
     #[serde(default)]
     tokens: Vec<u64>,
-    /// Text, or ids if the request sent ids.
+    /// The prompt as text, or as ids if the request sent ids.
     prompt: Option<Value>,
     tokens_evaluated: Option<usize>,
     generation_settings: Option<Settings>,
@@ -26,7 +26,7 @@ struct Entry {
     token: Option<String>,
     bytes: Option<Vec<u8>>,
     logprob: Option<f64>,
-    /// With `post_sampling_probs`: the probability after temperature and filters.
+    /// The probability after temperature and filters. Present with `post_sampling_probs`.
     prob: Option<f64>,
 }
 
@@ -35,11 +35,12 @@ struct Settings {
     temperature: Option<f64>,
 }
 
-const LEFT_OUT: &str = "completion_probabilities lacks tokens: llama.cpp writes no entry for a token that ends within a character; \
-    ask with \"return_tokens\": true, which gives all ids";
+const LEFT_OUT: &str = "completion_probabilities has no entry for some tokens, because llama.cpp writes no entry for a token that ends within a character; \
+    send \"return_tokens\": true to get all ids";
 
-/// Finds the token of an entry: returns its index in `ids`, searched from `start` on. `id` and `bytes` are
-/// the entry's. A token that ends within a character has no entry; the next entry's bytes include its bytes.
+/// Returns the index in `ids` of the token of an entry. The search begins at `start`. `id` and `bytes` are
+/// those of the entry. A token that ends within a character has no entry; the bytes of the next entry include
+/// its bytes.
 fn find_token(
     ids: &[u64],
     start: usize,
@@ -56,7 +57,7 @@ fn find_token(
     })
 }
 
-/// Strips the bytes of token `id` from the start of `bytes`. A special token may have no text.
+/// Removes the bytes of token `id` from the start of `bytes`. A special token may have no text.
 fn strip_token<'a>(bytes: &'a [u8], id: u64, tokenizer: &Vocabulary) -> Option<&'a [u8]> {
     let id = u32::try_from(id).ok()?;
     let token_bytes = tokenizer.token_bytes(id).unwrap_or_default();
@@ -70,7 +71,7 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
         Some(ids @ Value::Array(_)) => (parse(ids, "a list of ids")?, false),
         _ => {
             return Err(
-                "the prompt is missing, and a log-prob depends on it; keep the response's \"prompt\"".into(),
+                "the prompt is missing, but log-probs depend on it; keep the response's \"prompt\"".into(),
             );
         }
     };
@@ -100,7 +101,8 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
     })
 }
 
-/// Encodes the prompt. The ids are certain if they decode to `text` and their number is the server's `count`.
+/// Encodes the prompt. The ids are certain if they decode to `text`, and their number is the server's
+/// `count`.
 ///
 /// # Errors
 /// When the ids are not certain.
@@ -109,7 +111,7 @@ fn encode_prompt(text: &str, count: Option<usize>, tokenizer: &Vocabulary) -> Re
     let has_server_count = count.is_none_or(|count| count == ids.len());
     if tokenizer.decode(&ids) != text || !has_server_count {
         return Err(format!(
-            "the prompt's text is {} tokens here, the server counted {}: its ids cannot be known; send \"prompt\" as a list of ids",
+            "the prompt's text has {} tokens here, but the server counted {}, so its ids are not known; send \"prompt\" as a list of ids",
             ids.len(),
             count.map_or("different ones".into(), |count| count.to_string())
         ));

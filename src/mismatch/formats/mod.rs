@@ -1,4 +1,4 @@
-//! The files of other engines, recognised by their JSON structure; one source file an engine.
+//! Formats of other engines' files, recognised by their JSON structure. Each engine has one source file.
 //! docs/MISMATCH.md shows each format.
 
 mod llama_cpp;
@@ -18,15 +18,15 @@ pub use texts::TokenTexts;
 #[derive(Debug, Default)]
 pub struct RawRow {
     pub tokens: Vec<u64>,
-    /// One value a token; `None` if the engine gave none.
+    /// One value per token; `None` if the engine gave no value.
     pub log_probs: Vec<Option<f64>>,
     /// A trainer's log-probs of the same tokens, if the file has them.
     pub trainer_log_probs: Option<Vec<Option<f64>>>,
     pub temperature: Option<f64>,
-    /// Number of prompt tokens with raw log-probs at the start. Those tokens were not sampled.
+    /// Number of prompt tokens at the start that have raw log-probs. These tokens were not sampled.
     pub raw_tokens: usize,
     pub routed_experts: Option<RawRoutedExperts>,
-    /// Index and text of tokens, if the file has texts beside the ids.
+    /// Index and text of tokens, if the file has texts in addition to ids.
     pub texts: Vec<(usize, String)>,
     /// Whether the ids were derived from texts.
     pub from_texts: bool,
@@ -40,7 +40,7 @@ pub struct RawRoutedExperts {
     pub shape: Option<[usize; 3]>,
 }
 
-/// A format of records: how to recognise it, and its reader.
+/// A format of records: how it is recognised, and its reader.
 pub struct RecordFormat {
     /// Name for messages.
     pub name: &'static str,
@@ -122,7 +122,7 @@ impl RecordFormat {
             _ if has_texts(["prompt", "completion"]) => verl::TRL_TEXT_ONLY.into(),
             _ if has(value, "content") && has(value, "stop_type") => llama_cpp::NO_LOG_PROBS.into(),
             _ if has(value, "tokens") || has(value, "token_ids") => {
-                "tokens without log-probs; write one a token, null where there is none".into()
+                "tokens without log-probs; write one log-prob per token, or null where there is none".into()
             }
             _ => format!("unknown format; write rows like {EXAMPLE}, or see docs/MISMATCH.md"),
         })
@@ -131,7 +131,7 @@ impl RecordFormat {
     /// Reads the rows of one record.
     ///
     /// # Errors
-    /// Names the missing or wrong part, and the remedy.
+    /// The message names the missing or wrong part, and the remedy.
     pub fn rows(&self, value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
         (self.read)(value, texts)
     }
@@ -140,13 +140,13 @@ impl RecordFormat {
 /// An example row of rloss's own format.
 pub const EXAMPLE: &str = r#"{"tokens": [1, 5], "logprobs": [null, -0.7], "temperature": 1.0}"#;
 
-/// The message for files of `torch.save`. slime writes them; candle's pickle reader accepts only tensors.
-pub const TORCH_FILE: &str = "a file of torch.save: lists of numbers in a pickle are not read here; convert it with\n  \
+/// The message for files of `torch.save`, which slime writes. candle's pickle reader reads only tensors.
+pub const TORCH_FILE: &str = "a file of torch.save: lists of numbers in a pickle cannot be read; convert it with\n  \
     import json, torch\n  \
     for s in torch.load(FILE, weights_only=False)[\"samples\"]:\n      \
     print(json.dumps({k: s.get(k) for k in (\"tokens\", \"response_length\", \"loss_mask\", \"rollout_log_probs\")}))";
 
-/// Parses `value` as `T`, which messages call `what`.
+/// Parses `value` as `T`. Messages call the value `what`.
 fn parse<T: serde::de::DeserializeOwned>(value: Value, what: &str) -> Result<T, String> {
     serde_json::from_value(value).map_err(|e| format!("not {what}: {e}; see docs/MISMATCH.md for the format"))
 }

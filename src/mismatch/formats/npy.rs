@@ -16,7 +16,7 @@ pub(super) fn read_routed_experts(text: &str) -> Result<RawRoutedExperts, String
     if bytes.len() < 10 || bytes[..6] != *b"\x93NUMPY" {
         return Err(format_error());
     }
-    // Version 1 has a 2-byte header length, later versions 4 bytes.
+    // In version 1 the header length has 2 bytes, in later versions 4 bytes.
     let (length, start) = match bytes[6] {
         1 => (usize::from(u16::from_le_bytes([bytes[8], bytes[9]])), 10usize),
         _ => {
@@ -27,7 +27,7 @@ pub(super) fn read_routed_experts(text: &str) -> Result<RawRoutedExperts, String
     let header = bytes.get(start..start.saturating_add(length)).ok_or_else(format_error)?;
     let header = String::from_utf8_lossy(header);
     if header.contains("True") {
-        return Err("routed_experts is in Fortran's order; write it in C's".into());
+        return Err("routed_experts is in Fortran order; write it in C order".into());
     }
     let text_after_key = |key: &str| {
         header.split_once(key).map(|(_, rest)| rest.trim_start_matches([':', ' ', '\'', '('].as_slice()))

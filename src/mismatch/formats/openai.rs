@@ -1,4 +1,4 @@
-//! `/v1/completions` and `/v1/chat/completions`: vLLM with token ids, llama-cpp-python with the texts of
+//! `/v1/completions` and `/v1/chat/completions`: vLLM with token ids, and llama-cpp-python with the texts of
 //! tokens.
 
 use super::{RawRow, TokenTexts, npy, parse};
@@ -6,8 +6,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
 
-/// For each prompt token, a map from token id (as text) to its entry: the token itself and the likeliest
-/// ones.
+/// For each prompt token, a map from token id (as text) to its entry. The map has the token itself and the
+/// most likely tokens.
 type PromptLogProbs = Vec<Option<HashMap<String, PromptEntry>>>;
 
 #[derive(Deserialize)]
@@ -18,7 +18,7 @@ struct PromptEntry {
 #[derive(Deserialize)]
 struct Response {
     choices: Vec<Choice>,
-    /// Shared by all choices of a chat.
+    /// Token ids of the prompt, shared by all choices of a chat.
     prompt_token_ids: Option<Vec<u64>>,
     prompt_logprobs: Option<PromptLogProbs>,
 }
@@ -46,24 +46,25 @@ struct Content {
     bytes: Option<Vec<u8>>,
 }
 
-const NO_PROMPT: &str = "the prompt is missing, and a log-prob depends on it; ask vLLM with \"return_token_ids\": true, \
-                         llama-cpp-python with echo=True";
+const NO_PROMPT: &str = "the prompt is missing, but log-probs depend on it; request it from vLLM with \"return_token_ids\": true, \
+                         or from llama-cpp-python with echo=True";
 
-/// Returns whether the value is a chat's response: its first choice has log-probs in `content`, or a message
-/// and the prompt's log-probs.
+/// Returns whether the value is the response to a chat: its first choice has log-probs in `content`, or it
+/// has a message and the prompt's log-probs.
 pub(super) fn is_chat(value: &Value) -> bool {
     let choice = &value["choices"][0];
     choice["logprobs"].get("content").is_some() || choice.get("message").is_some() && has_prompt(value)
 }
 
-/// Returns whether the value is a completion's response: its first choice has `token_logprobs`, or the
+/// Returns whether the value is the response to a completion: its first choice has `token_logprobs`, or the
 /// prompt's log-probs.
 pub(super) fn is_completion(value: &Value) -> bool {
     let choice = &value["choices"][0];
     choice["logprobs"].get("token_logprobs").is_some() || choice.get("message").is_none() && has_prompt(value)
 }
 
-/// Returns whether the first choice or the response has `prompt_logprobs`: the answer to a scoring request.
+/// Returns whether the first choice or the response has `prompt_logprobs`. They are the response to a scoring
+/// request.
 fn has_prompt(value: &Value) -> bool {
     [value, &value["choices"][0]].iter().any(|object| object["prompt_logprobs"].is_array())
 }
@@ -71,14 +72,14 @@ fn has_prompt(value: &Value) -> bool {
 /// Returns the remedy for choices without log-probs.
 pub(super) fn log_probs_remedy(value: &Value) -> &'static str {
     match value["choices"][0].get("message") {
-        Some(_) => "choices have no logprobs; ask with \"logprobs\": true, or \"prompt_logprobs\": 0",
+        Some(_) => "choices have no logprobs; request them with \"logprobs\": true, or \"prompt_logprobs\": 0",
         None => {
-            "choices have no logprobs; ask with \"logprobs\": 0, or \"prompt_logprobs\": 0 (and \"return_token_ids\": true)"
+            "choices have no logprobs; request them with \"logprobs\": 0, or \"prompt_logprobs\": 0 (and \"return_token_ids\": true)"
         }
     }
 }
 
-/// Reads one row a choice of a completion.
+/// Reads one row for each choice of a completion.
 pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let response: Response = parse(value, "a response of /v1/completions")?;
     let row = |choice: Choice| {
@@ -100,7 +101,7 @@ pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow
     response.choices.into_iter().map(row).collect()
 }
 
-/// Reads one row a choice of a chat.
+/// Reads one row for each choice of a chat.
 pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let response: Response = parse(value, "a response of /v1/chat/completions")?;
     let mut prompts = vec![(response.prompt_token_ids, response.prompt_logprobs)];
@@ -141,8 +142,8 @@ struct Prompt {
     log_probs: Option<PromptLogProbs>,
 }
 
-/// Joins prompt and response into a row. With `echo`, `values` include the prompt's. The answer to a scoring
-/// request has no `values`.
+/// Joins prompt and response into a row. With `echo`, `values` include those of the prompt. For a scoring
+/// request there are no `values`.
 fn join_sequence(
     prompt: Prompt,
     ids: Option<Vec<u64>>,
@@ -162,7 +163,8 @@ fn join_sequence(
     }
     let routed_experts = routed_experts.map(|text| npy::read_routed_experts(&text)).transpose()?;
     let prompt_ids = match (prompt.ids, echoed) {
-        // Without prompt ids, an echoed response holds the prompt too. With prompt ids, only its values do.
+        // Without prompt ids, an echoed response also holds the prompt. With prompt ids, only its values
+        // include the prompt.
         (_, true) if from_texts || values.len() == response.len() => vec![],
         (Some(ids), _) => ids,
         (None, _) => return Err(NO_PROMPT.into()),
@@ -178,7 +180,7 @@ fn join_sequence(
     if values.len() != response.len() {
         return Err(format!("{} token ids but {} log-probs of the response", response.len(), values.len()));
     }
-    // With `echo` and no prompt ids, the end of the prompt is unknown, so no token counts as raw.
+    // With `echo` and without prompt ids, the end of the prompt is unknown, so no token counts as raw.
     let raw_tokens = prompt_ids.len();
     let first = if token_texts.len() == response.len() { prompt_ids.len() } else { 0 };
     let token_texts = token_texts.into_iter().filter(|_| !from_texts).enumerate();
@@ -196,7 +198,7 @@ fn join_sequence(
     })
 }
 
-/// Selects the log-prob of each prompt token from the entries at its position.
+/// Selects the log-prob of each prompt token from the entries at the token's position.
 fn select_log_probs(ids: &[u64], entries: PromptLogProbs) -> Result<Vec<Option<f64>>, String> {
     if ids.len() != entries.len() {
         return Err(format!("{} prompt_token_ids but {} prompt_logprobs", ids.len(), entries.len()));
@@ -205,7 +207,7 @@ fn select_log_probs(ids: &[u64], entries: PromptLogProbs) -> Result<Vec<Option<f
         None => Ok(None),
         Some(entry) => match entry.get(&id.to_string()) {
             Some(entry) => Ok(entry.logprob),
-            None => Err(format!("prompt_logprobs has no entry for the prompt's token {id}")),
+            None => Err(format!("prompt_logprobs has no entry for prompt token {id}")),
         },
     };
     ids.iter().zip(entries).map(value).collect()

@@ -1,6 +1,6 @@
-//! prime-rl's `token_exports/step_N/rank_R.jsonl`: one sequence a line, as columns with one value a token. It
-//! has the log-probs of the inference engine and of the trainer. Values where `loss_mask` is false are
-//! ignored.
+//! prime-rl's `token_exports/step_N/rank_R.jsonl`: one sequence per line, as columns with one value per
+//! token. It has the log-probs of the inference engine and of the trainer. Values where `loss_mask` is false
+//! are ignored.
 
 use super::{RawRow, parse};
 use crate::trajectory::Trajectory;
@@ -21,7 +21,7 @@ struct Export {
 pub(super) fn row(value: Value) -> Result<RawRow, String> {
     let export: Export = parse(value, "a line of prime-rl's token export")?;
     if let Some(version) = export.schema_version.filter(|version| *version != SCHEMA_VERSION) {
-        return Err(format!("schema_version = {version}; version {SCHEMA_VERSION} is read"));
+        return Err(format!("schema_version = {version} is not supported; use version {SCHEMA_VERSION}"));
     }
     let count = export.token_ids.len();
     if export.loss_mask.len() != count {
@@ -42,8 +42,8 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
     })
 }
 
-/// A line of the export, as `rloss rollout --format prime-rl` writes it. It has all columns of prime-rl; a
-/// column without a value in a rollout is null.
+/// A line of the export, as `rloss rollout --format prime-rl` writes it. It has all columns of prime-rl. A
+/// column for which a rollout has no value is null.
 #[derive(Serialize)]
 pub struct ExportLine {
     schema_version: u64,

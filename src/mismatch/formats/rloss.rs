@@ -1,16 +1,17 @@
-//! rloss's own rows: `{"tokens", "logprobs", "temperature"?, "mask"?}`. Its trajectories have this format.
+//! rloss's own rows: `{"tokens", "logprobs", "temperature"?, "mask"?}`. Trajectories of rloss have this
+//! format too.
 
 use super::{RawRow, parse};
 use serde::Deserialize;
 use serde_json::Value;
 
-/// A row; other keys of some exports are ignored.
+/// A row. Other keys, which some exports have, are ignored.
 #[derive(Deserialize)]
 struct Row {
     tokens: Vec<u64>,
     logprobs: Vec<Option<f64>>,
     temperature: Option<f64>,
-    /// False where the token was not sampled, so its log-prob is ignored.
+    /// False where the token was not sampled. Its log-prob is then ignored.
     mask: Option<Vec<bool>>,
 }
 
@@ -20,7 +21,7 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
     if let Some(mask) = row.mask {
         if mask.len() != row.tokens.len() {
             return Err(format!(
-                "{} tokens but a mask of {}; give one value a token",
+                "{} tokens but a mask of {}; give one value per token",
                 row.tokens.len(),
                 mask.len()
             ));

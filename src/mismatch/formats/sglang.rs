@@ -17,19 +17,19 @@ struct MetaInfo {
     input_token_logprobs: Option<Vec<Value>>,
     output_token_logprobs: Option<Vec<Value>>,
     prompt_tokens: Option<usize>,
-    /// base64 of int32, `[tokens, layers, slots]`.
+    /// Routed experts, int32 in base64, `[tokens, layers, slots]`.
     routed_experts: Option<Value>,
 }
 
 pub(super) fn row(value: Value) -> Result<RawRow, String> {
     let meta = parse::<Response>(value, "a response of SGLang")?.meta_info;
     let Some(output) = meta.output_token_logprobs else {
-        return Err("meta_info has no output_token_logprobs; ask with \"return_logprob\": true".into());
+        return Err("meta_info has no output_token_logprobs; request them with \"return_logprob\": true".into());
     };
     let input = meta.input_token_logprobs.unwrap_or_default();
     if input.is_empty() || meta.prompt_tokens.is_some_and(|count| count != input.len()) {
         return Err(format!(
-            "{} of {} prompt tokens are in the file, and a log-prob depends on all of them; ask with \"logprob_start_len\": 0",
+            "{} of {} prompt tokens are in the file, but log-probs depend on all of them; request them with \"logprob_start_len\": 0",
             input.len(),
             meta.prompt_tokens.map_or("the".into(), |count| count.to_string())
         ));
@@ -50,7 +50,7 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
     Ok(row)
 }
 
-/// Reads one entry; its text is optional.
+/// Reads one entry, whose text is optional.
 fn parse_entry(entry: Value) -> Result<Entry, String> {
     match entry.as_array().map(Vec::len) {
         Some(2) => parse::<(Option<f64>, u64)>(entry, "an entry [log-prob, id]").map(|(l, id)| (l, id, None)),

@@ -4,7 +4,7 @@ use crate::vocabulary::Vocabulary;
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-/// A table from text to token id, built on first use.
+/// A table from text to token id. It is built on first use.
 pub struct TokenTexts {
     pub(super) tokenizer: Vocabulary,
     /// `None` where several ids have the same bytes.
@@ -16,7 +16,8 @@ impl TokenTexts {
         Self { tokenizer, ids: OnceLock::new() }
     }
 
-    /// Returns the id whose bytes are those of `text`. For vLLM's optional form `token_id:N` it is N.
+    /// Returns the id of the token whose bytes are those of `text`. If `text` has vLLM's optional form
+    /// `token_id:N`, the id is N.
     ///
     /// # Errors
     /// When no id or several ids have these bytes, or the text has replacement characters for lost bytes.
@@ -26,9 +27,9 @@ impl TokenTexts {
         }
         match self.ids().get(text.as_bytes()) {
             Some(Some(id)) => Ok(u64::from(*id)),
-            Some(None) => Err(format!("{text:?} is the text of several tokens; let the engine write ids")),
+            Some(None) => Err(format!("{text:?} is the text of several tokens; make the engine write ids")),
             None => Err(format!(
-                "{text:?} is the text of no token of this model's tokenizer; let the engine write ids"
+                "no token of this model's tokenizer has the text {text:?}; make the engine write ids"
             )),
         }
     }

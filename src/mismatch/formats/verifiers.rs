@@ -1,5 +1,5 @@
 //! verifiers' `traces.jsonl`: messages as a tree of nodes, each with the tokens that it adds. Each leaf gives
-//! a row.
+//! one row.
 
 use super::{RawRow, parse};
 use serde::Deserialize;
@@ -17,7 +17,7 @@ struct Node {
     token_ids: Vec<u64>,
     #[serde(default)]
     mask: Vec<bool>,
-    /// One value for each sampled token, which `mask` marks.
+    /// One value for each token that `mask` marks as sampled.
     #[serde(default)]
     logprobs: Vec<f64>,
 }
@@ -29,7 +29,7 @@ pub(super) fn rows(value: Value) -> Result<Vec<RawRow>, String> {
     }
     for (index, node) in nodes.iter().enumerate() {
         if node.parent.is_some_and(|parent| parent >= index) {
-            return Err(format!("the parent of node {index} does not come before it"));
+            return Err(format!("the parent of node {index} is not before node {index}"));
         }
         let sampled_count = node.mask.iter().filter(|m| **m).count();
         if node.mask.len() != node.token_ids.len() || sampled_count != node.logprobs.len() {

@@ -1,13 +1,13 @@
-//! verl's rows with token ids, and slime's samples. Files with text alone are refused.
+//! verl's rows with token ids, and slime's samples. Files that hold only text are an error.
 
 use super::{RawRoutedExperts, RawRow, parse, prompt_and_response};
 use serde::Deserialize;
 use serde_json::Value;
 
-pub(super) const TEXT_ONLY: &str = "verl's dump of input and output holds text alone: no token ids, no log-probs; write \
+pub(super) const TEXT_ONLY: &str = "verl's dump of input and output holds only text: no token ids, no log-probs; write \
     prompt_ids, response_ids, response_mask and response_logprobs of the agent loop's output instead \
     (rollout.calculate_log_probs=True)";
-pub(super) const TRL_TEXT_ONLY: &str = "TRL's table of completions holds text alone: no token ids, no log-probs; write \
+pub(super) const TRL_TEXT_ONLY: &str = "TRL's table of completions holds only text: no token ids, no log-probs; write \
     prompt_ids, completion ids and sampling_per_token_logps of the trainer's batch as rows of tokens and logprobs instead";
 
 #[derive(Deserialize)]
@@ -42,11 +42,11 @@ struct Slime {
     response_length: usize,
     loss_mask: Option<Vec<u8>>,
     rollout_log_probs: Vec<Option<f64>>,
-    /// `[tokens − 1, layers, slots]`.
+    /// Routed experts, `[tokens − 1, layers, slots]`.
     rollout_routed_experts: Option<Vec<Vec<Vec<u32>>>>,
 }
 
-/// Reads slime's sample as JSON; it has log-probs for the response only.
+/// Reads slime's sample as JSON. It has log-probs of the response only.
 pub(super) fn slime_row(value: Value) -> Result<RawRow, String> {
     let slime: Slime = parse(value, "a sample of slime")?;
     let (count, response) = (slime.tokens.len(), slime.response_length);
