@@ -57,7 +57,7 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
     let settings = PassSettings {
         recompute_layers: true,
         temperature: 1.0,
-        load_balance: 0.0,
+        load_balance_coefficient: 0.0,
         forward: ForwardOptions::default(),
     };
     let objective =

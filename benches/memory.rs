@@ -60,7 +60,7 @@ fn run_pass(
     let settings = PassSettings {
         recompute_layers,
         temperature: 1.0,
-        load_balance: 0.0,
+        load_balance_coefficient: 0.0,
         forward: ForwardOptions::default(),
     };
     let sum = GradientSum::begin(parameters).expect("gradients");

@@ -330,7 +330,7 @@ fn main() -> Result<()> {
                 pass: PassSettings {
                     recompute_layers,
                     temperature: 1.0,
-                    load_balance: 0.0,
+                    load_balance_coefficient: 0.0,
                     forward: ForwardOptions::default(),
                 },
                 second_forward: None,

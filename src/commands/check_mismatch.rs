@@ -7,7 +7,7 @@ use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
 use crate::learner::batch_runner::BatchRunner;
 use crate::metrics::{Console, format_count, sanitize_terminal};
-use crate::mismatch::bitwise_equality::EqualityProof;
+use crate::mismatch::bitwise_equality::EqualityChecks;
 use crate::mismatch::measure::AblationMeasurement;
 use crate::mismatch::output::{ResultLine, equality_table, mismatch_table, to_json};
 use crate::mismatch::search::SearchSettings;
@@ -158,7 +158,7 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
     let rows = ablations::parse_rows(args.arms.as_deref().unwrap_or_default(), &plan.recipe.arms);
     let rows = if args.arms.is_some() { rows } else { vec![] };
     let ablation_plans: Vec<(String, Plan)> =
-        rows.into_iter().map(|row| Ok((row.name, args.plan(&row.sets)?))).collect::<Result<_>>()?;
+        rows.into_iter().map(|row| Ok((row.name, args.plan(&row.overrides)?))).collect::<Result<_>>()?;
     let console = console(&plan, mesh);
     if mesh.is_rank_zero() {
         ask_consent(&args.source()?, &plan.recipe, &args.sets, args.trust, &console)?;
@@ -216,7 +216,7 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     }
     let tokens = context.recipe().train.micro_batch_tokens;
     let earlier = args.earlier.as_deref().map(|folder| context.load_weights(folder, console)).transpose()?;
-    let reference = UnmodifiedModel { earlier: earlier.as_ref(), ..reference(context, console) };
+    let reference = UnmodifiedModel { earlier_weights: earlier.as_ref(), ..reference(context, console) };
     let sides_line = external_engine::compare_sides(&token_rows.rows, clip(context))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
     let (mut differs, mut files) = (false, vec![]);
@@ -244,7 +244,7 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     }
     lines.extend(sides_line);
     let answer = answers.join("\n\n");
-    let table = |columns| mismatch_table("link", &lines, columns);
+    let table = |columns| mismatch_table("comparison", &lines, columns);
     print_text(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
     if args.out.is_some() {
         let page = page::page(&answer, &table(usize::MAX), &token_rows.formats);
@@ -283,7 +283,7 @@ fn check_ablations(
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = context.recipe();
     let RunContext { threads, model, parameters, .. } = context;
-    let proof = EqualityProof {
+    let proof = EqualityChecks {
         runner: BatchRunner { threads, model, parameters },
         // Each process runs these forwards by itself.
         rollout: &PolicyView::for_rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
@@ -341,7 +341,7 @@ fn sample_step(context: &RunContext, console: &Console) -> Result<Vec<Trajectory
 
 fn reference<'a>(context: &'a RunContext, console: &'a Console) -> UnmodifiedModel<'a> {
     let RunContext { threads, model, parameters, .. } = context;
-    UnmodifiedModel { threads, model, parameters, earlier: None, console }
+    UnmodifiedModel { threads, model, parameters, earlier_weights: None, console }
 }
 
 fn clip(context: &RunContext) -> (f64, f64) {

@@ -14,7 +14,7 @@ const MANTISSA_BITS: &str = "3";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AblationRow {
     pub name: String,
-    pub sets: Vec<String>,
+    pub overrides: Vec<String>,
 }
 
 /// Parses the rows of `text`. Values are checked later, together with the recipe. An ablation without a value
@@ -23,7 +23,7 @@ pub fn parse_rows(text: &str, recipe: &Ablations) -> Vec<AblationRow> {
     text.split(',')
         .map(|row| AblationRow {
             name: row.trim().to_owned(),
-            sets: row.split('+').filter_map(|ablation| setting(ablation.trim(), recipe)).collect(),
+            overrides: row.split('+').filter_map(|ablation| setting(ablation.trim(), recipe)).collect(),
         })
         .collect()
 }
@@ -62,9 +62,9 @@ mod tests {
     #[test]
     fn a_comma_starts_a_row_and_a_plus_combines() {
         let recipe = Ablations { router_noise_train: 0.1, ..Ablations::default() };
-        let row = |name: &str, sets: &[&str]| AblationRow {
+        let row = |name: &str, overrides: &[&str]| AblationRow {
             name: name.into(),
-            sets: sets.iter().map(|s| s.to_string()).collect(),
+            overrides: overrides.iter().map(|s| s.to_string()).collect(),
         };
         assert_eq!(
             parse_rows(

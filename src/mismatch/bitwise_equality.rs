@@ -64,7 +64,7 @@ impl EqualityCheck {
 
 /// The two computations whose bits are compared, and their settings.
 #[derive(Clone, Copy)]
-pub struct EqualityProof<'a> {
+pub struct EqualityChecks<'a> {
     pub runner: BatchRunner<'a>,
     /// The sampling policy.
     pub rollout: &'a PolicyView<'a>,
@@ -76,7 +76,7 @@ pub struct EqualityProof<'a> {
     pub console: &'a Console,
 }
 
-impl EqualityProof<'_> {
+impl EqualityChecks<'_> {
     /// Runs all checks over `trajectories`. Returns the results in the order of the table above.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use super::causes::Cause;
 use super::distance::{DifferenceStats, StudentTFit, regression_slope};
 use super::engine_log_probs::EngineLogProbs;
 use super::rounding::{F32_FLOOR, RoundingBounds, is_within_f32};
-use super::search::{CauseFit, CauseSearch, SearchExtent, SearchSettings};
+use super::search::{CauseFit, CauseSearch, SearchCoverage, SearchSettings};
 use super::ties::{TIE_BITS, clear_ties};
 use crate::metrics::{Console, format_number};
 use crate::model::forward::Model;
@@ -51,7 +51,7 @@ pub struct UnmodifiedModel<'a> {
     pub model: &'a Model,
     pub parameters: &'a Parameters,
     /// The weights before the last update, if available.
-    pub earlier: Option<&'a Parameters>,
+    pub earlier_weights: Option<&'a Parameters>,
     /// Shows progress.
     pub console: &'a Console,
 }
@@ -64,7 +64,7 @@ pub enum Verdict {
     /// Every statistic is within bf16 rounding, and there is no evidence for a cause.
     Rounding,
     /// This cause explains the mismatch; only rounding remains.
-    Named(Cause),
+    Explained(Cause),
     /// Each of these causes explains the mismatch, and they cannot be distinguished.
     OneOf(Vec<Cause>),
     /// No known cause explains the mismatch. Holds up to two causes that explain a part of it.
@@ -79,7 +79,7 @@ impl Verdict {
         match self {
             Verdict::Agrees => "agrees",
             Verdict::Rounding => "rounding",
-            Verdict::Named(_) => "named",
+            Verdict::Explained(_) => "named",
             Verdict::OneOf(_) => "one_of",
             Verdict::Unknown(_) => "unknown",
             Verdict::Unfinished(_) => "unfinished",
@@ -96,7 +96,7 @@ impl Verdict {
     pub fn causes(&self) -> &[Cause] {
         match self {
             Verdict::Agrees | Verdict::Rounding => &[],
-            Verdict::Named(cause) => std::slice::from_ref(cause),
+            Verdict::Explained(cause) => std::slice::from_ref(cause),
             Verdict::OneOf(causes) | Verdict::Unknown(causes) | Verdict::Unfinished(causes) => causes,
         }
     }
@@ -106,7 +106,7 @@ impl Verdict {
         match self {
             Verdict::Agrees => "agrees".into(),
             Verdict::Rounding => "rounding: the mismatch is no larger than bf16 rounding makes".into(),
-            Verdict::Named(cause) => cause.description(),
+            Verdict::Explained(cause) => cause.description(),
             Verdict::OneOf(causes) => format!("one of: {}", join_causes(causes)),
             Verdict::Unknown(_) => "unknown: no known cause explains the mismatch".into(),
             Verdict::Unfinished(_) => "unknown: the time limit ended the search".into(),
@@ -122,9 +122,9 @@ pub fn join_causes(causes: &[Cause]) -> String {
 /// The verdict with its statistics.
 pub struct Diagnosis {
     pub verdict: Verdict,
-    /// `theirs − ours` for all targets, in nats.
+    /// `engine − model` for all targets, in nats.
     pub differences: Vec<f64>,
-    pub figures: DifferenceStats,
+    pub stats: DifferenceStats,
     /// Mismatch that remains under the verdict's first cause; for the verdict `Agrees`, the mismatch of the
     /// unchanged model. Excludes [`Self::ties`].
     pub remaining: Option<DifferenceStats>,
@@ -143,14 +143,14 @@ pub struct Diagnosis {
     /// This model's routed experts of each target, `[layer][target]`; empty for a model without experts.
     pub routed_experts: Vec<Vec<Vec<u32>>>,
     /// How many causes the search tried; `None` if there was no search, because the sides agree.
-    pub search: Option<SearchExtent>,
+    pub search: Option<SearchCoverage>,
 }
 
 /// A fit with its rounding bounds.
 struct BoundedFit {
     fit: CauseFit,
     /// Remaining mismatch without ties, which are targets where rounding chooses between two experts.
-    figures_without_ties: DifferenceStats,
+    stats_without_ties: DifferenceStats,
     /// Number of ties.
     ties: usize,
     /// The better of the fits in f32 and in bf16.
@@ -161,12 +161,12 @@ struct BoundedFit {
 impl BoundedFit {
     /// Wraps a fit whose rounding bounds are not computed. The bounds are then 0.
     fn without_bounds(fit: CauseFit) -> Self {
-        let (student_t, figures_without_ties) = (fit.student_t, fit.figures);
-        Self { fit, figures_without_ties, ties: 0, student_t, bounds: RoundingBounds::zero() }
+        let (student_t, stats_without_ties) = (fit.student_t, fit.stats);
+        Self { fit, stats_without_ties, ties: 0, student_t, bounds: RoundingBounds::zero() }
     }
 
     fn remainder_is_within_f32(&self) -> bool {
-        is_within_f32(&self.figures_without_ties, &self.bounds.f32)
+        is_within_f32(&self.stats_without_ties, &self.bounds.f32)
     }
 
     fn remainder_is_within_bf16(&self) -> bool {
@@ -174,7 +174,7 @@ impl BoundedFit {
     }
 
     fn is_f32_rounding(&self) -> bool {
-        self.bounds.is_f32_rounding(&self.figures_without_ties)
+        self.bounds.is_f32_rounding(&self.stats_without_ties)
     }
 
     /// Returns whether the cause is a form of rounding. Any noise of the same size resembles such a cause, so
@@ -197,52 +197,51 @@ impl UnmodifiedModel<'_> {
     /// # Errors
     /// When a forward pass fails.
     pub fn diagnose(&self, observed: &EngineLogProbs, settings: &SearchSettings) -> Result<Diagnosis> {
-        let search_of_all = CauseSearch::new(*self, observed)?;
-        let all = search_of_all.baseline();
-        let (mut search, sample_indices) = search_of_all.sample(settings)?;
+        let full_search = CauseSearch::new(*self, observed)?;
+        let all = full_search.baseline();
+        let (mut search, sample_indices) = full_search.sample(settings)?;
         let is_complete = sample_indices.len() == all.differences.len();
         let baseline = self.bound_fit(&search, search.baseline())?;
-        let (figures_without_ties, ties) = match is_complete {
-            true => (baseline.figures_without_ties, baseline.ties),
-            false => self.figures_without_ties(&search_of_all, &all, &baseline.bounds)?,
+        let (stats_without_ties, ties) = match is_complete {
+            true => (baseline.stats_without_ties, baseline.ties),
+            false => self.stats_without_ties(&full_search, &all, &baseline.bounds)?,
         };
         let mut diagnosis = Diagnosis {
             verdict: Verdict::Agrees,
-            figures: all.figures,
+            stats: all.stats,
             remaining: None,
             f32_bound: baseline.bounds.f32,
             bf16_bound: baseline.bounds.bf16,
-            within_bf16: baseline.remainder_is_within_bf16()
-                && baseline.bounds.is_near_bf16(&all.figures, 1.0),
+            within_bf16: baseline.remainder_is_within_bf16() && baseline.bounds.is_near_bf16(&all.stats, 1.0),
             without_effect: vec![],
             differences: all.differences,
-            unmodified_log_probs: search_of_all.unmodified_log_probs.clone(),
+            unmodified_log_probs: full_search.unmodified_log_probs.clone(),
             ties,
-            routed_experts: search_of_all.routed_experts().to_vec(),
+            routed_experts: full_search.routed_experts().to_vec(),
             search: None,
         };
-        if is_within_f32(&figures_without_ties, &baseline.bounds.f32) {
-            diagnosis.remaining = Some(figures_without_ties);
+        if is_within_f32(&stats_without_ties, &baseline.bounds.f32) {
+            diagnosis.remaining = Some(stats_without_ties);
             return Ok(diagnosis);
         }
         // bf16 changes every token. If only a few tokens of an f32 file differ, bf16 is not the reason.
-        let is_rounding = diagnosis.within_bf16 && !baseline.bounds.is_f32_rounding(&figures_without_ties);
+        let is_rounding = diagnosis.within_bf16 && !baseline.bounds.is_f32_rounding(&stats_without_ties);
         (settings.announce)(&diagnosis.to_text_before_search(is_rounding))?;
         search.start_limit(settings.limit);
         let result = search.try_causes(settings)?;
-        let mut extent = result.extent;
+        let mut coverage = result.coverage;
         diagnosis.without_effect = result.without_effect;
         let bounded_fits = self.bound_best_fits(&search, result.fits, &baseline)?;
-        extent.ended_by_limit |= search.is_over();
-        diagnosis.search = Some(extent);
+        coverage.ended_by_limit |= search.is_over();
+        diagnosis.search = Some(coverage);
         let explains_a_part =
             |bounded: &&BoundedFit| !bounded.is_rounding() && is_supported(&baseline, bounded);
         let cause = |bounded: &BoundedFit| bounded.fit.cause.clone();
         let mut partial_causes: Vec<Cause> =
             bounded_fits.iter().filter(explains_a_part).take(2).filter_map(cause).collect();
         let verdict = match decide(&baseline, &bounded_fits) {
-            _ if extent.ended_by_limit && is_rounding => Verdict::Rounding,
-            _ if extent.ended_by_limit => {
+            _ if coverage.ended_by_limit && is_rounding => Verdict::Rounding,
+            _ if coverage.ended_by_limit => {
                 partial_causes.extend(result.subset_causes.into_iter().take(2 - partial_causes.len()));
                 Verdict::Unfinished(partial_causes)
             }
@@ -255,9 +254,9 @@ impl UnmodifiedModel<'_> {
             && let Some(bounded) =
                 bounded_fits.iter().find(|bounded| bounded.fit.cause.as_ref() == Some(&first))
         {
-            (diagnosis.remaining, diagnosis.ties) = (Some(bounded.figures_without_ties), bounded.ties);
-            let is_named = matches!(diagnosis.verdict, Verdict::Named(_) | Verdict::OneOf(_));
-            if is_named && !is_complete && !self.explains_all_rows(&search_of_all, bounded, &mut diagnosis)? {
+            (diagnosis.remaining, diagnosis.ties) = (Some(bounded.stats_without_ties), bounded.ties);
+            let is_named = matches!(diagnosis.verdict, Verdict::Explained(_) | Verdict::OneOf(_));
+            if is_named && !is_complete && !self.explains_all_rows(&full_search, bounded, &mut diagnosis)? {
                 diagnosis.verdict = Verdict::Unknown(vec![first]);
             }
         }
@@ -268,17 +267,17 @@ impl UnmodifiedModel<'_> {
     /// explains all rows. Sets the diagnosis' remaining mismatch and ties to those of all rows.
     fn explains_all_rows(
         &self,
-        search_of_all: &CauseSearch,
+        full_search: &CauseSearch,
         bounded: &BoundedFit,
         diagnosis: &mut Diagnosis,
     ) -> Result<bool> {
         let Some(cause) = &bounded.fit.cause else { return Ok(true) };
-        let all = search_of_all.fit_cause(cause)?;
-        let (figures_without_ties, ties) = self.figures_without_ties(search_of_all, &all, &bounded.bounds)?;
-        (diagnosis.remaining, diagnosis.ties) = (Some(figures_without_ties), ties);
+        let all = full_search.fit_cause(cause)?;
+        let (stats_without_ties, ties) = self.stats_without_ties(full_search, &all, &bounded.bounds)?;
+        (diagnosis.remaining, diagnosis.ties) = (Some(stats_without_ties), ties);
         Ok(match bounded.remainder_is_within_f32() {
-            true => is_within_f32(&figures_without_ties, &bounded.bounds.f32),
-            false => bounded.bounds.is_near_bf16(&all.figures, 1.0),
+            true => is_within_f32(&stats_without_ties, &bounded.bounds.f32),
+            false => bounded.bounds.is_near_bf16(&all.stats, 1.0),
         })
     }
 
@@ -291,7 +290,7 @@ impl UnmodifiedModel<'_> {
     ) -> Result<Vec<BoundedFit>> {
         let is_far_off = |fit: &CauseFit| {
             fit.student_t.scale > DROPPED_SCALE_SHARE * baseline.student_t.scale
-                && !baseline.bounds.is_near_bf16(&fit.figures, DROPPED_BOUND_FACTOR)
+                && !baseline.bounds.is_near_bf16(&fit.stats, DROPPED_BOUND_FACTOR)
         };
         let best = CauseFit::select_best(fits, BOUNDED_CAUSES_MAX);
         let mut bounded_fits = search.map_indices(best.len(), |index| {
@@ -315,34 +314,34 @@ impl UnmodifiedModel<'_> {
         if cause.is_some_and(Cause::reduces_mantissa) {
             return Ok(BoundedFit::without_bounds(fit));
         }
-        let theirs = &search.observed.log_probs;
+        let engine = &search.observed.log_probs;
         let bounds = RoundingBounds::compute(search, cause, &fit.log_probs)?;
-        let bf16_fits = bounds.bf16_log_probs.iter().map(|rounded| fit.fit_rounded(theirs, rounded));
+        let bf16_fits = bounds.bf16_log_probs.iter().map(|rounded| fit.fit_rounded(engine, rounded));
         let better_fit =
             |a: StudentTFit, b: StudentTFit| if b.log_likelihood > a.log_likelihood { b } else { a };
         let student_t = bf16_fits.fold(fit.student_t, better_fit);
-        let (figures_without_ties, ties) = self.figures_without_ties(search, &fit, &bounds)?;
-        Ok(BoundedFit { student_t, figures_without_ties, ties, bounds, fit })
+        let (stats_without_ties, ties) = self.stats_without_ties(search, &fit, &bounds)?;
+        Ok(BoundedFit { student_t, stats_without_ties, ties, bounds, fit })
     }
 
     /// Returns the statistics of `fit` without ties of routing, and the number of ties.
-    fn figures_without_ties(
+    fn stats_without_ties(
         &self,
         search: &CauseSearch,
         fit: &CauseFit,
         bounds: &RoundingBounds,
     ) -> Result<(DifferenceStats, usize)> {
         let may_have_ties = self.model.config.family.has_experts
-            && bounds.is_f32_rounding(&fit.figures)
-            && !is_within_f32(&fit.figures, &bounds.f32);
+            && bounds.is_f32_rounding(&fit.stats)
+            && !is_within_f32(&fit.stats, &bounds.f32);
         if !may_have_ties {
-            return Ok((fit.figures, 0));
+            return Ok((fit.stats, 0));
         }
-        let theirs = &search.observed.log_probs;
+        let engine = &search.observed.log_probs;
         let rounded = |bits| Ok(search.trace_with_rounding(fit.cause.as_ref(), (bits, bits))?.log_probs);
         let forwards = TIE_BITS.map(rounded).into_iter().collect::<Result<Vec<_>>>()?;
         let (differences, ties) =
-            clear_ties(&fit.differences, theirs, &search.observed.target_ranges(), &forwards, F32_FLOOR);
+            clear_ties(&fit.differences, engine, &search.observed.target_ranges(), &forwards, F32_FLOOR);
         Ok((DifferenceStats::from_differences(&differences), ties))
     }
 }
@@ -381,7 +380,7 @@ fn decide(baseline: &BoundedFit, bounded_fits: &[BoundedFit]) -> Option<Verdict>
         }
     }
     match causes.len() {
-        1 => causes.pop().map(Verdict::Named),
+        1 => causes.pop().map(Verdict::Explained),
         2..=NAMED_CAUSES_MAX => Some(Verdict::OneOf(causes)),
         _ => None,
     }
@@ -397,7 +396,7 @@ fn is_supported(baseline: &BoundedFit, bounded: &BoundedFit) -> bool {
 /// Returns whether the cause of `fit` could still be named. Its rounding bounds then decide.
 fn may_explain(baseline: &BoundedFit, fit: &CauseFit) -> bool {
     is_better_fit(baseline, &baseline.fit.student_t, &fit.student_t)
-        || is_within_f32(&fit.figures, &baseline.bounds.f32.scaled_by(2.0))
+        || is_within_f32(&fit.stats, &baseline.bounds.f32.scaled_by(2.0))
 }
 
 /// Returns whether `with_cause` is a clearly better fit than `without`, one of the fits of `baseline`.
@@ -417,9 +416,9 @@ impl Diagnosis {
         };
         format!(
             "{verdict} |Δlogp| has median {}, mean {}, maximum {}; rounding this model to bf16 changes it by {} (median) and {} (maximum).",
-            format_number(self.figures.median),
-            format_number(self.figures.mean),
-            format_number(self.figures.max),
+            format_number(self.stats.median),
+            format_number(self.stats.mean),
+            format_number(self.stats.max),
             format_number(self.bf16_bound.median),
             format_number(self.bf16_bound.max)
         )

@@ -8,8 +8,8 @@ const INFINITE_BELOW: f32 = -1000.0;
 /// Minimum scale of a fit: the resolution of f32.
 const SCALE_MIN: f64 = 2e-7;
 
-/// Returns the differences `theirs − ours`, in nats; 0 where `has_value` is false.
-pub fn log_prob_differences(theirs: &[f32], ours: &[f32], has_value: &[bool]) -> Vec<f64> {
+/// Returns the differences `engine − model`, in nats; 0 where `has_value` is false.
+pub fn log_prob_differences(engine: &[f32], model: &[f32], has_value: &[bool]) -> Vec<f64> {
     let difference = |(&t, &o): (&f32, &f32)| match (t < INFINITE_BELOW, o < INFINITE_BELOW) {
         (true, true) => 0.0,
         (false, false) if t.is_finite() && o.is_finite() => {
@@ -18,7 +18,7 @@ pub fn log_prob_differences(theirs: &[f32], ours: &[f32], has_value: &[bool]) ->
         (true, _) => -DIFFERENCE_MAX,
         _ => DIFFERENCE_MAX,
     };
-    let pairs = theirs.iter().zip(ours).zip(has_value);
+    let pairs = engine.iter().zip(model).zip(has_value);
     pairs.map(|(pair, has_value)| if *has_value { difference(pair) } else { 0.0 }).collect()
 }
 

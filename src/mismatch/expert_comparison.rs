@@ -34,9 +34,9 @@ impl ExpertComparison {
             let mut same = true;
             for (layer, count) in differing_counts.iter_mut().enumerate() {
                 // The target is predicted at the position before it.
-                let theirs = experts.get(targets.positions[target] - 1, layer)?;
-                let ours = targets.experts(layer, target)?;
-                if !ours.iter().all(|expert| theirs.contains(expert)) {
+                let engine_experts = experts.get(targets.positions[target] - 1, layer)?;
+                let model_experts = targets.experts(layer, target)?;
+                if !model_experts.iter().all(|expert| engine_experts.contains(expert)) {
                     *count += 1;
                     same = false;
                 }

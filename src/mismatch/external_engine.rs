@@ -35,11 +35,10 @@ pub struct Comparison {
 impl Comparison {
     /// Returns the comparison's part of `mismatch.json`.
     pub fn to_json(&self) -> Value {
-        let Diagnosis { verdict, figures, remaining, f32_bound, bf16_bound, within_bf16, .. } =
-            &self.diagnosis;
+        let Diagnosis { verdict, stats, remaining, f32_bound, bf16_bound, within_bf16, .. } = &self.diagnosis;
         let Diagnosis { without_effect, search, .. } = &self.diagnosis;
-        let figures_json = |figures: &DifferenceStats| {
-            Value::Object(figures.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
+        let stats_json = |stats: &DifferenceStats| {
+            Value::Object(stats.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
         };
         let causes = verdict.causes().iter();
         let causes = causes.map(|cause| json!({"causes": [cause.name], "words": cause.description()}));
@@ -47,10 +46,10 @@ impl Comparison {
             "verdict": verdict.kind(),
             "differs": verdict.differs(),
             "explanations": causes.collect::<Vec<_>>(),
-            "logprob_abs_diff": figures_json(figures),
-            "left": remaining.as_ref().map(figures_json),
-            "f32_rounding": figures_json(f32_bound),
-            "bf16_rounding": figures_json(bf16_bound),
+            "logprob_abs_diff": stats_json(stats),
+            "left": remaining.as_ref().map(stats_json),
+            "f32_rounding": stats_json(f32_bound),
+            "bf16_rounding": stats_json(bf16_bound),
             "within_bf16_rounding": within_bf16,
             "ties_of_routing": self.diagnosis.ties,
             "causes_without_effect_on_these_rows": without_effect,
@@ -74,7 +73,7 @@ impl Comparison {
 /// # Errors
 /// [`crate::error::BadInput`] when no row has a log-prob after its first token.
 pub fn compare(
-    reference: UnmodifiedModel,
+    unmodified_model: UnmodifiedModel,
     chat: &Chat,
     rows: &[TokenRow],
     micro_batch_tokens: usize,
@@ -87,12 +86,12 @@ pub fn compare(
             "no row has a log-prob after its first token; request log-probs from the engine"
         ));
     }
-    let mut diagnosis = reference.diagnose(&observed, search)?;
+    let mut diagnosis = unmodified_model.diagnose(&observed, search)?;
     let names = rows.iter().map(|row| row.name.clone()).collect();
     let experts = std::mem::take(&mut diagnosis.routed_experts);
     let target_positions = TargetPositions::collect(&observed, names, row_of_target, experts);
     let location_result = locate(&target_positions, &diagnosis.differences, threshold(&diagnosis));
-    let config = &reference.model.config;
+    let config = &unmodified_model.model.config;
     let window = config.sliding_window;
     let mut lines = vec![];
     let position_ranges: [(_, &dyn Fn(usize) -> bool); 3] = [
@@ -102,7 +101,7 @@ pub fn compare(
     ];
     let has_windows = config.layer_types.contains(&LayerType::Sliding);
     for (name, keep) in position_ranges.into_iter().take(if has_windows { 3 } else { 1 }) {
-        lines.extend(figures_line(name, keep, &target_positions, &observed, &diagnosis, clip)?);
+        lines.extend(stats_line(name, keep, &target_positions, &observed, &diagnosis, clip)?);
     }
     if let Some(first) = lines.first_mut() {
         first.cause = Some(diagnosis.verdict.to_text());
@@ -207,14 +206,14 @@ fn pack_rows(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, V
 /// Returns the difference, in nats, above which a target counts as different. It is larger than rounding: the
 /// bound is that of f32 if the median is f32 rounding, else that of bf16.
 fn threshold(diagnosis: &Diagnosis) -> f64 {
-    let f32_like = diagnosis.figures.median <= 4.0 * diagnosis.f32_bound.median.max(1e-6);
+    let f32_like = diagnosis.stats.median <= 4.0 * diagnosis.f32_bound.median.max(1e-6);
     let bound = if f32_like { &diagnosis.f32_bound } else { &diagnosis.bf16_bound };
     (4.0 * bound.p90).max(1e-4)
 }
 
 /// Returns the line `name` with statistics of the targets whose position `keep` accepts; `None` if there are
 /// none.
-fn figures_line(
+fn stats_line(
     name: &str,
     keep: &dyn Fn(usize) -> bool,
     target_positions: &TargetPositions,
@@ -222,23 +221,24 @@ fn figures_line(
     diagnosis: &Diagnosis,
     clip: (f64, f64),
 ) -> Result<Option<ResultLine>> {
-    let (mut theirs, mut ours, mut cu_seqlens, mut current_row) = (vec![], vec![], vec![0], None);
+    let (mut engine, mut model, mut cu_seqlens, mut current_row) = (vec![], vec![], vec![0], None);
     let floor = |log_prob: f32| log_prob.max(-1e4);
     for target in
         (0..target_positions.positions.len()).filter(|&target| keep(target_positions.positions[target]))
     {
         if current_row.is_some_and(|row| row != target_positions.rows[target]) {
-            cu_seqlens.push(theirs.len());
+            cu_seqlens.push(engine.len());
         }
         current_row = Some(target_positions.rows[target]);
-        theirs.push(floor(observed.log_probs[target]));
-        ours.push(floor(diagnosis.unmodified_log_probs[target]));
+        engine.push(floor(observed.log_probs[target]));
+        model.push(floor(diagnosis.unmodified_log_probs[target]));
     }
-    if theirs.is_empty() {
+    if engine.is_empty() {
         return Ok(None);
     }
-    cu_seqlens.push(theirs.len());
-    let pair = LogProbPair { cu_seqlens: &cu_seqlens, training: &ours, rollout: &theirs, old: &theirs, clip };
+    cu_seqlens.push(engine.len());
+    let pair =
+        LogProbPair { cu_seqlens: &cu_seqlens, training: &model, rollout: &engine, old: &engine, clip };
     Ok(Some(ResultLine { name: name.to_owned(), metrics: pair_metrics(&pair)?, cause: None }))
 }
 
@@ -261,11 +261,11 @@ fn malformed_rows(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
 /// Returns the answer as one paragraph: the verdict, the size of the mismatch, and its location.
 fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[ResultLine]) -> String {
     let number = |value: f64| format_number(value);
-    let figures = &diagnosis.figures;
-    let (tokens, max) = (location_result.targets, number(figures.max));
+    let stats = &diagnosis.stats;
+    let (tokens, max) = (location_result.targets, number(stats.max));
     let mut text = match &diagnosis.verdict {
         Verdict::Agrees => {
-            let max_without_ties = diagnosis.remaining.map_or(figures.max, |remaining| remaining.max);
+            let max_without_ties = diagnosis.remaining.map_or(stats.max, |remaining| remaining.max);
             format!(
                 "Agrees: {} tokens differ by at most {} nats, which f32 rounding explains.",
                 tokens - diagnosis.ties,
@@ -275,14 +275,15 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
         Verdict::Rounding => format!(
             "No mistake found: over {tokens} tokens the mismatch is no larger than bf16 rounding makes in this model."
         ),
-        Verdict::Named(cause) => format!("Differs: {}.", cause.description()),
+        Verdict::Explained(cause) => format!("Differs: {}.", cause.description()),
         Verdict::OneOf(causes) => format!(
             "Differs, and each of these causes alone explains the mismatch: {}. To decide between them: {}.",
             join_causes(causes),
             causes[0].deciding_experiment
         ),
         Verdict::Unknown(partial_causes) => {
-            let mut text = "Differs, and the cause is unknown: no known cause explains the mismatch.".to_owned();
+            let mut text =
+                "Differs, and the cause is unknown: no known cause explains the mismatch.".to_owned();
             if let [first, rest @ ..] = partial_causes.as_slice() {
                 text.push_str(&format!(" Nearest: {}", first.description()));
                 if let Some(second) = rest.first() {
@@ -308,14 +309,14 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
     }
     text.push_str(&format!(
         " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; rounding this model to bf16 changes it by {} (median) and {} (maximum).",
-        number(figures.median),
-        number(figures.mean),
-        number(figures.p99),
+        number(stats.median),
+        number(stats.mean),
+        number(stats.p99),
         number(diagnosis.bf16_bound.median),
         number(diagnosis.bf16_bound.max),
     ));
     if let Some(remaining) = &diagnosis.remaining
-        && matches!(diagnosis.verdict, Verdict::Named(_) | Verdict::OneOf(_))
+        && matches!(diagnosis.verdict, Verdict::Explained(_) | Verdict::OneOf(_))
     {
         text.push_str(&format!(
             " With this cause, |Δlogp| is {} (median) and {} (maximum).",
@@ -364,15 +365,15 @@ fn describe_location(
     }
     text.push('.');
     let mean = |name: &str| {
-        let figures_line = lines.iter().find(|figures_line| figures_line.name.contains(name))?;
-        figures_line
+        let stats_line = lines.iter().find(|stats_line| stats_line.name.contains(name))?;
+        stats_line
             .metrics
             .iter()
             .find(|(key, _)| key == "mismatch/logprob_abs_diff_mean")
             .and_then(|(_, v)| *v)
     };
     if let (Some(within), Some(past), false) =
-        (mean("within"), mean("past"), is_within_f32(&diagnosis.figures, &diagnosis.f32_bound))
+        (mean("within"), mean("past"), is_within_f32(&diagnosis.stats, &diagnosis.f32_bound))
     {
         text.push_str(&format!(
             " Mean |Δlogp| within the window {}, past it {}.",

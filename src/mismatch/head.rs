@@ -214,7 +214,7 @@ impl FitRows {
         policy: &PolicyView,
         batches: &[EngineBatch],
         normed: &[Tensor],
-        theirs: &[f32],
+        engine: &[f32],
     ) -> Result<Self> {
         let rows_max = FIT_ROWS_MAX.min(FIT_VALUES_MAX / policy.model.config.vocab_size).max(16);
         let sampled: usize = batches.iter().flat_map(|batch| &batch.sampled).map(|s| usize::from(*s)).sum();
@@ -227,9 +227,9 @@ impl FitRows {
                     continue;
                 }
                 each_row(policy, normed, row..row + 1, &mut |row, z| {
-                    let (target, theirs) =
-                        (batch.micro_batch.targets[row] as usize, f64::from(theirs[first + row]));
-                    rows.push((z.to_vec(), target, batch.temperature, theirs));
+                    let (target, engine) =
+                        (batch.micro_batch.targets[row] as usize, f64::from(engine[first + row]));
+                    rows.push((z.to_vec(), target, batch.temperature, engine));
                 })?;
             }
             first += batch.sampled.len();
@@ -256,8 +256,8 @@ impl FitRows {
     /// a golden-section search.
     fn temperature_factor(&self) -> f64 {
         let objective = |log: f64| {
-            mean_root_abs(self.rows.iter().map(|(z, target, temperature, theirs)| {
-                SortedDistribution::unsorted_log_prob(z, *target, temperature * log.exp()) - theirs
+            mean_root_abs(self.rows.iter().map(|(z, target, temperature, engine)| {
+                SortedDistribution::unsorted_log_prob(z, *target, temperature * log.exp()) - engine
             }))
         };
         let step = 10f64.ln() / 24.0;
@@ -277,16 +277,16 @@ impl FitRows {
         let sorted: Vec<(SortedDistribution, f64)> = self
             .rows
             .iter()
-            .map(|(z, target, temperature, theirs)| {
-                (SortedDistribution::new(z, *target, *temperature), *theirs)
+            .map(|(z, target, temperature, engine)| {
+                (SortedDistribution::new(z, *target, *temperature), *engine)
             })
             .collect();
         let vocabulary = self.rows.first().map_or(1, |(z, ..)| z.len());
         let best = |filters: Vec<Filter>| {
             let objective = |filter: Filter| {
-                mean_root_abs(sorted.iter().map(|(row, theirs)| match row.log_prob(filter) {
+                mean_root_abs(sorted.iter().map(|(row, engine)| match row.log_prob(filter) {
                     f64::NEG_INFINITY => 50.0,
-                    log_prob => log_prob - theirs,
+                    log_prob => log_prob - engine,
                 }))
             };
             let objectives: Vec<(Filter, f64)> =

@@ -79,7 +79,7 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
     let differing: Vec<bool> = differences.iter().map(|difference| difference.abs() > threshold).collect();
     let total = differing.iter().filter(|differs| **differs).count();
     let mut best: Option<(f64, Location)> = None;
-    let mut consider = |description: &dyn Fn() -> String, inside: &[usize]| {
+    let mut try_group = |description: &dyn Fn() -> String, inside: &[usize]| {
         if inside.len() < GROUP_TARGETS_MIN || inside.len() == differences.len() || total == 0 {
             return;
         }
@@ -114,32 +114,32 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
         let side = |keep: &dyn Fn(usize) -> bool| -> Vec<usize> {
             (0..differences.len()).filter(|&t| keep(targets.positions[t])).collect()
         };
-        consider(&|| format!("positions from {boundary} on"), &side(&|p| p >= boundary));
-        consider(&|| format!("positions before {boundary}"), &side(&|p| p < boundary));
+        try_group(&|| format!("positions from {boundary} on"), &side(&|p| p >= boundary));
+        try_group(&|| format!("positions before {boundary}"), &side(&|p| p < boundary));
     }
     let rows = group_by(&mut targets.rows.iter().copied());
     // A group of rows: all rows in which at least half of the targets differ.
-    let (mut broken, mut members): (Vec<usize>, Vec<usize>) = (vec![], vec![]);
+    let (mut differing_rows, mut row_targets): (Vec<usize>, Vec<usize>) = (vec![], vec![]);
     for (row, targets) in &rows {
         if targets.iter().filter(|&&t| differing[t]).count() as f64 >= PRECISION_MIN * targets.len() as f64 {
-            broken.push(*row);
-            members.extend(targets);
+            differing_rows.push(*row);
+            row_targets.extend(targets);
         }
     }
-    if broken.len() < rows.len() {
-        consider(
+    if differing_rows.len() < rows.len() {
+        try_group(
             &|| {
                 format!(
                     "row{} {}",
-                    if broken.len() == 1 { "" } else { "s" },
-                    list_rows(&broken, &targets.names)
+                    if differing_rows.len() == 1 { "" } else { "s" },
+                    list_rows(&differing_rows, &targets.names)
                 )
             },
-            &members,
+            &row_targets,
         );
     }
     for (token, targets) in group_by(&mut targets.tokens.iter().map(|&token| token as usize)) {
-        consider(&|| format!("targets of token {token}"), &targets);
+        try_group(&|| format!("targets of token {token}"), &targets);
     }
     for (layer, layer_experts) in targets.experts.iter().enumerate() {
         let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
@@ -147,7 +147,7 @@ pub fn locate(targets: &TargetPositions, differences: &[f64], threshold: f64) ->
             experts.iter().for_each(|&expert| groups.entry(expert).or_default().push(target));
         }
         for (expert, targets) in groups {
-            consider(&|| format!("tokens that go through expert {expert} of layer {layer}"), &targets);
+            try_group(&|| format!("tokens that go through expert {expert} of layer {layer}"), &targets);
         }
     }
     let first_differing = (0..differences.len()).filter(|&t| differing[t]).take(5);

@@ -23,12 +23,12 @@ use candle_core::Tensor;
 
 /// The tokens and settings that all ablations share.
 pub struct AblationMeasurement<'a> {
-    reference: UnmodifiedModel<'a>,
+    unmodified_model: UnmodifiedModel<'a>,
     seed: u64,
     temperature: f64,
     clip: (f64, f64),
     /// The ablations that were active when the tokens were sampled.
-    sampled_under: Ablations,
+    sampling_ablations: Ablations,
     observed: EngineLogProbs,
     cu_seqlens: Vec<usize>,
     /// The model's log-probs without ablations.
@@ -36,12 +36,12 @@ pub struct AblationMeasurement<'a> {
 }
 
 impl<'a> AblationMeasurement<'a> {
-    /// Computes the log-probs of `trajectories` without ablations. `sampled_under` and `temperature` are
+    /// Computes the log-probs of `trajectories` without ablations. `sampling_ablations` and `temperature` are
     /// those of the rollout that sampled the trajectories.
     pub fn new(
-        reference: UnmodifiedModel<'a>,
+        unmodified_model: UnmodifiedModel<'a>,
         trajectories: &[&Trajectory],
-        sampled_under: &Ablations,
+        sampling_ablations: &Ablations,
         seed: u64,
         temperature: f64,
         clip: (f64, f64),
@@ -56,14 +56,23 @@ impl<'a> AblationMeasurement<'a> {
             cu_seqlens.push(log_probs.len());
         }
         let batches = MicroBatch::split(&sequences, micro_batch_tokens);
-        let policy = PolicyView::without_ablations(reference.model, reference.parameters)?;
-        let stage = start_stage(&reference, "without ablations", &batches, 1);
+        let policy = PolicyView::without_ablations(unmodified_model.model, unmodified_model.parameters)?;
+        let stage = start_stage(&unmodified_model, "without ablations", &batches, 1);
         let on_tokens = |tokens| stage.advance_tokens(tokens);
-        let unmodified = policy.all_log_probs(reference.threads, &batches, temperature, &on_tokens)?;
+        let unmodified = policy.all_log_probs(unmodified_model.threads, &batches, temperature, &on_tokens)?;
         stage.finish();
         let observed = EngineLogProbs::from_samples(batches, temperature, log_probs);
-        let sampled_under = sampled_under.clone();
-        Ok(Self { reference, seed, temperature, clip, sampled_under, observed, cu_seqlens, unmodified })
+        let sampling_ablations = sampling_ablations.clone();
+        Ok(Self {
+            unmodified_model,
+            seed,
+            temperature,
+            clip,
+            sampling_ablations,
+            observed,
+            cu_seqlens,
+            unmodified,
+        })
     }
 
     /// Returns the statistics of one combination of ablations.
@@ -71,13 +80,14 @@ impl<'a> AblationMeasurement<'a> {
     /// # Errors
     /// When an ablation does not fit the model, or a forward pass fails.
     pub fn measure(&self, name: &str, ablations: &Ablations) -> Result<ResultLine> {
-        let UnmodifiedModel { threads, model, parameters, .. } = self.reference;
+        let UnmodifiedModel { threads, model, parameters, .. } = self.unmodified_model;
         let rollout = PolicyView::for_rollout(model, parameters, ablations, self.seed)?;
         let training = PolicyView::for_training(model, parameters, ablations, self.seed)?;
         let batches: Vec<MicroBatch> =
             self.observed.batches.iter().map(|batch| batch.micro_batch.clone()).collect();
         let old_forward = ForwardOptions::for_old_log_probs(ablations, self.seed);
-        let stage = start_stage(&self.reference, name, &batches, 2 + usize::from(old_forward.is_some()));
+        let stage =
+            start_stage(&self.unmodified_model, name, &batches, 2 + usize::from(old_forward.is_some()));
         let on_tokens = |tokens| stage.advance_tokens(tokens);
         let ([mut stored, computed], divergence) =
             compare_forwards(threads, [&rollout, &training], &batches, self.temperature, &on_tokens)?;
@@ -115,11 +125,16 @@ impl<'a> AblationMeasurement<'a> {
         let rollout_settings = |ablations: &Ablations| {
             (ablations.rollout_noise(), ablations.rollout_mantissa_limit(), ablations.rollout_mxfp4)
         };
-        rollout_settings(ablations) == rollout_settings(&self.sampled_under)
+        rollout_settings(ablations) == rollout_settings(&self.sampling_ablations)
     }
 
     /// Returns the likely cause as text. It is derived from the log-probs alone.
-    fn cause(&self, ablations: &Ablations, sides: [&Vec<f32>; 2], divergence: &Divergence) -> Result<String> {
+    fn cause(
+        &self,
+        ablations: &Ablations,
+        sides: [&Vec<f32>; 2],
+        divergence: &PassDivergence,
+    ) -> Result<String> {
         let mut causes = vec![];
         for (side, log_probs) in ["rollout", "training"].iter().zip(sides) {
             if same_bits(&self.unmodified, log_probs) {
@@ -127,7 +142,7 @@ impl<'a> AblationMeasurement<'a> {
             }
             let observed =
                 EngineLogProbs { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
-            let diagnosis = self.reference.diagnose(&observed, &SearchSettings::silent())?;
+            let diagnosis = self.unmodified_model.diagnose(&observed, &SearchSettings::silent())?;
             causes.push(match diagnosis.verdict {
                 Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}), which rounding does not explain: router noise",
@@ -139,7 +154,8 @@ impl<'a> AblationMeasurement<'a> {
         if causes.is_empty() {
             let changes_backward = ablations.no_sink_gradient || ablations.freeze_attention;
             return Ok(if changes_backward {
-                "both forward passes have the same bits; this ablation changes only the backward pass".to_owned()
+                "both forward passes have the same bits; this ablation changes only the backward pass"
+                    .to_owned()
             } else {
                 "none: both forward passes have the same bits".to_owned()
             });
@@ -150,7 +166,7 @@ impl<'a> AblationMeasurement<'a> {
 
 /// How two forward passes differ inside the model.
 #[derive(Default)]
-struct Divergence {
+struct PassDivergence {
     /// Fraction of (token, layer) pairs with the same set of experts in both forward passes.
     routing_agreement: f64,
     /// First layer, from 0, whose output differs in any bit.
@@ -168,8 +184,8 @@ fn compare_forwards(
     batches: &[MicroBatch],
     temperature: f64,
     on_tokens: &(dyn Fn(f64) + Sync),
-) -> Result<([Vec<f32>; 2], Divergence)> {
-    let (mut log_probs, mut divergence) = ([vec![], vec![]], Divergence::default());
+) -> Result<([Vec<f32>; 2], PassDivergence)> {
+    let (mut log_probs, mut divergence) = ([vec![], vec![]], PassDivergence::default());
     let (mut same_pairs, mut pairs) = (0usize, 0usize);
     let top_k = a.model.config.num_experts_per_tok.max(1);
     for batch in batches {
@@ -223,9 +239,14 @@ fn trace_layers(
 }
 
 /// Starts a stage of the progress display for `passes` passes over `batches`. The stage counts tokens.
-fn start_stage(reference: &UnmodifiedModel, name: &str, batches: &[MicroBatch], passes: usize) -> Progress {
+fn start_stage(
+    unmodified_model: &UnmodifiedModel,
+    name: &str,
+    batches: &[MicroBatch],
+    passes: usize,
+) -> Progress {
     let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
-    reference.console.start_token_stage(name, (tokens * passes) as u64)
+    unmodified_model.console.start_token_stage(name, (tokens * passes) as u64)
 }
 
 fn same_bits(a: &[f32], b: &[f32]) -> bool {

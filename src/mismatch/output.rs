@@ -17,14 +17,14 @@ pub struct ResultLine {
 
 impl ResultLine {
     /// Creates the line of one equality check.
-    pub fn from_check(link: &EqualityCheck) -> Self {
+    pub fn from_check(check: &EqualityCheck) -> Self {
         let metrics = [
-            ("mismatch/tokens", link.tokens as f64),
-            ("mismatch/logprob_abs_diff_max", link.logprob_abs_diff_max),
-            ("mismatch/bit_equal_fraction", link.bit_equal_fraction()),
+            ("mismatch/tokens", check.tokens as f64),
+            ("mismatch/logprob_abs_diff_max", check.logprob_abs_diff_max),
+            ("mismatch/bit_equal_fraction", check.bit_equal_fraction()),
         ];
         Self {
-            name: link.name.to_owned(),
+            name: check.name.to_owned(),
             metrics: metrics.map(|(name, value)| (name.to_owned(), Some(value))).to_vec(),
             cause: None,
         }
@@ -37,7 +37,7 @@ impl ResultLine {
 
 /// Formats the equality checks as a table.
 pub fn equality_table(lines: &[ResultLine]) -> String {
-    let mut table = Table::new(["link", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
+    let mut table = Table::new(["check", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
     for line in lines {
         let keys = ["mismatch/tokens", "mismatch/logprob_abs_diff_max", "mismatch/bit_equal_fraction"];
         table.add_row(std::iter::once(line.name.clone()).chain(keys.map(|key| value_text(line.value(key)))));

@@ -39,7 +39,7 @@ pub fn chart(comparison: &Comparison) -> String {
         .zip(differences)
         .for_each(|(position, difference)| ranges[position / width].push(*difference));
     let highest =
-        comparison.diagnosis.figures.max.max(comparison.diagnosis.bf16_bound.max).max(10.0 * DIFFERENCE_MIN);
+        comparison.diagnosis.stats.max.max(comparison.diagnosis.bf16_bound.max).max(10.0 * DIFFERENCE_MIN);
     let decades = (highest / DIFFERENCE_MIN).log10().ceil().max(1.0);
     let y = |difference: f64| {
         let share = (difference.max(DIFFERENCE_MIN) / DIFFERENCE_MIN).log10() / decades;
@@ -74,13 +74,13 @@ pub fn chart(comparison: &Comparison) -> String {
         );
     }
     for (range, differences) in ranges.iter().enumerate().filter(|(_, differences)| !differences.is_empty()) {
-        let figures = DifferenceStats::from_differences(differences);
+        let stats = DifferenceStats::from_differences(differences);
         let at = x((range as f64 + 0.5) * width as f64);
         let _ = writeln!(
             svg,
             "<circle cx=\"{at:.1}\" cy=\"{:.1}\" r=\"2.2\" fill=\"#c33\"/><circle cx=\"{at:.1}\" cy=\"{:.1}\" r=\"2.2\" fill=\"#236\"/>",
-            y(figures.max),
-            y(figures.median)
+            y(stats.max),
+            y(stats.median)
         );
     }
     let _ = write!(

@@ -31,7 +31,7 @@ const BF16_BITS: u32 = 7;
 const COARSE_BITS: u32 = 6;
 /// Routing is stable if the lowest score of a chosen expert is far above the next score. The difference must
 /// be at least this multiple of the median change that bf16 makes to a score.
-const LEAD_MIN: f32 = 12.0;
+const ROUTING_MARGIN_MIN: f32 = 12.0;
 
 /// Mismatch between the model with and without rounding. The model may be unchanged, or under a cause.
 pub struct RoundingBounds {
@@ -101,22 +101,22 @@ impl RoundingBounds {
             )
     }
 
-    /// Returns whether bf16 rounding explains `figures`, if the bf16 bounds are multiplied by `factor`.
-    pub fn is_near_bf16(&self, figures: &DifferenceStats, factor: f64) -> bool {
-        figures.is_within(&self.bf16.scaled_by(factor), BF16_FACTORS, F32_FLOOR)
+    /// Returns whether bf16 rounding explains `stats`, if the bf16 bounds are multiplied by `factor`.
+    pub fn is_near_bf16(&self, stats: &DifferenceStats, factor: f64) -> bool {
+        stats.is_within(&self.bf16.scaled_by(factor), BF16_FACTORS, F32_FLOOR)
     }
 
     /// Returns whether the median difference is as small as f32 rounding, and bf16 rounding would be clearly
     /// larger. If so, the engine did not compute in bf16, although single tokens may differ more.
-    pub fn is_f32_rounding(&self, figures: &DifferenceStats) -> bool {
+    pub fn is_f32_rounding(&self, stats: &DifferenceStats) -> bool {
         let bound_max = (F32_FACTORS.0 * self.f32.median).max(F32_FLOOR);
-        figures.median <= bound_max && self.bf16.median > 4.0 * bound_max
+        stats.median <= bound_max && self.bf16.median > 4.0 * bound_max
     }
 }
 
-/// Returns whether f32 rounding explains `figures`. `bound` is the f32 bound.
-pub fn is_within_f32(figures: &DifferenceStats, bound: &DifferenceStats) -> bool {
-    figures.is_within(bound, F32_FACTORS, F32_FLOOR)
+/// Returns whether f32 rounding explains `stats`. `bound` is the f32 bound.
+pub fn is_within_f32(stats: &DifferenceStats, bound: &DifferenceStats) -> bool {
+    stats.is_within(bound, F32_FACTORS, F32_FLOOR)
 }
 
 fn select(differences: &[f64], keep: &[bool]) -> Vec<f64> {
@@ -137,7 +137,7 @@ fn stable_routing(exact: &LogProbTrace, bf16: &LogProbTrace, top_k: usize) -> Ve
         for (is_stable, scores) in stable_routing.iter_mut().zip(exact) {
             let mut scores = scores.clone();
             scores.sort_unstable_by(|a, b| b.total_cmp(a));
-            *is_stable &= scores[top_k - 1] - scores[top_k] > LEAD_MIN * median_change;
+            *is_stable &= scores[top_k - 1] - scores[top_k] > ROUTING_MARGIN_MIN * median_change;
         }
     }
     stable_routing

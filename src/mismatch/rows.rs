@@ -187,7 +187,10 @@ impl<'a> RowReader<'a> {
             }
             if line.len() as u64 > RECORD_BYTES_MAX {
                 text.skip_until(b'\n')?;
-                file.add_bad_row(number, format!("longer than {} MiB; split the record", RECORD_BYTES_MAX >> 20));
+                file.add_bad_row(
+                    number,
+                    format!("longer than {} MiB; split the record", RECORD_BYTES_MAX >> 20),
+                );
                 continue;
             }
             if line.iter().all(u8::is_ascii_whitespace) {
@@ -235,7 +238,9 @@ impl<'a> RowReader<'a> {
         let first = file.format.get_or_insert(format).name;
         if first != format.name {
             let name = format.name;
-            return Err(format!("a record of {name}, but the file began with {first}; use one format per file"));
+            return Err(format!(
+                "a record of {name}, but the file began with {first}; use one format per file"
+            ));
         }
         format.rows(value, &self.texts)
     }
@@ -324,12 +329,16 @@ impl<'a> RowReader<'a> {
 fn check_log_probs(values: &[Option<f64>], count: usize, key: &str) -> Result<Vec<Option<f32>>, String> {
     if values.len() != count {
         let given = values.len();
-        return Err(format!("{count} tokens but {given} {key}; give one value per token, or null where there is none"));
+        return Err(format!(
+            "{count} tokens but {given} {key}; give one value per token, or null where there is none"
+        ));
     }
     let is_impossible = |l: f64| !l.is_finite() || l > LOG_PROB_MAX;
     let impossible = values.iter().enumerate().skip(1).find(|(_, l)| l.is_some_and(is_impossible));
     if let Some((index, Some(value))) = impossible {
-        return Err(format!("the log-prob of token {index} is {value}, which is not the logarithm of a probability"));
+        return Err(format!(
+            "the log-prob of token {index} is {value}, which is not the logarithm of a probability"
+        ));
     }
     Ok(values.iter().map(|l| l.map(|l| l as f32)).collect())
 }

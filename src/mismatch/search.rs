@@ -50,9 +50,9 @@ pub struct CauseFit {
     /// The cause; `None` for the unchanged model.
     pub cause: Option<Cause>,
     pub log_probs: Vec<f32>,
-    /// `theirs − ours`, in nats; 0 where the cause gives no value.
+    /// `engine − model`, in nats; 0 where the cause gives no value.
     pub differences: Vec<f64>,
-    pub figures: DifferenceStats,
+    pub stats: DifferenceStats,
     pub student_t: StudentTFit,
     /// Whether the cause gives a value for each target.
     has_value: Vec<bool>,
@@ -66,11 +66,11 @@ pub struct LogProbTrace {
 }
 
 impl CauseFit {
-    /// Compares `log_probs` with `theirs`. Targets with `has_value` false are ignored.
-    fn new(theirs: &[f32], cause: Option<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
-        let differences = log_prob_differences(theirs, &log_probs, &has_value);
+    /// Compares `log_probs` with `engine`. Targets with `has_value` false are ignored.
+    fn new(engine: &[f32], cause: Option<Cause>, log_probs: Vec<f32>, has_value: Vec<bool>) -> Self {
+        let differences = log_prob_differences(engine, &log_probs, &has_value);
         Self {
-            figures: DifferenceStats::from_differences(&differences),
+            stats: DifferenceStats::from_differences(&differences),
             student_t: StudentTFit::from_differences(&differences),
             cause,
             log_probs,
@@ -79,10 +79,10 @@ impl CauseFit {
         }
     }
 
-    /// Fits the differences between `theirs` and `rounded`, the log-probs under this cause in another
+    /// Fits the differences between `engine` and `rounded`, the log-probs under this cause in another
     /// precision.
-    pub fn fit_rounded(&self, theirs: &[f32], rounded: &[f32]) -> StudentTFit {
-        StudentTFit::from_differences(&log_prob_differences(theirs, rounded, &self.has_value))
+    pub fn fit_rounded(&self, engine: &[f32], rounded: &[f32]) -> StudentTFit {
+        StudentTFit::from_differences(&log_prob_differences(engine, rounded, &self.has_value))
     }
 
     /// Returns the name of the cause.
@@ -155,7 +155,7 @@ impl SearchSettings<'_> {
 
 /// How many causes a search tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct SearchExtent {
+pub struct SearchCoverage {
     /// Number of causes to try.
     pub causes: usize,
     /// Number of causes that were tried.
@@ -166,7 +166,7 @@ pub struct SearchExtent {
 
 /// The engine's rows and the unchanged model's log-probs of the same tokens.
 pub struct CauseSearch<'a> {
-    reference: UnmodifiedModel<'a>,
+    unmodified_model: UnmodifiedModel<'a>,
     pub observed: Cow<'a, EngineLogProbs>,
     unmodified_input: HeadInput,
     /// The unchanged model's log-probs.
@@ -181,18 +181,18 @@ impl<'a> CauseSearch<'a> {
     ///
     /// # Errors
     /// When a forward pass fails.
-    pub fn new(reference: UnmodifiedModel<'a>, observed: &'a EngineLogProbs) -> Result<Self> {
+    pub fn new(unmodified_model: UnmodifiedModel<'a>, observed: &'a EngineLogProbs) -> Result<Self> {
         let start = Instant::now();
         let forward = || -> Result<_> {
-            let head_input = reference.run_forward(None, observed)?;
+            let head_input = unmodified_model.run_forward(None, observed)?;
             let log_probs = head_input.log_probs(HeadSettings::default())?;
             Ok((head_input, log_probs))
         };
         let (unmodified_input, unmodified_log_probs) =
-            reference.threads.run_on_all(forward).context("the unchanged model")?;
+            unmodified_model.threads.run_on_all(forward).context("the unchanged model")?;
         let seconds_per_target = start.elapsed().as_secs_f64() / unmodified_log_probs.len().max(1) as f64;
         Ok(Self {
-            reference,
+            unmodified_model,
             observed: Cow::Borrowed(observed),
             unmodified_input,
             unmodified_log_probs,
@@ -220,7 +220,8 @@ impl<'a> CauseSearch<'a> {
     /// When memory runs out.
     pub fn sample(&self, settings: &SearchSettings) -> Result<(CauseSearch<'a>, Vec<usize>)> {
         let count = self.unmodified_log_probs.len();
-        let is_small = parameter_count(&self.reference.model.config) <= settings.whole_rows_parameters_max;
+        let is_small =
+            parameter_count(&self.unmodified_model.model.config) <= settings.whole_rows_parameters_max;
         let targets =
             if is_small { count } else { (count / SAMPLE_DIVISOR).max(SAMPLE_TARGETS_MIN).min(count) };
         self.representative_subset(targets)
@@ -267,7 +268,7 @@ impl<'a> CauseSearch<'a> {
             routed_experts: vec![],
         };
         Ok(CauseSearch {
-            reference: self.reference,
+            unmodified_model: self.unmodified_model,
             observed: Cow::Owned(observed),
             unmodified_input,
             unmodified_log_probs: indices.iter().map(|&index| self.unmodified_log_probs[index]).collect(),
@@ -288,7 +289,7 @@ impl<'a> CauseSearch<'a> {
 
     /// Returns the number of experts per token; 0 for a model without experts.
     pub fn experts_per_token(&self) -> usize {
-        let config = &self.reference.model.config;
+        let config = &self.unmodified_model.model.config;
         if config.family.has_experts { config.num_experts_per_tok } else { 0 }
     }
 
@@ -298,11 +299,11 @@ impl<'a> CauseSearch<'a> {
     /// # Errors
     /// When a forward pass fails.
     pub fn trace_with_rounding(&self, cause: Option<&Cause>, bits: (u32, u32)) -> Result<LogProbTrace> {
-        let UnmodifiedModel { model, parameters, earlier, threads, .. } = self.reference;
+        let UnmodifiedModel { model, parameters, earlier_weights, threads, .. } = self.unmodified_model;
         let mut variant = Variant::new(&model.config, cause);
         variant.set_rounding(bits.0, bits.1);
         let model = variant.model(self.observed.sequence_tokens_max());
-        let policy = variant.policy(&model, parameters, earlier)?;
+        let policy = variant.policy(&model, parameters, earlier_weights)?;
         let mut trace = LogProbTrace { log_probs: vec![], scores: vec![] };
         for batch in &self.observed.batches {
             let (micro_batch, _) = variant.change_batch(&batch.micro_batch);
@@ -331,8 +332,8 @@ impl<'a> CauseSearch<'a> {
         count: usize,
         f: impl Fn(usize) -> Result<R> + Sync + Send,
     ) -> Result<Vec<R>> {
-        let threads = self.reference.threads;
-        match parameter_count(&self.reference.model.config) <= SMALL_PARAMETERS_MAX {
+        let threads = self.unmodified_model.threads;
+        match parameter_count(&self.unmodified_model.model.config) <= SMALL_PARAMETERS_MAX {
             true => threads.map(count, f),
             false => threads.run_on_all(|| (0..count).map(f).collect()),
         }
@@ -344,21 +345,21 @@ impl<'a> CauseSearch<'a> {
     /// # Errors
     /// When a forward pass fails.
     pub fn try_causes(&self, settings: &SearchSettings) -> Result<SearchResult> {
-        let UnmodifiedModel { model, threads, earlier, .. } = self.reference;
+        let UnmodifiedModel { model, threads, earlier_weights, .. } = self.unmodified_model;
         let HeadInput { batches, normed, .. } = &self.unmodified_input;
-        let theirs = &self.observed.log_probs;
+        let engine = &self.observed.log_probs;
         let mut result = SearchResult::default();
-        let mut declared_causes = causes(&model.config, earlier.is_some());
-        result.extent.causes = declared_causes.len();
+        let mut declared_causes = causes(&model.config, earlier_weights.is_some());
+        result.coverage.causes = declared_causes.len();
         if self.is_over() {
             return Ok(result);
         }
         let rows = threads
-            .run_on_all(|| FitRows::select_rows(&self.unmodified_input.policy(), batches, normed, theirs))?;
+            .run_on_all(|| FitRows::select_rows(&self.unmodified_input.policy(), batches, normed, engine))?;
         // The causes in the sampler come first, because they are likely and need no forward pass.
         let mut causes_to_try = threads.run_on_all(|| rows.causes());
         causes_to_try.append(&mut declared_causes);
-        result.extent.causes = causes_to_try.len();
+        result.coverage.causes = causes_to_try.len();
         let (subset, indices) = self.representative_subset(SUBSET_TARGETS)?;
         let targets = self.unmodified_log_probs.len();
         (settings.announce)(&format!(
@@ -371,7 +372,7 @@ impl<'a> CauseSearch<'a> {
         if indices.len() < targets {
             let baseline = subset.baseline().student_t.log_likelihood;
             let (mut fits, fits_without_effect) = subset.fit_causes(&causes_to_try)?;
-            result.extent.tried = fits.len() + fits_without_effect.len();
+            result.coverage.tried = fits.len() + fits_without_effect.len();
             fits.retain(|fit| fit.student_t.log_likelihood >= baseline - SUBSET_LOSS_MAX);
             // A cause without effect on the subset may have an effect on other targets.
             let best = CauseFit::select_best(fits, FULL_RUN_CAUSES_MAX);
@@ -383,9 +384,9 @@ impl<'a> CauseSearch<'a> {
         let fits_without_effect;
         (result.fits, fits_without_effect) = self.fit_causes(&causes_to_try)?;
         if indices.len() == targets {
-            result.extent.tried = result.fits.len() + fits_without_effect.len();
+            result.coverage.tried = result.fits.len() + fits_without_effect.len();
         }
-        result.extent.ended_by_limit = self.is_over();
+        result.coverage.ended_by_limit = self.is_over();
         let fits = &result.fits;
         result.without_effect = fits_without_effect
             .iter()
@@ -408,7 +409,7 @@ impl<'a> CauseSearch<'a> {
     /// Fits each of `causes` until the time limit. Returns the fits of causes that change a log-prob, and the
     /// fits of causes that change none.
     fn fit_causes(&self, causes: &[Cause]) -> Result<(Vec<CauseFit>, Vec<CauseFit>)> {
-        let stage = self.reference.console.start_item_stage("causes tried", causes.len() as u64, 0);
+        let stage = self.unmodified_model.console.start_item_stage("causes tried", causes.len() as u64, 0);
         let fits = self.map_indices(causes.len(), |index| match self.is_over() {
             true => Ok(None),
             false => self.fit_cause(&causes[index]).inspect(|_| stage.advance(1, 0, &[])).map(Some),
@@ -430,7 +431,7 @@ impl<'a> CauseSearch<'a> {
         let (head_input, head) = match cause.head_settings() {
             Some(head) => (&self.unmodified_input, head),
             None => {
-                let head_input = self.reference.run_forward(Some(cause), &self.observed);
+                let head_input = self.unmodified_model.run_forward(Some(cause), &self.observed);
                 changed_input = head_input.with_context(|| cause.description())?;
                 (&changed_input, HeadSettings::default())
             }
@@ -449,7 +450,7 @@ pub struct SearchResult {
     pub subset_causes: Vec<Cause>,
     /// Names of causes that change no log-prob.
     pub without_effect: Vec<&'static str>,
-    pub extent: SearchExtent,
+    pub coverage: SearchCoverage,
 }
 
 /// Returns `a − b`, element by element.
@@ -464,7 +465,7 @@ impl UnmodifiedModel<'_> {
         let model = variant.model(observed.sequence_tokens_max());
         let (mut batches, mut has_value, mut normed) = (vec![], vec![], vec![]);
         let (mut routed_experts, top_k) = (vec![], self.model.config.num_experts_per_tok);
-        let policy = variant.policy(&model, self.parameters, self.earlier)?;
+        let policy = variant.policy(&model, self.parameters, self.earlier_weights)?;
         for batch in &observed.batches {
             let (micro_batch, has_values) = variant.change_batch(&batch.micro_batch);
             let keep = &mut |layer: usize, _: &Tensor, output: &LayerOutput| -> Result<()> {

@@ -1,4 +1,5 @@
-//! Continuous batching: each forward takes whatever is ready, prompts and conversations mixed.
+//! Continuous batching: each forward pass takes all tokens that are ready, of prompts and conversations
+//! together.
 //!
 //! A conversation that has ended or waits for its tool leaves the batch before the next forward, and
 //! another enters. The samples of a group share one prefill. Their caches are clones of the prompt's, and
@@ -75,7 +76,8 @@ impl Work<'_> {
     }
 }
 
-/// The part of a batch that one forward takes: `counts[i]` tokens of entry `i`, 0 if it has to wait.
+/// The part of a batch that one forward pass takes: `counts[i]` tokens of entry `i`; 0 if the entry must
+/// wait.
 struct ForwardInputs {
     tokens: Vec<u32>,
     counts: Vec<usize>,
@@ -114,7 +116,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         }
     }
 
-    /// Works like [`Self::run`] when the ranks of `mesh` run every forward together. A rank without work
+    /// Works like [`Self::run`] if the ranks of `mesh` run every forward pass together. A rank without work
     /// takes part with no tokens. Ends once no rank has work.
     pub(super) fn run_on_mesh(mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) {
         let _guard = PanicGuard(self.queue);
@@ -130,7 +132,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         }
     }
 
-    /// Runs one forward on all ranks, if any has work. Returns whether to continue.
+    /// Runs one forward pass on all ranks, if any rank has work. Returns whether to continue.
     fn step_on_mesh(&mut self, mesh: &Mesh, scope: &'e Scope<'e, '_>) -> Result<bool> {
         let result = self.queue.try_refill(&mut self.batch, std::mem::take(&mut self.sampled));
         if result == RefillResult::Failure {
@@ -147,7 +149,7 @@ impl<'e, 'a> Engine<'e, 'a> {
         Ok(any(RefillResult::Work) || any(RefillResult::Nothing))
     }
 
-    /// Runs one forward, and draws a token for every entry that is fed completely.
+    /// Runs one forward pass, and draws a token for every entry whose tokens are all fed.
     fn step(&mut self, scope: &'e Scope<'e, '_>) -> Result<()> {
         let device = self.rollout.policy.weights.device();
         with_spinning_threads(device, || self.forward_and_draw(scope))

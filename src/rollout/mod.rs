@@ -213,12 +213,12 @@ impl Rollout<'_> {
         prompts.iter().try_for_each(|prompt| self.render(prompt).map(drop))
     }
 
-    /// Samples `samples` conversations of each prompt. `progress` is called after every forward. `stop` is
-    /// called before each forward; when it returns true the rollout ends with `None`.
+    /// Samples `samples` conversations of each prompt. `progress` is called after every forward pass. `stop`
+    /// is called before each forward pass; when it returns true the rollout ends with `None`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
-    /// the forward fails or gives logits that are not finite.
+    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when a
+    /// forward pass fails or gives logits that are not finite.
     pub fn sample_groups(
         &self,
         prompts: &[Prompt],
@@ -273,7 +273,7 @@ impl Rollout<'_> {
         let (mesh, device) = (weights.mesh(), weights.device());
         let engines = match mesh {
             None if device.is_cpu() => engine_count(weights.bytes(), self.threads.count()),
-            // A GPU runs one forward at a time.
+            // A GPU runs one forward pass at a time.
             _ => 1,
         };
         let cache_slots = if device.is_cpu() { usize::MAX } else { self.cache_capacity.sequences };

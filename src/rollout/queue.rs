@@ -288,7 +288,7 @@ impl<'a> Queue<'a> {
             *result = Some((trajectory, messages));
         }
         if state.unfinished == 0 {
-            // Engines report the tokens of their last forward later.
+            // Engines report the tokens of their last forward pass later.
             state.progress.sampled_tokens = state.progress.finished_tokens;
             (self.hooks.progress)(state.progress);
             self.wake_all();

@@ -80,7 +80,7 @@ impl Fixture {
     fn compare_by(&self, rows: &[TokenRow], search: &SearchSettings) -> external_engine::Comparison {
         let Self { threads, model, parameters, chat } = self;
         let console = &Console::silent();
-        let reference = UnmodifiedModel { threads, model, parameters, earlier: None, console };
+        let reference = UnmodifiedModel { threads, model, parameters, earlier_weights: None, console };
         external_engine::compare(reference, chat, rows, 1000, (0.2, 0.2), search).unwrap()
     }
 }
@@ -281,7 +281,7 @@ fn reference_cases_get_their_verdict() {
             (partial, verdict) if partial.contains("of the") || partial == "one expert" => {
                 matches!(verdict, Verdict::Unknown(_))
             }
-            (_, verdict @ (Verdict::Named(_) | Verdict::OneOf(_))) => names(verdict).contains(&kind),
+            (_, verdict @ (Verdict::Explained(_) | Verdict::OneOf(_))) => names(verdict).contains(&kind),
             // Too small to be told from rounding: never another cause.
             (_, Verdict::Rounding) => true,
             _ => false,
@@ -355,7 +355,7 @@ fn a_cause_found_on_a_part_of_the_rows_must_hold_on_all() {
         .collect();
     let search = SearchSettings { whole_rows_parameters_max: 0, ..SearchSettings::silent() };
     let found = fixture.compare_by(&rows, &search);
-    let Verdict::Named(cause) = &found.diagnosis.verdict else { panic!("{:?}", found.answer) };
+    let Verdict::Explained(cause) = &found.diagnosis.verdict else { panic!("{:?}", found.answer) };
     assert_eq!((cause.name, found.diagnosis.differences.len()), ("sinks missing", 8 * 239));
     let left = found.diagnosis.remaining.unwrap();
     assert!(left.max < 2e-5, "{left:?}");
@@ -385,7 +385,7 @@ fn a_prompts_log_probs_are_raw_whatever_the_sampler_did() {
             row.log_probs[4..].copy_from_slice(&processed[4..]);
         }
         let found = fixture.compare(&rows).diagnosis.verdict;
-        let Verdict::Named(cause) = &found else { panic!("{file}: {found:?}") };
+        let Verdict::Explained(cause) = &found else { panic!("{file}: {found:?}") };
         let words = "another temperature: the log-probs have 0.700 times the stated temperature";
         assert_eq!(cause.description(), words, "{file}");
         rows.iter_mut().for_each(|row| row.temperature = 0.7);

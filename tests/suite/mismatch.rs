@@ -37,7 +37,7 @@ impl World {
 
     fn reference(&self) -> UnmodifiedModel<'_> {
         let Self { threads, model, parameters, console } = self;
-        UnmodifiedModel { threads, model, parameters, earlier: None, console }
+        UnmodifiedModel { threads, model, parameters, earlier_weights: None, console }
     }
 
     /// Rollouts of the arithmetic task under `arms`.
@@ -169,7 +169,7 @@ fn causes_are_recognised_and_a_temperature_is_estimated() {
         world.reference().diagnose(&observed, &SearchSettings::silent()).unwrap().verdict
     };
     let named = |verdict: Verdict| match verdict {
-        Verdict::Named(cause) => cause.description(),
+        Verdict::Explained(cause) => cause.description(),
         other => panic!("{other:?}"),
     };
     assert_eq!(found(observed(&world, &world.model, plain, 1.0)), Verdict::Agrees);
@@ -210,5 +210,5 @@ fn bf16_weights_are_no_mistake_of_an_engine_in_bf16() {
     }
     let in_f32 = found_in_bf16(&world, 23);
     assert_eq!(in_f32.to_text(), "bf16 weights: every tensor is rounded");
-    assert!(matches!(in_f32, Verdict::Named(_)));
+    assert!(matches!(in_f32, Verdict::Explained(_)));
 }

@@ -15,11 +15,7 @@ pub(super) fn causes() -> Vec<Cause> {
         (1, true, "each token has the value of the next token"),
         (1, false, "each token is read one row too late, from logits computed after the token itself"),
         (-1, true, "each token has the value of the previous token"),
-        (
-            -1,
-            false,
-            "each token is read one row too early, from logits computed before the previous token",
-        ),
+        (-1, false, "each token is read one row too early, from logits computed before the previous token"),
     ] {
         let shift = Some(Shift { offset, moves_target });
         let deciding_experiment = "a row of tokens that the model predicts with high probability";

@@ -71,7 +71,7 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
         Some(ids @ Value::Array(_)) => (parse(ids, "a list of ids")?, false),
         _ => {
             return Err(
-                "the prompt is missing, but log-probs depend on it; keep the response's \"prompt\"".into(),
+                "the prompt is missing, but log-probs depend on it; keep the response's \"prompt\"".into()
             );
         }
     };

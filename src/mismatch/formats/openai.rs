@@ -72,7 +72,9 @@ fn has_prompt(value: &Value) -> bool {
 /// Returns the remedy for choices without log-probs.
 pub(super) fn log_probs_remedy(value: &Value) -> &'static str {
     match value["choices"][0].get("message") {
-        Some(_) => "choices have no logprobs; request them with \"logprobs\": true, or \"prompt_logprobs\": 0",
+        Some(_) => {
+            "choices have no logprobs; request them with \"logprobs\": true, or \"prompt_logprobs\": 0"
+        }
         None => {
             "choices have no logprobs; request them with \"logprobs\": 0, or \"prompt_logprobs\": 0 (and \"return_token_ids\": true)"
         }

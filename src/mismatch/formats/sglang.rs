@@ -24,7 +24,9 @@ struct MetaInfo {
 pub(super) fn row(value: Value) -> Result<RawRow, String> {
     let meta = parse::<Response>(value, "a response of SGLang")?.meta_info;
     let Some(output) = meta.output_token_logprobs else {
-        return Err("meta_info has no output_token_logprobs; request them with \"return_logprob\": true".into());
+        return Err(
+            "meta_info has no output_token_logprobs; request them with \"return_logprob\": true".into()
+        );
     };
     let input = meta.input_token_logprobs.unwrap_or_default();
     if input.is_empty() || meta.prompt_tokens.is_some_and(|count| count != input.len()) {

@@ -7,7 +7,7 @@ use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
-use rloss::mismatch::bitwise_equality::{EqualityCheck, EqualityProof};
+use rloss::mismatch::bitwise_equality::{EqualityCheck, EqualityChecks};
 use rloss::model::cache::CacheCapacity;
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::decoder_stack;
@@ -255,7 +255,7 @@ impl Case {
             let found = if self.sampling.top_p < 1.0 {
                 vec![self.truncated(&policy, &trajectories)?]
             } else {
-                let proof = EqualityProof {
+                let proof = EqualityChecks {
                     runner: BatchRunner { threads, model: &model, parameters: &parameters },
                     rollout: &policy,
                     training: ForwardOptions::default(),
