@@ -124,7 +124,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
         require_single_process("check-mismatch --against")?;
     }
     let mesh = Mesh::connect()?;
-    let (context, ablations) = mesh.agree("the recipe", open(args, &mesh))?;
+    let (context, ablations) = mesh.require_success("the recipe", open(args, &mesh))?;
     let names: Vec<&str> = ablations.iter().map(|(name, _)| name.as_str()).collect();
     let weights = context.recipe().model.path.as_deref();
     processes::check_agreement(&mesh, &context.plan, weights, &names.join(" "))?;

@@ -4,7 +4,7 @@ use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
-use crate::metrics::{Console, Phase, Row, Table, format_count, format_number};
+use crate::metrics::{Console, Phase, Row, TextTable, format_count, format_number};
 use crate::recipe::{KeyScope, locate};
 use crate::rollout::accuracy;
 use crate::run::causes::sample_causes;
@@ -104,18 +104,18 @@ fn calls(set: &ValidationResult) -> BTreeMap<CallOutcome, usize> {
 /// Returns the tables for the terminal.
 fn tables(set: &ValidationResult) -> String {
     let (problems, trajectories) = (set.problems.len(), set.rows().count());
-    let mut table = Table::new(["measure", "value", "95% from", "to"]);
+    let mut table = TextTable::new(["measure", "value", "95% from", "to"]);
     for (measure, e) in set.estimates() {
         let cells = [e.mean, e.low, e.high].map(|value| format!("{value:.3}"));
         table.add_row(std::iter::once(set.key(&measure)).chain(cells));
     }
-    let mut outcomes = Table::new(["outcome", "trajectories", "right"]);
+    let mut outcomes = TextTable::new(["outcome", "trajectories", "right"]);
     let by_outcome: BTreeMap<Outcome, _> = totals(set, |row| row.trajectory.outcome);
     for outcome in Outcome::ALL {
         let (all, right) = by_outcome.get(&outcome).copied().unwrap_or_default();
         outcomes.add_row([outcome.name().to_owned(), whole(all), whole(right)]);
     }
-    let mut turns = Table::new(["turns", "trajectories", "right"]);
+    let mut turns = TextTable::new(["turns", "trajectories", "right"]);
     for (n, (all, right)) in totals(set, |row| row.trajectory.turns.len()) {
         turns.add_row([whole(n), whole(all), whole(right)]);
     }
@@ -131,7 +131,7 @@ fn tables(set: &ValidationResult) -> String {
     );
     let calls = calls(set);
     if !calls.is_empty() {
-        let mut table = Table::new(["tool call", "calls"]);
+        let mut table = TextTable::new(["tool call", "calls"]);
         calls.iter().for_each(|(call, n)| table.add_row([call.name().to_owned(), whole(*n)]));
         text.push_str(&format!("{table}\n"));
     }

@@ -3,7 +3,7 @@
 use crate::atomic_file::write_file;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
-use crate::metrics::{Console, Phase, Row, Table, format_number};
+use crate::metrics::{Console, Phase, Row, TextTable, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, locate};
@@ -92,7 +92,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
         console.print(&format!("prime-rl: {}", folder.join("rank_0.jsonl").display()));
     }
     let metrics = crate::rollout::metrics(&groups).finish()?;
-    let mut table = Table::new(["metric", "value"]);
+    let mut table = TextTable::new(["metric", "value"]);
     metrics.iter().for_each(|(name, value)| table.add_row([name.to_owned(), format_number(value)]));
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
     print_text(&table.to_string())?;

@@ -45,11 +45,11 @@ enum Resume {
 pub fn run(args: &TrainArgs) -> Result<u8> {
     let mesh = Mesh::connect()?;
     let Prepared { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point } =
-        mesh.agree("the recipe", prepare(args, &mesh))?;
+        mesh.require_success("the recipe", prepare(args, &mesh))?;
     let checkpoint = resume_point.as_ref().map(|resume_point| resume_point.folder.as_path());
     let context = RunContext::open_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
-    let context = mesh.agree("the model", context)?;
-    let data = mesh.agree("the data", TrainingData::open(&context))?;
+    let context = mesh.require_success("the model", context)?;
+    let data = mesh.require_success("the data", TrainingData::open(&context))?;
     let state =
         resume_point.as_ref().map_or(String::new(), |resume_point| format!("{:?}", resume_point.state));
     let weights = checkpoint.or(context.recipe().model.path.as_deref());
@@ -61,7 +61,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         true => RunFolder::resume(&out, &context.plan, resume_point.as_ref()),
         false => RunFolder::create(&out, &context.plan),
     };
-    let folder = mesh.agree("the run's folder", folder)?;
+    let folder = mesh.require_success("the run's folder", folder)?;
     header::lines(&context, ModelCommand::Train, &out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     fresh_start_note.iter().chain(&resume_notes).for_each(|line| console.print(line));

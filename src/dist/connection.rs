@@ -116,8 +116,8 @@ impl Communicator for Connection {
 
 /// A pending exchange, and the channel to its caller.
 struct ActiveExchange<U> {
-    what: String,
-    begun: Instant,
+    name: String,
+    started: Instant,
     active: U,
     missing: usize,
     reply: Sender<Result<Vec<Vec<u8>>>>,
@@ -135,12 +135,12 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
         };
         match request {
             Ok(Request::Exchange(exchange, reply)) => {
-                let (what, begun) = (exchange.what.clone(), Instant::now());
+                let (name, started) = (exchange.name.clone(), Instant::now());
                 match backend.post(exchange, limit) {
                     Ok(active) => {
-                        exchanges.push(ActiveExchange { what, begun, active, missing: usize::MAX, reply });
+                        exchanges.push(ActiveExchange { name, started, active, missing: usize::MAX, reply });
                     }
-                    Err(error) => drop(reply.send(Err(error.context(what)))),
+                    Err(error) => drop(reply.send(Err(error.context(name)))),
                 }
                 idle_polls = 0;
                 continue;
@@ -179,10 +179,10 @@ fn poll<C: TransportBackend>(
 ) -> Option<ActiveExchange<C::Active>> {
     let error = match backend.missing_ranks(&mut one.active) {
         Ok(missing) if missing.is_empty() => {
-            let _ = one.reply.send(backend.take_messages(one.active).context(one.what));
+            let _ = one.reply.send(backend.take_messages(one.active).context(one.name));
             return None;
         }
-        Ok(missing) if one.begun.elapsed() < limit => {
+        Ok(missing) if one.started.elapsed() < limit => {
             one.missing = missing.len();
             return Some(one);
         }
@@ -193,11 +193,11 @@ fn poll<C: TransportBackend>(
             anyhow!(
                 "rank {} has waited {:.0} s in \"{}\" for ranks {missing:?}: {who} different calls",
                 backend.rank(),
-                one.begun.elapsed().as_secs_f64(),
-                one.what
+                one.started.elapsed().as_secs_f64(),
+                one.name
             )
         }
-        Err(error) => error.context(one.what),
+        Err(error) => error.context(one.name),
     };
     let _ = one.reply.send(Err(error));
     backend.abandon(one.active);

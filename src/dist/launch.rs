@@ -36,9 +36,9 @@ fn launch_info(variable: impl Fn(&str) -> Option<String>) -> Option<LaunchInfo> 
     let number = |name: &str| variable(name)?.parse().ok();
     LAUNCHER_VARIABLES.iter().find_map(|&(launcher, [processes, rank])| {
         // Other programs set these two names too, but only torchrun also sets the address and the port.
-        let whole = ["MASTER_ADDR", "MASTER_PORT"].iter().all(|name| variable(name).is_some());
+        let has_address = ["MASTER_ADDR", "MASTER_PORT"].iter().all(|name| variable(name).is_some());
         let info = LaunchInfo { launcher, processes: number(processes)?, rank: number(rank)? };
-        (launcher != Launcher::Torchrun || whole).then_some(info)
+        (launcher != Launcher::Torchrun || has_address).then_some(info)
     })
 }
 
@@ -175,13 +175,13 @@ fn rank_address_by(
     let one_machine = |names: [&str; 2], count: usize| {
         names.iter().find_map(|name| variable(name)).is_some_and(|text| text == count.to_string())
     };
-    let (local, host, port, job, alone) = match info.launcher {
+    let (local, host, port, job, is_one_machine) = match info.launcher {
         Launcher::Torchrun => {
             let (host, port) = (needed("MASTER_ADDR")?, of("MASTER_PORT")?);
             // torchrun itself listens on MASTER_PORT.
             let job = format!("{}:{host}:{port}", variable("TORCHELASTIC_RUN_ID").unwrap_or_default());
-            let alone = one_machine(["LOCAL_WORLD_SIZE"; 2], info.processes);
-            (of("LOCAL_RANK")?, host, port + 1, job, alone)
+            let is_one_machine = one_machine(["LOCAL_WORLD_SIZE"; 2], info.processes);
+            (of("LOCAL_RANK")?, host, port + 1, job, is_one_machine)
         }
         _ => {
             let (job, step) = (of("SLURM_JOB_ID")?, of("SLURM_STEP_ID")?);
@@ -200,7 +200,7 @@ fn rank_address_by(
     let port = variable("RLOSS_PORT").map_or(Ok(port), |text| number("RLOSS_PORT", text))?;
     let port = u16::try_from(port).map_err(|_| format!("port {port} is above 65535; set RLOSS_PORT"))?;
     // If there is only one machine, listen on the loopback interface, so that no other machine can connect.
-    let host = if alone { "127.0.0.1".to_owned() } else { host };
+    let host = if is_one_machine { "127.0.0.1".to_owned() } else { host };
     let key = blake3::derive_key("rloss 2025 what the ranks of a job show each other", &secret()?);
     let hash = blake3::keyed_hash(&key, job.as_bytes());
     let mut token = super::tcp::Token::default();

@@ -15,14 +15,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Sent on a connection before an orderly end.
-const END: u8 = 1;
+const ORDERLY_END: u8 = 1;
 /// Sent by rank 0 before it ends because another rank is lost. The number of the lost rank follows in 8
 /// bytes.
-const GONE: u8 = 2;
+const RANK_LOST: u8 = 2;
 
-/// The heartbeat, sent every [`BEAT`].
-const ALIVE: u8 = 3;
-const BEAT: Duration = Duration::from_secs(10);
+/// The heartbeat, sent every [`HEARTBEAT_INTERVAL`].
+const HEARTBEAT: u8 = 3;
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
 /// A rank counts as stopped if nothing arrives within two timeouts. One timeout is not enough, because this
 /// process may itself have been suspended.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
@@ -86,8 +86,8 @@ impl LivenessMonitor {
         let beat_shared = shared.clone();
         let beat = move || {
             while !beat_shared.stopped.load(Ordering::Relaxed) {
-                beat_shared.send_all(&[ALIVE]);
-                std::thread::sleep(BEAT);
+                beat_shared.send_all(&[HEARTBEAT]);
+                std::thread::sleep(HEARTBEAT_INTERVAL);
             }
         };
         std::thread::Builder::new().name("ranks".into()).spawn(beat).context("starting a thread")?;
@@ -97,7 +97,7 @@ impl LivenessMonitor {
     /// Stops the monitor. From now on, other ranks may end.
     pub fn stop(&self) {
         self.0.stopped.store(true, Ordering::Relaxed);
-        self.0.send_all(&[END]);
+        self.0.send_all(&[ORDERLY_END]);
     }
 }
 
@@ -116,20 +116,20 @@ impl MonitorState {
         if end == ConnectionEnd::Orderly || self.stopped.load(Ordering::Relaxed) {
             return;
         }
-        let (gone, what) = match end {
-            ConnectionEnd::OtherRank(gone) => (gone, "is gone"),
+        let (lost_rank, reason) = match end {
+            ConnectionEnd::OtherRank(lost_rank) => (lost_rank, "is lost"),
             ConnectionEnd::Silent => {
                 (other, "has sent nothing for two minutes, so it is stopped or unreachable")
             }
-            ConnectionEnd::Orderly | ConnectionEnd::Closed => (other, "is gone"),
+            ConnectionEnd::Orderly | ConnectionEnd::Closed => (other, "is lost"),
         };
-        let mut message = vec![GONE];
-        message.extend((gone as u64).to_le_bytes());
+        let mut message = vec![RANK_LOST];
+        message.extend((lost_rank as u64).to_le_bytes());
         self.send_all(&message);
         let line = format!(
-            "error: rank {}: rank {gone} on {} {what}, so this rank stops; continue from the last checkpoint with --resume\n",
+            "error: rank {}: rank {lost_rank} on {} {reason}, so this rank stops; continue from the last checkpoint with --resume\n",
             self.rank,
-            self.hosts.get(gone).map_or("?", String::as_str)
+            self.hosts.get(lost_rank).map_or("?", String::as_str)
         );
         // A single write, because other ranks write to the same terminal.
         let _ = std::io::stderr().write_all(line.as_bytes());
@@ -155,9 +155,9 @@ fn connection_end(mut stream: TcpStream, silence: Duration) -> ConnectionEnd {
     let (mut kind, mut number, mut silences) = ([0], [0; 8], 0);
     loop {
         match stream.read(&mut kind) {
-            Ok(1) if kind[0] == ALIVE => silences = 0,
-            Ok(1) if kind[0] == END => return ConnectionEnd::Orderly,
-            Ok(1) if kind[0] == GONE && stream.read_exact(&mut number).is_ok() => {
+            Ok(1) if kind[0] == HEARTBEAT => silences = 0,
+            Ok(1) if kind[0] == ORDERLY_END => return ConnectionEnd::Orderly,
+            Ok(1) if kind[0] == RANK_LOST && stream.read_exact(&mut number).is_ok() => {
                 return ConnectionEnd::OtherRank(u64::from_le_bytes(number) as usize);
             }
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
@@ -185,7 +185,7 @@ mod tests {
 
     fn send_beats(mut stream: TcpStream, last: &[u8]) -> Option<TcpStream> {
         for _ in 0..10 {
-            stream.write_all(&[ALIVE]).unwrap();
+            stream.write_all(&[HEARTBEAT]).unwrap();
             std::thread::sleep(Duration::from_millis(40));
         }
         stream.write_all(last).unwrap();
@@ -205,9 +205,9 @@ mod tests {
             drop(rank.join());
             end
         };
-        assert_eq!(of(|stream| send_beats(stream, &[END])), ConnectionEnd::Orderly);
+        assert_eq!(of(|stream| send_beats(stream, &[ORDERLY_END])), ConnectionEnd::Orderly);
         assert_eq!(
-            of(|stream| send_beats(stream, &[GONE, 5, 0, 0, 0, 0, 0, 0, 0])),
+            of(|stream| send_beats(stream, &[RANK_LOST, 5, 0, 0, 0, 0, 0, 0, 0])),
             ConnectionEnd::OtherRank(5)
         );
         assert_eq!(of(|stream| send_beats(stream, &[]).and(None)), ConnectionEnd::Closed);

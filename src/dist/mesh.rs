@@ -29,7 +29,7 @@ pub struct Mesh {
     local_rank: usize,
     ranks_on_cores: usize,
     /// Number of ranks in a sequence-parallel group.
-    sequence: AtomicUsize,
+    sequence_ranks: AtomicUsize,
 }
 
 /// The host of a rank, and the cores that it may use.
@@ -59,7 +59,7 @@ struct RankResult {
 impl Mesh {
     /// Creates the mesh of a single process.
     pub fn single() -> Arc<Self> {
-        Arc::new(Self::alone())
+        Arc::new(Self::single_rank())
     }
 
     /// Connects the processes that the launcher started. A single process needs no connection.
@@ -72,7 +72,7 @@ impl Mesh {
         if processes == 1 {
             return Ok(Self::single());
         }
-        let mut mesh = Self { communicator: Some(connect_transport(processes)?), ..Self::alone() };
+        let mut mesh = Self { communicator: Some(connect_transport(processes)?), ..Self::single_rank() };
         let own = Peer::this()?;
         let peers = mesh.all_gather_records("hosts and cores", &own)?;
         mesh.ranks_on_host = peers.iter().filter(|peer| peer.host == own.host).count();
@@ -83,7 +83,7 @@ impl Mesh {
         Ok(Arc::new(mesh))
     }
 
-    fn alone() -> Self {
+    fn single_rank() -> Self {
         Self {
             communicator: None,
             monitor: None,
@@ -91,7 +91,7 @@ impl Mesh {
             ranks_on_host: 1,
             local_rank: 0,
             ranks_on_cores: 1,
-            sequence: AtomicUsize::new(1),
+            sequence_ranks: AtomicUsize::new(1),
         }
     }
 
@@ -114,12 +114,12 @@ impl Mesh {
     /// Makes each `ranks` consecutive ranks one sequence-parallel group. `ranks` must divide the number of
     /// all ranks.
     pub fn set_sequence_ranks(&self, ranks: usize) {
-        self.sequence.store(ranks.max(1), Ordering::Relaxed);
+        self.sequence_ranks.store(ranks.max(1), Ordering::Relaxed);
     }
 
     /// Returns the number of ranks in a sequence-parallel group.
     pub fn sequence_ranks(&self) -> usize {
-        self.sequence.load(Ordering::Relaxed)
+        self.sequence_ranks.load(Ordering::Relaxed)
     }
 
     /// Returns this process's rank within its sequence-parallel group.
@@ -178,7 +178,7 @@ impl Mesh {
     /// When the connection has ended.
     pub fn start(
         &self,
-        what: &str,
+        name: &str,
         group: &[usize],
         parts: Vec<Arc<Vec<u8>>>,
         lengths: &[usize],
@@ -192,7 +192,7 @@ impl Mesh {
         let others = |(to, _): &(usize, _)| *to != rank;
         let send = group.iter().copied().zip(parts).filter(|(to, _)| *to != rank).collect();
         let receive = group.iter().copied().zip(lengths.iter().copied()).filter(others).collect();
-        let pending = communicator.start(Exchange { what: what.to_owned(), send, receive })?;
+        let pending = communicator.start(Exchange { name: name.to_owned(), send, receive })?;
         Ok(PendingExchange { own: (own, place), others: Some(pending) })
     }
 
@@ -200,15 +200,15 @@ impl Mesh {
     ///
     /// # Errors
     /// When a rank does not answer in time.
-    pub fn all_gather(&self, what: &str, part: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+    pub fn all_gather(&self, name: &str, part: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         if self.communicator.is_none() {
             return Ok(vec![part]);
         }
         let length = (part.len() as u64).to_le_bytes().to_vec();
         let (ranks, all_ranks) = (self.ranks(), self.all_ranks());
-        let lengths = self.start(what, &all_ranks, replicate(length, ranks), &vec![8; ranks])?.wait()?;
+        let lengths = self.start(name, &all_ranks, replicate(length, ranks), &vec![8; ranks])?.wait()?;
         let lengths = lengths.iter().map(|bytes| read_length(bytes)).collect::<Result<Vec<_>>>()?;
-        self.start(what, &all_ranks, replicate(part, ranks), &lengths)?.wait()
+        self.start(name, &all_ranks, replicate(part, ranks), &lengths)?.wait()
     }
 
     /// Gathers the records of all ranks, in rank order.
@@ -217,20 +217,20 @@ impl Mesh {
     /// The errors of [`Self::all_gather`].
     pub fn all_gather_records<T: Serialize + for<'a> Deserialize<'a>>(
         &self,
-        what: &str,
+        name: &str,
         own: &T,
     ) -> Result<Vec<T>> {
-        self.all_gather(what, serialize(own)?)?.iter().map(|bytes| deserialize(bytes)).collect()
+        self.all_gather(name, serialize(own)?)?.iter().map(|bytes| deserialize(bytes)).collect()
     }
 
     /// Gathers one byte from every rank, in rank order, in a single exchange.
     ///
     /// # Errors
     /// The errors of [`Self::all_gather`].
-    pub fn all_gather_byte(&self, what: &str, own: u8) -> Result<Vec<u8>> {
+    pub fn all_gather_byte(&self, name: &str, own: u8) -> Result<Vec<u8>> {
         let ranks = self.ranks();
         let parts =
-            self.start(what, &self.all_ranks(), replicate(vec![own], ranks), &vec![1; ranks])?.wait()?;
+            self.start(name, &self.all_ranks(), replicate(vec![own], ranks), &vec![1; ranks])?.wait()?;
         Ok(parts.concat())
     }
 
@@ -238,17 +238,17 @@ impl Mesh {
     ///
     /// # Errors
     /// The errors of [`Self::all_gather`].
-    pub fn any(&self, what: &str, own: bool) -> Result<bool> {
-        Ok(self.all_gather_byte(what, u8::from(own))?.contains(&1))
+    pub fn any(&self, name: &str, own: bool) -> Result<bool> {
+        Ok(self.all_gather_byte(name, u8::from(own))?.contains(&1))
     }
 
     /// Sends rank 0's record to every rank. Returns the record.
     ///
     /// # Errors
     /// The errors of [`Self::all_gather`].
-    pub fn broadcast<T: Serialize + for<'a> Deserialize<'a>>(&self, what: &str, own: &T) -> Result<T> {
+    pub fn broadcast<T: Serialize + for<'a> Deserialize<'a>>(&self, name: &str, own: &T) -> Result<T> {
         let part = if self.is_rank_zero() { serialize(own)? } else { vec![] };
-        let parts = self.all_gather(what, part)?;
+        let parts = self.all_gather(name, part)?;
         deserialize(parts.first().context("rank 0 sent no part")?)
     }
 
@@ -257,7 +257,7 @@ impl Mesh {
     ///
     /// # Errors
     /// The error of this rank, or [`ErrorOnOtherRank`].
-    pub fn agree<T>(&self, what: &str, result: Result<T>) -> Result<T> {
+    pub fn require_success<T>(&self, name: &str, result: Result<T>) -> Result<T> {
         if self.communicator.is_none() {
             return result;
         }
@@ -268,7 +268,7 @@ impl Mesh {
                 is_bad_input: error.chain().any(|cause| cause.is::<BadInput>()),
             },
         };
-        let verdicts = self.all_gather_records(what, &verdict)?;
+        let verdicts = self.all_gather_records(name, &verdict)?;
         let Some(first) = verdicts.iter().position(|verdict| verdict.error.is_some()) else { return result };
         // All ranks end now, which must not count as a failure.
         self.disconnect();
@@ -292,12 +292,12 @@ impl Mesh {
     /// Checks that `own` is equal on all ranks.
     ///
     /// # Errors
-    /// [`BadInput`] on every rank if a rank differs from rank 0. The message has `what` and the `remedy`.
-    pub fn check_equal(&self, what: &str, own: &str, remedy: &str) -> Result<()> {
-        let all = self.all_gather_records(what, &own.to_owned())?;
+    /// [`BadInput`] on every rank if a rank differs from rank 0. The message has `name` and the `remedy`.
+    pub fn check_equal(&self, name: &str, own: &str, remedy: &str) -> Result<()> {
+        let all = self.all_gather_records(name, &own.to_owned())?;
         let Some(other) = all.iter().position(|found| *found != all[0]) else { return Ok(()) };
         self.disconnect();
-        let message = format!("ranks 0 and {other} have different {what}; {remedy}");
+        let message = format!("ranks 0 and {other} have different {name}; {remedy}");
         if self.is_rank_zero() {
             Err(BadInput(message).into())
         } else {
@@ -323,12 +323,12 @@ impl Mesh {
             let result = work();
             self.rank_zero_alone.store(false, Ordering::Relaxed);
             self.broadcast(REQUEST, &None::<R>)?;
-            return self.agree("the work of rank 0", result);
+            return self.require_success("the work of rank 0", result);
         }
         while let Some(request) = self.broadcast(REQUEST, &None::<R>)? {
             answer(request)?;
         }
-        self.agree("the work of rank 0", Ok(()))
+        self.require_success("the work of rank 0", Ok(()))
     }
 
     /// Sends rank 0's request to the other ranks. Outside [`Self::run_on_rank_zero`] it does nothing, because
@@ -412,11 +412,11 @@ impl Mesh {
                 self.1
             }
             fn start(&self, exchange: Exchange) -> Result<PendingMessages> {
-                anyhow::bail!("{}: these ranks have no connection", exchange.what)
+                anyhow::bail!("{}: these ranks have no connection", exchange.name)
             }
             fn set_timeout(&self, _: Duration) {}
             fn disconnect(&self) {}
         }
-        Arc::new(Self { communicator: Some(Box::new(StubCommunicator(rank, ranks))), ..Self::alone() })
+        Arc::new(Self { communicator: Some(Box::new(StubCommunicator(rank, ranks))), ..Self::single_rank() })
     }
 }

@@ -36,7 +36,7 @@ use std::time::Duration;
 #[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code))]
 pub struct Exchange {
     /// The name of the exchange in messages. It is equal on every rank.
-    pub what: String,
+    pub name: String,
     /// For each receiving rank, the rank and the part.
     pub send: Vec<(usize, Arc<Vec<u8>>)>,
     /// For each sending rank, the rank and the number of bytes.
@@ -50,8 +50,8 @@ pub fn replicate(part: Vec<u8>, ranks: usize) -> Vec<Arc<Vec<u8>>> {
 
 /// Returns the tag of an exchange. With tags, ranks in different exchanges do not accept each other's parts.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
-fn tag(what: &str) -> u32 {
-    what.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+fn tag(name: &str) -> u32 {
+    name.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
 /// Sends parts between ranks. Every rank starts the same exchanges in the same order.

@@ -67,7 +67,7 @@ impl TransportBackend for World {
     }
 
     fn post(&mut self, exchange: Exchange, _: Duration) -> Result<PendingRequests> {
-        let tag = (tag(&exchange.what) & 0x7fff) as c_int;
+        let tag = (tag(&exchange.name) & 0x7fff) as c_int;
         let mut requests = vec![];
         let mut receive: Vec<Vec<u8>> = exchange.receive.iter().map(|&(_, bytes)| vec![0; bytes]).collect();
         for (&(from, _), buffer) in exchange.receive.iter().zip(&mut receive) {

@@ -49,15 +49,15 @@ pub(super) struct PendingGroup {
     _send: Vec<CudaSlice<u8>>,
 }
 
-fn header(what: &str, bytes: usize) -> [u8; HEADER_BYTES] {
+fn header(name: &str, bytes: usize) -> [u8; HEADER_BYTES] {
     let mut header = [0; HEADER_BYTES];
-    header[..4].copy_from_slice(&tag(what).to_le_bytes());
+    header[..4].copy_from_slice(&tag(name).to_le_bytes());
     header[8..].copy_from_slice(&(bytes as u64).to_le_bytes());
     header
 }
 
-fn driver<T>(result: std::result::Result<T, DriverError>, what: &str) -> Result<T> {
-    result.map_err(|error| anyhow::anyhow!("{what}: {error}"))
+fn driver<T>(result: std::result::Result<T, DriverError>, name: &str) -> Result<T> {
+    result.map_err(|error| anyhow::anyhow!("{name}: {error}"))
 }
 
 /// Opens the GPU of the process with rank `local_rank` on its machine. The launcher may let each process see
@@ -109,11 +109,11 @@ impl Comm {
         let mut comm = std::ptr::null_mut();
         // SAFETY: both pointers are to locals that outlive the call. The device is the current one of this
         // thread.
-        let begun = unsafe {
+        let started = unsafe {
             result::comm_init_rank_config(&mut comm, ranks as c_int, id, rank as c_int, &mut config)
         };
         let mut connection = Self { rank, ranks, comm: Some(comm), exchanges, copies };
-        connection.wait_for_call("ncclCommInitRankConfig", begun, TIMEOUT)?;
+        connection.wait_for_call("ncclCommInitRankConfig", started, TIMEOUT)?;
         Ok(connection)
     }
 
@@ -147,7 +147,7 @@ impl Comm {
         limit: Duration,
     ) -> Result<()> {
         answer.map_err(|error| nccl_error(Some(comm), call, &error))?;
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             let mut state = sys::ncclResult_t::ncclSuccess;
             // SAFETY: the communicator is open, the pointer is to a local.
@@ -156,7 +156,7 @@ impl Comm {
             if state != sys::ncclResult_t::ncclInProgress {
                 return Ok(());
             }
-            if begun.elapsed() > limit {
+            if started.elapsed() > limit {
                 bail!("rank {} has waited {:.0} s in {call}: a rank hangs", self.rank, limit.as_secs_f64());
             }
             std::thread::yield_now();
@@ -173,9 +173,9 @@ impl Comm {
     }
 
     /// Copies `part` and its header to the device.
-    fn upload(&self, what: &str, part: &[u8]) -> Result<CudaSlice<u8>, DriverError> {
+    fn upload(&self, name: &str, part: &[u8]) -> Result<CudaSlice<u8>, DriverError> {
         let mut memory = memory(&self.copies, part.len())?;
-        self.copies.memcpy_htod(&header(what, part.len()), &mut memory.slice_mut(..HEADER_BYTES))?;
+        self.copies.memcpy_htod(&header(name, part.len()), &mut memory.slice_mut(..HEADER_BYTES))?;
         if !part.is_empty() {
             self.copies.memcpy_htod(part, &mut memory.slice_mut(HEADER_BYTES..))?;
         }
@@ -200,7 +200,7 @@ fn enqueue_group<'a>(
 ) -> (Vec<SyncOnDrop<'a>>, Result<NcclStatus, NcclError>) {
     let mut guards = vec![];
     let (place, byte) = (stream.cu_stream().cast(), sys::ncclDataType_t::ncclUint8);
-    let mut begun = result::group_start();
+    let mut started = result::group_start();
     for (from, _, memory) in receive {
         let length = memory.len();
         let (address, guard) = memory.device_ptr_mut(stream);
@@ -208,7 +208,7 @@ fn enqueue_group<'a>(
         // SAFETY: the memory has `length` bytes on this device. `PendingGroup` keeps the memory until the
         // group has ended or was aborted. The stream belongs to this communicator's device.
         let call = || unsafe { result::recv(address as *mut _, length, byte, *from as c_int, comm, place) };
-        begun = begun.and_then(|_| call());
+        started = started.and_then(|_| call());
     }
     for &(to, part) in to {
         let (address, guard) = send[part].device_ptr(stream);
@@ -216,11 +216,11 @@ fn enqueue_group<'a>(
         let length = send[part].len();
         // SAFETY: as above.
         let call = || unsafe { result::send(address as *const _, length, byte, to as c_int, comm, place) };
-        begun = begun.and_then(|_| call());
+        started = started.and_then(|_| call());
     }
     // The group must be ended, even if a call in it failed.
     let ended = result::group_end();
-    (guards, begun.and(ended))
+    (guards, started.and(ended))
 }
 
 /// Returns NCCL's message for a failed call.
@@ -249,7 +249,7 @@ impl TransportBackend for Comm {
 
     fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<PendingGroup> {
         let comm = self.comm()?;
-        let Exchange { what, send, receive } = exchange;
+        let Exchange { name, send, receive } = exchange;
         // A part for several ranks is copied to the device only once.
         let mut parts: Vec<&Arc<Vec<u8>>> = vec![];
         let mut to = vec![];
@@ -262,11 +262,11 @@ impl TransportBackend for Comm {
         }
         let purpose = "GPU memory for an exchange between ranks";
         let send =
-            parts.iter().map(|part| driver(self.upload(&what, part), purpose)).collect::<Result<Vec<_>>>()?;
+            parts.iter().map(|part| driver(self.upload(&name, part), purpose)).collect::<Result<Vec<_>>>()?;
         let mut receive = receive
             .into_iter()
             .map(|(from, bytes)| {
-                Ok((from, header(&what, bytes), driver(memory(&self.exchanges, bytes), purpose)?))
+                Ok((from, header(&name, bytes), driver(memory(&self.exchanges, bytes), purpose)?))
             })
             .collect::<Result<Vec<_>>>()?;
         let stream = self.exchanges.clone();
@@ -345,19 +345,19 @@ pub fn self_test(ordinal: usize, bytes_max: usize) -> Result<String> {
     let mut bytes = 1;
     while bytes <= bytes_max {
         let part: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
-        let what = format!("{bytes} bytes to itself");
+        let name = format!("{bytes} bytes to itself");
         let send = vec![(0, Arc::new(part.clone()))];
         let mut group =
-            comm.post(Exchange { what: what.clone(), send, receive: vec![(0, bytes)] }, TIMEOUT)?;
-        let begun = Instant::now();
+            comm.post(Exchange { name: name.clone(), send, receive: vec![(0, bytes)] }, TIMEOUT)?;
+        let started = Instant::now();
         while !comm.missing_ranks(&mut group)?.is_empty() {
-            if begun.elapsed() > super::tcp::CONNECT_TIMEOUT {
-                bail!("{what} did not arrive");
+            if started.elapsed() > super::tcp::CONNECT_TIMEOUT {
+                bail!("{name} did not arrive");
             }
             std::thread::yield_now();
         }
         if comm.take_messages(group)? != [part] {
-            bail!("{what} arrived changed");
+            bail!("{name} arrived changed");
         }
         bytes *= 16;
     }

@@ -28,13 +28,13 @@ pub(super) type Token = [u8; TOKEN_BYTES];
 /// # Errors
 /// When a rank does not connect within [`CONNECT_TIMEOUT`].
 pub(super) fn accept(listener: &TcpListener, token: &Token, ranks: usize) -> Result<Vec<(usize, TcpStream)>> {
-    let begun = Instant::now();
+    let started = Instant::now();
     let mut streams: Vec<(usize, TcpStream)> = vec![];
     let mut new_connections: VecDeque<NewConnection> = VecDeque::new();
     let port = listener.local_addr().context("the port for the other ranks")?.port();
     listener.set_nonblocking(true).context("listening for the other ranks")?;
     while streams.len() + 1 < ranks {
-        if begun.elapsed() > CONNECT_TIMEOUT {
+        if started.elapsed() > CONNECT_TIMEOUT {
             bail!(
                 "{} of {} ranks did not connect to rank 0 on port {port} within {} s",
                 ranks - 1 - streams.len(),
@@ -44,7 +44,11 @@ pub(super) fn accept(listener: &TcpListener, token: &Token, ranks: usize) -> Res
         }
         while let Ok((stream, _)) = listener.accept() {
             if stream.set_nonblocking(true).is_ok() {
-                new_connections.push_back(NewConnection { stream, begun: Instant::now(), greeting: vec![] });
+                new_connections.push_back(NewConnection {
+                    stream,
+                    started: Instant::now(),
+                    greeting: vec![],
+                });
             }
             // A rank sends its greeting at once, so the oldest connection without a greeting is not from a
             // rank.
@@ -63,7 +67,7 @@ pub(super) fn accept(listener: &TcpListener, token: &Token, ranks: usize) -> Res
                         streams.push((rank, connection.stream));
                     }
                 }
-                None if connection.begun.elapsed() < GREETING_LIMIT => silent.push_back(connection),
+                None if connection.started.elapsed() < GREETING_LIMIT => silent.push_back(connection),
                 None => {}
             }
         }
@@ -76,7 +80,7 @@ pub(super) fn accept(listener: &TcpListener, token: &Token, ranks: usize) -> Res
 /// A connection without a complete greeting.
 struct NewConnection {
     stream: TcpStream,
-    begun: Instant,
+    started: Instant,
     greeting: Vec<u8>,
 }
 
@@ -106,7 +110,7 @@ pub(super) fn join(
     rank: usize,
     patience: Duration,
 ) -> Result<TcpStream> {
-    let begun = Instant::now();
+    let started = Instant::now();
     let connect = || -> std::io::Result<TcpStream> {
         let mut stream = TcpStream::connect((host, port))?;
         stream.write_all(token)?;
@@ -115,7 +119,7 @@ pub(super) fn join(
     };
     loop {
         match connect() {
-            Err(_) if begun.elapsed() < patience => std::thread::sleep(POLL),
+            Err(_) if started.elapsed() < patience => std::thread::sleep(POLL),
             done => return done.with_context(|| format!("connecting to rank 0 at {host}, port {port}")),
         }
     }
@@ -134,7 +138,7 @@ mod tests {
         let silent: Vec<_> = (0..20).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
         let mut wrong = TcpStream::connect(("127.0.0.1", port)).unwrap();
         wrong.write_all(&[8; GREETING_BYTES]).unwrap();
-        let begun = Instant::now();
+        let started = Instant::now();
         let ranks = [1, 2].map(|rank| {
             std::thread::spawn(move || join("127.0.0.1", port, &token, rank, Duration::ZERO).unwrap())
         });
@@ -142,7 +146,7 @@ mod tests {
             accept(&listener, &token, 3).unwrap().into_iter().map(|(rank, _)| rank).collect();
         found.sort_unstable();
         assert_eq!(found, [1, 2]);
-        assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
         ranks.into_iter().for_each(|rank| drop(rank.join().unwrap()));
         drop((silent, wrong));
     }

@@ -25,7 +25,7 @@ pub use jsonl::{MetricsFile, read_rows};
 pub use row::{Metrics, Phase, Row};
 pub use settings::LoggingSettings;
 pub use status::current_stage;
-pub use table::{Table, format_count, format_number};
+pub use table::{TextTable, format_count, format_number};
 pub use tensorboard::TensorBoard;
 pub use terminal::{sanitize_line, sanitize_terminal};
 pub use timings::Timings;

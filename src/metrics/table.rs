@@ -5,12 +5,12 @@ use unicode_width::UnicodeWidthStr;
 
 /// Rows under a header. A column of numbers is aligned to the right.
 #[derive(Debug, Clone)]
-pub struct Table {
+pub struct TextTable {
     header: Vec<String>,
     rows: Vec<Vec<String>>,
 }
 
-impl Table {
+impl TextTable {
     pub fn new<S: Into<String>>(header: impl IntoIterator<Item = S>) -> Self {
         Self { header: header.into_iter().map(clean).collect(), rows: Vec::new() }
     }
@@ -38,7 +38,7 @@ impl Table {
         }
         parts.push(part);
         let only = |line: &Vec<String>, part: &[usize]| part.iter().map(|&at| line[at].clone()).collect();
-        let table = |part: Vec<usize>| Table {
+        let table = |part: Vec<usize>| TextTable {
             header: only(&self.header, &part),
             rows: self.rows.iter().map(|row| only(row, &part)).collect(),
         };
@@ -46,7 +46,7 @@ impl Table {
     }
 }
 
-impl std::fmt::Display for Table {
+impl std::fmt::Display for TextTable {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let lines = || std::iter::once(&self.header).chain(&self.rows);
         let column = |i: usize| lines().filter_map(move |line| line.get(i));

@@ -2,7 +2,7 @@
 
 use super::bitwise_equality::EqualityCheck;
 use super::compare::COLUMNS;
-use crate::metrics::{Table, format_number};
+use crate::metrics::{TextTable, format_number};
 use serde_json::{Map, Value, json};
 
 /// One line of the result: an equality check, an ablation, or a range of positions.
@@ -37,7 +37,7 @@ impl ResultLine {
 
 /// Formats the equality checks as a table.
 pub fn equality_table(lines: &[ResultLine]) -> String {
-    let mut table = Table::new(["check", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
+    let mut table = TextTable::new(["check", "tokens", "logprob_abs_diff_max", "bit_equal_fraction"]);
     for line in lines {
         let keys = ["mismatch/tokens", "mismatch/logprob_abs_diff_max", "mismatch/bit_equal_fraction"];
         table.add_row(std::iter::once(line.name.clone()).chain(keys.map(|key| value_text(line.value(key)))));
@@ -53,7 +53,7 @@ pub fn mismatch_table(title: &str, lines: &[ResultLine], columns: usize) -> Stri
         .filter(|(key, _)| lines.iter().any(|l| l.metrics.iter().any(|(k, _)| k == key)))
         .collect();
     let header = std::iter::once(title).chain(columns_with_values.iter().map(|(_, short)| *short));
-    let mut table = Table::new(header);
+    let mut table = TextTable::new(header);
     for line in lines {
         let values = columns_with_values.iter().map(|(key, _)| value_text(line.value(key)));
         table.add_row(std::iter::once(line.name.clone()).chain(values));

@@ -42,7 +42,8 @@ pub fn check_agreement(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: 
     let binary = std::env::current_exe().context("looking for this program")?;
     let digest = file_digest(&binary, None).context("reading this program")?;
     mesh.check_equal("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
-    let manifest = mesh.agree("the checkpoint", weights.map_or(Ok(String::new()), manifest_digest))?;
+    let manifest =
+        mesh.require_success("the checkpoint", weights.map_or(Ok(String::new()), manifest_digest))?;
     mesh.check_equal("checkpoints", &format!("{manifest} {state}"), "use one run folder that all nodes share")
 }
 

@@ -268,7 +268,7 @@ fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
         // The stand-in for srun lets its processes fail.
         assert!(by_slurm || ended.code != Some(0), "{}", ended.stderr);
         let survivor = ended.stderr.contains(&format!("rank {seed} on "))
-            && ended.stderr.contains("is gone, so this one stops");
+            && ended.stderr.contains("is lost, so this rank stops");
         assert!(survivor || (!by_slurm && ended.stderr.contains("signal 9")), "{}", ended.stderr);
         let steps = rows_with(&ended, "critic/rewards/mean").len();
         let on = Launch::resume(&ended, &[&format!("train.steps={}", steps + 2)]).ranks(2).run();

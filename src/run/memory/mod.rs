@@ -25,7 +25,7 @@ use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
 use crate::learner::optimizer::state_bytes;
-use crate::metrics::Table;
+use crate::metrics::TextTable;
 use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
@@ -254,7 +254,7 @@ fn join_remedies(remedies: &[Remedy]) -> String {
 
 impl std::fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut table = Table::new(["phase", "item", "GB"]);
+        let mut table = TextTable::new(["phase", "item", "GB"]);
         let resident = [("resident", &self.resident)];
         let phases = self.phases.iter().map(|(name, items)| (*name, items));
         for (name, items) in resident.into_iter().chain(phases) {

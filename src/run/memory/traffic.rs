@@ -3,7 +3,7 @@
 use super::weights::{ShardedTensor, unsharded_bytes};
 use super::{MemoryPlanInput, Stage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
-use crate::metrics::Table;
+use crate::metrics::TextTable;
 
 const F32: u64 = 4;
 /// Bandwidth of NVLink 4 in one direction; 900 GB/s in both.
@@ -93,7 +93,8 @@ fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
 
 impl std::fmt::Display for Traffic {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut table = Table::new(["received per process and step", "GB", "s by NVLink", "s by 400 Gb/s"]);
+        let mut table =
+            TextTable::new(["received per process and step", "GB", "s by NVLink", "s by 400 Gb/s"]);
         let mut row = |name: &str, bytes: u64| {
             let seconds = |rate: f64| format!("{:.2}", bytes as f64 / rate);
             table.add_row([
