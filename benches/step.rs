@@ -333,7 +333,7 @@ fn main() -> Result<()> {
                     load_balance_coefficient: 0.0,
                     forward: ForwardOptions::default(),
                 },
-                second_forward: None,
+                old_log_prob_forward: None,
                 response_tokens_max: shapes.response_tokens,
                 norm_limits: GradientNormLimits::default(),
                 timings: &timings,

@@ -35,7 +35,7 @@ pub struct CPython {
     program: PathBuf,
     host: HostPython,
     confinement: String,
-    /// LiveSession trajectories. Used only with [`InterpreterState::Trajectory`].
+    /// Live trajectories. Used only with [`InterpreterState::Trajectory`].
     sessions: Mutex<HashMap<SessionId, LiveSession>>,
     deaths: WorkerDeaths,
     // Declared before the spawner: when the thread of the spawner ends, the servers are killed.

@@ -171,7 +171,7 @@ fn rules(files: &AllowedFiles, writable: Option<&Path>) -> Result<RulesetCreated
     Ok(rules)
 }
 
-/// AllowedCalls system calls. A call is allowed if one of its conditions holds, or if it has no condition.
+/// Allowed system calls. A call is allowed if one of its conditions holds, or if it has no condition.
 type AllowedCalls = BTreeMap<i64, Vec<SeccompRule>>;
 
 /// Builds a filter that allows the calls in `allowed`. Every other call fails with `EPERM`.
