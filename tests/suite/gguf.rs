@@ -20,7 +20,9 @@ fn read(file: &GgufFile, name: &str) -> Vec<f32> {
     let tensor = &file.tensors[name];
     let mut bytes = vec![0; tensor.dtype.bytes_of(tensor.shape.iter().product())];
     file.read_at(tensor, 0, &mut bytes).unwrap();
-    tensor.dtype.decode(&bytes).unwrap()
+    let mut values = vec![0.0; tensor.shape.iter().product()];
+    tensor.dtype.decode(&bytes, &mut values);
+    values
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {

@@ -1,6 +1,7 @@
 //! GGUF: one file with a model's config, tokenizer and tensors, as llama.cpp reads it.
 //! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
+mod decode;
 mod file;
 mod metadata;
 mod names;

@@ -1,12 +1,12 @@
-//! Types of a GGUF tensor's values. All but MXFP4 are decoded by candle.
+//! Types of a GGUF tensor's values.
 
+use super::decode::{self, Decode};
 use crate::bad_input;
 use crate::ops::mxfp4;
 use anyhow::{Result, bail};
-use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use half::f16;
-use std::borrow::Cow;
 
 /// A type of values. Two types are equal if their ids are.
 #[derive(Debug)]
@@ -18,6 +18,8 @@ pub struct TensorType {
     pub block: usize,
     /// Bytes of a block.
     pub bytes: usize,
+    decode: Decode,
+    /// candle's type, which encodes; `None` for MXFP4.
     dtype: Option<GgmlDType>,
 }
 
@@ -28,10 +30,10 @@ impl PartialEq for TensorType {
 }
 
 macro_rules! types {
-    ($($name:ident = $id:literal $shown:literal $block:literal values in $bytes:literal $dtype:expr;)*) => {
+    ($($name:ident = $id:literal $shown:literal $block:literal values in $bytes:literal $decode:ident $dtype:expr;)*) => {
         impl TensorType {
             $(pub const $name: Self =
-                Self { id: $id, name: $shown, block: $block, bytes: $bytes, dtype: $dtype };)*
+                Self { id: $id, name: $shown, block: $block, bytes: $bytes, decode: decode::$decode, dtype: $dtype };)*
             /// Every type that is read.
             pub const ALL: &'static [Self] = &[$(Self::$name),*];
         }
@@ -39,18 +41,18 @@ macro_rules! types {
 }
 
 types! {
-    F32 = 0 "F32" 1 values in 4 Some(GgmlDType::F32);
-    F16 = 1 "F16" 1 values in 2 Some(GgmlDType::F16);
-    Q4_0 = 2 "Q4_0" 32 values in 18 Some(GgmlDType::Q4_0);
-    Q4_1 = 3 "Q4_1" 32 values in 20 Some(GgmlDType::Q4_1);
-    Q5_0 = 6 "Q5_0" 32 values in 22 Some(GgmlDType::Q5_0);
-    Q5_1 = 7 "Q5_1" 32 values in 24 Some(GgmlDType::Q5_1);
-    Q8_0 = 8 "Q8_0" 32 values in 34 Some(GgmlDType::Q8_0);
-    Q4_K = 12 "Q4_K" 256 values in 144 Some(GgmlDType::Q4K);
-    Q5_K = 13 "Q5_K" 256 values in 176 Some(GgmlDType::Q5K);
-    Q6_K = 14 "Q6_K" 256 values in 210 Some(GgmlDType::Q6K);
-    BF16 = 30 "BF16" 1 values in 2 Some(GgmlDType::BF16);
-    MXFP4 = 39 "MXFP4" 32 values in 17 None;
+    F32 = 0 "F32" 1 values in 4 f32_values Some(GgmlDType::F32);
+    F16 = 1 "F16" 1 values in 2 f16_values Some(GgmlDType::F16);
+    Q4_0 = 2 "Q4_0" 32 values in 18 q4_0 Some(GgmlDType::Q4_0);
+    Q4_1 = 3 "Q4_1" 32 values in 20 q4_1 Some(GgmlDType::Q4_1);
+    Q5_0 = 6 "Q5_0" 32 values in 22 q5_0 Some(GgmlDType::Q5_0);
+    Q5_1 = 7 "Q5_1" 32 values in 24 q5_1 Some(GgmlDType::Q5_1);
+    Q8_0 = 8 "Q8_0" 32 values in 34 q8_0 Some(GgmlDType::Q8_0);
+    Q4_K = 12 "Q4_K" 256 values in 144 q4_k Some(GgmlDType::Q4K);
+    Q5_K = 13 "Q5_K" 256 values in 176 q5_k Some(GgmlDType::Q5K);
+    Q6_K = 14 "Q6_K" 256 values in 210 q6_k Some(GgmlDType::Q6K);
+    BF16 = 30 "BF16" 1 values in 2 bf16_values Some(GgmlDType::BF16);
+    MXFP4 = 39 "MXFP4" 32 values in 17 mxfp4 None;
 }
 
 impl TensorType {
@@ -64,27 +66,11 @@ impl TensorType {
         count / self.block * self.bytes
     }
 
-    /// Decodes whole blocks.
-    ///
-    /// # Errors
-    /// When memory runs out.
-    pub fn decode(&self, bytes: &[u8]) -> Result<Vec<f32>> {
-        let Some(dtype) = self.dtype else {
-            let blocks = bytes.as_chunks::<MXFP4_BYTES>().0.iter();
-            return Ok(blocks
-                .flat_map(|block| {
-                    let (nibbles, scale) = from_gguf_block(block);
-                    mxfp4::decode_block(&nibbles, scale)
-                })
-                .collect());
-        };
-        let count = bytes.len() / self.bytes * self.block;
-        let stored = QStorage::from_data(Cow::Borrowed(bytes), &Device::Cpu, dtype)?;
-        Ok(QTensor::new(stored, count)?.dequantize(&Device::Cpu)?.to_vec1()?)
+    /// Decodes whole blocks to `values`, which has room for all of them.
+    pub fn decode(&self, bytes: &[u8], values: &mut [f32]) {
+        (self.decode)(bytes, values);
     }
-}
 
-impl TensorType {
     /// Encodes whole blocks of finite values, rounded to nearest.
     ///
     /// # Errors

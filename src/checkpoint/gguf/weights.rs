@@ -12,7 +12,7 @@ use crate::ops::mxfp4::BLOCK;
 use crate::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows, block_is_finite};
 use crate::ops::weight::Weight;
 use anyhow::Result;
-use half::bf16;
+use multiversion::multiversion;
 use rayon::prelude::*;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -205,12 +205,14 @@ impl GgufWeights {
     ) -> Result<()> {
         let [_, _, input] = geometry(spec);
         let rounds = self.format_of(spec) != WeightFormat::F32;
+        let mut buffer = vec![0.0; DECODED_VALUES.max(input).min(rows.len() * input)];
         self.read(spec, expert, rows, |dtype, bytes, step, first| {
-            let mut decoded = dtype.decode(bytes)?;
+            let decoded = &mut buffer[..bytes.len() / dtype.bytes * dtype.block];
+            dtype.decode(bytes, decoded);
             if rounds {
-                decoded.iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
+                round_to_bf16(decoded);
             }
-            if !decoded.iter().all(|value| value.is_finite()) {
+            if !is_finite(decoded) {
                 return Err(self.not_finite(spec));
             }
             for (row, values) in decoded.chunks_exact(input).enumerate() {
@@ -277,9 +279,27 @@ impl GgufWeights {
     }
 }
 
+/// Rounds finite values to the nearest bf16, ties to even. An infinite value or NaN stays one.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn round_to_bf16(values: &mut [f32]) {
+    for value in values {
+        let bits = value.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000;
+        *value = f32::from_bits(if value.is_finite() { rounded } else { bits });
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn is_finite(values: &[f32]) -> bool {
+    // A comparison of the largest exponent runs in vectors; `all` would stop at each value.
+    values.iter().fold(0, |most, value| most.max(value.to_bits() & 0x7fff_ffff)) < f32::INFINITY.to_bits()
+}
+
+/// Writes values that are bf16 already.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn write_bf16(to: &mut [u8], values: &[f32]) {
     for (to, value) in to.as_chunks_mut().0.iter_mut().zip(values) {
-        *to = bf16::from_f32(*value).to_le_bytes();
+        *to = ((value.to_bits() >> 16) as u16).to_le_bytes();
     }
 }
 
