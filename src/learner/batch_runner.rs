@@ -85,7 +85,11 @@ impl BatchRunner<'_> {
                 false => objective(slot.index, columns),
             };
             let on_layer = || progress.advance_tokens(progress_tokens * FORWARD_SHARE / self.layers());
-            pass.forward_backward(&objective, &on_layer)
+            // Several ranks exchange the gradients of every pass.
+            match mesh.ranks() {
+                1 => pass.forward_backward_if_nonzero(&objective, &on_layer),
+                _ => pass.forward_backward(&objective, &on_layer),
+            }
         };
         let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
         let outputs = self.run_passes(batches, |slot| {
@@ -93,7 +97,13 @@ impl BatchRunner<'_> {
             let sink = sum.pass_sink(slot.round, Some((progress, backward_tokens)));
             let weights = self.parameters.pass_weights(Some(&sink));
             // Later passes must not wait for a pass that failed.
-            weights.and_then(|weights| pass(slot, &weights)).inspect_err(|_| sum.fail(slot.round))
+            let output = weights.and_then(|weights| pass(slot, &weights));
+            let output = output.inspect_err(|_| sum.fail(slot.round))?;
+            if !output.has_gradients {
+                sum.skip(slot.round);
+                progress.advance_tokens(backward_tokens);
+            }
+            Ok(output)
         })?;
         sum.finish()?;
         let ran_elsewhere = |index: usize| index % mesh.data_ranks() != mesh.data_rank();

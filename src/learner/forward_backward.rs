@@ -43,6 +43,8 @@ pub struct PassOutput<const N: usize = 2> {
     pub routed_experts: Vec<Tensor>,
     /// Load-balancing loss, averaged over layers, before its coefficient; 0 without such a loss.
     pub load_balance_loss: f64,
+    /// Whether the pass sent gradients to the sink; false for a forward pass and a skipped backward pass.
+    pub has_gradients: bool,
 }
 
 impl PassOutput {
@@ -79,7 +81,12 @@ impl Pass<'_> {
             on_layer();
             Ok(())
         })?;
-        Ok(PassOutput { head: split_columns(&self.head(&hidden)?)?, routed_experts, load_balance_loss: 0.0 })
+        Ok(PassOutput {
+            head: split_columns(&self.head(&hidden)?)?,
+            routed_experts,
+            load_balance_loss: 0.0,
+            has_gradients: false,
+        })
     }
 
     /// Runs the forward pass, then `objective` on the head's columns, then the backward pass. Calls
@@ -93,9 +100,31 @@ impl Pass<'_> {
         objective: HeadObjective<'_, N>,
         on_layer: &dyn Fn(),
     ) -> Result<PassOutput<N>> {
+        self.run(objective, on_layer, false)
+    }
+
+    /// Works like [`Self::forward_backward`], but skips the backward pass if all gradients would be 0. This
+    /// is so when every trajectory of the micro-batch has an advantage of 0, and no other loss is on.
+    ///
+    /// # Errors
+    /// The errors of [`Self::forward_backward`].
+    pub fn forward_backward_if_nonzero<const N: usize>(
+        &self,
+        objective: HeadObjective<'_, N>,
+        on_layer: &dyn Fn(),
+    ) -> Result<PassOutput<N>> {
+        self.run(objective, on_layer, self.settings.load_balance_coefficient == 0.0)
+    }
+
+    fn run<const N: usize>(
+        &self,
+        objective: HeadObjective<'_, N>,
+        on_layer: &dyn Fn(),
+        skips_zero_gradient: bool,
+    ) -> Result<PassOutput<N>> {
         match self.settings.recompute_layers {
-            true => self.run_with_recomputation(objective, on_layer),
-            false => self.run_as_one_graph(objective, on_layer),
+            true => self.run_with_recomputation(objective, on_layer, skips_zero_gradient),
+            false => self.run_as_one_graph(objective, on_layer, skips_zero_gradient),
         }
     }
 
@@ -138,8 +167,10 @@ impl Pass<'_> {
         &self,
         objective: HeadObjective<'_, N>,
         on_layer: &dyn Fn(),
+        skips_zero_gradient: bool,
     ) -> Result<PassOutput<N>> {
         let (mut routed_experts, mut balance_losses, mut head_output) = (vec![], vec![], None);
+        let mut has_gradients = true;
         differentiate(&[], || {
             let mut roots = vec![];
             let hidden = self.run_layers(&self.stack(), &mut |_, _, output| {
@@ -149,13 +180,15 @@ impl Pass<'_> {
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
-            roots.push((head.clone(), self.gradient(&head, objective)?));
+            let gradient = self.gradient(&head, objective, skips_zero_gradient)?;
+            has_gradients = gradient.is_some();
+            roots.extend(gradient.map(|gradient| (head.clone(), gradient)));
             head_output = Some(head);
             anyhow::Ok(roots)
         })?;
         let head = head_output.context("a pass without a head")?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
-        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss })
+        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss, has_gradients })
     }
 
     /// Runs the pass with recomputation.
@@ -163,6 +196,7 @@ impl Pass<'_> {
         &self,
         objective: HeadObjective<'_, N>,
         on_layer: &dyn Fn(),
+        skips_zero_gradient: bool,
     ) -> Result<PassOutput<N>> {
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, mut routed_experts) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
@@ -175,14 +209,19 @@ impl Pass<'_> {
             Ok(())
         })?;
         let mut head_output = None;
-        let mut upstream = input_gradient(&hidden, || {
+        let upstream = differentiate(&[&hidden], || {
             let head = self.head(&hidden)?;
-            let root = (head.clone(), self.gradient(&head, objective)?);
+            let gradient = self.gradient(&head, objective, skips_zero_gradient)?;
+            let root = gradient.map(|gradient| (head.clone(), gradient));
             head_output = Some(head);
-            Ok(vec![root])
+            anyhow::Ok(root.into_iter().collect())
         })?;
         drop(hidden);
         let head = head_output.context("a pass without a head")?;
+        let Some(mut upstream) = upstream.into_iter().next().flatten() else {
+            let head = split_columns(&head)?;
+            return Ok(PassOutput { head, routed_experts, load_balance_loss: 0.0, has_gradients: false });
+        };
 
         let mut balance_losses = vec![];
         for index in (0..layers).rev() {
@@ -198,7 +237,7 @@ impl Pass<'_> {
         }
         differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
-        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss })
+        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss, has_gradients: true })
     }
 
     /// Returns the mean of `losses` over the layers. Call it only at the end of a pass, because each read
@@ -241,15 +280,24 @@ impl Pass<'_> {
         Ok(Some((loss, coefficient)))
     }
 
-    /// Returns the objective's gradient with respect to `head`, `[N, R]`.
-    fn gradient<const N: usize>(&self, head: &Tensor, objective: HeadObjective<'_, N>) -> Result<Tensor> {
+    /// Returns the gradient of the objective with respect to `head`, `[N, R]`; `None` if all of its values
+    /// are 0 and `skips_zero_gradient` is set.
+    fn gradient<const N: usize>(
+        &self,
+        head: &Tensor,
+        objective: HeadObjective<'_, N>,
+        skips_zero_gradient: bool,
+    ) -> Result<Option<Tensor>> {
         let mut columns = split_columns::<N>(head)?;
         for column in &mut columns {
             *column = self.gather_column(std::mem::take(column))?;
         }
         let gradients = objective(columns.each_ref().map(Vec::as_slice))?;
         let local: Vec<f32> = gradients.into_iter().flat_map(|column| self.local_shard(column)).collect();
-        Ok(Tensor::from_vec(local, head.shape(), head.device())?)
+        if skips_zero_gradient && local.iter().all(|value| *value == 0.0) {
+            return Ok(None);
+        }
+        Ok(Some(Tensor::from_vec(local, head.shape(), head.device())?))
     }
 
     /// Gathers the column of all targets. `local` is this rank's shard of the column.

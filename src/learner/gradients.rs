@@ -79,6 +79,15 @@ struct PassOrder {
     additions: Vec<usize>,
     /// The first pass that failed before it had added all gradients.
     failed_pass: Option<usize>,
+    /// The passes without gradients.
+    skipped_passes: Vec<usize>,
+}
+
+impl PassOrder {
+    /// Returns the number of passes before `pass` that add gradients, as far as is known.
+    fn passes_before(&self, pass: usize) -> usize {
+        pass - self.skipped_passes.iter().filter(|skipped| **skipped < pass).count()
+    }
 }
 
 /// The gradient sink of one pass.
@@ -97,7 +106,11 @@ impl GradientSum {
     pub fn begin(parameters: &Parameters) -> Result<Arc<Self>> {
         let buffers: Vec<Option<Tensor>> = parameters.gradients().map(Option::<&Tensor>::cloned).collect();
         buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
-        let order = Mutex::new(PassOrder { additions: vec![0; buffers.len()], failed_pass: None });
+        let order = Mutex::new(PassOrder {
+            additions: vec![0; buffers.len()],
+            failed_pass: None,
+            skipped_passes: vec![],
+        });
         let additions_per_pass = (0..buffers.len()).map(|index| parameters.use_count(index)).collect();
         let trainable = buffers.iter().zip(&parameters.specs).filter(|(buffer, _)| buffer.is_some());
         let values: usize = trainable.map(|(_, spec)| spec.element_count()).sum();
@@ -141,6 +154,12 @@ impl GradientSum {
         Arc::new(PassGradientSink { sum: self.clone(), pass, progress })
     }
 
+    /// Records that pass `pass` has no gradients, so that later passes do not wait for it.
+    pub fn skip(&self, pass: usize) {
+        self.order.lock().unwrap_or_else(PoisonError::into_inner).skipped_passes.push(pass);
+        self.additions_changed.notify_all();
+    }
+
     /// Marks pass `pass` as failed, so that later passes do not wait for it.
     pub fn fail(&self, pass: usize) {
         let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
@@ -166,13 +185,14 @@ impl GradientSink for PassGradientSink {
             |order: &PassOrder| order.failed_pass.is_some_and(|failed| failed < self.pass);
         let additions = additions_per_pass[parameter];
         let must_wait = |order: &mut PassOrder| {
-            order.additions[parameter] / additions < self.pass && !earlier_pass_failed(order)
+            order.additions[parameter] / additions < order.passes_before(self.pass)
+                && !earlier_pass_failed(order)
         };
         let lock = additions_changed.wait_while(lock, must_wait).unwrap_or_else(PoisonError::into_inner);
         if earlier_pass_failed(&lock) {
             bail!("an earlier micro-batch failed");
         }
-        if lock.additions[parameter] / additions > self.pass {
+        if lock.additions[parameter] / additions > lock.passes_before(self.pass) {
             bail!("one pass added more than {additions} gradients to parameter {parameter}");
         }
         drop(lock);

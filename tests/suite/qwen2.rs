@@ -184,6 +184,42 @@ fn a_tied_heads_gradient_is_the_same_bits_on_any_number_of_threads() {
     }
 }
 
+/// A step whose rewards were all equal ran its whole backward pass, for gradients of 0.
+#[test]
+fn micro_batches_without_a_gradient_are_skipped_and_the_sum_is_the_same() {
+    let (model, parameters) = tiny::model(config(true), 5);
+    let batches = MicroBatch::split(&tiny::sequences(272, &[30, 7, 41, 12, 25, 33, 18], 6), 40);
+    let settings = |recompute_layers| PassSettings {
+        recompute_layers,
+        temperature: 1.0,
+        load_balance_coefficient: 0.0,
+        forward: ForwardOptions::default(),
+    };
+    let run = |threads: usize, recompute_layers: bool, chosen: &[usize], factor: &(dyn Fn(usize) -> f32 + Sync)| {
+        let threads = Threads::new(threads).unwrap();
+        let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
+        let objective = |index: usize, [log_probs, entropies]: [&[f32]; 2]| {
+            Ok([vec![-0.1 * factor(index); log_probs.len()], vec![0.0; entropies.len()]])
+        };
+        let batches: Vec<MicroBatch> = chosen.iter().map(|&index| batches[index].clone()).collect();
+        let outputs = runner.accumulate(&batches, settings(recompute_layers), &objective).unwrap();
+        (Gradients::of(&parameters), outputs.iter().map(|output| output.has_gradients).collect::<Vec<_>>())
+    };
+    let all: Vec<usize> = (0..batches.len()).collect();
+    let odd: Vec<usize> = all.iter().copied().filter(|index| index % 2 == 1).collect();
+    let (expected, _) = run(1, true, &odd, &|_| 1.0);
+    for recompute_layers in [true, false] {
+        for threads in 1..=4 {
+            let (found, ran) = run(threads, recompute_layers, &all, &|index| (index % 2) as f32);
+            assert_eq!(found, expected, "{threads} threads");
+            assert_eq!(ran, all.iter().map(|index| index % 2 == 1).collect::<Vec<_>>());
+        }
+        let (none, ran) = run(2, recompute_layers, &all, &|_| 0.0);
+        assert!(none.values.iter().flatten().flatten().all(|gradient| *gradient == 0.0));
+        assert!(!ran.contains(&true));
+    }
+}
+
 /// With head and embedding apart but of the same values, the two gradients add up to the tied one.
 #[test]
 fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
