@@ -80,7 +80,7 @@ impl ModelFolder {
     }
 
     /// Returns the open weights of the GGUF file in `path`.
-    pub fn of_gguf(path: &Path, weights: GgufWeights) -> Self {
+    pub fn from_gguf(path: &Path, weights: GgufWeights) -> Self {
         Self { folder: path.into(), gguf: Some(weights), files: vec![], places: BTreeMap::new() }
     }
 

@@ -66,7 +66,7 @@ impl CompanionFiles {
     }
 
     /// Returns the tokenizer of `chat` and its template, or `template` if there is one.
-    pub fn of_gguf(chat: &Chat, template: Option<String>) -> Self {
+    pub fn from_gguf(chat: &Chat, template: Option<String>) -> Self {
         let mut found = Self::from_chat(chat);
         if let Some(template) = template {
             found.0.insert(CHAT_TEMPLATE.into(), template.into_bytes());

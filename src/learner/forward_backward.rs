@@ -106,10 +106,10 @@ impl Pass<'_> {
         let sequence_rows = self.batch.sequence_rows.clone();
         let rotation = self.model.rotation(self.batch.positions.clone());
         match &self.batch.split {
-            None => f(&mut Rows { rotation, attend: &mut PackedAttention { sequence_rows }, replay }),
+            None => f(&mut Rows { rotation, attention: &mut PackedAttention { sequence_rows }, replay }),
             Some(split) => {
-                let attend = &mut SequenceParallelAttention { split: split.rows.clone(), sequence_rows };
-                f(&mut Rows { rotation, attend, replay })
+                let attention = &mut SequenceParallelAttention { split: split.rows.clone(), sequence_rows };
+                f(&mut Rows { rotation, attention, replay })
             }
         }
     }
@@ -223,7 +223,7 @@ impl Pass<'_> {
         let loss = match &self.batch.split {
             None => ops::load_balance(&routing.router_logits, &routing.plan, sequences_per_row)?,
             Some(split) => {
-                let routed_experts = split.rows.gather_routed_experts(&routing.routes)?;
+                let routed_experts = split.rows.gather_routed_experts(&routing.routed_experts)?;
                 let plan = Dispatch::new(&routed_experts, self.model.config.num_local_experts)?;
                 ops::load_balance(&split.rows.gather_rows(&routing.router_logits)?, &plan, sequences_per_row)?
             }

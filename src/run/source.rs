@@ -224,10 +224,10 @@ impl ModelSource {
             ));
         }
         let foreign_template = template.as_deref().is_some_and(|template| !chat.renders_as(template));
-        let weights = ModelFolder::of_gguf(path, weights);
+        let weights = ModelFolder::from_gguf(path, weights);
         let formats = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
         Ok(Self {
-            companions: CompanionFiles::of_gguf(&chat, template),
+            companions: CompanionFiles::from_gguf(&chat, template),
             config,
             chat,
             weights: Some(Arc::new(weights)),
@@ -306,7 +306,7 @@ impl ModelSource {
                 Dtype::Bf16 => vec![to_bf16.weight_change()],
                 Dtype::Bf16Dot => vec![unpack, to_bf16.weight_change()],
             };
-            return Parameters::leave_on_disk(&self.config, backend, folder.clone(), changes);
+            return Parameters::keep_on_disk(&self.config, backend, folder.clone(), changes);
         }
         let megabytes = |bytes: u64| bytes / 1_000_000;
         let specs = self.specs();

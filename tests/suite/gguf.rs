@@ -72,7 +72,7 @@ fn a_gpt_oss_of_the_gguf_package_has_its_config_tokenizer_and_tensors() {
     assert_eq!(chat.vocabulary().encode_text("hello"), [256, 257, u32::from(b'o' - 33)]);
     assert!(chat.vocabulary().token_bytes(261).is_none(), "an unused token");
     let expected = TensorFile::open(&folder.join("gpt_oss.safetensors")).unwrap();
-    let files = ModelFolder::of_gguf(&path, weights);
+    let files = ModelFolder::from_gguf(&path, weights);
     let mut packed = 0;
     for spec in parameter_specs(&config) {
         let info = expected.metadata.info(&spec.name).unwrap();

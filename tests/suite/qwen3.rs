@@ -286,7 +286,7 @@ fn gguf_files_give_back_config_and_values() {
                     .unwrap()
                     .renders_as(chat.jinja())
             );
-            let files = ModelFolder::of_gguf(&path, read.weights);
+            let files = ModelFolder::from_gguf(&path, read.weights);
             for spec in parameter_specs(&config) {
                 let wanted = values(tiny::named(&before, &spec.name));
                 let found = files.read_values(&spec).unwrap();

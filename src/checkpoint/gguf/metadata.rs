@@ -97,7 +97,7 @@ impl Metadata<'_> {
     fn config(&self, weights: &GgufWeights) -> Result<Config> {
         let shown = self.place.display();
         let architecture = self.text("general.architecture").unwrap_or_default();
-        let family = Family::of_gguf(architecture).map_err(|e| bad_input!("{shown}: {e}"))?;
+        let family = Family::from_gguf(architecture).map_err(|e| bad_input!("{shown}: {e}"))?;
         let of = |key: &str| self.json(&format!("{architecture}.{key}"));
         let embedding = weights.find("token_embd.weight").and_then(|(_, tensor)| tensor.shape.first());
         let mut json = json!({
