@@ -46,7 +46,9 @@ pub fn install_panic_hook(exit_failed: u8) {
 fn line(panic: &PanicHookInfo) -> String {
     let location = panic.location().map(|at| format!(" at {}:{}", at.file(), at.line())).unwrap_or_default();
     let text: String = message(panic.payload()).chars().filter(|c| !c.is_control()).collect();
-    format!("error: internal error: {text}{location}; this is a bug, please report it. Saved checkpoints are intact")
+    format!(
+        "error: internal error: {text}{location}; this is a bug, please report it. Saved checkpoints are intact"
+    )
 }
 
 fn message(payload: &(dyn std::any::Any + Send)) -> String {

@@ -23,7 +23,12 @@ pub fn user_key(folder: &Path, name: &str) -> Result<[u8; 32], String> {
         std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
         let temporary = folder.join(format!(".{name}.{}", blake3::hash(&key)));
-        std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?.write_all(&key)?;
+        std::fs::OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&temporary)?
+            .write_all(&key)?;
         // If another process made the key first, its key is kept.
         let linked = std::fs::hard_link(&temporary, &file);
         std::fs::remove_file(&temporary)?;
@@ -35,7 +40,8 @@ pub fn user_key(folder: &Path, name: &str) -> Result<[u8; 32], String> {
         }
         let metadata = std::fs::metadata(&file)?;
         let is_private = metadata.mode() & 0o077 == 0 && metadata.uid() == rustix::process::getuid().as_raw();
-        let invalid_key = || std::io::Error::other("it must be 32 bytes that only its owner can read; remove it");
+        let invalid_key =
+            || std::io::Error::other("it must be 32 bytes that only its owner can read; remove it");
         if !is_private || metadata.len() != 32 {
             return Err(invalid_key());
         }

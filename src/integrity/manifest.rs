@@ -140,8 +140,11 @@ impl Manifest {
             }
         }
         // A file that is not listed but would be loaded is an error too.
-        let is_loaded = |name: &String| [".safetensors", ".json", ".jinja"].iter().any(|end| name.ends_with(end));
-        for name in file_names(folder)?.iter().filter(|name| is_loaded(name) && !manifest.0.contains_key(*name)) {
+        let is_loaded =
+            |name: &String| [".safetensors", ".json", ".jinja"].iter().any(|end| name.ends_with(end));
+        for name in
+            file_names(folder)?.iter().filter(|name| is_loaded(name) && !manifest.0.contains_key(*name))
+        {
             errors.push(format!("{}: is not in {MANIFEST_FILE}", folder.join(name).display()));
         }
         if errors.is_empty() {

@@ -52,7 +52,8 @@ impl Lora {
         let mut specs = Vec::with_capacity(2 * self.targets.len());
         for target in &self.targets {
             let spec = base.iter().find(|spec| spec.name == *target);
-            let spec = spec.with_context(|| format!("the adapter's target {target} is not a tensor of the model"))?;
+            let spec =
+                spec.with_context(|| format!("the adapter's target {target} is not a tensor of the model"))?;
             let (experts, input, output) = match *spec.working_shape() {
                 [input, output] => (vec![], input, output),
                 [experts, input, output] => (vec![experts], input, output),

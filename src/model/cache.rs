@@ -96,7 +96,8 @@ impl SequenceCache {
             LayerType::Sliding => tokens.min(config.sliding_window + 2 * BLOCK),
             LayerType::Full => tokens,
         };
-        let positions = config.layer_types.iter().map(|layer| resident_positions(layer).next_multiple_of(BLOCK) as u64);
+        let positions =
+            config.layer_types.iter().map(|layer| resident_positions(layer).next_multiple_of(BLOCK) as u64);
         positions.sum::<u64>() * position as u64
     }
 

@@ -138,7 +138,9 @@ impl Config {
         let (types, layers) = (self.layer_types.len(), self.num_hidden_layers);
         unless(
             types == layers,
-            format!("layer_types has {types} entries, but num_hidden_layers = {layers}; give one entry per layer"),
+            format!(
+                "layer_types has {types} entries, but num_hidden_layers = {layers}; give one entry per layer"
+            ),
         );
         if mistakes.is_empty() && parameter_count(self) > PARAMETERS_MAX {
             let count = parameter_count(self);

@@ -91,7 +91,9 @@ impl Decoder {
                     let why = format!("{error:#}");
                     // The text of the error may have a backtrace after its first line.
                     let why = why.lines().next().unwrap_or_default();
-                    eprintln!("note: CUDA graph capture of decode failed ({why}); each kernel is launched separately");
+                    eprintln!(
+                        "note: CUDA graph capture of decode failed ({why}); each kernel is launched separately"
+                    );
                 }
             }
         }

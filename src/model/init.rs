@@ -67,9 +67,10 @@ pub fn value_model(
     let hidden = config.hidden_size;
     value_model_specs(config).into_iter().map(move |spec| {
         let values = match spec.name.as_str() {
-            "score.weight" => {
-                TensorStorage::variable(&spec, normals(seed, stream_index, 1.0 / (hidden + 1) as f64, hidden))?
-            }
+            "score.weight" => TensorStorage::variable(
+                &spec,
+                normals(seed, stream_index, 1.0 / (hidden + 1) as f64, hidden),
+            )?,
             "score.bias" => TensorStorage::variable(&spec, vec![0.0])?,
             _ => stack(&spec)?,
         };

@@ -118,7 +118,10 @@ impl Matrix {
 
     /// Returns the weight of a matrix without bias and adapter: an LM head or an embedding.
     fn plain_weight(&self) -> Result<&Weight> {
-        ensure!(self.bias.is_none() && self.adapter.is_none(), "an LM head or embedding cannot have a bias or an adapter");
+        ensure!(
+            self.bias.is_none() && self.adapter.is_none(),
+            "an LM head or embedding cannot have a bias or an adapter"
+        );
         Ok(&self.weight)
     }
 }

@@ -66,7 +66,8 @@ impl<'a> PolicyView<'a> {
             }
             RolloutWeightPlacement::ByExpert => parameters.expert_parallel_weights(&rounding)?,
         };
-        let forward = ablations.map(|ablations| ForwardOptions::for_rollout(ablations, seed)).unwrap_or_default();
+        let forward =
+            ablations.map(|ablations| ForwardOptions::for_rollout(ablations, seed)).unwrap_or_default();
         Ok(Self { model, weights: Arc::new(weights), forward })
     }
 
@@ -116,7 +117,9 @@ impl ForwardOptions {
     /// on.
     pub fn for_old_log_probs(ablations: &Ablations, seed: u64) -> Option<Self> {
         let router_noise = noise(ablations.train_noise(), seed, NoisyPass::SecondForward);
-        ablations.second_forward_old_logprobs.then(|| Self { router_noise, ..Self::for_training(ablations, seed) })
+        ablations
+            .second_forward_old_logprobs
+            .then(|| Self { router_noise, ..Self::for_training(ablations, seed) })
     }
 }
 

@@ -176,13 +176,10 @@ impl Heads {
 /// Returns the reason why heads cannot be split over `ranks` processes; `None` if they can be split.
 pub fn head_split_error(heads: usize, kv_heads: usize, ranks: usize) -> Option<String> {
     let divides = |a: usize, b: usize| b != 0 && a.is_multiple_of(b);
-    (!divides(heads, ranks)).then(|| format!("does not divide the {heads} attention heads")).or_else(
-        || {
-            let fits = divides(kv_heads, ranks) || divides(ranks, kv_heads);
-            (!fits)
-                .then(|| format!("neither divides the {kv_heads} key-value heads nor is a multiple of them"))
-        },
-    )
+    (!divides(heads, ranks)).then(|| format!("does not divide the {heads} attention heads")).or_else(|| {
+        let fits = divides(kv_heads, ranks) || divides(ranks, kv_heads);
+        (!fits).then(|| format!("neither divides the {kv_heads} key-value heads nor is a multiple of them"))
+    })
 }
 
 /// Attention over rows that are split over ranks.

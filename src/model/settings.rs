@@ -157,7 +157,10 @@ impl Sizes<'_> {
             self.num_experts_per_tok <= self.num_local_experts,
             ["num_experts_per_tok", "num_local_experts"],
             &self.num_experts_per_tok,
-            format!("is more than the {} experts of a layer; give at most this number", self.num_local_experts),
+            format!(
+                "is more than the {} experts of a layer; give at most this number",
+                self.num_local_experts
+            ),
         );
         if let Some(Yarn { beta_fast, beta_slow, .. }) = self.yarn {
             unless(

@@ -126,7 +126,8 @@ impl LayerSource for ShardedLayers {
         }
         drop(pending);
         let gathered = parts.iter().zip(finish_gather(&self.mesh, parts, started)?);
-        let weights = gathered.map(|(part, weight)| Ok((&*part.spec.name, self.target.weight(part, weight)?)));
+        let weights =
+            gathered.map(|(part, weight)| Ok((&*part.spec.name, self.target.weight(part, weight)?)));
         let weights: HashMap<&str, Weight> = weights.collect::<Result<_>>()?;
         let find = |name: &str| weights.get(name).cloned().with_context(|| format!("no tensor {name}"));
         let tensors = ModelTensors { find: &find, adapters: &self.adapters, expert_parallel: None };

@@ -91,7 +91,10 @@ impl Weights {
             None => {
                 let layer = |index| (config.family.layer)(&tensors.layer(index));
                 let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?;
-                Arc::new(ResidentLayers { layers, mesh: tensors.expert_parallel.map(|parallel| parallel.mesh().clone()) })
+                Arc::new(ResidentLayers {
+                    layers,
+                    mesh: tensors.expert_parallel.map(|parallel| parallel.mesh().clone()),
+                })
             }
         };
         let embedding = tensors.matrix(EMBEDDING, None)?;

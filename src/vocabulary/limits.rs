@@ -217,8 +217,10 @@ impl<'de> Visitor<'de> for SectionVisitor<'_> {
             "type" if self.keeps => self.contents.types.push(text.to_owned()),
             "Regex" => {
                 self.contents.pattern_bytes += text.len();
-                let is_repetition = |pair: &[u8]| pair[0] == b'{' && (pair[1].is_ascii_digit() || pair[1] == b',');
-                self.contents.repetitions += text.as_bytes().windows(2).filter(|pair| is_repetition(pair)).count();
+                let is_repetition =
+                    |pair: &[u8]| pair[0] == b'{' && (pair[1].is_ascii_digit() || pair[1] == b',');
+                self.contents.repetitions +=
+                    text.as_bytes().windows(2).filter(|pair| is_repetition(pair)).count();
             }
             _ => {}
         }

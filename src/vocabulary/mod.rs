@@ -50,7 +50,9 @@ impl Vocabulary {
     pub fn from_file(path: &Path) -> Result<Self> {
         let source_name = path.display().to_string();
         let json = bounded_file::read(path, TOKENIZER_BYTES_MAX).map_err(|e| {
-            bad_input!("{source_name}: {e}; a checkpoint folder needs the tokenizer.json that came with the model")
+            bad_input!(
+                "{source_name}: {e}; a checkpoint folder needs the tokenizer.json that came with the model"
+            )
         })?;
         Self::from_bytes(json, &source_name)
     }
@@ -60,8 +62,11 @@ impl Vocabulary {
     /// # Errors
     /// As [`Self::from_file`].
     pub fn from_bytes(json: Vec<u8>, source_name: &str) -> Result<Self> {
-        let refusal =
-            |why: &str| bad_input!("{source_name}: not a Hugging Face tokenizer.json: {why}; use the tokenizer.json of the model");
+        let refusal = |why: &str| {
+            bad_input!(
+                "{source_name}: not a Hugging Face tokenizer.json: {why}; use the tokenizer.json of the model"
+            )
+        };
         limits::check(&json).map_err(|why| refusal(&why.to_string()))?;
         // The crate panics on truncated or invalid files.
         let parsed = catch_panic(|| Tokenizer::from_bytes(&json)).map_err(|why| refusal(&why))?;

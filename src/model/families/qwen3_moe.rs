@@ -33,9 +33,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
 
 fn read(keys: &mut ConfigReader) -> Config {
     if !keys.flag("norm_topk_prob", false) {
-        keys.record_mistake(
-            "norm_topk_prob must be true: weights of the selected experts must sum to 1",
-        )
+        keys.record_mistake("norm_topk_prob must be true: weights of the selected experts must sum to 1")
     }
     keys.require_value("decoder_sparse_step", &json!(1));
     keys.require_value("mlp_only_layers", &json!([]));
