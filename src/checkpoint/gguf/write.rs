@@ -319,7 +319,8 @@ fn add_tokenizer(to: &mut Entries, config: &Config, tokenizer: &GgufTokenizer) -
     let merges: Vec<String> = json["model"]["merges"].as_array().into_iter().flatten().map(pair).collect();
     let steps = json["pre_tokenizer"].to_string();
     let own = config.family.gguf_pre_tokenizer;
-    let pattern = |known: &&super::metadata::Splitter| steps.contains(&Json::from(known.pattern).to_string());
+    let pattern =
+        |known: &&super::metadata::PreTokenizer| steps.contains(&Json::from(known.pattern).to_string());
     let pre_tokenizer = match PRE_TOKENIZERS.iter().find(pattern) {
         Some(known) => known.name,
         // Without merges each byte is a token, so the split of a text has no effect.
