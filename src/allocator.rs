@@ -1,43 +1,43 @@
-//! The process's allocator, for the binary and the benchmarks. It keeps freed memory, and reports refused
-//! memory in one line.
+//! The allocator of the binary and of the benchmarks. It keeps freed memory. When an allocation fails, it
+//! prints a one-line error and exits.
 
 use rloss::error::EXIT_FAILED;
 use std::alloc::{GlobalAlloc, Layout};
 use std::ffi::{c_int, c_long};
 use std::io::Write;
 
-/// An allocator that exits with a one-line error when memory is refused. No caller can continue without its
-/// memory.
+/// An allocator that prints a one-line error and exits when an allocation fails. No caller could continue
+/// without the memory.
 struct ExitingAllocator(mimalloc::MiMalloc);
 
 #[global_allocator]
 static ALLOCATOR: ExitingAllocator = ExitingAllocator(mimalloc::MiMalloc);
 
-// SAFETY: every call and every result is passed on unchanged, or the process ends.
+// SAFETY: each method forwards its arguments and returns mimalloc's result unchanged, or the process ends.
 unsafe impl GlobalAlloc for ExitingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the same contract.
         check_pointer(unsafe { self.0.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the same contract.
         check_pointer(unsafe { self.0.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the same contract.
         check_pointer(unsafe { self.0.realloc(pointer, layout, size) }, size)
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the same contract.
         unsafe { self.0.dealloc(pointer, layout) }
     }
 }
 
-/// Returns `pointer`, or exits if the system refused `bytes` bytes. The interpreter's parent matches the
-/// first words of the line.
+/// Returns `pointer`. Exits if `pointer` is null, which means that the allocation of `bytes` bytes failed.
+/// The parent process of the interpreter recognises the first words of the error line.
 fn check_pointer(pointer: *mut u8, bytes: usize) -> *mut u8 {
     if pointer.is_null() {
         let mut line = [0; 160];
@@ -59,28 +59,29 @@ fn check_pointer(pointer: *mut u8, bytes: usize) -> *mut u8 {
 /// `mi_option_purge_delay`, equal in all versions of the library.
 const PURGE_DELAY: c_int = 15;
 
-/// `mi_option_arena_reserve`: address space in KiB that the library reserves at a time, 1 GiB by default.
+/// `mi_option_arena_reserve`: address space in KiB that the library reserves per arena, 1 GiB by default.
 const ARENA_RESERVE: c_int = 23;
 const ARENA_RESERVE_MAX: u64 = 1 << 30;
-/// Minimum number of arenas in a limited address space (`ulimit -v`). With arenas of 1 GiB a limit of one to
-/// two GiB left no memory for threads.
+/// Minimum number of arenas that a limited address space (`ulimit -v`) holds. With arenas of 1 GiB, a limit
+/// of one or two GiB would leave no memory for threads.
 const ARENAS_MIN: u64 = 16;
 
 unsafe extern "C" {
     fn mi_option_set(option: c_int, value: c_long);
 }
 
-/// Keeps freed memory instead of returning it to the system after a delay. A pass allocates what the pass
-/// before it freed, and the system clears every page that it hands out again.
+/// Keeps freed memory instead of returning it to the system after a delay. Each pass allocates as much memory
+/// as the previous pass freed. The system would clear every page before it returned the page to the process.
 pub fn retain_freed_memory() {
-    // SAFETY: the library allows it at any time; it writes one number.
+    // SAFETY: the library allows this call at any time. The call writes one number.
     unsafe { mi_option_set(PURGE_DELAY, -1) };
 }
 
-/// Runs before any allocation, and so before `main`.
+/// Runs before any allocation, therefore before `main`.
 #[cfg(target_os = "linux")]
 #[used]
-// SAFETY: the loader calls functions of this section once, with arguments that a C function may ignore.
+// SAFETY: the loader calls each function of this section once. It passes arguments, which a C function may
+// ignore.
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = reserve_within_limit;
 
@@ -96,7 +97,7 @@ extern "C" fn reserve_within_limit() {
         unsafe { mi_option_set(ARENA_RESERVE, (bytes >> 10) as c_long) };
         // glibc reserves 128 MiB for each thread that calls its `malloc`.
         #[cfg(target_env = "gnu")]
-        // SAFETY: the library allows it at any time; it writes one number.
+        // SAFETY: the library allows this call at any time. The call writes one number.
         unsafe {
             libc::mallopt(libc::M_ARENA_MAX, 1)
         };

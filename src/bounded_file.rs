@@ -1,5 +1,5 @@
-//! Files that are read as a whole, up to a limit by kind. So no input decides how long the program reads or
-//! how much memory that takes. Devices, pipes and folders are refused.
+//! Reads whole files up to a size limit, which depends on the kind of file. The limit bounds the time and the
+//! memory of reading any input. Devices, pipes and folders are errors.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, ErrorKind, Read};
@@ -7,13 +7,14 @@ use std::path::Path;
 
 /// Maximum bytes of a TOML file: a recipe, its base, a list of figures.
 pub const TOML_BYTES_MAX: u64 = 1 << 20;
-/// Maximum bytes of a small file of a model or run: `config.json`, `trainer.json`, `manifest.b3`.
+/// Maximum bytes of a small file of a model or a run: `config.json`, `trainer.json`, `manifest.b3`.
 pub const JSON_BYTES_MAX: u64 = 4 << 20;
-/// Maximum bytes of `tokenizer.json`, a chat template or an index of shards; GPT-OSS's tokenizer has 28 MB.
+/// Maximum bytes of `tokenizer.json`, a chat template or an index of shards. The tokenizer of GPT-OSS has 28
+/// MB.
 pub const TOKENIZER_BYTES_MAX: u64 = 64 << 20;
 /// Maximum bytes of one line of a data file: a conversation, a trajectory.
 pub const LINE_BYTES_MAX: u64 = 16 << 20;
-/// Maximum bytes of a data file, unpacked.
+/// Maximum bytes of a data file after decompression.
 pub const DATA_BYTES_MAX: u64 = 4 << 30;
 /// Maximum bytes of a run's metrics or trajectories.
 pub const ROWS_BYTES_MAX: u64 = 1 << 30;
@@ -21,18 +22,19 @@ pub const ROWS_BYTES_MAX: u64 = 1 << 30;
 /// Opens a regular file of at most `bytes_max` bytes.
 ///
 /// # Errors
-/// When it cannot be opened, is longer, or is a folder, a pipe or a device; nothing is read then.
+/// When the file cannot be opened, is larger than `bytes_max`, or is a folder, a pipe or a device. In these
+/// cases nothing is read.
 pub fn open(path: &Path, bytes_max: u64) -> io::Result<File> {
-    // Before opening: opening a pipe waits for its writer.
-    let about = fs::metadata(path)?;
-    if about.is_dir() {
+    // This check comes before opening, because opening a pipe waits for its writer.
+    let metadata = fs::metadata(path)?;
+    if metadata.is_dir() {
         return Err(ErrorKind::IsADirectory.into());
     }
-    if !about.is_file() {
+    if !metadata.is_file() {
         return Err(io::Error::other("a pipe or a device; give a regular file"));
     }
-    if about.len() > bytes_max {
-        return Err(too_long(bytes_max));
+    if metadata.len() > bytes_max {
+        return Err(too_large(bytes_max));
     }
     File::open(path)
 }
@@ -40,18 +42,18 @@ pub fn open(path: &Path, bytes_max: u64) -> io::Result<File> {
 /// Reads the bytes of a file.
 ///
 /// # Errors
-/// Those of [`open`], and when it cannot be read.
+/// Errors of [`open`], and when the file cannot be read.
 pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = vec![];
-    // A file may grow meanwhile, and some files under /proc have no length.
+    // The length is checked again: the file may have grown, and some files under /proc report no length.
     open(path, bytes_max)?.take(bytes_max + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > bytes_max { Err(too_long(bytes_max)) } else { Ok(bytes) }
+    if bytes.len() as u64 > bytes_max { Err(too_large(bytes_max)) } else { Ok(bytes) }
 }
 
 /// Reads the text of a file.
 ///
 /// # Errors
-/// Those of [`read`], and for bytes that are not UTF-8, with their line.
+/// Errors of [`read`], and when the bytes are not UTF-8. The error then names the line.
 pub fn read_text(path: &Path, bytes_max: u64) -> io::Result<String> {
     String::from_utf8(read(path, bytes_max)?).map_err(|e| {
         let before = e.as_bytes().get(..e.utf8_error().valid_up_to()).unwrap_or_default();
@@ -60,11 +62,12 @@ pub fn read_text(path: &Path, bytes_max: u64) -> io::Result<String> {
     })
 }
 
-/// Returns lines of at most [`LINE_BYTES_MAX`] bytes, [`DATA_BYTES_MAX`] together, without their line feeds.
+/// Returns the lines of `from` without their line feeds. A line has at most [`LINE_BYTES_MAX`] bytes, all
+/// lines together at most [`DATA_BYTES_MAX`]. After an error the iterator ends.
 pub fn lines(mut from: impl BufRead) -> impl Iterator<Item = io::Result<Vec<u8>>> {
-    let (mut left, mut number, mut over) = (DATA_BYTES_MAX, 0u64, false);
+    let (mut bytes_left, mut number, mut has_ended) = (DATA_BYTES_MAX, 0u64, false);
     std::iter::from_fn(move || {
-        if over {
+        if has_ended {
             return None;
         }
         number += 1;
@@ -74,26 +77,26 @@ pub fn lines(mut from: impl BufRead) -> impl Iterator<Item = io::Result<Vec<u8>>
             Ok(length) if length as u64 > LINE_BYTES_MAX => {
                 Err(io::Error::other(format!("line {number} is longer than {} MiB", LINE_BYTES_MAX >> 20)))
             }
-            Ok(length) if length as u64 > left => Err(too_long(DATA_BYTES_MAX)),
+            Ok(length) if length as u64 > bytes_left => Err(too_large(DATA_BYTES_MAX)),
             Ok(length) => {
-                left -= length as u64;
+                bytes_left -= length as u64;
                 line.pop_if(|last| *last == b'\n');
                 Ok(line)
             }
             Err(e) => Err(e),
         };
-        over = found.is_err();
+        has_ended = found.is_err();
         Some(found)
     })
 }
 
-fn too_long(bytes_max: u64) -> io::Error {
-    let shown = if bytes_max < 1 << 30 {
+fn too_large(bytes_max: u64) -> io::Error {
+    let limit = if bytes_max < 1 << 30 {
         format!("{} MiB", bytes_max >> 20)
     } else {
         format!("{} GiB", bytes_max >> 30)
     };
-    io::Error::new(ErrorKind::FileTooLarge, format!("longer than {shown}, the limit for this kind of file"))
+    io::Error::new(ErrorKind::FileTooLarge, format!("larger than {limit}, the limit for this kind of file"))
 }
 
 #[cfg(test)]

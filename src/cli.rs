@@ -1,4 +1,4 @@
-//! The command line: arguments, the one place that prints errors, and the exit code.
+//! The command line: its arguments, the only code that prints errors, and the exit code.
 
 use crate::commands;
 use crate::commands::arguments::RunArgs;
@@ -15,7 +15,7 @@ use std::time::Duration;
 #[command(
     name = "rloss",
     version = VERSION.as_str(),
-    about = "Reinforcement learning for GPT-OSS: one forward for rollout and training"
+    about = "Reinforcement learning for GPT-OSS: one forward pass for rollout and training"
 )]
 struct Cli {
     #[command(subcommand)]
@@ -24,31 +24,31 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Write a commented recipe to begin with: with a task program, or for a model of yours
+    /// Write a commented recipe to start from: with a task program, or for your own model
     Init(commands::init::InitArgs),
-    /// Train as the recipe says: cold start, reinforcement learning, evaluations, checkpoints
+    /// Train as the recipe says: SFT warm-up, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
-    /// Show what a recipe comes to: its own values, the first prompt, the plan of memory; trains nothing
+    /// Show the resolved recipe, the first prompt and the memory plan; train nothing
     Check(commands::check::CheckArgs),
-    /// Talk in the terminal with a model, and its tool if a recipe gives one
+    /// Chat with a model in the terminal; the model can use the tool of the recipe
     Chat(commands::chat::ChatArgs),
-    /// Sample one step's prompts and write the trajectories with their log-probabilities
+    /// Sample from the prompts of one step and write the trajectories with their log-probabilities
     Rollout(commands::rollout::RolloutArgs),
-    /// Measure success on held-out problems: mean@k, pass@k, majority@k with 95% intervals
+    /// Measure success on validation problems: mean@k, pass@k, majority@k with 95% intervals
     Eval(RunArgs),
-    /// Compare rollout and training log-probs on the same tokens: every gap, and its likely cause
+    /// Compare rollout and training log-probs on the same tokens: every difference and its likely cause
     CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
-    /// Write a run's adapter in PEFT's form, or the model with the adapter merged in
+    /// Write a run's adapter in PEFT format, or the model with the adapter merged
     Export(commands::export::ExportArgs),
-    /// Fetch a data set or a small model from its official place to where recipes look
+    /// Download a data set or a small model to the path that recipes expect
     Fetch(commands::fetch::FetchArgs),
     /// Print the JSON schema of recipes, for editors
     Schema,
     /// Write one self-contained HTML page with the curves of runs
     Report(commands::report::ReportArgs),
-    /// Check that a run or a model still holds what was written; exit code 2 when it does not
+    /// Verify the files of a run or a model against their digests; exit code 2 if they differ
     Verify(commands::verify::VerifyArgs),
-    /// Print what makes a shell complete these commands
+    /// Print a shell completion script
     Completions(commands::completions::CompletionsArgs),
     /// Check the CUDA kernels on this machine's GPU
     #[cfg(feature = "cuda")]
@@ -56,7 +56,7 @@ enum Command {
     GpuCheck(commands::gpu_check::GpuCheckArgs),
 }
 
-/// The features that change what a build can do, and whether this build has them.
+/// The features that add capabilities to a build, and whether this build has them.
 const FEATURES: [(&str, bool); 4] = [
     ("cuda", cfg!(feature = "cuda")),
     ("flash-attn", cfg!(feature = "flash-attn")),
@@ -64,8 +64,8 @@ const FEATURES: [(&str, bool); 4] = [
     ("nccl", cfg!(feature = "nccl")),
 ];
 
-/// The version with the features and, in a packaged build, the commit. Other builds omit the commit, which
-/// would recompile the crate for every commit.
+/// The version with the features and, in a packaged build, the commit. Other builds omit the commit, because
+/// every new commit would recompile the crate.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
     let features: Vec<&str> = FEATURES.iter().filter(|(_, has)| *has).map(|(name, _)| *name).collect();
     let features = if features.is_empty() { "none".to_owned() } else { features.join(", ") };
@@ -73,7 +73,7 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
     format!("{} (features: {features}{commit})", env!("CARGO_PKG_VERSION"))
 });
 
-/// Time for another process to print the error of all before this one ends.
+/// Delay before this process exits. Within it, the process that prints the shared error exits first.
 const REPORT_DELAY: Duration = Duration::from_millis(500);
 
 /// Runs the command line of this process and returns its exit code.
@@ -82,7 +82,7 @@ pub fn run() -> u8 {
         Ok(cli) => cli,
         Err(error) => {
             return match error.print() {
-                // After a closed pipe there is nobody to report to.
+                // A closed pipe is ignored, because no output is left for the report.
                 Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => EXIT_FAILED,
                 _ if error.use_stderr() => EXIT_BAD_INPUT,
                 _ => EXIT_DONE,
@@ -112,18 +112,18 @@ pub fn run() -> u8 {
         #[cfg(feature = "cuda")]
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
     });
-    // They are in a static, which is never dropped.
+    // The kernels are in a static, which is never dropped.
     unload_kernels();
     result.unwrap_or_else(|error| {
-        if let Some(elsewhere) = error.downcast_ref::<ErrorOnOtherRank>() {
-            // A launcher ends all processes once one has failed: the process that prints the error goes
+        if let Some(other) = error.downcast_ref::<ErrorOnOtherRank>() {
+            // A launcher ends all processes when one fails. So the process that prints the error must exit
             // first.
             std::thread::sleep(REPORT_DELAY);
-            return if elsewhere.is_bad_input { EXIT_BAD_INPUT } else { EXIT_FAILED };
+            return if other.is_bad_input { EXIT_BAD_INPUT } else { EXIT_FAILED };
         }
         // Text from files may carry control characters.
         let text = sanitize_terminal(&format!("{error:#}")).into_owned();
-        // After a closed stderr there is nobody to report to.
+        // A closed stderr is ignored, because no other output is left for the report.
         let word = console::style("error:").for_stderr().red().bold();
         let _ = writeln!(std::io::stderr(), "{word} {text}");
         if error.chain().any(|cause| cause.is::<BadInput>()) { EXIT_BAD_INPUT } else { EXIT_FAILED }

@@ -1,21 +1,21 @@
-//! Errors in the user's input, and the exit codes. The message of such an error says where it is and what to
-//! do.
+//! Errors in the user's input, and the exit codes. The message of an input error names its location and the
+//! remedy.
 
 /// Success.
 pub const EXIT_DONE: u8 = 0;
 /// Failure during the work.
 pub const EXIT_FAILED: u8 = 1;
-/// Bad input: a recipe, data, a checkpoint, the command line.
+/// Bad input: a mistake in a recipe, in data, in a checkpoint or on the command line.
 pub const EXIT_BAD_INPUT: u8 = 2;
-/// Success, but the compared results differ.
+/// Success of a comparison whose results differ.
 pub const EXIT_DIFFERS: u8 = 3;
-/// Stopped by a signal, after a checkpoint.
+/// Stopped by a signal, after writing a checkpoint.
 pub const EXIT_STOPPED: u8 = 130;
 
 /// An error in the user's input: a recipe, a data file, a checkpoint, a command line.
 ///
-/// The message is one paragraph with the place (file and line, key path, row) and the remedy. Anywhere in an
-/// `anyhow` chain it sets the exit code to 2; every other error exits with 1.
+/// The message is one paragraph with the location (file and line, key path, row) and the remedy. An error
+/// with `BadInput` anywhere in its `anyhow` chain exits with code 2. Every other error exits with code 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadInput(pub String);
 
@@ -27,8 +27,8 @@ impl std::fmt::Display for BadInput {
 
 impl std::error::Error for BadInput {}
 
-/// The error of a process that prints nothing, because another rank reports the error. It exits with the same
-/// code.
+/// The error of a process that prints nothing, because another rank prints the error. Both processes exit
+/// with the same code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorOnOtherRank {
     pub is_bad_input: bool,

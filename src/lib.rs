@@ -3,7 +3,7 @@
 //!
 //! `docs/ARCHITECTURE.md` describes the modules and their allowed imports; a test checks them.
 
-// No panic may reach a user, and every unsafe block must say why it is sound.
+// No panic may reach a user, and every unsafe block must state why it is sound.
 #![warn(
     clippy::dbg_macro,
     clippy::expect_used,
@@ -12,7 +12,7 @@
     clippy::undocumented_unsafe_blocks
 )]
 #![warn(clippy::unimplemented, clippy::unwrap_used)]
-// CI refuses items that no command uses, so `len` has no `is_empty` beside it.
+// CI rejects items that no command uses, so types with `len` have no `is_empty`.
 #![allow(clippy::len_without_is_empty)]
 
 pub mod atomic_file;

@@ -3,8 +3,8 @@ mod allocator;
 use std::io::Write;
 use std::process::ExitCode;
 
-// In the binary, items that no command uses are dead code to the compiler; a library's items may have other
-// users.
+// In the binary, the compiler reports items that no command uses as dead code. In a library it cannot,
+// because a library may have other users.
 #[cfg(feature = "whole")]
 #[path = "lib.rs"]
 mod rloss;
@@ -13,30 +13,31 @@ use rloss::*;
 
 use rloss::error::EXIT_FAILED;
 
-/// Stack size of the main thread, in bytes. Some parsers recurse as deep as their input, within their own
-/// limits; the shell's limit (ulimit -s) must not matter.
+/// Stack size of the main thread, in bytes. Some parsers recurse as deep as their input is nested, within
+/// their own limits. The stack must not depend on the shell's limit (ulimit -s).
 const STACK_BYTES: usize = 64 << 20;
 
 fn main() -> ExitCode {
-    // The Python tool's worker is this binary, started again; it must run nothing else first.
+    // The worker of the Python tool is a second process of this binary. The worker must run nothing else
+    // first.
     if std::env::args_os().nth(1).is_some_and(|a| a == rloss::interpreter::WORKER_ARGUMENT) {
         std::process::exit(rloss::interpreter::worker_main());
     }
     allocator::retain_freed_memory();
-    // candle's elementwise ops would use a pool of threads that spin while they wait, beside the run's own
-    // threads. One thread disables the pool; results do not depend on the number.
-    // SAFETY: no other thread has been started yet.
+    // The elementwise ops of candle would use their own pool of threads, which spin-wait and compete with the
+    // threads of the run. The value 1 disables the pool. Results do not depend on the number of threads.
+    // SAFETY: no other thread is running yet.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
     rloss::panics::install_panic_hook(EXIT_FAILED);
     let work = std::thread::Builder::new().stack_size(STACK_BYTES).spawn(rloss::cli::run);
     let code = match work.map(|work| work.join()) {
         Ok(Ok(code)) => code,
-        // A panic; the hook has reported it.
+        // The thread panicked, and the hook has reported the panic.
         Ok(Err(_)) => EXIT_FAILED,
         Err(error) => {
             let _ = writeln!(
                 std::io::stderr(),
-                "error: cannot start a thread: {error}; raise the limits of processes and memory (ulimit -u, -v)"
+                "error: cannot start a thread: {error}; raise the limits of processes and of memory (ulimit -u, -v)"
             );
             EXIT_FAILED
         }

@@ -1,50 +1,54 @@
-//! Panics: those of libraries on user input are caught; any other is reported in one line, without a
-//! backtrace.
+//! Handling of panics. Panics of libraries on user input are caught. Every other panic is reported in one
+//! line, without a backtrace.
 
 use std::cell::Cell;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
 
-/// The standard library's message when a new thread gets no memory for its signal handlers' stack.
+/// The panic message of the standard library when a new thread gets no memory for the stack of its signal
+/// handlers.
 const NO_ALTERNATIVE_STACK: &str = "failed to allocate an alternative stack";
 /// The message to the user in that case.
 const NO_THREAD_MEMORY: &str =
     "no memory is left for a new thread; lower parallel.threads, or raise the memory limit (ulimit -v)";
 
 thread_local! {
-    /// Whether a caller catches and reports panics of this thread.
-    static CAUGHT: Cell<bool> = const { Cell::new(false) };
+    /// Whether a caller of [`catch_panic`] on this thread catches and reports panics.
+    static IS_CATCHING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `work` and returns its result, or the message of its panic. State that `work` changes must not be
-/// used after a panic.
+/// Runs `work` and returns its result, or the message of its panic. After a panic, the caller must not use
+/// state that `work` changes.
 pub fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
-    let before = CAUGHT.replace(true);
+    let before = IS_CATCHING.replace(true);
     let result = catch_unwind(AssertUnwindSafe(work));
-    CAUGHT.set(before);
+    IS_CATCHING.set(before);
     result.map_err(|payload| message(payload.as_ref()))
 }
 
-/// Installs a hook that reports uncaught panics in one line on standard error. For `main` alone, as it holds
-/// for the whole process. It exits with `exit_failed` if a thread cannot get its memory.
+/// Installs a hook that reports uncaught panics in one line on standard error. Only `main` may call this,
+/// because the hook applies to the whole process. If a new thread gets no memory, the hook exits with code
+/// `exit_failed`.
 pub fn install_panic_hook(exit_failed: u8) {
     std::panic::set_hook(Box::new(move |panic| {
         if message(panic.payload()).contains(NO_ALTERNATIVE_STACK) {
-            // This panic comes before the thread can unwind, so an abort would follow.
+            // This panic occurs before the thread can unwind, so the process would abort.
             let _ = writeln!(std::io::stderr(), "error: {NO_THREAD_MEMORY}");
             std::process::exit(exit_failed.into());
         }
-        if !CAUGHT.get() {
-            // After a closed stderr there is nobody to report to.
+        if !IS_CATCHING.get() {
+            // A closed stderr is ignored, because no other output is left for the report.
             let _ = writeln!(std::io::stderr(), "{}", line(panic));
         }
     }));
 }
 
 fn line(panic: &PanicHookInfo) -> String {
-    let place = panic.location().map(|at| format!(" at {}:{}", at.file(), at.line())).unwrap_or_default();
+    let location = panic.location().map(|at| format!(" at {}:{}", at.file(), at.line())).unwrap_or_default();
     let text: String = message(panic.payload()).chars().filter(|c| !c.is_control()).collect();
-    format!("error: internal error: {text}{place}; this is a bug, please report it. Checkpoints are whole")
+    format!(
+        "error: internal error: {text}{location}; this is a bug, please report it. Saved checkpoints are intact"
+    )
 }
 
 fn message(payload: &(dyn std::any::Any + Send)) -> String {

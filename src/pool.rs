@@ -1,12 +1,12 @@
-//! A pool of workers: idle ones, busy ones, and ones not started yet.
+//! A pool of workers. A worker is idle, busy or not started yet.
 
 use anyhow::Result;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Up to a maximum of workers, started on demand.
+/// A pool of at most `workers_max` workers, which are started on demand.
 pub struct Pool<T> {
     state: Mutex<Workers<T>>,
-    freed: Condvar,
+    worker_available: Condvar,
     workers_max: usize,
 }
 
@@ -17,17 +17,18 @@ struct Workers<T> {
 }
 
 impl<T> Pool<T> {
-    /// Makes a pool with the workers `started`; the maximum is at least one.
+    /// Makes a pool with the workers `started`, which are idle. A `workers_max` of 0 counts as 1.
     pub fn new(started: Vec<T>, workers_max: usize) -> Self {
         let state = Mutex::new(Workers { alive_count: started.len(), idle: started });
-        Self { state, freed: Condvar::new(), workers_max: workers_max.max(1) }
+        Self { state, worker_available: Condvar::new(), workers_max: workers_max.max(1) }
     }
 
-    /// Takes a worker: an idle one, a new one below the maximum, or the next one released. The caller returns
-    /// it by [`Self::release`], or reports its loss by [`Self::discard`].
+    /// Takes a worker: an idle one, a new one while the pool is below its maximum, or else the next one that
+    /// is released. The caller gives the worker back with [`Self::release`], or reports its loss with
+    /// [`Self::discard`].
     ///
     /// # Errors
-    /// Those of `start`.
+    /// Errors of `start`.
     pub fn acquire(&self, start: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut state = self.lock();
         loop {
@@ -39,23 +40,23 @@ impl<T> Pool<T> {
                 drop(state);
                 return start().inspect_err(|_| self.discard());
             }
-            state = self.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.worker_available.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Returns an acquired worker.
+    /// Gives an acquired worker back to the pool.
     pub fn release(&self, worker: T) {
         self.lock().idle.push(worker);
-        self.freed.notify_one();
+        self.worker_available.notify_one();
     }
 
     /// Reports that an acquired worker has died.
     pub fn discard(&self) {
         self.lock().alive_count -= 1;
-        self.freed.notify_one();
+        self.worker_available.notify_one();
     }
 
-    /// Locks the state. Poisoning is ignored: the state is consistent between statements.
+    /// Locks the state. Poisoning is ignored, because every statement leaves the state consistent.
     fn lock(&self) -> MutexGuard<'_, Workers<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,4 @@
-//! A child process with its own process group, which is killed as a whole, and its exit status.
+//! A child process in its own process group, which is killed as a whole, and the child's exit status.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ExitStatus};
@@ -14,10 +14,10 @@ impl ProcessGroup {
         self.child.id()
     }
 
-    /// Returns the exit status of a child that ended by itself, and does not reap it. It waits up to `wait`,
-    /// as a closed pipe may be seen shortly before the end.
+    /// Returns the exit status of the child if the child ended by itself. Does not reap the child. Waits for
+    /// the end up to `wait`, because the parent may see a closed pipe shortly before the child ends.
     pub fn exit_status(&self, wait: Duration) -> Option<ExitStatus> {
-        let begun = Instant::now();
+        let start = Instant::now();
         loop {
             // SAFETY: zeroes are a valid siginfo_t, and the structure outlives the call.
             let (rc, info) = unsafe {
@@ -25,13 +25,13 @@ impl ProcessGroup {
                 let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
                 (libc::waitid(libc::P_PID, self.id(), &mut info, options), info)
             };
-            // SAFETY: waitid has filled in a child's fields, or left zeroes.
+            // SAFETY: waitid has filled in the fields of a child, or has left zeroes.
             let (id, status) = unsafe { (info.si_pid(), info.si_status()) };
             if rc == 0 && id != 0 {
                 let raw = if info.si_code == libc::CLD_EXITED { status << 8 } else { status };
                 return Some(ExitStatus::from_raw(raw));
             }
-            if begun.elapsed() >= wait {
+            if start.elapsed() >= wait {
                 return None;
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -41,10 +41,11 @@ impl ProcessGroup {
     /// Kills the group and reaps the child.
     pub fn kill(&mut self) {
         if let Ok(pid) = i32::try_from(self.id()) {
-            // SAFETY: a plain system call. The child is not reaped yet, so its process id is still its own.
+            // SAFETY: a system call without pointers. The child is not reaped yet, so no other process has
+            // its id.
             unsafe { libc::kill(-pid, libc::SIGKILL) };
         }
-        // Both fail only for a child that has ended or was reaped; nothing is left to do then.
+        // Both calls fail only for a child that has ended or was reaped. Nothing is left to do then.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

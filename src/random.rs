@@ -1,9 +1,10 @@
-//! Random streams: every random number is a function of the run's seed and of where it is used.
+//! Random streams. Every random number is a function of the run's seed and of the coordinates of its use.
 
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-/// The purpose of a stream. Streams of different purposes are independent, whatever their coordinates.
+/// The purpose of a stream. Streams of different purposes are independent, even if their coordinates are
+/// equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     Initialisation = 1,
@@ -19,8 +20,8 @@ pub enum Purpose {
 /// Returns the stream of `purpose` at `coordinates`, such as (step, prompt, sample, turn), in a run with
 /// `seed`.
 ///
-/// The 256-bit ChaCha key holds the seed, the purpose and the coordinates, folded by SplitMix64. So streams
-/// do not depend on the order in which they are opened.
+/// SplitMix64 hashes the seed, the purpose and the coordinates into the 256-bit ChaCha key. A stream does
+/// therefore not depend on the order in which streams are opened.
 pub fn stream(seed: u64, purpose: Purpose, coordinates: &[u64]) -> ChaCha8Rng {
     let mut state = splitmix(seed ^ splitmix(purpose as u64));
     for &coordinate in coordinates {

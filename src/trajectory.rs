@@ -1,6 +1,6 @@
-//! Records that rollout hands to training: plain data.
+//! Records that rollout passes to training. They are plain data.
 //!
-//! A trajectory of the arithmetic task, one cell a token (`mask` 1 = sampled by the policy):
+//! A trajectory of the arithmetic task, with one cell per token (`mask` 1 = sampled by the policy):
 //!
 //! ```text
 //! part     prompt                  call                      reply (masked)      answer
@@ -17,20 +17,20 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// How a trajectory ended. The metrics count it as `outcome/<snake_case name>`; no trajectory is dropped
-/// silently.
+/// The outcome of a trajectory. The metrics count each outcome as `outcome/<snake_case name>`. No trajectory
+/// is dropped silently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
     /// The policy ended its answer with a stop token.
     Finished,
-    /// The budget of sampled tokens or the context was used up.
+    /// The trajectory reached its maximum of sampled tokens, or the end of the context.
     TruncatedLength,
-    /// The policy made one more tool call than allowed turns.
+    /// The policy made a tool call after its last allowed turn.
     TurnsExhausted,
     /// The last turn could not be parsed, and no reply was possible.
     Malformed,
-    /// The task's own process failed to grade or continue the trajectory; its reward is 0.
+    /// The task's own process failed to grade or to continue the trajectory. The reward is 0.
     TaskFailed,
 }
 
@@ -55,19 +55,19 @@ impl Outcome {
     }
 }
 
-/// The outcome of one tool call. The metrics count it as `tool/<snake_case name>`.
+/// The outcome of one tool call. The metrics count each outcome as `tool/<snake_case name>`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CallOutcome {
-    /// The code ran and its output went back to the model.
+    /// The code ran, and the model received its output.
     Answered,
-    /// The code raised an exception (or had a syntax error); its message went back.
+    /// The code raised an exception or had a syntax error. The model received the message.
     Raised,
-    /// The interpreter's own time limit ended the code.
+    /// The interpreter stopped the code at its own time limit.
     TimeLimit,
-    /// The parent killed the worker by wall clock: the run is no longer reproducible.
+    /// The parent process killed the worker after a wall-clock time limit. The run is then not reproducible.
     ToolTimeout,
-    /// The code asked for more memory than allowed.
+    /// The code requested more memory than allowed.
     MemoryLimit,
     /// The worker process died.
     WorkerDied,
@@ -104,29 +104,29 @@ impl CallOutcome {
     }
 }
 
-/// A run of sampled tokens, and the outcomes of its tool calls.
+/// A contiguous range of sampled tokens, and the outcomes of its tool calls.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Turn {
     /// Index of the first sampled token in [`Trajectory::tokens`].
     pub start: usize,
     /// One past the last sampled token.
     pub end: usize,
-    /// Outcomes of the tool calls at the end of the turn, in order, malformed ones included. Calls that were
-    /// not run, as no turns or tokens were left for a reply, are not listed.
-    #[serde(default, alias = "call", deserialize_with = "one_or_several")]
+    /// Outcomes of the tool calls at the end of the turn, in order. Malformed calls are included. Calls that
+    /// did not run are not included: no turns or tokens were left for their replies.
+    #[serde(default, alias = "call", deserialize_with = "one_or_many")]
     pub calls: Vec<CallOutcome>,
 }
 
-/// Reads older trajectories too, which held one call a turn, or null.
-fn one_or_several<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CallOutcome>, D::Error> {
+/// Reads a list of outcomes. Also reads the older format, in which `call` is one outcome or null.
+fn one_or_many<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CallOutcome>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
     enum Calls {
-        Several(Vec<CallOutcome>),
+        Many(Vec<CallOutcome>),
         One(Option<CallOutcome>),
     }
     Ok(match Calls::deserialize(deserializer)? {
-        Calls::Several(calls) => calls,
+        Calls::Many(calls) => calls,
         Calls::One(call) => call.into_iter().collect(),
     })
 }
@@ -134,32 +134,32 @@ fn one_or_several<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Call
 /// One sampled conversation. All per-token vectors have the length of `tokens`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trajectory {
-    /// Training step; for an evaluation the step it belongs to.
+    /// Training step. For an evaluation, the step after which it runs.
     pub step: u64,
     /// Index of the prompt within the step.
     pub prompt: u64,
     /// Index of the sample within its group.
     pub sample: u64,
-    /// The task's name of the problem.
+    /// Id of the problem, given by the task.
     pub problem_id: String,
-    /// Prompt, sampled tokens and inserted text, as token ids; never re-tokenised.
+    /// Ids of the prompt, the sampled tokens and the inserted text. They are never re-tokenised.
     pub tokens: Vec<u32>,
-    /// Length of the prompt: `tokens[..prompt_tokens]`.
+    /// Number of tokens of the prompt, which is `tokens[..prompt_tokens]`.
     pub prompt_tokens: usize,
     /// True where the policy sampled the token.
     pub mask: Vec<bool>,
     /// Log-probability of the sampled token under the sampling distribution; 0 where `mask` is false.
     pub logprobs: Vec<f32>,
-    /// Routed experts of the token at each layer, `[tokens][layers × top_k]`, if kept; otherwise empty. The
-    /// last token never passes through the model, so it has none.
+    /// Routed experts of each token at each layer, `[tokens][layers × top_k]`; empty if they were not kept.
+    /// The last token never passes through the model, so its list is empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub routes: Vec<Vec<u16>>,
     pub turns: Vec<Turn>,
     pub outcome: Outcome,
     pub reward: f32,
-    /// Whether the answer was right; independent of the reward's shaping.
+    /// Whether the answer was right. Shaping of the reward does not change this value.
     pub success: bool,
-    /// The task's named rewards, whose weighted sum is `reward`; empty if it has none.
+    /// The named rewards of the task, whose weighted sum is `reward`; empty if the task has none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rewards: BTreeMap<String, f32>,
     /// Seconds spent in tool calls.
@@ -173,23 +173,23 @@ impl Trajectory {
         self.mask.iter().filter(|&&m| m).count()
     }
 
-    /// Whether something other than the policy failed: the task's program, or a worker of the tool.
+    /// Returns whether something other than the policy failed: the task's program, or a worker of the tool.
     pub fn has_failure(&self) -> bool {
         let died = |turn: &Turn| turn.calls.contains(&CallOutcome::WorkerDied);
         self.outcome == Outcome::TaskFailed || self.turns.iter().any(died)
     }
 }
 
-/// The samples of one prompt, which group advantages compare.
+/// The samples of one prompt. Group advantages compare their rewards.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Group {
     pub trajectories: Vec<Trajectory>,
-    /// A greedy sample of the prompt, whose reward is a baseline. It is not trained on.
+    /// A greedy sample of the prompt. Its reward is a baseline. No step trains on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub greedy: Option<Trajectory>,
 }
 
-/// One line of `trajectories/*.jsonl`: the record, and the conversation for a reader.
+/// One line of `trajectories/*.jsonl`: the trajectory, and its conversation in readable form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrajectoryRow {
     /// `rl` or `eval`, as in `metrics.jsonl`.
@@ -201,18 +201,18 @@ pub struct TrajectoryRow {
     /// The right answer in the task's format, if the task gives one.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub answer: Value,
-    /// The training step's figures of its tokens, if there are any.
+    /// Per-token values of the training step; absent for a trajectory that no step trained on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub learned: Option<TokenStats>,
 }
 
-/// The training step's figures of a trajectory's tokens: one value a token in each list, 0 where the mask is
-/// false.
+/// Per-token values of the training step for one trajectory. Each list has one value per token, which is 0
+/// where the mask is false.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenStats {
     pub advantages: Vec<f32>,
-    /// Log-prob mismatch: log-probability in training, before the first update, minus that of sampling.
-    /// Absent if it was not computed.
+    /// Log-prob mismatch: the log-probability in training, before the first update, minus the log-probability
+    /// of sampling. Absent if it was not computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub log_prob_diffs: Option<Vec<f32>>,
 }

@@ -1,4 +1,4 @@
-//! The base model of an adapter. It is identified by the digest of its files, not by its name.
+//! The base model of an adapter. The digest of its files identifies it, not its path.
 
 use super::gguf::{self, is_gguf};
 use super::load::weight_files;
@@ -10,7 +10,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The run's subfolder for a base model that is in no other folder.
+/// The subfolder of a run for a base model that has no folder elsewhere.
 pub const BASE_FOLDER: &str = "base";
 
 /// The base model of an adapter.
@@ -18,13 +18,13 @@ pub const BASE_FOLDER: &str = "base";
 pub struct BaseModel {
     /// The folder or the GGUF file of the model.
     pub path: PathBuf,
-    /// Digest of config and weights, hexadecimal.
+    /// Digest of the config and the weights, in hexadecimal.
     pub digest: String,
 }
 
 impl BaseModel {
-    /// Returns the model in `folder`. Digests come from its manifest if it has one, else its files are
-    /// read.
+    /// Returns the model in `folder`. If the folder has a manifest, digests are read from the manifest.
+    /// Otherwise they are computed from the files.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file cannot be read.
@@ -33,41 +33,41 @@ impl BaseModel {
         Ok(Self { digest: digest(&path)?, path })
     }
 
-    /// Finds the folder of the base of the adapter in `adapter`. It tries the recorded folder, then the
-    /// adapter's run, then `user_path`. The first folder with the recorded digest is returned.
+    /// Returns the folder of the base of the adapter in `adapter`. Checks the recorded folder, then the run
+    /// of the adapter, then `user_path`, and returns the first folder with the recorded digest.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when no folder has that digest.
     pub fn find(&self, adapter: &Path, user_path: Option<&Path>) -> Result<PathBuf> {
         let in_run = adapter.parent().and_then(Path::parent).map(|run| run.join(BASE_FOLDER));
-        let places = [Some(self.path.clone()), in_run, user_path.map(Path::to_owned)];
+        let candidates = [Some(self.path.clone()), in_run, user_path.map(Path::to_owned)];
         let mut changed = None;
-        let holds_model = |place: &PathBuf| place.join("config.json").is_file() || is_gguf(place);
-        for place in places.into_iter().flatten().filter(holds_model) {
-            if peft::is_adapter_folder(&place) {
+        let is_model = |path: &PathBuf| path.join("config.json").is_file() || is_gguf(path);
+        for candidate in candidates.into_iter().flatten().filter(is_model) {
+            if peft::is_adapter_folder(&candidate) {
                 continue;
             }
-            if digest(&place)? == self.digest {
-                return Ok(place);
+            if digest(&candidate)? == self.digest {
+                return Ok(candidate);
             }
-            changed.get_or_insert(place);
+            changed.get_or_insert(candidate);
         }
-        let shown = adapter.display();
+        let adapter_text = adapter.display();
         let remedy = format!(
-            "name the right one with --set model.path=BASE --set model.adapter={}",
-            shell_quote(&shown.to_string())
+            "name the right base with --set model.path=BASE --set model.adapter={}",
+            shell_quote(&adapter_text.to_string())
         );
         Err(match changed {
-            Some(place) => bad_input!(
-                "{shown}: its base was changed: config or weights of {} are not those that the adapter was trained on; {remedy}",
-                place.display()
+            Some(path) => bad_input!(
+                "{adapter_text}: its base was changed: the adapter was trained with another config or other weights than those of {}; {remedy}",
+                path.display()
             ),
-            None => bad_input!("{shown}: its base {} is gone; {remedy}", self.path.display()),
+            None => bad_input!("{adapter_text}: its base {} is missing; {remedy}", self.path.display()),
         })
     }
 }
 
-/// Returns the digest of the config and the weights in `folder`, or of a GGUF file, hexadecimal.
+/// Returns the digest of the config and the weights in `folder`, or of a GGUF file, in hexadecimal.
 fn digest(folder: &Path) -> Result<String> {
     if is_gguf(folder) {
         let mut all = blake3::Hasher::new();

@@ -1,7 +1,7 @@
-//! Weights from a Hugging Face folder: one safetensors file, or shards with an index.
+//! Reads weights of a Hugging Face folder: from one safetensors file, or from shards with an index.
 //!
-//! Opening a folder reads only the headers and checks them against the config; one error lists all
-//! mistakes. Tensors are read later, one at a time ([`TensorFile`]).
+//! Opening a folder reads only the headers and checks them against the config. One error lists all mistakes.
+//! Tensors are read later, one at a time ([`TensorFile`]).
 
 use super::gguf::GgufWeights;
 use super::tensor_file::TensorFile;
@@ -24,13 +24,14 @@ use std::sync::Arc;
 
 pub const WEIGHTS_FILE: &str = "model.safetensors";
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
-/// Most mistakes that one error lists. With a wrong config every tensor is a mistake.
+/// Maximum number of mistakes that one error lists. With a wrong config, every tensor is a mistake.
 const MISTAKES_SHOWN_MAX: usize = 16;
 
-/// Whether `folder` has weight files of any kind. A folder without any means random initialisation.
+/// Returns whether `folder` has weight files of any kind. If a folder has no weight files, the model is
+/// initialised at random.
 ///
-/// Weights in another format, and shards without their index, count too: random initialisation in their
-/// place would go unnoticed. [`ModelFolder::open`] then reports the mistake.
+/// Weights in other formats and shards without an index count too. Otherwise the model would be initialised
+/// at random without a message. [`ModelFolder::open`] reports such weights as a mistake.
 pub fn has_weights(folder: &Path) -> bool {
     let is_weights = |name: &str| {
         let ends = [".safetensors", ".safetensors.index.json", ".gguf"].iter().any(|end| name.ends_with(end));
@@ -43,18 +44,19 @@ pub fn has_weights(folder: &Path) -> bool {
 /// An open model folder or GGUF file whose headers agree with the config. Tensors are read on demand.
 pub struct ModelFolder {
     folder: PathBuf,
-    /// The weights, if they are a GGUF file's.
+    /// The weights, if they are in a GGUF file.
     gguf: Option<GgufWeights>,
     files: Vec<TensorFile>,
-    /// Index in `files` by stored name.
-    places: BTreeMap<String, usize>,
+    /// The index of the file of each tensor in `files`, by stored name.
+    file_index: BTreeMap<String, usize>,
 }
 
 impl ModelFolder {
     /// Opens the weight files and checks names, shapes and dtypes against `config`.
     ///
-    /// `BadInput` lists tensors that are missing, unexpected, of a wrong shape or of an unreadable dtype,
-    /// or names the damaged or missing file.
+    /// # Errors
+    /// `BadInput` that lists tensors that are missing, unexpected, of a wrong shape or of a dtype that cannot
+    /// be read, or that names a damaged or missing file.
     pub fn open(folder: &Path, config: &Config) -> Result<Self> {
         config.check()?;
         let listed = listed_files(folder)?;
@@ -62,7 +64,7 @@ impl ModelFolder {
         for name in listed.iter().map(|(file, _)| file) {
             files.push(TensorFile::open(&folder.join(name))?);
         }
-        let mut opened = Self { folder: folder.into(), gguf: None, files, places: BTreeMap::new() };
+        let mut opened = Self { folder: folder.into(), gguf: None, files, file_index: BTreeMap::new() };
         let mut mistakes = opened.index_tensors(&listed);
         mistakes.extend(opened.find_mistakes(&parameter_specs(config)));
         if mistakes.is_empty() {
@@ -80,31 +82,33 @@ impl ModelFolder {
     }
 
     /// Returns the open weights of the GGUF file in `path`.
-    pub fn of_gguf(path: &Path, weights: GgufWeights) -> Self {
-        Self { folder: path.into(), gguf: Some(weights), files: vec![], places: BTreeMap::new() }
+    pub fn from_gguf(path: &Path, weights: GgufWeights) -> Self {
+        Self { folder: path.into(), gguf: Some(weights), files: vec![], file_index: BTreeMap::new() }
     }
 
-    /// Records the file of each tensor. Returns a mistake for each tensor that the index assigns to another
-    /// file.
+    /// Records the file of each tensor. Returns a mistake for each tensor that the index assigns to
+    /// another file.
     fn index_tensors(&mut self, listed: &[(String, Option<BTreeSet<String>>)]) -> Vec<String> {
         let mut mistakes = Vec::new();
-        for (place, (file, (file_name, promised))) in self.files.iter().zip(listed).enumerate() {
+        for (index, (file, (file_name, indexed_names))) in self.files.iter().zip(listed).enumerate() {
             let present: BTreeSet<String> = file.metadata.offset_keys().into_iter().collect();
-            if let Some(promised) = promised {
-                let unlisted = present.difference(promised);
+            if let Some(indexed_names) = indexed_names {
+                let unlisted = present.difference(indexed_names);
                 mistakes.extend(
-                    unlisted.map(|name| format!("{name:?} is in {file_name}, contrary to {INDEX_FILE}")),
+                    unlisted.map(|name| {
+                        format!("{name:?} is in {file_name}, but {INDEX_FILE} names another file")
+                    }),
                 );
             }
-            self.places.extend(present.into_iter().map(|name| (name, place)));
+            self.file_index.extend(present.into_iter().map(|name| (name, index)));
         }
         mistakes
     }
 
-    /// Returns the differences between the headers and the specs.
+    /// Returns a mistake for each difference between the headers and the specs.
     fn find_mistakes(&self, specs: &[ParameterSpec]) -> Vec<String> {
         let mut mistakes = Vec::new();
-        let mut extra: BTreeSet<&str> = self.places.keys().map(String::as_str).collect();
+        let mut extra: BTreeSet<&str> = self.file_index.keys().map(String::as_str).collect();
         for spec in specs {
             let format = self.format_of(spec);
             for wanted in spec.stored_tensors(format) {
@@ -124,18 +128,18 @@ impl ModelFolder {
     }
 
     fn info(&self, name: &str) -> Option<&TensorInfo> {
-        self.files.get(*self.places.get(name)?)?.metadata.info(name)
+        self.files.get(*self.file_index.get(name)?)?.metadata.info(name)
     }
 
-    /// Returns the stored format: MXFP4 when blocks or scales are present, else f32 or bf16. f16 is read as
-    /// f32.
+    /// Returns the stored format of a tensor: MXFP4 if the files have its blocks or scales, otherwise bf16 or
+    /// f32. Returns f32 for f16 too, because f16 values are read as f32.
     pub fn format_of(&self, spec: &ParameterSpec) -> WeightFormat {
         if let Some(gguf) = &self.gguf {
             return gguf.format_of(spec);
         }
         let is_packed = spec.is_expert_matrix()
             && spec.layout != Layout::PerExpert
-            && spec.stored_tensors(WeightFormat::Mxfp4).iter().any(|t| self.places.contains_key(&t.name));
+            && spec.stored_tensors(WeightFormat::Mxfp4).iter().any(|t| self.file_index.contains_key(&t.name));
         let is_bf16 = |t: &StoredTensor| self.info(&t.name).is_some_and(|info| info.dtype == Dtype::BF16);
         match spec.stored_tensors(WeightFormat::Bf16).iter().all(is_bf16) {
             _ if is_packed => WeightFormat::Mxfp4,
@@ -144,10 +148,11 @@ impl ModelFolder {
         }
     }
 
-    /// Reads one parameter in packed format; `None` when its format is read as f32 ([`Self::read_values`]).
+    /// Reads one parameter in packed format. Returns `None` for formats that are read as f32
+    /// ([`Self::read_values`]).
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
+    /// [`crate::error::BadInput`] when a value is NaN or infinite, or the file cannot be read.
     pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
         if let Some(gguf) = &self.gguf {
             return gguf.read_packed(spec);
@@ -169,7 +174,7 @@ impl ModelFolder {
             }
             (PackedFormat::Bf16, Layout::Transposed | Layout::PerExpert) => {
                 let stored = spec.stored_tensors(WeightFormat::Bf16);
-                let stored: Vec<_> = stored.iter().map(|t| self.stored(&t.name)).collect::<Result<_>>()?;
+                let stored: Vec<_> = stored.iter().map(|t| self.locate(&t.name)).collect::<Result<_>>()?;
                 PackedMatrix::read(format, shape, |rows: StoredRows| {
                     let first = rows.columns.start * input;
                     stored[rows.expert].read_at(2 * first, rows.values)?;
@@ -177,7 +182,7 @@ impl ModelFolder {
                 })?
             }
             (PackedFormat::Bf16, Layout::AsStored) => {
-                let stored = self.stored(&spec.name)?;
+                let stored = self.locate(&spec.name)?;
                 PackedMatrix::read_columns(shape, |expert: usize, values: &mut [u8]| {
                     let first = expert * input * output;
                     stored.read_at(2 * first, values)?;
@@ -186,7 +191,7 @@ impl ModelFolder {
             }
             (PackedFormat::Mxfp4, _) => {
                 let [blocks, scales] =
-                    ["_blocks", "_scales"].map(|half| self.stored(&format!("{}{half}", spec.name)));
+                    ["_blocks", "_scales"].map(|half| self.locate(&format!("{}{half}", spec.name)));
                 let (blocks, scales) = (blocks?, scales?);
                 PackedMatrix::read(format, shape, |rows: StoredRows| {
                     let first = (rows.expert * output + rows.columns.start) * (input / BLOCK);
@@ -210,17 +215,17 @@ impl ModelFolder {
         )
     }
 
-    fn stored(&self, name: &str) -> Result<TensorLocation<'_>> {
-        let file = self.places.get(name).and_then(|&place| self.files.get(place));
+    fn locate(&self, name: &str) -> Result<TensorLocation<'_>> {
+        let file = self.file_index.get(name).and_then(|&index| self.files.get(index));
         file.and_then(|file| Some(TensorLocation { file, info: file.metadata.info(name)? }))
             .ok_or_else(|| bad_input!("{}: `{name}` is missing", self.folder.display()))
     }
 
-    /// Reads one parameter as f32 in its working layout. MXFP4 is decoded exactly. Besides the values,
-    /// memory holds only the stored bytes of this tensor.
+    /// Reads one parameter as f32 in its working layout. MXFP4 is decoded exactly. While reading, memory
+    /// holds the values and the stored bytes of this tensor only.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] where a value is NaN or infinite.
+    /// [`crate::error::BadInput`] when a value is NaN or infinite.
     pub fn read_values(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         if let Some(gguf) = &self.gguf {
             return gguf.read_values(spec);
@@ -265,7 +270,7 @@ impl ModelFolder {
     }
 
     fn bytes(&self, name: &str) -> Result<(Vec<u8>, Dtype)> {
-        let TensorLocation { file, info } = self.stored(name)?;
+        let TensorLocation { file, info } = self.locate(name)?;
         Ok((file.read(info)?, info.dtype))
     }
 }
@@ -290,14 +295,14 @@ struct TensorLocation<'a> {
 }
 
 impl TensorLocation<'_> {
-    /// Reads the tensor's bytes from `start` on into `to`.
+    /// Fills `to` with the bytes of the tensor from `start` on.
     fn read_at(&self, start: usize, to: &mut [u8]) -> Result<()> {
         self.file.read_at(self.info, start, to)
     }
 }
 
-/// Returns the mistake in a tensor's header, if there is one. Tensors that are not packed may be f32, bf16
-/// or f16.
+/// Returns the mistake in the header of a tensor, if there is one. Tensors that are not packed may be f32,
+/// bf16 or f16.
 fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
     let (dtypes, known): (&[Dtype], _) = match wanted.dtype {
         Dtype::U8 => (&[Dtype::U8], "U8"),
@@ -305,7 +310,7 @@ fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
     };
     let name = &wanted.name;
     if info.shape != wanted.shape {
-        Some(format!("`{name}` has shape {:?}, config.json implies {:?}", info.shape, wanted.shape))
+        Some(format!("`{name}` has shape {:?}, but config.json implies {:?}", info.shape, wanted.shape))
     } else if !dtypes.contains(&info.dtype) {
         Some(format!("`{name}` is {:?}; it must be {known}", info.dtype))
     } else {
@@ -313,7 +318,7 @@ fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
     }
 }
 
-/// Converts stored values to the layout in memory.
+/// Returns the stored values in the layout in memory.
 fn in_working_layout(layout: Layout, shape: &[usize], stored: impl Iterator<Item = f32>) -> Vec<f32> {
     match (layout, shape) {
         (Layout::Transposed | Layout::PerExpert, &[out, input]) => {
@@ -327,7 +332,7 @@ fn in_working_layout(layout: Layout, shape: &[usize], stored: impl Iterator<Item
     }
 }
 
-/// Returns the stored index of the value at index `at` in memory.
+/// Returns the index in the file of the value at index `at` in memory.
 fn stored_index(spec: &ParameterSpec, at: usize) -> usize {
     match (spec.layout, spec.stored_shape.as_slice()) {
         (Layout::Transposed, &[out, input]) => at % out * input + at / out,
@@ -335,17 +340,18 @@ fn stored_index(spec: &ParameterSpec, at: usize) -> usize {
     }
 }
 
-/// Returns the names of the weight files of `folder`, in order, followed by the index if there is one.
+/// Returns the names of the weight files of `folder`, in order. If there is an index, its name is last.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there are none, or some are absent.
+/// [`crate::error::BadInput`] when there are no weight files, or some are missing.
 pub fn weight_files(folder: &Path) -> Result<Vec<String>> {
     let files = listed_files(folder)?;
-    let index = files.iter().any(|(_, promised)| promised.is_some()).then(|| INDEX_FILE.to_owned());
+    let index = files.iter().any(|(_, indexed_names)| indexed_names.is_some()).then(|| INDEX_FILE.to_owned());
     Ok(files.into_iter().map(|(name, _)| name).chain(index).collect())
 }
 
-/// Returns the weight files by name; with an index, each with the tensors that the index assigns to it.
+/// Returns the names of the weight files. If there is an index, each name comes with the tensors that the
+/// index assigns to the file.
 fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>> {
     if folder.join(WEIGHTS_FILE).exists() {
         return Ok(vec![(WEIGHTS_FILE.into(), None)]);
@@ -353,7 +359,7 @@ fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>
     let path = folder.join(INDEX_FILE);
     let text = bounded_file::read_text(&path, TOKENIZER_BYTES_MAX).map_err(|e| {
         bad_input!(
-            "{}: no {WEIGHTS_FILE} and no readable {INDEX_FILE} ({e}); weights are read from safetensors, or from a GGUF file that model.path names",
+            "{}: no {WEIGHTS_FILE} and no readable {INDEX_FILE} ({e}); weights are read from safetensors files, or from a GGUF file that model.path names",
             folder.display()
         )
     })?;
@@ -373,13 +379,13 @@ fn listed_files(folder: &Path) -> Result<Vec<(String, Option<BTreeSet<String>>)>
     }
     let absent: Vec<&str> = files.keys().filter(|f| !folder.join(f).is_file()).map(String::as_str).collect();
     if !absent.is_empty() {
-        let shown = absent.get(..MISTAKES_SHOWN_MAX).unwrap_or(&absent);
-        let more = absent.len() - shown.len();
+        let listed = absent.get(..MISTAKES_SHOWN_MAX).unwrap_or(&absent);
+        let more = absent.len() - listed.len();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         return Err(bad_input!(
-            "{}: names files that are absent: {}{more}; fetch them",
+            "{}: names files that are missing: {}{more}; fetch these files",
             path.display(),
-            shown.join(", ")
+            listed.join(", ")
         ));
     }
     Ok(files.into_iter().map(|(file, tensors)| (file, Some(tensors))).collect())

@@ -1,5 +1,5 @@
-//! Merges an adapter into its matrices, for programs that do not read adapters. Nothing here computes with
-//! the merged weights.
+//! Merges an adapter into its matrices, for other programs that do not read adapters. This program never
+//! computes with merged weights.
 
 use crate::model::adapter::Lora;
 use crate::model::names::ParameterSpec;
@@ -9,10 +9,10 @@ use crate::ops::product::{GemmThreads, forward_product};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 
-/// Returns the tensor of `spec` in f32, with its adapter merged: `W + s · A · B`.
+/// Returns the tensor of `spec` in f32 with its adapter merged: `W + s · A · B`.
 ///
 /// # Errors
-/// When there is no such tensor.
+/// When the tensor does not exist.
 pub fn merge(parameters: &Parameters, spec: &ParameterSpec) -> Result<Tensor> {
     let base = parameters.read_weight(spec)?.decode(&spec.working_shape())?;
     let Some(lora) = parameters.adapter().filter(|lora| lora.targets.contains(&spec.name)) else {

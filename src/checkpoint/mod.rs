@@ -1,16 +1,17 @@
 //! Files of models and runs: Hugging Face folders, GGUF files, adapters in PEFT format, and checkpoints. A
-//! checkpoint is written to a temporary folder, synced and renamed, so that a kill never leaves a partial
-//! one.
+//! checkpoint is written to a temporary folder, synced and renamed. So a killed process never leaves a
+//! partial checkpoint.
 //!
 //! A checkpoint is a Hugging Face folder (`config.json`, safetensors, tokenizer) with these additional files:
 //! - `trainer.json`: the progress of the run.
-//! - `trainer.safetensors`: the optimizer's state, as f32 or 8-bit codes.
-//! - `critic.safetensors`, with a critic: its weights and its optimizer's state.
-//! - `trainer.toml`: the recipe as resolved.
-//! - `manifest.b3`, written last: the digest of every other file.
+//! - `trainer.safetensors`: the optimizer state, as f32 or 8-bit codes.
+//! - `critic.safetensors`, if the run has a critic: the weights and the optimizer state of the critic.
+//! - `trainer.toml`: the resolved recipe.
+//! - `manifest.b3`, which is written last: the digests of all other files.
 //!
-//! With several processes, each writes its own shard of the safetensors files of the trainer and the
-//! critic. Random numbers need no state: they are functions of the seed and the step.
+//! If a run has several processes, each writes its own shards of `trainer.safetensors` and
+//! `critic.safetensors`. Random numbers have no state in a checkpoint, because they are functions of the seed
+//! and the step.
 
 mod base;
 pub mod gguf;
@@ -25,8 +26,8 @@ pub mod tensor_file;
 
 pub use base::{BASE_FOLDER, BaseModel};
 pub use resume::{
-    ResumePoint, check_all, folder_name, has_state, newest_folder, newest_intact_checkpoint, read_state,
-    remove_partial_checkpoints, verify_folder,
+    ResumePoint, check_all_checkpoints, folder_name, is_checkpoint, newest_checkpoint,
+    newest_intact_checkpoint, read_state, remove_partial_checkpoints, verify_folder,
 };
 
 use crate::atomic_file::{remove_folder, replace_folder};
@@ -46,19 +47,20 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 table! {
-    /// Checkpoints of a run. The last step, and a stop by a signal, always save one.
+    /// Checkpoints of a run. The last step and a stop by a signal always save a checkpoint.
     pub struct CheckpointSettings {
-        /// Steps between checkpoints, in either stage; 0 means only at the end.
+        /// Number of steps between checkpoints, in SFT warm-up and in reinforcement learning. 0 means only at
+        /// the end.
         pub every_steps: u64 = 20,
-        /// Number of checkpoints to keep; older ones are removed.
+        /// Number of checkpoints to keep. Older checkpoints are removed.
         pub keep: usize = 2 => from(1.0),
-        /// Format of the saved weights. The f32 masters are saved with the optimizer in any case.
+        /// Format of the saved weights. The f32 master weights are always saved with the optimizer state.
         pub dtype: WeightFormat = WeightFormat::Bf16,
     }
 }
 
 const STATE_FILE: &str = "trainer.json";
-/// Stems of the files with optimizer state: see [`state_files`].
+/// The stem of the names of files with optimizer state. See [`state_files`].
 const STATE_STEM: &str = "trainer";
 const CRITIC_STEM: &str = "critic";
 const RECIPE_FILE: &str = "trainer.toml";
@@ -68,30 +70,31 @@ const RECIPE_FILE: &str = "trainer.toml";
 pub struct TrainerState {
     /// The stage: SFT warm-up or reinforcement learning.
     pub phase: Phase,
-    /// Finished steps of that stage.
+    /// Number of finished steps of this stage.
     pub step: u64,
-    /// Updates by the stage's optimizer.
+    /// Number of updates by the optimizer of this stage.
     pub updates: u64,
-    /// Updates by the critic's optimizer; 0 without a critic.
+    /// Number of updates by the optimizer of the critic; 0 without a critic.
     #[serde(default)]
     pub critic_updates: u64,
-    /// Length of `metrics.jsonl` at this point, in bytes.
+    /// Length of `metrics.jsonl` when the checkpoint was written, in bytes.
     pub metrics_bytes: u64,
-    /// The digest of those bytes; `None` in a checkpoint without a manifest.
+    /// The digest of the first `metrics_bytes` bytes of `metrics.jsonl`; `None` in a checkpoint without a
+    /// manifest.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "resume::hexadecimal")]
     pub metrics_digest: Option<Hash>,
-    /// The digest of the run's frozen reference, if it has one.
+    /// The digest of the frozen reference of the run, if the run has one.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "resume::hexadecimal")]
     pub reference_digest: Option<Hash>,
-    /// The coefficient of `policy.kl`, if it is adaptive.
+    /// The coefficient of `policy.kl`, if the coefficient is adaptive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kl_coefficient: Option<f64>,
 }
 
-/// Removes all but the `keep` newest checkpoints of `run`.
+/// Removes all checkpoints of `run` except the `keep` newest.
 ///
 /// # Errors
-/// When the disk refuses.
+/// When a checkpoint cannot be removed.
 pub fn prune(run: &Path, keep: usize) -> Result<()> {
     let mut old = resume::checkpoint_folders(run)?;
     old.truncate(old.len().saturating_sub(keep.max(1)));
@@ -104,33 +107,33 @@ pub struct Snapshot<'a> {
     pub format: WeightFormat,
     pub companions: &'a CompanionFiles,
     pub parameters: &'a Parameters,
-    /// The base of the adapter, if `parameters` have one.
+    /// The base of the adapter, if `parameters` have an adapter.
     pub base: Option<&'a BaseModel>,
     pub critic: Option<&'a Parameters>,
-    /// The recipe as resolved.
+    /// The resolved recipe.
     pub recipe: &'a str,
     pub state: TrainerState,
 }
 
 impl Snapshot<'_> {
-    /// Writes the checkpoint into `run` and removes all but the `keep` newest ones.
+    /// Writes the checkpoint into `run`. Then removes all checkpoints except the `keep` newest.
     ///
     /// # Errors
-    /// When the disk refuses; earlier checkpoints stay whole.
+    /// When writing fails. Earlier checkpoints stay intact.
     pub fn write(&self, run: &Path, keep: usize) -> Result<PathBuf> {
         let checkpoints = run.join("checkpoints");
         let name = folder_name(self.state.phase, self.state.step);
         let target = checkpoints.join(&name);
         fs::create_dir_all(&checkpoints).with_context(|| format!("writing {}", target.display()))?;
-        replace_folder(&target, |aside| self.fill(aside))?;
+        replace_folder(&target, |temporary| self.fill(temporary))?;
         prune(run, keep)?;
         Ok(target)
     }
 
-    fn fill(&self, aside: &Path) -> Result<()> {
+    fn fill(&self, temporary: &Path) -> Result<()> {
         let mut manifest = match self.parameters.adapter() {
-            Some(lora) => self.save_adapter(aside, lora)?,
-            None => save(aside, self.config, self.format, self.companions, SHARD_BYTES_MAX, |spec| {
+            Some(lora) => self.save_adapter(temporary, lora)?,
+            None => save(temporary, self.config, self.format, self.companions, SHARD_BYTES_MAX, |spec| {
                 let index = self
                     .parameters
                     .index_of(&spec.name)
@@ -138,34 +141,35 @@ impl Snapshot<'_> {
                 self.parameters.gather(index, MASTER)
             })?,
         };
-        // The model's files hold frozen tensors. State files hold those that the model's files round. An
-        // adapter's base has a folder of its own.
+        // Trained tensors are always in the state files, in full precision. A frozen tensor is in the model's
+        // files, and is added to the state files only if the model's files round it. The base of an adapter
+        // has its own folder.
         let adapted = self.parameters.adapter().is_some();
         let rounded = |spec: &ParameterSpec, values: &[f32]| !adapted && !self.format_preserves(spec, values);
-        state_files::write((aside, STATE_STEM), self.parameters, false, &rounded, &mut manifest)?;
+        state_files::write((temporary, STATE_STEM), self.parameters, false, &rounded, &mut manifest)?;
         if let Some(critic) = self.critic {
             let all = |_: &ParameterSpec, _: &[f32]| true;
-            state_files::write((aside, CRITIC_STEM), critic, true, &all, &mut manifest)?;
+            state_files::write((temporary, CRITIC_STEM), critic, true, &all, &mut manifest)?;
         }
-        manifest.write_file(aside, RECIPE_FILE, add_checksum(self.recipe).as_bytes())?;
+        manifest.write_file(temporary, RECIPE_FILE, add_checksum(self.recipe).as_bytes())?;
         let state = serde_json::to_string_pretty(&self.state)? + "\n";
-        manifest.write_file(aside, STATE_FILE, state.as_bytes())?;
-        manifest.write(aside)
+        manifest.write_file(temporary, STATE_FILE, state.as_bytes())?;
+        manifest.write(temporary)
     }
 
-    /// Writes the adapter, with the config and the tokenizer of its base.
-    fn save_adapter(&self, aside: &Path, lora: &Lora) -> Result<Manifest> {
-        let base = self.base.context("an adapter without a base")?;
+    /// Writes the adapter, and the config and the tokenizer of its base.
+    fn save_adapter(&self, temporary: &Path, lora: &Lora) -> Result<Manifest> {
+        let base = self.base.context("the adapter has no base")?;
         let mut manifest = Manifest::default();
-        peft::write(aside, &mut manifest, (lora, &parameter_specs(self.config)), base, |name| {
+        peft::write(temporary, &mut manifest, (lora, &parameter_specs(self.config)), base, |name| {
             let index = self.parameters.index_of(name).with_context(|| format!("no tensor {name}"))?;
             Ok(self.parameters.gather(index, MASTER)?.flatten_all()?.to_vec1()?)
         })?;
-        save_without_weights(aside, self.config, self.format, self.companions, &mut manifest)?;
+        save_without_weights(temporary, self.config, self.format, self.companions, &mut manifest)?;
         Ok(manifest)
     }
 
-    /// Whether the saved weights represent `values` of a tensor exactly.
+    /// Returns whether the format of the saved weights represents `values` of a tensor exactly.
     fn format_preserves(&self, spec: &ParameterSpec, values: &[f32]) -> bool {
         match (self.format, spec.stored_shape.as_slice()) {
             (WeightFormat::F32, _) => true,
@@ -179,19 +183,21 @@ impl Snapshot<'_> {
     }
 }
 
-/// Estimates the bytes of a checkpoint of `parameters` with their optimizer state, without the small files.
+/// Estimates the size of a checkpoint of `parameters` with their optimizer state, in bytes, without the small
+/// files.
 pub fn estimate_bytes(format: WeightFormat, parameters: &Parameters) -> u64 {
     let of = |(index, spec): (usize, &ParameterSpec)| {
         let stored: u64 = match (parameters.adapter(), spec.role) {
-            // The base stays in its own folder.
+            // The base is not part of the checkpoint.
             (Some(_), role) if role != TensorRole::AdapterFactor => 0,
             (Some(_), _) => (spec.element_count() * size_of::<f32>()) as u64,
             (None, _) => spec.stored_tensors(format).iter().map(StoredTensor::bytes).sum(),
         };
         let state = parameters.state(index);
-        // Trained tensors are saved in full precision; under bf16 the optimizer's state holds those values.
-        let is_kept_too = parameters.is_trained(index) && !state.contains_key(MASTER);
-        let master = if is_kept_too { spec.element_count() * size_of::<f32>() } else { 0 };
+        // Trained tensors are also saved in full precision. With bf16 weights, the optimizer state already
+        // has the full-precision values.
+        let is_also_kept = parameters.is_trained(index) && !state.contains_key(MASTER);
+        let master = if is_also_kept { spec.element_count() * size_of::<f32>() } else { 0 };
         let kept = |kind: &&str| {
             parameters.state_shape(index, kind).map_or(0, |(dtype, length)| length * dtype.size_in_bytes())
         };
@@ -216,20 +222,20 @@ pub fn serve(parameters: &Parameters, critic: Option<&Parameters>, request: &Sha
     }
 }
 
-/// Restores weights and optimizer state from the checkpoint `folder`, bit for bit. The caller's optimizer
-/// must then write the working weights.
+/// Restores the weights and the optimizer state from the checkpoint `folder`, with the same bits. Then the
+/// caller must let the optimizer write the working weights.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the checkpoint's state does not fit the model.
+/// [`crate::error::BadInput`] when the state of the checkpoint does not match the model.
 pub fn restore(folder: &Path, parameters: &mut Parameters) -> Result<()> {
     state_files::restore((folder, STATE_STEM), parameters, false)
 }
 
-/// Restores a critic's weights and optimizer state from the checkpoint `folder`, as [`restore`] does for
-/// the policy.
+/// Restores the weights and the optimizer state of a critic from the checkpoint `folder`, as [`restore`] does
+/// for the policy.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the checkpoint holds no critic, or one that does not fit the model.
+/// [`crate::error::BadInput`] when the checkpoint has no critic, or its critic does not match the model.
 pub fn restore_critic(folder: &Path, critic: &mut Parameters) -> Result<()> {
     state_files::restore((folder, CRITIC_STEM), critic, true)
 }

@@ -1,5 +1,5 @@
-//! Adapters in PEFT format: `adapter_config.json` and `adapter_model.safetensors`. `base.json` is an
-//! addition of this program: the path and the digest of the base.
+//! Adapters in PEFT format: `adapter_config.json` and `adapter_model.safetensors`. This program also writes
+//! `base.json`, with the path and the digest of the base.
 //!
 //! | tensor, after `base_model.model.` | shape |
 //! | --- | --- |
@@ -8,9 +8,9 @@
 //! | `…mlp.experts.lora_A.weight`, `…lora_B.weight`: `down_proj` | `[E·r, I]`, `[H, r·E]` |
 //! | `…mlp.experts.3.up_proj.lora_A.weight`, `…lora_B.weight`: Qwen3's expert 3 | `[r, in]`, `[out, r]` |
 //!
-//! Rows of an experts' `A` are ordered by expert, columns of its `B` by rank: `e·r + j` and `j·E + e`. PEFT
-//! wraps one expert parameter in the other. If only one of the two has an adapter, its name has no
-//! `base_layer`.
+//! In an `A` of experts, rank `j` of expert `e` is row `e·r + j`. In a `B` of experts, it is column `j·E +
+//! e`. PEFT wraps one expert parameter in the other. If only one of the two expert parameters has an adapter,
+//! its name has no `base_layer`.
 
 use super::BaseModel;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
@@ -26,32 +26,34 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The file that marks a folder as an adapter's.
+/// The name of the config file. A folder with this file is the folder of an adapter.
 pub const CONFIG_FILE: &str = "adapter_config.json";
 const TENSORS_FILE: &str = "adapter_model.safetensors";
 const BASE_FILE: &str = "base.json";
-/// The limit of `adapter.alpha` in recipes: a larger value makes factors infinite.
+/// Maximum of `alpha`, as in recipes. Larger values could make factors infinite.
 const ALPHA_MAX: f64 = 1e6;
 const PREFIX: &str = "base_model.model.";
 const EXPERTS: &str = ".mlp.experts";
 
-/// An adapter's folder whose config and headers fit a model. Values are read on demand.
+/// The folder of an adapter whose config and headers match a model. Values are read on demand.
 pub struct AdapterFolder {
     pub path: PathBuf,
     pub lora: Lora,
     /// The model that the adapter was trained on, if this program wrote the folder.
     pub base: Option<BaseModel>,
     file: TensorFile,
-    /// The stored tensors' names by the factor's name: one, or one for each expert.
+    /// The names of the stored tensors of each factor, by the name of the factor. A factor has one stored
+    /// tensor, or one per expert.
     stored: BTreeMap<String, Vec<String>>,
 }
 
-/// Whether `folder` holds an adapter.
+/// Returns whether `folder` is the folder of an adapter.
 pub fn is_adapter_folder(folder: &Path) -> bool {
     folder.join(CONFIG_FILE).is_file()
 }
 
-/// Reads the base that an adapter's folder names, unchecked; `None` if another program wrote the folder.
+/// Reads the base that the folder of an adapter names, without checking it. Returns `None` if another program
+/// wrote the folder.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the file is damaged.
@@ -63,17 +65,20 @@ pub fn read_base(folder: &Path) -> Result<Option<BaseModel>> {
     let text = bounded_file::read_text(&path, JSON_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
     let base: BaseModel = serde_json::from_str(&text).map_err(|e| {
-        bad_input!("{}: damaged: {e}; restore it, or remove it to skip the check of the base", path.display())
+        bad_input!(
+            "{}: damaged: {e}; restore the file, or remove it to skip the check of the base",
+            path.display()
+        )
     })?;
     Ok(Some(base))
 }
 
 impl AdapterFolder {
-    /// Opens the adapter in `path` for a model of the tensors `specs`.
+    /// Opens the adapter in `path` for a model with the tensors `specs`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] lists every mistake: settings that are not supported, and tensors that
-    /// are missing, of another shape or of no matrix of the model.
+    /// [`crate::error::BadInput`] that lists every mistake: settings that are not supported, and tensors that
+    /// are missing, have another shape or belong to no matrix of the model.
     pub fn open(path: &Path, specs: &[ParameterSpec]) -> Result<Self> {
         let config = path.join(CONFIG_FILE);
         let text = bounded_file::read_text(&config, JSON_BYTES_MAX).map_err(|e| {
@@ -93,7 +98,7 @@ impl AdapterFolder {
                 .push(format!("lora_alpha is {alpha}; it must be a number above 0 and at most {ALPHA_MAX}"));
         }
         let (Some(rank), Some(alpha), true) = (rank, alpha, mistakes.is_empty()) else {
-            return Err(misfit_error(&config, mistakes));
+            return Err(mismatch_error(&config, mistakes));
         };
         let file = TensorFile::open(&path.join(TENSORS_FILE))?;
         let lora = Lora {
@@ -105,10 +110,10 @@ impl AdapterFolder {
         let mut opened =
             Self { path: path.to_owned(), lora, base: read_base(path)?, file, stored: BTreeMap::new() };
         let mistakes = opened.match_tensors(specs);
-        if mistakes.is_empty() { Ok(opened) } else { Err(misfit_error(&path.join(TENSORS_FILE), mistakes)) }
+        if mistakes.is_empty() { Ok(opened) } else { Err(mismatch_error(&path.join(TENSORS_FILE), mistakes)) }
     }
 
-    /// Finds the matrix and the factors of each module. Returns the mistakes.
+    /// Finds the matrix and the factors of each module. Returns all mistakes.
     fn match_tensors(&mut self, specs: &[ParameterSpec]) -> Vec<String> {
         let (mut mistakes, mut modules) = (vec![], BTreeMap::<String, [Option<String>; 2]>::new());
         for name in self.file.metadata.offset_keys() {
@@ -145,8 +150,9 @@ impl AdapterFolder {
             let count = spec.stored_shape[0];
             if names.len() < count {
                 let (name, found) = (&spec.name, names.len());
-                mistakes
-                    .push(format!("{name}: {found} of {count} experts have an adapter; all must have one"));
+                mistakes.push(format!(
+                    "{name}: {found} of {count} experts have an adapter; every expert must have one"
+                ));
             }
             for (index, factor) in Lora::factor_names(&spec.name).into_iter().enumerate() {
                 let names = names.values().filter_map(|names| names[index].clone()).collect();
@@ -154,15 +160,16 @@ impl AdapterFolder {
             }
         }
         if modules.is_empty() && mistakes.is_empty() {
-            mistakes.push("it holds no tensor".to_owned());
+            mistakes.push("it has no tensors".to_owned());
         }
         let in_order = specs.iter().filter(|spec| found.contains(&spec.name));
         self.lora.targets = in_order.map(|spec| spec.name.clone()).collect();
         mistakes
     }
 
-    /// Returns the matrix that the tensors `names` of `module` adapt, and its expert if the module is one
-    /// expert's. A module of all experts has two matrices: the one whose shape fits both tensors is returned.
+    /// Returns the matrix that the tensors `names` of `module` adapt, and the expert if the module belongs to
+    /// one expert. A module of all experts has two matrices. Then the matrix whose shape fits both tensors is
+    /// returned.
     fn matrix_of<'s>(
         &self,
         module: &str,
@@ -198,13 +205,13 @@ impl AdapterFolder {
         };
         let Some(first) = candidates.first() else {
             return Err(format!(
-                "{module} has an adapter, but this model has no such matrix or it cannot have one: only matrices of attention, experts and MLP can"
+                "{module} has an adapter, but this model has no such matrix, or the matrix cannot have an adapter: only matrices of attention, experts and MLPs can"
             ));
         };
         candidates.iter().find(|spec| misfit(spec).is_none()).map(|spec| (*spec, expert)).ok_or_else(|| {
             let (factor, name) = misfit(first).unwrap_or_default();
             format!(
-                "{name:?} has shape {:?}, but rank {} of {} asks for {:?}",
+                "{name:?} has shape {:?}, but rank {} of {} requires {:?}",
                 shape(&name).unwrap_or_default(),
                 self.lora.rank,
                 first.name,
@@ -213,7 +220,7 @@ impl AdapterFolder {
         })
     }
 
-    /// Returns the factors' values in working layout, in the order of [`Lora::factor_specs`].
+    /// Returns the values of the factors in working layout, in the order of [`Lora::factor_specs`].
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a value is NaN or infinite, or the file cannot be read.
@@ -253,17 +260,20 @@ impl AdapterFolder {
         };
         if let Some(value) = stored.iter().find(|value| !value.is_finite()) {
             let file = self.path.join(TENSORS_FILE);
-            return Err(bad_input!("{}: {name:?} holds {value}; use an earlier adapter", file.display()));
+            return Err(bad_input!(
+                "{}: {name:?} has the value {value}; use an earlier adapter",
+                file.display()
+            ));
         }
         Ok(stored)
     }
 }
 
-/// Writes the adapter `lora` into `folder`, which must exist, and adds its files to `manifest`. `specs` are
-/// the model's own tensors. `factor` returns the values of a factor by name, in working layout.
+/// Writes the adapter `lora` into the existing folder `folder`, and adds the files to `manifest`. `specs` are
+/// the tensors of the model. `factor` returns the values of a factor by name, in working layout.
 ///
 /// # Errors
-/// When a file exists, the disk refuses or `factor` fails.
+/// When a file exists or cannot be written, or `factor` fails.
 pub fn write(
     folder: &Path,
     manifest: &mut Manifest,
@@ -276,10 +286,10 @@ pub fn write(
     let mut stored = vec![];
     for (index, spec) in factors.iter().enumerate() {
         let target = of_target(index).context("a target is missing")?;
-        let tensors = stored_factors(lora, target, index % 2).context("a target is no matrix")?;
+        let tensors = stored_factors(lora, target, index % 2).context("a target is not a matrix")?;
         stored.push((tensors, spec));
     }
-    // A factor's tensors follow one another: it is read once.
+    // The tensors of a factor are consecutive, so each factor is read once.
     stored.sort_by(|a, b| a.0[0].0.cmp(&b.0[0].0));
     let tensors = stored.iter().flat_map(|(tensors, _)| tensors).map(|(name, shape)| StoredTensor {
         name: name.clone(),
@@ -299,7 +309,7 @@ pub fn write(
         ensure!(working.len() == spec.element_count(), "{}: {} values", spec.name, working.len());
         ensure!(
             working.iter().all(|value| value.is_finite()),
-            "{} holds NaN or an infinite value: the model diverged, nothing is saved",
+            "{} has NaN or an infinite value: training diverged, so nothing is saved",
             spec.name
         );
         let layout = FactorLayout::from_spec(spec, count);
@@ -320,7 +330,7 @@ fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &BaseModel) -> Value 
     let (mut modules, mut parameters) = (BTreeSet::new(), BTreeSet::new());
     for spec in specs.iter().filter(|spec| adapted.contains(spec.name.as_str())) {
         let module = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
-        // If every layer's matrix is adapted, the name omits the layer, as is usual.
+        // If the matrix is adapted in every layer, the name omits the layer, as in most PEFT configs.
         let of_layers = |name: &str| -> Option<String> {
             let rest = name.strip_prefix("model.layers.")?.split_once('.')?.1;
             let alike = |other: &&ParameterSpec| other.name.ends_with(&format!(".{rest}"));
@@ -342,7 +352,8 @@ fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &BaseModel) -> Value 
             modules.insert(last.unwrap_or_else(|| module.to_owned()));
         }
     }
-    // PEFT wraps the first parameter first, and its wrapper is the inner one: gate_up.
+    // PEFT wraps the first parameter of the list first, and its wrapper is the inner one. So gate_up must
+    // come first.
     let parameters: Vec<String> = parameters.into_iter().rev().collect();
     json!({
         "peft_type": "LORA",
@@ -375,9 +386,12 @@ fn unsupported_settings(json: &Value) -> Vec<String> {
         ));
     }
     if json["bias"].as_str().unwrap_or("none") != "none" {
-        found.push(format!("bias is {}: biases stay the base's; train it with bias \"none\"", json["bias"]));
+        found.push(format!(
+            "bias is {}: biases must stay those of the base; train the adapter with bias \"none\"",
+            json["bias"]
+        ));
     }
-    let merge = "merge it into its base with PEFT (merge_and_unload), and name the merged folder";
+    let merge = "merge the adapter into its base with PEFT (merge_and_unload), and name the merged folder";
     let unknown = [
         "lora_bias",
         "fan_in_fan_out",
@@ -388,7 +402,7 @@ fn unsupported_settings(json: &Value) -> Vec<String> {
         "alpha_pattern",
         "layer_replication",
     ];
-    // DoRA and other variants, including future ones.
+    // These keys switch on DoRA and other variants, including future variants.
     let is_unknown = |key: &str| {
         let variant = key.starts_with("use_") && key != "use_rslora";
         unknown.contains(&key) || variant || key.ends_with("_config")
@@ -402,31 +416,31 @@ fn unsupported_settings(json: &Value) -> Vec<String> {
     };
     let set = json.as_object().into_iter().flatten().filter(|(key, value)| is_unknown(key) && is_set(value));
     found.extend(set.map(|(key, value)| format!("{key} is {value}, which is not supported; {merge}")));
-    // Other initialisations change the base's weights too.
+    // Other initialisations also change the weights of the base.
     if let Some(start) =
         json["init_lora_weights"].as_str().filter(|start| !["gaussian", "true"].contains(start))
     {
-        found.push(format!("init_lora_weights is {start:?}, which changes the base too; {merge}"));
+        found.push(format!("init_lora_weights is {start:?}, which also changes the base; {merge}"));
     }
     found
 }
 
-fn misfit_error(file: &Path, mistakes: Vec<String>) -> anyhow::Error {
-    const SHOWN_MAX: usize = 8;
-    let more = mistakes.len().saturating_sub(SHOWN_MAX);
+fn mismatch_error(file: &Path, mistakes: Vec<String>) -> anyhow::Error {
+    const MISTAKES_LISTED_MAX: usize = 8;
+    let more = mistakes.len().saturating_sub(MISTAKES_LISTED_MAX);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-    let shown: Vec<String> = mistakes.into_iter().take(SHOWN_MAX).collect();
-    bad_input!("{}: the adapter does not fit: {}{more}", file.display(), shown.join("; "))
+    let listed: Vec<String> = mistakes.into_iter().take(MISTAKES_LISTED_MAX).collect();
+    bad_input!("{}: the adapter does not match the model: {}{more}", file.display(), listed.join("; "))
 }
 
-/// Returns the module of a stored tensor, and the factor: 0 for A, 1 for B.
+/// Returns the module of a stored tensor, and the index of the factor: 0 for A, 1 for B.
 fn parse_factor_name(name: &str) -> Option<(&str, usize)> {
     let name = name.strip_prefix(PREFIX)?;
     let factor = |word: &str| name.strip_suffix(word);
     factor(".lora_A.weight").map(|stem| (stem, 0)).or_else(|| factor(".lora_B.weight").map(|stem| (stem, 1)))
 }
 
-/// Returns name and shape of each stored tensor of a factor of `spec`.
+/// Returns the name and the shape of each stored tensor of a factor of `spec`.
 fn stored_factors(lora: &Lora, spec: &ParameterSpec, factor: usize) -> Option<Vec<(String, Vec<usize>)>> {
     if spec.layout != Layout::PerExpert {
         return Some(vec![(stored_name(lora, &spec.name, factor), factor_shape(spec, lora.rank, factor)?)]);
@@ -436,7 +450,7 @@ fn stored_factors(lora: &Lora, spec: &ParameterSpec, factor: usize) -> Option<Ve
     Some((0..spec.stored_shape[0]).map(|expert| (name(expert), shape.clone())).collect())
 }
 
-/// Returns the stored shape of a factor of `spec`, all experts in one tensor.
+/// Returns the stored shape of a factor of `spec` whose experts are in one tensor.
 fn factor_shape(spec: &ParameterSpec, rank: usize, factor: usize) -> Option<Vec<usize>> {
     Some(match (spec.working_shape().as_slice(), factor) {
         (&[input, _], 0) => vec![rank, input],
@@ -462,7 +476,7 @@ fn stored_name(lora: &Lora, target: &str, factor: usize) -> String {
 
 /// The layout of a factor in the file.
 struct FactorLayout {
-    /// From the working shape.
+    /// Number of experts of the working shape; `None` for a matrix without experts.
     experts: Option<usize>,
     rows: usize,
     columns: usize,
@@ -470,7 +484,7 @@ struct FactorLayout {
 }
 
 impl FactorLayout {
-    /// Returns the layout of one of the `stored` tensors of a factor.
+    /// Returns the layout of one stored tensor of a factor that has `stored` stored tensors.
     fn from_spec(spec: &ParameterSpec, stored: usize) -> Self {
         let (experts, rows, columns) = match *spec.working_shape() {
             [_, rows, columns] if stored > 1 => (None, rows, columns),
@@ -481,16 +495,17 @@ impl FactorLayout {
         Self { experts, rows, columns, is_a: spec.name.ends_with("lora_A") }
     }
 
-    /// Returns the index in memory of the value stored at `at`.
+    /// Returns the index in memory of the value at index `at` in the file.
     fn memory_index(&self, at: usize) -> usize {
         let Self { experts, rows, columns, is_a } = *self;
         let experts = experts.unwrap_or(1);
         let (expert, row, column) = if is_a {
-            // [E·r, in] in the file, [E, in, r] in memory.
+            // The layout is [E·r, in] in the file and [E, in, r] in memory.
             let (line, input) = (at / rows, at % rows);
             (line / columns, input, line % columns)
         } else {
-            // [out, r·E] in the file, the expert varies fastest; [E, r, out] in memory.
+            // The layout is [out, r·E] in the file, where the expert varies fastest, and [E, r, out] in
+            // memory.
             let (output, column) = (at / (rows * experts), at % (rows * experts));
             (column % experts, column / experts, output)
         };

@@ -1,6 +1,6 @@
-//! The frozen reference: the model at the start of reinforcement learning.
+//! The frozen reference, which is the model at the start of reinforcement learning.
 //!
-//! It is a file of the run folder, so that a resumed run uses the same bits.
+//! The reference is a file of the run folder, so that a resumed run uses the same bits.
 
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::atomic_file::replace_file;
@@ -19,7 +19,7 @@ use std::path::Path;
 
 const FILE: &str = "reference.safetensors";
 
-/// Copies `parameters`, so that later updates do not change the copy. Frozen tensors are shared.
+/// Returns a copy of `parameters` that later updates do not change. Frozen tensors are shared.
 ///
 /// # Errors
 /// When memory runs out.
@@ -37,12 +37,12 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
     Parameters::load(config, parameters.backend(), tensors)
 }
 
-/// Writes the reference into the run folder `run`, in working layout and precision, a tensor at a time.
-/// Packed tensors are left out: the model's files hold them. Returns the digest, which every checkpoint
-/// records.
+/// Writes the reference into the run folder `run`, one tensor at a time, in working layout and precision.
+/// Packed tensors are left out, because the model's files have them. Returns the digest of the file. Every
+/// checkpoint records this digest.
 ///
 /// # Errors
-/// When the disk refuses; an earlier reference stays whole.
+/// When writing fails. An earlier reference then stays intact.
 pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     let specs = reference.specs.iter().enumerate();
     let kept: Vec<(usize, &ParameterSpec)> =
@@ -53,8 +53,8 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
         shape: spec.working_shape(),
     };
     let mut digest = None;
-    replace_file(&run.join(FILE), |aside| {
-        digest = Some(write_tensors(aside, kept.iter().map(stored).collect(), |index, out| {
+    replace_file(&run.join(FILE), |temporary| {
+        digest = Some(write_tensors(temporary, kept.iter().map(stored).collect(), |index, out| {
             write_f32(out, &host_values(&reference.gather(kept[index].0, VALUES)?)?)
         })?);
         Ok(())
@@ -62,29 +62,31 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     digest.context("the reference was not written")
 }
 
-/// Compares the reference in the run folder `run` with the digest that a checkpoint recorded.
+/// Compares the digest of the reference in the run folder `run` with `digest`, which a checkpoint recorded.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the reference is missing or changed.
 pub fn check(run: &Path, digest: Hash) -> Result<()> {
     let path = run.join(FILE);
-    let remedy = "restore it, or start the run again in another folder";
+    let remedy = "restore the file, or start a new run in another folder";
     match file_digest(&path, None) {
         Ok(found) if found == digest => Ok(()),
-        Ok(_) => Err(bad_input!("{}: damaged: its digest has changed; {remedy}", path.display())),
+        Ok(_) => {
+            Err(bad_input!("{}: damaged: its digest differs from the checkpoint; {remedy}", path.display()))
+        }
         Err(e) => Err(bad_input!("{}: cannot be read: {e}; {remedy}", path.display())),
     }
 }
 
-/// Reads the reference from the run folder `run`, a tensor at a time.
+/// Reads the reference from the run folder `run`, one tensor at a time.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when it is missing or does not fit the model.
+/// [`crate::error::BadInput`] when the file is missing or does not match the model.
 pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Parameters> {
     let path = run.join(FILE);
-    let damaged = |what: String| {
+    let damaged = |problem: String| {
         bad_input!(
-            "{}: the reference of policy.kl {what}; start the run again in another folder",
+            "{}: the reference of policy.kl {problem}; start a new run in another folder",
             path.display()
         )
     };
@@ -95,7 +97,7 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
         }
         let info = file.metadata.info(&spec.name).ok_or_else(|| damaged(format!("lacks {}", spec.name)))?;
         if info.dtype != Dtype::F32 || info.shape != spec.working_shape() {
-            return Err(damaged(format!("does not fit the model: {} has another shape", spec.name)));
+            return Err(damaged(format!("does not match the model: {} has another shape", spec.name)));
         }
         let stored = TensorStorage::variable(spec, f32_values(&file.read(info)?).collect())?;
         let is_sharded = parameters.is_sharded(index);

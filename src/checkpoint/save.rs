@@ -1,7 +1,8 @@
-//! Writes a Hugging Face folder: config.json, safetensors (sharded above a size), tokenizer files.
+//! Writes a Hugging Face folder: config.json, tokenizer files and safetensors, which are sharded above a
+//! size.
 //!
-//! The bytes depend on the arguments only. Files are synced, and no existing file is overwritten. For an
-//! atomic save, save into a new folder and rename it.
+//! The bytes of the files depend only on the arguments. Files are synced. Existing files are never
+//! overwritten. For an atomic save, save into a new folder and rename the folder.
 
 use super::load::{INDEX_FILE, WEIGHTS_FILE};
 use super::tensor_file::{write_bf16, write_f32, write_tensors};
@@ -21,10 +22,12 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 
-/// Largest weight file in bytes, the customary limit of the Hugging Face Hub; more weights are split.
+/// Maximum size of a weight file, in bytes. Larger weights are sharded. The value is the usual one on the
+/// Hugging Face Hub.
 pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
-/// Files that are copied from a model's folder to every folder it is saved in.
+/// Names of the companion files. They are copied from the folder of a model to every folder where the model
+/// is saved.
 const COMPANION_FILES: [&str; 5] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -33,12 +36,14 @@ const COMPANION_FILES: [&str; 5] = [
     "generation_config.json",
 ];
 
-/// The small files beside the weights, by name. [`save`] writes them unchanged.
+/// The companion files of the weights, by name: tokenizer, chat template and generation config. [`save`]
+/// writes them unchanged.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CompanionFiles(BTreeMap<String, Vec<u8>>);
 
 impl CompanionFiles {
-    /// Reads those of the known files that `folder` has. Without a chat template it adds that of `chat`.
+    /// Reads the companion files of `folder`. If the folder has no chat template, adds the template of
+    /// `chat`.
     pub fn read(folder: &Path, chat: &Chat) -> Result<Self> {
         let mut files = BTreeMap::new();
         for name in COMPANION_FILES {
@@ -56,8 +61,8 @@ impl CompanionFiles {
         Ok(found)
     }
 
-    /// Returns the tokenizer and the template of `chat`. [`save`] derives the other files from these and
-    /// the config.
+    /// Returns the tokenizer and the template of `chat`. [`save`] derives the other companion files from the
+    /// tokenizer and the config.
     pub fn from_chat(chat: &Chat) -> Self {
         Self(BTreeMap::from([
             ("tokenizer.json".into(), chat.vocabulary().json_bytes().to_vec()),
@@ -65,8 +70,9 @@ impl CompanionFiles {
         ]))
     }
 
-    /// Returns the tokenizer of `chat` and its template, or `template` if there is one.
-    pub fn of_gguf(chat: &Chat, template: Option<String>) -> Self {
+    /// Returns the tokenizer and the chat template of `chat`. If `template` is given, it replaces the
+    /// template of `chat`.
+    pub fn from_gguf(chat: &Chat, template: Option<String>) -> Self {
         let mut found = Self::from_chat(chat);
         if let Some(template) = template {
             found.0.insert(CHAT_TEMPLATE.into(), template.into_bytes());
@@ -74,7 +80,7 @@ impl CompanionFiles {
         found
     }
 
-    /// Returns the chat template of the model's files; `None` if they have none.
+    /// Returns the chat template; `None` if the files have none.
     pub fn template(&self) -> Option<String> {
         if let Some(bytes) = self.0.get(CHAT_TEMPLATE) {
             return String::from_utf8(bytes.clone()).ok();
@@ -83,15 +89,15 @@ impl CompanionFiles {
         settings["chat_template"].as_str().map(str::to_owned)
     }
 
-    /// Whether transformers finds a chat template: in its own file or, as in older versions, in the
-    /// tokenizer's settings.
+    /// Returns whether transformers finds a chat template in the files. The template has its own file or, in
+    /// older folders, is part of `tokenizer_config.json`.
     fn has_chat_template(&self) -> bool {
         let settings = self.0.get("tokenizer_config.json").map_or(&[][..], Vec::as_slice);
         let settings: Value = serde_json::from_slice(settings).unwrap_or(Value::Null);
         self.0.contains_key(CHAT_TEMPLATE) || !settings["chat_template"].is_null()
     }
 
-    /// Returns the files to write: these, and derived ones for those that are absent.
+    /// Returns the files to write: the companion files, and derived files for those that are absent.
     fn complete(&self, config: &Config) -> BTreeMap<String, Vec<u8>> {
         let mut files = self.0.clone();
         let derived = [
@@ -107,15 +113,15 @@ impl CompanionFiles {
     }
 }
 
-/// Saves a model in `folder`, which must exist, in `format`.
+/// Saves a model in `format` into the existing folder `folder`.
 ///
-/// `tensor` returns each parameter once, in file order, as its working tensor (any float dtype and device).
-/// A weight file has at most `shard_bytes_max` bytes, unless one parameter is larger. Returns the digests
-/// of the written files.
+/// `tensor` is called once per parameter, in file order, and returns the working tensor in any float dtype
+/// and on any device. A weight file has at most `shard_bytes_max` bytes, unless a single parameter is larger.
+/// Returns the digests of the written files.
 ///
 /// # Errors
-/// When a shape is wrong, a value is NaN or infinite, or a file exists; `BadInput` when MXFP4 cannot hold
-/// the sizes.
+/// When a shape is wrong, a value is NaN or infinite, or a file exists. `BadInput` when a size is not a
+/// multiple of the MXFP4 block size.
 pub fn save(
     folder: &Path,
     config: &Config,
@@ -131,7 +137,8 @@ pub fn save(
     }
     if format == WeightFormat::Mxfp4 {
         check_blocks(&specs)?;
-        // Bytes follow floats, so that every tensor starts at a multiple of its element size.
+        // Tensors of bytes come after tensors of floats, so that every tensor starts at a multiple of its
+        // element size.
         specs.sort_by_key(ParameterSpec::is_expert_matrix);
     }
     let shards = shards(&specs, format, shard_bytes_max);
@@ -150,7 +157,7 @@ pub fn save(
 /// Writes the files of a model in `format` except its weights: config, tokenizer, template.
 ///
 /// # Errors
-/// When a file exists or the disk refuses.
+/// When a file exists or cannot be written.
 pub fn save_without_weights(
     folder: &Path,
     config: &Config,
@@ -185,7 +192,7 @@ fn bytes_on_disk(spec: &ParameterSpec, format: WeightFormat) -> u64 {
     spec.stored_tensors(format).iter().map(StoredTensor::bytes).sum()
 }
 
-/// Splits the parameters, in order, into ranges of at most `shard_bytes_max` bytes.
+/// Splits the parameters, in order, into shards of at most `shard_bytes_max` bytes.
 fn shards(specs: &[ParameterSpec], format: WeightFormat, shard_bytes_max: u64) -> Vec<&[ParameterSpec]> {
     let (mut shards, mut start, mut filled) = (Vec::new(), 0, 0);
     for (i, spec) in specs.iter().enumerate() {
@@ -222,21 +229,22 @@ fn write_shard(
     format: WeightFormat,
     tensor: &mut impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<Hash> {
-    // A packed matrix has two stored tensors: blocks and scales. Experts may have one each.
+    // A packed matrix has two stored tensors: blocks and scales. With one tensor per expert, a matrix has as
+    // many stored tensors as experts.
     let parts = |spec: &ParameterSpec| spec.stored_tensors(format).len();
     let owner: Vec<(&ParameterSpec, usize)> =
         specs.iter().flat_map(|spec| (0..parts(spec)).map(move |part| (spec, part))).collect();
-    let mut scales_due: Option<Vec<u8>> = None;
+    let mut pending_scales: Option<Vec<u8>> = None;
     let mut experts: Option<Tensor> = None;
     let stored = specs.iter().flat_map(|spec| spec.stored_tensors(format)).collect();
     write_tensors(path, stored, |index, out| {
         let (spec, part) = owner[index];
-        if let Some(scales) = scales_due.take() {
+        if let Some(scales) = pending_scales.take() {
             return Ok(out.write_all(&scales)?);
         }
         let working = match experts.take() {
             Some(working) if part > 0 => working,
-            _ => checked(spec, &tensor(spec)?)?,
+            _ => check_and_convert(spec, &tensor(spec)?)?,
         };
         let values = host_values(&working)?;
         let mut values = &values[..];
@@ -248,7 +256,7 @@ fn write_shard(
         match (format, spec.stored_shape.as_slice()) {
             (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let (blocks, scales) = mxfp4::encode(values, [experts, input, output]);
-                scales_due = Some(scales);
+                pending_scales = Some(scales);
                 Ok(out.write_all(&blocks)?)
             }
             (WeightFormat::F32, _) => in_stored_order(spec, values, |piece| write_f32(out, piece)),
@@ -257,21 +265,25 @@ fn write_shard(
     })
 }
 
-/// Returns a working tensor as f32 on the CPU, after checks of its shape and its values.
-fn checked(spec: &ParameterSpec, working: &Tensor) -> Result<Tensor> {
+/// Checks the shape and the values of a working tensor. Returns the tensor as f32 on the CPU.
+fn check_and_convert(spec: &ParameterSpec, working: &Tensor) -> Result<Tensor> {
     let name = &spec.name;
     let wanted = spec.working_shape();
     ensure!(working.dims() == wanted, "`{name}` has shape {:?} in memory, not {wanted:?}", working.dims());
     let working = working.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()?;
     let values = host_values(&working)?;
     if let Some(at) = values.iter().position(|v| !v.is_finite()) {
-        anyhow::bail!("`{name}` holds {} at element {at}: the model diverged, nothing is saved", values[at]);
+        anyhow::bail!(
+            "`{name}` has the value {} at element {at}: training diverged, so nothing is saved",
+            values[at]
+        );
     }
     drop(values);
     Ok(working)
 }
 
-/// Passes the values of a tensor or of one expert's matrix to `write` in stored order, some rows at a time.
+/// Passes the values of a tensor, or of the matrix of one expert, to `write` in stored order, several rows
+/// per call.
 fn in_stored_order(
     spec: &ParameterSpec,
     values: &[f32],
@@ -281,7 +293,7 @@ fn in_stored_order(
         (Layout::Transposed, &[out, input]) | (Layout::PerExpert, &[_, input, out]) => (out, input),
         _ => return write(values),
     };
-    // 16 columns at a time: one cache line of each working row.
+    // 16 columns per iteration read one cache line of each working row.
     for start in (0..out).step_by(16) {
         let rows = start..(start + 16).min(out);
         let mut piece = vec![0.0; rows.len() * input];
@@ -310,8 +322,8 @@ fn generation_config(config: &Config) -> Value {
     Value::Object(json)
 }
 
-/// Returns the settings with which transformers loads `tokenizer.json`, with the special tokens of the
-/// config.
+/// Returns the content of `tokenizer_config.json`, with which transformers loads `tokenizer.json`. It names
+/// the special tokens of the config.
 fn tokenizer_config(config: &Config, tokenizer_json: &[u8]) -> Value {
     let tokenizer: Value = serde_json::from_slice(tokenizer_json).unwrap_or(Value::Null);
     let text_of = |id: u32| {

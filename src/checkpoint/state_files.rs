@@ -1,8 +1,9 @@
-//! Optimizer state, in one file or one file for each process: f32, and 8-bit codes.
+//! Files with optimizer state, as f32 or 8-bit codes. There is one file, or one file per process.
 //!
-//! One process writes `trainer.safetensors`. With several, each writes its own shards, flat, into a file
-//! such as `trainer-00002-of-00004.safetensors`. Rank 0 also writes the tensors that are not sharded. Any
-//! number of processes can read what any other number wrote, and each reads its own shards only.
+//! A single process writes `trainer.safetensors`. If there are several processes, each writes its own flat
+//! shards into a file such as `trainer-00002-of-00004.safetensors`. Rank 0 also writes the tensors that are
+//! not sharded. A run with another number of processes can read these files. Each process then reads only its
+//! own shards.
 
 use super::resume::DAMAGE_REMEDY;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
@@ -21,14 +22,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// The result of one process's file.
+/// The result of writing the file of one process.
 #[derive(Serialize, Deserialize)]
-enum Written {
+enum WriteResult {
     Digest([u8; 32]),
     Failed(String),
 }
 
-/// Returns the file name of `rank` of `ranks`.
+/// Returns the name of the file that `rank` of `ranks` writes.
 fn file_name(stem: &str, rank: usize, ranks: usize) -> String {
     match ranks {
         1 => format!("{stem}.safetensors"),
@@ -36,17 +37,17 @@ fn file_name(stem: &str, rank: usize, ranks: usize) -> String {
     }
 }
 
-/// Returns the type of an optimizer state in a file.
+/// Returns the dtype in the file of a tensor with the dtype `dtype`.
 fn stored_dtype(dtype: DType) -> Dtype {
     if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
 
-/// Writes the optimizer state of each trained tensor into `folder`, its master included, and frozen tensors
-/// that `keep` selects. Each process writes its own file. Rank 0 requests it, the others call [`serve`],
-/// and rank 0 adds all files to `manifest`.
+/// Writes the optimizer state and the master values of each trained tensor into `folder`. Also writes the
+/// frozen tensors that `keep` selects. Each process writes its own file. Rank 0 requests the files, and the
+/// other ranks call [`serve`]. Rank 0 adds all files to `manifest`.
 ///
 /// # Errors
-/// When a process cannot write; the error names its rank.
+/// When a process cannot write its file. The error names the rank.
 pub fn write(
     (folder, stem): (&Path, &str),
     parameters: &Parameters,
@@ -63,28 +64,28 @@ pub fn write(
     }
     for (rank, written) in gather_write_results(parameters, written)?.into_iter().enumerate() {
         match written {
-            Written::Digest(digest) => {
+            WriteResult::Digest(digest) => {
                 manifest.record(&file_name(stem, rank, mesh.ranks()), Hash::from_bytes(digest))
             }
-            Written::Failed(why) => bail!("rank {rank}: {why}"),
+            WriteResult::Failed(why) => bail!("rank {rank}: {why}"),
         }
     }
     Ok(())
 }
 
-/// Writes this process's file at the request of rank 0.
+/// Writes the file of this process at the request of rank 0.
 ///
 /// # Errors
-/// When a rank does not respond in time. Rank 0 reports a failed write.
+/// When a rank does not respond in time. If writing fails, rank 0 reports the error.
 pub fn serve(folder: &Path, stem: &str, parameters: &Parameters, of_critic: bool) -> Result<()> {
     gather_write_results(parameters, write_own((folder, stem), parameters, of_critic, &|_, _| false))
         .map(drop)
 }
 
-fn gather_write_results(parameters: &Parameters, written: Result<Hash>) -> Result<Vec<Written>> {
+fn gather_write_results(parameters: &Parameters, written: Result<Hash>) -> Result<Vec<WriteResult>> {
     let own = match written {
-        Ok(digest) => Written::Digest(*digest.as_bytes()),
-        Err(error) => Written::Failed(format!("{error:#}")),
+        Ok(digest) => WriteResult::Digest(*digest.as_bytes()),
+        Err(error) => WriteResult::Failed(format!("{error:#}")),
     };
     parameters.mesh().all_gather_records("files of a checkpoint", &own)
 }
@@ -96,16 +97,17 @@ fn write_own(
     keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
 ) -> Result<Hash> {
     let mesh = parameters.mesh();
-    // By name in the file: the tensor's index and the kind of its values.
+    // The index of the tensor and the kind of its values, by the name in the file.
     let mut kept: BTreeMap<String, (usize, &str)> = BTreeMap::new();
     for (index, spec) in parameters.specs.iter().enumerate() {
-        // The model's own files hold packed tensors.
+        // Packed tensors are in the model's files only.
         let Ok(values) = parameters.values(index) else { continue };
         let is_sharded = parameters.is_sharded(index);
         if !is_sharded && !mesh.is_rank_zero() {
             continue;
         }
-        // SFT warm-up trained an adapter's base, which has a folder of its own since then.
+        // A frozen sharded tensor of a policy with an adapter is part of the base. The base has its own
+        // folder.
         let frozen = || match is_sharded {
             true => Ok(of_critic || parameters.adapter().is_none()),
             false => anyhow::Ok(keep(spec, &host_values(&to_host(values)?)?)),
@@ -123,9 +125,9 @@ fn write_own(
         Ok(StoredTensor { name: name.clone(), dtype: stored_dtype(dtype), shape: vec![own] })
     });
     let stored = stored.collect::<Result<_>>()?;
-    let places: Vec<(usize, &str)> = kept.into_values().collect();
+    let indices: Vec<(usize, &str)> = kept.into_values().collect();
     write_tensors(&folder.join(file_name(stem, mesh.rank(), mesh.ranks())), stored, |index, out| {
-        let (index, kind) = places[index];
+        let (index, kind) = indices[index];
         let tensor = to_host(parameters.local_state(index, kind)?)?;
         match tensor.dtype() {
             DType::U8 => Ok(out.write_all(&host_codes(&tensor)?)?),
@@ -134,7 +136,7 @@ fn write_own(
     })
 }
 
-/// The open state files, one for each process that wrote.
+/// The open state files, one per process that wrote them.
 struct StateFiles {
     /// The path of the first file.
     path: PathBuf,
@@ -168,16 +170,16 @@ impl StateFiles {
         self.files.iter().flat_map(|file: &TensorFile| -> Vec<String> { names(file) }).collect()
     }
 
-    /// Reads the values `own` of the tensor `name`. The tensor is sharded over the files, `piece(m, M)` in
-    /// file m of M, or whole in the first. Returns `None` when no file has it, an error when its size or
-    /// type differs.
+    /// Reads the values `own` of the tensor `name`. Either the tensor is sharded, and file m of M has the
+    /// values `range_of(m, M)`, or the first file has the whole tensor. Returns `None` if no file has the
+    /// tensor, and an error if the size or the type differs.
     fn read(
         &self,
         name: &str,
         (dtype, length): (DType, usize),
         own: Range<usize>,
-        piece: impl Fn(usize, usize) -> Range<usize>,
-    ) -> Result<Option<Vec<u8>>, Misfit> {
+        range_of: impl Fn(usize, usize) -> Range<usize>,
+    ) -> Result<Option<Vec<u8>>, StateMismatch> {
         let infos: Vec<_> = self.files.iter().map(|file| (file, file.metadata.info(name))).collect();
         if infos.iter().all(|(_, info)| info.is_none()) {
             return Ok(None);
@@ -187,25 +189,25 @@ impl StateFiles {
         let mut bytes = vec![0; own.len() * width];
         for (rank, (file, info)) in infos.iter().enumerate() {
             let Some(info) = info else { continue };
-            let held = if is_sharded { piece(rank, infos.len()) } else { 0..length };
-            if info.dtype != stored_dtype(dtype) || info.shape != [held.len()] {
-                return Err(Misfit::Size);
+            let stored_range = if is_sharded { range_of(rank, infos.len()) } else { 0..length };
+            if info.dtype != stored_dtype(dtype) || info.shape != [stored_range.len()] {
+                return Err(StateMismatch::Size);
             }
-            let common = held.start.max(own.start)..held.end.min(own.end);
+            let common = stored_range.start.max(own.start)..stored_range.end.min(own.end);
             if !common.is_empty() {
                 let to = (common.start - own.start) * width..(common.end - own.start) * width;
-                file.read_at(info, (common.start - held.start) * width, &mut bytes[to])
-                    .map_err(Misfit::Unread)?;
+                file.read_at(info, (common.start - stored_range.start) * width, &mut bytes[to])
+                    .map_err(StateMismatch::ReadError)?;
             }
         }
         Ok(Some(bytes))
     }
 }
 
-/// The reason why a stored tensor cannot be used.
-enum Misfit {
+/// The reason why a stored tensor cannot be restored.
+enum StateMismatch {
     Size,
-    Unread(anyhow::Error),
+    ReadError(anyhow::Error),
 }
 
 /// Returns the number of processes that wrote the files of `stem` in `folder`.
@@ -217,18 +219,18 @@ fn ranks_of(folder: &Path, stem: &str) -> Option<usize> {
     })
 }
 
-/// Reads the files of [`write`], a tensor at a time; each process reads its own shards. With
-/// `requires_frozen`, every frozen tensor must be present too.
+/// Reads the files that [`write`] wrote, one tensor at a time. Each process reads its own shards. If
+/// `requires_frozen` is true, every frozen tensor must be present too.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the files do not fit the model.
+/// [`crate::error::BadInput`] when the files do not match the model.
 pub fn restore(
     (folder, stem): (&Path, &str),
     parameters: &mut Parameters,
     requires_frozen: bool,
 ) -> Result<()> {
     let files = StateFiles::open(folder, stem)?;
-    let damaged = |what: String| bad_input!("{}: {what}; {DAMAGE_REMEDY}", files.path.display());
+    let damaged = |problem: String| bad_input!("{}: {problem}; {DAMAGE_REMEDY}", files.path.display());
     let mut unread = files.names();
     for (index, spec) in parameters.specs.clone().iter().enumerate() {
         if parameters.values(index).is_err() {
@@ -239,11 +241,12 @@ pub fn restore(
             let name = format!("{kind}.{}", spec.name);
             let (dtype, length) = parameters.state_shape(index, kind)?;
             let own = parameters.local_range(index, kind, length);
-            let piece = |rank: usize, ranks: usize| parameters.range_of_rank(index, kind, rank, ranks);
-            let bytes = files.read(&name, (dtype, length), own, piece).map_err(|misfit| match misfit {
-                Misfit::Size => damaged(format!("{} has another size or optimizer", spec.name)),
-                Misfit::Unread(error) => error,
-            })?;
+            let range_of = |rank: usize, ranks: usize| parameters.range_of_rank(index, kind, rank, ranks);
+            let bytes =
+                files.read(&name, (dtype, length), own, range_of).map_err(|mismatch| match mismatch {
+                    StateMismatch::Size => damaged(format!("{} has another size or optimizer", spec.name)),
+                    StateMismatch::ReadError(error) => error,
+                })?;
             let Some(bytes) = bytes else {
                 if parameters.is_trained(index) || requires_frozen {
                     return Err(damaged(format!("{} is missing", spec.name)));
@@ -254,12 +257,12 @@ pub fn restore(
             if dtype != DType::U8
                 && let Some(value) = f32_values(&bytes).find(|value| !value.is_finite())
             {
-                return Err(damaged(format!("{name} holds {value}")));
+                return Err(damaged(format!("{name} has the value {value}")));
             }
             parameters.overwrite(index, kind, &bytes)?;
         }
     }
-    // Otherwise another optimizer's state would be dropped without a message.
+    // Without this check, the state of another optimizer would be dropped without a message.
     if let Some(name) = unread.first() {
         return Err(damaged(format!("{name} belongs to another model or optimizer")));
     }

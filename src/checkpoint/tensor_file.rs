@@ -1,5 +1,5 @@
-//! Reads and writes safetensors files a tensor at a time. A file is never in memory as a whole. It is not
-//! mapped either: a mapped file that shrinks kills the process.
+//! Reads and writes safetensors files, one tensor at a time, so memory never holds a whole file. Files are
+//! not memory-mapped, because a mapped file that shrinks kills the process.
 
 use crate::bad_input;
 use crate::bounded_file;
@@ -16,15 +16,15 @@ use std::io::{BufWriter, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// The longest header that safetensors readers accept, in bytes.
+/// Maximum size of a header that safetensors readers accept, in bytes.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
-/// Most tensors of one file. All files of the largest models together have about 100,000.
+/// Maximum number of tensors of one file. All files of the largest models together have about 100,000.
 const TENSORS_MAX: usize = 200_000;
-/// Values converted at a time.
+/// Number of values that are converted per chunk.
 const CHUNK_VALUES: usize = 1 << 16;
 
-/// Checks that a header has at most [`TENSORS_MAX`] tensors and no name twice. Readers disagree on which of
-/// two equal names counts.
+/// Checks that a header has at most [`TENSORS_MAX`] tensors, and no name twice. If a name occurs twice,
+/// readers differ in which entry they use.
 struct HeaderValidator;
 
 impl<'de> Visitor<'de> for HeaderValidator {
@@ -53,15 +53,15 @@ pub struct TensorFile {
     path: PathBuf,
     file: File,
     pub metadata: Metadata,
-    /// Offset of the data in bytes.
+    /// Offset of the data in the file, in bytes.
     data_start: u64,
 }
 
 impl TensorFile {
-    /// Opens the file and reads its header, which must describe every byte.
+    /// Opens the file and reads its header. The header must describe every byte of the file.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file is damaged, truncated or no safetensors file.
+    /// [`crate::error::BadInput`] when the file is damaged, is truncated or is not a safetensors file.
     pub fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
         let unreadable = |e: std::io::Error| bad_input!("{shown}: cannot be read: {e}");
@@ -69,7 +69,7 @@ impl TensorFile {
         let length = file.metadata().map_err(unreadable)?.len();
         let truncated = |wanted: u64| {
             bad_input!(
-                "{shown}: truncated: {wanted} bytes are announced, {length} are there; fetch the file again"
+                "{shown}: truncated: the header announces {wanted} bytes, but the file has {length}; fetch the file again"
             )
         };
         if length < 8 {
@@ -80,7 +80,7 @@ impl TensorFile {
         let header_length = u64::from_le_bytes(prefix);
         if header_length > HEADER_BYTES_MAX {
             return Err(bad_input!(
-                "{shown}: the header claims {header_length} bytes, more than {HEADER_BYTES_MAX}: not a safetensors file"
+                "{shown}: the header has {header_length} bytes, more than {HEADER_BYTES_MAX}: not a safetensors file"
             ));
         }
         let data_start = 8 + header_length;
@@ -109,7 +109,7 @@ impl TensorFile {
     /// Returns the bytes of one tensor.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file shrank since it was opened, or cannot be read.
+    /// [`crate::error::BadInput`] when the file became shorter after it was opened, or cannot be read.
     pub fn read(&self, info: &TensorInfo) -> Result<Vec<u8>> {
         let (start, end) = info.data_offsets;
         let mut bytes = vec![0; end - start];
@@ -117,26 +117,27 @@ impl TensorFile {
         Ok(bytes)
     }
 
-    /// Fills `to` with the bytes of one tensor from `start` on. Several threads may call it at a time.
+    /// Fills `to` with the bytes of one tensor from `start` on. Several threads may call this method in
+    /// parallel.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// Errors of [`Self::read`].
     pub fn read_at(&self, info: &TensorInfo, start: usize, to: &mut [u8]) -> Result<()> {
         let offset = self.data_start + (info.data_offsets.0 + start) as u64;
         self.file.read_exact_at(to, offset).map_err(|e| {
             bad_input!(
-                "{}: cannot be read: {e}; it was changed since it was opened, or the disk fails: fetch it again",
+                "{}: cannot be read: {e}; the file was changed after it was opened, or the disk is failing: fetch the file again",
                 self.path.display()
             )
         })
     }
 }
 
-/// Writes a new, synced file of `tensors` in their order, and returns its digest. `write` writes each
-/// tensor's bytes once, by index.
+/// Writes and syncs a new file with `tensors` in the given order. Returns the digest of the file. `write` is
+/// called once per tensor with its index, and writes its bytes.
 ///
 /// # Errors
-/// When the file exists, the disk refuses or `write` fails.
+/// When the file exists or cannot be written, or `write` fails.
 pub fn write_tensors(
     path: &Path,
     tensors: Vec<StoredTensor>,
@@ -152,7 +153,7 @@ pub fn write_tensors(
     Ok(file.digest())
 }
 
-/// Returns the header for `tensors` in order, padded to a multiple of 8 bytes.
+/// Returns the header of a file with `tensors` in the given order, padded to a multiple of 8 bytes.
 fn header(tensors: Vec<StoredTensor>) -> Result<Vec<u8>> {
     let mut offset = 0;
     let infos = tensors.into_iter().map(|stored| {
@@ -160,7 +161,7 @@ fn header(tensors: Vec<StoredTensor>) -> Result<Vec<u8>> {
         offset += stored.bytes() as usize;
         (stored.name, TensorInfo { dtype: stored.dtype, shape: stored.shape, data_offsets: (start, offset) })
     });
-    // The Hub's readers refuse files that do not name the framework of their layout.
+    // Readers of the Hugging Face Hub refuse files whose metadata does not name a framework.
     let framework = HashMap::from([("format".to_string(), "pt".to_string())]);
     let metadata = Metadata::new(Some(framework), infos.collect())?;
     let mut json = serde_json::to_vec(&metadata)?;
@@ -168,23 +169,23 @@ fn header(tensors: Vec<StoredTensor>) -> Result<Vec<u8>> {
     Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
 }
 
-/// Writes values as f32, in chunks.
+/// Writes `values` as f32, in chunks.
 ///
 /// # Errors
-/// When the disk refuses.
+/// When writing fails.
 pub fn write_f32(out: &mut dyn Write, values: &[f32]) -> Result<()> {
-    write_pieces(out, values, |v| v.to_le_bytes())
+    write_chunks(out, values, |v| v.to_le_bytes())
 }
 
-/// Writes values rounded to bf16, in chunks.
+/// Writes `values`, rounded to bf16, in chunks.
 ///
 /// # Errors
-/// When the disk refuses.
+/// When writing fails.
 pub fn write_bf16(out: &mut dyn Write, values: &[f32]) -> Result<()> {
-    write_pieces(out, values, |v| half::bf16::from_f32(v).to_le_bytes())
+    write_chunks(out, values, |v| half::bf16::from_f32(v).to_le_bytes())
 }
 
-fn write_pieces<const N: usize>(
+fn write_chunks<const N: usize>(
     out: &mut dyn Write,
     values: &[f32],
     bytes: impl Fn(f32) -> [u8; N],

@@ -2,7 +2,7 @@
 //! into its base. `--gguf FILE` writes the model for llama.cpp.
 
 use crate::bad_input;
-use crate::checkpoint::gguf::GgufForm;
+use crate::checkpoint::gguf::GgufFormat;
 use crate::error::EXIT_DONE;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{KeyScope, RecipeSource, locate};
@@ -35,13 +35,13 @@ pub struct ExportArgs {
     gguf: Option<PathBuf>,
     /// The type of the matrices in the GGUF file: f32, bf16, f16, q8_0, or mxfp4 for the experts of GPT-OSS
     #[arg(long = "type", value_name = "TYPE", requires = "gguf", default_value = "bf16", value_parser = gguf_form)]
-    format: GgufForm,
+    format: GgufFormat,
 }
 
 /// Parses `--type`.
-fn gguf_form(word: &str) -> Result<GgufForm, String> {
-    GgufForm::from_name(word).ok_or_else(|| {
-        let known: Vec<&str> = GgufForm::all().into_iter().map(Choice::name).collect();
+fn gguf_form(word: &str) -> Result<GgufFormat, String> {
+    GgufFormat::from_name(word).ok_or_else(|| {
+        let known: Vec<&str> = GgufFormat::all().into_iter().map(Choice::name).collect();
         format!("known: {}", known.join(", "))
     })
 }

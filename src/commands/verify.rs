@@ -69,11 +69,11 @@ fn check_run(run: &Path) -> Result<Vec<Finding>> {
         )),
         Err(e) => Err(format!("{shown}: cannot be read: {e}")),
     }];
-    let checkpoints = checkpoint::check_all(run)?;
+    let checkpoints = checkpoint::check_all_checkpoints(run)?;
     for (folder, found) in &checkpoints {
         let shown = folder.display();
         findings.push(match found {
-            Ok(sound) if sound.verified => Ok(format!("{shown}: sound, with the metrics before it")),
+            Ok(sound) if sound.is_verified => Ok(format!("{shown}: sound, with the metrics before it")),
             Ok(_) => Ok(format!("{shown}: unverified: it has no manifest")),
             Err(flaw) => Err(format!("{flaw:#}")),
         });

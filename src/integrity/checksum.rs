@@ -1,8 +1,8 @@
-//! The checksum of a run's recipe: comments around the text, so that one file holds both and is replaced as a
-//! whole.
+//! The checksum of a run's recipe. It is stored in comments before and after the text, so that one file holds
+//! the recipe and the checksum, and one atomic write replaces both.
 //!
-//! The first line announces the last one. So a file that was truncated at either end is told apart from a
-//! file that never had a checksum.
+//! The first line says that a last line follows. So a file that was truncated at either end can be
+//! distinguished from a file that never had a checksum.
 
 use super::MANIFEST_FILE;
 use std::path::Path;
@@ -30,8 +30,8 @@ pub enum ChecksumStatus {
 }
 
 impl ChecksumStatus {
-    /// Checks the checksum of `text`, the recipe of the run folder `run`. If its checkpoints have manifests,
-    /// its recipe must have a checksum.
+    /// Checks the checksum of `text`, the recipe of the run folder `run`. If the checkpoints of the run have
+    /// manifests, the recipe must have a checksum.
     pub fn check(text: &str, run: &Path) -> Self {
         let body = text.strip_suffix('\n').unwrap_or(text);
         let start = body.rfind('\n').map_or(0, |at| at + 1);
@@ -45,7 +45,7 @@ impl ChecksumStatus {
             let entries = std::fs::read_dir(run.join("checkpoints")).into_iter().flatten().flatten();
             entries.into_iter().any(|entry| entry.path().join(MANIFEST_FILE).exists())
         };
-        // A resolved recipe has keys.
+        // A resolved recipe has keys, so a text without `=` was truncated.
         if has_part || !text.contains('=') || must_have() {
             ChecksumStatus::Invalid
         } else {

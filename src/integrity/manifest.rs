@@ -1,5 +1,5 @@
-//! A folder's manifest: a line `DIGEST  NAME` for each file, and a last line with the digest of the lines
-//! above.
+//! The manifest of a folder. It has a line `DIGEST  NAME` per file, and a last line with the digest of the
+//! lines above.
 //!
 //! `head -n -1 manifest.b3 | b3sum --check` checks the files without this program.
 
@@ -15,15 +15,15 @@ use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 
 pub const MANIFEST_FILE: &str = "manifest.b3";
-/// Number of errors in a message.
+/// Maximum number of errors that a message lists.
 const ERRORS_SHOWN_MAX: usize = 8;
 
-/// Digests of a folder's files, by name.
+/// Digests of the files of a folder, by name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Manifest(BTreeMap<String, Hash>);
 
 impl Manifest {
-    /// Records a written file.
+    /// Adds the digest of the file `name`.
     pub fn record(&mut self, name: &str, digest: Hash) {
         self.0.insert(name.to_owned(), digest);
     }
@@ -33,10 +33,10 @@ impl Manifest {
         self.0.get(name).copied()
     }
 
-    /// Writes a new, synced file `name` into `folder`, and records it.
+    /// Writes and syncs the new file `name` in `folder`, and records its digest.
     ///
     /// # Errors
-    /// When the file exists or the disk refuses.
+    /// When the file exists or cannot be written.
     pub fn write_file(&mut self, folder: &Path, name: &str, content: &[u8]) -> Result<()> {
         let path = folder.join(name);
         File::create_new(&path)
@@ -49,10 +49,11 @@ impl Manifest {
         Ok(())
     }
 
-    /// Writes the manifest into `folder` and replaces an existing one; the last step of writing a folder.
+    /// Writes the manifest into `folder` and replaces an existing manifest. This is the last step of writing
+    /// a folder.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// When the file cannot be written.
     pub fn write(&self, folder: &Path) -> Result<()> {
         atomic_file::write_file(&folder.join(MANIFEST_FILE), &self.text())
     }
@@ -66,14 +67,15 @@ impl Manifest {
     /// Computes the manifest of `folder` from its files.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when a file cannot be read or its name does not fit in a line.
+    /// [`crate::error::BadInput`] when a file cannot be read, or when its name has a line break or a
+    /// backslash.
     pub fn from_folder(folder: &Path) -> Result<Self> {
         let mut manifest = Self::default();
         for name in file_names(folder)? {
             let path = folder.join(&name);
             if name.contains(['\n', '\r', '\\']) {
                 return Err(bad_input!(
-                    "{}: a manifest cannot hold this name; rename the file",
+                    "{}: a manifest cannot list this name; rename the file",
                     path.display()
                 ));
             }
@@ -84,19 +86,19 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Reads the manifest of `folder`; `None` if it has none.
+    /// Reads the manifest of `folder`; `None` if the folder has no manifest.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the manifest itself is damaged.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(MANIFEST_FILE);
-        let damaged = |what: &str| bad_input!("{}: damaged: {what}", path.display());
+        let damaged = |problem: &str| bad_input!("{}: damaged: {problem}", path.display());
         let text = match bounded_file::read_text(&path, JSON_BYTES_MAX) {
             Ok(text) => text,
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(damaged(&e.to_string())),
         };
-        Ok(Some(Self::parse(&text).map_err(|what| damaged(&what))?))
+        Ok(Some(Self::parse(&text).map_err(|problem| damaged(&problem))?))
     }
 
     fn parse(text: &str) -> Result<Self, String> {
@@ -122,24 +124,27 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Compares every file of `folder` with its manifest. Returns false without a manifest.
+    /// Compares every file of `folder` with the manifest. Returns false if the folder has no manifest.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] with the names of files that are missing, changed or not listed.
+    /// [`crate::error::BadInput`] that names the files that are missing, changed or not listed.
     pub fn check(folder: &Path) -> Result<bool> {
         let Some(manifest) = Self::read(folder)? else { return Ok(false) };
         let mut errors = vec![];
         for (name, digest) in &manifest.0 {
-            let shown = folder.join(name).display().to_string();
+            let path_text = folder.join(name).display().to_string();
             match file_digest(&folder.join(name), None) {
                 Ok(found) if found == *digest => {}
-                Ok(_) => errors.push(format!("{shown}: damaged: its digest differs from the manifest")),
-                Err(e) => errors.push(format!("{shown}: damaged: cannot be read: {e}")),
+                Ok(_) => errors.push(format!("{path_text}: damaged: its digest differs from the manifest")),
+                Err(e) => errors.push(format!("{path_text}: damaged: cannot be read: {e}")),
             }
         }
         // A file that is not listed but would be loaded is an error too.
-        let read = |name: &String| [".safetensors", ".json", ".jinja"].iter().any(|end| name.ends_with(end));
-        for name in file_names(folder)?.iter().filter(|name| read(name) && !manifest.0.contains_key(*name)) {
+        let is_loaded =
+            |name: &String| [".safetensors", ".json", ".jinja"].iter().any(|end| name.ends_with(end));
+        for name in
+            file_names(folder)?.iter().filter(|name| is_loaded(name) && !manifest.0.contains_key(*name))
+        {
             errors.push(format!("{}: is not in {MANIFEST_FILE}", folder.join(name).display()));
         }
         if errors.is_empty() {
@@ -152,13 +157,13 @@ impl Manifest {
     }
 }
 
-/// Returns the sorted names of the files in `folder`, without hidden files and the manifest.
+/// Returns the sorted names of the files in `folder`. Hidden files and the manifest are left out.
 fn file_names(folder: &Path) -> Result<Vec<String>> {
     let unreadable = |e: io::Error| bad_input!("{}: cannot be read: {e}", folder.display());
     let mut names = vec![];
     for entry in fs::read_dir(folder).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
-        let is_file = fs::metadata(entry.path()).is_ok_and(|about| about.is_file());
+        let is_file = fs::metadata(entry.path()).is_ok_and(|metadata| metadata.is_file());
         if let (Ok(name), true) = (entry.file_name().into_string(), is_file)
             && !name.starts_with('.')
             && name != MANIFEST_FILE
@@ -170,7 +175,7 @@ fn file_names(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// A writer that computes the digest of its bytes.
+/// A writer that computes the digest of the bytes that it writes.
 pub struct DigestWriter<W> {
     pub inner: W,
     hasher: Hasher,
@@ -239,19 +244,19 @@ mod tests {
         let (folder, _) = folder();
         for name in ["a.json", MANIFEST_FILE] {
             let path = folder.path().join(name);
-            let sound = fs::read(&path).unwrap();
-            for bit in 0..sound.len() * 8 {
-                let mut bytes = sound.clone();
+            let intact = fs::read(&path).unwrap();
+            for bit in 0..intact.len() * 8 {
+                let mut bytes = intact.clone();
                 bytes[bit / 8] ^= 1 << (bit % 8);
                 fs::write(&path, &bytes).unwrap();
                 assert!(Manifest::check(folder.path()).is_err(), "{name}: bit {bit}");
             }
             // A file cut at any length is an error too.
-            for length in 0..sound.len() {
-                fs::write(&path, &sound[..length]).unwrap();
+            for length in 0..intact.len() {
+                fs::write(&path, &intact[..length]).unwrap();
                 assert!(Manifest::check(folder.path()).is_err(), "{name}: {length} bytes");
             }
-            fs::write(&path, &sound).unwrap();
+            fs::write(&path, &intact).unwrap();
         }
         assert!(Manifest::check(folder.path()).unwrap());
     }

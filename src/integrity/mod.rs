@@ -1,7 +1,7 @@
-//! Integrity of files: digests (BLAKE3) of a folder's files, and the checksum of a run's recipe.
+//! Integrity of files: BLAKE3 digests of the files of a folder, and the checksum of a run's recipe.
 //!
-//! They detect accidents, such as a flipped bit, a truncated file or half an edit. They do not detect an
-//! attacker, who can write new digests.
+//! Digests detect accidents, such as a flipped bit, a truncated file or a partial edit. They do not detect an
+//! attacker, because an attacker can write new digests.
 
 mod checksum;
 mod manifest;
@@ -14,8 +14,8 @@ use blake3::{Hash, Hasher};
 use std::io::{self, Read};
 use std::path::Path;
 
-/// Returns the digest of the file `path`, or of its first `bytes` bytes. A shorter file gives the digest of
-/// all its bytes.
+/// Returns the digest of the file `path`, or of its first `bytes` bytes. For a shorter file, returns the
+/// digest of the whole file.
 ///
 /// # Errors
 /// When the file cannot be read.

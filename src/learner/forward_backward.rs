@@ -137,10 +137,10 @@ impl Pass<'_> {
         let sequence_rows = self.batch.sequence_rows.clone();
         let rotation = self.model.rotation(self.batch.positions.clone());
         match &self.batch.shards {
-            None => f(&mut Rows { rotation, attend: &mut PackedAttention { sequence_rows }, replay }),
+            None => f(&mut Rows { rotation, attention: &mut PackedAttention { sequence_rows }, replay }),
             Some(shards) => {
-                let attend = &mut SequenceParallelAttention { split: shards.rows.clone(), sequence_rows };
-                f(&mut Rows { rotation, attend, replay })
+                let attention = &mut SequenceParallelAttention { split: shards.rows.clone(), sequence_rows };
+                f(&mut Rows { rotation, attention, replay })
             }
         }
     }
@@ -264,7 +264,7 @@ impl Pass<'_> {
         let loss = match &self.batch.shards {
             None => ops::load_balance(&routing.router_logits, &routing.plan, sequences_per_row)?,
             Some(shards) => {
-                let routed_experts = shards.rows.gather_routed_experts(&routing.routes)?;
+                let routed_experts = shards.rows.gather_routed_experts(&routing.routed_experts)?;
                 let plan = Dispatch::new(&routed_experts, self.model.config.num_local_experts)?;
                 ops::load_balance(
                     &shards.rows.gather_rows(&routing.router_logits)?,

@@ -20,10 +20,10 @@ impl PolicyView<'_> {
     /// # Errors
     /// When the batch does not fit the model, or `on_layer` fails.
     pub fn head_input(&self, batch: &MicroBatch, on_layer: decoder_stack::LayerCallback) -> Result<Tensor> {
-        let attend = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
+        let attention = &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() };
         let rotation = self.model.rotation(batch.positions.clone());
         let stack = self.decoder_stack();
-        let last = stack.forward(&batch.tokens, &mut Rows { rotation, attend, replay: None }, on_layer)?;
+        let last = stack.forward(&batch.tokens, &mut Rows { rotation, attention, replay: None }, on_layer)?;
         stack.final_norm_rows(&last, &batch.rows)
     }
 

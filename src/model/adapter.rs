@@ -1,8 +1,8 @@
-//! Low-rank adapters (LoRA, Hu et al. 2021): adapted matrices, names and shapes of the factors, initial
-//! values.
+//! Low-rank adapters (LoRA, Hu et al. 2021): the adapted matrices, and the names, shapes and initial values
+//! of the factors.
 //!
-//! A matrix `W [in, out]` acts as `W + s · A · B` with `A [in, r]` and `B [r, out]`. Each expert has its
-//! own pair of factors. The sum `W + s · A · B` is never formed, in rollout or in training.
+//! A matrix `W [in, out]` acts as `W + s · A · B` with `A [in, r]` and `B [r, out]`. Each expert has its own
+//! pair of factors. Neither rollout nor training forms the sum `W + s · A · B`.
 
 use super::config::Config;
 use super::names::{Layout, ParameterSpec, TensorRole};
@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use rand::Rng;
 use rayon::prelude::*;
 
-/// The configuration of an adapter, without the values of its factors.
+/// The configuration of an adapter. The values of the factors are stored elsewhere.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lora {
     /// The rank `r`.
@@ -43,8 +43,8 @@ impl Lora {
         [format!("{stem}.lora_A"), format!("{stem}.lora_B")]
     }
 
-    /// Returns the factors of every target in working layout, `A` before `B`. `base` holds the model's own
-    /// tensors.
+    /// Returns the specs of the factors of every target in working layout, `A` before `B`. `base` holds the
+    /// tensors of the model.
     ///
     /// # Errors
     /// When a target is not in `base`, or is not a matrix.
@@ -52,11 +52,12 @@ impl Lora {
         let mut specs = Vec::with_capacity(2 * self.targets.len());
         for target in &self.targets {
             let spec = base.iter().find(|spec| spec.name == *target);
-            let spec = spec.with_context(|| format!("the adapter's target {target} is no tensor"))?;
+            let spec =
+                spec.with_context(|| format!("the adapter's target {target} is not a tensor of the model"))?;
             let (experts, input, output) = match *spec.working_shape() {
                 [input, output] => (vec![], input, output),
                 [experts, input, output] => (vec![experts], input, output),
-                _ => anyhow::bail!("the adapter's target {target} is no matrix"),
+                _ => anyhow::bail!("the adapter's target {target} is not a matrix"),
             };
             for (name, shape) in
                 Self::factor_names(target).into_iter().zip([[input, self.rank], [self.rank, output]])
@@ -74,10 +75,10 @@ impl Lora {
     }
 
     /// Returns initial values of the factors, in the order of [`Self::factor_specs`]. `A` is uniform within
-    /// ±in^-1/2 (Kaiming with a = √5, as in PEFT). `B` is 0, so that the adapter first changes nothing.
+    /// ±in^-1/2 (Kaiming with a = √5, as in PEFT). `B` is 0, so a new adapter does not change the model.
     ///
     /// # Errors
-    /// Those of [`Self::factor_specs`].
+    /// Errors of [`Self::factor_specs`].
     pub fn initial_values(&self, base: &[ParameterSpec], seed: u64, owner: Owner) -> Result<Vec<Vec<f32>>> {
         let specs: Vec<_> = self.factor_specs(base)?.into_iter().enumerate().collect();
         let draw = |(index, spec): (usize, ParameterSpec)| {
@@ -93,14 +94,14 @@ impl Lora {
     }
 }
 
-/// Whether a tensor can have an adapter: a matrix of attention, of the experts or of a dense MLP. Routers
-/// cannot.
+/// Returns whether a tensor can have an adapter. Matrices of attention, of experts and of dense MLPs can;
+/// routers cannot.
 pub fn is_adaptable(spec: &ParameterSpec) -> bool {
     let is_matrix = matches!(spec.role, TensorRole::InputProjection | TensorRole::OutputProjection);
     is_matrix && spec.layer.is_some()
 }
 
-/// Returns the default targets: every tensor that can have an adapter.
+/// Returns the default targets: the names of all tensors that can have an adapter.
 pub fn default_targets(config: &Config) -> Vec<String> {
     let specs = super::names::parameter_specs(config);
     specs.into_iter().filter(is_adaptable).map(|spec| spec.name).collect()

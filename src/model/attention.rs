@@ -1,4 +1,4 @@
-//! Attention over packed sequences, and of new tokens over cached sequences.
+//! Attention in a forward pass: over packed sequences, or of new tokens over cached sequences.
 
 use super::cache::SequenceCache;
 use crate::ops::{self, SequenceRows, sink_attention::Attention};
@@ -6,9 +6,10 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// Attention as a forward pass computes it. Implementations differ in where the keys are.
+/// The attention of a forward pass. Implementations differ in where they store keys and values.
 pub trait AttentionMode {
-    /// `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`.
+    /// Returns the attention output `[T, N·D]` of layer `layer` for queries `q [T, N, D]`, keys and values
+    /// `kv [T, 2, M, D]`, and `sinks [N]`.
     fn attend(
         &mut self,
         layer: usize,
@@ -19,8 +20,8 @@ pub trait AttentionMode {
     ) -> Result<Tensor>;
 }
 
-/// Attention over whole packed sequences: for training, and for any forward pass without a cache.
-/// Differentiable.
+/// Differentiable attention over whole packed sequences, for training and for every forward pass without a
+/// cache.
 pub struct PackedAttention {
     pub sequence_rows: Arc<SequenceRows>,
 }
@@ -38,7 +39,7 @@ impl AttentionMode for PackedAttention {
     }
 }
 
-/// Attention of new tokens over cached sequences: prefill and decode.
+/// Attention of new tokens over cached sequences, for prefill and decode.
 pub struct CachedAttention<'a, 'b> {
     pub caches: &'a mut [&'b mut SequenceCache],
     /// Number of new tokens of each sequence.

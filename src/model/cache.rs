@@ -1,4 +1,4 @@
-//! The KV cache of one sequence: its keys and values at every layer.
+//! The KV cache of a sequence: its keys and values at every layer.
 
 use super::config::{Config, LayerType};
 use crate::ops::cuda::kv_pages;
@@ -7,19 +7,20 @@ use crate::ops::page_allocator::PAGE_POSITIONS;
 use anyhow::Result;
 use candle_core::Device;
 
-/// Creates the KV caches of sequences, in host memory or in pages of a GPU. A GPU has a fixed number of
-/// pages a layer.
+/// Creates the KV caches of sequences, in host memory or in pages of a GPU. On a GPU each layer has a fixed
+/// number of pages.
 #[derive(Debug, Clone)]
 pub struct CacheFactory {
-    /// An empty cache, which each new sequence clones.
+    /// An empty cache. Each new sequence clones it.
     empty: SequenceCache,
 }
 
 impl CacheFactory {
-    /// Allocates pages for `capacity` on a GPU `device`. Host memory is allocated as sequences grow.
+    /// Makes a factory for caches on `device`. On a GPU, allocates the pages for `capacity`. Host memory is
+    /// allocated as sequences grow.
     ///
     /// # Errors
-    /// When the GPU's memory does not suffice.
+    /// When the GPU has too little memory.
     pub fn new(config: &Config, device: &Device, capacity: CacheCapacity) -> Result<Self> {
         let Device::Cuda(device) = device else { return Ok(Self { empty: SequenceCache::new(config) }) };
         let layer = |layer: &LayerType| {
@@ -36,34 +37,34 @@ impl CacheFactory {
     }
 }
 
-/// The capacity that KV caches on a GPU need.
+/// The capacity of the KV caches on a GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CacheCapacity {
-    /// Concurrent sequences. The samples of a group share the pages of their prompt.
+    /// Maximum number of concurrent sequences. The samples of a group share the pages of their prompt.
     pub sequences: usize,
-    /// Tokens of the longest sequence.
+    /// Number of tokens of the longest sequence.
     pub tokens: usize,
-    /// Most new tokens of one forward pass, over all sequences.
+    /// Maximum number of new tokens in one forward pass, over all sequences.
     pub fed_tokens_max: usize,
 }
 
 impl CacheCapacity {
-    /// Returns the pages that a layer needs.
+    /// Returns the number of pages that a layer needs.
     pub fn pages(&self, config: &Config, layer: &LayerType) -> usize {
-        let whole = self.tokens.div_ceil(PAGE_POSITIONS);
-        let held = match layer {
-            // A window covers up to two pages more than it fills. Samples of a group free their prompt's
-            // pages at different times, so the factor is 2.
-            LayerType::Sliding => 2 * whole.min(config.sliding_window.div_ceil(PAGE_POSITIONS) + 2),
-            // Each sample copies the page in which its prompt ends.
-            LayerType::Full => whole + 1,
+        let sequence_pages = self.tokens.div_ceil(PAGE_POSITIONS);
+        let resident_pages = match layer {
+            // A window that starts and ends within pages touches up to two more pages. The factor is 2,
+            // because the samples of a group free the pages of their prompt at different times.
+            LayerType::Sliding => 2 * sequence_pages.min(config.sliding_window.div_ceil(PAGE_POSITIONS) + 2),
+            // Each sample has its own copy of the page in which the prompt ends.
+            LayerType::Full => sequence_pages + 1,
         };
-        // A pass appends new tokens before it frees old pages: one page a sequence, and the pages that new
-        // tokens fill.
-        self.sequences * (held + 1) + self.fed_tokens_max.div_ceil(PAGE_POSITIONS)
+        // A pass appends new tokens before it frees old pages. So it needs one more page per sequence, and
+        // the pages that the new tokens fill.
+        self.sequences * (resident_pages + 1) + self.fed_tokens_max.div_ceil(PAGE_POSITIONS)
     }
 
-    /// Returns the bytes of these caches on a GPU.
+    /// Returns the GPU memory of the caches, in bytes.
     pub fn device_bytes(&self, config: &Config) -> u64 {
         let page =
             (2 * config.num_key_value_heads * config.head_dim * PAGE_POSITIONS * size_of::<half::bf16>())
@@ -72,8 +73,8 @@ impl CacheCapacity {
     }
 }
 
-/// The KV cache of one sequence. A clone shares full blocks, so the samples of a group share their
-/// prompt's.
+/// The KV cache of one sequence. Clones share full blocks, so the samples of a group share the blocks of
+/// their prompt.
 #[derive(Debug, Clone)]
 pub struct SequenceCache {
     layers: Vec<KvSequence>,
@@ -86,34 +87,35 @@ impl SequenceCache {
         Self { layers: vec![layer; config.num_hidden_layers] }
     }
 
-    /// Returns the bytes of a cache of `tokens` tokens on the host. Sliding layers keep only blocks of the
-    /// window.
+    /// Returns the host memory, in bytes, of a cache of `tokens` tokens. Sliding layers keep only the blocks
+    /// of the window.
     pub fn bytes(config: &Config, tokens: usize) -> u64 {
         let position = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
-        let held = |layer: &LayerType| match layer {
-            // A window covers up to two blocks more than it fills.
+        let resident_positions = |layer: &LayerType| match layer {
+            // A window that starts and ends within blocks touches up to two more blocks.
             LayerType::Sliding => tokens.min(config.sliding_window + 2 * BLOCK),
             LayerType::Full => tokens,
         };
-        let positions = config.layer_types.iter().map(|layer| held(layer).next_multiple_of(BLOCK) as u64);
+        let positions =
+            config.layer_types.iter().map(|layer| resident_positions(layer).next_multiple_of(BLOCK) as u64);
         positions.sum::<u64>() * position as u64
     }
 
     /// Extends a GPU cache to `tokens` positions with uninitialised keys and values, for timings.
     ///
     /// # Errors
-    /// When the pages do not suffice, or the cache is on the host.
+    /// When there are too few pages, or the cache is on the host.
     #[cfg(feature = "cuda")]
     pub fn reserve(&mut self, config: &Config, tokens: usize) -> Result<()> {
-        for (layer, of) in self.layers.iter_mut().zip(&config.layer_types) {
+        for (layer, layer_type) in self.layers.iter_mut().zip(&config.layer_types) {
             let KvSequence::Device(pages) = layer else { anyhow::bail!("the cache is on the host") };
-            let window = (*of == LayerType::Sliding).then_some(config.sliding_window);
+            let window = (*layer_type == LayerType::Sliding).then_some(config.sliding_window);
             *layer = KvSequence::Device(pages.reserve(tokens, window)?);
         }
         Ok(())
     }
 
-    /// Returns the number of cached positions. Between forward passes it is equal at every layer.
+    /// Returns the number of cached positions. Between forward passes the number is equal at every layer.
     pub fn len(&self) -> usize {
         self.layers.first().map_or(0, KvSequence::len)
     }

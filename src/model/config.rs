@@ -1,4 +1,4 @@
-//! The architecture of a model. `config_json` reads it from `config.json` and writes it.
+//! The architecture of a model. `config_json` reads and writes it as `config.json`.
 
 use super::families::Family;
 use super::names::parameter_count;
@@ -10,19 +10,19 @@ use anyhow::Result;
 use serde_json::Value;
 use std::path::Path;
 
-/// The gain of the sigmoid in the experts' SwiGLU; a constant of GPT-OSS.
+/// The gain of the sigmoid in the SwiGLU of experts, a constant of GPT-OSS.
 pub const SWIGLU_ALPHA: f64 = 1.702;
-/// Upper limit of every size, so that a product of three sizes never overflows.
+/// Maximum of every size. It keeps products of three sizes from overflowing.
 pub(super) const SIZE_MAX: u64 = 1 << 20;
-/// Upper limit of the parameter count, so that a count of bytes never overflows.
+/// Maximum number of parameters. It keeps counts of bytes from overflowing.
 const PARAMETERS_MAX: u128 = 1 << 44;
 
-/// The earlier positions that a layer attends to.
+/// The range of positions that a layer attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerType {
-    /// Position i sees j with 0 <= i − j < `sliding_window`.
+    /// Position i attends to every j with 0 <= i − j < `sliding_window`.
     Sliding,
-    /// Position i sees every j <= i.
+    /// Position i attends to every j <= i.
     Full,
 }
 
@@ -38,17 +38,17 @@ impl LayerType {
         [LayerType::Sliding, LayerType::Full].into_iter().find(|t| t.name() == name)
     }
 
-    /// Returns the layer types of GPT-OSS: even layers slide, odd layers are full.
+    /// Returns the layer types of GPT-OSS: even layers have sliding windows, odd layers full attention.
     pub fn alternate(num_hidden_layers: usize) -> Vec<LayerType> {
         [LayerType::Sliding, LayerType::Full].into_iter().cycle().take(num_hidden_layers).collect()
     }
 }
 
-/// Rotary position embedding over the whole head, half-split.
+/// Rotary position embedding over all dimensions of a head. It pairs dimension i with dimension i + D/2.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Rope {
     pub theta: f64,
-    /// `None`: plain RoPE.
+    /// `None` means plain RoPE.
     pub yarn: Option<Yarn>,
 }
 
@@ -64,22 +64,22 @@ pub struct Config {
     pub num_key_value_heads: usize,
     pub head_dim: usize,
     pub intermediate_size: usize,
-    /// 0 in a family without experts, as is the next field.
+    /// 0 in a family without experts. The same holds for the next field.
     pub num_local_experts: usize,
     pub num_experts_per_tok: usize,
-    /// Unused when no layer slides.
+    /// Unused when no layer has a sliding window.
     pub sliding_window: usize,
-    /// One entry for each layer.
+    /// One entry per layer.
     pub layer_types: Vec<LayerType>,
     pub rope: Rope,
     pub rms_norm_eps: f64,
-    /// The clamp in the experts' SwiGLU MLP; 0 in a family without it.
+    /// The clamp in the SwiGLU of experts; 0 in a family without a clamp.
     pub swiglu_limit: f64,
-    /// Whether the LM head shares the embedding's matrix.
+    /// Whether the LM head shares the matrix of the embedding.
     pub tie_word_embeddings: bool,
     pub max_position_embeddings: usize,
     pub bos_token_id: Option<u32>,
-    /// Empty when the file names none.
+    /// Empty when the file has no such id.
     pub eos_token_ids: Vec<u32>,
     pub pad_token_id: Option<u32>,
 }
@@ -89,28 +89,29 @@ choice! {
     pub enum WeightFormat {
         /// 32-bit floating point.
         F32 = "f32",
-        /// bfloat16, the released format of all tensors but the experts.
+        /// bfloat16. The released checkpoints use it for all tensors except the experts.
         Bf16 = "bf16",
-        /// The released format: the experts' matrices in MXFP4, rounded to nearest, the other tensors in
-        /// bfloat16.
+        /// The format of the released checkpoints: expert matrices in MXFP4, rounded to nearest, and other
+        /// tensors in bfloat16.
         Mxfp4 = "mxfp4",
     }
 }
 
 impl Config {
-    /// Reads `config.json` in `folder`. One `BadInput` lists every mistake in the file by its key.
+    /// Reads `config.json` in `folder`. A `BadInput` error lists every mistake in the file with its key.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
         let text = bounded_file::read_text(&path, JSON_BYTES_MAX).map_err(|e| {
             bad_input!("{}: cannot be read ({e}); model.path must name a Hugging Face folder", path.display())
         })?;
         let value: Value = serde_json::from_str(&text).map_err(|e| {
-            bad_input!("{}: not valid JSON: {e}; correct or fetch the file again", path.display())
+            bad_input!("{}: not valid JSON: {e}; correct the file or fetch it again", path.display())
         })?;
         Self::from_json(&value).map_err(|e| bad_input!("{}: {e}", path.display()))
     }
 
-    /// Checks a config that was built from values. A `BadInput` names the keys that contradict each other.
+    /// Checks a config that was built from values. A `BadInput` error names the keys that contradict each
+    /// other.
     pub fn check(&self) -> Result<()> {
         let mistakes = self.mistakes();
         if mistakes.is_empty() { Ok(()) } else { Err(bad_input!("{}", mistakes.join("; "))) }
@@ -137,7 +138,9 @@ impl Config {
         let (types, layers) = (self.layer_types.len(), self.num_hidden_layers);
         unless(
             types == layers,
-            format!("layer_types has {types} entries, but num_hidden_layers = {layers}: one entry a layer"),
+            format!(
+                "layer_types has {types} entries, but num_hidden_layers = {layers}; give one entry per layer"
+            ),
         );
         if mistakes.is_empty() && parameter_count(self) > PARAMETERS_MAX {
             let count = parameter_count(self);
@@ -170,7 +173,7 @@ impl Config {
         mistakes
     }
 
-    /// Returns every number that has limits of its own, with its recipe key.
+    /// Returns each number that has limits, with its recipe key.
     fn numbers(&self) -> Vec<(&'static str, f64)> {
         let mut numbers = vec![
             ("hidden_size", self.hidden_size as f64),

@@ -1,9 +1,9 @@
-//! `config.json` of a Hugging Face folder, to and from [`Config`].
+//! Converts between `config.json` of a Hugging Face folder and [`Config`].
 //!
-//! Two dialects are read. The released one has `rope_theta` with `rope_scaling`, `torch_dtype`,
-//! `experts_per_token`. The newer one has `rope_parameters`, `dtype`, `num_experts_per_tok`. Keys of both
-//! dialects in one file must agree. The files written here load in both. Each family's file reads the keys
-//! that only it has.
+//! There are two dialects. The released dialect has `rope_theta` with `rope_scaling`, `torch_dtype` and
+//! `experts_per_token`. The newer dialect has `rope_parameters`, `dtype` and `num_experts_per_tok`. If a file
+//! has keys of both dialects, they must agree. Readers of either dialect can load the files that this module
+//! writes. The module of each family reads the keys that only this family has.
 
 use super::config::{Config, LayerType, Rope, SIZE_MAX, SWIGLU_ALPHA, WeightFormat};
 use super::families::Family;
@@ -14,11 +14,11 @@ use anyhow::Result;
 use serde_json::{Map, Value, json};
 
 impl Config {
-    /// Reads a parsed `config.json`. The error lists every mistake by key.
+    /// Reads a parsed `config.json`. The error lists every mistake with its key.
     pub fn from_json(value: &Value) -> Result<Self> {
         let Value::Object(map) = value else { return Err(bad_input!("not a JSON object")) };
         let mut keys = ConfigReader { map, family: Family::default(), mistakes: Vec::new() };
-        // The family comes first: the required keys depend on it.
+        // The family is read first, because the required keys depend on it.
         keys.family = keys.family()?;
         let config = (keys.family.read)(&mut keys);
         let mut mistakes = keys.mistakes;
@@ -28,7 +28,8 @@ impl Config {
         if mistakes.is_empty() { Ok(config) } else { Err(bad_input!("{}", mistakes.join("; "))) }
     }
 
-    /// Returns the content of `config.json` for weights saved in `format`, for readers of either dialect.
+    /// Returns the content of `config.json` for weights saved in `format`. Readers of either dialect can load
+    /// it.
     pub fn to_json(&self, format: WeightFormat) -> Value {
         let rope_scaling = match &self.rope.yarn {
             None => Value::Null,
@@ -84,7 +85,7 @@ impl Config {
     }
 }
 
-/// The keys of one JSON object. Mistakes in them are collected in `mistakes`.
+/// Reads the keys of one JSON object, and collects the mistakes in them.
 pub(super) struct ConfigReader<'a> {
     map: &'a Map<String, Value>,
     family: Family,
@@ -92,7 +93,7 @@ pub(super) struct ConfigReader<'a> {
 }
 
 impl<'a> ConfigReader<'a> {
-    /// Returns the value of `key`; `None` when it is absent or null.
+    /// Returns the value of `key`; `None` when the key is absent or null.
     fn value(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|v| !v.is_null())
     }
@@ -106,13 +107,13 @@ impl<'a> ConfigReader<'a> {
             .ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::supported_names()))
     }
 
-    /// Records a mistake and returns a placeholder, which is never used.
+    /// Records a mistake and returns a placeholder value, which nobody uses.
     pub(super) fn record_mistake<T: Default>(&mut self, mistake: &str) -> T {
         self.mistakes.push(mistake.to_owned());
         T::default()
     }
 
-    /// Reads the keys that every family has. The family fills in the other fields, which are 0 or absent.
+    /// Reads the keys that every family has. The other fields are 0 or absent, and the family sets them.
     pub(super) fn common_config(&mut self) -> Config {
         let config = Config {
             family: self.family,
@@ -140,7 +141,7 @@ impl<'a> ConfigReader<'a> {
         config
     }
 
-    /// Reads a whole number in 1..=`max`. Without one it records a mistake and returns 0.
+    /// Reads a whole number in 1..=`max`. If there is none, records a mistake and returns 0.
     fn count(&mut self, key: &str, max: u64) -> usize {
         match self.value(key) {
             None => self.mistakes.push(format!("key `{key}` is missing")),
@@ -156,7 +157,7 @@ impl<'a> ConfigReader<'a> {
         self.count(key, SIZE_MAX)
     }
 
-    /// Reads a size that has two names. If both are present they must agree.
+    /// Reads a size that has two names. If both keys are present, they must agree.
     pub(super) fn size_with_alias(&mut self, newer: &str, released: &str) -> usize {
         if self.value(newer).is_none() && self.value(released).is_some() {
             return self.size(released);
@@ -168,7 +169,7 @@ impl<'a> ConfigReader<'a> {
         size
     }
 
-    /// Reads a finite number. Without one it records a mistake and returns 0.
+    /// Reads a finite number. If there is none, records a mistake and returns 0.
     pub(super) fn number(&mut self, key: &str) -> f64 {
         match self.value(key) {
             None => self.mistakes.push(format!("key `{key}` is missing")),
@@ -180,18 +181,18 @@ impl<'a> ConfigReader<'a> {
         0.0
     }
 
-    /// Reads a token id or a list of them; an absent key gives an empty list.
+    /// Reads a token id or a list of token ids. For an absent key, returns an empty list.
     fn token_ids(&mut self, key: &str) -> Vec<u32> {
         let Some(value) = self.value(key) else { return Vec::new() };
         let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
         let ids: Option<Vec<u32>> = list.iter().map(|v| v.as_u64()?.try_into().ok()).collect();
         ids.unwrap_or_else(|| {
-            self.mistakes.push(format!("{key} = {value} must be a token id or a list of them"));
+            self.mistakes.push(format!("{key} = {value} must be a token id or a list of token ids"));
             Vec::new()
         })
     }
 
-    /// Reads `head_dim`; when absent it is the hidden size divided by the number of heads.
+    /// Reads `head_dim`. If the key is absent, returns the hidden size divided by the number of heads.
     pub(super) fn head_dim_or_default(&mut self) -> usize {
         let size = |key| self.value(key).and_then(Value::as_u64).filter(|&n| n > 0);
         match (size("hidden_size"), size("num_attention_heads")) {
@@ -207,7 +208,7 @@ impl<'a> ConfigReader<'a> {
         }
     }
 
-    /// Reads true or false; an absent key gives `default`.
+    /// Reads true or false. For an absent key, returns `default`.
     pub(super) fn flag(&mut self, key: &str, default: bool) -> bool {
         let Some(value) = self.value(key) else { return default };
         value.as_bool().unwrap_or_else(|| {
@@ -248,7 +249,7 @@ impl<'a> ConfigReader<'a> {
         })
     }
 
-    /// Reads RoPE in either dialect, if present. If the file has both, they must agree.
+    /// Reads RoPE in either dialect, if the file has it. If the file has both dialects, they must agree.
     pub(super) fn rope(&mut self) -> Option<Rope> {
         let outer_theta = self.value("rope_theta").is_some().then(|| self.number("rope_theta"));
         let mut found: Option<Rope> = None;
@@ -313,7 +314,7 @@ impl<'a> ConfigReader<'a> {
         Rope { theta, yarn }
     }
 
-    /// Reads the keys of YaRN. Optional ones default as in the reference implementation.
+    /// Reads the keys of YaRN. Optional keys have the defaults of the reference implementation.
     fn yarn(&mut self) -> Yarn {
         let truncate = self.value("truncate").map(|v| {
             v.as_bool().unwrap_or_else(|| {
@@ -338,14 +339,15 @@ impl<'a> ConfigReader<'a> {
         }
     }
 
-    /// Checks a key that the architecture fixes: it must be absent or equal to `wanted`.
+    /// Checks a key whose value the architecture fixes. The key must be absent, or its value equal to
+    /// `wanted`.
     pub(super) fn require_value(&mut self, key: &str, wanted: &Value) {
         if let Some(value) = self.value(key).filter(|v| *v != wanted) {
             self.mistakes.push(format!("{key} = {value} is not supported; it must be {wanted}"));
         }
     }
 
-    /// Checks the keys that every family fixes.
+    /// Checks the keys whose values are fixed in every family.
     fn check_fixed(&mut self) {
         let has_mxfp4 = self.family.has_mxfp4;
         self.require_value("hidden_act", &json!("silu"));

@@ -1,8 +1,9 @@
-//! Decode on a GPU with CUDA graphs: the host launches one recorded graph a step instead of every kernel.
+//! Decode on a GPU with CUDA graphs: in each step the host launches one captured graph instead of every
+//! kernel.
 //!
 //! The forward pass is [`DecoderStack::run_layers`]. Inputs that change from step to step are copied to
-//! the GPU first. So a recording serves every later step of its shape, with the same bits. A shape is
-//! recorded on its second step.
+//! buffers on the GPU before the launch. So one captured graph can replay every later step of its shape, with
+//! the same bits. The second step of a shape is captured.
 
 use super::attention::AttentionMode;
 use super::cache::SequenceCache;
@@ -15,21 +16,21 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
-/// Most recordings kept at a time. The shape changes when sequences start or end, and sometimes as they
-/// grow.
+/// Maximum number of shapes whose graphs are kept. The shape changes when sequences start or end, and
+/// sometimes when they grow.
 const BATCHES_MAX: usize = 4;
 
-/// Runs decode steps and records them by shape.
+/// Runs decode steps, and captures one CUDA graph per shape.
 pub struct Decoder {
     device: Device,
-    /// The most recently used is last.
+    /// Batch shapes in order of use. The most recent one is last.
     batches: Vec<Batch>,
-    /// False after a recording failed.
-    can_record: bool,
+    /// False after a capture failed.
+    can_capture: bool,
     replayed: u64,
 }
 
-/// Buffers and the recorded CUDA graph of one batch shape.
+/// Buffers and the captured CUDA graph of one batch shape.
 struct Batch {
     launches: DecodeBatch,
     /// The first layer's input, `[T, H]`.
@@ -38,26 +39,27 @@ struct Batch {
     positions: Tensor,
     /// The last layer's output, `[T, H]`.
     hidden: Tensor,
-    recorded: Option<RecordedGraph>,
+    graph: Option<RecordedGraph>,
 }
 
 impl Decoder {
-    /// Returns a decoder for `stack`, if its decode can be recorded: on a GPU, with weights that stay in
-    /// memory.
+    /// Returns a decoder for `stack`; `None` if decode cannot be captured. Capture needs a GPU, and weights
+    /// that stay in memory.
     pub fn new(stack: &DecoderStack) -> Option<Self> {
         let device = stack.weights.device().clone();
-        let can = device.is_cuda() && stack.weights.are_resident();
-        can.then_some(Self { device, batches: vec![], can_record: true, replayed: 0 })
+        let can_capture = device.is_cuda() && stack.weights.are_resident();
+        can_capture.then_some(Self { device, batches: vec![], can_capture, replayed: 0 })
     }
 
-    /// Returns the number of steps that replayed a recording.
+    /// Returns the number of steps that replayed a captured graph.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn replay_count(&self) -> u64 {
         self.replayed
     }
 
-    /// Does [`DecoderStack::forward_cached`] of one token for each of `caches`. Returns hidden states `[T,
-    /// H]`, which are valid until the next step.
+    /// Runs the forward pass of one new token per sequence, as [`DecoderStack::forward_cached`] does.
+    /// `tokens[i]` continues the sequence of `caches[i]`. Returns hidden states `[T, H]`, which are valid
+    /// until the next step.
     ///
     /// # Errors
     /// As [`DecoderStack::forward_cached`].
@@ -81,21 +83,23 @@ impl Decoder {
         overwrite(&batch.x, &x)?;
         upload(&batch.positions, &rotation.positions)?;
         let rotation = rotation.with_device_positions(&batch.positions)?;
-        if batch.recorded.is_none() && !is_new && self.can_record {
+        if batch.graph.is_none() && !is_new && self.can_capture {
             match batch.record(&self.device, stack, rotation.clone()) {
-                Ok(recorded) => batch.recorded = Some(recorded),
+                Ok(graph) => batch.graph = Some(graph),
                 Err(error) => {
-                    self.can_record = false;
+                    self.can_capture = false;
                     let why = format!("{error:#}");
-                    // The error may end in a backtrace.
+                    // The text of the error may have a backtrace after its first line.
                     let why = why.lines().next().unwrap_or_default();
-                    eprintln!("note: decode is not recorded, every kernel is launched: {why}");
+                    eprintln!(
+                        "note: CUDA graph capture of decode failed ({why}); each kernel is launched separately"
+                    );
                 }
             }
         }
-        match &batch.recorded {
-            Some(recorded) => {
-                recorded.launch()?;
+        match &batch.graph {
+            Some(graph) => {
+                graph.launch()?;
                 self.replayed += 1;
             }
             None => batch.forward(stack, rotation)?,
@@ -109,7 +113,7 @@ impl Decoder {
     }
 }
 
-/// Appends one position to every layer of `caches`, and returns the arguments of attention.
+/// Appends one position to every layer of each cache. Returns the arguments of attention for this step.
 fn step(stack: &DecoderStack, caches: &mut [&mut SequenceCache]) -> Result<DecodeStep> {
     let mut step = DecodeStep::default();
     for index in 0..stack.model.config.num_hidden_layers {
@@ -120,7 +124,8 @@ fn step(stack: &DecoderStack, caches: &mut [&mut SequenceCache]) -> Result<Decod
             layers.map(|layer| layer.pages_mut().context("a cache on host")).collect::<Result<Vec<_>>>()?;
         step.add_layer(attention, &mut pages)?;
         if let Some(window) = attention.window {
-            // The table of this step has these pages already, and no other step runs before its launches.
+            // The page table of this step already has the evicted pages. No other step can reuse them before
+            // the launches of this step.
             pages.iter_mut().for_each(|pages| pages.forget_before(pages.len(), window));
         }
     }
@@ -134,13 +139,13 @@ impl Batch {
             x: x.zeros_like()?,
             positions: Tensor::zeros(x.dim(0)?, DType::U32, device)?,
             hidden: x.zeros_like()?,
-            recorded: None,
+            graph: None,
         })
     }
 
     fn forward(&self, stack: &DecoderStack, rotation: Rotation) -> Result<()> {
-        let attend = &mut LoadedAttention(&self.launches);
-        let rows = &mut Rows { rotation, attend, replay: None };
+        let attention = &mut LoadedAttention(&self.launches);
+        let rows = &mut Rows { rotation, attention, replay: None };
         Ok(overwrite(&self.hidden, &stack.run_layers(self.x.clone(), rows, &mut keep_nothing)?)?)
     }
 
@@ -150,7 +155,7 @@ impl Batch {
     }
 }
 
-/// Attention over the keys of the step loaded into `DecodeBatch`.
+/// Attention over the keys and values of the step that is loaded into the [`DecodeBatch`].
 struct LoadedAttention<'a>(&'a DecodeBatch);
 
 impl AttentionMode for LoadedAttention<'_> {

@@ -1,8 +1,8 @@
-//! The one forward pass through the layers, and the head.
+//! The only forward pass through the layers, and the head.
 //!
-//! Rollout, training, recomputation and every comparison use it. They differ in how rows find their keys
-//! ([`Rows`]), in where weights come from ([`Weights`]) and in what they keep of a layer. A pass that keeps
-//! nothing holds one layer in memory at a time.
+//! Rollout, training, recomputation and all comparisons use this forward pass. They differ in how rows find
+//! their keys ([`Rows`]), in the source of the weights ([`Weights`]), and in the activations that they keep.
+//! A pass that keeps no activations has those of one layer in memory at a time.
 
 use super::attention::CachedAttention;
 use super::cache::SequenceCache;
@@ -22,10 +22,11 @@ pub struct DecoderStack<'a> {
     pub forward: ForwardOptions,
 }
 
-/// A callback for each layer: it gets the layer's index, its input `[T, H]` and its output.
+/// A callback that runs after each layer. Its arguments are the index of the layer, the input `[T, H]` and
+/// the output.
 pub type LayerCallback<'a> = &'a mut dyn FnMut(usize, &Tensor, &LayerOutput) -> Result<()>;
 
-/// Keeps nothing of a layer: the callback of passes that need no activations.
+/// Keeps nothing. This is the [`LayerCallback`] of passes that need no activations.
 pub fn keep_nothing(_: usize, _: &Tensor, _: &LayerOutput) -> Result<()> {
     Ok(())
 }
@@ -39,7 +40,7 @@ impl DecoderStack<'_> {
         self.run_layers(self.embed(tokens)?, rows, keep)
     }
 
-    /// Does [`Self::forward`] from the first layer's input `x [T, H]` on.
+    /// Runs all layers on the input `x [T, H]` of the first layer. Returns hidden states `[T, H]`.
     ///
     /// # Errors
     /// As [`Self::forward`].
@@ -54,8 +55,8 @@ impl DecoderStack<'_> {
         Ok(x)
     }
 
-    /// Takes this rank through a pass in which it has no rows, where ranks make passes together
-    /// ([`Weights::mesh`]).
+    /// Runs this rank's part of a pass in which this rank has no rows. Needed when all ranks run each pass
+    /// together ([`Weights::mesh`]).
     ///
     /// # Errors
     /// When a rank does not respond in time.
@@ -68,7 +69,7 @@ impl DecoderStack<'_> {
         })
     }
 
-    /// Returns the first layer's input, `[T, H]`.
+    /// Returns the embeddings of `tokens`, the input `[T, H]` of the first layer.
     ///
     /// # Errors
     /// When a token is not below `V`.
@@ -76,7 +77,7 @@ impl DecoderStack<'_> {
         self.weights.embed(tokens)
     }
 
-    /// Runs layer `index`; `next` is the layer that the pass needs afterwards.
+    /// Runs layer `index` on `x [T, H]`. `next` is the layer that the pass needs afterwards.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -91,8 +92,8 @@ impl DecoderStack<'_> {
         layer.forward(x, &mut LayerPass { model: self.model, index, options: &self.forward, rows })
     }
 
-    /// Returns hidden states `[T, H]` of new tokens of cached sequences. `tokens` holds `counts[i]` ids for
-    /// each `caches[i]`, concatenated.
+    /// Returns hidden states `[T, H]` of new tokens of cached sequences. `tokens` holds, concatenated,
+    /// `counts[i]` ids for `caches[i]`.
     ///
     /// # Errors
     /// When a sequence would exceed the context, or `keep` fails.
@@ -108,11 +109,11 @@ impl DecoderStack<'_> {
             positions.extend((cache.len()..cache.len() + count).map(|p| p as u32));
         }
         let rotation = self.model.rotation(positions);
-        let attend = &mut CachedAttention { caches, counts };
-        self.forward(&Arc::new(tokens), &mut Rows { rotation, attend, replay: None }, keep)
+        let attention = &mut CachedAttention { caches, counts };
+        self.forward(&Arc::new(tokens), &mut Rows { rotation, attention, replay: None }, keep)
     }
 
-    /// Returns rows `rows` of `hidden [T, H]` after the final norm, `[R, H]`: the head's input.
+    /// Returns the input of the head, `[R, H]`: rows `rows` of `hidden [T, H]` after the final norm.
     ///
     /// # Errors
     /// When a row does not exist.
@@ -120,8 +121,8 @@ impl DecoderStack<'_> {
         self.model.norm(&ops::select_rows(hidden, rows)?, self.weights.final_norm())
     }
 
-    /// Returns the head's output for `normed [R, H]`: log-probabilities and entropies of `targets` at
-    /// `temperature`, `[2, R]`. A critic returns values, `[1, R]`.
+    /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of
+    /// `targets` and the entropies, `[2, R]`, at `temperature`. For a critic they are values, `[1, R]`.
     ///
     /// # Errors
     /// When shapes disagree.

@@ -1,7 +1,8 @@
-//! Expert parallelism: each rank holds some experts, and rows of hidden states are sent to them and back.
+//! Expert parallelism: each rank holds some of the experts. Ranks send rows of hidden states to the ranks of
+//! their experts, and receive the outputs.
 //!
-//! The bits of a row's expert output depend neither on the rank nor on the rows beside it. Outputs return
-//! in the order in which rows were sent. So the sum over a token's experts has the same bits as in one
+//! The bits of an expert's output for a row depend neither on the rank nor on the other rows. Outputs return
+//! in the order in which rows were sent. So the sum over the experts of a token has the same bits as in one
 //! process.
 
 use crate::dist::Mesh;
@@ -14,7 +15,7 @@ use candle_core::{Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Returns the experts that `rank` of `ranks` holds: an even, contiguous range.
+/// Returns the range of experts that `rank` of `ranks` holds. Experts are split evenly.
 pub fn expert_range(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
     experts * rank / ranks..experts * (rank + 1) / ranks
 }
@@ -23,11 +24,12 @@ pub fn expert_range(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
 pub struct ExpertParallel {
     mesh: Arc<Mesh>,
     experts: usize,
-    /// Values in one row.
+    /// Number of values in one row.
     width: usize,
 }
 
-/// Computes the outputs of this rank's experts for rows `[R, H]`, sorted by the plan.
+/// Computes the outputs `[R, H]` of the experts of this rank for rows `[R, H]`, which the dispatch plan sorts
+/// by expert.
 pub type ExpertForward<'a> = &'a dyn Fn(&Tensor, &Dispatch) -> Result<Tensor>;
 
 impl ExpertParallel {
@@ -36,35 +38,35 @@ impl ExpertParallel {
         Self { mesh, experts, width }
     }
 
-    /// Returns the ranks that must make every pass together.
+    /// Returns the ranks that must run every pass together.
     pub fn mesh(&self) -> &Arc<Mesh> {
         &self.mesh
     }
 
     /// Returns the experts of this rank.
     pub fn local_experts(&self) -> Range<usize> {
-        self.of(self.mesh.rank())
+        self.experts_of(self.mesh.rank())
     }
 
-    fn of(&self, rank: usize) -> Range<usize> {
+    fn experts_of(&self, rank: usize) -> Range<usize> {
         expert_range(self.experts, rank, self.mesh.ranks())
     }
 
-    /// Returns the expert outputs for rows `x [T·K, H]`, sorted by `plan`, in the same order. `products`
-    /// computes this rank's experts for the rows of all ranks. Every rank must call it, or
-    /// [`Self::serve`].
+    /// Returns the expert outputs for rows `x [T·K, H]`, which are sorted by `plan`, in the same order.
+    /// `products` computes the experts of this rank for the rows of all ranks. Every rank must call this
+    /// method or [`Self::serve`].
     ///
     /// # Errors
     /// When a rank does not respond in time, or `products` fails.
     pub fn forward(&self, x: &Tensor, plan: &Dispatch, products: ExpertForward) -> Result<Tensor> {
         let (rows, width) = x.dims2()?;
-        ensure!(width == self.width, "rows of {width} values, experts take {}", self.width);
-        let back = self.exchange_rows(&plan.counts(None)?, &host_values(&x.contiguous()?)?, products)?;
-        let values: Vec<f32> = back.iter().flat_map(|bytes| f32_values(bytes)).collect();
+        ensure!(width == self.width, "rows have {width} values, but experts expect {}", self.width);
+        let outputs = self.exchange_rows(&plan.counts(None)?, &host_values(&x.contiguous()?)?, products)?;
+        let values: Vec<f32> = outputs.iter().flat_map(|bytes| f32_values(bytes)).collect();
         Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
     }
 
-    /// Serves the other ranks' rows when this rank has none.
+    /// Computes the rows of the other ranks when this rank has no rows.
     ///
     /// # Errors
     /// As [`Self::forward`].
@@ -72,17 +74,17 @@ impl ExpertParallel {
         self.exchange_rows(&vec![0; self.experts], &[], products).map(drop)
     }
 
-    /// Sends the rows `x`, `counts` of them to each expert. Returns their outputs by rank, in the order
-    /// sent.
+    /// Sends `counts[e]` of the rows `x` to each expert e. Returns the outputs by rank, in the order in which
+    /// rows were sent.
     fn exchange_rows(&self, counts: &[usize], x: &[f32], products: ExpertForward) -> Result<Vec<Vec<u8>>> {
         let (ranks, own) = (self.mesh.ranks(), self.local_experts());
         let bytes_of = |counts: &[usize]| counts.iter().sum::<usize>() * self.width * size_of::<f32>();
-        let of_rank = |rank: usize| &counts[self.of(rank)];
+        let of_rank = |rank: usize| &counts[self.experts_of(rank)];
 
         let counts =
             (0..ranks).map(|rank| Arc::new(of_rank(rank).iter().flat_map(|&n| n.to_le_bytes()).collect()));
         let received_counts =
-            self.exchange("numbers of experts' rows", counts.collect(), vec![8 * own.len(); ranks])?;
+            self.exchange("row counts of experts", counts.collect(), vec![8 * own.len(); ranks])?;
         let requested_rows: Vec<Vec<usize>> =
             received_counts.iter().map(|bytes| read_counts(bytes)).collect();
 
@@ -93,7 +95,7 @@ impl ExpertParallel {
             Arc::new(part.to_vec())
         });
         let lengths: Vec<usize> = requested_rows.iter().map(|counts| bytes_of(counts)).collect();
-        let rows = self.exchange("experts' rows", rows.collect(), lengths.clone())?;
+        let rows = self.exchange("rows of experts", rows.collect(), lengths.clone())?;
 
         let outputs = self.outputs(&requested_rows, &rows, products)?;
         let mut outputs = f32_bytes(&outputs);
@@ -103,15 +105,15 @@ impl ExpertParallel {
             Arc::new(part.to_vec())
         });
         let expected = (0..ranks).map(|rank| bytes_of(of_rank(rank))).collect();
-        self.exchange("experts' products", answers.collect(), expected)
+        self.exchange("outputs of experts", answers.collect(), expected)
     }
 
     fn exchange(&self, what: &str, parts: Vec<Arc<Vec<u8>>>, lengths: Vec<usize>) -> Result<Vec<Vec<u8>>> {
         self.mesh.start(what, &self.mesh.all_ranks(), parts, &lengths)?.wait()
     }
 
-    /// Computes the outputs of the received rows, in the order received. `requested_rows` has, by rank,
-    /// the row count of each of this rank's experts.
+    /// Computes the outputs of the received rows, in the order in which they were received.
+    /// `requested_rows[rank]` holds the number of rows that `rank` sent to each expert of this rank.
     fn outputs(
         &self,
         requested_rows: &[Vec<usize>],
@@ -129,7 +131,7 @@ impl ExpertParallel {
         let plan =
             Dispatch::new(&Tensor::from_vec(routes, (count, 1), &Device::Cpu)?, self.local_experts().len())?;
         let outputs = products(&ops::dispatch(&x, &plan)?, &plan)?;
-        // Restores the order of arrival. Multiplying by 1 changes no bits.
+        // Restores the order in which rows were received. Multiplying by 1 changes no bits.
         let ones = Tensor::ones((count, 1), outputs.dtype(), &Device::Cpu)?;
         Ok(host_values(&ops::combine(&outputs, &ones, &plan)?)?.to_vec())
     }

@@ -1,5 +1,5 @@
-//! Random initialisation, a function of the config, the settings and the seed. Every machine gives the same
-//! bits.
+//! Random initialisation. Its values are a function of the config, the settings and the seed, with the same
+//! bits on every machine.
 
 use super::config::Config;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
@@ -11,23 +11,24 @@ use rand::RngCore;
 use rayon::prelude::*;
 
 table! {
-    /// Random weights. Matrices have standard deviation d^-1/2; output projections are also divided by
-    /// sqrt(2 · layers). Biases are 0.
+    /// Random weights. A matrix has standard deviation d^-1/2, where d is its number of inputs. Output
+    /// projections are also divided by sqrt(2 · layers). Biases are 0.
     pub struct InitSettings {
-        /// Standard deviation of the embedding, unless the LM head shares its matrix.
+        /// Standard deviation of the embedding. Unused if the LM head shares the matrix.
         pub embedding_std: f64 = 0.5 => above(0.0).to(100.0),
         /// Factor on d^-1/2, the standard deviation of the LM head.
         pub head_scale: f64 = 0.5 => above(0.0).to(100.0),
-        /// Value of every attention sink in GPT-OSS. At 4 sinks take much of the attention, near 0 hardly
-        /// any.
+        /// Value of every attention sink in GPT-OSS. With 4, sinks take a large part of the attention; with
+        /// 0, very little.
         pub sink: f64 = 4.0 => from(-20.0).to(20.0),
     }
 }
 
-/// Returns every parameter of `config`: f32 values in working layout, in [`parameter_specs`] order.
+/// Returns the spec and the f32 values of every parameter of `config`, in working layout and in
+/// [`parameter_specs`] order.
 ///
-/// Matrices are normal with standard deviation fan-in^-1/2. Those that write to the residual stream are
-/// also divided by sqrt(2 · layers) (Radford et al. 2019). Biases are 0, norms 1.
+/// Matrices are normally distributed with standard deviation fan-in^-1/2. Matrices that write to the residual
+/// stream are also divided by sqrt(2 · layers) (Radford et al. 2019). Biases are 0, norms 1.
 pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(ParameterSpec, Vec<f32>)>> {
     config.check()?;
     let draw = |(index, spec): (usize, ParameterSpec)| {
@@ -53,22 +54,23 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
     Ok(specs.into_par_iter().map(draw).collect())
 }
 
-/// Returns a critic's tensors in [`value_model_specs`] order: the decoder stack, read by `stack`, and a new
-/// value head. The head's weight is normal with standard deviation 1 / (H + 1), so that initial values are
-/// near 0. Its bias is 0.
+/// Returns the tensors of a critic in [`value_model_specs`] order: the decoder stack, which `stack` reads,
+/// and a new value head. The weight of the head is normally distributed with standard deviation 1 / (H + 1),
+/// so initial values are near 0. The bias is 0.
 pub fn value_model(
     config: &Config,
     seed: u64,
     stack: impl Fn(&ParameterSpec) -> Result<TensorStorage>,
 ) -> impl Iterator<Item = Result<(ParameterSpec, TensorStorage)>> {
-    // The first index from which no tensor of the policy draws.
-    let place = parameter_specs(config).len() as u64;
+    // The first index of a random stream that no tensor of the policy uses.
+    let stream_index = parameter_specs(config).len() as u64;
     let hidden = config.hidden_size;
     value_model_specs(config).into_iter().map(move |spec| {
         let values = match spec.name.as_str() {
-            "score.weight" => {
-                TensorStorage::variable(&spec, normals(seed, place, 1.0 / (hidden + 1) as f64, hidden))?
-            }
+            "score.weight" => TensorStorage::variable(
+                &spec,
+                normals(seed, stream_index, 1.0 / (hidden + 1) as f64, hidden),
+            )?,
             "score.bias" => TensorStorage::variable(&spec, vec![0.0])?,
             _ => stack(&spec)?,
         };
@@ -76,9 +78,11 @@ pub fn value_model(
     })
 }
 
-/// Returns `count` draws from N(0, `std`²) by Box and Muller (1958), computed in f64 and rounded to f32.
+/// Returns `count` draws from N(0, `std`²) by the method of Box and Muller (1958), computed in f64 and
+/// rounded to f32.
 ///
-/// Logarithm, sine and cosine come from libm: a platform's own may differ in the last bit.
+/// Logarithm, sine and cosine come from the crate libm, because the functions of a platform may differ in the
+/// last bit.
 fn normals(seed: u64, index: u64, std: f64, count: usize) -> Vec<f32> {
     let mut rng = stream(seed, Purpose::Initialisation, &[index]);
     // Uniform in (0, 1], with 53 bits.

@@ -1,4 +1,4 @@
-//! Decoder layers: the trait that each family's layer implements, and the blocks that layers consist of.
+//! Decoder layers: the trait that the layers of each family implement, and the blocks of a layer.
 
 use super::config::LayerType;
 use super::expert_parallel::ExpertParallel;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 /// One decoder layer. Rollout and training use the same code.
 pub trait Layer: Send + Sync {
-    /// Returns the output of the layer for `x [T, H]`.
+    /// Returns the output of the layer for the input `x [T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -39,7 +39,7 @@ pub struct LayerPass<'a, 'b> {
 }
 
 impl LayerPass<'_, '_> {
-    /// Returns the norm of rows `x [T, H]`.
+    /// Returns the RMS norm `[T, H]` of rows `x [T, H]`, rounded as the options say.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -47,12 +47,12 @@ impl LayerPass<'_, '_> {
         self.options.round(self.model.norm(x, weight)?)
     }
 
-    /// Adds `mixed`, the output of attention or MLP, to the residual stream `x [T, H]`.
+    /// Returns the residual stream `x [T, H]` plus `output [T, H]`, the output of attention or of an MLP.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn add_residual(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
-        self.options.round(add(x, mixed)?)
+    pub fn add_residual(&self, x: &Tensor, output: &Tensor) -> Result<Tensor> {
+        self.options.round(add(x, output)?)
     }
 }
 
@@ -60,22 +60,22 @@ impl LayerPass<'_, '_> {
 pub struct LayerOutput {
     /// `[T, H]`.
     pub hidden: Tensor,
-    /// Present when the layer has experts.
+    /// The decision of the router; `None` in a layer without experts.
     pub routing: Option<Routing>,
 }
 
 impl LayerOutput {
-    /// Returns the routed experts, u32 `[T, K]`, if the layer has experts.
+    /// Returns the routed experts, u32 `[T, K]`; `None` in a layer without experts.
     pub fn routed_experts(&self) -> Option<Tensor> {
-        self.routing.as_ref().map(|routing| routing.routes.clone())
+        self.routing.as_ref().map(|routing| routing.routed_experts.clone())
     }
 }
 
-/// The router's decision.
+/// The decision of a router.
 pub struct Routing {
     /// The routed experts, u32 `[T, K]`.
-    pub routes: Tensor,
-    /// The rows of each expert.
+    pub routed_experts: Tensor,
+    /// The dispatch plan, which sorts rows by expert.
     pub plan: Dispatch,
     /// `[T, E]`.
     pub router_logits: Tensor,
@@ -106,7 +106,7 @@ impl AttentionWeights {
         }
     }
 
-    /// Returns attention, `[T, H]`, of normed rows `h [T, H]`.
+    /// Returns the output `[T, H]` of attention for normed rows `h [T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -114,7 +114,8 @@ impl AttentionWeights {
         self.attend([self.q.matmul(h)?, self.k.matmul(h)?, self.v.matmul(h)?], pass)
     }
 
-    /// Returns attention, `[T, H]`, of queries `q [T, Q]`, keys `k [T, K]` and values `v [T, K]`.
+    /// Returns the output `[T, H]` of attention for queries `q [T, Q]`, keys `k [T, K]` and values `v [T,
+    /// K]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -125,11 +126,11 @@ impl AttentionWeights {
         let kv = ops::rope_keys_with_values(&k, &v, shape.kv_heads, rotation)?;
         let sinks = match &self.sinks {
             Some(sinks) => sinks.graph_tensor()?,
-            // The op ignores these zeros.
+            // The op ignores these zeros, because `shape.sinks` is false.
             None => Tensor::zeros(shape.heads, DType::F32, q.device())?,
         };
-        let mixed = pass.rows.attend.attend(pass.index, &q, &kv, &sinks, shape)?;
-        self.o.matmul(&mixed)
+        let output = pass.rows.attention.attend(pass.index, &q, &kv, &sinks, shape)?;
+        self.o.matmul(&output)
     }
 
     /// Returns the attention without gradients.
@@ -144,9 +145,9 @@ impl AttentionWeights {
     }
 }
 
-/// The MLPs of a layer's experts.
+/// The MLPs of the experts of a layer.
 pub trait ExpertMlp: Send + Sync {
-    /// Returns the outputs `[R, H]` of rows `x [R, H]`, sorted by `plan`.
+    /// Returns the outputs `[R, H]` of rows `x [R, H]`, which are sorted by `plan`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -162,12 +163,14 @@ pub trait ExpertMlp: Send + Sync {
 pub struct Experts {
     pub router: Matrix,
     pub mlp: Arc<dyn ExpertMlp>,
-    /// Present under expert parallelism: `mlp` then holds this rank's experts only.
-    pub ranks: Option<Arc<ExpertParallel>>,
+    /// The placement of experts on ranks; `None` without expert parallelism. With it, `mlp` holds only the
+    /// experts of this rank.
+    pub expert_parallel: Option<Arc<ExpertParallel>>,
 }
 
 impl Experts {
-    /// Returns the experts' weighted sum for normed rows `h [T, H]`, `[T, H]`, and the router's decision.
+    /// Returns the weighted sum `[T, H]` of the expert outputs for normed rows `h [T, H]`, and the decision
+    /// of the router.
     ///
     /// # Errors
     /// When shapes disagree, or a rank does not respond in time.
@@ -177,33 +180,33 @@ impl Experts {
         if let Some(noise) = options.router_noise {
             router_logits = ops::router_noise(&router_logits, noise, pass.index, &rows.rotation.positions)?;
         }
-        let routes = match rows.replay.and_then(|layers| layers.get(pass.index)) {
-            Some(routes) => routes.clone(),
+        let routed_experts = match rows.replay.and_then(|layers| layers.get(pass.index)) {
+            Some(replay) => replay.clone(),
             None => ops::route(&router_logits, config.num_experts_per_tok)?,
         };
-        let plan = Dispatch::new(&routes, config.num_local_experts)?;
+        let plan = Dispatch::new(&routed_experts, config.num_local_experts)?;
         let expert_weights = match options.softmax_before_top_k {
-            true => full_softmax_weights(&router_logits, &routes)?,
-            false => ops::top_k_softmax(&router_logits, &routes)?,
+            true => full_softmax_weights(&router_logits, &routed_experts)?,
+            false => ops::top_k_softmax(&router_logits, &routed_experts)?,
         };
         let sorted = ops::dispatch(h, &plan)?;
-        let products = match &self.ranks {
+        let products = match &self.expert_parallel {
             None => self.mlp.forward(&sorted, &plan, pass.model, options)?,
-            Some(ranks) => {
-                ranks.forward(&sorted, &plan, &|x, plan| self.mlp.forward(x, plan, pass.model, options))?
+            Some(parallel) => {
+                parallel.forward(&sorted, &plan, &|x, plan| self.mlp.forward(x, plan, pass.model, options))?
             }
         };
-        let mixed = ops::combine(&products, &expert_weights, &plan)?;
-        Ok((mixed, Routing { routes, plan, router_logits }))
+        let output = ops::combine(&products, &expert_weights, &plan)?;
+        Ok((output, Routing { routed_experts, plan, router_logits }))
     }
 
-    /// Serves the other ranks' rows when this rank has none in this layer.
+    /// Computes the rows of the other ranks when this rank has no rows.
     ///
     /// # Errors
     /// When a rank does not respond in time.
     pub fn serve(&self, model: &Model, options: &ForwardOptions) -> Result<()> {
-        match &self.ranks {
-            Some(ranks) => ranks.serve(&|x, plan| self.mlp.forward(x, plan, model, options)),
+        match &self.expert_parallel {
+            Some(parallel) => parallel.serve(&|x, plan| self.mlp.forward(x, plan, model, options)),
             None => Ok(()),
         }
     }
@@ -213,12 +216,12 @@ impl Experts {
         Self {
             router: self.router.without_gradient(),
             mlp: self.mlp.without_gradient(),
-            ranks: self.ranks.clone(),
+            expert_parallel: self.expert_parallel.clone(),
         }
     }
 }
 
-/// Returns the weights of the experts `routes [T, K]` in a softmax over all of `logits [T, E]`.
+/// Returns the weights `[T, K]` of the routed experts `routes [T, K]` in a softmax over all `logits [T, E]`.
 fn full_softmax_weights(logits: &Tensor, routes: &Tensor) -> Result<Tensor> {
     let (tokens, experts) = logits.dims2()?;
     let all = Tensor::arange(0, experts as u32, logits.device())?.broadcast_as((tokens, experts))?;
@@ -234,10 +237,11 @@ pub struct SwigluMlp {
 }
 
 impl SwigluMlp {
-    /// Takes the matrices `mlp.gate_proj`, `mlp.up_proj` and `mlp.down_proj`, which have no biases.
+    /// Builds the MLP from the matrices `mlp.gate_proj`, `mlp.up_proj` and `mlp.down_proj`, which have no
+    /// biases.
     ///
     /// # Errors
-    /// When one is missing.
+    /// When a matrix is missing.
     pub fn from_tensors(tensors: &LayerTensors) -> Result<Self> {
         Ok(Self {
             gate: tensors.linear_without_bias("mlp.gate_proj")?,
@@ -246,7 +250,7 @@ impl SwigluMlp {
         })
     }
 
-    /// Returns the MLP's output for normed rows `h [T, H]`, `[T, H]`.
+    /// Returns the output `[T, H]` of the MLP for normed rows `h [T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.

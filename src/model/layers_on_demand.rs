@@ -1,6 +1,6 @@
-//! Layers that are built whenever a pass reaches them, so that memory holds one at a time. Their tensors
-//! are read from disk when the model is larger than memory. Or they are derived from tensors in memory when
-//! the derived ones are much larger.
+//! Layers that are built each time a pass reaches them, so that memory holds one layer at a time. If the
+//! model is larger than memory, the tensors of a layer are read from disk. If changed tensors would be much
+//! larger than the tensors in memory, they are computed from the tensors in memory.
 
 use super::config::Config;
 use super::layer::Layer;
@@ -13,18 +13,18 @@ use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A change of a tensor before a model computes with it, such as rounding.
+/// A change that is applied to a tensor before the model computes with it, such as rounding.
 pub type WeightChange = Arc<dyn Fn(&ParameterSpec, Weight) -> Result<Weight> + Send + Sync>;
 
-/// The source of the layers' tensors: a model's files, or memory.
+/// The source of the tensors of layers: the files of a model, or memory.
 pub trait TensorSource: Send + Sync {
-    /// Returns the tensor of `spec`, packed if it is stored packed.
+    /// Returns the tensor of `spec`. The tensor is packed if it is stored packed.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file cannot be read.
     fn tensor(&self, spec: &ParameterSpec) -> Result<Weight>;
 
-    /// Returns the bytes of the tensor of `spec` in memory.
+    /// Returns the size of the tensor of `spec` in memory, in bytes.
     fn resident_bytes(&self, spec: &ParameterSpec) -> u64;
 }
 
@@ -38,16 +38,16 @@ impl TensorSource for HashMap<String, Weight> {
     }
 }
 
-/// The layers of a model, and the changes of their weights when read.
+/// The layers of a model, and the changes that are applied to their tensors after reading.
 #[derive(Clone)]
 pub struct LayersOnDemand {
     pub source: Arc<dyn TensorSource>,
     pub config: Config,
-    /// The rounding of `model.dtype` first, then ablations or changes that reproduce a known mistake.
+    /// First the rounding of `model.dtype`, then ablations or changes that reproduce a known bug.
     pub changes: Vec<WeightChange>,
-    /// The key is the name of the adapted matrix.
+    /// The adapters by the names of the adapted matrices.
     pub adapters: HashMap<String, Adapter>,
-    /// The precision in which a CPU multiplies dense weights.
+    /// The precision of matrix products with dense weights on a CPU.
     pub precision: Precision,
 }
 
@@ -58,7 +58,7 @@ impl LayersOnDemand {
         Self { source, config: config.clone(), changes, adapters, precision: Precision::F32 }
     }
 
-    /// Returns one tensor after all changes.
+    /// Returns the tensor of `spec` after all changes.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file changed since it was opened, or when a change fails.
@@ -76,7 +76,7 @@ impl LayerSource for LayersOnDemand {
             let spec = specs.iter().find(|spec| spec.name == name);
             Ok(self.tensor(spec.with_context(|| format!("no tensor {name}"))?)?.without_gradient())
         };
-        let tensors = ModelTensors { find: &find, adapters: &self.adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters: &self.adapters, expert_parallel: None };
         (self.config.family.layer)(&tensors.layer(index))
     }
 }

@@ -1,4 +1,4 @@
-//! A matrix with its bias and its adapter: the matrices of layers, the LM head and the embedding.
+//! A matrix with its bias and its adapter. Layers, the LM head and the embedding consist of such matrices.
 
 use super::expert_parallel::ExpertParallel;
 use crate::ops::logits::{Logits, SamplingParameters};
@@ -9,8 +9,7 @@ use candle_core::Tensor;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A matrix `[in, out]` with a bias `[out]`, or `[E, in, out]` and `[E, out]` with one entry for each
-/// expert.
+/// A matrix `[in, out]` with a bias `[out]`. For experts, a matrix `[E, in, out]` with a bias `[E, out]`.
 #[derive(Clone)]
 pub struct Matrix {
     weight: Weight,
@@ -18,7 +17,7 @@ pub struct Matrix {
     adapter: Option<Adapter>,
 }
 
-/// The two factors of a low-rank adapter, `scale · A · B`. They are never merged with the matrix.
+/// The factors of a low-rank adapter, `scale · A · B`. They are never merged into the matrix.
 #[derive(Clone)]
 pub struct Adapter {
     /// `[in, r]`, or `[E, in, r]`.
@@ -44,57 +43,59 @@ impl Matrix {
         }
     }
 
-    /// Multiplies `x [T, in]` → `[T, out]`.
+    /// Returns the product `[T, out]` of `x [T, in]` and the matrix, plus the bias and the output of the
+    /// adapter.
     ///
     /// # Errors
     /// When shapes disagree.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
-        self.adapted(self.weight.matmul(x, self.bias.as_ref())?, x, None)
+        self.add_adapter_output(self.weight.matmul(x, self.bias.as_ref())?, x, None)
     }
 
-    /// Multiplies as [`Self::matmul`], but accumulates in f32 on every device: for router logits and
-    /// values.
+    /// Returns the product as [`Self::matmul`] does, but computes it in f32 on every device. Router logits
+    /// and values of a critic need this.
     ///
     /// # Errors
     /// When shapes disagree.
     pub fn matmul_f32(&self, x: &Tensor) -> Result<Tensor> {
-        self.adapted(self.weight.matmul_f32(x, self.bias.as_ref())?, x, None)
+        self.add_adapter_output(self.weight.matmul_f32(x, self.bias.as_ref())?, x, None)
     }
 
-    /// Multiplies each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, → `[T·K, out]`.
+    /// Multiplies each row of `x [T·K, in]`, which is sorted by `plan`, by the matrix of its expert. Returns
+    /// `[T·K, out]`.
     ///
     /// # Errors
     /// When shapes disagree.
     pub fn grouped_matmul(&self, x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
-        self.adapted(self.weight.grouped_matmul(x, self.bias.as_ref(), plan)?, x, Some(plan))
+        self.add_adapter_output(self.weight.grouped_matmul(x, self.bias.as_ref(), plan)?, x, Some(plan))
     }
 
-    /// Adds the adapter's output for `x` to `y`.
-    fn adapted(&self, y: Tensor, x: &Tensor, plan: Option<&Dispatch>) -> Result<Tensor> {
+    /// Adds the output of the adapter for `x` to `y`.
+    fn add_adapter_output(&self, y: Tensor, x: &Tensor, plan: Option<&Dispatch>) -> Result<Tensor> {
         Ok(match &self.adapter {
             None => y,
             Some(Adapter { a, b, scale }) => ops::add_low_rank(&y, x, [a, b], *scale, plan)?,
         })
     }
 
-    /// Returns rows `ids` of an embedding `[V, H]`, `[T, H]`.
+    /// Returns rows `ids` of an embedding `[V, H]` as `[T, H]`.
     ///
     /// # Errors
     /// When an id is not below `V`.
     pub fn lookup_rows(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
-        Ok(self.plain()?.rows(ids)?)
+        Ok(self.plain_weight()?.rows(ids)?)
     }
 
-    /// Returns columns `ids` of an LM head `[H, V]` that is also the embedding, as rows `[T, H]`.
+    /// Returns columns `ids` of a tied LM head `[H, V]`, which is also the embedding, as rows `[T, H]`.
     ///
     /// # Errors
     /// When an id is not below `V`.
     pub fn lookup_columns(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
-        Ok(self.plain()?.columns(ids)?)
+        Ok(self.plain_weight()?.columns(ids)?)
     }
 
-    /// Returns log-probabilities and entropies of `targets` after `h [R, H]`, `[2, R]`. The matrix is an LM
-    /// head.
+    /// Returns the log-probabilities of `targets` and the entropies, `[2, R]`, for hidden states `h [R, H]`
+    /// at `temperature`. The matrix must be an LM head.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -104,20 +105,23 @@ impl Matrix {
         targets: &Arc<Vec<u32>>,
         temperature: f64,
     ) -> Result<Tensor> {
-        Ok(ops::log_prob_and_entropy(h, self.plain()?, targets, temperature)?)
+        Ok(ops::log_prob_and_entropy(h, self.plain_weight()?, targets, temperature)?)
     }
 
-    /// Returns the logits of `h [R, H]`, for a sampler. The matrix is an LM head.
+    /// Returns the logits of `h [R, H]` for a sampler. The matrix must be an LM head.
     ///
     /// # Errors
     /// When shapes disagree.
     pub fn logits(&self, h: &Tensor, sampling: &SamplingParameters) -> Result<Logits> {
-        Ok(ops::logits(h, self.plain()?, sampling)?)
+        Ok(ops::logits(h, self.plain_weight()?, sampling)?)
     }
 
-    /// Returns the weight of an LM head or an embedding, which have neither bias nor adapter.
-    fn plain(&self) -> Result<&Weight> {
-        ensure!(self.bias.is_none() && self.adapter.is_none(), "a head or embedding with bias or adapter");
+    /// Returns the weight of a matrix without bias and adapter: an LM head or an embedding.
+    fn plain_weight(&self) -> Result<&Weight> {
+        ensure!(
+            self.bias.is_none() && self.adapter.is_none(),
+            "an LM head or embedding cannot have a bias or an adapter"
+        );
         Ok(&self.weight)
     }
 }
@@ -126,17 +130,17 @@ impl Matrix {
 #[derive(Clone, Copy)]
 pub struct ModelTensors<'a> {
     pub find: &'a dyn Fn(&str) -> Result<Weight>,
-    /// The key is the name of the adapted matrix.
+    /// The adapters by the names of the adapted matrices.
     pub adapters: &'a HashMap<String, Adapter>,
-    /// Present under expert parallelism.
-    pub ranks: Option<&'a Arc<ExpertParallel>>,
+    /// The placement of experts on ranks; `None` without expert parallelism.
+    pub expert_parallel: Option<&'a Arc<ExpertParallel>>,
 }
 
 impl ModelTensors<'_> {
     /// Returns the small dense tensor `name`: a bias, a norm or sinks.
     ///
     /// # Errors
-    /// When it is missing or packed.
+    /// When the tensor is missing or packed.
     pub fn vector(&self, name: &str) -> Result<Parameter> {
         match (self.find)(name)? {
             Weight::Dense(parameter) => Ok(parameter),
@@ -144,7 +148,7 @@ impl ModelTensors<'_> {
         }
     }
 
-    /// Returns the matrix `name` with the bias named `bias`, if given.
+    /// Returns the matrix `name` with its bias `bias`, if given.
     ///
     /// # Errors
     /// When there is no such tensor.
@@ -159,14 +163,14 @@ impl ModelTensors<'_> {
     }
 }
 
-/// Finds the tensors of one layer by the rest of their name after the layer's prefix.
+/// Finds the tensors of one layer by the part of their name after the prefix of the layer.
 pub struct LayerTensors<'a> {
     tensors: ModelTensors<'a>,
     prefix: String,
 }
 
 impl LayerTensors<'_> {
-    /// Returns the small dense tensor `name` of the layer, as [`ModelTensors::vector`].
+    /// Returns the small dense tensor `name` of the layer: a bias, a norm or sinks.
     ///
     /// # Errors
     /// As [`ModelTensors::vector`].
@@ -191,7 +195,7 @@ impl LayerTensors<'_> {
         self.tensors.matrix(&format!("{}{stem}.weight", self.prefix), None)
     }
 
-    /// Returns the experts' matrices `STEM` with their biases `STEM_bias`.
+    /// Returns the expert matrices `STEM` with their biases `STEM_bias`.
     ///
     /// # Errors
     /// When there are no such tensors.
@@ -200,8 +204,8 @@ impl LayerTensors<'_> {
         self.tensors.matrix(&stem, Some(&format!("{stem}_bias")))
     }
 
-    /// Returns the placement of experts on ranks, under expert parallelism.
+    /// Returns the placement of experts on ranks; `None` without expert parallelism.
     pub fn expert_parallel(&self) -> Option<Arc<ExpertParallel>> {
-        self.tensors.ranks.cloned()
+        self.tensors.expert_parallel.cloned()
     }
 }

@@ -1,4 +1,5 @@
-//! Every trainable tensor: its name and shape in a Hugging Face folder, and its shape in memory.
+//! The trainable tensors of a model: their names and shapes in a Hugging Face folder, and their shapes in
+//! memory.
 //!
 //! Shape letters: V vocabulary, H hidden, Q query heads × head_dim, K key-value heads × head_dim,
 //! E experts, I intermediate.
@@ -6,24 +7,24 @@
 use super::config::{Config, WeightFormat};
 use safetensors::Dtype;
 
-/// The embedding's name.
+/// The name of the embedding.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// The layout of a tensor in memory, relative to its file.
+/// The layout of a tensor in memory, relative to its layout in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
     AsStored,
-    /// Stored [out, in], held as contiguous [in, out]: the K × N layout whose rows matmuls read. An
-    /// embedding that is also the LM head has this layout.
+    /// Stored as [out, in], in memory contiguous [in, out]. This is the K × N layout whose rows a matmul
+    /// reads. A tied embedding, which is also the LM head, has this layout.
     Transposed,
-    /// Stored as one tensor [out, in] for each expert, held as contiguous [E, in, out].
+    /// Stored as one tensor [out, in] per expert, in memory contiguous [E, in, out].
     PerExpert,
 }
 
-/// The role of a tensor, which decides its initialisation.
+/// The role of a tensor. It determines the initialisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TensorRole {
-    /// The embedding; with tied embeddings it is also the LM head.
+    /// The embedding. With tied embeddings it is also the LM head.
     Embedding,
     /// A matrix that reads the residual stream: q, k, v, gate_up.
     InputProjection,
@@ -35,7 +36,7 @@ pub enum TensorRole {
     Bias,
     Norm,
     Sinks,
-    /// One of the two factors of a matrix's adapter; always f32.
+    /// A factor of the adapter of a matrix. It is always f32.
     AdapterFactor,
 }
 
@@ -47,7 +48,7 @@ pub struct ParameterSpec {
     /// The layer that the tensor belongs to; `None` for embedding, final norm and LM head.
     pub layer: Option<usize>,
     pub role: TensorRole,
-    /// The shape in an unquantised Hugging Face folder; with [`Layout::PerExpert`], the shape in memory.
+    /// The shape in an unquantised Hugging Face folder. With [`Layout::PerExpert`] it is the shape in memory.
     pub stored_shape: Vec<usize>,
     pub layout: Layout,
 }
@@ -61,7 +62,7 @@ pub struct StoredTensor {
 }
 
 impl StoredTensor {
-    /// Returns the size on disk in bytes.
+    /// Returns the size on disk, in bytes.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().product::<usize>() as u64 * (self.dtype.bitsize() / 8) as u64
     }
@@ -86,24 +87,24 @@ impl ParameterSpec {
         if self.role == TensorRole::Bias || shape.len() < 2 { 1 } else { shape[shape.len() - 2] }
     }
 
-    /// Whether the tensor is a matrix or an embedding; the others are vectors.
+    /// Returns whether the tensor is a matrix or an embedding. All other tensors are vectors.
     pub fn is_matrix(&self) -> bool {
         !matches!(self.role, TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks)
     }
 
-    /// Whether the tensor is an expert matrix, which MXFP4 quantises. Without adapters these are the only
-    /// rank-3 tensors.
+    /// Returns whether the tensor is an expert matrix, which MXFP4 quantises. Apart from adapters, only
+    /// expert matrices have three dimensions.
     pub fn is_expert_matrix(&self) -> bool {
         self.stored_shape.len() == 3 && self.role != TensorRole::AdapterFactor
     }
 
-    /// Whether the tensor is a matrix or bias of the experts, `[E, ..]`.
+    /// Returns whether the tensor is a matrix or bias of the experts, `[E, ..]`.
     pub fn is_expert_parameter(&self) -> bool {
         self.role != TensorRole::AdapterFactor && self.has_expert_axis()
     }
 
-    /// Whether the tensor has one entry for each expert: [`Self::is_expert_parameter`], or a factor of their
-    /// adapters.
+    /// Returns whether the tensor has one entry per expert. Such tensors are expert parameters
+    /// ([`Self::is_expert_parameter`]) and the factors of their adapters.
     pub fn has_expert_axis(&self) -> bool {
         self.name.contains(".mlp.experts.")
     }
@@ -117,8 +118,8 @@ impl ParameterSpec {
         spec
     }
 
-    /// Returns the stored tensors that hold this parameter in `format`: one, two in MXFP4, or one for each
-    /// expert.
+    /// Returns the stored tensors of this parameter in `format`: usually one, two in MXFP4, or one per expert
+    /// with [`Layout::PerExpert`].
     ///
     /// MXFP4 stores an expert matrix [E, in, out] as blocks [E, out, in/32, 16] and scales [E, out, in/32].
     /// `in` must be a multiple of 32.
@@ -148,13 +149,13 @@ impl ParameterSpec {
         }
     }
 
-    /// Returns the name of one expert's matrix, with [`Layout::PerExpert`].
+    /// Returns the stored name of the matrix of one expert, with [`Layout::PerExpert`].
     pub fn name_of_expert(&self, expert: usize) -> String {
         self.name.replacen(".experts.", &format!(".experts.{expert}."), 1)
     }
 }
 
-/// Collects the tensors of one layer in file order.
+/// Collects the specs of the tensors of one layer, in file order.
 pub(super) struct LayerSpecs {
     layer: usize,
     specs: Vec<ParameterSpec>,
@@ -165,8 +166,8 @@ impl LayerSpecs {
         Self { layer, specs: Vec::new() }
     }
 
-    /// Adds tensor `name` of the layer. A matrix of two dimensions is transposed in memory. Experts whose
-    /// name ends with `.weight` are stored one by one.
+    /// Adds the tensor `name` of the layer. A matrix with two dimensions is transposed in memory. Expert
+    /// matrices whose name ends with `.weight` are stored as one tensor per expert.
     pub(super) fn push(&mut self, name: &str, role: TensorRole, stored_shape: &[usize]) {
         let layout = match (stored_shape.len(), name.ends_with(".weight")) {
             (2, true) => Layout::Transposed,
@@ -194,7 +195,7 @@ pub fn parameter_count(config: &Config) -> u128 {
     count(&outside) + config.num_hidden_layers as u128 * count(&(config.family.layer_specs)(config, 0))
 }
 
-/// Returns every trainable tensor of `config`, in the one order of files, optimizer state and seeds:
+/// Returns the specs of all trainable tensors of `config`. Files, optimizer state and seeds use this order:
 /// embedding, layers (attention, then experts or MLP), final norm, and the LM head unless it is tied.
 pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
     let mut specs = stack_specs(config);
@@ -205,8 +206,8 @@ pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
     specs
 }
 
-/// Returns the tensors of a critic: a value head, one value a token, replaces the LM head. Names are those
-/// of Hugging Face's token classification.
+/// Returns the specs of the tensors of a critic. A value head, which returns one value per token, replaces
+/// the LM head. The names are those of token classification in Hugging Face transformers.
 pub fn value_model_specs(config: &Config) -> Vec<ParameterSpec> {
     let mut specs = stack_specs(config);
     specs.push(whole("score.weight", TensorRole::Head, &[1, config.hidden_size], Layout::Transposed));

@@ -1,5 +1,5 @@
-//! Tests of whole models on a GPU or the emulated driver. Training, prefill and decode agree, and gradients
-//! are close to the CPU's.
+//! Tests of whole models on a GPU or the emulated driver. Training, prefill and decode have the same bits,
+//! and gradients are close to the gradients of the CPU.
 
 mod adapted;
 
@@ -53,7 +53,7 @@ fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Confi
     }
 }
 
-/// Gradient buffers, one for each parameter.
+/// Gradient buffers, one per parameter.
 struct Buffers(Vec<Tensor>);
 
 impl GradientSink for Buffers {
@@ -66,8 +66,8 @@ impl GradientSink for Buffers {
     }
 }
 
-/// A model whose weights are all trainable. On a GPU its matrices are bf16. Values on both devices are
-/// exact in bf16.
+/// A model whose weights are all trainable. On a GPU its matrices are bf16. On both devices bf16 represents
+/// all values exactly.
 struct Learner {
     model: Model,
     weights: Weights,
@@ -89,12 +89,12 @@ fn learner(config: &Config, device: &Device) -> Learner {
         names.push(spec.name);
     }
     let gradients = Arc::new(Buffers(buffers));
-    let places: HashMap<_, _> = names.iter().enumerate().map(|(i, name)| (name.clone(), i)).collect();
+    let indices: HashMap<_, _> = names.iter().enumerate().map(|(i, name)| (name.clone(), i)).collect();
     let find = |name: &str| {
-        let i = places[name];
+        let i = indices[name];
         Ok(Weight::Dense(Parameter::with_gradient_sink(&values[i], gradients.clone(), i)))
     };
-    let tensors = ModelTensors { find: &find, adapters: &HashMap::new(), ranks: None };
+    let tensors = ModelTensors { find: &find, adapters: &HashMap::new(), expert_parallel: None };
     let weights = Weights::new(config, false, 0, None, tensors).unwrap();
     Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
 }
@@ -113,25 +113,25 @@ impl Learner {
         DecoderStack { model: &self.model, weights: &self.weights, forward: ForwardOptions::default() }
     }
 
-    /// Returns log-probabilities and entropies of `targets` after every row, `[2, T]`, as training computes
-    /// them. Sequences have the lengths `lengths`. Differentiable.
+    /// Returns the log-probabilities of the targets and the entropies after every row, `[2, T]`, as training
+    /// computes them. Sequences have the lengths `lengths`. Differentiable.
     fn training(&self, tokens: &[u32], lengths: &[usize]) -> Tensor {
         let mut starts = vec![0];
         lengths.iter().for_each(|length| starts.push(starts[starts.len() - 1] + length));
         let sequence_rows = Arc::new(SequenceRows::from_cu_seqlens(&starts));
         let positions = lengths.iter().flat_map(|&length| 0..length as u32).collect();
-        let attend = &mut PackedAttention { sequence_rows };
+        let attention = &mut PackedAttention { sequence_rows };
         let rotation = self.model.rotation(positions);
-        let rows = &mut Rows { rotation, attend, replay: None };
+        let rows = &mut Rows { rotation, attention, replay: None };
         let hidden = self.stack().forward(&Arc::new(tokens.to_vec()), rows, &mut keep_nothing).unwrap();
         let all = Arc::new((0..tokens.len() as u32).collect());
         let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
         self.stack().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
     }
 
-    /// Returns those log-probabilities as a sampler computes them, `pace` tokens of each sequence at a
-    /// time. A `decoder`, if given, feeds single tokens.
-    fn sampled(
+    /// Returns the log-probabilities of the targets as a sampler computes them. A pass has up to `pace` new
+    /// tokens of each sequence. If `decoder` is given, it runs the passes, which then have single tokens.
+    fn sample(
         &self,
         caches: &CacheFactory,
         tokens: &[u32],
@@ -200,23 +200,24 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     for pace in [1, 7, 64, 100] {
         let capacity = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 * pace };
         let caches = CacheFactory::new(config, gpu, capacity).unwrap();
-        let sampled = learner.sampled(&caches, &tokens, &lengths, pace, None);
-        assert_eq!(sampled, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
+        let sample = learner.sample(&caches, &tokens, &lengths, pace, None);
+        assert_eq!(sample, trained[..tokens.len()], "{:?} at pace {pace}", config.family);
     }
     let capacity = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 };
     let caches = CacheFactory::new(config, gpu, capacity).unwrap();
     let mut decoder = Decoder::new(&learner.stack()).unwrap();
-    let sampled = learner.sampled(&caches, &tokens, &lengths, 1, Some(&mut decoder));
-    assert_eq!(sampled, trained[..tokens.len()], "{:?} recorded", config.family);
-    // Shapes: one step of three sequences, 8 of two, then one sequence: 55 steps in a page and 6 in the
-    // next. The first step of each shape launches every kernel.
+    let sample = learner.sample(&caches, &tokens, &lengths, 1, Some(&mut decoder));
+    assert_eq!(sample, trained[..tokens.len()], "{:?} captured", config.family);
+    // The shapes are three sequences for one step, two sequences for 8 steps, and one sequence for 55 steps
+    // in a page and 6 in the next. The first step of each shape launches every kernel separately.
     assert_eq!(decoder.replay_count(), 7 + 54 + 5);
 }
 
 #[test]
-fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
+fn captured_decode_of_long_sequences_has_the_bits_of_separate_launches() {
     let gpu = open(0).unwrap();
-    // Attention splits keys into chunks of 512; from position 1025 on there is one chunk and one page more.
+    // Attention splits keys into chunks of 512. From position 1025 on there are one more chunk and one more
+    // page.
     let shape =
         Config { max_position_embeddings: 1100, num_hidden_layers: 2, ..config(Family::default(), 2, 1, 70) };
     let learner = learner(&shape, &gpu);
@@ -240,7 +241,7 @@ fn recorded_decode_of_long_sequences_has_the_bits_of_each_kernel_launched() {
             "step {step}"
         );
         if step == 1 {
-            // Another prompt takes pages between two steps.
+            // Another prompt allocates pages between two steps.
             let mut other = caches.sequence();
             stack.forward_cached(ids(80), &mut [&mut other], &[80], &mut keep_nothing).unwrap();
         }
@@ -260,7 +261,7 @@ fn log_probabilities_and_gradients_are_the_cpus_up_to_bf16() {
     }
 }
 
-/// Checks that log-probabilities and gradients on a GPU are those of the CPU, up to bf16.
+/// Checks that log-probabilities and gradients on a GPU equal those of the CPU up to bf16 rounding.
 fn check_gradients([cpu, own]: [Learner; 2], gpu: &Device) {
     let lengths = [23, 1, 6];
     let tokens = ids(30);

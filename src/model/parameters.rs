@@ -1,4 +1,4 @@
-//! The store of a model's tensors. Each has a name, an index, its values, its gradient and its optimizer
+//! The store of the tensors of a model. Each tensor has a name, an index, values, a gradient and optimizer
 //! state.
 
 mod edit;
@@ -23,35 +23,36 @@ use candle_core::{DType, Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// The optimizer state of one tensor, by name: f32 values, or 8-bit codes with their scales.
+/// The optimizer states of one tensor, by name. They are f32 values, or 8-bit codes with their scales.
 pub type OptimizerState = BTreeMap<&'static str, Tensor>;
 
-/// The state that holds the f32 master values of weights that are bf16 in the model.
+/// The name of the state with the f32 master values of weights that are bf16 in the model.
 pub const MASTER: &str = "master";
-/// The states with one value for each block of [`crate::dist::SHARD_ALIGNMENT`] elements: scales of 8-bit
-/// moments.
+/// The names of the states with one value per block of [`crate::dist::SHARD_ALIGNMENT`] elements. These are
+/// the scales of 8-bit moments.
 pub const BLOCK_STATES: [&str; 2] = ["first_scales", "second_scales"];
-/// The kind that names the working values themselves, in [`Parameters::gather`].
+/// The `kind` of the working values in [`Parameters::gather`].
 pub const VALUES: &str = "values";
 
-/// Every tensor of a model, in [`parameter_specs`] order; a critic's are in [`value_model_specs`] order.
+/// All tensors of a model, in [`parameter_specs`] order. The tensors of a critic are in [`value_model_specs`]
+/// order.
 pub struct Parameters {
     config: Config,
     pub specs: Vec<ParameterSpec>,
     entries: Vec<Entry>,
     index: HashMap<String, usize>,
-    /// The layers, when they are read from disk.
+    /// The layers, if they are read from disk.
     on_disk: Option<LayersOnDemand>,
-    /// The adapter, if there is one. Its factors are the last tensors.
+    /// The adapter, if the model has one. Its factors are the last tensors.
     adapter: Option<Lora>,
     backend: Backend,
 }
 
-/// The device, the processes and the precision of a model's computation.
+/// The device, the processes and the precision with which a model computes.
 #[derive(Clone)]
 pub struct Backend {
     pub device: Device,
-    /// The processes that make passes together and share the trained tensors.
+    /// The processes that run passes together and shard the trained tensors.
     pub mesh: Arc<Mesh>,
     /// The precision of dense matmuls on a CPU.
     pub precision: Precision,
@@ -66,7 +67,7 @@ impl Default for Backend {
 /// One tensor of the store.
 struct Entry {
     stored: TensorStorage,
-    /// Present when the tensor is trained.
+    /// The gradient, if the tensor is trained.
     gradient: Option<Tensor>,
     state: OptimizerState,
 }
@@ -78,25 +79,25 @@ impl Entry {
 }
 
 impl Parameters {
-    /// Takes the tensors of `config` in file order, for `backend`.
+    /// Builds the store from the tensors of `config` in file order, and places them on `backend`.
     ///
     /// # Errors
-    /// When `tensors` fails, when names or sizes are not those of `config`, or when a device's memory does
-    /// not suffice.
+    /// When `tensors` fails, when names or sizes differ from those of `config`, or when a device has too
+    /// little memory.
     pub fn load(
         config: &Config,
         backend: &Backend,
         tensors: impl IntoIterator<Item = Result<(ParameterSpec, TensorStorage)>>,
     ) -> Result<Self> {
-        Self::of(config, parameter_specs(config), backend.clone(), tensors)
+        Self::from_specs(config, parameter_specs(config), backend.clone(), tensors)
     }
 
-    /// Leaves the layers of `config` on disk in `source`. Each tensor gets `changes` when it is read.
-    /// Nothing can be trained.
+    /// Builds a store whose layers stay on disk in `source`. `changes` are applied to each tensor when it is
+    /// read. No tensor can be trained.
     ///
     /// # Errors
-    /// As [`Self::load`], and when a tensor outside the layers cannot be read.
-    pub fn leave_on_disk(
+    /// Errors of [`Self::load`], and when a tensor outside the layers cannot be read.
+    pub fn keep_on_disk(
         config: &Config,
         backend: &Backend,
         source: Arc<dyn TensorSource>,
@@ -106,7 +107,7 @@ impl Parameters {
             LayersOnDemand { changes, precision: backend.precision, ..LayersOnDemand::new(source, config) };
         let tensors = parameter_specs(config).into_iter().map(|spec| {
             let stored = match spec.layer {
-                Some(_) => TensorStorage::left_on_disk(),
+                Some(_) => TensorStorage::on_disk(),
                 None => TensorStorage::from_weight(layers.tensor(&spec)?),
             };
             Ok((spec, stored))
@@ -115,7 +116,7 @@ impl Parameters {
         Ok(Self { on_disk: Some(layers), ..parameters })
     }
 
-    /// Takes the tensors of a model with a value head, as [`Self::load`].
+    /// Builds the store of a critic, a model with a value head, as [`Self::load`] does.
     ///
     /// # Errors
     /// As [`Self::load`].
@@ -124,10 +125,10 @@ impl Parameters {
         backend: &Backend,
         tensors: impl IntoIterator<Item = Result<(ParameterSpec, TensorStorage)>>,
     ) -> Result<Self> {
-        Self::of(config, value_model_specs(config), backend.clone(), tensors)
+        Self::from_specs(config, value_model_specs(config), backend.clone(), tensors)
     }
 
-    fn of(
+    fn from_specs(
         config: &Config,
         specs: Vec<ParameterSpec>,
         backend: Backend,
@@ -161,11 +162,11 @@ impl Parameters {
         &self.backend.device
     }
 
-    /// Adds an adapter with the values of its factors, in the order of [`Lora::factor_specs`]. Nothing is
-    /// trained until [`Self::set_trainable`] is called.
+    /// Adds an adapter. `values` are the values of its factors, in the order of [`Lora::factor_specs`]. No
+    /// tensor is trained until [`Self::set_trainable`] is called.
     ///
     /// # Errors
-    /// When there is an adapter already, or the values do not fit the factors.
+    /// When the model has an adapter already, or the values do not match the factors.
     pub fn attach_adapter(&mut self, lora: Lora, values: Vec<Vec<f32>>) -> Result<()> {
         ensure!(self.adapter.is_none(), "the model has an adapter already");
         let specs = lora.factor_specs(&self.specs)?;
@@ -183,12 +184,12 @@ impl Parameters {
         Ok(())
     }
 
-    /// Returns the adapter, if there is one.
+    /// Returns the adapter, if the model has one.
     pub fn adapter(&self) -> Option<&Lora> {
         self.adapter.as_ref()
     }
 
-    /// Returns the model without its adapter. It shares all values, and none is trained.
+    /// Returns a store without the adapter. It shares all values, and none of its tensors is trained.
     pub fn without_adapter(&self) -> Self {
         let base = self.specs.iter().position(|spec| spec.role == TensorRole::AdapterFactor);
         let specs = self.specs[..base.unwrap_or(self.len())].to_vec();
@@ -209,7 +210,7 @@ impl Parameters {
         self.entries.len()
     }
 
-    /// Returns the bytes of all tensors in memory, as if none were sharded or on disk.
+    /// Returns the memory of all tensors, in bytes, as if no tensor were sharded or on disk.
     pub fn bytes(&self) -> u64 {
         let of = |(entry, spec): (&Entry, &ParameterSpec)| match (entry.stored.weight(spec), &self.on_disk) {
             (Ok(Weight::Dense(dense)), _) => {
@@ -227,7 +228,7 @@ impl Parameters {
         self.index.get(name).copied()
     }
 
-    /// Returns the index of the tensor named `name`.
+    /// Returns the index of the tensor `name`.
     ///
     /// # Errors
     /// When there is no such tensor.
@@ -235,11 +236,11 @@ impl Parameters {
         self.index_of(name).with_context(|| format!("no tensor {name}"))
     }
 
-    /// Returns the trainable values of tensor `index`, in working precision. Of a sharded tensor it returns
-    /// this rank's shard, flat.
+    /// Returns the trainable values of tensor `index`, in working precision. For a sharded tensor, returns
+    /// the flat shard of this rank.
     ///
     /// # Errors
-    /// When the tensor cannot be trained, because it is packed or on disk.
+    /// When the tensor cannot be trained: it is packed or on disk.
     pub fn values(&self, index: usize) -> Result<&Tensor> {
         let spec = &self.specs[index];
         match self.entries[index].stored.weight(spec)? {
@@ -248,20 +249,21 @@ impl Parameters {
         }
     }
 
-    /// Whether tensor `index` is sharded and dense.
+    /// Returns whether tensor `index` is sharded and dense.
     pub fn is_sharded(&self, index: usize) -> bool {
         let stored = &self.entries[index].stored;
         stored.is_sharded() && stored.is_variable()
     }
 
-    /// Returns tensor `index` for another store to share, if it is in memory and cannot be trained.
+    /// Returns tensor `index`, so that another store can share it. Returns `None` if the tensor is on disk or
+    /// can be trained.
     pub fn share(&self, index: usize) -> Option<TensorStorage> {
         let stored = &self.entries[index].stored;
         (!stored.is_variable() && !stored.is_on_disk()).then(|| stored.clone())
     }
 
-    /// Returns the whole weight of tensor `index`, without gradient. A sharded one is gathered, so every
-    /// rank must call it.
+    /// Returns the whole weight of tensor `index`, without gradient. A sharded tensor is gathered, so every
+    /// rank must call this method.
     ///
     /// # Errors
     /// When the tensor is on disk, or a rank does not respond in time.
@@ -286,8 +288,8 @@ impl Parameters {
         }
     }
 
-    /// Returns the values in full precision: the optimizer's master values, or the working values if there
-    /// are none.
+    /// Returns the values of tensor `index` in full precision: the master values of the optimizer, or the
+    /// working values if there are no master values.
     ///
     /// # Errors
     /// When the tensor cannot be trained.
@@ -298,11 +300,12 @@ impl Parameters {
         }
     }
 
-    /// Trains exactly the tensors that `trained` marks ([`Self::len`] marks), with gradients set to 0. With
-    /// several processes, each keeps its shard of them from then on.
+    /// Makes exactly the tensors with `trained[index]` trainable, and sets their gradients to 0. `trained`
+    /// has [`Self::len`] values. If there are several processes, each then keeps only its shard of the
+    /// trained tensors.
     ///
     /// # Errors
-    /// When one cannot be trained, or memory runs out.
+    /// When a tensor cannot be trained, or memory runs out.
     pub fn set_trainable(&mut self, trained: &[bool]) -> Result<()> {
         ensure!(trained.len() == self.len(), "{} marks for {} tensors", trained.len(), self.len());
         let mesh = self.mesh().clone();
@@ -324,8 +327,8 @@ impl Parameters {
         Ok(())
     }
 
-    /// Returns how often a pass uses tensor `index`: twice for an embedding that is also the LM head, else
-    /// once.
+    /// Returns the number of uses of tensor `index` in a pass: 2 for a tied embedding, which is also the LM
+    /// head, otherwise 1.
     pub fn use_count(&self, index: usize) -> usize {
         let is_head_too = self.config.tie_word_embeddings && !self.is_critic();
         if is_head_too && self.specs[index].role == TensorRole::Embedding { 2 } else { 1 }
@@ -335,13 +338,13 @@ impl Parameters {
         self.index.contains_key(VALUE_HEAD)
     }
 
-    /// Whether tensor `index` is trained.
+    /// Returns whether tensor `index` is trained.
     pub fn is_trained(&self, index: usize) -> bool {
         self.entries[index].gradient.is_some()
     }
 
-    /// Returns the gradient of tensor `index`, if trained: the sum over the last batch of
-    /// [`crate::learner`]. Of a sharded tensor it returns this rank's shard.
+    /// Returns the gradient of tensor `index`, if the tensor is trained. It is the sum over the last batch of
+    /// [`crate::learner`]. For a sharded tensor, returns the shard of this rank.
     pub fn gradient(&self, index: usize) -> Option<&Tensor> {
         self.entries[index].gradient.as_ref()
     }
@@ -361,8 +364,8 @@ impl Parameters {
         self.entries[index].state = state;
     }
 
-    /// Returns the whole weights without gradients, after `change` if given, for rollout and comparisons.
-    /// Every rank gets them.
+    /// Returns the whole weights without gradients, for rollout and comparisons. `change`, if given, is
+    /// applied to each tensor. Every rank gets all weights.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing, or `change` fails.
@@ -374,8 +377,8 @@ impl Parameters {
         self.weights(on_disk, &|index| self.changed_weight(index, change))
     }
 
-    /// Returns the weights as [`Self::frozen_weights`], but applies `change` to a layer when a pass
-    /// reaches it. Changed layers are dense, so only one at a time is in memory.
+    /// Returns the weights as [`Self::frozen_weights`] does, but applies `change` to a layer when a pass
+    /// reaches the layer. Changed layers are dense, so memory holds one changed layer at a time.
     ///
     /// # Errors
     /// When `change` fails, or a tensor outside the layers cannot be read.
@@ -384,8 +387,8 @@ impl Parameters {
             Some(layers) => layers.clone(),
             None => {
                 let of_layers = self.specs.iter().enumerate().filter(|(_, spec)| spec.layer.is_some());
-                let held = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.weight(index)?)));
-                let source = Arc::new(held.collect::<Result<HashMap<String, Weight>>>()?);
+                let weights = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.weight(index)?)));
+                let source = Arc::new(weights.collect::<Result<HashMap<String, Weight>>>()?);
                 let precision = self.backend.precision;
                 LayersOnDemand { precision, ..LayersOnDemand::new(source, &self.config) }
             }
@@ -394,9 +397,9 @@ impl Parameters {
         self.weights(Some(layers), &|index| self.changed_weight(index, Some(&change)))
     }
 
-    /// Returns the weights for passes that all ranks make together. Gradients of trained tensors go to
-    /// `sink`, if given. Sharded layers are gathered when a pass reaches them, so every rank must make the
-    /// same passes.
+    /// Returns the weights for passes that all ranks run together. `sink`, if given, gets the gradients of
+    /// trained tensors. Sharded layers are gathered when a pass reaches them, so every rank must run the same
+    /// passes.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
@@ -429,14 +432,14 @@ impl Parameters {
         let layers = layers.map(|layers| -> Arc<dyn LayerSource> {
             Arc::new(LayersOnDemand { adapters: adapters.clone(), ..layers })
         });
-        let tensors = ModelTensors { find: &find, adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters, expert_parallel: None };
         Weights::new(&self.config, self.is_critic(), self.bytes(), layers, tensors)
     }
 
-    /// Returns the adapters of all adapted matrices, by the matrix's name.
+    /// Returns the adapters by the names of the adapted matrices.
     fn adapters(&self, find: &dyn Fn(&str) -> Result<Weight>) -> Result<HashMap<String, Adapter>> {
         let none = HashMap::new();
-        let tensors = ModelTensors { find, adapters: &none, ranks: None };
+        let tensors = ModelTensors { find, adapters: &none, expert_parallel: None };
         let of = |(lora, target): (&Lora, &String)| {
             let [a, b] = Lora::factor_names(target);
             let adapter = Adapter { a: tensors.vector(&a)?, b: tensors.vector(&b)?, scale: lora.scale() };
@@ -446,9 +449,9 @@ impl Parameters {
     }
 }
 
-/// Returns the entry of `stored` on `backend`. On a GPU matrices are bf16; if that rounds, the exact values
-/// become their [`MASTER`]. A shard and its optimizer state stay in host memory, and its values go to the
-/// GPU when gathered.
+/// Returns the entry of `stored` on `backend`. On a GPU matrices become bf16. If this rounds values, the
+/// exact values become the state [`MASTER`]. A shard and its optimizer state stay in host memory. The values
+/// of a shard are copied to the GPU when the tensor is gathered.
 fn entry(spec: &ParameterSpec, stored: TensorStorage, backend: &Backend) -> Result<Entry> {
     if stored.is_on_disk() {
         ensure!(backend.device.is_cpu(), "{} is on disk", spec.name);

@@ -1,5 +1,5 @@
-//! A policy with its ablations: model, changed weights and forward options as one value, so that no command
-//! applies only some of the ablations.
+//! A policy with its ablations. One value holds the model, the changed weights and the forward options, so no
+//! command can apply only some of the ablations.
 
 use super::ablations::Ablations;
 use super::decoder_stack::DecoderStack;
@@ -33,55 +33,56 @@ impl<'a> PolicyView<'a> {
         })
     }
 
-    /// Returns the policy that samples for training under `arms`.
+    /// Returns the policy that samples for training under `ablations`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when `rollout_mxfp4` is on and an expert matrix does not divide into
-    /// MXFP4 blocks.
+    /// [`crate::error::BadInput`] when `rollout_mxfp4` is on and the number of inputs of an expert matrix is
+    /// not a multiple of the MXFP4 block size.
     pub fn for_rollout(
         model: &'a Model,
         parameters: &Parameters,
-        arms: &Ablations,
+        ablations: &Ablations,
         seed: u64,
     ) -> Result<Self> {
-        Self::across_processes(model, parameters, Some(arms), seed, RolloutWeightPlacement::Whole)
+        Self::across_processes(model, parameters, Some(ablations), seed, RolloutWeightPlacement::Whole)
     }
 
-    /// Returns the policy for sampling by all processes of a run, under `arms` if given. Every process must
-    /// make the same passes at the same time, unless `weights` gives each process all weights.
+    /// Returns the policy that all processes of a run sample with, under `ablations` if given. Every process
+    /// must run the same passes at the same time, unless `weights` gives each process all weights.
     ///
     /// # Errors
-    /// As [`Self::for_rollout`], and when a rank does not respond in time.
+    /// Errors of [`Self::for_rollout`], and when a rank does not respond in time.
     pub fn across_processes(
         model: &'a Model,
         parameters: &Parameters,
-        arms: Option<&Ablations>,
+        ablations: Option<&Ablations>,
         seed: u64,
         weights: RolloutWeightPlacement,
     ) -> Result<Self> {
-        let rounding = arms.map(WeightRounding::from_ablations).unwrap_or_default().weight_change();
+        let rounding = ablations.map(WeightRounding::from_ablations).unwrap_or_default().weight_change();
         let weights = match weights {
             RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => {
                 parameters.frozen_weights(Some(&rounding))?
             }
             RolloutWeightPlacement::ByExpert => parameters.expert_parallel_weights(&rounding)?,
         };
-        let forward = arms.map(|arms| ForwardOptions::for_rollout(arms, seed)).unwrap_or_default();
+        let forward =
+            ablations.map(|ablations| ForwardOptions::for_rollout(ablations, seed)).unwrap_or_default();
         Ok(Self { model, weights: Arc::new(weights), forward })
     }
 
-    /// Returns the policy as training computes it under `arms`.
+    /// Returns the policy as training computes it under `ablations`.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.
     pub fn for_training(
         model: &'a Model,
         parameters: &Parameters,
-        arms: &Ablations,
+        ablations: &Ablations,
         seed: u64,
     ) -> Result<Self> {
         Ok(Self {
-            forward: ForwardOptions::for_training(arms, seed),
+            forward: ForwardOptions::for_training(ablations, seed),
             ..Self::without_ablations(model, parameters)?
         })
     }
@@ -93,29 +94,32 @@ impl<'a> PolicyView<'a> {
 }
 
 impl ForwardOptions {
-    /// Returns the options of the rollout's forward pass under `arms`.
-    fn for_rollout(arms: &Ablations, seed: u64) -> Self {
+    /// Returns the options of the rollout's forward pass under `ablations`.
+    fn for_rollout(ablations: &Ablations, seed: u64) -> Self {
         Self {
-            router_noise: noise(arms.rollout_noise(), seed, NoisyPass::Rollout),
-            mantissa_bits: arms.rollout_mantissa_limit(),
+            router_noise: noise(ablations.rollout_noise(), seed, NoisyPass::Rollout),
+            mantissa_bits: ablations.rollout_mantissa_limit(),
             ..Self::default()
         }
     }
 
-    /// Returns the options of the training forward pass under `arms`.
-    pub fn for_training(arms: &Ablations, seed: u64) -> Self {
+    /// Returns the options of the training forward pass under `ablations`.
+    pub fn for_training(ablations: &Ablations, seed: u64) -> Self {
         Self {
-            sinks: !arms.no_train_sinks,
-            sink_gradient: !arms.no_sink_gradient,
-            router_noise: noise(arms.train_noise(), seed, NoisyPass::Training),
+            sinks: !ablations.no_train_sinks,
+            sink_gradient: !ablations.no_sink_gradient,
+            router_noise: noise(ablations.train_noise(), seed, NoisyPass::Training),
             ..Self::default()
         }
     }
 
-    /// Returns the options of the forward pass for the old log-probs, if an ablation asks for one.
-    pub fn for_old_log_probs(arms: &Ablations, seed: u64) -> Option<Self> {
-        let router_noise = noise(arms.train_noise(), seed, NoisyPass::SecondForward);
-        arms.second_forward_old_logprobs.then(|| Self { router_noise, ..Self::for_training(arms, seed) })
+    /// Returns the options of the second forward pass, for the old log-probs; `None` unless the ablation is
+    /// on.
+    pub fn for_old_log_probs(ablations: &Ablations, seed: u64) -> Option<Self> {
+        let router_noise = noise(ablations.train_noise(), seed, NoisyPass::SecondForward);
+        ablations
+            .second_forward_old_logprobs
+            .then(|| Self { router_noise, ..Self::for_training(ablations, seed) })
     }
 }
 

@@ -1,21 +1,21 @@
-//! Angular frequencies of RoPE, plain or YaRN (Peng et al. 2023).
+//! Angular frequencies of RoPE, either plain or with YaRN (Peng et al. 2023).
 
 use super::config::Rope;
 use super::settings::Yarn;
 use crate::ops::rope::RopeTable;
 
-/// Returns the table of `positions` positions for heads of `head_dim`.
+/// Returns the RoPE table of `positions` positions for heads with `head_dim` dimensions.
 pub fn table(rope: &Rope, head_dim: usize, positions: usize) -> RopeTable {
     RopeTable::new(&frequencies(rope, head_dim), positions, attention_factor(rope))
 }
 
-/// Returns the factor on cosine and sine.
+/// Returns the factor that multiplies cosine and sine.
 pub fn attention_factor(rope: &Rope) -> f64 {
     let factor = rope.yarn.as_ref().map_or(1.0, |yarn| yarn.factor);
     if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 }
 }
 
-/// Returns the radians per position of each pair of dimensions.
+/// Returns the radians per position of each pair of dimensions, `[D / 2]`.
 pub fn frequencies(rope: &Rope, head_dim: usize) -> Vec<f32> {
     let half = head_dim / 2;
     let period = |i: usize| rope.theta.powf(2.0 * i as f64 / head_dim as f64);
@@ -26,14 +26,15 @@ pub fn frequencies(rope: &Rope, head_dim: usize) -> Vec<f32> {
     (0..half)
         .map(|i| {
             let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
-            let (kept, stretched) = (1.0 / period(i), 1.0 / (yarn.factor * period(i)));
-            (stretched * ramp + kept * (1.0 - ramp)) as f32
+            let (extrapolated, interpolated) = (1.0 / period(i), 1.0 / (yarn.factor * period(i)));
+            (interpolated * ramp + extrapolated * (1.0 - ramp)) as f32
         })
         .collect()
 }
 
-/// Returns the range of dimensions in which frequencies change from unscaled to scaled. At its ends a
-/// frequency turns `beta_fast` and `beta_slow` times within the original context.
+/// Returns the bounds of the range of dimensions in which frequencies change from unscaled to scaled. Within
+/// the original context, the frequency at the lower bound makes `beta_fast` turns, and the frequency at the
+/// upper bound `beta_slow` turns.
 fn ramp_bounds(yarn: &Yarn, theta: f64, head_dim: usize) -> (f64, f64) {
     let original = yarn.original_max_position_embeddings as f64;
     let dimension =

@@ -1,4 +1,4 @@
-//! Ablations that round the weights used for sampling.
+//! Ablations that round the weights for sampling.
 
 use super::ablations::Ablations;
 use super::config::WeightFormat;
@@ -12,55 +12,56 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// Stored mantissa bits of bf16.
+/// Number of stored mantissa bits of bf16.
 const BF16_BITS: u32 = 7;
-/// Mantissa bits that represent every value of MXFP4, including those below f32's normal range.
+/// Number of mantissa bits that represent every value of MXFP4, including values below the normal range of
+/// f32.
 const MXFP4_BITS: u32 = 2;
 
 /// The rounding of weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct WeightRounding {
-    /// Rounds experts' matrices to MXFP4, before `bits`.
+    /// Whether expert matrices are rounded to MXFP4, before the rounding to `bits`.
     pub mxfp4: bool,
-    /// Rounds every tensor to this many mantissa bits.
+    /// Number of stored mantissa bits to which every tensor is rounded; `None` means no rounding.
     pub bits: Option<u32>,
 }
 
 impl WeightRounding {
-    /// Returns the rounding of the policy that samples under `arms`.
-    pub fn from_ablations(arms: &Ablations) -> Self {
-        Self { mxfp4: arms.rollout_mxfp4, bits: arms.rollout_mantissa_limit() }
+    /// Returns the rounding of the policy that samples under `ablations`.
+    pub fn from_ablations(ablations: &Ablations) -> Self {
+        Self { mxfp4: ablations.rollout_mxfp4, bits: ablations.rollout_mantissa_limit() }
     }
 
-    /// Returns a rounding that changes every tensor which `self` or `other` changes.
+    /// Returns a rounding that changes each tensor that `self` or `other` changes.
     pub fn union(self, other: Self) -> Self {
         let bits = self.bits.into_iter().chain(other.bits).min();
         Self { mxfp4: self.mxfp4 || other.mxfp4, bits }
     }
 
-    /// Returns the bytes that [`Self::apply`] allocates for a tensor stored in `format`; 0 if it shares the
-    /// tensor.
+    /// Returns the memory, in bytes, that [`Self::apply`] allocates for a tensor stored in `format`. It is 0
+    /// if the result shares the tensor.
     pub fn copy_bytes(self, spec: &ParameterSpec, format: WeightFormat) -> u64 {
         let packed = spec.packed_format(format);
-        let coarsened = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedFormat::Mxfp4);
-        let shortened =
+        let becomes_mxfp4 = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedFormat::Mxfp4);
+        let loses_bits =
             self.bits.is_some_and(|bits| packed.is_none_or(|packed| bits < mantissa_bits(packed)));
-        // Rounding MXFP4 further decodes it.
+        // Rounding an MXFP4 tensor further decodes it to f32.
         let format =
-            if shortened && packed == Some(PackedFormat::Mxfp4) { WeightFormat::F32 } else { format };
-        if coarsened || shortened { spec.resident_bytes(format) } else { 0 }
+            if loses_bits && packed == Some(PackedFormat::Mxfp4) { WeightFormat::F32 } else { format };
+        if becomes_mxfp4 || loses_bits { spec.resident_bytes(format) } else { 0 }
     }
 
-    /// Returns the rounding as a change of weights.
+    /// Returns the rounding as a [`WeightChange`].
     pub fn weight_change(self) -> WeightChange {
         Arc::new(move |spec, weight| self.apply(spec, weight))
     }
 
-    /// Rounds a tensor; a tensor that rounding does not change is shared.
+    /// Returns the rounded tensor. If rounding does not change the tensor, the result shares it.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when `mxfp4` is set and an expert matrix does not divide into MXFP4
-    /// blocks.
+    /// [`crate::error::BadInput`] when `mxfp4` is set and the number of inputs of an expert matrix is not a
+    /// multiple of the MXFP4 block size.
     pub fn apply(&self, spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
         let weight = if self.mxfp4 && spec.is_expert_matrix() { to_mxfp4(spec, weight)? } else { weight };
         let Some(bits) = self.bits else { return Ok(weight) };
@@ -75,12 +76,12 @@ impl WeightRounding {
     }
 }
 
-/// Whether `bits` mantissa bits represent every value of the matrix.
+/// Returns whether `bits` mantissa bits represent every value of the matrix.
 fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
     bits >= mantissa_bits(matrix.format())
 }
 
-/// Returns the mantissa bits that represent every value of `format`.
+/// Returns the number of mantissa bits that represent every value of `format`.
 fn mantissa_bits(format: PackedFormat) -> u32 {
     match format {
         PackedFormat::Bf16 | PackedFormat::Bf16Rows => BF16_BITS,
@@ -100,7 +101,7 @@ fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
     let [_, input, _] = shape;
     if !input.is_multiple_of(mxfp4::BLOCK) {
         return Err(bad_input!(
-            "arms.rollout_mxfp4: {} has {input} inputs, not a multiple of MXFP4's block size {}; switch this ablation off",
+            "arms.rollout_mxfp4: {} has {input} inputs, which is not a multiple of the MXFP4 block size {}; switch this ablation off",
             spec.name,
             mxfp4::BLOCK
         ));

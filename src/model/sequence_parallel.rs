@@ -1,9 +1,10 @@
-//! Sequence parallelism (DeepSpeed Ulysses): several ranks share the rows of a micro-batch.
+//! Sequence parallelism (DeepSpeed Ulysses): the rows of a micro-batch are split over several ranks.
 //!
-//! All ops but attention work row by row, so each rank computes a contiguous range of rows. Around
-//! attention, ranks exchange rows for heads: each then has every row of some heads. So a row has the same
-//! bits as in one process. The backward pass runs the exchanges in reverse. With fewer key-value heads than
-//! ranks, several ranks share a head, and its gradient is their sum in rank order.
+//! All ops except attention compute each row independently, so each rank computes a contiguous range of rows.
+//! Before attention, an all-to-all exchange gives each rank all rows of some heads. After attention, the
+//! reverse exchange gives each rank all heads of its rows. So a row has the same bits as in one process. The
+//! backward pass runs the exchanges in reverse. If there are fewer key-value heads than ranks, several ranks
+//! share a head. The gradient of a shared head is the sum of the gradients of these ranks, in rank order.
 
 use super::attention::AttentionMode;
 use super::sharded_layers::to_op_error;
@@ -61,15 +62,16 @@ impl SequenceShards {
         self.ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Sends `parts[i]` to the `i`th rank. Returns the `lengths[i]` values received from each.
+    /// Sends `parts[i]` to rank `i` of the group. Returns the values received from each rank, `lengths[i]`
+    /// values from rank `i`.
     fn exchange(&self, what: &str, parts: Vec<Vec<f32>>, lengths: &[usize]) -> Result<Vec<Vec<f32>>> {
         let parts = parts.iter().map(|part| Arc::new(f32_bytes(part).to_vec())).collect();
         let bytes: Vec<usize> = lengths.iter().map(|length| length * size_of::<f32>()).collect();
-        let came = self.mesh.start(what, &self.group, parts, &bytes)?.wait()?;
-        Ok(came.iter().map(|bytes| f32_values(bytes).collect()).collect())
+        let received = self.mesh.start(what, &self.group, parts, &bytes)?.wait()?;
+        Ok(received.iter().map(|bytes| f32_values(bytes).collect()).collect())
     }
 
-    /// Gathers the values of all ranks; the `i`th rank has `lengths[i]` values.
+    /// Gathers the values of all ranks. Rank `i` of the group has `lengths[i]` values.
     ///
     /// # Errors
     /// When a rank does not respond in time.
@@ -77,32 +79,33 @@ impl SequenceShards {
         self.exchange(what, vec![own.to_vec(); self.group.len()], lengths)
     }
 
-    /// Gathers all rows, `[T, W]`, from the rows `x [t, W]` of each rank. Differentiable.
+    /// Returns all rows `[T, W]`, gathered from the rows `x [t, W]` of each rank. Differentiable.
     ///
     /// # Errors
     /// When a rank does not respond in time.
     pub fn gather_rows(self: &Arc<Self>, x: &Tensor) -> Result<Tensor> {
-        Ok(apply([&contiguous(x)?], AllRows { split: self.clone() })?)
+        Ok(apply([&contiguous(x)?], GatherRows { split: self.clone() })?)
     }
 
-    /// Gathers the routed experts of all rows, `[T, K]`, from those of each rank, u32 `[t, K]`.
+    /// Returns the routed experts of all rows, `[T, K]`, gathered from `routed_experts`, u32 `[t, K]`, of
+    /// each rank.
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub fn gather_routed_experts(&self, routes: &Tensor) -> Result<Tensor> {
-        let top_k = routes.dim(1)?;
+    pub fn gather_routed_experts(&self, routed_experts: &Tensor) -> Result<Tensor> {
+        let top_k = routed_experts.dim(1)?;
         let own: Vec<u8> =
-            routes.flatten_all()?.to_vec1::<u32>()?.iter().flat_map(|e| e.to_le_bytes()).collect();
+            routed_experts.flatten_all()?.to_vec1::<u32>()?.iter().flat_map(|e| e.to_le_bytes()).collect();
         let lengths: Vec<usize> = self.ranges.iter().map(|r| r.len() * top_k * size_of::<u32>()).collect();
         let parts = replicate(own, self.group.len());
-        let came = self.mesh.start("routes", &self.group, parts, &lengths)?.wait()?.concat();
+        let received = self.mesh.start("routed experts", &self.group, parts, &lengths)?.wait()?.concat();
         let experts: Vec<u32> =
-            came.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+            received.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
         Ok(Tensor::from_vec(experts, (self.rows(), top_k), &Device::Cpu)?)
     }
 
-    /// Exchanges this rank's rows of all heads, `x [t, H, D]`, for all rows of this rank's heads, `[T, h,
-    /// D]`.
+    /// Exchanges rows for heads. `x [t, H, D]` has all heads of the rows of this rank. Returns all rows of
+    /// the heads of this rank, `[T, h, D]`.
     fn to_heads(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
         let part = |of: &Vec<usize>| -> Vec<f32> {
             let rows = x.chunks_exact(heads.count * dim);
@@ -114,17 +117,18 @@ impl SequenceShards {
         Ok(self.exchange("heads", heads.of_rank.iter().map(part).collect(), &lengths)?.concat())
     }
 
-    /// Exchanges all rows of this rank's heads, `x [T, h, D]`, for this rank's rows of all heads, `[t, H,
-    /// D]`. A head that several ranks have becomes the sum of theirs in rank order.
+    /// Exchanges heads for rows. `x [T, h, D]` has all rows of the heads of this rank. Returns all heads of
+    /// the rows of this rank, `[t, H, D]`. For a head that several ranks share, returns the sum of their
+    /// values in rank order.
     fn to_rows(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
         let own = heads.of_rank[self.group_index].len() * dim;
         let parts = self.ranges.iter().map(|range| x[range.start * own..range.end * own].to_vec()).collect();
         let rows = self.local_range().len();
         let lengths: Vec<usize> = heads.of_rank.iter().map(|of| rows * of.len() * dim).collect();
-        let came = self.exchange("rows", parts, &lengths)?;
+        let received = self.exchange("rows", parts, &lengths)?;
         let mut out = vec![0f32; rows * heads.count * dim];
         let mut written = vec![false; heads.count];
-        for (part, of) in came.iter().zip(&heads.of_rank) {
+        for (part, of) in received.iter().zip(&heads.of_rank) {
             for (i, &head) in of.iter().enumerate() {
                 for row in 0..rows {
                     let from = &part[(row * of.len() + i) * dim..][..dim];
@@ -144,15 +148,15 @@ impl SequenceShards {
 /// The heads of each rank.
 #[derive(Clone)]
 struct Heads {
-    /// The number of all heads.
+    /// The total number of heads.
     count: usize,
-    /// The heads by rank.
+    /// The heads of each rank, by rank.
     of_rank: Vec<Vec<usize>>,
 }
 
 impl Heads {
-    /// Splits `count` heads evenly over `ranks`. One of the two must divide the other; with fewer heads,
-    /// ranks share a head.
+    /// Splits `count` heads evenly over `ranks`. Either number must divide the other. If there are fewer
+    /// heads than ranks, several ranks share a head.
     fn even(count: usize, ranks: usize) -> Self {
         let of = |rank: usize| match count >= ranks {
             true => (rank * count / ranks..(rank + 1) * count / ranks).collect(),
@@ -161,7 +165,7 @@ impl Heads {
         Self { count, of_rank: (0..ranks).map(of).collect() }
     }
 
-    /// Returns heads of keys, followed by the heads of values.
+    /// Returns the heads of keys, followed by the same heads of values.
     fn keys_and_values(self) -> Self {
         let both =
             |of: Vec<usize>| of.iter().copied().chain(of.iter().map(|head| self.count + head)).collect();
@@ -169,19 +173,16 @@ impl Heads {
     }
 }
 
-/// Returns why a model's heads cannot be split over `ranks` processes; `None` if they can.
+/// Returns the reason why heads cannot be split over `ranks` processes; `None` if they can be split.
 pub fn head_split_error(heads: usize, kv_heads: usize, ranks: usize) -> Option<String> {
     let divides = |a: usize, b: usize| b != 0 && a.is_multiple_of(b);
-    (!divides(heads, ranks)).then(|| format!("does not divide the {heads} heads of attention")).or_else(
-        || {
-            let fits = divides(kv_heads, ranks) || divides(ranks, kv_heads);
-            (!fits)
-                .then(|| format!("neither divides the {kv_heads} key-value heads nor is a multiple of them"))
-        },
-    )
+    (!divides(heads, ranks)).then(|| format!("does not divide the {heads} attention heads")).or_else(|| {
+        let fits = divides(kv_heads, ranks) || divides(ranks, kv_heads);
+        (!fits).then(|| format!("neither divides the {kv_heads} key-value heads nor is a multiple of them"))
+    })
 }
 
-/// Attention whose rows are split over ranks.
+/// Attention over rows that are split over ranks.
 pub struct SequenceParallelAttention {
     pub split: Arc<SequenceShards>,
     /// The sequences of all rows.
@@ -213,15 +214,15 @@ impl AttentionMode for SequenceParallelAttention {
         let kv = reshape(&kv, (all, 2, own_kv.len(), head_dim))?;
         let sinks = slice(sinks, first..first + own.len())?;
         let part = Attention { heads: own.len(), kv_heads: own_kv.len(), ..attention };
-        let mixed = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
-        let mixed = reshape(&mixed, (all, own.len(), head_dim))?;
-        let mixed = apply([&contiguous(&mixed)?], op(&q_heads, false))?;
-        Ok(reshape(&mixed, (t, heads * head_dim))?)
+        let output = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
+        let output = reshape(&output, (all, own.len(), head_dim))?;
+        let output = apply([&contiguous(&output)?], op(&q_heads, false))?;
+        Ok(reshape(&output, (t, heads * head_dim))?)
     }
 }
 
-/// Exchanges rows of all heads for all rows of some heads, or the reverse. Each is the other's backward
-/// pass.
+/// Exchanges rows for heads ([`SequenceShards::to_heads`]) or heads for rows ([`SequenceShards::to_rows`]).
+/// The backward pass of either exchange is the other one.
 struct MoveHeads {
     split: Arc<SequenceShards>,
     heads: Heads,
@@ -229,7 +230,7 @@ struct MoveHeads {
 }
 
 impl MoveHeads {
-    fn moved(&self, x: &[f32], dim: usize, to_heads: bool) -> candle_core::Result<(Vec<f32>, Shape)> {
+    fn exchange(&self, x: &[f32], dim: usize, to_heads: bool) -> candle_core::Result<(Vec<f32>, Shape)> {
         let (split, heads) = (&self.split, &self.heads);
         let (values, shape) = match to_heads {
             true => {
@@ -246,7 +247,7 @@ impl Operation<1> for MoveHeads {
 
     fn cpu(&self, [x]: [HostArgument; 1]) -> candle_core::Result<(CpuStorage, Shape)> {
         let (_, _, dim) = x.shape().dims3()?;
-        let (out, shape) = self.moved(x.values()?, dim, self.to_heads)?;
+        let (out, shape) = self.exchange(x.values()?, dim, self.to_heads)?;
         Ok((CpuStorage::F32(out), shape))
     }
 
@@ -256,19 +257,19 @@ impl Operation<1> for MoveHeads {
         _: &Tensor,
         grad: &Tensor,
     ) -> candle_core::Result<[Option<Tensor>; 1]> {
-        let (out, shape) = self.moved(&host_values(grad)?, x.dim(2)?, !self.to_heads)?;
+        let (out, shape) = self.exchange(&host_values(grad)?, x.dim(2)?, !self.to_heads)?;
         Ok([Some(Tensor::from_vec(out, shape, x.device())?)])
     }
 }
 
-/// Gathers every rank's rows on every rank. All ranks compute the same from them, so the backward pass
-/// keeps only the gradient of this rank's rows.
-struct AllRows {
+/// Gathers the rows of all ranks on every rank. All ranks compute the same results from the gathered rows. So
+/// the backward pass keeps only the gradient of the rows of this rank.
+struct GatherRows {
     split: Arc<SequenceShards>,
 }
 
-impl Operation<1> for AllRows {
-    const NAME: &'static str = "all_rows";
+impl Operation<1> for GatherRows {
+    const NAME: &'static str = "gather_rows";
 
     fn cpu(&self, [x]: [HostArgument; 1]) -> candle_core::Result<(CpuStorage, Shape)> {
         let (_, width) = x.shape().dims2()?;

@@ -1,4 +1,5 @@
-//! `[model]` and `device`: the model, its number format, and the device it computes on.
+//! `[model]`, `[adapter]` and `device`: the model, its number format, its adapter, and the device that
+//! computes.
 
 use super::families::Family;
 use super::init::InitSettings;
@@ -8,64 +9,66 @@ use std::path::PathBuf;
 table! {
     /// The model and its tokenizer: a folder, or an architecture with random weights.
     pub struct ModelSettings {
-        /// Folder of a Hugging Face model, a GGUF file, a checkpoint folder or a run folder (its last
-        /// checkpoint). A folder with `config.json` but no weights gives random weights.
+        /// Path of a Hugging Face model folder, a GGUF file, a checkpoint folder or a run folder (its last
+        /// checkpoint). If a folder has `config.json` but no weights, weights are random.
         pub path: Option<PathBuf> = None,
-        /// Folder of an adapter in PEFT format (LoRA) to start from, or a checkpoint or run folder with an
-        /// adapter. Its base is `path`. Not needed if `path` is itself such a checkpoint or run.
+        /// Folder of an adapter to start from: an adapter in PEFT format (LoRA), or a checkpoint or run
+        /// folder with an adapter. The base of the adapter is `path`. Not needed if `path` itself is a
+        /// checkpoint or run folder with an adapter.
         pub adapter: Option<PathBuf> = None,
-        /// Vocabulary of a model without `path`: `"embedded"` (272 tokens: bytes, and the family's Harmony
-        /// or ChatML), or the path of a `tokenizer.json` or of its folder. Default `"embedded"`. Refused
-        /// together with `path`, whose folder has a tokenizer.
+        /// Vocabulary of a model without `path`: `"embedded"` (272 tokens: bytes, and the Harmony or ChatML
+        /// tokens of the family), or the path of a `tokenizer.json` or of its folder. Default `"embedded"`.
+        /// Refused together with `path`, because the folder `path` has a tokenizer.
         pub tokenizer: Option<Tokenizer> = None,
-        /// Type of the weights in the forward pass. `"bf16"` rounds them there, and the optimizer keeps f32
-        /// masters. `"bf16_dot"` also multiplies in bf16 on a CPU with AVX-512 BF16, in forward and
-        /// backward passes: inputs of matmuls are rounded to bf16, and sums are f32. The router, attention,
-        /// norms and a critic's values stay f32.
+        /// Type of the weights in the forward pass. `"bf16"` rounds the weights to bf16, and the optimizer
+        /// keeps f32 master weights. `"bf16_dot"` also multiplies in bf16, on a CPU with AVX-512 BF16: in
+        /// forward and backward passes the inputs of matmuls are rounded to bf16, and sums are f32. The
+        /// router, attention, norms and the values of a critic stay f32.
         pub dtype: Dtype = Dtype::F32,
         /// Shape of a model without `path`. Refused together with `path`.
         pub architecture: Option<Architecture>,
-        /// Random weights, for a model without weights.
+        /// Random weights of a model that has no weights on disk.
         pub init: InitSettings,
     }
 }
 
 table! {
-    /// Shape of the model, under the names of `config.json`. In GPT-OSS even layers have a sliding window
-    /// and odd layers full attention. In Qwen all layers have full attention; only `qwen3_moe` has experts.
+    /// Shape of the model. Keys have the names of `config.json`. In GPT-OSS even layers have a sliding
+    /// window, and odd layers have full attention. In Qwen all layers have full attention, and only
+    /// `qwen3_moe` has experts.
     pub struct Architecture {
-        /// The family, which decides the layers and the format of conversations.
+        /// The family. It determines the layers and the format of conversations.
         pub model_type: Family = Family::default(),
         /// Width of the residual stream.
         pub hidden_size: usize = 64 => from(1.0).to(65536.0),
-        /// Decoder layers.
+        /// Number of decoder layers.
         pub num_hidden_layers: usize = 4 => from(1.0).to(1024.0),
-        /// Query heads of a layer.
+        /// Number of query heads per layer.
         pub num_attention_heads: usize = 4 => from(1.0).to(1024.0),
-        /// Key and value heads of a layer; divides `num_attention_heads`.
+        /// Number of key-value heads per layer. It must divide `num_attention_heads`.
         pub num_key_value_heads: usize = 2 => from(1.0).to(1024.0),
-        /// Width of a head; even.
+        /// Width of a head. It must be even.
         pub head_dim: usize = 16 => from(2.0).to(1024.0),
-        /// Width of an expert, or of a dense layer's MLP.
+        /// Width of the MLP of an expert or of a dense layer.
         pub intermediate_size: usize = 64 => from(1.0).to(1048576.0),
-        /// Experts of a layer. This key and the next are for families with experts.
+        /// Number of experts per layer. This key and the next apply to families with experts.
         pub num_local_experts: usize = 4 => from(1.0).to(65535.0),
-        /// Experts that a token uses.
+        /// Number of experts per token.
         pub num_experts_per_tok: usize = 2 => from(1.0).to(1024.0),
-        /// Keys that a query of a sliding layer sees, itself included. GPT-OSS only.
+        /// Number of keys that a query of a sliding layer attends to, its own included. GPT-OSS only.
         pub sliding_window: usize = 16 => from(1.0).to(16777216.0),
         /// Whether the embedding and the LM head share a matrix. Qwen only.
         pub tie_word_embeddings: bool = false,
-        /// Longest sequence, in tokens.
+        /// Maximum length of a sequence, in tokens.
         pub max_position_embeddings: usize = 160 => from(2.0).to(16777216.0),
         /// Base of the rotary embedding.
         pub rope_theta: f64 = 10_000.0 => above(1.0).to(1e12),
-        /// Added to the mean square in every RMSNorm.
+        /// The epsilon that every RMSNorm adds to the mean square.
         pub rms_norm_eps: f64 = 1e-5 => from(1e-12).to(0.1),
-        /// Limit of the inputs of SwiGLU: the gate is clamped from above, the up projection on both sides.
-        /// GPT-OSS only.
+        /// Limit of the inputs of SwiGLU. The gate is clamped to at most this value, and the up projection to
+        /// ± this value. GPT-OSS only.
         pub swiglu_limit: f64 = 7.0 => above(0.0).to(1e6),
-        /// YaRN context extension; absent means plain rotary embedding.
+        /// YaRN context extension. If absent, the rotary embedding is plain.
         pub yarn: Option<Yarn>,
     }
 }
@@ -77,9 +80,9 @@ table! {
         pub factor: f64 = 32.0 => from(1.0).to(1e6),
         /// Context length before the extension, in tokens.
         pub original_max_position_embeddings: usize = 4096 => from(1.0).to(16777216.0),
-        /// Rotations above which a frequency is not scaled.
+        /// Number of rotations within the original context above which a frequency is not scaled.
         pub beta_fast: f64 = 32.0 => above(0.0).to(1e6),
-        /// Rotations below which a frequency is divided by `factor`.
+        /// Number of rotations within the original context below which a frequency is divided by `factor`.
         pub beta_slow: f64 = 1.0 => above(0.0).to(1e6),
         /// Whether the bounds of the ramp are rounded to whole dimensions.
         pub truncate: bool = false,
@@ -99,8 +102,8 @@ impl Architecture {
     }
 }
 
-/// Returns the limits of a number of an architecture, in a recipe or a `config.json`; YaRN's keys are
-/// `yarn.KEY`.
+/// Returns the limits of a number of an architecture, in a recipe or a `config.json`. Keys of YaRN have the
+/// form `yarn.KEY`.
 pub(crate) fn architecture_limits(key: &str) -> Option<Limits> {
     match key.strip_prefix("yarn.") {
         Some(key) => Yarn::limits_of(key),
@@ -118,13 +121,13 @@ pub struct Sizes<'a> {
     pub yarn: Option<&'a Yarn>,
 }
 
-/// Two keys of an architecture that contradict each other.
+/// A contradiction between two keys of an architecture.
 pub struct Contradiction {
     /// Keys below `model.architecture`. The first is the one to change.
     pub keys: [&'static str; 2],
     /// The value of the first key.
     pub value: String,
-    /// The mistake in the value, and the remedy.
+    /// The mistake in the value and the remedy.
     pub what: String,
 }
 
@@ -148,13 +151,16 @@ impl Sizes<'_> {
             self.head_dim.is_multiple_of(2),
             ["head_dim", "head_dim"],
             &self.head_dim,
-            "is odd, and the rotary embedding turns pairs; give an even number".to_owned(),
+            "is odd, but the rotary embedding rotates pairs of dimensions; give an even number".to_owned(),
         );
         unless(
             self.num_experts_per_tok <= self.num_local_experts,
             ["num_experts_per_tok", "num_local_experts"],
             &self.num_experts_per_tok,
-            format!("is more than the {} experts of a layer; give at most that many", self.num_local_experts),
+            format!(
+                "is more than the {} experts of a layer; give at most this number",
+                self.num_local_experts
+            ),
         );
         if let Some(Yarn { beta_fast, beta_slow, .. }) = self.yarn {
             unless(
@@ -175,25 +181,25 @@ choice! {
         F32 = "f32",
         /// bfloat16.
         Bf16 = "bf16",
-        /// bfloat16, multiplied with a CPU's dot-product instructions.
+        /// bfloat16, multiplied by the bf16 dot-product instructions of a CPU.
         Bf16Dot = "bf16_dot",
     }
 }
 
 impl Dtype {
-    /// Whether weights are rounded to bf16, with masters in f32.
+    /// Returns whether weights are rounded to bf16, with f32 master weights.
     pub fn is_bf16(self) -> bool {
         self != Dtype::F32
     }
 }
 
-/// The source of the vocabulary of a model without a folder.
+/// The source of the vocabulary of a model without `path`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Tokenizer {
-    /// The 272-token vocabulary inside the binary.
+    /// The vocabulary of 272 tokens in the binary.
     #[default]
     Embedded,
-    /// A `tokenizer.json`, or a folder that holds one.
+    /// The path of a `tokenizer.json`, or of a folder that has one.
     Path(PathBuf),
 }
 
@@ -222,38 +228,40 @@ impl Scalar for Tokenizer {
 }
 
 choice! {
-    /// Where a run computes.
+    /// The device of a run.
     pub enum DeviceKind {
-        /// A GPU, if there is one that the build supports and that can run the recipe; else the CPU.
+        /// A GPU, if the build supports it and it can run the recipe; otherwise the CPU.
         Auto = "auto",
         /// The CPU.
         Cpu = "cpu",
-        /// An NVIDIA GPU of compute capability 9.0, one for each process. It needs `model.dtype = "bf16"`
-        /// and heads 64 wide.
+        /// NVIDIA GPUs of compute capability 9.0, one per process. They need `model.dtype = "bf16"` and heads
+        /// of width 64.
         Cuda = "cuda",
     }
 }
 
 table! {
-    /// A low-rank adapter (LoRA). It is trained, and the model's own weights stay frozen, packed or not.
-    /// The reference of `policy.kl` is then the model without the adapter, and the critic is a second
-    /// adapter with a value head. Learning rates are about ten times those of full training.
+    /// A low-rank adapter (LoRA). Training changes only the adapter; the weights of the model stay frozen,
+    /// packed or dense. The reference of `policy.kl` is then the model without the adapter. The critic is a
+    /// second adapter with a value head. Suitable learning rates are about ten times those of full training.
     pub struct AdapterSettings {
-        /// Rank of each matrix's adapter.
+        /// Rank of the adapter of each matrix.
         pub rank: usize = 16 => from(1.0).to(4096.0),
-        /// The adapter's output is scaled by `alpha / rank`.
+        /// Scale of the output of the adapter: the factor is `alpha / rank`.
         pub alpha: f64 = 32.0 => above(0.0).to(1e6),
-        /// Scale by `alpha / √rank` instead (rsLoRA), which keeps the output's size the same at every rank.
+        /// Scale by `alpha / √rank` instead (rsLoRA). The size of the output then does not depend on the
+        /// rank.
         pub rslora: bool = false,
-        /// The matrices with an adapter, as patterns of parameter names; `*` matches any characters. Empty
-        /// means all that can have one: q, k, v, o, and both expert matrices of GPT-OSS, the three MLP
-        /// matrices of dense Qwen or the three matrices of each Qwen3 expert.
+        /// The matrices with an adapter, as patterns of parameter names. `*` matches any characters. An empty
+        /// list means all matrices that can have an adapter. These are q, k, v, o, and the MLP matrices: both
+        /// expert matrices in GPT-OSS, the three MLP matrices in dense Qwen, the three matrices of each
+        /// expert in `qwen3_moe`.
         pub targets: Vec<String> = Vec::new(),
-        /// Whether SFT warm-up (`[cold_start]`) also trains the adapter. If not, it trains the whole model,
-        /// which becomes the adapter's base and is kept in the run folder. That suits models with random
-        /// weights.
+        /// Whether SFT warm-up (`[cold_start]`) also trains the adapter. If false, SFT warm-up trains the
+        /// whole model, which then becomes the base of the adapter and is saved in the run folder. False
+        /// suits models with random weights.
         pub cold_start: bool = true,
-        /// Only 0 is allowed: dropout would make the forward pass of training differ from that of rollout.
+        /// Only 0 is allowed, because dropout would make the forward passes of training and rollout differ.
         pub dropout: f64 = 0.0 => from(0.0).below(1.0),
     }
 }

@@ -1,4 +1,4 @@
-//! Layers sharded over ranks (ZeRO-3), gathered when a pass reaches them.
+//! Layers that are sharded over ranks (ZeRO-3) and gathered when a pass reaches them.
 
 use super::config::Config;
 use super::layer::Layer;
@@ -15,15 +15,15 @@ use candle_core::{Device, Var};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Converts an error between processes into an op's error.
+/// Converts an error of an exchange between processes into an error of an op.
 pub fn to_op_error(error: anyhow::Error) -> candle_core::Error {
     candle_core::Error::Msg(format!("{error:#}"))
 }
 
-/// A tensor of the store, for gathering.
+/// A tensor of the store that can be gathered.
 #[derive(Clone)]
 pub(super) struct GatherPart {
-    /// The index in the store.
+    /// The index of the tensor in the store.
     pub index: usize,
     /// The spec of the whole tensor.
     pub spec: ParameterSpec,
@@ -32,7 +32,7 @@ pub(super) struct GatherPart {
     pub is_trained: bool,
 }
 
-/// Starts one exchange that gathers the sharded tensors of `parts`.
+/// Starts an exchange that gathers the sharded tensors of `parts`.
 pub(super) fn start_gather(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Result<PendingExchange> {
     let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
     for part in parts.iter().filter(|part| part.stored.is_sharded()) {
@@ -44,51 +44,52 @@ pub(super) fn start_gather(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Res
     mesh.start(what, &mesh.all_ranks(), replicate(own, mesh.ranks()), &lengths)
 }
 
-/// Returns the weights of `parts`: sharded ones assembled from the exchange, the others unchanged.
+/// Returns the weights of `parts`. Sharded tensors are assembled from the exchange; other tensors are
+/// unchanged.
 pub(super) fn finish_gather(
     mesh: &Mesh,
     parts: &[GatherPart],
     started: PendingExchange,
 ) -> Result<Vec<Weight>> {
-    let came = started.wait()?;
-    let mut read = vec![0; came.len()];
+    let received = started.wait()?;
+    let mut read = vec![0; received.len()];
     let assemble = |part: &GatherPart| {
         if !part.stored.is_sharded() {
             return part.stored.whole_weight(&part.spec).cloned();
         }
-        let shards = ranks_in_shard_order(part.index, came.len()).map(|rank| {
+        let shards = ranks_in_shard_order(part.index, received.len()).map(|rank| {
             let start = read[rank];
             read[rank] += part.stored.shard_range(&part.spec, part.index, rank, mesh).len();
-            &came[rank][start..read[rank]]
+            &received[rank][start..read[rank]]
         });
         part.stored.assemble(&part.spec, shards.collect::<Vec<_>>().concat())
     };
     parts.iter().map(assemble).collect()
 }
 
-/// The sharded layers of a model. One layer is gathered while a pass uses it, and the exchange of the next
-/// one runs meanwhile. Every rank must ask for the same layers in the same order.
+/// The sharded layers of a model. Memory holds one gathered layer, and the exchange of the next layer runs
+/// while a pass uses the current one. Every rank must request the same layers in the same order.
 pub(super) struct ShardedLayers {
     pub mesh: Arc<Mesh>,
     pub config: Config,
     pub layers: Vec<Vec<GatherPart>>,
     pub adapters: HashMap<String, Adapter>,
-    pub uses: GatherTarget,
-    /// The layer whose exchange is running.
-    pub ahead: Mutex<Option<(usize, PendingExchange)>>,
+    pub target: GatherTarget,
+    /// The index of the layer whose exchange is running, and the exchange.
+    pub pending: Mutex<Option<(usize, PendingExchange)>>,
 }
 
-/// The use of gathered tensors: their gradients and their device.
+/// The destination of gathered tensors: the sink of their gradients, and their device.
 #[derive(Clone)]
 pub(super) struct GatherTarget {
-    /// The destination of gradients, in passes that train.
+    /// The destination of gradients; `None` in passes without gradients.
     pub sink: Option<Arc<dyn GradientSink>>,
-    /// The device that computes.
+    /// The device that computes with the tensors.
     pub device: Device,
 }
 
 impl GatherTarget {
-    /// Returns the gathered `weight` on the device, tracked by the graph if it is trained.
+    /// Copies the gathered `weight` to the device. If the tensor is trained, the graph tracks it.
     ///
     /// # Errors
     /// When memory runs out.
@@ -96,7 +97,7 @@ impl GatherTarget {
         let weight = copy_to_device(&weight, &self.device, &part.spec)?;
         Ok(match (&self.sink, weight) {
             (Some(sink), Weight::Dense(gathered)) if part.is_trained => {
-                // A variable, so that the graph records ops on it.
+                // The tensor becomes a variable, so that the graph records ops on it.
                 let variable = Var::from_tensor(gathered.values())?;
                 let trained = Parameter::with_gradient_sink(variable.as_tensor(), sink.clone(), part.index);
                 Weight::Dense(trained.with_precision(gathered.precision()))
@@ -115,20 +116,21 @@ impl ShardedLayers {
 impl LayerSource for ShardedLayers {
     fn layer(&self, index: usize, next: Option<usize>) -> Result<Arc<dyn Layer>> {
         let parts = self.layers.get(index).with_context(|| format!("no layer {index}"))?;
-        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
-        let started = match ahead.take() {
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let started = match pending.take() {
             Some((layer, started)) if layer == index => started,
             _ => self.start(index)?,
         };
         if let Some(next) = next {
-            *ahead = Some((next, self.start(next)?));
+            *pending = Some((next, self.start(next)?));
         }
-        drop(ahead);
+        drop(pending);
         let gathered = parts.iter().zip(finish_gather(&self.mesh, parts, started)?);
-        let weights = gathered.map(|(part, weight)| Ok((&*part.spec.name, self.uses.weight(part, weight)?)));
+        let weights =
+            gathered.map(|(part, weight)| Ok((&*part.spec.name, self.target.weight(part, weight)?)));
         let weights: HashMap<&str, Weight> = weights.collect::<Result<_>>()?;
         let find = |name: &str| weights.get(name).cloned().with_context(|| format!("no tensor {name}"));
-        let tensors = ModelTensors { find: &find, adapters: &self.adapters, ranks: None };
+        let tensors = ModelTensors { find: &find, adapters: &self.adapters, expert_parallel: None };
         (self.config.family.layer)(&tensors.layer(index))
     }
 

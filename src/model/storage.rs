@@ -1,4 +1,4 @@
-//! A tensor in the store: dense or packed, whole or sharded, in memory or on disk.
+//! The storage of a tensor: dense or packed, whole or sharded, in memory or on disk.
 
 use super::config::WeightFormat;
 use super::names::{Layout, ParameterSpec, TensorRole};
@@ -13,23 +13,23 @@ use candle_core::{DType, Device, Tensor, Var};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The weight of a tensor and its placement. Only variables, which are dense, can be trained.
+/// The weight of a tensor and its placement. Only variables can be trained. They are always dense.
 #[derive(Clone)]
 pub struct TensorStorage {
-    /// `None` while the tensor is on disk. A shard holds flat values or packed bytes.
+    /// `None` if the tensor is on disk. The weight of a shard has flat values or packed bytes.
     weight: Option<Weight>,
     is_sharded: bool,
 }
 
 impl TensorStorage {
-    /// Returns a trainable tensor of f32 values in working layout.
+    /// Returns a trainable tensor with the f32 values `values` in working layout.
     ///
     /// # Errors
-    /// When the number of values differs from that of `spec`.
+    /// When the number of values differs from the element count of `spec`.
     pub fn variable(spec: &ParameterSpec, values: Vec<f32>) -> Result<Self> {
         ensure!(values.len() == spec.element_count(), "{}: {} values", spec.name, values.len());
         let variable = Var::from_vec(values, spec.working_shape(), &Device::Cpu)?;
-        Ok(Self::of_variable(&variable, false))
+        Ok(Self::from_variable(&variable, false))
     }
 
     /// Returns a trainable copy of `weight`.
@@ -40,31 +40,31 @@ impl TensorStorage {
         Self::variable(spec, weight.decode(&spec.working_shape())?.flatten_all()?.to_vec1()?)
     }
 
-    /// Returns this rank's shard of a trainable tensor from its flat values.
+    /// Returns the shard of this rank of a trainable tensor, from the flat values of the shard.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn from_shard(values: Vec<f32>) -> Result<Self> {
         let count = values.len();
-        Ok(Self::of_variable(&Var::from_vec(values, count, &Device::Cpu)?, true))
+        Ok(Self::from_variable(&Var::from_vec(values, count, &Device::Cpu)?, true))
     }
 
-    fn of_variable(variable: &Var, is_sharded: bool) -> Self {
+    fn from_variable(variable: &Var, is_sharded: bool) -> Self {
         Self { weight: Some(Weight::Dense(Parameter::variable(variable.as_tensor()))), is_sharded }
     }
 
-    /// Returns a frozen tensor.
+    /// Returns a frozen tensor with the weight `weight`.
     pub fn from_weight(weight: Weight) -> Self {
         Self { weight: Some(weight.without_gradient()), is_sharded: false }
     }
 
-    /// Returns a tensor that is read from disk whenever a layer computes.
-    pub fn left_on_disk() -> Self {
+    /// Returns a tensor that stays on disk. It is read each time a layer computes.
+    pub fn on_disk() -> Self {
         Self { weight: None, is_sharded: false }
     }
 
-    /// Keeps this rank's shard of tensor `index`. Only variables and weights packed on the host are
-    /// sharded.
+    /// Keeps only the shard of this rank of tensor `index`. Variables and packed weights in host memory are
+    /// sharded. Other tensors stay whole.
     ///
     /// # Errors
     /// When memory runs out.
@@ -84,10 +84,10 @@ impl TensorStorage {
         }
     }
 
-    /// Returns the weight in memory, whole or a shard.
+    /// Returns the weight in memory. It is the whole tensor or a shard.
     ///
     /// # Errors
-    /// When it is on disk.
+    /// When the tensor is on disk.
     pub fn weight(&self, spec: &ParameterSpec) -> Result<&Weight> {
         match &self.weight {
             Some(weight) => Ok(weight),
@@ -98,33 +98,34 @@ impl TensorStorage {
     /// Returns the whole weight.
     ///
     /// # Errors
-    /// When it is sharded or on disk.
+    /// When the tensor is sharded or on disk.
     pub fn whole_weight(&self, spec: &ParameterSpec) -> Result<&Weight> {
         ensure!(!self.is_sharded, "{} is sharded", spec.name);
         self.weight(spec)
     }
 
-    /// Whether the tensor is read from disk.
+    /// Returns whether the tensor is on disk.
     pub fn is_on_disk(&self) -> bool {
         self.weight.is_none()
     }
 
-    /// Whether each rank holds a shard of the tensor.
+    /// Returns whether each rank holds a shard of the tensor.
     pub fn is_sharded(&self) -> bool {
         self.is_sharded
     }
 
-    /// Whether the tensor can be trained.
+    /// Returns whether the tensor can be trained.
     pub fn is_variable(&self) -> bool {
         self.weight.as_ref().is_some_and(Weight::is_variable)
     }
 
-    /// Returns another weight with the same placement.
+    /// Returns the storage of `weight` with the placement of this tensor.
     pub(super) fn with_weight(&self, weight: Weight) -> Self {
         Self { weight: Some(weight), is_sharded: self.is_sharded }
     }
 
-    /// Returns the bytes of the whole tensor when ranks exchange it: f32 values, or packed bytes.
+    /// Returns the size of the whole tensor, in bytes, when ranks exchange it. Dense tensors are exchanged as
+    /// f32 values, packed tensors as packed bytes.
     pub(super) fn exchange_bytes(&self, spec: &ParameterSpec) -> usize {
         match &self.weight {
             Some(Weight::Packed(matrix)) => matrix.size_bytes(),
@@ -132,7 +133,8 @@ impl TensorStorage {
         }
     }
 
-    /// Returns the range of those bytes that `rank` holds; empty if the tensor is not sharded.
+    /// Returns the range of the [`Self::exchange_bytes`] that `rank` holds. The range is empty if the tensor
+    /// is not sharded.
     pub(super) fn shard_range(
         &self,
         spec: &ParameterSpec,
@@ -151,7 +153,7 @@ impl TensorStorage {
         }
     }
 
-    /// Appends the bytes of this rank's shard to `bytes`.
+    /// Appends the bytes of the shard of this rank to `bytes`.
     ///
     /// # Errors
     /// When the tensor is on disk.
@@ -159,13 +161,13 @@ impl TensorStorage {
         match &self.weight {
             Some(Weight::Dense(dense)) => bytes.extend_from_slice(f32_bytes(&host_values(dense.values())?)),
             Some(Weight::Packed(matrix)) => bytes.extend_from_slice(matrix.shard_bytes()?),
-            None => bail!("a shard on disk"),
+            None => bail!("a tensor on disk has no shards"),
         }
         Ok(())
     }
 
-    /// Builds the weight of `spec` from `bytes`. The result is the whole tensor, or the experts that this
-    /// rank holds.
+    /// Builds the weight of `spec` from exchanged bytes. The result is the whole tensor, or the experts of
+    /// this rank.
     ///
     /// # Errors
     /// When the tensor is on disk, or the number of bytes is wrong.
@@ -185,7 +187,8 @@ impl TensorStorage {
     }
 }
 
-/// Copies `weight` to `device`. On a GPU a matrix stays MXFP4 or becomes bf16, and other tensors are f32.
+/// Copies `weight` to `device`. On a GPU, matrices in MXFP4 stay packed, other matrices become bf16, and
+/// other tensors f32.
 ///
 /// # Errors
 /// When memory runs out.
@@ -195,26 +198,29 @@ pub fn copy_to_device(weight: &Weight, device: &Device, spec: &ParameterSpec) ->
 }
 
 impl ParameterSpec {
-    /// Returns the packed format of a frozen tensor that is stored in `format`; `None` when it stays f32.
+    /// Returns the packed format of a frozen tensor that is stored in `format`; `None` if the tensor is f32
+    /// in memory.
     pub fn packed_format(&self, format: WeightFormat) -> Option<PackedFormat> {
         let is_packable = self.is_matrix() && self.role != TensorRole::AdapterFactor;
-        // A matrix of one column is not packed.
-        let wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
+        // A matrix with one column is not packed.
+        let is_wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
         match format {
             WeightFormat::F32 => None,
             WeightFormat::Mxfp4 if self.is_expert_matrix() => Some(PackedFormat::Mxfp4),
-            _ if !(is_packable && wide) => None,
-            _ if self.is_table() => Some(PackedFormat::Bf16Rows),
+            _ if !(is_packable && is_wide) => None,
+            _ if self.is_lookup_table() => Some(PackedFormat::Bf16Rows),
             _ => Some(PackedFormat::Bf16),
         }
     }
 
-    /// Whether the tensor is an embedding with its own matrix: rows are looked up, and no matmul reads it.
-    pub fn is_table(&self) -> bool {
+    /// Returns whether the tensor is an embedding that is not tied to the LM head. Passes look up rows of it,
+    /// and no matmul reads it.
+    pub fn is_lookup_table(&self) -> bool {
         self.role == TensorRole::Embedding && self.layout == Layout::AsStored
     }
 
-    /// Returns `[E, in, out]` of a matrix; `E` is 1 for a matrix without experts.
+    /// Returns the shape `[E, in, out]` of a matrix; `None` for other tensors. `E` is 1 for a matrix without
+    /// experts.
     pub fn matrix_shape(&self) -> Option<[usize; 3]> {
         match *self.working_shape() {
             [input, output] => Some([1, input, output]),
@@ -223,7 +229,7 @@ impl ParameterSpec {
         }
     }
 
-    /// Returns the bytes in memory of a frozen tensor that is stored in `format`.
+    /// Returns the memory, in bytes, of a frozen tensor that is stored in `format`.
     pub fn resident_bytes(&self, format: WeightFormat) -> u64 {
         match (self.packed_format(format), self.matrix_shape()) {
             (Some(format), Some(shape)) => format.bytes(shape) as u64,

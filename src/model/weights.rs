@@ -1,4 +1,4 @@
-//! The weights of a whole model for a forward pass. Layers are in memory or built one at a time.
+//! The weights of a model for a forward pass. All layers are in memory, or layers are built one at a time.
 
 use super::config::Config;
 use super::layer::Layer;
@@ -12,30 +12,30 @@ use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 
-/// The name of the value head's matrix. A model with this tensor is a critic.
+/// The name of the matrix of the value head. A model with this tensor is a critic.
 pub(super) const VALUE_HEAD: &str = "score.weight";
 
-/// The source of a pass's layers.
+/// The source of the layers of a pass.
 pub trait LayerSource: Send + Sync {
-    /// Returns layer `index`; `next` is the layer that the pass needs afterwards.
+    /// Returns layer `index`. `next` is the layer that the pass needs afterwards.
     ///
     /// # Errors
     /// When the layer cannot be read, or a rank does not respond in time.
     fn layer(&self, index: usize, next: Option<usize>) -> Result<Arc<dyn Layer>>;
 
-    /// Whether every layer's tensors keep their addresses from pass to pass.
+    /// Returns whether the tensors of all layers have the same addresses in every pass.
     fn are_resident(&self) -> bool {
         false
     }
 
-    /// Returns the ranks that must make every pass together, one pass at a time; `None` if each is
+    /// Returns the ranks that must run every pass together, one pass at a time; `None` if ranks are
     /// independent.
     fn mesh(&self) -> Option<&Arc<Mesh>> {
         None
     }
 }
 
-/// Layers in memory. With expert parallelism each rank holds some experts.
+/// Layers in memory. With expert parallelism each rank holds some of the experts.
 struct ResidentLayers {
     layers: Vec<Arc<dyn Layer>>,
     mesh: Option<Arc<Mesh>>,
@@ -58,13 +58,14 @@ impl LayerSource for ResidentLayers {
 /// The weights of a model.
 #[derive(Clone)]
 pub struct Weights {
-    /// `[V, H]`; `[H, V]` when it is also the LM head.
+    /// `[V, H]`, or `[H, V]` if it is also the LM head.
     embedding: Matrix,
     is_tied: bool,
     layers: Arc<dyn LayerSource>,
     /// `[H]`.
     final_norm: Parameter,
-    /// `[H, V]` for logits. A critic has `[H, 1]` with bias `[1]`, for one value a token.
+    /// The LM head `[H, V]`. In a critic the value head `[H, 1]` with bias `[1]`, which returns one value per
+    /// token.
     head: Matrix,
     is_critic: bool,
     bytes: u64,
@@ -73,11 +74,11 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Builds the weights of `config` from `tensors`, `bytes` in all. A critic has a value head instead of
-    /// the LM head. Without `layers`, the layers are built from `tensors` too.
+    /// Builds the weights of `config` from `tensors`, which have `bytes` bytes in total. A critic has a value
+    /// head instead of the LM head. If `layers` is `None`, the layers are built from `tensors` too.
     ///
     /// # Errors
-    /// When a tensor is missing or of the wrong kind.
+    /// When a tensor is missing, or packed instead of dense.
     pub(super) fn new(
         config: &Config,
         is_critic: bool,
@@ -90,7 +91,10 @@ impl Weights {
             None => {
                 let layer = |index| (config.family.layer)(&tensors.layer(index));
                 let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?;
-                Arc::new(ResidentLayers { layers, mesh: tensors.ranks.map(|ranks| ranks.mesh().clone()) })
+                Arc::new(ResidentLayers {
+                    layers,
+                    mesh: tensors.expert_parallel.map(|parallel| parallel.mesh().clone()),
+                })
             }
         };
         let embedding = tensors.matrix(EMBEDDING, None)?;
@@ -104,7 +108,8 @@ impl Weights {
         Ok(Self { embedding, is_tied, layers, final_norm, head, is_critic, bytes, has_gradients: true })
     }
 
-    /// Returns the weights without gradients, for the first forward of a pass that recomputes its layers.
+    /// Returns the weights without gradients. Activation checkpointing uses them in the first forward pass,
+    /// before it recomputes layers.
     pub fn without_gradient(&self) -> Self {
         Self {
             embedding: self.embedding.without_gradient(),
@@ -116,7 +121,7 @@ impl Weights {
         }
     }
 
-    /// Returns the first layer's input for tokens `ids`, `[T, H]`.
+    /// Returns the embeddings of tokens `ids`, the input `[T, H]` of the first layer.
     ///
     /// # Errors
     /// When an id is not below `V`.
@@ -124,8 +129,8 @@ impl Weights {
         if self.is_tied { self.embedding.lookup_columns(ids) } else { self.embedding.lookup_rows(ids) }
     }
 
-    /// Returns layer `index`; `next` is the layer that the pass needs afterwards, which may be gathered
-    /// meanwhile.
+    /// Returns layer `index`. `next` is the layer that the pass needs afterwards. Layer `next` may be
+    /// gathered while the caller uses layer `index`.
     ///
     /// # Errors
     /// When the layer cannot be read, or a rank does not respond in time.
@@ -134,13 +139,13 @@ impl Weights {
         Ok(if self.has_gradients { layer } else { layer.without_gradient() })
     }
 
-    /// Returns the norm before the head, `[H]`.
+    /// Returns the weight `[H]` of the norm before the head.
     pub fn final_norm(&self) -> &Parameter {
         &self.final_norm
     }
 
-    /// Returns the head's output for `normed [R, H]`: log-probabilities and entropies of `targets` at
-    /// `temperature`, `[2, R]`. A critic returns values, `[1, R]`.
+    /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of
+    /// `targets` and the entropies, `[2, R]`, at `temperature`. For a critic they are values, `[1, R]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -162,7 +167,7 @@ impl Weights {
         self.head.logits(normed, sampling)
     }
 
-    /// Returns the bytes that a forward pass reads; used to balance work.
+    /// Returns the number of bytes that a forward pass reads. Used to balance work.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -172,13 +177,13 @@ impl Weights {
         self.final_norm.values().device()
     }
 
-    /// Whether every tensor keeps its address from pass to pass.
+    /// Returns whether every tensor has the same address in every pass.
     pub fn are_resident(&self) -> bool {
         self.layers.are_resident()
     }
 
-    /// Returns the ranks that must make every pass together, one pass at a time. They gather layers or
-    /// exchange rows of experts.
+    /// Returns the ranks that must run every pass together, one pass at a time, because they gather layers or
+    /// exchange rows of experts. Returns `None` if ranks are independent.
     pub fn mesh(&self) -> Option<&Arc<Mesh>> {
         self.layers.mesh()
     }

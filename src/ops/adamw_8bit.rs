@@ -1,16 +1,16 @@
 //! AdamW with block-wise 8-bit moments (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, "8-bit Optimizers via
 //! Block-wise Quantization").
 //!
-//! Each value has one code. Each block of 256 values has one scale: its largest magnitude.
+//! Each value has one code. Each block of 256 values has one scale, the largest magnitude of the block.
 //!
-//! A code stands for the nearest of 256 values in [−1, 1], or in [0, 1] for a moment that is never
-//! negative. The values are spaced like a float's, over seven powers of ten. For d from 0 to 6 they are
-//! `10^−d` times the midpoints of `n · 2^(6−d)` equal parts of [0.1, 1]. 0 and 1 are added. The signed map
-//! has n = 1 and both signs of every value except 1. The unsigned map has n = 2.
+//! A code is the index of the nearest of 256 values in [−1, 1], or in [0, 1] for a moment that is never
+//! negative. The values are spaced like floating-point numbers, over seven powers of ten. For d from 0 to 6
+//! they are `10^−d` times the midpoints of `n · 2^(6−d)` equal parts of [0.1, 1]. 0 and 1 are also values.
+//! The signed map has n = 1 and both signs of every value except 1. The unsigned map has n = 2.
 //!
-//! The largest magnitude of a block is exact; a negative one of the first moment is 0.7% off. Values within
-//! a tenth of the largest are off by at most 0.7% (signed) or 0.35% (unsigned) of it. Smaller values have
-//! fewer significant digits.
+//! The value with the largest magnitude of a block is exact, or has an error of 0.7% if it is negative.
+//! Values of at least a tenth of the largest magnitude have an error of at most 0.7% (signed) or 0.35%
+//! (unsigned) of this magnitude. Smaller values have fewer significant digits.
 
 use super::cpu::{edit, edit_codes, host_values, should_parallelize};
 use super::cuda;
@@ -21,13 +21,14 @@ use rayon::prelude::*;
 
 /// Number of consecutive values of a tensor that share a scale.
 pub const BLOCK: usize = 256;
-/// Number of values below which a tensor's moments stay in f32. Norms, biases and sinks are that small.
+/// Minimum number of values of a tensor with 8-bit moments. The moments of smaller tensors, such as norms,
+/// biases and sinks, stay in f32.
 pub const VALUES_MIN: usize = 4096;
 
 /// The 256 values of a code map, in ascending order.
 struct CodeMap {
     values: [f32; 256],
-    /// `bounds[i]` is the midpoint of values i and i + 1. The last bound is never reached.
+    /// `bounds[i]` is the midpoint between values i and i + 1. No number exceeds the last bound.
     bounds: [f32; 256],
 }
 
@@ -75,12 +76,12 @@ impl CodeMap {
             .for_each(|(value, &code)| *value = self.values[usize::from(code)] * scale);
     }
 
-    /// Writes the codes of a block and returns its scale. A block of zeros has scale 0; its codes have no
+    /// Writes the codes of a block and returns its scale. A block of zeros has scale 0, and its codes have no
     /// meaning.
     ///
     /// The unsigned map never encodes a nonzero value as 0. If a second moment became 0, the update would
-    /// divide the first moment by ε alone and be far too large. The smallest code makes the update too
-    /// small instead, until the block's largest value decreases.
+    /// divide the first moment by ε only, and would be far too large. With the smallest nonzero value, the
+    /// update is too small until the largest value of the block decreases.
     #[inline(always)]
     fn encode(&self, values: &[f32], codes: &mut [u8]) -> f32 {
         let scale = values.iter().fold(0f32, |max, value| max.max(value.abs()));
@@ -92,7 +93,7 @@ impl CodeMap {
         scale
     }
 
-    /// Returns the number of bounds that do not exceed `x`, by binary search.
+    /// Returns the code of `x`: the number of bounds that do not exceed `x`. Uses binary search.
     #[inline(always)]
     fn nearest(&self, x: f32) -> u8 {
         let mut code = 0u8;
@@ -103,16 +104,17 @@ impl CodeMap {
     }
 }
 
-/// One moment of a tensor of n values: n codes, and one scale for each [`BLOCK`] values.
+/// One moment of a tensor of n values: n codes, and one scale per [`BLOCK`] values.
 #[derive(Clone, Copy)]
 pub struct Moment<'a> {
     pub codes: &'a Tensor,
     pub scales: &'a Tensor,
 }
 
-/// Performs AdamW as in [`super::optimizer::adamw`] with 8-bit moments. The moments are decoded, the update
-/// is computed with their exact new values, and these are encoded. Codes have the shape of the weights;
-/// scales are `[⌈n / 256⌉]`. Blocks follow the order of the values, so threads change no bit.
+/// Updates weights by AdamW, as [`super::optimizer::adamw`] does, with 8-bit moments. The moments are decoded
+/// and updated. The update of the weights uses the exact new moments, which are then encoded. Codes have the
+/// shape of the weights, and scales have the shape `[⌈n / 256⌉]`. Blocks follow the order of the values, so
+/// the number of threads changes no bit.
 ///
 /// # Errors
 /// When shapes differ.

@@ -1,13 +1,14 @@
-//! Checks of a tensor's type, shape and layout before a kernel reads it. Plain Rust, tested without a GPU.
+//! Checks of the type, the shape and the layout of a tensor before a kernel reads it. The module is plain
+//! Rust and is tested without a GPU.
 
 use candle_core::{DType, Layout, Result, bail};
 
-/// A tensor's type and layout, as a check reads them.
+/// The type and the layout of a tensor, and its names in messages.
 #[derive(Debug, Clone, Copy)]
 pub struct Argument<'a> {
-    /// The op's name in messages.
+    /// The name of the op in messages.
     pub op: &'static str,
-    /// The argument's name in messages.
+    /// The name of the argument in messages.
     pub name: &'a str,
     /// The element type.
     pub dtype: DType,
@@ -16,10 +17,11 @@ pub struct Argument<'a> {
 }
 
 impl Argument<'_> {
-    /// Checks the element type, the shape, and that the kernels can read the layout.
+    /// Checks the element type and the shape, and that kernels can read the layout.
     ///
     /// # Errors
-    /// When one of them differs. The message has the actual value, the required value and the remedy.
+    /// When a property differs from the required one. The message has the actual value, the required value
+    /// and the remedy.
     pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<()> {
         let Self { op, name, layout, .. } = *self;
         let dims = layout.dims();
@@ -36,7 +38,7 @@ impl Argument<'_> {
                 "{op}: {name} {dims:?} with strides {strides:?} is not contiguous; call contiguous() first"
             );
         }
-        // A kernel copies bf16 in units of 16 bytes; it reads f32 one by one.
+        // Kernels copy bf16 values in units of 16 bytes, and read single f32 values.
         if dtype == DType::BF16 && layout.start_offset() % 8 != 0 {
             let offset = layout.start_offset();
             bail!(

@@ -1,20 +1,20 @@
-//! Fresh buffers of values. Buffers that are overwritten whole are not cleared first; clearing took a tenth
-//! of a tiny model's update.
+//! New buffers of values. Buffers that the caller overwrites completely are not cleared first. Clearing took
+//! 10% of the update of a tiny model.
 
-/// True when fresh buffers hold NaN, so that tests find reads of unwritten values. True in tests, in builds
-/// with debug assertions (`just unwritten`), and on architectures other than x86-64 and AArch64.
-const NOT_A_NUMBER: bool =
+/// Whether new buffers are filled with NaN, so that tests find reads of unwritten values. True in tests, in
+/// builds with debug assertions (`just unwritten`), and on architectures other than x86-64 and AArch64.
+const FILLS_WITH_NAN: bool =
     cfg!(any(test, debug_assertions)) || !cfg!(any(target_arch = "x86_64", target_arch = "aarch64"));
 
-/// Returns `len` values that the caller overwrites before it reads any.
+/// Returns `len` unspecified values. The caller must overwrite every value before it reads any.
 pub fn buffer(len: usize) -> Vec<f32> {
-    if NOT_A_NUMBER {
+    if FILLS_WITH_NAN {
         return vec![f32::NAN; len];
     }
     let mut values: Vec<f32> = Vec::with_capacity(len);
-    give_contents(values.as_mut_ptr());
-    // SAFETY: `len` values are reserved, every bit pattern is an f32, and `give_contents` makes the memory
-    // initialized.
+    assume_initialized(values.as_mut_ptr());
+    // SAFETY: `len` values are reserved, every bit pattern is a valid f32, and `assume_initialized` makes the
+    // memory initialized.
     unsafe { values.set_len(len) };
     values
 }
@@ -24,12 +24,12 @@ pub fn zeros(len: usize) -> Vec<f32> {
     vec![0.0; len]
 }
 
-/// Makes freshly allocated memory count as initialized. Reading uninitialized memory is undefined behaviour
-/// in Rust. To the compiler this call may write all of the memory; it writes nothing.
+/// Makes newly allocated memory count as initialized, without writing to it. Reading uninitialized memory is
+/// undefined behaviour in Rust. The compiler must assume that this call writes all of the memory.
 #[inline(always)]
-fn give_contents(memory: *mut f32) {
+fn assume_initialized(memory: *mut f32) {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    // SAFETY: the assembly has no instruction.
+    // SAFETY: the assembly has no instructions.
     unsafe {
         std::arch::asm!("/* {0} */", in(reg) memory, options(nostack, preserves_flags));
     }

@@ -1,4 +1,4 @@
-//! Access to CPU storage, and the distribution of rows over threads.
+//! Access to the values of CPU tensors, and the distribution of rows over threads.
 
 use super::buffer::buffer;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Deref;
 
-/// An element type of tensors that ops read or change in place.
+/// An element type of CPU tensors whose values ops can read or change in place.
 pub trait Element: Copy + 'static {
     const NAME: &'static str;
 
@@ -36,7 +36,7 @@ element!(f32, F32);
 element!(u32, U32);
 element!(u8, U8);
 
-/// The contiguous values of a CPU tensor, locked for reading as a slice.
+/// The contiguous values of a CPU tensor, locked for reading. They dereference to a slice.
 pub struct HostSlice<'a, T> {
     storage: StorageRef<'a>,
     start: usize,
@@ -82,7 +82,8 @@ pub fn host_codes(tensor: &Tensor) -> Result<HostSlice<'_, u8>> {
     host(tensor)
 }
 
-/// Copies a tensor to host memory and converts bf16 to f32. A tensor that is there already is not copied.
+/// Returns the tensor in host memory, with bf16 converted to f32. A tensor that is already in host memory is
+/// not copied.
 ///
 /// # Errors
 /// When memory runs out.
@@ -105,7 +106,7 @@ impl<T: Element> Deref for HostSlice<'_, T> {
 /// Calls `f` with the values of a contiguous f32 CPU tensor, which `f` may change in place.
 ///
 /// # Errors
-/// Those of `f`, and when the tensor is not contiguous, not f32 or not on the CPU.
+/// Errors of `f`, and when the tensor is not contiguous, not f32 or not on the CPU.
 pub fn edit<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> Result<R>) -> Result<R> {
     edit_elements(tensor, f)
 }
@@ -113,7 +114,7 @@ pub fn edit<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> Result<R>) -> Resu
 /// Calls `f` with the values of a contiguous CPU tensor of 8-bit codes, which `f` may change in place.
 ///
 /// # Errors
-/// Those of `f`, and when the tensor is not contiguous, not u8 or not on the CPU.
+/// Errors of `f`, and when the tensor is not contiguous, not u8 or not on the CPU.
 pub fn edit_codes<R>(tensor: &Tensor, f: impl FnOnce(&mut [u8]) -> Result<R>) -> Result<R> {
     edit_elements(tensor, f)
 }
@@ -124,7 +125,7 @@ fn edit_elements<T: Element, R>(tensor: &Tensor, f: impl FnOnce(&mut [T]) -> Res
     edit.result.into_inner().ok_or_else(|| candle_core::Error::Msg("edit: nothing was edited".into()))
 }
 
-/// A closure as an op: candle gives mutable access to a storage only to ops.
+/// A closure wrapped as an op, because candle gives only ops mutable access to a storage.
 struct Edit<T, F, R> {
     f: Cell<Option<F>>,
     result: Cell<Option<R>>,
@@ -157,18 +158,19 @@ pub fn add_values(sum: &Tensor, x: &[f32]) -> Result<()> {
     })
 }
 
-/// Multiply-adds below which work stays on one thread.
+/// Minimum number of multiply-adds for which several threads are used.
 const PARALLEL_WORK_MIN: usize = 1 << 16;
 
-/// Returns true when `work` (about that many multiply-adds) should use the current thread pool.
+/// Returns whether work of about `work` multiply-adds should use the current thread pool.
 ///
-/// In a pool of one thread this is always false. The trainer runs whole micro-batches side by side in such
-/// pools, so their ops do not compete for cores.
+/// Always false in a pool of one thread. The trainer runs several micro-batches in parallel in such pools, so
+/// their ops do not compete for cores.
 pub fn should_parallelize(work: usize) -> bool {
     work >= PARALLEL_WORK_MIN && rayon::current_num_threads() > 1
 }
 
-/// Calls `f(row, values)` for every row of `out`. A row has `width` values and costs `work` multiply-adds.
+/// Calls `f(row, values)` for every row of `out`. A row has `width` values and takes about `work`
+/// multiply-adds.
 pub fn for_each_row(out: &mut [f32], width: usize, work: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
     if width == 0 || out.is_empty() {
         return;
@@ -202,7 +204,7 @@ pub fn gather_rows(values: &[f32], rows: &[u32], width: usize) -> Vec<f32> {
     out
 }
 
-/// Calls `f(row, values of a, values of b)` for every row of two buffers, like [`for_each_row`].
+/// Calls `f(row, values of a, values of b)` for every row of two buffers, as [`for_each_row`] does for one.
 pub fn for_each_row_pair(
     (a, a_width): (&mut [f32], usize),
     (b, b_width): (&mut [f32], usize),

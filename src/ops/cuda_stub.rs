@@ -1,4 +1,4 @@
-//! Stubs of `cuda/` for a build without feature `cuda`: every function returns an error.
+//! Stubs of `cuda/` for builds without the feature `cuda`. Every function returns an error.
 
 use super::adamw_8bit::Moment;
 use super::embedding::TokensById;
@@ -15,7 +15,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor,
 /// Storage and shape of a result.
 type OpOutput = (CudaStorage, Shape);
 
-/// Declares functions of `cuda/` by their argument and result types. All of them return an error.
+/// Declares stubs of functions of `cuda/`, given their argument and result types. The stubs return an error.
 macro_rules! refused {
     ($visibility:vis, $($name:ident($($argument:ty),* $(,)?) -> $result:ty;)*) => {
         $($visibility fn $name($(_: $argument),*) -> Result<$result> {

@@ -1,8 +1,8 @@
 //! Token embedding: `y_t = W[id_t]` for `W [V, H]`.
 //!
-//! Backward: each row of `dW` is the sum over its tokens in token order.
+//! Backward pass: each row of `dW` is the sum of the gradients of its tokens, in token order.
 //!
-//! A tied embedding has the head's layout, `[H, V]`: its columns are the rows here.
+//! A tied embedding has the layout of the LM head, `[H, V]`, so its columns are looked up instead of rows.
 //!
 //! On a GPU values are bf16, and `H` is a multiple of 8.
 
@@ -39,7 +39,7 @@ pub fn tied_embedding(weight: &Parameter, ids: &Arc<Vec<u32>>) -> Result<Tensor>
     apply([weight.values()], Columns { ids: ids.clone(), table: weight.gradient() })
 }
 
-/// Returns rows `rows` of `x [T, H]`, for example those that predict a trained token. Differentiable.
+/// Returns rows `rows` of `x [T, H]`, for example the rows that predict a trained token. Differentiable.
 ///
 /// # Errors
 /// When a row does not exist.
@@ -53,7 +53,7 @@ pub fn select_rows(x: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
 
 struct Rows {
     ids: Arc<Vec<u32>>,
-    /// Where the gradient goes when the table is a parameter.
+    /// The target of the gradient, if the table is a trainable parameter.
     table: Option<GradientTarget>,
 }
 
@@ -104,7 +104,7 @@ impl Operation<1> for Rows {
 pub(super) struct TokensById {
     /// The distinct ids, ascending.
     pub ids: Vec<u32>,
-    /// Start of each id's tokens in `order`; the last entry is the end.
+    /// The start of the tokens of each id in `order`. The last entry is the length of `order`.
     pub starts: Vec<u32>,
     /// Token indices sorted by id, then by position.
     pub order: Vec<u32>,
@@ -124,8 +124,8 @@ impl TokensById {
     }
 }
 
-/// Sums the rows of `grad` by id. Calls `add` in ascending order of the ids that occur; each sum is in
-/// token order.
+/// Sums the rows of `grad` by id, in token order. Calls `add(id, sum)` for the ids that occur, in ascending
+/// order.
 fn each_sum(ids: &[u32], grad: &[f32], width: usize, mut add: impl FnMut(usize, &[f32])) {
     let TokensById { ids, starts, order } = TokensById::new(ids);
     let mut sum = buffer(width);

@@ -1,10 +1,11 @@
-//! The experts of a MoE layer. Tokens are sorted by expert; each expert multiplies its own rows once.
+//! The experts of a mixture-of-experts layer. Tokens are sorted by expert, and each expert multiplies all its
+//! rows in one product.
 //!
-//! On a GPU rows and matrices are bf16. Trainable weights, biases and gradients are f32. The GPU reads the
-//! row counts itself, so the host does not wait for them.
+//! On a GPU rows and matrices are bf16. Trainable weights, biases and gradients are f32. Kernels read the row
+//! counts in GPU memory, so the host does not wait for the counts.
 //!
-//! Memory does not grow with the number of experts: there are `T·K` rows whatever `E` is. Outputs are added
-//! in slot order, so a token's sum does not depend on the batch.
+//! Memory does not grow with the number of experts, because there are `T·K` rows for any `E`. The expert
+//! outputs of a token are added in slot order, so the sum does not depend on the batch.
 
 use super::buffer::buffer;
 use super::cpu::{
@@ -26,22 +27,23 @@ use rayon::prelude::*;
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// The permutation that sorts (token, slot) pairs by expert. Stored on the routes' device.
+/// A dispatch plan: the permutation that sorts (token, slot) pairs by expert. It is stored on the device of
+/// the routed experts.
 #[derive(Debug, Clone)]
 pub struct Dispatch {
     tokens: usize,
     top_k: usize,
     experts: usize,
-    /// Three concatenated u32 arrays: the sorted row of each (token, slot), `[T][K]`; the token of each
-    /// sorted row, `[T·K]`; the first sorted row of each expert, with `T·K` at the end, `[E + 1]`.
+    /// Three concatenated u32 arrays. First the sorted row of each (token, slot), `[T][K]`. Then the token of
+    /// each sorted row, `[T·K]`. Then the first sorted row of each expert, followed by `T·K`, `[E + 1]`.
     plan: Tensor,
 }
 
 impl Dispatch {
-    /// Sorts `routes [T, K]` (u32) by expert; each expert's tokens keep their order.
+    /// Sorts the routed experts `routes [T, K]` (u32) by expert. The tokens of an expert keep their order.
     ///
     /// # Errors
-    /// When a route is not below `experts`.
+    /// When a routed expert is not below `experts`.
     pub fn new(routes: &Tensor, experts: usize) -> Result<Self> {
         let (tokens, top_k) = routes.dims2()?;
         let plan = apply_without_gradient(&routes.contiguous()?, SortByExpert { top_k, experts })?;
@@ -63,7 +65,7 @@ impl Dispatch {
         self.plan.narrow(0, self.rows(), self.rows())
     }
 
-    /// Returns the first sorted row of each expert, with `T·K` at the end, `[E + 1]`.
+    /// Returns the first sorted row of each expert, followed by `T·K`, `[E + 1]`.
     pub(super) fn starts(&self) -> Result<Tensor> {
         self.plan.narrow(0, 2 * self.rows(), self.experts + 1)
     }
@@ -79,7 +81,8 @@ impl Dispatch {
         self.experts
     }
 
-    /// Returns the experts that have rows, each with the range of its rows. `rows` is the number of all rows.
+    /// Returns the experts that have rows, each with the range of its rows. `rows` is the total number of
+    /// rows.
     pub(super) fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         if rows != self.rows() {
             bail!("{rows} rows, a plan of {}", self.rows());
@@ -87,8 +90,8 @@ impl Dispatch {
         Ok(self.host()?.experts().filter(|(_, at)| !at.is_empty()).collect())
     }
 
-    /// Counts the rows of each expert, `[E]`, on the host. A row of token `t` counts
-    /// `sequences_per_row[t]` times; for `None`, once.
+    /// Returns the number of rows of each expert, `[E]`, on the host. A row of token `t` counts
+    /// `sequences_per_row[t]` times, or once for `None`.
     ///
     /// # Errors
     /// When the plan cannot be read.
@@ -128,13 +131,13 @@ impl HostPlan<'_> {
         &self.ids[2 * self.rows..]
     }
 
-    /// Iterates over every expert and its sorted rows.
+    /// Returns an iterator over all experts and their ranges of sorted rows.
     fn experts(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         self.offsets().windows(2).map(|w| w[0] as usize..w[1] as usize).enumerate()
     }
 
-    /// Lists every expert that has rows, its rows and its part of `values`, which has `len(number of rows)`
-    /// values.
+    /// Returns every expert that has rows, with its range of rows and its part of `values`. An expert with n
+    /// rows has `len(n)` values.
     fn active_experts<'v>(
         &self,
         mut values: &'v mut [f32],
@@ -150,12 +153,12 @@ impl HostPlan<'_> {
     }
 }
 
-/// An expert, its sorted rows, and its part of a buffer.
+/// An expert, its range of sorted rows, and its part of a buffer.
 type ExpertSlice<'v> = (usize, Range<usize>, &'v mut [f32]);
 
-/// Runs every expert's task; `rows` gives a task's number of rows. When enough tasks exist to keep all
-/// threads busy, each runs on its own thread. Otherwise they run one after the other, and each may use all
-/// threads. The choice changes no bit.
+/// Runs the tasks of all experts. `rows` returns the number of rows of a task. If there are enough tasks to
+/// keep all threads busy, each task runs on one thread. Otherwise tasks run one after the other, and each may
+/// use all threads. The choice changes no bit.
 pub(super) fn run_expert_tasks<T: Send>(
     mut tasks: Vec<T>,
     rows: impl Fn(&T) -> usize,
@@ -163,7 +166,7 @@ pub(super) fn run_expert_tasks<T: Send>(
     run: impl Fn(GemmThreads, T) + Sync,
 ) {
     if should_parallelize(work) && tasks.len() >= rayon::current_num_threads() {
-        // Largest first, so that no thread starts a large task last.
+        // Tasks run in descending order of size, so that no thread starts a large task last.
         tasks.sort_by_key(|task| Reverse(rows(task)));
         tasks.into_iter().par_bridge().for_each(|task| run(GemmThreads::CallingThread, task));
     } else {
@@ -210,8 +213,8 @@ impl Operation<1> for SortByExpert {
     }
 }
 
-/// Gathers rows of `x [T, H]` in expert order, `[T·K, H]`. Backward: a token's gradient is the sum over its
-/// slots in order.
+/// Returns the rows of `x [T, H]` in expert order, `[T·K, H]`. In the backward pass, the gradient of a token
+/// is the sum over its slots, in slot order.
 ///
 /// # Errors
 /// When `x` has another number of tokens.
@@ -261,8 +264,8 @@ impl Operation<1> for DispatchRows {
     }
 }
 
-/// Computes `y_r = x_r · W[e(r)] + b[e(r)]`: `x [T·K, in]`, `weight [E, in, out]`, optional `bias [E, out]` →
-/// `[T·K, out]`.
+/// Computes `y_r = x_r · W[e(r)] + b[e(r)]`, where `e(r)` is the expert of row r: `x [T·K, in]`, `weight [E,
+/// in, out]`, optional `bias [E, out]` → `[T·K, out]`.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -363,7 +366,7 @@ impl<const N: usize> Operation<N> for GroupedLinear {
                         |((_, at), _)| at.len(),
                         work,
                         |spread, ((_, at), dw)| {
-                            let x = StridedMatrix::transposed(&xs[at.start * k..at.end * k], k);
+                            let x = StridedMatrix::column_major(&xs[at.start * k..at.end * k], k);
                             let dy = StridedMatrix::row_major(&dy[at.start * n..at.end * n], n);
                             product(spread.with_precision(self.precision), dw, x, dy, (k, at.len(), n), true);
                         },

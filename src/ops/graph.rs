@@ -1,9 +1,9 @@
-//! Reverse-mode differentiation: the tape of a pass, and the backward pass over it.
+//! Reverse-mode differentiation: the tape of a forward pass, and the backward pass over the tape.
 //!
-//! candle's own backward pass starts every gradient at zero, adds one edge of the graph at a time, and
-//! keeps all outputs until the end. Here the first gradient is taken as it is, and an output is freed once
-//! its gradient has been passed on. The additions and their order are the same. Outside of
-//! [`differentiate`], ops are nodes of candle's graph.
+//! The backward pass of candle starts every gradient at zero, adds one edge of the graph at a time, and keeps
+//! all outputs until the end. Here the first gradient of a tensor is used without an addition, and an output
+//! is freed when its gradient has been propagated. The additions and their order are the same as in candle.
+//! Outside of [`differentiate`], ops are nodes of candle's graph.
 
 #![expect(clippy::disallowed_methods, reason = "here ops become nodes")]
 
@@ -25,31 +25,31 @@ thread_local! {
 #[derive(Default)]
 struct Tape {
     nodes: Vec<Node>,
-    /// Leaves, and outputs computed from leaves or variables.
+    /// Tensors that gradients reach: leaves, and outputs computed from leaves or variables.
     tracked: HashSet<TensorId>,
     is_backward: bool,
 }
 
-/// A tensor and the computation that gave it.
+/// A tensor and the operation that computed it.
 struct Node {
     output: Tensor,
     source: Source,
 }
 
-/// An op and its inputs.
+/// The operation that computed a tensor, with its inputs.
 enum Source {
     Operation(Box<dyn RecordedOp>),
-    /// Both inputs receive the gradient of their sum.
+    /// The sum of two tensors. Both inputs receive the gradient of the sum.
     Sum([Tensor; 2]),
     /// A reshape or a reordering in memory.
-    Reshaped(Tensor),
-    /// A range of the first dimension, from this index on.
+    Reshape(Tensor),
+    /// A range of the first dimension, which starts at this index.
     Slice(Tensor, usize),
 }
 
 /// An operation applied to its inputs.
 trait RecordedOp {
-    /// Returns every input with its gradient, if it has one.
+    /// Returns every input, with its gradient if it has one.
     fn gradients(&self, output: &Tensor, gradient: &Tensor) -> Result<Vec<(Tensor, Option<Tensor>)>>;
 }
 
@@ -61,27 +61,27 @@ impl<O: Operation<N>, const N: usize> RecordedOp for (CandleOp<O, N>, [Tensor; N
     }
 }
 
-/// Removes the thread's tape when the pass ends, also after an error or a panic.
-struct Recording;
+/// A guard that removes the tape of the thread when the pass ends, also after an error or a panic.
+struct TapeGuard;
 
-impl Drop for Recording {
+impl Drop for TapeGuard {
     fn drop(&mut self) {
-        // Nodes are dropped after the borrow ends.
+        // The tape is taken out first, so that nodes are dropped after the borrow ends.
         let tape = TAPE.with_borrow_mut(Option::take);
         drop(tape);
     }
 }
 
-/// Returns the gradients of `leaves`, in their order. `forward` computes from the leaves and returns its
-/// outputs, each with its gradient of the same shape.
+/// Returns the gradients of `leaves`, in their order. `forward` computes outputs from the leaves. It returns
+/// each output with the gradient of the loss with respect to it, which has the same shape.
 ///
-/// Gradients of parameters go to their sinks. A leaf that no output depends on has none. A leaf that is
-/// listed twice has its gradient twice.
+/// Gradients of parameters go to their sinks. A leaf that no output depends on has no gradient. If a leaf is
+/// listed twice, both entries are its gradient.
 ///
 /// Only ops of this module that `forward` runs on this thread are differentiated.
 ///
 /// # Errors
-/// Those of `forward` and of the ops; when shapes differ; when called inside of another such call.
+/// Errors of `forward` and of the ops. When shapes differ. When calls of this function are nested.
 pub fn differentiate<E: From<candle_core::Error>>(
     leaves: &[&Tensor],
     forward: impl FnOnce() -> std::result::Result<Vec<(Tensor, Tensor)>, E>,
@@ -91,13 +91,13 @@ pub fn differentiate<E: From<candle_core::Error>>(
     }
     let tracked = leaves.iter().map(|leaf| leaf.id()).collect();
     TAPE.set(Some(Tape { tracked, ..Tape::default() }));
-    let _recording = Recording;
+    let _recording = TapeGuard;
     let roots = forward()?;
     let gradients = run_backward(roots)?;
     Ok(leaves.iter().map(|leaf| gradients.get(&leaf.id()).cloned()).collect())
 }
 
-/// Returns true when gradients reach `x`: it is a variable or was computed from one.
+/// Returns whether gradients reach `x`: `x` is a leaf or a variable, or was computed from one.
 pub fn is_tracked(x: &Tensor) -> bool {
     x.track_op() || TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| tape.tracked.contains(&x.id())))
 }
@@ -120,10 +120,10 @@ fn record_op(output: Tensor, inputs: &[&Tensor], source: impl FnOnce() -> Source
     output
 }
 
-/// Applies `op` to `x` without recording it; no gradient passes.
+/// Applies `op` to `x` without recording it, so no gradient reaches `x`.
 ///
 /// # Errors
-/// Those of the op.
+/// Errors of the op.
 pub fn apply_without_gradient<O: Operation<1>>(x: &Tensor, op: O) -> Result<Tensor> {
     x.apply_op1_no_bwd(&CandleOp(op))
 }
@@ -131,7 +131,7 @@ pub fn apply_without_gradient<O: Operation<1>>(x: &Tensor, op: O) -> Result<Tens
 /// Applies `op` to `inputs` and records it.
 ///
 /// # Errors
-/// Those of the op.
+/// Errors of the op.
 pub fn apply<O: Operation<N>, const N: usize>(inputs: [&Tensor; N], op: O) -> Result<Tensor> {
     let op = CandleOp(op);
     if !is_recording() {
@@ -151,7 +151,7 @@ pub fn apply<O: Operation<N>, const N: usize>(inputs: [&Tensor; N], op: O) -> Re
     Ok(record_op(output, &inputs, || Source::Operation(Box::new((op, inputs.map(Tensor::clone))))))
 }
 
-/// Adds `x` and `y` of one shape; recorded.
+/// Returns `x + y` for tensors of one shape. The sum is recorded.
 ///
 /// # Errors
 /// When shapes differ.
@@ -162,7 +162,7 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     Ok(record_op(sum(x, y)?, &[x, y], || Source::Sum([x.clone(), y.clone()])))
 }
 
-/// Reshapes `x`; recorded.
+/// Reshapes `x`. The reshape is recorded.
 ///
 /// # Errors
 /// When the number of values differs.
@@ -171,10 +171,10 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     if !is_recording() {
         return Ok(output);
     }
-    Ok(record_op(output, &[x], || Source::Reshaped(x.clone())))
+    Ok(record_op(output, &[x], || Source::Reshape(x.clone())))
 }
 
-/// Returns `x[at]` of the first dimension; recorded.
+/// Returns the range `at` of the first dimension of `x`. The slice is recorded.
 ///
 /// # Errors
 /// When `x` is shorter.
@@ -186,7 +186,7 @@ pub fn slice(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
     Ok(record_op(output, &[x], || Source::Slice(x.clone(), at.start)))
 }
 
-/// Makes `x` contiguous; recorded if it was not.
+/// Returns `x` in contiguous memory. A copy is recorded.
 ///
 /// # Errors
 /// When memory runs out.
@@ -195,10 +195,10 @@ pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     if x.is_contiguous() || !is_recording() {
         return Ok(output);
     }
-    Ok(record_op(output, &[x], || Source::Reshaped(x.clone())))
+    Ok(record_op(output, &[x], || Source::Reshape(x.clone())))
 }
 
-/// Adds `x` and `y`. On the CPU large sums use all threads of the pool.
+/// Returns `x + y`. On the CPU large sums use all threads of the pool.
 fn sum(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     if !x.device().is_cpu() || x.dtype() != DType::F32 || !x.is_contiguous() || !y.is_contiguous() {
         return x + y;
@@ -217,14 +217,14 @@ fn sum(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(out, x.shape(), x.device())
 }
 
-/// Gradients accumulated so far.
+/// The gradients accumulated so far, by tensor.
 type Gradients = HashMap<TensorId, Tensor>;
 
-/// Adds to the gradient of `x`, if gradients reach it.
-fn collect(gradients: &mut Gradients, x: &Tensor, gradient: Option<Tensor>) -> Result<()> {
+/// Adds `gradient` to the gradient of `x`, if gradients reach `x`.
+fn accumulate(gradients: &mut Gradients, x: &Tensor, gradient: Option<Tensor>) -> Result<()> {
     let Some(gradient) = gradient.filter(|_| is_tracked(x)) else { return Ok(()) };
     if gradient.dims() != x.dims() {
-        bail!("a gradient of {:?} for {:?}", gradient.dims(), x.dims());
+        bail!("a gradient of shape {:?} for a tensor of shape {:?}", gradient.dims(), x.dims());
     }
     let gradient = match gradients.remove(&x.id()) {
         None => gradient,
@@ -238,7 +238,7 @@ fn collect(gradients: &mut Gradients, x: &Tensor, gradient: Option<Tensor>) -> R
 fn run_backward(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
     let mut gradients = Gradients::new();
     for (root, gradient) in roots {
-        collect(&mut gradients, &root, Some(gradient))?;
+        accumulate(&mut gradients, &root, Some(gradient))?;
     }
     let next = || {
         TAPE.with_borrow_mut(|tape| {
@@ -252,21 +252,21 @@ fn run_backward(roots: Vec<(Tensor, Tensor)>) -> Result<Gradients> {
         match source {
             Source::Operation(applied) => {
                 for (x, dx) in applied.gradients(&output, &gradient)? {
-                    collect(&mut gradients, &x, dx)?;
+                    accumulate(&mut gradients, &x, dx)?;
                 }
             }
             Source::Sum([x, y]) => {
-                collect(&mut gradients, &x, Some(gradient.clone()))?;
-                collect(&mut gradients, &y, Some(gradient))?;
+                accumulate(&mut gradients, &x, Some(gradient.clone()))?;
+                accumulate(&mut gradients, &y, Some(gradient))?;
             }
-            Source::Reshaped(x) => {
+            Source::Reshape(x) => {
                 let dx = gradient.reshape(x.shape())?;
-                collect(&mut gradients, &x, Some(dx))?;
+                accumulate(&mut gradients, &x, Some(dx))?;
             }
             Source::Slice(x, start) => {
                 let after = x.dim(0)? - start - gradient.dim(0)?;
                 let dx = gradient.pad_with_zeros(0, start, after)?;
-                collect(&mut gradients, &x, Some(dx))?;
+                accumulate(&mut gradients, &x, Some(dx))?;
             }
         }
     }
@@ -373,6 +373,11 @@ mod tests {
         let within = differentiate(&[], || differentiate(&[], || Result::Ok(vec![])).map(|_| vec![]));
         assert!(within.unwrap_err().to_string().contains("nested calls"));
         let shapes = differentiate(&[&x], || Result::Ok(vec![(x.clone(), noise(&[4, 2], 9))]));
-        assert!(shapes.unwrap_err().to_string().contains("a gradient of [4, 2] for [2, 4]"));
+        assert!(
+            shapes
+                .unwrap_err()
+                .to_string()
+                .contains("a gradient of shape [4, 2] for a tensor of shape [2, 4]")
+        );
     }
 }

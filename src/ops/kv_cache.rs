@@ -1,16 +1,16 @@
-//! Key-value cache in blocks at absolute positions: the format that attention reads in training and in
-//! decode.
+//! A key-value cache in blocks at absolute positions. Attention reads this format in training and in decode.
 
 use super::cuda::KvPages;
 use std::sync::Arc;
 
-/// Keys per block. Blocks start at multiples of it, so a row reads the same blocks on every path.
+/// Number of keys per block. Blocks start at multiples of this number, so a row reads the same blocks in
+/// training, prefill and decode.
 pub const BLOCK: usize = 32;
 
-/// Keys and values of one layer at positions `b·BLOCK ..`, for all key-value heads. Unused positions are 0.
+/// Keys and values of one layer for [`BLOCK`] positions and all key-value heads. Unused positions are 0.
 #[derive(Debug, Clone)]
 pub struct KvBlock {
-    /// `[M][D][BLOCK]`: keys are transposed, so a block's scores are sums over `D` of whole vectors.
+    /// `[M][D][BLOCK]`. Keys are transposed, so the scores of a block are sums over `D` of whole vectors.
     pub keys: Vec<f32>,
     /// `[M][BLOCK][D]`.
     pub values: Vec<f32>,
@@ -23,8 +23,8 @@ impl KvBlock {
     }
 }
 
-/// Keys and values of one sequence at one layer, on the model's device. Clones share blocks, as the samples
-/// of a group share their prompt. A shared block is copied before it is written.
+/// Keys and values of one sequence at one layer, on the device of the model. Clones share blocks, so the
+/// samples of a group share the blocks of their prompt. A shared block is copied before it is written.
 #[derive(Debug, Clone)]
 pub enum KvSequence {
     Host(KvBlocks),
@@ -42,7 +42,7 @@ impl KvSequence {
         }
     }
 
-    /// Frees blocks or pages that no query at or after `position` can see through `window`.
+    /// Frees blocks or pages whose keys are outside the `window` of every query at or after `position`.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         match self {
             KvSequence::Host(blocks) => blocks.forget_before(position, window),
@@ -57,7 +57,7 @@ impl KvSequence {
         }
     }
 
-    /// Returns the pages, if they are on a GPU.
+    /// Returns the pages; `None` if the sequence is in host memory.
     pub fn pages_mut(&mut self) -> Option<&mut KvPages> {
         match self {
             KvSequence::Host(_) => None,
@@ -76,7 +76,7 @@ pub struct KvBlocks {
 }
 
 impl KvBlocks {
-    /// Returns an empty sequence for `heads` key-value heads of `head_dim`.
+    /// Returns an empty sequence with `heads` key-value heads of size `head_dim`.
     pub fn new(heads: usize, head_dim: usize) -> Self {
         Self { heads, head_dim, len: 0, blocks: Vec::new() }
     }
@@ -86,40 +86,40 @@ impl KvBlocks {
         self.len
     }
 
-    /// Returns the block that holds position `index · BLOCK`.
+    /// Returns the block whose first position is `index · BLOCK`.
     pub fn block(&self, index: usize) -> &KvBlock {
         &self.blocks[index]
     }
 
-    /// Appends rows of `kv`, each `[2][M][D]`: keys (already rotated), then values.
+    /// Appends the rows of `kv`. A row is `[2][M][D]`: keys, which are already rotated, then values.
     pub fn append(&mut self, kv: &[f32]) {
         let (heads, d) = (self.heads, self.head_dim);
         let width = heads * d;
         let (mut rest, row) = (kv, 2 * width);
         while !rest.is_empty() {
-            let place = self.len % BLOCK;
-            if place == 0 {
+            let offset = self.len % BLOCK;
+            if offset == 0 {
                 self.blocks.push(Arc::new(KvBlock::new(heads, d)));
             }
-            let (rows, others) = rest.split_at(rest.len().min((BLOCK - place) * row));
+            let (rows, others) = rest.split_at(rest.len().min((BLOCK - offset) * row));
             let last = self.blocks.len() - 1;
             // A block that another sequence shares is copied before it is written.
             let block = Arc::make_mut(&mut self.blocks[last]);
             for (c, keys) in block.keys.chunks_exact_mut(BLOCK).enumerate() {
                 let of_rows = rows.chunks_exact(row).map(|row| row[c]);
-                keys[place..].iter_mut().zip(of_rows).for_each(|(key, k)| *key = k);
+                keys[offset..].iter_mut().zip(of_rows).for_each(|(key, k)| *key = k);
             }
             for (h, values) in block.values.chunks_exact_mut(BLOCK * d).enumerate() {
                 let of_rows = rows.chunks_exact(row).map(|row| &row[width + h * d..width + (h + 1) * d]);
-                let places = values[place * d..].chunks_exact_mut(d);
-                places.zip(of_rows).for_each(|(place, value)| place.copy_from_slice(value));
+                let value_rows = values[offset * d..].chunks_exact_mut(d);
+                value_rows.zip(of_rows).for_each(|(target, value)| target.copy_from_slice(value));
             }
             self.len += rows.len() / row;
             rest = others;
         }
     }
 
-    /// Returns the first `len` positions. Blocks are shared, except one that is cut.
+    /// Returns a sequence with the first `len` positions. It shares all blocks except a last, partial block.
     pub fn prefix(&self, len: usize) -> Self {
         let mut blocks = self.blocks[..len.div_ceil(BLOCK)].to_vec();
         if let (Some(last), cut @ 1..) = (blocks.last_mut(), len % BLOCK) {
@@ -131,7 +131,7 @@ impl KvBlocks {
         Self { len, blocks, ..*self }
     }
 
-    /// Frees blocks that no query at or after `position` can see through `window`.
+    /// Frees blocks whose keys are outside the `window` of every query at or after `position`.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         let first_seen = (position + 1).saturating_sub(window) / BLOCK;
         for block in self.blocks.iter_mut().take(first_seen) {

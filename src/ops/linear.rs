@@ -1,7 +1,7 @@
 //! The linear layer: `y = x · W + b` with `x [T, in]`, `W [in, out]` contiguous, `b [out]` optional.
 //!
-//! Backward: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order. On a GPU `x` and `W` are bf16;
-//! `b` and the gradients of trainable parameters are f32.
+//! Backward pass: `dx = dy · Wᵀ`, `dW = xᵀ · dy`, `db = Σ_t dy_t` in token order. On a GPU `x` and `W` are
+//! bf16. `b` and the gradients of trainable parameters are f32.
 
 use super::buffer::{buffer, zeros};
 use super::cpu::{add_values, edit, for_each_row, host_values};
@@ -15,8 +15,7 @@ use super::product::{
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
-/// Computes the linear layer, differentiable in all inputs. No gradient is computed for what is not
-/// trainable.
+/// Computes the linear layer. Differentiable in all inputs; gradients are computed only for trainable inputs.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -24,8 +23,8 @@ pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Resul
     apply_linear(x, weight, bias, weight.precision(), x.dtype())
 }
 
-/// Computes the linear layer in f32 whatever the weight's precision. On a GPU the output stays f32 too.
-/// Used where decisions depend on the result: router scores, values.
+/// Computes the linear layer in f32, even if the precision of the weight is lower. On a GPU the output is f32
+/// too. Router logits and values of a critic need this.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -62,7 +61,7 @@ struct Linear {
     weight: Option<GradientTarget>,
     bias: Option<GradientTarget>,
     means: GemmConfig,
-    /// Output type on a GPU.
+    /// The output type on a GPU.
     out: DType,
 }
 
@@ -108,10 +107,10 @@ impl Linear {
         if let Some(weight) = &self.weight {
             let xs = host_values(x)?;
             weight.add(|dw| {
-                let (x, dy) = (StridedMatrix::transposed(&xs, k), StridedMatrix::row_major(&dy, n));
+                let (x, dy) = (StridedMatrix::column_major(&xs, k), StridedMatrix::row_major(&dy, n));
                 if n == 1 {
-                    // The library would add a single column row by row to the previous value. The bits of
-                    // the sum would depend on that value.
+                    // The `gemm` crate would add a single column row by row to the previous value, so the
+                    // bits of the sum would depend on this value.
                     let mut column = buffer(k);
                     product(self.means, &mut column, x, dy, (k, m, n), false);
                     return add_values(dw, &column);
@@ -141,23 +140,23 @@ impl Linear {
     }
 }
 
-/// Converts a gradient to bf16, the type of a GPU's products.
+/// Converts a gradient to bf16, the input type of products on a GPU.
 pub(super) fn to_bf16(gradient: &Tensor) -> Result<Tensor> {
-    // candle's conversion fails on a GPU for an empty tensor.
+    // On a GPU candle cannot convert an empty tensor.
     match gradient.elem_count() {
         0 => Tensor::zeros(gradient.shape(), DType::BF16, gradient.device()),
         _ => gradient.to_dtype(DType::BF16),
     }
 }
 
-/// Returns `rows` copies of `row`: the initial value that a bias gives a product.
+/// Returns `rows` copies of `row`. A product is added to such copies of its bias.
 pub(super) fn repeat_row(row: &[f32], rows: usize) -> Vec<f32> {
     let mut out = buffer(row.len() * rows);
     for_each_row(&mut out, row.len(), row.len(), |_, out| out.copy_from_slice(row));
     out
 }
 
-/// Sums each column in row order.
+/// Returns the sum of each column, added in row order.
 pub(super) fn sum_rows(spread: GemmThreads, values: &[f32], width: usize) -> Vec<f32> {
     let mut sums = zeros(width);
     let columns = width.div_ceil(spread.threads(values.len())).max(1);

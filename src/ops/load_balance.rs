@@ -1,11 +1,11 @@
-//! The auxiliary loss that balances the load of experts (Switch Transformer, Fedus et al. 2021, as in
-//! GPT-OSS's configuration):
+//! The load-balancing auxiliary loss of experts (Switch Transformer, Fedus et al. 2021, as in the
+//! configuration of GPT-OSS):
 //!
-//! `L = E · Σ_e f_e · P_e`. `f_e` is the number of (token, slot) pairs sent to `e` over the number of
-//! tokens. `P_e` is the mean full-softmax probability of `e`. Balanced routing gives `K`. `f` is a constant
-//! in the backward: `dz_te = (E/T) p_te (f_e − Σ_j f_j p_tj)`.
+//! `L = E · Σ_e f_e · P_e`. `f_e` is the number of (token, slot) pairs that are routed to `e`, divided by the
+//! number of tokens. `P_e` is the mean probability of `e` in a softmax over all experts. The loss of balanced
+//! routing is `K`. The backward pass treats `f` as a constant: `dz_te = (E/T) p_te (f_e − Σ_j f_j p_tj)`.
 //!
-//! A row shared by several sequences counts once per sequence in `f`, `P` and `T`.
+//! A row that several sequences share counts once per sequence in `f`, `P` and `T`.
 
 use super::buffer::buffer;
 use super::cpu::host_values;
@@ -19,8 +19,9 @@ use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
-/// Computes the loss of one layer's router logits `[T, E]`, whose tokens are dispatched by `plan`; a
-/// scalar. `sequences_per_row [T]` is the number of sequences that share each row; `None` means one each.
+/// Returns the loss of one layer, a scalar. `logits [T, E]` are the router logits, and `plan` dispatches the
+/// tokens. `sequences_per_row [T]` is the number of sequences that share each row; `None` means one sequence
+/// per row.
 ///
 /// # Errors
 /// When the sizes of `logits`, `plan` and `sequences_per_row` differ.
@@ -32,7 +33,7 @@ pub fn load_balance(
     if sequences_per_row
         .is_some_and(|sequences_per_row| Ok(sequences_per_row.len()) != logits.dim(0).map_err(drop))
     {
-        bail!("load_balance: router logits {:?} do not match the rows of `holders`", logits.dims());
+        bail!("load_balance: router logits {:?} do not match the rows of `sequences_per_row`", logits.dims());
     }
     let op = LoadBalance {
         plan: plan.clone(),
@@ -85,7 +86,7 @@ impl LoadBalance {
             .map_or(rows, |sequences_per_row| sequences_per_row.iter().map(|&h| h as usize).sum())
     }
 
-    /// Returns the number of tokens that `row` counts for.
+    /// Returns the number of tokens that `row` counts as.
     fn weight(&self, row: usize) -> f32 {
         self.sequences_per_row.as_ref().map_or(1.0, |sequences_per_row| sequences_per_row[row] as f32)
     }

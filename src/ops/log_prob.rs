@@ -1,14 +1,14 @@
-//! The language-model head: log-probability of each target token and entropy of its distribution, in chunks
-//! of rows.
+//! The LM head: the log-probability of each target token and the entropy of its distribution, in chunks of
+//! rows.
 //!
 //! With `z = (h · W) / τ`: `log p_t = z_t − LSE(z)` and `H = LSE(z) − Σ_j p_j z_j`. Forward and backward
-//! hold one chunk of logits at a time, never the `[T, V]` matrix. Backward: `dz_j = dL·(1[j = t] − p_j) −
-//! dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`.
+//! passes have one chunk of logits in memory at a time, never the whole matrix `[T, V]`. Backward pass: `dz_j
+//! = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`.
 //!
-//! On a GPU `h` and `W` are bf16; logits and results are f32.
+//! On a GPU `h` and `W` are bf16, and logits and results are f32.
 //!
-//! The sampler takes its log-probability from the same [`RowStats`] of the same product
-//! ([`mod@super::logits`]), so both agree to the last bit.
+//! The sampler computes log-probabilities from the same product and the same [`RowStats`]
+//! ([`mod@super::logits`]), so sampling and training have the same bits.
 
 use super::buffer::buffer;
 use super::cpu::{edit, for_each_row, for_each_row_pair, host_values};
@@ -23,7 +23,7 @@ use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
-/// Maximum number of logits held at a time: 64 MiB.
+/// Maximum number of logits of a chunk: 64 MiB.
 const CHUNK_VALUES_MAX: usize = 1 << 24;
 
 /// Log-sum-exp and entropy of a row of logits.
@@ -35,41 +35,43 @@ pub struct RowStats {
     pub entropy: f32,
 }
 
-/// Multiplies a row of logits by the inverse temperature and computes its statistics. The row then holds
-/// `z`.
+/// Multiplies a row of logits by the inverse temperature, in place, and returns its statistics. The row then
+/// holds `z`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub fn row_stats(row: &mut [f32], inverse_temperature: f32) -> RowStats {
-    let highest = scale_and_max(row, inverse_temperature);
-    sum_up(row, highest, |_| ())
+    let max_logit = scale_and_max(row, inverse_temperature);
+    sum_up(row, max_logit, |_| ())
 }
 
-/// Logits per block. Block sums of the weights let a draw look inside one block only.
+/// Number of logits per block. With the sum of each block, a draw has to search only one block.
 pub(super) const BLOCK: usize = 1024;
 
-/// Computes [`row_stats`] and, for each block, `Σ e^{z_j − highest}` up to its end. Returns `highest` too.
+/// Computes [`row_stats`] and, for each block, the cumulative sum `Σ e^{z_j − max_logit}` up to the end of
+/// the block. Also returns `max_logit`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn row_stats_and_blocks(
     row: &mut [f32],
     inverse_temperature: f32,
     ends: &mut [f64],
 ) -> (RowStats, f32) {
-    let highest = scale_and_max(row, inverse_temperature);
+    let max_logit = scale_and_max(row, inverse_temperature);
     let (mut sum, mut ends) = (0f64, ends.iter_mut());
-    let stats = sum_up(row, highest, |block_sums| {
+    let stats = sum_up(row, max_logit, |block_sums| {
         sum += block_sums.iter().map(|&x| f64::from(x)).sum::<f64>();
         ends.next().into_iter().for_each(|end| *end = sum);
     });
-    (stats, highest)
+    (stats, max_logit)
 }
 
-/// Computes the statistics of a row of `z`. Calls `each_block` with the lane sums of each block's weights.
+/// Returns the statistics of a row of `z`. Calls `each_block` with the lane sums of the weights of each
+/// block.
 #[inline(always)]
-fn sum_up(row: &[f32], highest: f32, mut each_block: impl FnMut([f32; LANES])) -> RowStats {
+fn sum_up(row: &[f32], max_logit: f32, mut each_block: impl FnMut([f32; LANES])) -> RowStats {
     let (mut sums, mut moments) = ([0f32; LANES], [0f32; LANES]);
     for block in row.chunks(BLOCK) {
         let mut block_sums = [0f32; LANES];
         let mut add = |l: usize, z: f32| {
-            let shifted = z - highest;
+            let shifted = z - max_logit;
             let e = exp(shifted);
             sums[l] += e;
             moments[l] += e * shifted.max(-1e4);
@@ -83,11 +85,11 @@ fn sum_up(row: &[f32], highest: f32, mut each_block: impl FnMut([f32; LANES])) -
     }
     let (sum, moment) = (add_lanes(sums), add_lanes(moments));
     let log_sum = sum.ln();
-    RowStats { log_sum_exp: highest + log_sum, entropy: log_sum - moment / sum }
+    RowStats { log_sum_exp: max_logit + log_sum, entropy: log_sum - moment / sum }
 }
 
-/// Computes log-probabilities (first row) and entropies (second row) of `targets` under `softmax(h · W /
-/// τ)`, `[2, R]`.
+/// Returns `[2, R]`: the log-probabilities of `targets` under `softmax(h · W / τ)` in the first row, and the
+/// entropies of the distributions in the second row.
 ///
 /// # Errors
 /// When shapes disagree or a target is not below `V`.
@@ -115,7 +117,7 @@ pub fn log_prob_and_entropy(
     }
 }
 
-/// Returns `1/τ`, rounded the same way for the sampler and the head.
+/// Returns `1/τ` with the rounding that both the sampler and the head use.
 pub fn inverse_temperature(temperature: f64) -> f32 {
     (1.0 / temperature) as f32
 }
@@ -124,11 +126,11 @@ struct Head {
     targets: Arc<Vec<u32>>,
     inverse_temperature: f32,
     weight: Weight,
-    /// Where the weight's gradient goes.
+    /// The target of the gradient of the weight.
     gradient: Option<GradientTarget>,
 }
 
-/// Returns the number of rows whose logits are computed at a time.
+/// Returns the number of rows per chunk of logits.
 pub(super) fn chunk_rows(vocabulary: usize) -> usize {
     (CHUNK_VALUES_MAX / vocabulary.max(1)).max(8)
 }
@@ -169,7 +171,8 @@ impl Head {
         Ok((CpuStorage::F32(out), Shape::from((2, rows))))
     }
 
-    /// Adds the weight's gradient if it is trainable. Returns `dh` if an earlier layer is trainable.
+    /// Adds the gradient of the weight if the weight is trainable. Returns `dh` if an earlier layer is
+    /// trainable.
     fn hidden_gradient(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let ((rows, k), (_, n)) = (h.dims2()?, self.weight.head_shape()?);
         if h.device().is_cuda() {
@@ -180,7 +183,8 @@ impl Head {
         let mut dh = is_tracked(h).then(|| buffer(rows * k));
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
-        // Turns the logits `z` of the rows from `start` into their gradient, and computes that of `h`.
+        // Replaces the logits `z` of the rows from `start` on by their gradient, and computes the gradient of
+        // `h` for these rows.
         let mut through = |z: &mut [f32], start: usize| {
             let m = z.len() / n;
             if m == 0 {
@@ -197,7 +201,7 @@ impl Head {
             self.weight.input_gradient(&mut dh[start * k..(start + m) * k], z)
         };
         let rows_from = |start: usize| chunk.min(rows - start);
-        // The first chunk is computed before the weight's gradient is locked.
+        // The first chunk is computed before the gradient of the weight is locked.
         through(&mut z[..rows_from(0) * n], 0)?;
         let mut others = (0..rows).step_by(chunk).skip(1);
         match &self.gradient {
@@ -205,7 +209,7 @@ impl Head {
             Some(weight) => weight.add(|dw| {
                 edit(dw, |dw| {
                     let mut add = |z: &[f32], start: usize| {
-                        let h = StridedMatrix::transposed(&hs[start * k..], k);
+                        let h = StridedMatrix::column_major(&hs[start * k..], k);
                         product(
                             self.weight.gemm_config(),
                             dw,

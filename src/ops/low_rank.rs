@@ -1,10 +1,11 @@
 //! The low-rank correction of a product (LoRA, Hu et al. 2021): `y + s · (x · A) · B` with `x [T, in]`, `A
-//! [in, r]`, `B [r, out]`. Per expert: `A [E, in, r]`, `B [E, r, out]`, and rows sorted by expert.
+//! [in, r]`, `B [r, out]`. For experts: `A [E, in, r]`, `B [E, r, out]`, and rows sorted by expert.
 //!
-//! Backward: `du = s · dy · Bᵀ`, `dx = du · Aᵀ`, `dA = xᵀ · du`, `dB = (s · x · A)ᵀ · dy`; `y` receives
-//! `dy` unchanged.
+//! Backward pass: `du = s · dy · Bᵀ`, `dx = du · Aᵀ`, `dA = xᵀ · du`, `dB = (s · x · A)ᵀ · dy`. The gradient
+//! of `y` is `dy`.
 //!
-//! On a GPU `x`, the factors, `s · x · A`, `du` are bf16, `y` bf16 or f32, the factors' gradients f32.
+//! On a GPU `x`, the factors, `s · x · A` and `du` are bf16. `y` is bf16 or f32. The gradients of the factors
+//! are f32.
 
 use super::buffer::buffer;
 use super::cpu::{edit, host_values};
@@ -18,7 +19,8 @@ use super::product::{GemmThreads, StridedMatrix, backward_product, forward_produ
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
-/// Computes `y + scale · (x · a) · b`, differentiable in all; with a `plan` by each row's expert.
+/// Computes `y + scale · (x · a) · b`. If `plan` is given, each row uses the factors of its expert.
+/// Differentiable in all inputs.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -47,7 +49,8 @@ pub fn add_low_rank(
         scale,
         plan: plan.cloned(),
     };
-    // A trainable factor: the graph then records the op even if no earlier layer is trainable.
+    // A trainable factor is an input of the op, so the graph records the op even if no earlier layer is
+    // trainable.
     let tracked = if is_tracked(b.values()) { b } else { a };
     apply([&contiguous(y)?, &contiguous(x)?, tracked.values()], op)
 }
@@ -56,24 +59,25 @@ struct LowRank {
     /// A and B.
     values: [Tensor; 2],
     gradients: [Option<GradientTarget>; 2],
-    /// in, r, out.
+    /// The sizes in, r and out.
     shape: [usize; 3],
     scale: f32,
     plan: Option<Dispatch>,
 }
 
-/// Returns the rows `at` of rows of `width` values.
+/// Returns the rows `at` of a matrix with `width` columns.
 fn rows<'v>(values: &'v [f32], at: &Range<usize>, width: usize) -> &'v [f32] {
     &values[at.start * width..at.end * width]
 }
 
-/// Returns matrix `index` of matrices of `of` values each.
-fn nth(values: &[f32], index: usize, of: usize) -> &[f32] {
-    &values[index * of..(index + 1) * of]
+/// Returns matrix `index` of consecutive matrices with `size` values each.
+fn nth(values: &[f32], index: usize, size: usize) -> &[f32] {
+    &values[index * size..(index + 1) * size]
 }
 
 impl LowRank {
-    /// Returns each expert that has rows, and its rows. Without a plan all rows belong to one expert.
+    /// Returns each expert that has rows, with the range of its rows. Without a plan all rows belong to
+    /// expert 0.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         match &self.plan {
             Some(plan) => plan.groups(rows),
@@ -86,7 +90,7 @@ impl LowRank {
         self.plan.as_ref().map(Dispatch::starts).transpose()
     }
 
-    /// Calls `run` for every group with its rows of `out`, `width` values each.
+    /// Calls `run` for every group, with the rows of the group in `out`. Rows have `width` values.
     fn each(
         &self,
         out: &mut [f32],
@@ -177,7 +181,8 @@ impl Operation<3> for LowRank {
         } else {
             None
         };
-        // Adds leftᵀ · right over the rows of `expert` to the gradient of its matrix.
+        // Adds leftᵀ · right, computed over the rows of `expert`, to the gradient of the matrix of this
+        // expert.
         let add = |gradient: &GradientTarget, (left, k): (&[f32], usize), (right, n): (&[f32], usize)| {
             gradient.add(|sum| {
                 edit(sum, |sum| {
@@ -193,7 +198,7 @@ impl Operation<3> for LowRank {
                         |(at, _)| at.len(),
                         count * k * n,
                         |spread, (at, sum)| {
-                            let left = StridedMatrix::transposed(rows(left, at, k), k);
+                            let left = StridedMatrix::column_major(rows(left, at, k), k);
                             let right = StridedMatrix::row_major(rows(right, at, n), n);
                             product(spread, sum, left, right, (k, at.len(), n), true);
                         },

@@ -1,17 +1,21 @@
-//! Elementwise functions and row sums whose bits do not depend on vector width, position or machine.
+//! Elementwise functions and row sums. Their bits do not depend on the vector width, the position in the row
+//! or the machine.
 
 use multiversion::multiversion;
 
-/// Number of lanes of a row sum: element `i` is added to lane `i % LANES`; then the lanes as a tree.
+/// Number of lanes of a row sum. Element `i` is added to lane `i % LANES`. Then the lanes are added as a
+/// tree.
 pub const LANES: usize = 16;
 
-/// Returns `e^x` to about one unit in the last place; exactly 0 below −87, finite up to 88.
+/// Returns `e^x` with an error of about one unit in the last place. The result is exactly 0 below −87, and
+/// finite up to 88.
 ///
-/// It uses plain arithmetic (Cody–Waite reduction, a degree-6 polynomial). A vectorised loop and its scalar
-/// tail therefore give the same bits, unlike the C library's `exp` beside a vector version.
+/// Uses only additions and multiplications (Cody–Waite reduction and a polynomial of degree 6). So a
+/// vectorised loop and its scalar remainder give the same bits, unlike a mix of `exp` of the C library and a
+/// vectorised `exp`.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    const ROUND: f32 = 12_582_912.0; // 1.5 · 2^23: adding it rounds to the nearest integer
+    const ROUND: f32 = 12_582_912.0; // 1.5 · 2^23. Adding this number rounds to the nearest integer.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     let clamped = x.clamp(-87.0, 88.0);
@@ -25,7 +29,8 @@ pub fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 1.666_666_5e-1);
     let p = p.mul_add(r, 5.0e-1);
     let p = p.mul_add(r * r, r) + 1.0;
-    // n as an integer, from the bits of the rounded sum: a checked conversion would not vectorise.
+    // n is read as an integer from the bits of the rounded sum, because a checked conversion would not
+    // vectorise.
     let exponent = rounded.to_bits().wrapping_sub(ROUND.to_bits());
     let scale = f32::from_bits(exponent.wrapping_add(127) << 23);
     if x < -87.0 { 0.0 } else { p * scale }
@@ -37,14 +42,14 @@ pub fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Adds the lanes pairwise: the last step of every row sum.
+/// Returns the sum of the lanes, added pairwise. This is the last step of every row sum.
 #[inline(always)]
 pub fn add_lanes(lanes: [f32; LANES]) -> f32 {
     reduce_lanes(lanes, |a, b| a + b)
 }
 
-/// Reduces sixteen lanes to one by applying `f` to halves. Constant widths let the compiler keep the arrays
-/// in vectors.
+/// Reduces sixteen lanes to one value by applying `f` to the two halves repeatedly. The widths are constants,
+/// so that the compiler keeps the arrays in vectors.
 #[inline(always)]
 fn reduce_lanes(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     let eight: [f32; 8] = std::array::from_fn(|i| f(lanes[i], lanes[i + 8]));
@@ -53,8 +58,8 @@ fn reduce_lanes(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     f(two[0], two[1])
 }
 
-/// Returns Σ f(values of `rows` at i) in lane order; all rows have one length. Whole chunks let the
-/// compiler keep lanes in vectors.
+/// Returns Σ_i f(values of `rows` at i), added in lane order. All rows must have the same length. Values are
+/// processed in whole chunks, so that the compiler keeps lanes in vectors.
 #[inline(always)]
 pub fn sum_lanes<const N: usize>(rows: [&[f32]; N], f: impl Fn([f32; N]) -> f32) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -84,7 +89,7 @@ pub fn add(a: &[f32], b: &[f32], out: &mut [f32]) {
     out.iter_mut().zip(a).zip(b).for_each(|((out, a), b)| *out = a + b);
 }
 
-/// Returns the largest value of a row; −∞ for an empty one.
+/// Returns the largest value of a row; −∞ for an empty row.
 #[inline(always)]
 pub fn max_lanes(row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -97,8 +102,8 @@ pub fn max_lanes(row: &[f32]) -> f32 {
     reduce_lanes(lanes, larger)
 }
 
-/// Multiplies `row` by `factor` in place and returns the maximum. One pass, because a row of logits does not
-/// fit in the cache.
+/// Multiplies `row` by `factor` in place and returns the maximum. A single pass does both, because a row of
+/// logits does not fit in the cache.
 #[inline(always)]
 pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
     if factor == 1.0 {
@@ -116,7 +121,7 @@ pub fn scale_and_max(row: &mut [f32], factor: f32) -> f32 {
     reduce_lanes(lanes, larger)
 }
 
-/// Raises each lane to its value in `chunk` if that is larger. `chunk` has at most [`LANES`] values.
+/// Sets each lane to the maximum of the lane and the value in `chunk`. `chunk` has at most [`LANES`] values.
 #[inline(always)]
 fn raise(lanes: &mut [f32; LANES], chunk: &[f32]) {
     for (lane, &x) in lanes.iter_mut().zip(chunk) {

@@ -1,13 +1,13 @@
-//! Tensor operations: one op per file, its formula in the doc, forward and backward together.
+//! Tensor operations. Each op is one file with its formula, its forward pass and its backward pass.
 //!
-//! Every forward is batch-invariant: **a row of the result has the same bits whatever else is in the
-//! batch**, on any number of threads. The order of a sum depends on the row alone. Backward passes add in a
-//! fixed order too, so two runs give the same gradients. These letters give shapes:
-//! `T` tokens, `H` hidden size, `N` query heads, `M` key-value heads, `D` head size, `E` experts, `K` experts
-//! per token, `I` intermediate size, `V` vocabulary.
+//! Forward passes are batch-invariant: **a row of the result has the same bits in every batch** and with any
+//! number of threads. The order of the sums of a row depends only on the row. Backward passes also add in a
+//! fixed order, so two runs give the same gradients. Shapes use these letters: `T` tokens, `H` hidden size,
+//! `N` query heads, `M` key-value heads, `D` head size, `E` experts, `K` experts per token, `I` intermediate
+//! size, `V` vocabulary, `R` rows.
 
 pub mod adamw_8bit;
-// Plain Rust in every build, for the tests; only GPU code uses it.
+// Plain Rust in every build, so that tests can use it. Otherwise only GPU code uses it.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod argument;
 pub mod buffer;
@@ -30,7 +30,7 @@ pub mod optimizer;
 pub mod packed_weights;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod skinny_gemm;
-// Plain Rust in every build, for the tests; only GPU code uses it.
+// Plain Rust in every build, so that tests can use it. Otherwise only GPU code uses it.
 pub mod device_copies;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod page_allocator;

@@ -1,18 +1,18 @@
 //! MXFP4: blocks of 32 four-bit values that share a power-of-two scale (OCP Microscaling Formats 1.0).
 //!
-//! A block is 16 bytes, the earlier value of each pair in the **low** nibble. A nibble is a sign bit over
-//! an index into [`MAGNITUDES`]; scale byte e means 2^(e − 127), and 255 is NaN.
+//! A block has 16 bytes. Each byte holds two values, the first in the **low** nibble. A nibble is a sign bit
+//! followed by an index into [`MAGNITUDES`]. Scale byte e means 2^(e − 127), except that 255 means NaN.
 
 use rayon::prelude::*;
 
 /// Values per block.
 pub const BLOCK: usize = 32;
-/// Magnitudes by the nibble's low three bits (E2M1).
+/// The magnitudes, indexed by the low three bits of a nibble (E2M1).
 pub const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 const SCALE_BIAS: i32 = 127;
 const SCALE_EXPONENT_MAX: i32 = 254 - SCALE_BIAS;
 
-/// Returns the value of a scale byte, exact in f32 (2^-127 is subnormal).
+/// Returns the value of a scale byte. It is exact in f32, where 2^-127 is subnormal.
 pub fn scale(byte: u8) -> f32 {
     match byte {
         0 => f32::from_bits(1 << 22),
@@ -26,7 +26,8 @@ fn decode_nibble(nibble: u8) -> f32 {
     if nibble & 8 == 0 { magnitude } else { -magnitude }
 }
 
-/// Decodes a block's 32 values. Exact, except that values of 2^128 and above become infinite.
+/// Decodes the 32 values of a block. The values are exact, except that values of 2^128 and above become
+/// infinite.
 pub fn decode_block(bytes: &[u8; BLOCK / 2], scale_byte: u8) -> [f32; BLOCK] {
     let scale = scale(scale_byte);
     let mut values = [0.0; BLOCK];
@@ -37,10 +38,11 @@ pub fn decode_block(bytes: &[u8; BLOCK / 2], scale_byte: u8) -> [f32; BLOCK] {
     values
 }
 
-/// Encodes 32 finite values as the nearest block: (bytes, scale byte).
+/// Encodes 32 finite values as the nearest block. Returns the bytes and the scale byte.
 ///
-/// The scale is the smallest power of two at which no value exceeds the largest magnitude, 6. Values then
-/// round to nearest, ties to the even index. Values of a decoded MXFP4 block stay bit-exact.
+/// The scale is the smallest power of two at which no scaled value exceeds 6, the largest magnitude. Values
+/// are rounded to the nearest magnitude, ties to the even index. Values of a decoded MXFP4 block keep their
+/// bits.
 pub fn encode_block(values: &[f32; BLOCK]) -> ([u8; BLOCK / 2], u8) {
     let largest = values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
     let scale_byte = (scale_exponent(largest) + SCALE_BIAS) as u8;
@@ -57,9 +59,9 @@ pub fn encode_block(values: &[f32; BLOCK]) -> ([u8; BLOCK / 2], u8) {
     (bytes, scale_byte)
 }
 
-/// Returns the smallest s in the format's range with `largest` <= 6 · 2^s.
+/// Returns the smallest exponent s in the range of the format with `largest` <= 6 · 2^s.
 fn scale_exponent(largest: f32) -> i32 {
-    // In f64 no f32 is subnormal: largest = m · 2^exponent with 1 <= m < 2; 6 is 1.5 · 2^2.
+    // No f32 value is subnormal in f64, so largest = m · 2^exponent with 1 <= m < 2. 6 is 1.5 · 2^2.
     let bits = f64::from(largest).to_bits();
     let exponent = (bits >> 52) as i32 - 1023;
     let mantissa_exceeds_1_5 = bits & ((1 << 52) - 1) > 1 << 51;
@@ -68,15 +70,17 @@ fn scale_exponent(largest: f32) -> i32 {
 
 /// Returns the index of the magnitude nearest to `value`, ties to the even index.
 fn nearest_index(value: f64) -> u8 {
-    // Midpoints of neighbouring magnitudes. True: the midpoint belongs to the lower, even index.
+    // Midpoints between neighbouring magnitudes, and whether the midpoint itself belongs to the lower index,
+    // which is then even.
     const MIDPOINTS: [(f64, bool); 7] =
         [(0.25, true), (0.75, false), (1.25, true), (1.75, false), (2.5, true), (3.5, false), (5.0, true)];
     MIDPOINTS.iter().filter(|&&(mid, closed)| value > mid || (value == mid && !closed)).count() as u8
 }
 
-/// Decodes rows of blocks to expert matrices.
+/// Decodes the rows of expert matrices from blocks and scales.
 ///
-/// `blocks` [E, out, in/32, 16] and `scales` [E, out, in/32], both row-major, give [E, in, out] row-major.
+/// `blocks` is [E, out, in/32, 16] and `scales` is [E, out, in/32], both row-major. The result is [E, in,
+/// out], row-major.
 pub fn decode(blocks: &[u8], scales: &[u8], [experts, input, output]: [usize; 3]) -> Vec<f32> {
     let mut values = vec![0.0; experts * input * output];
     let blocks_a_row = input / BLOCK;
@@ -96,8 +100,8 @@ pub fn decode(blocks: &[u8], scales: &[u8], [experts, input, output]: [usize; 3]
     values
 }
 
-/// Encodes expert matrices [E, in, out] as (blocks, scales): the layout of [`decode`], the rounding of
-/// [`encode_block`].
+/// Encodes expert matrices [E, in, out]. Returns blocks and scales in the layout that [`decode`] reads,
+/// rounded as in [`encode_block`].
 pub fn encode(values: &[f32], [experts, input, output]: [usize; 3]) -> (Vec<u8>, Vec<u8>) {
     let blocks_a_row = input / BLOCK;
     let count = experts * output * blocks_a_row;

@@ -1,11 +1,11 @@
-//! The trait of an op with gradients: its forward on a CPU and on a GPU, and its backward.
+//! The trait of differentiable ops: the forward pass on a CPU and on a GPU, and the backward pass.
 
 use super::cpu::Element;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
 };
 
-/// A tensor in host memory, as an argument of a forward.
+/// A tensor in host memory, as an argument of a forward pass.
 #[derive(Clone, Copy)]
 pub struct HostArgument<'a> {
     storage: &'a CpuStorage,
@@ -13,23 +13,23 @@ pub struct HostArgument<'a> {
 }
 
 impl<'a> HostArgument<'a> {
-    /// Returns its shape.
+    /// Returns the shape of the tensor.
     pub fn shape(&self) -> &'a Shape {
         self.layout.shape()
     }
 
-    /// Returns its values.
+    /// Returns the values of the tensor.
     ///
     /// # Errors
-    /// When they are not contiguous or not f32.
+    /// When the values are not contiguous or not f32.
     pub fn values(&self) -> Result<&'a [f32]> {
         self.elements()
     }
 
-    /// Returns its ids.
+    /// Returns the ids in the tensor.
     ///
     /// # Errors
-    /// When they are not contiguous or not u32.
+    /// When the ids are not contiguous or not u32.
     pub fn ids(&self) -> Result<&'a [u32]> {
         self.elements()
     }
@@ -48,48 +48,49 @@ impl<'a> HostArgument<'a> {
     }
 }
 
-/// A tensor in GPU memory, as an argument of a forward.
+/// A tensor in GPU memory, as an argument of a forward pass.
 pub type DeviceArgument<'a> = (&'a CudaStorage, &'a Layout);
 
-/// An op of `N` tensors, 1 to 3.
+/// A differentiable op with `N` input tensors. `N` is 1, 2 or 3.
 pub trait Operation<const N: usize>: Send + Sync + 'static {
-    /// Its name in messages.
+    /// The name of the op in messages.
     const NAME: &'static str;
 
     /// Computes the result on a CPU.
     ///
     /// # Errors
-    /// When the types or shapes of `inputs` are not the op's.
+    /// When the op does not support the types or shapes of `inputs`.
     fn cpu(&self, inputs: [HostArgument; N]) -> Result<(CpuStorage, Shape)>;
 
     /// Computes the result on a GPU.
     ///
     /// # Errors
-    /// When the types, shapes or layouts of `inputs` are not the kernels'; when the op has no GPU forward.
+    /// When the kernels do not support the types, shapes or layouts of `inputs`, or when the op has no
+    /// forward pass on a GPU.
     fn cuda(&self, _: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
         bail!("no cuda implementation for {}", Self::NAME)
     }
 
-    /// Computes the gradients of `inputs` from `gradient`, the contiguous gradient of `output`. `None`
-    /// means that the graph gets no gradient for that input.
+    /// Computes the gradients of `inputs` from `gradient`, the contiguous gradient of `output`. `None` means
+    /// that the graph gets no gradient for the input.
     ///
     /// # Errors
-    /// When the op has no backward.
+    /// When the op has no backward pass.
     fn backward(&self, _: [&Tensor; N], _output: &Tensor, _gradient: &Tensor) -> Result<[Option<Tensor>; N]> {
         bail!("no gradient of {}", Self::NAME)
     }
 }
 
-/// An operation wrapped for candle's graph.
+/// An [`Operation`] wrapped as an op of candle's graph.
 pub(super) struct CandleOp<O, const N: usize>(pub O);
 
-/// Converts an array to one of `N` values; fails if the lengths differ.
-fn exactly<T, const N: usize, const M: usize>(given: [T; M]) -> Result<[T; N]> {
+/// Converts an array of `M` values to an array of `N` values. Fails if the lengths differ.
+fn into_array<T, const N: usize, const M: usize>(given: [T; M]) -> Result<[T; N]> {
     <[T; N]>::try_from(Vec::from(given))
         .or_else(|given| bail!("an op of {N} tensors is given {}", given.len()))
 }
 
-/// Returns the gradients of `N` inputs when the graph gets only the first one's.
+/// Returns the gradients of `N` inputs of which only the first has a gradient in the graph.
 pub fn first_input_gradient<const N: usize>(first: Option<Tensor>) -> [Option<Tensor>; N] {
     let mut gradients = [const { None }; N];
     gradients[0] = first;
@@ -98,11 +99,11 @@ pub fn first_input_gradient<const N: usize>(first: Option<Tensor>) -> [Option<Te
 
 impl<O: Operation<N>, const N: usize> CandleOp<O, N> {
     fn cpu<const M: usize>(&self, inputs: [(&CpuStorage, &Layout); M]) -> Result<(CpuStorage, Shape)> {
-        self.0.cpu(exactly(inputs.map(|(storage, layout)| HostArgument { storage, layout }))?)
+        self.0.cpu(into_array(inputs.map(|(storage, layout)| HostArgument { storage, layout }))?)
     }
 
     fn cuda<const M: usize>(&self, inputs: [DeviceArgument; M]) -> Result<(CudaStorage, Shape)> {
-        self.0.cuda(exactly(inputs)?)
+        self.0.cuda(into_array(inputs)?)
     }
 
     pub(super) fn backward<const M: usize>(
@@ -111,7 +112,7 @@ impl<O: Operation<N>, const N: usize> CandleOp<O, N> {
         output: &Tensor,
         gradient: &Tensor,
     ) -> Result<[Option<Tensor>; M]> {
-        exactly(self.0.backward(exactly(inputs)?, output, &gradient.contiguous()?)?)
+        into_array(self.0.backward(into_array(inputs)?, output, &gradient.contiguous()?)?)
     }
 }
 

@@ -1,6 +1,6 @@
-//! Elementwise in-place updates of weights: AdamW and SGD, and the gradient's norm and scaling before them.
-//! [`super::adamw_8bit`] is AdamW with 8-bit moments. A GPU gives the same values to the bit, except that
-//! the norm's sum has its own order.
+//! Updates of weights, in place and elementwise: AdamW and SGD. Also the norm and the scaling of gradients,
+//! which come before an update. [`super::adamw_8bit`] is AdamW with 8-bit moments. A GPU gives the same bits
+//! as a CPU, except for the norm, whose sum has another order.
 
 use super::cpu::{edit, host_values, should_parallelize};
 use super::cuda;
@@ -13,7 +13,8 @@ use rayon::prelude::*;
 pub struct AdamW {
     /// `1 − lr · λ`.
     pub shrink: f32,
-    /// `1 − β₁`, computed in f64: `1 − β₂` from an f32 β₂ = 0.999 would be off by 1e-5.
+    /// `1 − β₁`. It is computed in f64, because `1 − β₂` of an f32 β₂ = 0.999 would have a relative error of
+    /// 1e-5.
     pub one_minus_beta1: f32,
     pub beta2: f32,
     /// `1 − β₂`.
@@ -25,11 +26,11 @@ pub struct AdamW {
     pub eps: f32,
 }
 
-/// Values of a tensor that one thread updates at a time.
+/// Number of values of a tensor that one task updates.
 pub(super) const CHUNK_VALUES: usize = 1 << 14;
 
-/// AdamW (Loshchilov, Hutter 2019): `w ← w (1 − lr λ)`, `m ← β₁m + (1−β₁)g`, `v ← β₂v + (1−β₂)g²`,
-/// `w ← w − lr/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε)`. All four have one shape.
+/// Updates weights by AdamW (Loshchilov, Hutter 2019): `w ← w (1 − lr λ)`, `m ← β₁m + (1−β₁)g`, `v ← β₂v +
+/// (1−β₂)g²`, `w ← w − lr/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε)`. All four tensors have the same shape.
 ///
 /// # Errors
 /// When shapes differ.
@@ -65,7 +66,7 @@ fn apply_adamw(step: &AdamW, w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f
 }
 
 impl AdamW {
-    /// Updates `w` and its moments `m` and `v` once.
+    /// Performs one update of `w` and its moments `m` and `v`, given the gradient `g`.
     #[inline(always)]
     pub(super) fn apply(&self, w: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
         for ((w, (m, v)), &g) in w.iter_mut().zip(m.iter_mut().zip(v)).zip(g) {
@@ -76,8 +77,8 @@ impl AdamW {
     }
 }
 
-/// Performs SGD: `w ← w · shrink − rate · g`. The last product and the subtraction are one fused operation,
-/// which gives PyTorch's bits.
+/// Updates weights by SGD: `w ← w · shrink − rate · g`. The last product and the subtraction are one fused
+/// operation, which gives the bits of PyTorch.
 ///
 /// # Errors
 /// When shapes differ.
@@ -100,8 +101,8 @@ fn descend(weights: &mut [f32], gradient: &[f32], shrink: f32, rate: f32) {
     }
 }
 
-/// Updates the momentum buffer: `b ← momentum · b + g`, as in PyTorch. [`sgd`] then uses `b` in place of
-/// the gradient. From zeros, the first value is `g`.
+/// Updates the momentum buffer: `b ← momentum · b + g`, as in PyTorch. [`sgd`] then uses `b` instead of the
+/// gradient. If the buffer starts with zeros, its first value is `g`.
 ///
 /// # Errors
 /// When shapes differ.
@@ -117,8 +118,8 @@ pub fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Res
     })
 }
 
-/// Computes `w ← bf16(x)`, stored as f32 on a CPU and as bf16 on a GPU. `x` are the master weights, `w` the
-/// weights of the forward.
+/// Computes `w ← bf16(x)`. `x` are the master weights, and `w` the weights of the forward pass. They are
+/// stored as f32 on a CPU and as bf16 on a GPU.
 ///
 /// # Errors
 /// When shapes differ.
@@ -134,7 +135,8 @@ pub fn round_to_bf16(weights: &Tensor, x: &Tensor) -> Result<()> {
     })
 }
 
-/// Returns `Σ x²` in f64, in the order of the elements. On a GPU the order depends on their number alone.
+/// Returns `Σ x²` in f64, added in the order of the elements. On a GPU the order depends only on the number
+/// of elements.
 ///
 /// # Errors
 /// When `x` cannot be read.
@@ -145,7 +147,7 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     Ok(host_values(x)?.iter().map(|&x| f64::from(x) * f64::from(x)).sum())
 }
 
-/// Computes `x ← factor · x`. A factor of 0 also clears NaN and infinite values.
+/// Computes `x ← factor · x`. A factor of 0 also sets NaN and infinite values to 0.
 ///
 /// # Errors
 /// When `x` cannot be changed.

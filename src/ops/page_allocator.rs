@@ -1,26 +1,27 @@
-//! Page allocation of a device's key-value cache: which page belongs to which sequence. Host code only.
+//! Allocation of the pages of a key-value cache on a device. It records which page belongs to which sequence.
+//! The module has only host code.
 //!
-//! A page holds the keys and values of 64 consecutive positions, the blocks that the attention kernels
-//! read. Cloned sequences share pages. A shared page is copied before it is written, and freed when no
-//! sequence holds it.
+//! A page holds the keys and values of 64 consecutive positions, the block size of the attention kernels.
+//! Cloned sequences share pages. A shared page is copied before it is written. A page is freed when no
+//! sequence has it.
 
 use super::sink_attention::kernels::BLOCK_KEYS;
 use candle_core::{Result, bail};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Positions per page.
+/// Number of positions per page.
 pub const PAGE_POSITIONS: usize = BLOCK_KEYS;
 
-/// The pages of one cache.
+/// The allocator of the pages of one cache.
 #[derive(Debug)]
 pub struct PageAllocator {
-    /// Free pages; allocation takes the last.
+    /// The free pages. Allocation takes the last page.
     free: Mutex<Vec<u32>>,
     total: usize,
 }
 
-/// A page in use.
+/// A page in use. Dropping it frees the page.
 #[derive(Debug)]
 struct Page {
     index: u32,
@@ -33,35 +34,36 @@ impl Drop for Page {
     }
 }
 
-/// One sequence's pages, in the order of its positions. Cloning shares them.
+/// The pages of one sequence, in the order of positions. Clones share pages.
 #[derive(Debug, Clone, Default)]
 pub struct PagedSequence {
-    /// `None` for positions that no query can see any more.
+    /// `None` for a page that was freed, because its positions are outside the window of every later query.
     pages: Vec<Option<Arc<Page>>>,
     len: usize,
 }
 
-/// `rows` consecutive new tokens of one page.
+/// Consecutive new tokens in one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageSpan {
-    /// Index of the first one among all new tokens.
+    /// Index of the first token among all new tokens.
     pub token: usize,
-    /// Its row in the cache: page · 64 + index in the page.
+    /// The row of the first token in the cache, which is page · 64 + index in the page.
     pub row: usize,
-    /// Number of tokens.
+    /// Number of tokens of the span.
     pub rows: usize,
 }
 
-/// Rows of a shared page to copy, for the sequence that is about to write there.
+/// A copy of rows of a shared page, for a sequence that is about to write to this page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopiedRows {
-    /// First row in the cache, and its destination.
+    /// The first row in the cache. `to` is the destination of this row.
     pub from: usize,
     pub to: usize,
     pub rows: usize,
 }
 
-/// Changes to the cache for new tokens: first the copies in order, then the runs.
+/// Changes to the cache for new tokens. First the copies are made, in order. Then the new tokens are written
+/// to the spans in `runs`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct CacheUpdate {
     pub copies: Vec<CopiedRows>,
@@ -69,18 +71,18 @@ pub struct CacheUpdate {
 }
 
 impl PageAllocator {
-    /// Returns `total` free pages.
+    /// Returns an allocator with `total` free pages.
     pub fn new(total: usize) -> Arc<Self> {
         Arc::new(Self { free: Mutex::new((0..total as u32).rev().collect()), total })
     }
 
-    /// Returns the number of pages that belong to no sequence.
+    /// Returns the number of free pages.
     pub fn free_pages(&self) -> usize {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Returns a sequence of `len` positions with arbitrary contents, without the pages that `window`
-    /// hides. For timings.
+    /// Returns a sequence of `len` positions with arbitrary contents, for timings. Pages outside `window` are
+    /// not allocated.
     ///
     /// # Errors
     /// When there are too few free pages.
@@ -94,11 +96,11 @@ impl PageAllocator {
         Ok(PagedSequence { pages: (0..hidden).map(|_| None).chain(own).collect(), len })
     }
 
-    /// Allocates pages for `counts[i]` new tokens at the end of `sequences[i]`, for all sequences or for
-    /// none. Returns where the new tokens' keys and values go.
+    /// Allocates pages for `counts[i]` new tokens at the end of `sequences[i]`. Allocates either for all
+    /// sequences or for none. Returns the rows of the cache for the keys and values of the new tokens.
     ///
     /// # Errors
-    /// When there are too few free pages; nothing has changed then.
+    /// When there are too few free pages. Nothing is changed then.
     pub fn extend(
         self: &Arc<Self>,
         sequences: &mut [&mut PagedSequence],
@@ -109,16 +111,16 @@ impl PageAllocator {
             bail!("key-value cache: {a} counts for {b} sequences; give one count per sequence");
         }
         let mut taken = self.take(pages_needed(sequences, counts), counts)?.into_iter();
-        let mut growth = CacheUpdate::default();
+        let mut update = CacheUpdate::default();
         let mut token = 0;
         for (sequence, &count) in sequences.iter_mut().zip(counts) {
-            // Always succeeds: the pages were counted above.
+            // This always succeeds, because the pages were counted above.
             if let Some(last) = sequence.written_page(count).filter(|last| Arc::strong_count(last) > 1)
                 && let Some(own) = taken.next()
             {
                 let rows = sequence.len % PAGE_POSITIONS;
                 let (from, to) = (last.index as usize * PAGE_POSITIONS, own.index as usize * PAGE_POSITIONS);
-                growth.copies.push(CopiedRows { from, to, rows });
+                update.copies.push(CopiedRows { from, to, rows });
                 sequence.pages.pop();
                 sequence.pages.push(Some(Arc::new(own)));
             }
@@ -126,15 +128,15 @@ impl PageAllocator {
             let missing = end.div_ceil(PAGE_POSITIONS) - sequence.pages.len();
             sequence.pages.extend(taken.by_ref().take(missing).map(|page| Some(Arc::new(page))));
             while sequence.len < end {
-                let place = sequence.len % PAGE_POSITIONS;
-                let rows = (PAGE_POSITIONS - place).min(end - sequence.len);
-                let row = sequence.index(sequence.len / PAGE_POSITIONS) * PAGE_POSITIONS + place;
-                growth.runs.push(PageSpan { token, row, rows });
+                let offset = sequence.len % PAGE_POSITIONS;
+                let rows = (PAGE_POSITIONS - offset).min(end - sequence.len);
+                let row = sequence.index(sequence.len / PAGE_POSITIONS) * PAGE_POSITIONS + offset;
+                update.runs.push(PageSpan { token, row, rows });
                 sequence.len += rows;
                 token += rows;
             }
         }
-        Ok(growth)
+        Ok(update)
     }
 
     fn take(self: &Arc<Self>, needed: usize, counts: &[usize]) -> Result<Vec<Page>> {
@@ -155,9 +157,10 @@ impl PageAllocator {
     }
 }
 
-/// Counts the pages needed for `counts[i]` new tokens of `sequences[i]`, copies of shared ones included.
+/// Returns the number of pages for `counts[i]` new tokens of `sequences[i]`, copies of shared pages included.
 fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
-    // The number of sequences about to write each page; the last sequence that shares it keeps it.
+    // The number of sequences that will write to each page, and the number that share it. The last sequence
+    // that shares a page writes to it without a copy.
     let mut written: HashMap<*const Page, (usize, usize)> = HashMap::new();
     let mut needed = 0;
     for (sequence, &count) in sequences.iter().zip(counts) {
@@ -175,30 +178,31 @@ impl PagedSequence {
         self.len
     }
 
-    /// Returns true when it holds no position.
+    /// Returns whether the sequence has no positions.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Frees pages that no query at or after `position` can see through `window`.
+    /// Frees pages whose keys are outside the `window` of every query at or after `position`.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         let first_seen = (position + 1).saturating_sub(window) / PAGE_POSITIONS;
         self.pages.iter_mut().take(first_seen).for_each(|page| *page = None);
     }
 
-    /// Returns the partly filled page that the next `count` tokens would write into, if there is one.
+    /// Returns the partly filled page into which the next `count` tokens would be written, if there is one.
     fn written_page(&self, count: usize) -> Option<&Arc<Page>> {
         if count == 0 || self.len.is_multiple_of(PAGE_POSITIONS) { None } else { self.pages.last()?.as_ref() }
     }
 
-    /// Returns the index of page `page` in the cache; 0 for a freed one, which nothing reads.
+    /// Returns the index in the cache of the page with index `page` in the sequence. For a freed page, which
+    /// no kernel reads, returns 0.
     fn index(&self, page: usize) -> usize {
         self.pages.get(page).and_then(Option::as_ref).map_or(0, |page| page.index as usize)
     }
 }
 
-/// Returns the kernels' `page_table`, `[sequences, pages_max]`, and `pages_max`, at least `width`. Entries
-/// past a sequence's end and of freed pages are 0.
+/// Returns the `page_table` of the kernels, `[sequences, pages_max]`, and `pages_max`, which is at least
+/// `width`. Entries of freed pages and past the end of a sequence are 0.
 pub fn page_table(sequences: &[&mut PagedSequence], width: usize) -> (Vec<i32>, usize) {
     let pages_max = sequences.iter().map(|s| s.pages.len()).max().unwrap_or(0).max(width);
     let row = |sequence: &&mut PagedSequence| -> Vec<i32> {
@@ -220,9 +224,9 @@ mod tests {
         sequences: &mut [&mut PagedSequence],
         counts: &[usize],
     ) -> Vec<PageSpan> {
-        let growth = pages.extend(sequences, counts).unwrap();
-        assert_eq!(growth.copies, []);
-        growth.runs
+        let update = pages.extend(sequences, counts).unwrap();
+        assert_eq!(update.copies, []);
+        update.runs
     }
 
     #[test]
@@ -275,10 +279,10 @@ mod tests {
         let (mut a, mut b) = (prompt.clone(), prompt.clone());
         assert_eq!(pages.free_pages(), 3, "clones take nothing");
         // The prompt itself is kept, so both copy its six rows of the second page.
-        let growth = pages.extend(&mut [&mut a, &mut b], &[1, 2]).unwrap();
+        let update = pages.extend(&mut [&mut a, &mut b], &[1, 2]).unwrap();
         let copy = |to| CopiedRows { from: 64, to, rows: 6 };
-        assert_eq!(growth.copies, [copy(128), copy(192)]);
-        assert_eq!(growth.runs, [run(0, 134, 1), run(1, 198, 2)]);
+        assert_eq!(update.copies, [copy(128), copy(192)]);
+        assert_eq!(update.runs, [run(0, 134, 1), run(1, 198, 2)]);
         assert_eq!(page_table(&[&mut prompt, &mut a, &mut b], 0), (vec![0, 1, 0, 2, 0, 3], 2));
         assert_eq!(runs(&pages, &mut [&mut a], &[1]), [run(0, 135, 1)], "its own now");
         drop((a, b));
@@ -288,8 +292,8 @@ mod tests {
         let mut only = prompt.clone();
         let error = PageAllocator::new(0).extend(&mut [&mut only], &[1]).unwrap_err().to_string();
         assert!(error.contains("need 1 more pages"), "{error}");
-        let growth = pages.extend(&mut [&mut prompt, &mut only], &[1, 1]).unwrap();
-        assert_eq!((growth.copies.len(), growth.runs[1].row, pages.free_pages()), (1, 70, 2));
+        let update = pages.extend(&mut [&mut prompt, &mut only], &[1, 1]).unwrap();
+        assert_eq!((update.copies.len(), update.runs[1].row, pages.free_pages()), (1, 70, 2));
     }
 
     #[test]

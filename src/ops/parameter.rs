@@ -1,7 +1,8 @@
-//! A model's tensor as an argument of ops: its values, and the sink of its gradient if it is trainable.
+//! A tensor of a model as an argument of ops: its values and, if it is trainable, the sink of its gradient.
 //!
-//! An op's backward adds a parameter's gradient to the sink's buffer in place; the graph gets none. A new
-//! tensor of the parameter's size per micro-batch would cost more than the addition.
+//! The backward pass of an op adds the gradient of a parameter to the buffer of the sink, in place. The graph
+//! gets no gradient of the parameter, because a new tensor of its size per micro-batch would cost more than
+//! the addition.
 
 use super::cpu::{add_values, host_values};
 use super::cuda::{add_tensor, copy_argument};
@@ -11,16 +12,17 @@ use super::product::Precision;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor};
 use std::sync::Arc;
 
-/// Receives the gradients of one pass.
+/// A receiver of the gradients of one pass.
 pub trait GradientSink: Send + Sync {
-    /// Waits for this pass's turn, then calls `add` with the gradient buffer of `parameter` (same shape).
+    /// Waits until it is the turn of this pass. Then calls `add` with the gradient buffer of `parameter`,
+    /// which has the shape of the parameter.
     ///
     /// # Errors
-    /// Those of `add`, or when an earlier pass failed.
+    /// Errors of `add`, and when an earlier pass failed.
     fn add(&self, parameter: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()>;
 }
 
-/// A tensor's values, the sink of its gradient, and the precision of its products on a CPU.
+/// The values of a tensor, the sink of its gradient, and the precision of matrix products by it on a CPU.
 #[derive(Clone)]
 pub struct Parameter {
     values: Tensor,
@@ -28,7 +30,7 @@ pub struct Parameter {
     precision: Precision,
 }
 
-/// The sink of one parameter's gradient.
+/// The sink of the gradient of one parameter.
 #[derive(Clone)]
 pub(super) struct GradientTarget {
     sink: Arc<dyn GradientSink>,
@@ -41,12 +43,13 @@ impl Parameter {
         Self { values: values.detach(), gradient: None, precision: Precision::F32 }
     }
 
-    /// Returns a variable of the parameter store: training may change it, but it has no sink yet.
+    /// Returns a parameter that training may change, but that has no gradient sink yet. The parameter store
+    /// has such parameters.
     pub fn variable(variable: &Tensor) -> Self {
         Self { values: variable.clone(), gradient: None, precision: Precision::F32 }
     }
 
-    /// Returns a variable whose gradient goes to buffer `parameter` of `sink`.
+    /// Returns a parameter whose gradient goes to buffer `parameter` of `sink`.
     pub fn with_gradient_sink(variable: &Tensor, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
         Self::variable(variable).with_gradient(sink, parameter)
     }
@@ -56,62 +59,62 @@ impl Parameter {
         Self::constant(&self.values).with_precision(self.precision)
     }
 
-    /// Returns a parameter with these values and this precision, without a gradient.
+    /// Returns a parameter with `values` and the precision of this one, without a gradient.
     pub fn with_values(&self, values: &Tensor) -> Self {
         Self::constant(values).with_precision(self.precision)
     }
 
-    /// Returns the variable with its gradient going to buffer `parameter` of `sink`.
+    /// Returns the parameter with its gradient going to buffer `parameter` of `sink`.
     pub fn with_gradient(&self, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
         Self { gradient: Some(GradientTarget { sink, parameter }), ..self.clone() }
     }
 
-    /// Sets the precision of its products on a CPU.
+    /// Sets the precision of matrix products by this parameter on a CPU.
     pub fn with_precision(self, precision: Precision) -> Self {
         Self { precision, ..self }
     }
 
-    /// Returns the precision of its products on a CPU.
+    /// Returns the precision of matrix products by this parameter on a CPU.
     pub fn precision(&self) -> Precision {
         self.precision
     }
 
-    /// Returns the values; a variable if they are trainable, so that the graph records ops on them.
+    /// Returns the values. Trainable values are a variable, so that the graph records ops on them.
     pub fn values(&self) -> &Tensor {
         &self.values
     }
 
-    /// Returns the sink of its gradient, for an op to keep.
+    /// Returns the target of the gradient, which an op keeps for its backward pass.
     pub(super) fn gradient(&self) -> Option<GradientTarget> {
         self.gradient.clone()
     }
 
-    /// Returns the values as a tensor of the graph, for ops that take small parameters that way. The
-    /// gradient that reaches it is added to the parameter's. On a GPU both are f32.
+    /// Returns the values as a tensor of the graph, for ops whose small parameters are inputs. The gradient
+    /// of this tensor is added to the gradient of the parameter. On a GPU both are f32.
     ///
     /// # Errors
-    /// When the values are not contiguous, or a GPU does not support them.
+    /// When the values are not contiguous, or the GPU does not support their type.
     pub fn graph_tensor(&self) -> Result<Tensor> {
         match self.gradient() {
             None => Ok(self.values.clone()),
-            Some(gradient) => apply([&self.values], Leaf { gradient }),
+            Some(gradient) => apply([&self.values], ParameterLeaf { gradient }),
         }
     }
 }
 
 impl GradientTarget {
-    /// Calls `add` with the gradient buffer.
+    /// Calls `add` with the gradient buffer of the parameter.
     pub(super) fn add(&self, mut add: impl FnMut(&Tensor) -> Result<()>) -> Result<()> {
         self.sink.add(self.parameter, &mut add)
     }
 }
 
-/// The identity op, where a gradient leaves the graph.
-struct Leaf {
+/// The identity op, whose backward pass moves a gradient from the graph to a sink.
+struct ParameterLeaf {
     gradient: GradientTarget,
 }
 
-impl Operation<1> for Leaf {
+impl Operation<1> for ParameterLeaf {
     const NAME: &'static str = "parameter";
 
     fn cpu(&self, [x]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {

@@ -1,6 +1,7 @@
-//! Memory prefetch. The hardware prefetcher stops at the end of a page and restarts where a loop jumps.
+//! Memory prefetch. It helps where the hardware prefetcher stops: at the end of a page, and where a loop
+//! jumps.
 
-/// Prefetches the cache line of `from` into the L1 cache; any address is valid.
+/// Prefetches the cache line of `from` into the L1 cache. Any address is valid.
 #[inline(always)]
 pub(super) fn prefetch<T>(from: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -13,7 +14,7 @@ pub(super) fn prefetch<T>(from: *const T) {
     let _ = from;
 }
 
-/// Prefetches the cache line of `from` into the L2 cache, for data that is read after much other data.
+/// Prefetches the cache line of `from` into the L2 cache, for data that is used later.
 #[inline(always)]
 pub(super) fn prefetch_second<T>(from: *const T) {
     #[cfg(target_arch = "x86_64")]

@@ -1,27 +1,28 @@
 //! Batch-invariant matrix products.
 //!
 //! The `gemm` crate adds over k in one chain per element under three conditions. The weights are contiguous
-//! K×N. k is processed in chunks that fit the crate's own blocking. A single row does not take its
-//! matrix-vector path.
+//! K×N. k is processed in chunks that fit into the blocks of the crate. A single row does not use the
+//! matrix-vector path of the crate.
 //!
 //! So k is split into chunks of [`K_CHUNK`], one row is padded to two, and one column uses [`dot_column`].
-//! [`SkinnyGemm`] multiplies few rows and adds in the same chains. [`tiles`] does so too, for products by a
-//! large transposed matrix and for bf16 products of many rows. A row's result then depends on nothing but
-//! the row and the weights.
+//! [`SkinnyGemm`] multiplies few rows, and adds in the same chains. [`tiles`] also adds in these chains. It
+//! computes products by a large transposed matrix, and bf16 products of many rows. So the result of a row
+//! depends only on the row and the weights.
 
 use super::math::dot;
 use super::skinny_gemm::SkinnyGemm;
 use super::tiles;
 use gemm::Parallelism;
 
-/// Size of a chunk along k. The `gemm` crate's own chunks are at least as large, so it adds each of these
-/// chunks in one chain.
+/// Size of a chunk along k. The blocks of the `gemm` crate are at least as large, so the crate adds each
+/// chunk in one chain.
 pub(super) const K_CHUNK: usize = 512;
 
-/// Number of values from which the crate, which reads a transposed matrix by columns, is slower than tiles.
+/// Minimum number of values of a transposed matrix for which tiles are faster than the crate, which reads the
+/// matrix by columns.
 const TRANSPOSED_MIN: usize = 1 << 17;
 
-/// A matrix operand: values with a row and a column stride, in elements.
+/// A matrix operand: values with a row stride and a column stride, in elements.
 #[derive(Clone, Copy)]
 pub struct StridedMatrix<'a> {
     pub values: &'a [f32],
@@ -30,35 +31,37 @@ pub struct StridedMatrix<'a> {
 }
 
 impl<'a> StridedMatrix<'a> {
-    /// Contiguous rows of `width` values.
+    /// Returns a matrix of contiguous rows with `width` values.
     pub fn row_major(values: &'a [f32], width: usize) -> Self {
         Self { values, row_stride: width, column_stride: 1 }
     }
 
-    /// The transpose of contiguous rows of `width` values.
-    pub fn transposed(values: &'a [f32], width: usize) -> Self {
+    /// Returns the transpose of a matrix of contiguous rows with `width` values.
+    pub fn column_major(values: &'a [f32], width: usize) -> Self {
         Self { values, row_stride: 1, column_stride: width }
     }
 }
 
-/// The precision of a product. All products by one matrix use one precision, forward and backward.
+/// The precision of a product. All products by one matrix, in forward and backward passes, use the same
+/// precision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
-    /// f32; each product is rounded once with its sum.
+    /// f32. Each step is a fused multiply-add.
     #[default]
     F32,
-    /// Operands are rounded to bf16. The processor's dot product adds two neighbouring k at a time in f32.
+    /// Operands are rounded to bf16. Dot-product instructions of the processor add two neighbouring k per
+    /// step in f32.
     Bf16Dot,
 }
 
 impl Precision {
-    /// Returns true when this processor supports it.
+    /// Returns whether this processor supports the precision.
     pub fn is_supported(self) -> bool {
         self == Precision::F32 || tiles::has_bf16_dot()
     }
 }
 
-/// How a product is computed: its threads and its precision.
+/// The configuration of a product: its threads and its precision.
 #[derive(Clone, Copy)]
 pub struct GemmConfig {
     threads: GemmThreads,
@@ -66,23 +69,23 @@ pub struct GemmConfig {
 }
 
 impl From<GemmThreads> for GemmConfig {
-    /// Uses f32.
+    /// Returns the configuration with `threads` and precision f32.
     fn from(threads: GemmThreads) -> Self {
         Self { threads, precision: Precision::F32 }
     }
 }
 
-/// The threads that a product may use. The choice changes no bit.
+/// The threads that a product may use. They change no bit of the result.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum GemmThreads {
-    /// All threads of the current pool, if the work is large enough.
+    /// All threads of the current pool, if the product is large enough.
     Pool,
-    /// The calling thread only: other threads have their own products.
+    /// Only the calling thread, because other threads compute other products.
     CallingThread,
 }
 
 impl GemmThreads {
-    /// Adds a precision.
+    /// Returns the configuration with these threads and `precision`.
     pub fn with_precision(self, precision: Precision) -> GemmConfig {
         GemmConfig { threads: self, precision }
     }
@@ -97,10 +100,10 @@ impl GemmThreads {
     }
 }
 
-/// Computes `out[m, n] (+)= x[m, k] · w[k, n]` for the forward pass. Rows are contiguous; a row's bits do
-/// not depend on `m`.
+/// Computes `out[m, n] (+)= x[m, k] · w[k, n]` for the forward pass. Rows are contiguous. The bits of a row
+/// do not depend on `m`.
 ///
-/// With `accumulate` the product is added to the value of `out` (a bias, for example).
+/// If `accumulate` is true, the product is added to the values of `out`, for example to a bias.
 pub fn forward_product(
     config: impl Into<GemmConfig>,
     out: &mut [f32],
@@ -151,8 +154,9 @@ pub fn forward_product(
     }
 }
 
-/// Computes `out[m, n] (+)= a[m, k] · b[k, n]` with any strides, for backward passes. Rows need not be
-/// batch-invariant there. The bits are equal in every run and for every number of threads.
+/// Computes `out[m, n] (+)= a[m, k] · b[k, n]` with any strides, for backward passes. Rows are not
+/// batch-invariant, which backward passes do not need. The bits are equal in every run and for every number
+/// of threads.
 pub fn product(
     config: impl Into<GemmConfig>,
     out: &mut [f32],
@@ -178,7 +182,7 @@ pub fn product(
     assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
     let threads = threads.threads(m * n * k);
     let tiled = match precision {
-        // The crate has other bits for one row or column, and for chunks of one or two k.
+        // The crate gives other bits for a single row or column, and for chunks with one or two values of k.
         Precision::F32 => {
             let same_bits = m > 1 && n > 1 && !matches!(k % K_CHUNK, 1 | 2);
             b.row_stride == 1 && k * n >= TRANSPOSED_MIN && same_bits
@@ -192,8 +196,8 @@ pub fn product(
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     for start in (0..k).step_by(K_CHUNK) {
         let chunk = K_CHUNK.min(k - start);
-        // SAFETY: the operands' last elements were checked above against their slices, `out` is exactly
-        // m × n, and every offset below stays within those bounds.
+        // SAFETY: the last elements of the operands were checked above against their slices, `out` has
+        // exactly m × n values, and every offset below is within these bounds.
         unsafe {
             gemm::gemm(
                 m,
@@ -220,8 +224,8 @@ pub fn product(
     }
 }
 
-/// Computes `out[m, k] = dy[m, n] · wᵀ` for contiguous `w [k, n]`: the input gradient of a forward product
-/// by `w`.
+/// Computes `out[m, k] = dy[m, n] · wᵀ` for contiguous `w [k, n]`. This is the input gradient of a forward
+/// product by `w`.
 pub fn backward_product(
     config: impl Into<GemmConfig>,
     out: &mut [f32],
@@ -229,19 +233,27 @@ pub fn backward_product(
     w: &[f32],
     (m, n, k): (usize, usize, usize),
 ) {
-    product(config, out, StridedMatrix::row_major(dy, n), StridedMatrix::transposed(w, n), (m, n, k), false);
+    product(
+        config,
+        out,
+        StridedMatrix::row_major(dy, n),
+        StridedMatrix::column_major(w, n),
+        (m, n, k),
+        false,
+    );
 }
 
-/// The library's default product, to measure the cost of batch invariance. Compiled for benchmarks only.
+/// The default product of the `gemm` crate, to measure the cost of batch invariance. It is compiled for
+/// benchmarks only.
 #[cfg(feature = "bench")]
 pub mod library_default {
     use super::Parallelism;
     use std::sync::atomic::AtomicBool;
 
-    /// True makes every forward use [`product`].
+    /// Whether forward products use [`product`] of this module.
     pub static USE_LIBRARY_PRODUCT: AtomicBool = AtomicBool::new(false);
 
-    /// Multiplies the whole shape in one call of the library.
+    /// Computes the whole product in one call of the `gemm` crate.
     pub fn product(
         out: &mut [f32],
         x: &[f32],
@@ -249,11 +261,14 @@ pub mod library_default {
         (m, k, n): (usize, usize, usize),
         accumulate: bool,
     ) {
-        assert!(out.len() == m * n && x.len() == m * k && w.len() == k * n, "stock product: shapes");
+        assert!(
+            out.len() == m * n && x.len() == m * k && w.len() == k * n,
+            "library_default::product: shapes"
+        );
         let threads = rayon::current_num_threads();
         let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
         let (n_stride, k_stride) = (n as isize, k as isize);
-        // SAFETY: all three are contiguous rows of exactly these shapes.
+        // SAFETY: all three slices are contiguous rows with exactly these shapes.
         unsafe {
             gemm::gemm(
                 m,
@@ -280,7 +295,7 @@ pub mod library_default {
     }
 }
 
-/// Computes one output column: each row's dot product in lane order.
+/// Computes a product with one output column. The dot product of each row is added in lane order.
 fn dot_column(out: &mut [f32], x: &[f32], w: &[f32], k: usize, accumulate: bool) {
     for (o, row) in out.iter_mut().zip(x.chunks_exact(k.max(1))) {
         let dot = dot(row, w);

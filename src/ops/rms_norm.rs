@@ -1,6 +1,7 @@
 //! RMS normalisation: `y = x / √(mean(x²) + ε) · w` for each row of `x [T, H]`, `w [H]`.
 //!
-//! With `r = 1/√(mean(x²) + ε)` and `g = dy ∘ w`: `dx = r·g − x · r³ · (g·x)/H`, `dw = Σ_t dy_t ∘ x_t · r_t`.
+//! Backward pass, with `r = 1/√(mean(x²) + ε)` and `g = dy ∘ w`: `dx = r·g − x · r³ · (g·x)/H`, `dw = Σ_t
+//! dy_t ∘ x_t · r_t`.
 
 use super::buffer::{buffer, zeros};
 use super::cpu::{for_each_row, host_values};
@@ -11,11 +12,11 @@ use super::operation::{DeviceArgument, HostArgument, Operation};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
-/// Computes RMS normalisation, differentiable in both inputs. On a GPU `x` is bf16 and contiguous, `w` f32,
-/// `H` a multiple of 8.
+/// Computes RMS normalisation. Differentiable in both inputs. On a GPU `x` is bf16 and contiguous, `w` is
+/// f32, and `H` is a multiple of 8.
 ///
 /// # Errors
-/// When shapes disagree; on a GPU, when a type, layout or size is not supported.
+/// When shapes disagree. On a GPU also when a type, a layout or a size is not supported.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if weight.dims() != [x.dim(1)?] {
         bail!("rms_norm: x {:?}, weight {:?}", x.dims(), weight.dims());

@@ -1,8 +1,8 @@
-//! Rotary position embedding (RoPE), half-split. For `x = [a, b]` and one angle `θ` per pair: `[a cos θ − b
-//! sin θ, b cos θ + a sin θ]`.
+//! Rotary position embedding (RoPE), which pairs each value `a` of the first half of a head with the value
+//! `b` of the second half. A pair is rotated by an angle `θ`: `[a cos θ − b sin θ, b cos θ + a sin θ]`.
 //!
-//! The backward of a rotation is the rotation by `−θ`. YaRN scales cosine and sine by one factor. The
-//! tables contain it, so the backward has it too.
+//! The backward pass of a rotation is the rotation by `−θ`. YaRN multiplies cosine and sine by a factor. The
+//! tables contain the factor, so the backward pass applies it too.
 
 use super::buffer::buffer;
 use super::cpu::host_values;
@@ -14,7 +14,7 @@ use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 use std::sync::Arc;
 
-/// Cosines and sines of every position, `[positions][D/2]` each.
+/// The cosines and the sines of every position, `[positions][D/2]` each.
 #[derive(Debug)]
 pub struct RopeTable {
     half: usize,
@@ -25,10 +25,10 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// Returns the table of `positions` positions for `frequencies` (`D/2`, radians per position). Cosines
-    /// and sines are multiplied by `attention_factor` (1 for plain RoPE).
+    /// Returns the table of `positions` positions. `frequencies [D/2]` are in radians per position. Cosines
+    /// and sines are multiplied by `attention_factor`, which is 1 for plain RoPE.
     ///
-    /// Angles are rounded to f32 as in the reference implementation; cosine and sine are computed in f64.
+    /// Angles are rounded to f32, as in the reference implementation. Cosines and sines are computed in f64.
     pub fn new(frequencies: &[f32], positions: usize, attention_factor: f64) -> Self {
         let half = frequencies.len();
         let mut table = Self { half, cosines: vec![], sines: vec![], uploaded: DeviceCopies::default() };
@@ -53,7 +53,7 @@ impl RopeTable {
         self.half
     }
 
-    /// Returns cosines and sines on a device, `[2, positions, D/2]`; copied there once.
+    /// Returns the cosines and sines on a device, `[2, positions, D/2]`. They are copied to the device once.
     ///
     /// # Errors
     /// When the copy fails.
@@ -65,7 +65,8 @@ impl RopeTable {
         })
     }
 
-    /// Rotates the heads of one row, `[heads][D]`, at `position`; by the negative angle if `back`.
+    /// Rotates the heads of one row, `[heads][D]`, at `position`. If `back` is true, rotates by the negative
+    /// angle.
     #[inline(always)]
     fn rotate(&self, position: usize, x: &[f32], out: &mut [f32], back: bool) {
         let half = self.half;
@@ -84,7 +85,7 @@ impl RopeTable {
     }
 }
 
-/// The rotation of a batch: the shared table and each row's position.
+/// The rotation of a batch: the shared table, and the position of each row.
 #[derive(Debug, Clone)]
 pub struct Rotation {
     pub table: Arc<RopeTable>,
@@ -102,13 +103,13 @@ impl Rotation {
         Self { table, positions: Arc::new(positions), end, uploaded: Arc::default() }
     }
 
-    /// Uses `uploaded [T]` as the positions on a GPU.
+    /// Returns the rotation with `uploaded [T]` as its positions on a GPU.
     pub fn with_device_positions(self, uploaded: &Tensor) -> Result<Self> {
         self.uploaded.get_or_copy(uploaded.device(), || Ok(uploaded.clone()))?;
         Ok(self)
     }
 
-    /// Returns the positions on a device, `[T]`; copied there once, for all layers.
+    /// Returns the positions on a device, `[T]`. They are copied to the device once for all layers.
     ///
     /// # Errors
     /// When the copy fails.
@@ -118,16 +119,16 @@ impl Rotation {
             .get_or_copy(device, || Tensor::from_slice(&self.positions, self.positions.len(), device))
     }
 
-    /// Checks the number of rows, the head size and the positions.
+    /// Checks the number of rows and the head size of a tensor, and that the table has all positions.
     ///
     /// # Errors
-    /// When `rows` is not the number of positions, heads have another size, or a position is beyond the
-    /// table.
+    /// When `rows` differs from the number of positions, the head size differs from that of the table, or a
+    /// position is beyond the table.
     pub fn check(&self, rows: usize, head_dim: usize) -> Result<()> {
         let end = self.end;
         if self.positions.len() != rows || head_dim != 2 * self.table.half || end > self.table.positions() {
             bail!(
-                "rope: {rows} rows of {} positions up to {end}, head size {head_dim}; the table holds {} positions of {}",
+                "rope: {rows} rows for {} positions up to {end}, head size {head_dim}; the table has {} positions for head size {}",
                 self.positions.len(),
                 self.table.positions(),
                 2 * self.table.half
@@ -149,12 +150,12 @@ fn rotate_rows(rotation: &Rotation, x: &[f32], width: usize, stride: usize, out:
     }
 }
 
-/// Rotates queries: `x [T, N·D]` → `[T, N, D]`. On a GPU `x` is bf16 and contiguous, and `D` a multiple of
+/// Rotates queries: `x [T, N·D]` → `[T, N, D]`. On a GPU `x` is bf16 and contiguous, and `D` is a multiple of
 /// 16.
 ///
 /// # Errors
-/// When shapes disagree or a position is beyond the table; on a GPU, when a type, layout or size is not
-/// supported.
+/// When shapes disagree or a position is beyond the table. On a GPU also when a type, a layout or a size is
+/// not supported.
 pub fn rope(x: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let head_dim = width / heads;
@@ -169,7 +170,8 @@ pub fn rope(x: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
 
 struct RotateQueries {
     rotation: Rotation,
-    /// The output shape, returned directly: a reshape would be another node, whose gradient is copied.
+    /// The output shape. The op returns this shape directly, because a reshape would be another node, whose
+    /// gradient is copied.
     shape: (usize, usize, usize),
 }
 
@@ -199,12 +201,12 @@ impl Operation<1> for RotateQueries {
     }
 }
 
-/// Rotates keys and joins them with values: `k [T, M·D]`, `v [T, M·D]` → `[T, 2, M, D]`, the format of
-/// attention and its cache. GPU requirements as of [`rope`].
+/// Rotates keys and concatenates them with values: `k [T, M·D]`, `v [T, M·D]` → `[T, 2, M, D]`, the format of
+/// attention and its cache. Requirements on a GPU are those of [`rope`].
 ///
 /// # Errors
-/// When shapes disagree or a position is beyond the table; on a GPU, when a type, layout or size is not
-/// supported.
+/// When shapes disagree or a position is beyond the table. On a GPU also when a type, a layout or a size is
+/// not supported.
 pub fn rope_keys_with_values(k: &Tensor, v: &Tensor, heads: usize, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = k.dims2()?;
     rotation.check(rows, width / heads)?;

@@ -1,6 +1,6 @@
-//! Shorter mantissas, for an ablation: each value is rounded to `b` stored mantissa bits, ties to even.
+//! Rounding of mantissas, for an ablation. Each value is rounded to `b` stored mantissa bits, ties to even.
 //!
-//! 7 bits are bf16's, 3 those of FP8 E4M3; the exponent keeps f32's range. Not differentiable.
+//! bf16 has 7 stored mantissa bits, FP8 E4M3 has 3. The exponent keeps the range of f32. Not differentiable.
 
 use super::graph::apply_without_gradient;
 use super::operation::{HostArgument, Operation};

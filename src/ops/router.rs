@@ -1,7 +1,8 @@
-//! Top-k routing: the `K` largest of a token's `E` logits, and a softmax over them.
+//! Top-k routing: the experts with the `K` largest of the `E` logits of a token, and a softmax over these
+//! logits.
 //!
-//! `w_k = e^{z_{r_k}} / Σ_j e^{z_{r_j}}`. Backward: `dz_{r_k} = w_k (dw_k − Σ_j w_j dw_j)`, 0 for experts
-//! not chosen.
+//! `w_k = e^{z_{r_k}} / Σ_j e^{z_{r_j}}`. Backward pass: `dz_{r_k} = w_k (dw_k − Σ_j w_j dw_j)`, and 0 for
+//! experts that are not selected.
 
 use super::buffer::zeros;
 use super::cpu::{host_ids, host_values};
@@ -12,8 +13,8 @@ use super::operation::{DeviceArgument, HostArgument, Operation};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
-/// Returns the `K` experts of every token, u32 `[T, K]`, largest logit first; ties go to the lowest index.
-/// Not differentiable.
+/// Returns the `K` experts of every token, u32 `[T, K]`, in descending order of logits. Ties go to the lowest
+/// index. Not differentiable.
 ///
 /// # Errors
 /// When `logits` has fewer than `top_k` columns.
@@ -56,12 +57,12 @@ impl Operation<1> for Route {
     }
 }
 
-/// Computes the weights of the routed experts: `logits [T, E]`, `routed_experts [T, K]` → `[T, K]`,
-/// differentiable in the logits.
+/// Returns the weights of the routed experts, `[T, K]`, for `logits [T, E]` and `routed_experts [T, K]`.
+/// Differentiable in the logits.
 ///
 /// # Errors
-/// When the number of tokens differs, or an expert is not below `E`. On a GPU the experts are not checked: a
-/// token with such an expert gets the weights NaN.
+/// When the number of tokens differs, or an expert is not below `E`. On a GPU the experts are not checked:
+/// the weights of a token with such an expert are NaN.
 pub fn top_k_softmax(logits: &Tensor, routed_experts: &Tensor) -> Result<Tensor> {
     if routed_experts.dim(0)? != logits.dim(0)? {
         bail!("top_k_softmax: routed experts {:?} for logits {:?}", routed_experts.dims(), logits.dims());
@@ -73,7 +74,7 @@ struct TopKSoftmax {
     routed_experts: Tensor,
 }
 
-/// Appends the weights of one token's experts to `out`.
+/// Appends the weights of the experts of one token to `out`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn append_weights(row: &[f32], routed_experts: &[u32], out: &mut Vec<f32>) {
     let highest = routed_experts.iter().fold(f32::NEG_INFINITY, |m, &e| m.max(row[e as usize]));

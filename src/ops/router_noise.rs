@@ -1,8 +1,9 @@
-//! Normal noise on router logits, for an ablation: `y_te = z_te + σ n_te`. The gradient is passed
-//! unchanged.
+//! Normally distributed noise on router logits, for an ablation: `y_te = z_te + σ n_te`. The gradient of `z`
+//! is the gradient of `y`.
 //!
-//! A row's random stream depends on seed, pass, layer, position and the row's own bits. A row therefore
-//! gets the same noise in any batch, and its result has the same bits. Another sequence gets other noise.
+//! The random stream of a row depends on the seed, the pass, the layer, the position and the bits of the row.
+//! So a row gets the same noise in every batch, and its result has the same bits. Rows of other sequences get
+//! other noise.
 
 use super::buffer::buffer;
 use super::graph::{apply, contiguous};
@@ -17,24 +18,24 @@ use std::sync::Arc;
 pub struct RouterNoise {
     /// Standard deviation, above 0.
     pub std: f64,
-    /// The run's seed.
+    /// The seed of the run.
     pub seed: u64,
     pub pass: NoisyPass,
 }
 
-/// The pass that draws noise: two passes never share it.
+/// The pass that draws noise. Different passes draw independent noise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NoisyPass {
     Rollout = 0,
     Training = 1,
-    /// The forward that only computes old log-probs.
+    /// The second forward pass, which computes only old log-probs.
     SecondForward = 2,
 }
 
-/// Adds noise to `logits [T, E]` of layer `layer`, whose rows have the positions `positions [T]`.
+/// Returns `logits [T, E]` of layer `layer` plus noise. `positions [T]` are the positions of the rows.
 ///
 /// # Errors
-/// When the number of positions is not the number of rows.
+/// When the number of positions differs from the number of rows.
 pub fn router_noise(
     logits: &Tensor,
     noise: RouterNoise,
@@ -65,9 +66,9 @@ impl Operation<1> for AddNoise {
             let bits = row.iter().fold(0u64, |hash, z| {
                 (hash ^ u64::from(z.to_bits())).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
             });
-            let place = [self.noise.pass as u64, self.layer as u64, u64::from(position), bits];
-            let mut rng = stream(self.noise.seed, Purpose::RouterNoise, &place);
-            // Uniform in (0, 1], 53 bits, for the Box–Muller transform (1958).
+            let coordinates = [self.noise.pass as u64, self.layer as u64, u64::from(position), bits];
+            let mut rng = stream(self.noise.seed, Purpose::RouterNoise, &coordinates);
+            // Uniform in (0, 1] with 53 bits, for the Box–Muller transform (1958).
             let mut uniform = || ((rng.next_u64() >> 11) + 1) as f64 * (1.0 / (1u64 << 53) as f64);
             for (out, z) in out.iter_mut().zip(row) {
                 let radius = self.noise.std * (-2.0 * libm::log(uniform())).sqrt();

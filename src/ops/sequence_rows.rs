@@ -1,35 +1,36 @@
-//! Layout of sequences in a batch's rows: one after the other, with a shared prefix stored once.
+//! The layout of sequences in the rows of a batch. Sequences are concatenated, and shared prefixes are stored
+//! once.
 //!
-//! A row's result depends only on the positions before it, so sequences with a common prefix have the same
-//! bits there. The samples of a group share their prompt's rows. Backward, a shared row's gradient is the
-//! sum over the sequences that share it.
+//! The result of a row depends only on its own and earlier positions, so the common prefix of several
+//! sequences has the same bits in each. The samples of a group share the rows of their prompt. In the
+//! backward pass, the gradient of a shared row is the sum over the sequences that share it.
 
 use std::ops::Range;
 
-/// One sequence: its own rows, which follow its shared prefix.
+/// A sequence: the length of its shared prefix, and its own rows after the prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct SequenceSpan {
-    /// Number of positions shared with the previous sequence; also the position of the first own row.
+    /// Number of positions shared with the previous sequence. It is also the position of the first own row.
     shared: usize,
     rows: Range<usize>,
 }
 
-/// Layout of sequences in a batch's rows.
+/// The layout of sequences in the rows of a batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SequenceRows {
     parts: Vec<SequenceSpan>,
 }
 
 impl SequenceRows {
-    /// Returns the layout of sequences that share nothing. `cu_seqlens` holds the start of each, then the
-    /// number of rows.
+    /// Returns the layout of sequences without shared prefixes. `cu_seqlens` has the start of each sequence,
+    /// then the number of rows.
     pub fn from_cu_seqlens(cu_seqlens: &[usize]) -> Self {
         let mut sequence_rows = Self::default();
         cu_seqlens.windows(2).for_each(|span| sequence_rows.push(span[1].saturating_sub(span[0]), 0));
         sequence_rows
     }
 
-    /// Adds a sequence of `length` positions whose first `shared` positions are those of the previous
+    /// Adds a sequence of `length` positions. It shares its first `shared` positions with the previous
     /// sequence.
     ///
     /// `shared` is limited to the length of the shorter sequence.
@@ -50,7 +51,7 @@ impl SequenceRows {
         self.parts.len()
     }
 
-    /// Returns the rows of sequence `index` that it does not share with the previous one.
+    /// Returns the rows of sequence `index` that it does not share with the previous sequence.
     pub fn own_rows(&self, index: usize) -> Range<usize> {
         self.parts[index].rows.clone()
     }
@@ -82,7 +83,7 @@ impl SequenceRows {
         self.parts.iter().flat_map(|part| (part.shared..part.length()).map(|p| p as u32)).collect()
     }
 
-    /// Returns the number of sequences that share each row; `None` if every row has one.
+    /// Returns the number of sequences that share each row; `None` if no row is shared.
     pub fn sequences_per_row(&self) -> Option<Vec<u32>> {
         if self.parts.iter().all(|part| part.shared == 0) {
             return None;
@@ -93,7 +94,7 @@ impl SequenceRows {
         Some(sequences_per_row)
     }
 
-    /// Returns the total number of positions: a shared row counts once per sequence.
+    /// Returns the total number of positions. A shared row counts once per sequence.
     pub fn positions_count(&self) -> usize {
         self.parts.iter().map(SequenceSpan::length).sum()
     }

@@ -1,6 +1,6 @@
-//! SwiGLU without clamping: `y = g · σ(g) · u` for `g` and `u` of one shape, `[R, I]` each.
+//! SwiGLU without clamping: `y = g · σ(g) · u` for a gate `g` and an up projection `u`, both `[R, I]`.
 //!
-//! Backward: `dg = dy · u · (σ + g σ (1 − σ))`, `du = dy · g σ`.
+//! Backward pass: `dg = dy · u · (σ + g σ (1 − σ))`, `du = dy · g σ`.
 
 use super::buffer::buffer;
 use super::cpu::{for_each_row, for_each_row_pair, host_values};
@@ -14,7 +14,7 @@ use multiversion::multiversion;
 /// Computes `silu(gate) · up`. On a GPU both are bf16 and contiguous.
 ///
 /// # Errors
-/// When shapes differ or are not two-dimensional; on a GPU, when a type or layout is not supported.
+/// When shapes differ or are not two-dimensional. On a GPU also when a type or a layout is not supported.
 pub fn silu_and_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.dims() != up.dims() || gate.rank() != 2 {
         bail!("silu_gated: gate {:?}, up {:?}", gate.dims(), up.dims());

@@ -1,24 +1,24 @@
-//! Causal attention with one learnable sink per query head, optional sliding window, and grouped key-value
+//! Causal attention with one learnable sink per query head, an optional sliding window, and grouped key-value
 //! heads.
 //!
-//! Let `S_ij = q_i · k_j / √D` be the scores of the keys visible to query `i`, and `s` the head's sink:
+//! `S_ij = q_i · k_j / √D` are the scores of the keys `j` that are visible to query `i`, and `s` is the sink
+//! of the head:
 //!
 //! ```text
 //! LSE_i = log(Σ_j e^{S_ij} + e^s)      P_ij = e^{S_ij − LSE_i}      O_i = Σ_j P_ij v_j      D_i = dO_i · O_i
 //! dS_ij = P_ij (dO_i · v_j − D_i)      dv_j = Σ_i P_ij dO_i         ds  = −Σ_i e^{s − LSE_i} D_i
 //! ```
 //!
-//! Keys are processed in chunks of 512 at absolute positions. In each chunk the softmax is online over
-//! blocks of 32 keys and starts at the sink. Its maximum is thus always finite, and a masked key adds
+//! Keys are processed in chunks of 512 at absolute positions. In each chunk an online softmax over blocks of
+//! 32 keys starts with the sink as its maximum. So the maximum is always finite, and a masked key adds
 //! exactly 0. Chunks are merged in ascending order, and the sink is added at the end. Training, prefill and
-//! decode use the same chunks, one after the other or in parallel. Their rows are therefore equal to the
-//! last bit.
+//! decode use the same chunks, one after the other or in parallel, so their rows have the same bits.
 
 mod backward;
 mod cached_attention;
 mod chunks;
 mod forward;
-// Plain Rust in every build, for the tests; only GPU code uses it.
+// Plain Rust in every build, so that tests can use it. Otherwise only GPU code uses it.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod kernels;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -41,10 +41,10 @@ use rows::Rows;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-/// The value for "no sink": finite, and its exponential is exactly 0 beside any real score.
+/// The value that means "no sink". It is finite, and its exponential relative to any real score is exactly 0.
 pub const NO_SINK: f32 = -1e9;
 
-/// Sizes and options of an attention call.
+/// The sizes and options of an attention call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     /// `N`, a multiple of `kv_heads`.
@@ -53,11 +53,12 @@ pub struct Attention {
     pub kv_heads: usize,
     /// `D`.
     pub head_dim: usize,
-    /// Number of keys a query sees, itself included; `None` means all before it.
+    /// Number of keys that are visible to a query, its own key included; `None` means all keys up to its own.
     pub window: Option<usize>,
-    /// False leaves the sink out of the softmax (ablation: training without sinks).
+    /// False leaves the sink out of the softmax, for the ablation without sinks and for families without
+    /// sinks.
     pub sinks: bool,
-    /// False computes with sinks but gives them no gradient (ablation).
+    /// False gives the sinks no gradient, for an ablation.
     pub sink_gradient: bool,
 }
 
@@ -66,7 +67,7 @@ impl Attention {
         1.0 / (self.head_dim as f32).sqrt()
     }
 
-    /// Returns the first key position that the query at `position` sees.
+    /// Returns the first key position that is visible to the query at `position`.
     fn first_key(&self, position: usize) -> usize {
         self.window.map_or(0, |w| (position + 1).saturating_sub(w))
     }
@@ -76,15 +77,15 @@ impl Attention {
     }
 }
 
-/// Computes attention of packed sequences: `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`,
-/// differentiable in all three.
+/// Computes attention over packed sequences: `q [T, N, D]`, `kv [T, 2, M, D]`, `sinks [N]` → `[T, N·D]`.
+/// Differentiable in all three inputs.
 ///
-/// `sequence_rows` is the layout of the sequences; on the CPU they may share prefixes. On the CPU all
-/// tensors are f32. On a GPU `q` and `kv` are bf16, `sinks` is f32, `D` is 64, and all are contiguous.
+/// `sequence_rows` is the layout of the sequences. On the CPU all tensors are f32, and sequences may share
+/// prefixes. On a GPU `q` and `kv` are bf16, `sinks` is f32, `D` is 64, and all tensors are contiguous.
 ///
 /// # Errors
-/// When shapes disagree with `attention` or `sequence_rows`; on a GPU, when [`plan`] refuses the sizes or
-/// rows are shared.
+/// When shapes disagree with `attention` or `sequence_rows`. On a GPU also when [`plan`] does not support the
+/// sizes, or rows are shared.
 pub fn sink_attention(
     q: &Tensor,
     kv: &Tensor,
@@ -111,7 +112,7 @@ pub fn sink_attention(
     }
     let op = PackedSinkAttention { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
     if q.device().is_cuda() {
-        // A GPU makes no hidden copies: tensors that are not contiguous are refused.
+        // On a GPU no hidden copies are made, so tensors must be contiguous.
         return apply([q, kv, sinks], op);
     }
     apply([&contiguous(q)?, &contiguous(kv)?, &contiguous(sinks)?], op)
@@ -120,24 +121,24 @@ pub fn sink_attention(
 struct PackedSinkAttention {
     attention: Attention,
     sequence_rows: Arc<SequenceRows>,
-    /// Log-sum-exp of the forward, kept for the backward.
+    /// The log-sum-exp of the forward pass, which the backward pass uses.
     lse: OnceLock<Lse>,
 }
 
-/// Log-sum-exp `[T][N]`, on the device of the forward.
+/// Log-sum-exps `[T][N]`, on the device of the forward pass.
 enum Lse {
     Host(Vec<f32>),
     Device(DeviceLse),
 }
 
 impl PackedSinkAttention {
-    /// Returns every (sequence, key-value head), the unit of work of both passes.
+    /// Returns the tasks of both passes: one per (sequence, key-value head).
     fn tasks(&self) -> Vec<(usize, usize)> {
         let sequences = self.sequence_rows.sequences();
         (0..sequences).flat_map(|s| (0..self.attention.kv_heads).map(move |h| (s, h))).collect()
     }
 
-    /// Runs `f` on every task, on several threads if the work is large; results in task order.
+    /// Runs `f` for every task, on several threads if the work is large. Returns the results in task order.
     fn run<R: Send>(&self, caches: &[KvBlocks], f: impl Fn(usize, usize) -> R + Sync + Send) -> Vec<R> {
         let longest = caches.iter().map(KvBlocks::len).max().unwrap_or(0);
         let visible_keys = self.attention.window.unwrap_or(longest).min(longest);
@@ -151,7 +152,7 @@ impl PackedSinkAttention {
         }
     }
 
-    /// Returns the keys of each sequence; blocks that are shared whole are stored once.
+    /// Returns the keys and values of each sequence. Sequences share the blocks that are equal as a whole.
     fn caches(&self, kv: &[f32]) -> Vec<KvBlocks> {
         let Attention { kv_heads, head_dim, .. } = self.attention;
         let width = 2 * kv_heads * head_dim;
@@ -241,7 +242,7 @@ impl PackedSinkAttention {
         let (out, grad) = (host_values(out)?, host_values(grad)?);
         let caches = self.caches(&kv_values);
         let kv_width = 2 * kv_heads * d;
-        // Gradients that each sequence's own queries give its shared keys, added in sequence order.
+        // The gradients of shared keys from the own queries of each sequence are added in sequence order.
         let sequences = 0..self.sequence_rows.sequences();
         let mut shared: Vec<Vec<f32>> =
             sequences.clone().map(|s| zeros(self.sequence_rows.first_own_position(s) * kv_width)).collect();

@@ -1,12 +1,12 @@
-//! Skinny matrix products (few rows), as in decoding, without packing the weights.
+//! Skinny matrix products, which have few rows as in decode. The weights are not packed first.
 //!
 //! Each weight is read once, in memory order. The `gemm` crate reads strips of 64 columns for a few rows of
-//! `x`, and reads them again for the next rows.
+//! `x`, and reads the strips again for the next rows.
 //!
-//! The bits equal those of products of many rows. Each element is one chain per chunk of k, starting from
-//! 0, of fused multiply-adds or of bf16 dot products. One addition to the previous value follows. In f32
-//! the reference is the `gemm` crate, compared by the tests of [`super::product`]; in bf16 it is
-//! [`super::tiles`].
+//! The bits equal those of products of many rows. For each chunk of k, an element is one chain of fused
+//! multiply-adds or of bf16 dot products, which starts from 0 and is then added to the previous value. In f32
+//! these are the bits of the `gemm` crate, as the tests of [`super::product`] check. In bf16 they are those
+//! of [`super::tiles`].
 
 use super::prefetch::prefetch_second;
 use super::product::{K_CHUNK, Precision};
@@ -15,16 +15,16 @@ use super::tiles::{LINE_WORDS, vectors::SimdWords};
 use super::tiles::{has_bf16_dot, vectors::x86};
 use rayon::prelude::*;
 
-/// Number of rows above which packing is faster.
+/// Maximum number of rows. For more rows, packing is faster.
 const ROWS_MAX: usize = 48;
 
-/// Number of weights below which the matrix stays in the caches and the crate is faster.
+/// Minimum number of weights. Smaller matrices stay in the caches, and the crate is faster.
 const WEIGHTS_MIN: usize = 1 << 17;
 
-/// Minimum number of columns per thread. With fewer columns in all, the crate is faster.
+/// Minimum number of columns per thread. If the whole matrix has fewer columns, the crate is faster.
 const COLUMNS_MIN: usize = 256;
 
-/// Granularity of the columns of a thread and of a strip: two vectors, or four short ones.
+/// Granularity of the columns of a thread and of a strip: two wide vectors, or four short vectors.
 const COLUMNS: usize = 32;
 
 /// Minimum prefetch distance, in rows of the weights.
@@ -46,11 +46,11 @@ struct Operands<'a> {
 /// [`add_columns`], compiled for one instruction set.
 ///
 /// # Safety
-/// The processor must have that instruction set.
+/// The processor must have this instruction set.
 type Kernel = unsafe fn(&Operands, usize, &mut [&mut [f32]]);
 
 #[cfg(target_arch = "x86_64")]
-mod compiled {
+mod kernels {
     use super::{Operands, add_columns, x86};
 
     /// # Safety
@@ -82,8 +82,9 @@ mod compiled {
 pub(super) struct SkinnyGemm(Kernel);
 
 impl SkinnyGemm {
-    /// Returns the kernel for a product of shape `(m, k, n)`, if it is faster than the others and has the
-    /// same bits. In f32 the crate uses another code path for chunks of k of one or two.
+    /// Returns the kernel for a product of shape `(m, k, n)`. Returns `None` if the kernel would be slower
+    /// than the alternatives or would give other bits. The latter happens in f32 if the last chunk has one or
+    /// two values of k, for which the crate uses another code path.
     pub(super) fn for_shape(precision: Precision, (m, k, n): (usize, usize, usize)) -> Option<Self> {
         let same_bits = precision != Precision::F32 || !matches!(k % K_CHUNK, 1 | 2);
         let is_faster = m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN;
@@ -94,8 +95,8 @@ impl SkinnyGemm {
     #[cfg(target_arch = "x86_64")]
     fn detect(precision: Precision) -> Option<Self> {
         match precision {
-            Precision::Bf16Dot => has_bf16_dot().then_some(Self(compiled::avx512_bf16)),
-            Precision::F32 if is_x86_feature_detected!("avx512f") => Some(Self(compiled::avx512)),
+            Precision::Bf16Dot => has_bf16_dot().then_some(Self(kernels::avx512_bf16)),
+            Precision::F32 if is_x86_feature_detected!("avx512f") => Some(Self(kernels::avx512)),
             Precision::F32 => Self::avx2(),
         }
     }
@@ -108,10 +109,10 @@ impl SkinnyGemm {
     #[cfg(target_arch = "x86_64")]
     fn avx2() -> Option<Self> {
         let is_supported = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-        is_supported.then_some(Self(compiled::avx2))
+        is_supported.then_some(Self(kernels::avx2))
     }
 
-    /// Computes `out[m, n] (+)= x[m, k] · w[k, n]`, contiguous, on up to `threads` threads.
+    /// Computes `out[m, n] (+)= x[m, k] · w[k, n]` for contiguous matrices, on at most `threads` threads.
     pub(super) fn product(
         &self,
         threads: usize,
@@ -121,7 +122,7 @@ impl SkinnyGemm {
         (k, n): (usize, usize),
         accumulate: bool,
     ) {
-        assert!(x.len() * n == out.len() * k && w.len() == k * n, "few rows: shapes");
+        assert!(x.len() * n == out.len() * k && w.len() == k * n, "skinny_gemm: shapes");
         let operands = Operands { x, w, k, n, accumulate };
         let width = n.div_ceil(threads).max(COLUMNS_MIN).next_multiple_of(COLUMNS);
         let mut parts: Vec<Vec<&mut [f32]>> = (0..n.div_ceil(width)).map(|_| vec![]).collect();
@@ -129,7 +130,7 @@ impl SkinnyGemm {
             parts.iter_mut().zip(row.chunks_mut(width)).for_each(|(part, columns)| part.push(columns));
         }
         let add = |(index, mut part): (usize, Vec<&mut [f32]>)| {
-            // SAFETY: a value of this type exists only when the processor has the instructions.
+            // SAFETY: a value of this type exists only if the processor has the instructions.
             unsafe { self.0(&operands, index * width, &mut part) }
         };
         if parts.len() > 1 {
@@ -140,7 +141,7 @@ impl SkinnyGemm {
     }
 }
 
-/// Computes columns from `start` on of every row. `out` holds one slice of columns per row.
+/// Computes the columns from `start` on of every row. `out` has one slice of columns per row.
 ///
 /// # Safety
 /// The processor must have the instructions of `W`.
@@ -150,7 +151,7 @@ unsafe fn add_columns<W: SimdWords>(operands: &Operands, start: usize, out: &mut
     let (rows, width) = (out.len(), out[0].len());
     let block_sizes = BlockSizes::for_rows::<W>(rows);
     let strip_max = block_sizes.strip(rows, width);
-    // Rows of sums a power of two apart would map to the same cache sets.
+    // If rows of sums were a power of two apart, they would map to the same cache sets.
     let stride = strip_max + LINE_WORDS;
     let mut sums = vec![0f32; rows * stride];
     // SAFETY: guaranteed by the caller.
@@ -185,18 +186,18 @@ unsafe fn add_columns<W: SimdWords>(operands: &Operands, start: usize, out: &mut
     }
 }
 
-/// Loop sizes for reading the weights.
+/// Sizes of the loops that read the weights.
 struct BlockSizes {
-    /// Number of words of each weight column that are multiplied before the sums are stored.
+    /// Number of words of each column of the weights that are multiplied before the sums are stored.
     depth: usize,
-    /// Maximum number of sums in a strip of columns, over all rows.
+    /// Maximum number of sums in a strip of columns, for all rows together.
     sums_max: usize,
 }
 
 impl BlockSizes {
-    /// Returns the fastest measured sizes for `rows` rows. A small depth reads memory nearly in order,
-    /// where the hardware prefetcher works best. A large depth needs fewer loads and stores of sums, which
-    /// otherwise stay in the L1 cache.
+    /// Returns the sizes for `rows` rows that were fastest in measurements. With a small depth, memory is
+    /// read nearly in order, as the hardware prefetcher expects. With a large depth, sums are loaded from and
+    /// stored to the L1 cache less often.
     fn for_rows<W: SimdWords>(rows: usize) -> Self {
         let (depth, sums_max) = match (rows, W::LANES, W::PER_WORD) {
             (..=4, 16, _) | (..=2, _, _) => (1, 6 << 10),
@@ -210,14 +211,14 @@ impl BlockSizes {
         Self { depth, sums_max }
     }
 
-    /// Returns the columns of a strip, for `width` columns in all.
+    /// Returns the number of columns of a strip if there are `width` columns in total.
     fn strip(&self, rows: usize, width: usize) -> usize {
         let strip_count = width.div_ceil((self.sums_max / rows).max(LINE_WORDS));
         width.div_ceil(strip_count).next_multiple_of(COLUMNS)
     }
 }
 
-/// Rows of the weights, `n` apart, of which the first `columns` values are used.
+/// Rows of the weights, which are `n` values apart. The first `columns` values of each row are used.
 #[derive(Clone, Copy)]
 struct Weights<'a> {
     values: &'a [f32],
@@ -233,7 +234,7 @@ impl Weights<'_> {
     }
 }
 
-/// Words of the rows of `x`, `stride` apart.
+/// Words of the rows of `x`. Rows are `stride` words apart.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     words: &'a [u32],
@@ -248,28 +249,29 @@ impl Rows<'_> {
     }
 }
 
-/// Converts `x [m, k]` to words, row after row.
+/// Returns the words of `x [m, k]`, row by row.
 ///
 /// # Safety
 /// The processor must have the instructions of `W`.
 #[inline(always)]
 unsafe fn rows_to_words<W: SimdWords>(x: &[f32], k: usize) -> Vec<u32> {
     let words = k.div_ceil(W::PER_WORD);
-    // The last vector of a row extends into the next row, which is written later, or past the end.
+    // The last vector of a row may extend into the next row, which is written later, or past the end of the
+    // last row.
     let mut rows = vec![0; x.len() / k * words + W::LANES];
     for (row, x) in x.chunks_exact(k).enumerate() {
         for word in (0..words).step_by(W::LANES) {
             let at = word * W::PER_WORD;
             let to = &mut rows[row * words + word..][..W::LANES];
-            // SAFETY: guaranteed by the caller; `k - at` values are there.
+            // SAFETY: guaranteed by the caller. `x` has `k - at` values from `at` on in this row.
             unsafe { W::store(to.as_mut_ptr(), W::load_contiguous(x[at..].as_ptr(), k - at)) };
         }
     }
     rows
 }
 
-/// Adds to each row of `sums` (`stride` apart) the products of its row of `x` with the first `depth` rows
-/// of the weights, `R` words at a time.
+/// Multiplies each row of `x` by the first `depth` rows of the weights, `R` words per step. Adds the products
+/// to the row of `sums`. Rows of `sums` are `stride` values apart.
 ///
 /// # Safety
 /// The processor must have the instructions of `W`.
@@ -297,7 +299,7 @@ unsafe fn add_rows<W: SimdWords, const R: usize>(
     }
 }
 
-/// Adds the products of `R` words per row of `x`; each word covers the next `per_word` rows of the weights.
+/// Adds the products of `R` words of each row of `x`. Each word covers `per_word` rows of the weights.
 ///
 /// # Safety
 /// The processor must have the instructions of `W`.
@@ -311,12 +313,13 @@ unsafe fn add_block<W: SimdWords, const R: usize>(
 ) {
     let Weights { values, n, columns } = weights;
     let end = |row: usize| (row + R * per_word - 1) * n + columns;
-    assert!(values.len() >= end(0), "few rows: weights");
-    // Prefetch distance: the same columns, this many rows ahead, where the matrix has them.
+    assert!(values.len() >= end(0), "skinny_gemm: weights");
+    // The prefetch distance in rows. The same columns are prefetched, if the matrix has rows at this
+    // distance.
     let distance = (R * per_word).max(ROWS_AHEAD_MIN);
     let prefetch_offset = if values.len() >= end(distance) { distance * n } else { 0 };
     let mut column = 0;
-    // SAFETY: guaranteed by the caller; the columns of all rows are there.
+    // SAFETY: guaranteed by the caller. The weights have these columns in all rows.
     unsafe {
         while column + COLUMNS <= columns {
             let vectors = (COLUMNS / W::LANES, W::LANES);
@@ -331,12 +334,12 @@ unsafe fn add_block<W: SimdWords, const R: usize>(
     }
 }
 
-/// Performs [`add_block`] for vectors of columns from `column` on, with the given number of valid lanes.
-/// The weights are loaded once for all rows of `sums`. Weights that lie `prefetch_offset` elements ahead are
-/// prefetched.
+/// Adds the products of [`add_block`] for the vectors of columns from `column` on. `lanes` is the number of
+/// valid lanes of each vector. Weights are loaded once for all rows of `sums`, and weights `prefetch_offset`
+/// elements ahead are prefetched.
 ///
 /// # Safety
-/// The processor must have the instructions of `W`, and the weights must be there.
+/// The processor must have the instructions of `W`, and the weights must have these columns and rows.
 #[inline(always)]
 unsafe fn add_vectors<W: SimdWords, const R: usize>(
     sums: &mut [f32],
@@ -396,7 +399,7 @@ mod tests {
             ("f32 by eights", Precision::F32, SkinnyGemm::avx2()),
             ("bf16", Precision::Bf16Dot, SkinnyGemm::detect(Precision::Bf16Dot)),
         ];
-        // Miri is ten thousand times slower.
+        // Miri is ten thousand times slower, so it tests fewer shapes.
         let shapes: &[_] = match cfg!(miri) {
             true => &[(5, 300), (515, 5)],
             false => &[(512, 256), (515, 300), (1025, 513), (300, 1000), (1100, 271)],

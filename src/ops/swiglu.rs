@@ -1,8 +1,9 @@
-//! GPT-OSS's SwiGLU on interleaved columns `x = [g0, u0, g1, u1, …]`, `[R, 2I]` → `[R, I]`:
+//! The SwiGLU of GPT-OSS on interleaved columns `x = [g0, u0, g1, u1, …]`, `[R, 2I]` → `[R, I]`:
 //!
-//! `g' = min(g, c)`, `u' = clamp(u, −c, c)`, `y = (u' + 1) · g' · σ(α g')`; GPT-OSS has `α = 1.702`.
+//! `g' = min(g, c)`, `u' = clamp(u, −c, c)`, `y = (u' + 1) · g' · σ(α g')`. In GPT-OSS `α` is 1.702.
 //!
-//! Backward: `dg = dy (u' + 1) (σ + α g' σ (1 − σ))` where `g ≤ c`, `du = dy g' σ` where `|u| ≤ c`, 0 beyond.
+//! Backward pass: `dg = dy (u' + 1) (σ + α g' σ (1 − σ))` where `g ≤ c`, `du = dy g' σ` where `|u| ≤ c`, and
+//! 0 for clamped values.
 
 use super::buffer::buffer;
 use super::cpu::{for_each_row, host_values};
@@ -16,7 +17,7 @@ use multiversion::multiversion;
 /// Computes SwiGLU with clamp `limit` and gain `alpha`. On a GPU `x` is bf16 and contiguous.
 ///
 /// # Errors
-/// When `x` is not two-dimensional; on a GPU, when its type or layout is not supported.
+/// When `x` is not two-dimensional. On a GPU also when its type or its layout is not supported.
 pub fn swiglu(x: &Tensor, limit: f64, alpha: f64) -> Result<Tensor> {
     let op = Swiglu { limit: limit as f32, alpha: alpha as f32 };
     if x.device().is_cuda() { apply([x], op) } else { apply([&contiguous(x)?], op) }

@@ -1,6 +1,8 @@
-//! Thread pools of a run: one wide pool for large work, or single-thread pools for many small tasks.
+//! The thread pools of a run: one pool with all threads for large tasks, and single-thread pools for many
+//! small tasks.
 //!
-//! Results do not depend on the choice: every op's bits are independent of the number of threads.
+//! Results do not depend on the choice, because the bits of every op are independent of the number of
+//! threads.
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
@@ -9,11 +11,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Stack size of a pool's thread, bytes: tasks may recurse as deep as on the main thread.
+/// Stack size of a thread of a pool, in bytes. Tasks may recurse as deep as on the main thread.
 const STACK_BYTES: usize = 64 << 20;
-/// How long an idle thread spin-waits for work before it sleeps.
+/// The time for which an idle thread spin-waits for work before it sleeps.
 const SPIN_MAX: Duration = Duration::from_millis(1);
-/// Message when the system refuses a thread.
+/// The error message when the system cannot start a thread.
 const THREADS_REFUSED: &str =
     "starting threads; lower parallel.threads, or raise the limits of processes and memory (ulimit -u, -v)";
 
@@ -24,16 +26,16 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// Creates pools of `threads` threads; 0 means one per core.
+    /// Creates pools with `threads` threads; 0 means one thread per core.
     ///
     /// # Errors
-    /// When the system refuses threads.
+    /// When the system cannot start the threads.
     pub fn new(threads: usize) -> Result<Self> {
         Self::for_process(threads, 1)
     }
 
-    /// Creates pools for one of `processes` that share this machine's cores; 0 means its share of the
-    /// cores.
+    /// Creates pools with `threads` threads for one of `processes` processes that share the cores of this
+    /// machine; 0 means an equal share of the cores.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -52,23 +54,23 @@ impl Threads {
         self.singles.len()
     }
 
-    /// Runs `f`, whose ops may use all threads.
+    /// Runs `f`. Ops in `f` may use all threads.
     pub fn run_on_all<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         self.wide.install(f)
     }
 
-    /// Runs `f(worker)` once on every single-thread pool in parallel; results in worker order. It starts no
-    /// thread, so it cannot fail when the system refuses one.
+    /// Runs `f(worker)` once on every single-thread pool, in parallel. Returns the results in worker order.
+    /// It starts no thread, so it cannot fail because the system has no thread left.
     pub fn run_on_each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
         let mut results = Vec::new();
         results.resize_with(self.singles.len(), || None);
         run_on_pools(&self.singles, 0, &f, &mut results);
-        // A panic of any of them was propagated by the scope.
+        // The scope has propagated a panic of any worker, so every result is present.
         results.into_iter().flatten().collect()
     }
 
-    /// Runs `f(index)` for every index below `count` in parallel; results in index order. The first error
-    /// ends it.
+    /// Runs `f(index)` for every index below `count`, in parallel. Returns the results in index order. After
+    /// the first error no further index is started.
     pub fn map<R: Send>(&self, count: usize, f: impl Fn(usize) -> Result<R> + Sync) -> Result<Vec<R>> {
         let next = AtomicUsize::new(0);
         let results: Vec<Mutex<Option<Result<R>>>> = (0..count).map(|_| Mutex::new(None)).collect();
@@ -98,12 +100,12 @@ impl Threads {
     }
 }
 
-/// Runs `f`, a pass on `device`, on this thread of a pool while the pool's other threads spin-wait for its
-/// work. To wake a sleeping thread takes tens of microseconds, as long as many ops of a decode. rayon's own
-/// threads sleep after fifteen.
+/// Runs `f`, a pass on `device`, on this thread of a pool. Meanwhile the other threads of the pool spin-wait
+/// for work instead of sleeping. Waking a sleeping thread takes tens of microseconds, as long as many ops of
+/// decode take. Threads of rayon would sleep after fifteen microseconds.
 ///
-/// A thread that finds no work for [`SPIN_MAX`] still sleeps. On a GPU, outside of a pool, and in a pool
-/// of one thread, this only calls `f()`.
+/// A thread that has no work for [`SPIN_MAX`] still sleeps. On a GPU, outside of a pool and in a pool of one
+/// thread, this function only calls `f()`.
 pub fn with_spinning_threads<R>(device: &Device, f: impl FnOnce() -> R) -> R {
     let own = rayon::current_thread_index();
     if !device.is_cpu() || own.is_none() || rayon::current_num_threads() == 1 {
@@ -128,7 +130,7 @@ pub fn with_spinning_threads<R>(device: &Device, f: impl FnOnce() -> R) -> R {
     })
 }
 
-/// Sets a flag when its scope ends, also after a panic.
+/// A guard that sets a flag when its scope ends, also after a panic.
 struct SetOnDrop<'a>(&'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -137,8 +139,8 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-/// Runs `f` on each of `pools` and its entry of `results`, from `worker` on. This thread waits for all of
-/// them.
+/// Runs `f` once on each pool of `pools`, and stores its result in the entry of `results`. The first pool is
+/// worker `worker`. This thread waits for all pools.
 fn run_on_pools<R: Send>(
     pools: &[ThreadPool],
     worker: usize,

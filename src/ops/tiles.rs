@@ -1,14 +1,15 @@
-//! Matrix products of many rows, by register tiles.
+//! Matrix products of many rows, computed in register tiles.
 //!
-//! Both operands are packed into panels, one chunk of k at a time. A panel holds the rows (or columns) of a
-//! tile side by side for each k. The innermost loop thus reads two contiguous streams, whatever the strides
-//! were. A panel of columns stays in the L2 cache while all rows are multiplied. The next panel's data and
-//! the tile's outputs are prefetched meanwhile.
+//! Both operands are packed into panels, one chunk of k at a time. For each k, a panel has the values of the
+//! rows (or columns) of a tile side by side. So the innermost loop reads two contiguous streams for any
+//! strides of the operands. A panel of columns stays in the L2 cache while all rows are multiplied. Meanwhile
+//! the data of the next panel and the outputs of the tile are prefetched.
 //!
-//! The unit is a word of 32 bits: one value of k, or two neighbouring bf16 values ([`vectors`]).
+//! The unit of panels is a word of 32 bits: one f32 value, or the bf16 values of two neighbouring k
+//! ([`vectors`]).
 //!
-//! In f32 the bits are those of the `gemm` crate, which the tests below compare. Each element is one chain
-//! of fused multiply-adds per chunk of k, starting from 0. One addition to the previous value follows.
+//! In f32 the bits are those of the `gemm` crate, as the tests below check. For each chunk of k, an element
+//! is one chain of fused multiply-adds, which starts from 0 and is then added to the previous value.
 
 pub(super) mod vectors;
 
@@ -20,18 +21,18 @@ use vectors::SimdWords;
 #[cfg(target_arch = "x86_64")]
 use vectors::x86;
 
-/// Vectors of columns per tile.
+/// Number of vectors of columns per tile.
 const VECTORS: usize = 2;
 
-/// Words per cache line.
+/// Number of words per cache line.
 pub(super) const LINE_WORDS: usize = 16;
 
-/// A cache line of words, the unit of panels: no vector crosses two lines.
+/// A cache line of words. Panels are allocated in cache lines, so that no vector crosses two of them.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Line([u32; LINE_WORDS]);
+struct CacheLine([u32; LINE_WORDS]);
 
-/// Returns true when this processor has bf16 dot products.
+/// Returns whether this processor has bf16 dot-product instructions.
 pub(super) fn has_bf16_dot() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512f")
@@ -41,9 +42,9 @@ pub(super) fn has_bf16_dot() -> bool {
     false
 }
 
-/// Computes `out[m, n] (+)= a[m, k] · b[k, n]` on up to `threads` threads, whose number changes no bit.
-/// Returns false and does nothing when the processor lacks the vectors or an operand has no contiguous
-/// dimension.
+/// Computes `out[m, n] (+)= a[m, k] · b[k, n]` on at most `threads` threads. The number of threads changes no
+/// bit. Returns false without doing anything if the processor has no vector instructions or an operand has no
+/// contiguous dimension.
 pub(super) fn product(
     precision: Precision,
     threads: usize,
@@ -71,15 +72,15 @@ pub(super) fn product(
     false
 }
 
-/// An operand to be packed. Its `lines` are the rows of `a` or the columns of `b`, which lie side by
-/// side in panels.
+/// An operand before packing. In this file, a line of an operand is a row of `a` or a column of `b`. Panels
+/// have lines side by side.
 #[derive(Clone, Copy)]
 pub(super) struct UnpackedOperand<'a> {
     values: &'a [f32],
-    /// The stride between neighbouring lines if `is_k_contiguous`, else between neighbouring k; the other
-    /// stride is 1.
+    /// The stride between neighbouring lines if `is_k_contiguous`, otherwise the stride between neighbouring
+    /// k. The other stride is 1.
     stride: usize,
-    /// Whether neighbours in memory are neighbours in k.
+    /// Whether the values of neighbouring k are neighbours in memory.
     is_k_contiguous: bool,
 }
 
@@ -102,19 +103,19 @@ impl<'a> UnpackedOperand<'a> {
 
     /// Returns the address of value `k` of `line`.
     fn at(&self, line: usize, k: usize) -> *const f32 {
-        let place = if self.is_k_contiguous { line * self.stride + k } else { k * self.stride + line };
-        self.values.as_ptr().wrapping_add(place)
+        let index = if self.is_k_contiguous { line * self.stride + k } else { k * self.stride + line };
+        self.values.as_ptr().wrapping_add(index)
     }
 }
 
-/// The output of tiles: columns of a matrix whose other columns belong to other threads.
+/// The output of tiles: some columns of a matrix. Other threads write the other columns.
 #[derive(Clone, Copy)]
 pub(super) struct TileOutput {
     first: *mut f32,
     stride: usize,
 }
 
-// SAFETY: threads write through copies, but never the same columns; `TiledProduct::run` ensures that.
+// SAFETY: threads write through copies, but never to the same columns. `TiledProduct::run` ensures this.
 unsafe impl Send for TileOutput {}
 // SAFETY: as above.
 unsafe impl Sync for TileOutput {}
@@ -128,10 +129,10 @@ struct TiledProduct<'a> {
     accumulate: bool,
 }
 
-/// Allocates memory for `words` words.
-fn alloc_lines(words: usize) -> Vec<Line> {
-    // A transposed block is stored whole, past the last line where the panel is narrower.
-    vec![Line([0; LINE_WORDS]); words.div_ceil(LINE_WORDS) + 2]
+/// Allocates cache lines for `words` words.
+fn alloc_cache_lines(words: usize) -> Vec<CacheLine> {
+    // A transposed block is stored whole, so it may extend past the last line of a narrower panel.
+    vec![CacheLine([0; LINE_WORDS]); words.div_ceil(LINE_WORDS) + 2]
 }
 
 impl TiledProduct<'_> {
@@ -146,16 +147,17 @@ impl TiledProduct<'_> {
         let width = VECTORS * W::LANES;
         let panels = n.div_ceil(width);
         let steps_max = K_CHUNK.min(k).div_ceil(W::PER_WORD);
-        let mut rows = alloc_lines(m * steps_max);
+        let mut rows = alloc_cache_lines(m * steps_max);
         for start in (0..k).step_by(K_CHUNK) {
             let chunk = KRange { start, values: K_CHUNK.min(k - start) };
             self.pack_rows::<W>(&mut rows, chunk);
-            let scratch = || [alloc_lines(steps_max * width), alloc_lines(steps_max * width)];
-            let run = |scratch: &mut [Vec<Line>; 2], panels| {
+            let scratch = || [alloc_cache_lines(steps_max * width), alloc_cache_lines(steps_max * width)];
+            let run = |scratch: &mut [Vec<CacheLine>; 2], panels| {
                 self.multiply_panels::<W>(&rows, scratch, chunk, panels, out)
             };
             if self.threads > 1 && panels > 1 {
-                // Few tasks: the first panel of each is packed without overlap.
+                // The number of tasks is small, because the packing of the first panel of a task does not
+                // overlap with a product.
                 let each = panels.div_ceil(self.threads * TASKS_PER_THREAD);
                 let tasks = (0..panels.div_ceil(each)).into_par_iter().with_max_len(1);
                 tasks.for_each_init(scratch, |scratch, task| {
@@ -167,15 +169,15 @@ impl TiledProduct<'_> {
         }
     }
 
-    /// Packs the rows' panels of a chunk, tile after tile.
-    fn pack_rows<W: SimdWords>(&self, to: &mut [Line], chunk: KRange) {
+    /// Packs the panels of all rows for a chunk of k, tile by tile.
+    fn pack_rows<W: SimdWords>(&self, to: &mut [CacheLine], chunk: KRange) {
         let m = self.shape.0;
         let steps = chunk.steps::<W>();
         let mut to: *mut u32 = to.as_mut_ptr().cast();
         for row in (0..m).step_by(W::ROWS) {
             let rows = W::ROWS.min(m - row);
-            // SAFETY: the processor has the vectors, the operand was checked, and `to` has room for all
-            // rows' words.
+            // SAFETY: the processor has the vector instructions, the operand was checked, and `to` has space
+            // for the words of all rows.
             unsafe {
                 W::pack(self.a, row, rows, chunk, to, rows);
                 to = to.add(rows * steps);
@@ -183,12 +185,12 @@ impl TiledProduct<'_> {
         }
     }
 
-    /// Multiplies the columns of `panels` with all rows. While one panel is multiplied, the next is packed,
-    /// a part after each tile.
+    /// Multiplies all rows by the columns of `panels`. While one panel is multiplied, the next panel is
+    /// packed: a part of it after each tile.
     fn multiply_panels<W: SimdWords>(
         &self,
-        rows: &[Line],
-        scratch: &mut [Vec<Line>; 2],
+        rows: &[CacheLine],
+        scratch: &mut [Vec<CacheLine>; 2],
         chunk: KRange,
         panels: Range<usize>,
         out: TileOutput,
@@ -197,7 +199,7 @@ impl TiledProduct<'_> {
         let width = VECTORS * W::LANES;
         let steps = chunk.steps::<W>();
         let add = self.accumulate || chunk.start > 0;
-        // Whole blocks of steps, so that all tiles but the last few pack a part.
+        // A part consists of whole blocks of steps. So all tiles except the last few pack a part.
         let steps_per_tile = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
         let [mut panel, mut next] = scratch.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
         self.pack_columns::<W>(panel, chunk, panels.start * width, 0..steps);
@@ -211,7 +213,7 @@ impl TiledProduct<'_> {
                 if has_next {
                     self.prefetch_columns::<W>(chunk, column + width, next_steps.clone());
                 }
-                // SAFETY: the panels have this layout, and the tile is inside the output.
+                // SAFETY: the panels have the expected layout, and the tile is inside the output.
                 unsafe {
                     let to = TileOutput { first: out.first.add(row * n + column), ..out };
                     W::tile(rows, TileOperands { x, w: panel, steps }, to, width.min(n - column), add);
@@ -225,16 +227,17 @@ impl TiledProduct<'_> {
         }
     }
 
-    /// Packs some steps of the panel at `column`.
+    /// Packs the steps `steps` of the panel at `column`.
     fn pack_columns<W: SimdWords>(&self, panel: *mut u32, chunk: KRange, column: usize, steps: Range<usize>) {
         let width = VECTORS * W::LANES;
         let columns = width.min(self.shape.2 - column);
         let part = chunk.subrange::<W>(&steps);
-        // SAFETY: the processor has the vectors, the operand was checked, and the panel has room.
+        // SAFETY: the processor has the vector instructions, the operand was checked, and the panel has
+        // enough space.
         unsafe { W::pack(self.b, column, columns, part, panel.add(steps.start * width), width) };
     }
 
-    /// Prefetches the values that [`Self::pack_columns`] reads.
+    /// Prefetches the values that [`Self::pack_columns`] will read.
     fn prefetch_columns<W: SimdWords>(&self, chunk: KRange, column: usize, steps: Range<usize>) {
         let columns = (VECTORS * W::LANES).min(self.shape.2 - column);
         let KRange { start, values } = chunk.subrange::<W>(&steps);
@@ -252,7 +255,7 @@ impl TiledProduct<'_> {
     }
 }
 
-/// Tasks per thread in a product on several threads.
+/// Number of tasks per thread in a product on several threads.
 const TASKS_PER_THREAD: usize = 4;
 
 /// A range of k.
@@ -263,12 +266,12 @@ pub(super) struct KRange {
 }
 
 impl KRange {
-    /// Returns its number of words per line.
+    /// Returns the number of steps of the range, which is its number of words per line.
     fn steps<W: SimdWords>(self) -> usize {
         self.values.div_ceil(W::PER_WORD)
     }
 
-    /// Returns the part of the chunk that these words cover.
+    /// Returns the subrange of k that `steps` cover.
     fn subrange<W: SimdWords>(self, steps: &Range<usize>) -> Self {
         let first = steps.start * W::PER_WORD;
         Self {
@@ -278,7 +281,7 @@ impl KRange {
     }
 }
 
-/// Operands of a tile: `x [steps][rows]` and `w [steps][VECTORS · LANES]`.
+/// The packed operands of a tile: `x [steps][rows]` and `w [steps][VECTORS · LANES]`.
 #[derive(Clone, Copy)]
 pub(super) struct TileOperands {
     x: *const u32,
@@ -286,10 +289,10 @@ pub(super) struct TileOperands {
     steps: usize,
 }
 
-/// Multiplies `R` rows of a tile, of which `columns` columns exist.
+/// Computes a tile with `R` rows and `columns` columns.
 ///
 /// # Safety
-/// The processor must have the vectors; the panels and the tile must be valid.
+/// The processor must have the vector instructions. The panels and the tile must be valid.
 #[inline(always)]
 unsafe fn tile<W: SimdWords, const R: usize>(
     panels: TileOperands,
@@ -334,19 +337,19 @@ unsafe fn tile<W: SimdWords, const R: usize>(
             let to = to.first.add(row * to.stride);
             for (v, sum) in sums.into_iter().enumerate() {
                 let columns = columns.saturating_sub(v * W::LANES).min(W::LANES);
-                // A vector without a column may lie past the output.
+                // The address of a vector without columns may be past the end of the output.
                 W::store_columns(to.wrapping_add(v * W::LANES), sum, columns, add);
             }
         }
     }
 }
 
-/// Packs `lines` lines from `line` on, over a chunk of k, side by side: `to [steps][width]`. Missing
+/// Packs `lines` lines from `line` on, for a chunk of k, side by side into `to [steps][width]`. Missing
 /// values of a word are 0.
 ///
 /// # Safety
-/// The processor must have the vectors, the lines must be valid, and `to` must have room for a vector
-/// beyond the last word.
+/// The processor must have the vector instructions, the lines must be valid, and `to` must have space for a
+/// vector beyond the last word.
 #[inline(always)]
 unsafe fn pack_panel<W: SimdWords>(
     operand: UnpackedOperand,
@@ -428,13 +431,13 @@ mod tests {
         [a, a_transposed, b, b_transposed]: [&'v [f32]; 4],
     ) -> [(StridedMatrix<'v>, StridedMatrix<'v>); 4] {
         let (a_rows, a_columns) =
-            (StridedMatrix::row_major(a, k), StridedMatrix::transposed(a_transposed, m));
+            (StridedMatrix::row_major(a, k), StridedMatrix::column_major(a_transposed, m));
         let (b_rows, b_columns) =
-            (StridedMatrix::row_major(b, n), StridedMatrix::transposed(b_transposed, k));
+            (StridedMatrix::row_major(b, n), StridedMatrix::column_major(b_transposed, k));
         [(a_rows, b_rows), (a_rows, b_columns), (a_columns, b_rows), (a_columns, b_columns)]
     }
 
-    fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+    fn transpose(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
         (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
     }
 
@@ -447,7 +450,7 @@ mod tests {
                 continue;
             }
             let (a, b) = (noise(m * k, (m + k) as u64), noise(k * n, (k + n) as u64));
-            let (a_transposed, b_transposed) = (transposed(&a, m, k), transposed(&b, k, n));
+            let (a_transposed, b_transposed) = (transpose(&a, m, k), transpose(&b, k, n));
             for layout in layouts(shape, [&a, &a_transposed, &b, &b_transposed]) {
                 check(shape, [&a, &b], layout);
             }
@@ -473,8 +476,8 @@ mod tests {
         out
     }
 
-    /// Adds one chain of fused multiply-adds per chunk of k: the crate's bits. Miri cannot run the crate,
-    /// which reads the processor's caches by assembly.
+    /// Computes the product under Miri, which cannot run the `gemm` crate because of its assembly. Adds one
+    /// chain of fused multiply-adds per chunk of k, which gives the bits of the crate.
     fn add_chains(out: &mut [f32], a: &[f32], b: &[f32], (m, k, n): (usize, usize, usize)) {
         for start in (0..k).step_by(K_CHUNK) {
             for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {

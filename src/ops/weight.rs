@@ -1,4 +1,4 @@
-//! A weight of an op: dense values, which may be trainable, or packed values in their format on disk.
+//! A weight of an op: dense values, which may be trainable, or values packed as on disk.
 
 use super::cpu::{host_values, to_host};
 use super::embedding::{embedding, tied_embedding};
@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A matrix `[in, out]`, experts' matrices `[E, in, out]`, a table of rows `[V, H]`, or a dense vector.
+/// A matrix `[in, out]`, expert matrices `[E, in, out]`, an embedding table `[V, H]`, or a dense vector.
 #[derive(Clone)]
 pub enum Weight {
     Dense(Parameter),
@@ -21,12 +21,12 @@ pub enum Weight {
 }
 
 impl Weight {
-    /// Dense values that receive no gradient.
+    /// Returns a weight of dense values that receive no gradient.
     pub fn dense(values: &Tensor) -> Self {
         Weight::Dense(Parameter::constant(values))
     }
 
-    /// Sets the precision of its products on a CPU, if it is dense.
+    /// Sets the precision of matrix products by a dense weight on a CPU. Packed weights are unchanged.
     pub fn with_precision(self, precision: Precision) -> Self {
         match self {
             Weight::Dense(parameter) => Weight::Dense(parameter.with_precision(precision)),
@@ -42,12 +42,13 @@ impl Weight {
         }
     }
 
-    /// Returns true when its values are a variable, which training may change.
+    /// Returns whether the values are a variable, which training may change.
     pub fn is_variable(&self) -> bool {
         matches!(self, Weight::Dense(parameter) if parameter.values().is_variable())
     }
 
-    /// Returns its size in memory, bytes; for a packed shard, the size of the whole weight.
+    /// Returns the size in memory, in bytes. For a shard of a packed weight, returns the size of the whole
+    /// weight.
     pub fn bytes(&self) -> u64 {
         match self {
             Weight::Dense(parameter) => {
@@ -61,7 +62,7 @@ impl Weight {
     /// Returns a range of the experts of a weight with an expert dimension.
     ///
     /// # Errors
-    /// When it is packed and on a device.
+    /// When the weight is packed and on a device.
     pub fn experts(&self, experts: Range<usize>) -> Result<Self> {
         Ok(match self {
             Weight::Dense(parameter) => {
@@ -72,10 +73,10 @@ impl Weight {
         })
     }
 
-    /// Returns its f32 values on the host, in `shape`.
+    /// Returns the f32 values on the host, in the shape `shape`.
     ///
     /// # Errors
-    /// When it is a shard, or memory runs out.
+    /// When the weight is a shard, or memory runs out.
     pub fn decode(&self, shape: &[usize]) -> Result<Tensor> {
         match self {
             Weight::Dense(parameter) => to_host(parameter.values()),
@@ -88,8 +89,8 @@ impl Weight {
         }
     }
 
-    /// Copies the weight of `shape` to `device`. On a GPU MXFP4 stays packed; all else becomes a dense
-    /// `dtype`.
+    /// Copies the weight, which has the shape `shape`, to `device`. On a GPU MXFP4 stays packed, and other
+    /// weights become dense tensors of type `dtype`.
     ///
     /// # Errors
     /// When memory runs out.
@@ -115,7 +116,8 @@ impl Weight {
         }
     }
 
-    /// Performs [`Self::matmul`] in f32 whatever the precision; a GPU's output stays f32 too.
+    /// Computes `x · W + bias` as [`Self::matmul`] does, but in f32 for any precision of the weight. On a GPU
+    /// the output is f32 too.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -126,8 +128,8 @@ impl Weight {
         }
     }
 
-    /// Multiplies each row by its expert's matrix: `x [T·K, in]`, sorted by `plan`, optional
-    /// `bias [E, out]` → `[T·K, out]`.
+    /// Multiplies each row by the matrix of its expert: `x [T·K, in]`, sorted by `plan`, optional `bias [E,
+    /// out]` → `[T·K, out]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -138,7 +140,7 @@ impl Weight {
         }
     }
 
-    /// Returns rows `ids` of a table `[V, H]`: `[T, H]`.
+    /// Returns rows `ids` of an embedding table `[V, H]`, `[T, H]`.
     ///
     /// # Errors
     /// When an id is not below `V`.
@@ -149,7 +151,7 @@ impl Weight {
         }
     }
 
-    /// Returns columns `ids` of a matrix `[H, V]` as rows: `[T, H]`.
+    /// Returns columns `ids` of a matrix `[H, V]` as rows, `[T, H]`.
     ///
     /// # Errors
     /// When an id is not below `V`.
@@ -160,21 +162,21 @@ impl Weight {
         }
     }
 
-    /// Returns `(H, V)` of a language-model head.
+    /// Returns the shape `(H, V)` of an LM head.
     ///
     /// # Errors
-    /// When it is not a matrix.
+    /// When the weight is not a matrix.
     pub(super) fn head_shape(&self) -> Result<(usize, usize)> {
         match self {
             Weight::Dense(weight) => weight.values().dims2(),
             Weight::Packed(weight) => match weight.shape() {
                 [1, input, output] => Ok((input, output)),
-                shape => bail!("a head of shape {shape:?}"),
+                shape => bail!("an LM head must be a matrix, but has shape {shape:?}"),
             },
         }
     }
 
-    /// Returns threads and precision of its products on a CPU.
+    /// Returns the threads and the precision of products by this weight on a CPU.
     pub(super) fn gemm_config(&self) -> GemmConfig {
         GemmThreads::Pool.with_precision(match self {
             Weight::Dense(weight) => weight.precision(),
@@ -222,15 +224,16 @@ impl Weight {
     /// Returns the matrix in GPU memory.
     ///
     /// # Errors
-    /// When it is packed.
+    /// When the weight is packed.
     pub(super) fn device_tensor(&self) -> Result<&Tensor> {
         match self {
             Weight::Dense(weight) => Ok(weight.values()),
-            Weight::Packed(_) => bail!("a packed head is not supported on a GPU; use dense weights"),
+            Weight::Packed(_) => bail!("a packed LM head is not supported on a GPU; use dense weights"),
         }
     }
 
-    /// Returns the dense values, which the graph tracks, and the sink of their gradient.
+    /// Returns the dense values, which the graph tracks, and the target of their gradient; `None` for a
+    /// packed weight.
     pub(super) fn graph_tensor(&self) -> Option<(&Tensor, Option<GradientTarget>)> {
         match self {
             Weight::Dense(weight) => Some((weight.values(), weight.gradient())),

@@ -4,7 +4,7 @@ use super::context::RunContext;
 use super::source::ModelSource;
 use crate::atomic_file::replace_folder;
 use crate::bad_input;
-use crate::checkpoint::gguf::{self, GgufForm, GgufTokenizer};
+use crate::checkpoint::gguf::{self, GgufFormat, GgufTokenizer};
 use crate::checkpoint::merge::merge;
 use crate::checkpoint::peft;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
@@ -144,7 +144,7 @@ pub fn export_merged_model(
 /// those of [`gguf::write`].
 pub fn write_gguf_file(
     context: &RunContext,
-    format: GgufForm,
+    format: GgufFormat,
     merges_adapter: bool,
     out: &Path,
     console: &Console,

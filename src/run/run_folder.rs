@@ -101,7 +101,7 @@ impl RunFolder {
     /// [`crate::error::BadInput`] when the run is in use, or advanced after `point` was read.
     pub fn resume(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<Self> {
         let lock = lock(path)?;
-        if checkpoint::newest_folder(path)?.as_ref() != point.map(|point| &point.folder) {
+        if checkpoint::newest_checkpoint(path)?.as_ref() != point.map(|point| &point.folder) {
             return Err(bad_input!(
                 "{}: another process resumed the run; repeat the command",
                 path.display()
@@ -296,7 +296,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
         return Ok(None);
     }
     // An adapter's base may be at another path than when the run started. Its digest identifies it.
-    let has_adapter = checkpoint::newest_folder(path)?.is_some_and(|newest| is_adapter_folder(&newest));
+    let has_adapter = checkpoint::newest_checkpoint(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| has_adapter);
     let base_override: Vec<String> =
         base.map(|base| format!("model.path={}", base.display())).into_iter().collect();

@@ -224,10 +224,10 @@ impl ModelSource {
             ));
         }
         let foreign_template = template.as_deref().is_some_and(|template| !chat.renders_as(template));
-        let weights = ModelFolder::of_gguf(path, weights);
+        let weights = ModelFolder::from_gguf(path, weights);
         let formats = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
         Ok(Self {
-            companions: CompanionFiles::of_gguf(&chat, template),
+            companions: CompanionFiles::from_gguf(&chat, template),
             config,
             chat,
             weights: Some(Arc::new(weights)),
@@ -306,7 +306,7 @@ impl ModelSource {
                 Dtype::Bf16 => vec![to_bf16.weight_change()],
                 Dtype::Bf16Dot => vec![unpack, to_bf16.weight_change()],
             };
-            return Parameters::leave_on_disk(&self.config, backend, folder.clone(), changes);
+            return Parameters::keep_on_disk(&self.config, backend, folder.clone(), changes);
         }
         let megabytes = |bytes: u64| bytes / 1_000_000;
         let specs = self.specs();
@@ -404,7 +404,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     }
     let folder = match source {
         _ if is_path_set => None,
-        RecipeSource::Run(run) => Some(checkpoint::newest_folder(run)?.ok_or_else(|| {
+        RecipeSource::Run(run) => Some(checkpoint::newest_checkpoint(run)?.ok_or_else(|| {
             bad_input!(
                 "{}: the run has no checkpoint yet; continue it with --resume, or name its recipe.toml for the model that it started from",
                 run.display()
@@ -420,12 +420,12 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     }
     let Some(path) = &mut model.path else { return Ok(0) };
     if !holds_model(path)
-        && let Some(folder) = checkpoint::newest_folder(path)?
+        && let Some(folder) = checkpoint::newest_checkpoint(path)?
     {
         *path = folder;
     }
     *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone());
-    if !checkpoint::has_state(path) {
+    if !checkpoint::is_checkpoint(path) {
         return Ok(0);
     }
     let state = checkpoint::read_state(path)?;
@@ -436,7 +436,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
 fn adapter_checkpoint(source: &RecipeSource, model: &ModelSettings) -> Result<Option<PathBuf>> {
     let folder = match source {
         _ if model.adapter.is_some() => None,
-        RecipeSource::Run(run) => checkpoint::newest_folder(run)?,
+        RecipeSource::Run(run) => checkpoint::newest_checkpoint(run)?,
         RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
@@ -457,7 +457,7 @@ pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
     if holds_model(path) {
         return Ok(path.to_owned());
     }
-    match checkpoint::newest_folder(path)? {
+    match checkpoint::newest_checkpoint(path)? {
         Some(folder) => Ok(folder),
         None => Err(bad_input!(
             "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a GGUF file, a checkpoint or a run folder",
@@ -469,7 +469,7 @@ pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
 /// Returns the folder of the adapter: `path` itself, or the last checkpoint if `path` is a run folder.
 fn adapter_folder(path: &Path) -> Result<PathBuf> {
     let newest =
-        if is_adapter_folder(path) { Some(path.to_owned()) } else { checkpoint::newest_folder(path)? };
+        if is_adapter_folder(path) { Some(path.to_owned()) } else { checkpoint::newest_checkpoint(path)? };
     newest.filter(|folder| is_adapter_folder(folder)).ok_or_else(|| {
         bad_input!(
             "{}: holds no adapter_config.json and no run with an adapter; set model.adapter to a folder in PEFT's format, a \

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 /// Returns the character of each byte.
 ///
-/// Printable Latin-1 bytes map to themselves; the other 68 map to the characters from U+0100 on, in order.
+/// Printable Latin-1 bytes map to themselves. The other 68 bytes map to the characters from U+0100 on, in
+/// order.
 pub(super) fn alphabet() -> [char; 256] {
     let mut chars = ['\0'; 256];
     let mut substitute = 0x100..;
@@ -24,7 +25,7 @@ impl ByteDecoder {
         Self(alphabet().into_iter().zip(0..=255).collect())
     }
 
-    /// Appends the bytes of `entry`. A character outside the alphabet gives its own UTF-8 bytes.
+    /// Appends the bytes of `entry` to `out`. For a character outside the alphabet, appends its UTF-8 bytes.
     pub(super) fn decode_into(&self, entry: &str, out: &mut Vec<u8>) {
         for c in entry.chars() {
             match self.0.get(&c) {
@@ -35,7 +36,8 @@ impl ByteDecoder {
     }
 }
 
-/// Writes `text` in the alphabet, as vocabularies do.
+/// Returns `text` with each byte replaced by its character of the alphabet, as in the entries of a
+/// vocabulary.
 pub(super) fn to_byte_level(text: &str) -> String {
     let alphabet = alphabet();
     text.bytes().map(|byte| alphabet[usize::from(byte)]).collect()

@@ -1,16 +1,17 @@
-//! Embedded vocabularies: a template's own tokens, and the bytes. No merges, no download.
+//! Embedded vocabularies, which need no download. They have the tokens of a template and one token per byte,
+//! and no merges.
 
 use super::byte_level::{alphabet, to_byte_level};
 use serde_json::{Map, Value, json};
 
-/// The id of byte 0; lower ids belong to the template.
+/// The id of byte 0. Lower ids belong to the template.
 const FIRST_BYTE: usize = 16;
 
 /// Returns a `tokenizer.json` of 272 tokens:
 /// - `special` from id 0;
-/// - `added`: recognised in text, but not skipped by decoders;
-/// - `words`: words of templates, found only by `entry_id`, since no merge produces them;
-/// - reserved ids up to 15, never produced;
+/// - `added`: tokens that the encoder recognises in text and decoders do not skip;
+/// - `words`: words of templates. Only `entry_id` finds them, because no merge produces them;
+/// - reserved ids up to 15, which no text produces;
 /// - the bytes from id 16.
 pub fn embedded_json(special: &[&str], added: &[&str], words: &[&str]) -> Vec<u8> {
     let mut entries: Vec<String> = special.iter().chain(added).map(|token| token.to_string()).collect();

@@ -1,30 +1,32 @@
-//! Limits of a `tokenizer.json`. The `tokenizers` crate does what the file says. A small file can make it
-//! lengthen a text without bound. Such steps are therefore refused before the crate reads the file.
+//! Limits of a `tokenizer.json`. The `tokenizers` crate runs every step of the file, and a small file can
+//! have steps that lengthen a text without bound. Such steps are refused before the crate reads the file.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use std::fmt;
 
-/// Maximum number of values and keys of a section other than the vocabulary; the longest known has about 50.
+/// Maximum number of values and keys of a section other than the vocabulary. The longest known section has
+/// about 50.
 const STEP_VALUES_MAX: usize = 1000;
-/// Maximum total bytes of the strings in such a section, patterns included; the longest known has about
-/// 1 KiB.
+/// Maximum total bytes of the strings of a section other than the vocabulary, patterns included. The longest
+/// known section has about 1 KiB.
 const STEP_BYTES_MAX: usize = 16 << 10;
-/// Maximum number of values and keys of the vocabulary; GPT-OSS's has 2 million.
+/// Maximum number of values and keys of the vocabulary. The vocabulary of GPT-OSS has 2 million.
 const VOCABULARY_VALUES_MAX: usize = 8_000_000;
 /// Maximum total bytes of all regular expressions.
 const PATTERN_BYTES_MAX: usize = 4096;
-/// Maximum number of counted repetitions, such as `x{900}`; each compiles to up to 10 MB.
+/// Maximum number of counted repetitions, such as `x{900}`. Each compiles to at most 10 MB.
 const REPETITIONS_MAX: usize = 8;
 /// Maximum number of steps of one section.
 const STEPS_MAX: usize = 16;
 
-/// Allowed normalizers, and their keys. They lengthen a text no more than one Unicode normalization does.
+/// Allowed normalizers. They lengthen a text no more than one Unicode normalization does.
 const NORMALIZERS: &[&str] =
     &["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"];
 const NORMALIZER_KEYS: &[&str] = &["type", "normalizers", "strip_left", "strip_right"];
-/// Pre-tokenizers that split a text without changing it. `ByteLevel`, which doubles the text, may occur once.
+/// Allowed pre-tokenizers. They split a text without changing it. The exception is `ByteLevel`, which may
+/// double the length of the text and therefore may occur once.
 const PRE_TOKENIZERS: &[&str] = &[
     "Sequence",
     "Split",
@@ -56,7 +58,7 @@ const PRE_TOKENIZER_KEYS: &[&str] = &[
 
 /// The sections of a `tokenizer.json` that are checked.
 #[derive(Deserialize)]
-struct Outline {
+struct TokenizerSections {
     normalizer: Option<Steps>,
     pre_tokenizer: Option<Steps>,
     post_processor: Option<Steps>,
@@ -67,13 +69,13 @@ struct Outline {
     _model: Option<SectionCounter>,
 }
 
-/// Refuses a file whose steps could take unbounded time or memory. The crate reports other errors.
+/// Checks that the steps of the file take bounded time and memory. The crate reports other errors.
 ///
 /// # Errors
-/// The message says what exceeds its limit, and the limit.
+/// The message names the value that exceeds its limit, and the limit.
 pub(super) fn check(json: &[u8]) -> Result<()> {
-    let outline: Outline = serde_json::from_slice(json)?;
-    let Outline { normalizer, pre_tokenizer, post_processor, decoder, .. } = &outline;
+    let parsed: TokenizerSections = serde_json::from_slice(json)?;
+    let TokenizerSections { normalizer, pre_tokenizer, post_processor, decoder, .. } = &parsed;
     let sections = [
         ("normalizer", normalizer, Some((NORMALIZERS, NORMALIZER_KEYS))),
         ("pre_tokenizer", pre_tokenizer, Some((PRE_TOKENIZERS, PRE_TOKENIZER_KEYS))),
@@ -107,7 +109,7 @@ pub(super) fn check(json: &[u8]) -> Result<()> {
     if pattern_bytes > PATTERN_BYTES_MAX || repetitions > REPETITIONS_MAX {
         bail!(
             "its regular expressions have {pattern_bytes} bytes and {repetitions} counted repetitions; at most \
-             {PATTERN_BYTES_MAX} and {REPETITIONS_MAX} are taken"
+             {PATTERN_BYTES_MAX} and {REPETITIONS_MAX} are allowed"
         );
     }
     Ok(())
@@ -116,7 +118,7 @@ pub(super) fn check(json: &[u8]) -> Result<()> {
 /// A section of steps.
 struct Steps(SectionContents);
 
-/// A section whose values are only counted.
+/// A section whose values are counted and not kept.
 struct SectionCounter;
 
 impl<'de> Deserialize<'de> for Steps {
@@ -215,8 +217,10 @@ impl<'de> Visitor<'de> for SectionVisitor<'_> {
             "type" if self.keeps => self.contents.types.push(text.to_owned()),
             "Regex" => {
                 self.contents.pattern_bytes += text.len();
-                let charged = |pair: &[u8]| pair[0] == b'{' && (pair[1].is_ascii_digit() || pair[1] == b',');
-                self.contents.repetitions += text.as_bytes().windows(2).filter(|pair| charged(pair)).count();
+                let is_repetition =
+                    |pair: &[u8]| pair[0] == b'{' && (pair[1].is_ascii_digit() || pair[1] == b',');
+                self.contents.repetitions +=
+                    text.as_bytes().windows(2).filter(|pair| is_repetition(pair)).count();
             }
             _ => {}
         }
@@ -234,8 +238,8 @@ impl<'de> Visitor<'de> for SectionVisitor<'_> {
         self.count(0)?;
         while let Some(key) = entries.next_key::<String>()? {
             self.count(key.len())?;
-            let look = SectionVisitor { contents: &mut *self.contents, keeps: self.keeps, key: &key };
-            entries.next_value_seed(look)?;
+            let visitor = SectionVisitor { contents: &mut *self.contents, keeps: self.keeps, key: &key };
+            entries.next_value_seed(visitor)?;
             if self.keeps {
                 self.contents.keys.push(key);
             }

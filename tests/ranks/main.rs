@@ -331,12 +331,7 @@ fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
             2,
             "parallel.sequence: 3 does not divide the 2 processes of this run",
         ),
-        (
-            "train",
-            &["parallel.sequence=3"],
-            3,
-            "parallel.sequence: 3 does not divide the 4 heads of attention",
-        ),
+        ("train", &["parallel.sequence=3"], 3, "parallel.sequence: 3 does not divide the 4 attention heads"),
         ("eval", &[], 2, "`eval` runs in one process, but this is one of 2"),
     ];
     for (command, sets, ranks, message) in cases {

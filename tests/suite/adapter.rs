@@ -349,7 +349,7 @@ fn what_we_do_not_have_is_named_with_the_remedy() {
         let folder = changed(|config| config[key] = value.clone());
         refusal(folder.path(), "gpt_oss_yarn")
     };
-    let merge = "merge it into its base";
+    let merge = "merge the adapter into its base";
     for (key, value, words) in [
         ("use_dora", true.into(), [r#"use_dora is true"#, merge]),
         ("lora_dropout", 0.1.into(), ["lora_dropout is 0.1", "set it to 0"]),
@@ -363,7 +363,7 @@ fn what_we_do_not_have_is_named_with_the_remedy() {
         // Its factors were infinite.
         ("lora_alpha", 1e308.into(), ["lora_alpha", "at most 1000000"]),
         // Another rank than the tensors have.
-        ("r", 4.into(), ["shape [12, ", "asks for [16, "]),
+        ("r", 4.into(), ["shape [12, ", "requires [16, "]),
     ] {
         let text = set(key, value);
         words.into_iter().for_each(|word| assert!(text.contains(word), "{word:?} is not in: {text}"));
@@ -373,7 +373,7 @@ fn what_we_do_not_have_is_named_with_the_remedy() {
 #[test]
 fn an_adapter_of_another_model_is_refused_by_its_shapes() {
     let text = refusal(&fixture("adapter_gpt_oss/adapter"), "gpt_oss_plain");
-    assert!(text.contains("has shape") && text.contains("asks for"), "{text}");
+    assert!(text.contains("has shape") && text.contains("requires"), "{text}");
     let text = refusal(&fixture("adapter_gpt_oss/adapter"), "qwen2");
     assert!(text.contains("has an adapter, but this model has no such matrix"), "{text}");
     let text = refusal(&fixture("adapter_qwen2/adapter"), "gpt_oss_yarn");

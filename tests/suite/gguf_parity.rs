@@ -33,7 +33,7 @@ impl Opened {
     fn gguf(path: &Path) -> Self {
         let GgufModel { weights, config, tokenizer, .. } = GgufModel::open(path).unwrap();
         let chat = config.family.chat.from_bytes(tokenizer, "model.gguf").unwrap();
-        Self { files: ModelFolder::of_gguf(path, weights), config, chat }
+        Self { files: ModelFolder::from_gguf(path, weights), config, chat }
     }
 
     fn folder(path: &Path) -> Self {
@@ -63,7 +63,7 @@ fn logits(config: &Config, parameters: &Parameters, tokens: &[u32]) -> Vec<Vec<f
     let stack = DecoderStack { model: &model, weights: &weights, forward: ForwardOptions::default() };
     let rows = &mut Rows {
         rotation: model.rotation(batch.positions.clone()),
-        attend: &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() },
+        attention: &mut PackedAttention { sequence_rows: batch.sequence_rows.clone() },
         replay: None,
     };
     let hidden = stack.forward(&Arc::new(batch.tokens.to_vec()), rows, &mut |_, _, _| Ok(())).unwrap();

@@ -151,7 +151,7 @@ fn layers_that_stay_on_disk_compute_the_same_bits() {
         let folder = folder(&config, format, SHARD_BYTES_MAX);
         let resident = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
-        let stored = Parameters::leave_on_disk(&config, &Backend::default(), files, vec![]).unwrap();
+        let stored = Parameters::keep_on_disk(&config, &Backend::default(), files, vec![]).unwrap();
         assert_eq!(stored.bytes(), resident.bytes());
         assert!(stored.weight(1).is_err(), "a layer's tensor is not in memory");
         let model = Model::new(config.clone(), config.max_position_embeddings);
@@ -198,7 +198,7 @@ fn mistakes_in_weights_are_the_same_of_packed_and_of_stored_ones() {
         let plain = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
         let packed = held(folder.path(), &config, &|_| false).unwrap();
         let files = Arc::new(ModelFolder::open(folder.path(), &config).unwrap());
-        let stored = Parameters::leave_on_disk(&config, &Backend::default(), files, vec![]).unwrap();
+        let stored = Parameters::keep_on_disk(&config, &Backend::default(), files, vec![]).unwrap();
         let sequences = tiny::sequences(config.vocab_size, &[40], 4);
         let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
         let of = |parameters: &Parameters, cause: Option<&Cause>| {

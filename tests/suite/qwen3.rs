@@ -6,7 +6,7 @@ use crate::small_runs::{self, done, rl_rows, rloss};
 use crate::tiny::{self, load, values};
 use rloss::chat::Format;
 use rloss::checkpoint::BaseModel;
-use rloss::checkpoint::gguf::{GgufForm, GgufModel, GgufTokenizer};
+use rloss::checkpoint::gguf::{GgufFormat, GgufModel, GgufTokenizer};
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::peft::{self, AdapterFolder};
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
@@ -271,7 +271,7 @@ fn gguf_files_give_back_config_and_values() {
         let path = folder.path().join("a.gguf");
         let chat = config.family.chat.from_embedded().unwrap();
         let tensor = |spec: &ParameterSpec| Ok(tiny::named(&before, &spec.name).clone());
-        for form in [GgufForm::F32, GgufForm::Bf16, GgufForm::F16, GgufForm::Q8] {
+        for form in [GgufFormat::F32, GgufFormat::Bf16, GgufFormat::F16, GgufFormat::Q8] {
             let json = chat.vocabulary().json_bytes();
             let tokenizer = GgufTokenizer { json, template: chat.jinja() };
             rloss::checkpoint::gguf::write(&path, &config, form, tokenizer, tensor).unwrap();
@@ -286,14 +286,14 @@ fn gguf_files_give_back_config_and_values() {
                     .unwrap()
                     .renders_as(chat.jinja())
             );
-            let files = ModelFolder::of_gguf(&path, read.weights);
+            let files = ModelFolder::from_gguf(&path, read.weights);
             for spec in parameter_specs(&config) {
                 let wanted = values(tiny::named(&before, &spec.name));
                 let found = files.read_values(&spec).unwrap();
                 let rounded: Vec<f32> = wanted.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect();
                 let is_exact = match form {
-                    GgufForm::F32 => found == wanted,
-                    GgufForm::Bf16 => found == rounded,
+                    GgufFormat::F32 => found == wanted,
+                    GgufFormat::Bf16 => found == rounded,
                     // Half of 1/127 of a block's largest value, and the rounding to bf16.
                     _ => {
                         let largest = wanted.iter().fold(0f32, |m, v| m.max(v.abs()));
@@ -306,7 +306,7 @@ fn gguf_files_give_back_config_and_values() {
         let json = chat.vocabulary().json_bytes();
         let tokenizer = GgufTokenizer { json, template: chat.jinja() };
         refused(
-            rloss::checkpoint::gguf::write(&path, &config, GgufForm::Mxfp4, tokenizer, tensor),
+            rloss::checkpoint::gguf::write(&path, &config, GgufFormat::Mxfp4, tokenizer, tensor),
             &["MXFP4", "bf16"],
         );
     }

@@ -1,5 +1,5 @@
-//! The header of a GGUF file: metadata, and the place of each tensor. Every count and length is compared
-//! with the bytes of the file before memory is allocated for it.
+//! The header of a GGUF file: its metadata, and the location of each tensor. Every count and length is
+//! compared with the size of the file before memory is allocated.
 
 use super::tensor_type::TensorType;
 use crate::bad_input;
@@ -11,17 +11,17 @@ use std::io::{BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Most bytes of a header; GPT-OSS's has about 13 MB.
+/// Maximum size of a header, in bytes. The header of GPT-OSS has about 13 MB.
 const HEADER_BYTES_MAX: u64 = TOKENIZER_BYTES_MAX;
-/// Most tensors of one file.
+/// Maximum number of tensors of one file.
 const TENSORS_MAX: u64 = 200_000;
-/// Most entries of metadata; models have about 50.
+/// Maximum number of entries of the metadata. Models have about 50.
 const ENTRIES_MAX: u64 = 10_000;
 const DIMENSIONS_MAX: u32 = 4;
 const ALIGNMENT_MAX: u64 = 1 << 20;
-/// Bytes of a tensor's shortest entry: length of the name, dimensions, type, offset.
+/// Minimum size of the entry of a tensor, in bytes: length of the name, number of dimensions, type, offset.
 const TENSOR_BYTES_MIN: u64 = 8 + 4 + 4 + 8;
-/// Bytes of the shortest entry of metadata: length of the key, type, value.
+/// Minimum size of an entry of the metadata, in bytes: length of the key, type, value.
 const ENTRY_BYTES_MIN: u64 = 8 + 4 + 1;
 
 /// A value of the metadata.
@@ -34,17 +34,17 @@ pub enum MetadataValue {
     Texts(Vec<String>),
     /// A list of 32-bit integers.
     Integers(Vec<i32>),
-    /// A list of another type, which is skipped.
+    /// A list of another type. Its values are skipped.
     OtherList,
 }
 
-/// A tensor's place in a file.
+/// The location of a tensor in a file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GgufTensor {
-    /// The outermost dimension comes first.
+    /// The shape, with the outermost dimension first.
     pub shape: Vec<usize>,
     pub dtype: &'static TensorType,
-    /// The first byte in the file.
+    /// The offset of the first byte in the file.
     start: u64,
 }
 
@@ -57,11 +57,11 @@ pub struct GgufFile {
 }
 
 impl GgufFile {
-    /// Opens a file and reads its header. Every tensor must lie within the file.
+    /// Opens a file and reads its header. The file must have all bytes of every tensor.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file is damaged, truncated, no GGUF file, or has a type that is
-    /// not read.
+    /// [`crate::error::BadInput`] when the file is damaged, is truncated, is not a GGUF file, or has a tensor
+    /// of an unsupported type.
     pub fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
         let unreadable = |e: std::io::Error| bad_input!("{shown}: cannot be read: {e}");
@@ -72,14 +72,15 @@ impl GgufFile {
         Ok(Self { path: path.to_owned(), file, metadata, tensors })
     }
 
-    /// Fills `to` with the bytes of a tensor from `start` on. Several threads may call it at a time.
+    /// Fills `to` with the bytes of a tensor from `start` on. Several threads may call this method in
+    /// parallel.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file was changed since it was opened, or cannot be read.
+    /// [`crate::error::BadInput`] when the file was changed after it was opened, or cannot be read.
     pub fn read_at(&self, tensor: &GgufTensor, start: usize, to: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(to, tensor.start + start as u64).map_err(|e| {
             bad_input!(
-                "{}: cannot be read: {e}; it was changed since it was opened, or the disk fails: fetch it again",
+                "{}: cannot be read: {e}; the file was changed after it was opened, or the disk is failing: fetch the file again",
                 self.path.display()
             )
         })
@@ -96,14 +97,18 @@ impl Header {
         let limit = length.min(HEADER_BYTES_MAX);
         let mut from = Bytes { file: BufReader::new(file), left: limit, is_cut: length <= HEADER_BYTES_MAX };
         if from.array()? != *b"GGUF" {
-            return Err("not a GGUF file; model.path takes a GGUF file or a folder".into());
+            return Err("not a GGUF file; model.path must name a GGUF file or a folder".into());
         }
         match from.u32()? {
             2 | 3 => {}
             version if matches!(version.swap_bytes(), 1..=9) => {
                 return Err("a big-endian GGUF file; convert it to little-endian".into());
             }
-            version => return Err(format!("GGUF version {version}; versions 2 and 3 are read; convert it")),
+            version => {
+                return Err(format!(
+                    "GGUF version {version} is not supported; convert the file to version 3"
+                ));
+            }
         }
         let (tensor_count, entries) = (from.u64()?, from.u64()?);
         for (what, count, max, bytes) in [
@@ -112,7 +117,7 @@ impl Header {
         ] {
             if count > max || count * bytes > from.left {
                 return Err(format!(
-                    "{count} {what} are announced, {} are possible; fetch the file again",
+                    "the header announces {count} {what}, but the file has space for {}; fetch the file again",
                     max.min(from.left / bytes)
                 ));
             }
@@ -144,7 +149,7 @@ impl Header {
             let end = data.checked_add(tensor.start).and_then(|start| start.checked_add(bytes));
             if end.is_none_or(|end| end > length) {
                 return Err(format!(
-                    "truncated: `{name}` has {bytes} bytes at offset {}, the file ends before; fetch it again",
+                    "truncated: `{name}` has {bytes} bytes at offset {}, but the file ends before; fetch the file again",
                     tensor.start
                 ));
             }
@@ -158,7 +163,7 @@ impl Header {
 struct Bytes<'a> {
     file: BufReader<&'a File>,
     left: u64,
-    /// Whether the end of `left` is the end of the file, not the limit of headers.
+    /// Whether `left` ends at the end of the file. Otherwise it ends at [`HEADER_BYTES_MAX`].
     is_cut: bool,
 }
 
@@ -191,7 +196,8 @@ impl Bytes<'_> {
         self.take(length)?;
         let mut bytes = vec![0; length as usize];
         self.file.read_exact(&mut bytes).map_err(|e| format!("cannot be read: {e}"))?;
-        String::from_utf8(bytes).map_err(|_| "a text of its header is not UTF-8; fetch the file again".into())
+        String::from_utf8(bytes)
+            .map_err(|_| "a string of its header is not UTF-8; fetch the file again".into())
     }
 
     fn value(&mut self, key: &str) -> Result<MetadataValue, String> {
@@ -202,7 +208,8 @@ impl Bytes<'_> {
             3 => MetadataValue::Integer(i128::from(i16::from_le_bytes(self.array()?))),
             4 => MetadataValue::Integer(i128::from(self.u32()?)),
             5 => MetadataValue::Integer(i128::from(i32::from_le_bytes(self.array()?))),
-            // The shortest decimal of an f32 is the value that its writer meant: 1e-6, not 9.99999997e-7.
+            // The shortest decimal of the f32 is the value that the writer intended: 1e-6 instead of
+            // 9.99999997e-7.
             6 => MetadataValue::Float(
                 f32::from_le_bytes(self.array()?).to_string().parse().unwrap_or(f64::NAN),
             ),
@@ -223,12 +230,12 @@ impl Bytes<'_> {
             2 | 3 => 2,
             4..=6 => 4,
             8 | 10..=12 => 8,
-            9 => return Err(format!("{key:?} is a list of lists, which no reader of models uses")),
+            9 => return Err(format!("{key:?} is a list of lists, which no model has; fetch the file again")),
             other => return Err(format!("{key:?} has the unknown type {other}; fetch the file again")),
         };
         if count.checked_mul(bytes).is_none_or(|bytes| bytes > self.left) {
             return Err(format!(
-                "truncated: {key:?} has {count} values, the header ends before; fetch the file again"
+                "truncated: {key:?} has {count} values, but the header ends before; fetch the file again"
             ));
         }
         Ok(match kind {
@@ -262,17 +269,17 @@ impl Bytes<'_> {
         let Some(dtype) = TensorType::by_id(id) else {
             let known: Vec<&str> = TensorType::ALL.iter().map(|known| known.name).collect();
             return Err(format!(
-                "`{name}` has the type {id}, which is not read; convert the file to one of {}",
+                "`{name}` has the unsupported type {id}; convert the file to one of {}",
                 known.join(", ")
             ));
         };
         match count {
-            // A count of values below 2^56 has a count of bytes below 2^63.
+            // Fewer than 2^56 values have fewer than 2^63 bytes.
             Some(count) if count < 1 << 56 && row.is_multiple_of(dtype.block as u64) => {
                 Ok(GgufTensor { shape, dtype, start })
             }
             _ => Err(format!(
-                "`{name}` of type {} has the shape {shape:?}; rows hold whole blocks of {}; fetch the file again",
+                "`{name}` of type {} has the shape {shape:?}, but rows must be multiples of {} values; fetch the file again",
                 dtype.name, dtype.block
             )),
         }

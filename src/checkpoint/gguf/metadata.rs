@@ -1,4 +1,4 @@
-//! Config and tokenizer of a GGUF file, in the formats of a Hugging Face folder.
+//! Reads the config and the tokenizer of a GGUF file, in the formats of a Hugging Face folder.
 
 use super::file::MetadataValue;
 use super::weights::GgufWeights;
@@ -10,29 +10,32 @@ use serde_json::{Map, Value as Json, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The kinds of tokens, as `tokenizer.ggml.token_type` numbers them.
+/// The numbers of token kinds in `tokenizer.ggml.token_type`.
 pub(super) const NORMAL: i32 = 1;
 pub(super) const CONTROL: i32 = 3;
 pub(super) const USER_DEFINED: i32 = 4;
 pub(super) const UNUSED: i32 = 5;
 
-/// The steps of a tokenizer before its merges, by their name in GGUF: the pattern that splits a text, whether
-/// the text is normalized to NFC, and whether a whole word of the vocabulary needs no merges.
-pub(super) struct Splitter {
+/// A pre-tokenizer of GGUF: the steps of a tokenizer before its merges.
+pub(super) struct PreTokenizer {
+    /// The name in `tokenizer.ggml.pre`.
     pub(super) name: &'static str,
+    /// The regular expression that splits a text.
     pub(super) pattern: &'static str,
+    /// Whether a text is normalized to NFC before the split.
     normalizes: bool,
+    /// Whether a part of the text that is an entry of the vocabulary is encoded without merges.
     ignores_merges: bool,
 }
 
-pub(super) const SPLITTERS: [Splitter; 2] = [
-    Splitter {
+pub(super) const PRE_TOKENIZERS: [PreTokenizer; 2] = [
+    PreTokenizer {
         name: "qwen2",
         pattern: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         normalizes: true,
         ignores_merges: false,
     },
-    Splitter {
+    PreTokenizer {
         name: "gpt-4o",
         pattern: r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         normalizes: false,
@@ -40,13 +43,13 @@ pub(super) const SPLITTERS: [Splitter; 2] = [
     },
 ];
 
-/// A GGUF file, opened and checked.
+/// An open GGUF file whose config and tokenizer were checked.
 pub struct GgufModel {
     pub weights: GgufWeights,
     pub config: Config,
-    /// The tokenizer as `tokenizer.json`.
+    /// The tokenizer in the format of `tokenizer.json`.
     pub tokenizer: Vec<u8>,
-    /// The chat template. It is never executed.
+    /// The chat template. This program never executes it.
     pub template: Option<String>,
 }
 
@@ -54,7 +57,7 @@ impl GgufModel {
     /// Opens the model in `path`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file is damaged, or holds what is not supported.
+    /// [`crate::error::BadInput`] when the file is damaged, or has unsupported tensors or metadata.
     pub fn open(path: &Path) -> Result<Self> {
         let (mut weights, metadata) = GgufWeights::open(path)?;
         let metadata = Metadata { place: path, values: &metadata };
@@ -80,7 +83,7 @@ impl Metadata<'_> {
         }
     }
 
-    /// Returns a number, a flag or a text as JSON; null if it is absent.
+    /// Returns a number, a flag or a string as JSON; null if the key is absent.
     fn json(&self, key: &str) -> Json {
         match self.values.get(key) {
             Some(MetadataValue::Integer(n)) => {
@@ -93,11 +96,11 @@ impl Metadata<'_> {
         }
     }
 
-    /// Returns the config that the metadata and the shape of the embedding imply.
+    /// Returns the config of the model, derived from the metadata and the shape of the embedding.
     fn config(&self, weights: &GgufWeights) -> Result<Config> {
         let shown = self.place.display();
         let architecture = self.text("general.architecture").unwrap_or_default();
-        let family = Family::of_gguf(architecture).map_err(|e| bad_input!("{shown}: {e}"))?;
+        let family = Family::from_gguf(architecture).map_err(|e| bad_input!("{shown}: {e}"))?;
         let of = |key: &str| self.json(&format!("{architecture}.{key}"));
         let embedding = weights.find("token_embd.weight").and_then(|(_, tensor)| tensor.shape.first());
         let mut json = json!({
@@ -124,7 +127,7 @@ impl Metadata<'_> {
                 "rope_type": scaling,
                 "factor": of("rope.scaling.factor"),
                 "original_max_position_embeddings": of("rope.scaling.original_context_length"),
-                // The released GPT-OSS has no rounded ramp, and llama.cpp has no key for it.
+                // llama.cpp has no key for this value. It is false in the released GPT-OSS.
                 "truncate": of("rope.scaling.truncate").as_bool().unwrap_or(family.gguf != "gpt-oss"),
             });
             for (key, value) in [
@@ -145,28 +148,29 @@ impl Metadata<'_> {
             json["moe_intermediate_size"] = json["intermediate_size"].clone();
             json["num_local_experts"] = of("expert_count");
             json["num_experts_per_tok"] = of("expert_used_count");
-            // llama.cpp renormalises Qwen3's chosen experts always.
+            // llama.cpp always renormalises the weights of the selected experts of Qwen3.
             json["norm_topk_prob"] = json!(true);
         }
         if family.has_windows {
             json["sliding_window"] = of("attention.sliding_window");
         }
         if family.has_swiglu_limit {
-            // llama.cpp has the clamp built in.
+            // The clamp is a constant in llama.cpp.
             json["swiglu_limit"] = json!(7.0);
         }
-        Config::from_json(&json).map_err(|e| bad_input!("{shown}: its metadata gives no model: {e}"))
+        Config::from_json(&json)
+            .map_err(|e| bad_input!("{shown}: its metadata does not describe a supported model: {e}"))
     }
 
-    /// Returns the tokenizer as `tokenizer.json`.
+    /// Returns the tokenizer in the format of `tokenizer.json`.
     fn tokenizer(&self) -> Result<Vec<u8>> {
         let refused = |what: String| bad_input!("{}: {what}", self.place.display());
         let (model, pre) = (self.text("tokenizer.ggml.model"), self.text("tokenizer.ggml.pre"));
-        let splitter = SPLITTERS.iter().find(|known| pre == Some(known.name));
-        let (Some("gpt2"), Some(splitter)) = (model, splitter) else {
-            let known: Vec<&str> = SPLITTERS.iter().map(|known| known.name).collect();
+        let pre_tokenizer = PRE_TOKENIZERS.iter().find(|known| pre == Some(known.name));
+        let (Some("gpt2"), Some(pre_tokenizer)) = (model, pre_tokenizer) else {
+            let known: Vec<&str> = PRE_TOKENIZERS.iter().map(|known| known.name).collect();
             return Err(refused(format!(
-                "its tokenizer is {:?} with the splitter {:?}; \"gpt2\" with {} is read; use the model's Hugging Face folder",
+                "its tokenizer is {:?} with the pre-tokenizer {:?}; only \"gpt2\" with {} is supported; use the model's Hugging Face folder",
                 model.unwrap_or("absent"),
                 pre.unwrap_or("absent"),
                 known.join(" or ")
@@ -181,7 +185,7 @@ impl Metadata<'_> {
         ] = lists
         else {
             return Err(refused(
-                "tokenizer.ggml.tokens, token_type or merges is absent or no list of its type; fetch the file again".into(),
+                "tokenizer.ggml.tokens, token_type or merges is absent or has the wrong type; fetch the file again".into(),
             ));
         };
         if tokens.len() != kinds.len() {
@@ -200,15 +204,16 @@ impl Metadata<'_> {
                 })),
                 _ => {}
             }
-            // An added token needs its entry too: readers would number the others on their own.
+            // An added token needs an entry in the vocabulary too. Otherwise readers would renumber the other
+            // tokens.
             if *kind != UNUSED {
                 vocabulary.insert(token.clone(), json!(id));
             }
         }
         let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
-        let split = json!({"type": "Split", "pattern": {"Regex": splitter.pattern}, "behavior": "Isolated", "invert": false});
+        let split = json!({"type": "Split", "pattern": {"Regex": pre_tokenizer.pattern}, "behavior": "Isolated", "invert": false});
         let pairs: Vec<Vec<&str>> = merges.iter().map(|merge| merge.splitn(2, ' ').collect()).collect();
-        let normalizer = if splitter.normalizes { json!({"type": "NFC"}) } else { Json::Null };
+        let normalizer = if pre_tokenizer.normalizes { json!({"type": "NFC"}) } else { Json::Null };
         let tokenizer = json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": normalizer,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
@@ -216,7 +221,7 @@ impl Metadata<'_> {
             "model": {
                 "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "",
                 "end_of_word_suffix": "", "fuse_unk": false, "byte_fallback": false,
-                "ignore_merges": splitter.ignores_merges, "vocab": vocabulary, "merges": pairs,
+                "ignore_merges": pre_tokenizer.ignores_merges, "vocab": vocabulary, "merges": pairs,
             },
         });
         Ok(tokenizer.to_string().into_bytes())

@@ -1,5 +1,5 @@
-//! GGUF: one file with a model's config, tokenizer and tensors, as llama.cpp reads it.
-//! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+//! GGUF, the format of llama.cpp: one file with the config, the tokenizer and the tensors of a model.
+//! Specification: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
 mod decode;
 mod file;
@@ -13,11 +13,11 @@ pub use file::GgufFile;
 pub use metadata::GgufModel;
 pub use tensor_type::TensorType;
 pub use weights::{GgufWeights, files};
-pub use write::{GgufForm, GgufTokenizer, write};
+pub use write::{GgufFormat, GgufTokenizer, write};
 
 use std::path::Path;
 
-/// Whether `path` names a GGUF file.
+/// Returns whether `path` names a GGUF file.
 pub fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf")) && !path.is_dir()
 }

@@ -1,16 +1,16 @@
-//! The tensors of a GGUF file that hold a parameter.
+//! The names and shapes of the tensors of a GGUF file.
 
 use crate::model::families::Family;
 use crate::model::names::ParameterSpec;
 
-/// One tensor of a parameter.
+/// A tensor of a GGUF file that holds a parameter or a part of it.
 pub(super) struct GgufTensorSpec {
     pub(super) name: String,
-    /// The outermost dimension comes first.
+    /// The shape, with the outermost dimension first.
     pub(super) shape: Vec<usize>,
 }
 
-/// Names of a layer's tensors in a Hugging Face folder and in GGUF.
+/// The names of the tensors of a layer in a Hugging Face folder and in GGUF.
 const LAYER_NAMES: [(&str, &str); 16] = [
     ("input_layernorm", "attn_norm"),
     ("self_attn.q_proj", "attn_q"),
@@ -30,8 +30,8 @@ const LAYER_NAMES: [(&str, &str); 16] = [
     ("mlp.experts.down_proj", "ffn_down_exps"),
 ];
 
-/// Returns the tensors of `spec`. The experts' gate and up are two tensors, whose rows alternate in the
-/// parameter. GGUF stores every matrix as [.., out, in].
+/// Returns the GGUF tensors of the parameter `spec`. Gate and up of experts are two GGUF tensors, whose rows
+/// alternate in the parameter. GGUF stores every matrix as [.., out, in].
 pub(super) fn parts(spec: &ParameterSpec, family: Family) -> Vec<GgufTensorSpec> {
     let [experts, output, input] = geometry(spec);
     let names = part_names(&spec.name, family);
@@ -45,7 +45,7 @@ pub(super) fn parts(spec: &ParameterSpec, family: Family) -> Vec<GgufTensorSpec>
     names.into_iter().map(|name| GgufTensorSpec { name, shape: shape.clone() }).collect()
 }
 
-/// Returns `[experts, out, in]` of a parameter; a vector has `in` = 1.
+/// Returns the shape `[experts, out, in]` of a parameter. For a vector, `in` is 1.
 pub(super) fn geometry(spec: &ParameterSpec) -> [usize; 3] {
     match (spec.is_matrix(), spec.stored_shape.as_slice()) {
         (true, &[experts, input, output]) => [experts, output, input],
@@ -64,7 +64,7 @@ fn part_names(name: &str, family: Family) -> Vec<String> {
         };
         return vec![name.into()];
     };
-    // The experts' matrices have no suffix, and their biases one of their own.
+    // Names of expert matrices have no suffix, and names of their biases end with `_bias`.
     let (stem, kind) = match (rest.rsplit_once('.'), rest.strip_suffix("_bias")) {
         (_, Some(stem)) => (stem, "bias"),
         (Some((stem, kind @ ("weight" | "bias"))), _) => (stem, kind),

@@ -1,6 +1,6 @@
-//! Writes a model as a GGUF file that llama.cpp serves.
+//! Writes a model as a GGUF file for llama.cpp.
 
-use super::metadata::{CONTROL, NORMAL, SPLITTERS, UNUSED, USER_DEFINED};
+use super::metadata::{CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED};
 use super::names::{GgufTensorSpec, geometry, parts};
 use super::tensor_type::TensorType;
 use crate::atomic_file::replace_file;
@@ -16,71 +16,72 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-/// Alignment of tensors in bytes, GGUF's default.
+/// Alignment of tensors, in bytes. This is the default of GGUF.
 const ALIGNMENT: usize = 32;
-/// Rows that are encoded at a time.
+/// Number of rows that are encoded together.
 const ROWS: usize = 64;
-/// The clamp that llama.cpp has built in.
+/// The clamp of SwiGLU, which is a constant in llama.cpp.
 const SWIGLU_LIMIT: f64 = 7.0;
 
 choice! {
     /// The type of the matrices in a written GGUF file. Vectors and the router stay F32.
-    pub enum GgufForm {
+    pub enum GgufFormat {
         /// 32-bit floating point.
         F32 = "f32",
         /// bfloat16.
         Bf16 = "bf16",
         /// 16-bit floating point.
         F16 = "f16",
-        /// Blocks of 32 values of 8 bits.
+        /// Blocks of 32 8-bit values with one scale.
         Q8 = "q8_0",
-        /// The experts' matrices in MXFP4, the others in bfloat16. GPT-OSS only.
+        /// Expert matrices in MXFP4, other matrices in bfloat16. GPT-OSS only.
         Mxfp4 = "mxfp4",
     }
 }
 
-impl GgufForm {
-    /// Returns the type of one tensor.
-    fn of(self, spec: &ParameterSpec) -> &'static TensorType {
+impl GgufFormat {
+    /// Returns the type of the tensor of `spec`.
+    fn tensor_type(self, spec: &ParameterSpec) -> &'static TensorType {
         match self {
             _ if !spec.is_matrix() || spec.role == TensorRole::Router => &TensorType::F32,
-            GgufForm::F32 => &TensorType::F32,
-            GgufForm::F16 => &TensorType::F16,
-            GgufForm::Q8 if geometry(spec)[2].is_multiple_of(TensorType::Q8_0.block) => &TensorType::Q8_0,
-            GgufForm::Mxfp4 if spec.is_expert_matrix() => &TensorType::MXFP4,
-            GgufForm::Bf16 | GgufForm::Q8 | GgufForm::Mxfp4 => &TensorType::BF16,
+            GgufFormat::F32 => &TensorType::F32,
+            GgufFormat::F16 => &TensorType::F16,
+            GgufFormat::Q8 if geometry(spec)[2].is_multiple_of(TensorType::Q8_0.block) => &TensorType::Q8_0,
+            GgufFormat::Mxfp4 if spec.is_expert_matrix() => &TensorType::MXFP4,
+            GgufFormat::Bf16 | GgufFormat::Q8 | GgufFormat::Mxfp4 => &TensorType::BF16,
         }
     }
 
-    /// Returns `general.file_type`, llama.cpp's number of the whole.
+    /// Returns `general.file_type`, the number of the format in llama.cpp.
     fn file_type(self) -> u32 {
         match self {
-            GgufForm::F32 => 0,
-            GgufForm::F16 => 1,
-            GgufForm::Q8 => 7,
-            GgufForm::Bf16 => 32,
-            GgufForm::Mxfp4 => 38,
+            GgufFormat::F32 => 0,
+            GgufFormat::F16 => 1,
+            GgufFormat::Q8 => 7,
+            GgufFormat::Bf16 => 32,
+            GgufFormat::Mxfp4 => 38,
         }
     }
 }
 
-/// The files of a model beside its weights, for the metadata.
+/// The tokenizer and the chat template of a model, for the metadata.
 pub struct GgufTokenizer<'a> {
-    /// `tokenizer.json`.
+    /// The content of `tokenizer.json`.
     pub json: &'a [u8],
     /// The chat template.
     pub template: &'a str,
 }
 
-/// Writes the model to `path`. `tensor` returns each parameter once, as its f32 tensor in working layout.
+/// Writes the model to the file `path`. `tensor` is called once per parameter, and returns its f32 tensor in
+/// working layout.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for a model that llama.cpp would compute otherwise, or a value that the type
-/// cannot hold; when the disk refuses.
+/// [`crate::error::BadInput`] when llama.cpp would compute the model differently, or when the type cannot
+/// represent a value. Other errors when writing fails.
 pub fn write(
     path: &Path,
     config: &Config,
-    format: GgufForm,
+    format: GgufFormat,
     tokenizer: GgufTokenizer,
     mut tensor: impl FnMut(&ParameterSpec) -> Result<Tensor>,
 ) -> Result<()> {
@@ -92,7 +93,9 @@ pub fn write(
         let mut header = vec![];
         let all: Vec<(GgufTensorSpec, &TensorType)> = specs
             .iter()
-            .flat_map(|spec| parts(spec, config.family).into_iter().map(|part| (part, format.of(spec))))
+            .flat_map(|spec| {
+                parts(spec, config.family).into_iter().map(|part| (part, format.tensor_type(spec)))
+            })
             .collect();
         header.extend_from_slice(b"GGUF\x03\0\0\0");
         header.extend_from_slice(&(all.len() as u64).to_le_bytes());
@@ -121,7 +124,8 @@ pub fn write(
             let values = host_values(&found)?;
             let part_count = parts(spec, config.family).len();
             for part in 0..part_count {
-                let written = write_part(&mut out, spec, format.of(spec), &values, (part, part_count))?;
+                let written =
+                    write_part(&mut out, spec, format.tensor_type(spec), &values, (part, part_count))?;
                 out.write_all(&vec![0; written.next_multiple_of(ALIGNMENT) - written])?;
             }
         }
@@ -130,16 +134,16 @@ pub fn write(
     })
 }
 
-/// Refuses a model that llama.cpp has no keys for.
-fn check(config: &Config, format: GgufForm) -> Result<()> {
+/// Checks that GGUF has keys for all properties of the model.
+fn check(config: &Config, format: GgufFormat) -> Result<()> {
     let family = config.family;
-    if format == GgufForm::Mxfp4 && !family.has_mxfp4 {
+    if format == GgufFormat::Mxfp4 && !family.has_mxfp4 {
         return Err(bad_input!("MXFP4 is not a format of this family; write bf16 or q8_0"));
     }
     let odd = |spec: &&ParameterSpec| {
         spec.is_expert_matrix() && !geometry(spec)[2].is_multiple_of(TensorType::MXFP4.block)
     };
-    if format == GgufForm::Mxfp4
+    if format == GgufFormat::Mxfp4
         && let Some(spec) = parameter_specs(config).iter().find(odd)
     {
         return Err(bad_input!(
@@ -156,13 +160,14 @@ fn check(config: &Config, format: GgufForm) -> Result<()> {
     }
     if family.has_windows && config.layer_types != LayerType::alternate(config.num_hidden_layers) {
         return Err(bad_input!(
-            "layer_types do not alternate: GGUF has no key for them, and llama.cpp takes windows in even layers"
+            "layer_types do not alternate: GGUF has no key for them, and llama.cpp uses windows in even layers"
         ));
     }
     Ok(())
 }
 
-/// Writes one part of a parameter, row by row, and returns its bytes. The rows of the parts alternate.
+/// Writes one part of a parameter, row by row. Returns the number of bytes written. The rows of the parts
+/// alternate in the parameter.
 fn write_part(
     out: &mut impl Write,
     spec: &ParameterSpec,
@@ -242,8 +247,8 @@ impl Entries {
     }
 }
 
-/// Returns the metadata: config, tokenizer, template.
-fn entries(config: &Config, format: GgufForm, tokenizer: GgufTokenizer, path: &Path) -> Result<Entries> {
+/// Returns the metadata: the config, the tokenizer and the chat template.
+fn entries(config: &Config, format: GgufFormat, tokenizer: GgufTokenizer, path: &Path) -> Result<Entries> {
     let mut to = Entries::default();
     let arch = config.family.gguf;
     let of = |key: &str| format!("{arch}.{key}");
@@ -314,19 +319,20 @@ fn add_tokenizer(to: &mut Entries, config: &Config, tokenizer: &GgufTokenizer) -
     let merges: Vec<String> = json["model"]["merges"].as_array().into_iter().flatten().map(pair).collect();
     let steps = json["pre_tokenizer"].to_string();
     let own = config.family.gguf_pre_tokenizer;
-    let pattern = |known: &&super::metadata::Splitter| steps.contains(&Json::from(known.pattern).to_string());
-    let splitter = match SPLITTERS.iter().find(pattern) {
+    let pattern =
+        |known: &&super::metadata::PreTokenizer| steps.contains(&Json::from(known.pattern).to_string());
+    let pre_tokenizer = match PRE_TOKENIZERS.iter().find(pattern) {
         Some(known) => known.name,
-        // Without merges each byte is a token, wherever a text is split.
+        // Without merges each byte is a token, so the split of a text has no effect.
         None if merges.is_empty() => own,
         None => {
             return Err(bad_input!(
-                "the tokenizer splits a text by a pattern that has no name in GGUF; export a Hugging Face folder instead"
+                "the pre-tokenizer of the tokenizer has no name in GGUF; export a Hugging Face folder instead"
             ));
         }
     };
     to.text("tokenizer.ggml.model", "gpt2");
-    to.text("tokenizer.ggml.pre", splitter);
+    to.text("tokenizer.ggml.pre", pre_tokenizer);
     to.texts("tokenizer.ggml.tokens", tokens.iter().map(String::as_str));
     to.integers("tokenizer.ggml.token_type", &kinds);
     to.texts("tokenizer.ggml.merges", merges.iter().map(String::as_str));

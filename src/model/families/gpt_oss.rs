@@ -1,4 +1,4 @@
-//! GPT-OSS: attention with sinks, a sliding window in every other layer, and experts.
+//! GPT-OSS: attention with sinks, sliding windows in every other layer, and experts.
 
 use super::FamilyEntry;
 use crate::chat::Format;
@@ -39,8 +39,8 @@ fn read(keys: &mut ConfigReader) -> Config {
     keys.require_value("attention_bias", &json!(true));
     let rope = keys.rope().unwrap_or_else(|| {
         keys.record_mistake(
-            "neither rope_scaling nor rope_parameters is present: some readers then use plain RoPE, others \
-             YaRN; add \"rope_scaling\": {\"rope_type\": \"default\"} for plain RoPE",
+            "neither rope_scaling nor rope_parameters is present: some readers then use plain RoPE, other \
+             readers YaRN; add \"rope_scaling\": {\"rope_type\": \"default\"} for plain RoPE",
         )
     });
     Config {
@@ -65,13 +65,14 @@ fn own_keys(config: &Config) -> Value {
         "attention_bias": true,
     });
     if config.rope.yarn.is_none() {
-        // Newer readers take an absent or null entry for YaRN, so plain RoPE is explicit.
+        // Newer readers use YaRN if the entry is absent or null, so plain RoPE is written explicitly.
         own["rope_scaling"] = json!({ "rope_type": "default" });
     }
     own
 }
 
-/// Returns the tensors of layer `layer`: attention, then experts. Letters as in [`crate::model::names`].
+/// Returns the tensors of layer `layer`: attention, then experts. Shape letters are those of
+/// [`crate::model::names`].
 fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let h = config.hidden_size;
     let q = config.num_attention_heads * config.head_dim;
@@ -123,14 +124,14 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
                 gate_up: tensors.expert_matrices("mlp.experts.gate_up_proj")?,
                 down: tensors.expert_matrices("mlp.experts.down_proj")?,
             }),
-            ranks: tensors.expert_parallel(),
+            expert_parallel: tensors.expert_parallel(),
         },
     }))
 }
 
 /// The experts' MLPs: SwiGLU with a clamp.
 struct ClampedMlp {
-    /// Projects to `2I`, gate and up interleaved.
+    /// The projection to width `2I`. Columns of gate and up are interleaved.
     gate_up: Matrix,
     down: Matrix,
 }
@@ -157,11 +158,11 @@ impl ExpertMlp for ClampedMlp {
 impl Layer for GptOssLayer {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
         let h = pass.norm(x, &self.input_norm)?;
-        let mixed = self.attention.forward(&h, pass)?;
-        let x = pass.add_residual(x, &mixed)?;
+        let output = self.attention.forward(&h, pass)?;
+        let x = pass.add_residual(x, &output)?;
         let h = pass.norm(&x, &self.post_attention_norm)?;
-        let (mixed, routing) = self.experts.forward(&h, pass)?;
-        Ok(LayerOutput { hidden: pass.add_residual(&x, &mixed)?, routing: Some(routing) })
+        let (output, routing) = self.experts.forward(&h, pass)?;
+        Ok(LayerOutput { hidden: pass.add_residual(&x, &output)?, routing: Some(routing) })
     }
 
     fn attention(&self) -> &AttentionWeights {

@@ -1,4 +1,4 @@
-//! The model families. Each is a file of this folder with an `ENTRY` and a line in the list below.
+//! The model families. Each family is a file of this folder with an `ENTRY`, and a line in the list below.
 
 use super::config::{Config, LayerType};
 use super::config_json::ConfigReader;
@@ -13,7 +13,7 @@ use serde_json::Value;
 use std::sync::Arc;
 
 registered! {
-    /// Families of models, under the names that `model_type` has in `config.json`.
+    /// Families of models. Their names are the values of `model_type` in `config.json`.
     pub struct Family(FamilyEntry) default gpt_oss;
     mod gpt_oss;
     mod qwen2;
@@ -25,13 +25,13 @@ registered! {
 pub struct FamilyEntry {
     /// `model_type`.
     pub name: &'static str,
-    /// The documentation in the recipe's page.
+    /// The documentation on the page of recipes.
     pub meaning: &'static str,
-    /// The name of the causal language model in transformers.
+    /// The class of the causal language model in transformers.
     pub architecture: &'static str,
-    /// `general.architecture` of a GGUF file.
+    /// The value of `general.architecture` in a GGUF file.
     pub gguf: &'static str,
-    /// The splitter of the family's published tokenizer, by its name in GGUF.
+    /// The pre-tokenizer of the published tokenizers of the family, by its name in GGUF.
     pub gguf_pre_tokenizer: &'static str,
     /// The format of conversations.
     pub chat: Format,
@@ -41,15 +41,16 @@ pub struct FamilyEntry {
     pub has_sinks: bool,
     /// Whether layers may have a sliding window.
     pub has_windows: bool,
-    /// Whether the experts' SwiGLU has a clamp.
+    /// Whether the SwiGLU of experts has a clamp.
     pub has_swiglu_limit: bool,
     /// Whether the experts may be stored in MXFP4.
     pub has_mxfp4: bool,
-    /// Whether each query head and key head is normed.
+    /// Whether attention has a norm of each query head and each key head.
     pub has_head_norms: bool,
     /// Whether the embedding and the LM head may share a matrix.
     pub may_tie_embeddings: bool,
-    /// Returns the layer types for a number of layers, when `config.json` does not list them.
+    /// Returns the layer types of a model with the given number of layers. Used if `config.json` does not
+    /// list them.
     pub layer_types: fn(usize) -> Vec<LayerType>,
     /// Reads `config.json`.
     pub(super) read: fn(&mut ConfigReader) -> Config,
@@ -62,18 +63,18 @@ pub struct FamilyEntry {
 }
 
 impl Family {
-    /// Returns a phrase that lists the supported families.
+    /// Returns a phrase with the names of the supported families.
     pub(super) fn supported_names() -> String {
         let words: Vec<String> =
             Self::all().into_iter().map(|family| format!("{:?}", family.name())).collect();
         format!("known: {}", words.join(", "))
     }
 
-    /// Finds the family of a GGUF file's `general.architecture`.
+    /// Returns the family of a GGUF file with this `general.architecture`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that lists the supported ones.
-    pub fn of_gguf(architecture: &str) -> Result<Self> {
+    /// [`crate::error::BadInput`] that lists the supported architectures.
+    pub fn from_gguf(architecture: &str) -> Result<Self> {
         Self::all().into_iter().find(|family| family.gguf == architecture).ok_or_else(|| {
             let known: Vec<&str> = Self::all().into_iter().map(|family| family.gguf).collect();
             bad_input!(

@@ -36,7 +36,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
 
 fn read(keys: &mut ConfigReader) -> Config {
     keys.require_value("use_mrope", &json!(false));
-    // The width of a window is given even when no layer has one.
+    // `config.json` has a window width even if no layer has a window, so the width is not checked.
     if keys.flag("use_sliding_window", false) {
         keys.record_mistake(
             "use_sliding_window = true is not supported: every layer of this family has full attention; \
@@ -55,8 +55,8 @@ fn own_keys(config: &Config) -> Value {
     })
 }
 
-/// Returns the tensors of layer `layer`: attention, then the MLP. Only q, k and v have biases. Letters as
-/// in [`crate::model::names`].
+/// Returns the tensors of layer `layer`: attention, then the MLP. Only q, k and v have biases. Shape letters
+/// are those of [`crate::model::names`].
 fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let h = config.hidden_size;
     let q = config.num_attention_heads * config.head_dim;
@@ -104,8 +104,8 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
 impl Layer for Qwen2Layer {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
         let h = pass.norm(x, &self.input_norm)?;
-        let mixed = self.attention.forward(&h, pass)?;
-        let x = pass.add_residual(x, &mixed)?;
+        let output = self.attention.forward(&h, pass)?;
+        let x = pass.add_residual(x, &output)?;
         let h = pass.norm(&x, &self.post_attention_norm)?;
         Ok(LayerOutput { hidden: pass.add_residual(&x, &self.mlp.forward(&h)?)?, routing: None })
     }

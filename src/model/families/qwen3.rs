@@ -1,4 +1,4 @@
-//! Dense Qwen3: Qwen2's layer with a norm of each query head and key head, and without biases.
+//! Dense Qwen3: the layer of Qwen2 with a norm of each query head and each key head, and without biases.
 
 use super::FamilyEntry;
 use crate::chat::Format;
@@ -35,13 +35,13 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     layer,
 };
 
-/// Reads the keys of both Qwen3 families. Refuses those of GPT-OSS, and windows.
+/// Reads the keys of both Qwen3 families. Refuses keys of GPT-OSS, and windows.
 pub(super) fn read(keys: &mut ConfigReader) -> Config {
     keys.require_value("attention_bias", &json!(false));
     for key in ["swiglu_limit", "swiglu_alpha"] {
         keys.require_value(key, &Value::Null);
     }
-    // The width of a window is given even when no layer has one.
+    // `config.json` has a window width even if no layer has a window, so the width is not checked.
     if keys.flag("use_sliding_window", false) {
         keys.record_mistake(
             "use_sliding_window = true is not supported: every layer of this family has full attention; \
@@ -62,7 +62,8 @@ pub(super) fn own_keys(config: &Config) -> Value {
     })
 }
 
-/// Returns the tensors of layer `layer`: attention, then the MLP. Letters as in [`crate::model::names`].
+/// Returns the tensors of layer `layer`: attention, then the MLP. Shape letters are those of
+/// [`crate::model::names`].
 fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let (h, i) = (config.hidden_size, config.intermediate_size);
     let mut specs = attention_specs(config, layer);
@@ -72,7 +73,7 @@ fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     specs.into_vec()
 }
 
-/// Returns the tensors of layer `layer` up to the MLP's norm.
+/// Returns the tensors of layer `layer` up to the norm before the MLP.
 pub(super) fn attention_specs(config: &Config, layer: usize) -> LayerSpecs {
     let (h, d) = (config.hidden_size, config.head_dim);
     let (q, k) = (config.num_attention_heads * d, config.num_key_value_heads * d);
@@ -88,21 +89,21 @@ pub(super) fn attention_specs(config: &Config, layer: usize) -> LayerSpecs {
     specs
 }
 
-/// The first half of a layer: attention between two norms. Both Qwen3 families share it.
+/// The first half of a layer: attention, and the norms before and after it. Both Qwen3 families use it.
 pub(super) struct NormedAttention {
     input_norm: Parameter,
     pub(super) weights: AttentionWeights,
-    /// `[D]`, as is the next field.
+    /// `[D]`. The next field has the same shape.
     q_norm: Parameter,
     k_norm: Parameter,
     post_attention_norm: Parameter,
 }
 
 impl NormedAttention {
-    /// Takes the tensors of [`attention_specs`].
+    /// Builds the attention from the tensors of [`attention_specs`].
     ///
     /// # Errors
-    /// When one is missing.
+    /// When a tensor is missing.
     pub(super) fn from_tensors(tensors: &LayerTensors) -> Result<Self> {
         Ok(Self {
             input_norm: tensors.vector("input_layernorm.weight")?,
@@ -119,7 +120,7 @@ impl NormedAttention {
         })
     }
 
-    /// Returns the residual stream after attention and the MLP's input, `[T, H]` both.
+    /// Returns the residual stream after attention and the input of the MLP, both `[T, H]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -127,8 +128,8 @@ impl NormedAttention {
         let (h, weights) = (pass.norm(x, &self.input_norm)?, &self.weights);
         let q = norm_heads(&weights.q.matmul(&h)?, &self.q_norm, pass)?;
         let k = norm_heads(&weights.k.matmul(&h)?, &self.k_norm, pass)?;
-        let mixed = weights.attend([q, k, weights.v.matmul(&h)?], pass)?;
-        let x = pass.add_residual(x, &mixed)?;
+        let output = weights.attend([q, k, weights.v.matmul(&h)?], pass)?;
+        let x = pass.add_residual(x, &output)?;
         let h = pass.norm(&x, &self.post_attention_norm)?;
         Ok([x, h])
     }
@@ -144,7 +145,7 @@ impl NormedAttention {
     }
 }
 
-/// Returns `x [T, heads · D]` with each head normed by `weight [D]`.
+/// Applies the norm with `weight [D]` to each head of `x [T, heads · D]`.
 fn norm_heads(x: &Tensor, weight: &Parameter, pass: &LayerPass) -> Result<Tensor> {
     let (tokens, width) = x.dims2()?;
     let d = pass.model.config.head_dim;

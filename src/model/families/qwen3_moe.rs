@@ -1,7 +1,8 @@
-//! Qwen3 with experts: Qwen3's attention, and SwiGLU experts without biases.
+//! Qwen3 with experts: the attention of Qwen3, and SwiGLU experts without biases.
 //!
-//! The softmax over all experts, renormalised over the chosen ones (`norm_topk_prob`), is a softmax over the
-//! chosen ones. A folder has three matrices for each expert; in memory all experts share a tensor.
+//! With `norm_topk_prob` the weights of the selected experts are a softmax over all experts, renormalised
+//! over the selected experts. This equals a softmax over the selected experts. A model folder has three
+//! matrices per expert. In memory, each of the three is one tensor for all experts.
 
 use super::FamilyEntry;
 use super::qwen3::{self, NormedAttention, attention_specs};
@@ -32,10 +33,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
 
 fn read(keys: &mut ConfigReader) -> Config {
     if !keys.flag("norm_topk_prob", false) {
-        keys.record_mistake(
-            "norm_topk_prob must be true: weights of the chosen experts that do not sum to 1 are not \
-             supported",
-        )
+        keys.record_mistake("norm_topk_prob must be true: weights of the selected experts must sum to 1")
     }
     keys.require_value("decoder_sparse_step", &json!(1));
     keys.require_value("mlp_only_layers", &json!([]));
@@ -58,7 +56,8 @@ fn own_keys(config: &Config) -> Value {
     own
 }
 
-/// Returns the tensors of layer `layer`: attention, then experts. Letters as in [`crate::model::names`].
+/// Returns the tensors of layer `layer`: attention, then experts. Shape letters are those of
+/// [`crate::model::names`].
 fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let (h, e, i) = (config.hidden_size, config.num_local_experts, config.intermediate_size);
     let mut specs = attention_specs(config, layer);
@@ -108,7 +107,7 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
                 up: tensors.linear_without_bias("mlp.experts.up_proj")?,
                 down: tensors.linear_without_bias("mlp.experts.down_proj")?,
             }),
-            ranks: tensors.expert_parallel(),
+            expert_parallel: tensors.expert_parallel(),
         },
     }))
 }
@@ -116,8 +115,8 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
 impl Layer for Qwen3MoeLayer {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
         let [x, h] = self.attention.forward(x, pass)?;
-        let (mixed, routing) = self.experts.forward(&h, pass)?;
-        Ok(LayerOutput { hidden: pass.add_residual(&x, &mixed)?, routing: Some(routing) })
+        let (output, routing) = self.experts.forward(&h, pass)?;
+        Ok(LayerOutput { hidden: pass.add_residual(&x, &output)?, routing: Some(routing) })
     }
 
     fn attention(&self) -> &AttentionWeights {

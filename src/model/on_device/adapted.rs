@@ -1,4 +1,4 @@
-//! Tests of a model whose experts stay packed in MXFP4, and whose adapters alone are trained.
+//! Tests of a model whose experts stay packed in MXFP4 and of which only the adapters are trained.
 
 use super::*;
 use crate::model::config::WeightFormat;
@@ -13,10 +13,10 @@ fn blocks(heads: usize, kv_heads: usize) -> Config {
     Config { hidden_size: 64, intermediate_size: 32, ..config(Family::default(), heads, kv_heads, 20) }
 }
 
-/// Returns frozen weights with trainable factors of rank `rank` for each matrix but the LM head.
+/// Returns frozen weights with trainable factors of rank `rank` for each matrix except the LM head.
 fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
     let settings = InitSettings { embedding_std: 1.0, head_scale: 1.0, sink: 0.5 };
-    let place = |values: Vec<f32>, shape: &[usize], matrix: bool| {
+    let copy_rounded = |values: Vec<f32>, shape: &[usize], matrix: bool| {
         let rounded = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
         let dtype = if matrix && device.is_cuda() { DType::BF16 } else { DType::F32 };
         rounded.to_dtype(dtype).unwrap().to_device(device).unwrap()
@@ -26,13 +26,13 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
     for (spec, values) in init(config, &settings, 5).unwrap() {
         let matrix = spec.packed_format(WeightFormat::Bf16).is_some();
         let shape = spec.working_shape();
-        if matrix && !spec.is_table() && spec.name != "lm_head.weight" {
+        if matrix && !spec.is_lookup_table() && spec.name != "lm_head.weight" {
             let experts = &shape[..shape.len() - 2];
             for [k, n] in [[shape[shape.len() - 2], rank], [rank, shape[shape.len() - 1]]] {
                 let shape = [experts, &[k, n]].concat();
                 let mut rng = stream(3, Purpose::Initialisation, &[names.len() as u64]);
                 let values = (0..shape.iter().product()).map(|_| rng.random_range(-0.3f32..0.3)).collect();
-                variables.push(Var::from_tensor(&place(values, &shape, true)).unwrap());
+                variables.push(Var::from_tensor(&copy_rounded(values, &shape, true)).unwrap());
                 buffers.push(Tensor::zeros(shape, DType::F32, device).unwrap());
                 names.push(format!("{} [{k}, {n}]", spec.name));
             }
@@ -45,7 +45,7 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
                 PackedMatrix::from_mxfp4(&blocks, &scales, shape).to_device(device).unwrap(),
             ))
         } else {
-            Weight::dense(&place(values, &shape, matrix))
+            Weight::dense(&copy_rounded(values, &shape, matrix))
         };
         bases.insert(spec.name, base);
     }
@@ -56,13 +56,13 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
     };
     let adapters = factors.iter().map(adapter).collect();
     let find = |name: &str| Ok(bases[name].clone());
-    let tensors = ModelTensors { find: &find, adapters: &adapters, ranks: None };
+    let tensors = ModelTensors { find: &find, adapters: &adapters, expert_parallel: None };
     let weights = Weights::new(config, false, 0, None, tensors).unwrap();
     Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
 }
 
 #[test]
-fn decode_and_chunks_beside_adapters_have_the_bits_of_training() {
+fn decode_and_chunks_with_adapters_have_the_bits_of_training() {
     let gpu = open(0).unwrap();
     for (config, rank) in [(blocks(4, 2), 8), (blocks(3, 1), 3)] {
         check_sampling(&config, &adapted(&config, rank, &gpu), &gpu);

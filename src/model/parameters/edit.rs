@@ -1,4 +1,4 @@
-//! Overwrites values of the store with those of a checkpoint.
+//! Overwrites values of the store with values of a checkpoint.
 
 use super::Parameters;
 use crate::dist::serialization::f32_values;
@@ -7,10 +7,11 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};
 
 impl Parameters {
-    /// Writes `bytes`, little-endian f32 or 8-bit codes, over the tensor that [`Self::local_state`] returns.
+    /// Overwrites the tensor that [`Self::local_state`] returns with `bytes`, which are little-endian f32 or
+    /// 8-bit codes.
     ///
     /// # Errors
-    /// When there is no such tensor, or the number of values differs.
+    /// When the tensor does not exist, or the number of values differs.
     pub fn overwrite(&mut self, index: usize, kind: &str, bytes: &[u8]) -> Result<()> {
         let target = self.local_state(index, kind)?;
         let is_codes = target.dtype() == DType::U8;
@@ -36,7 +37,7 @@ impl Parameters {
         };
         match self.entries[index].state.get_mut(kind) {
             Some(kept) => *kept = written,
-            // Sets the variable in place: passes track this variable.
+            // The variable is set in place, because passes track this variable.
             None => Var::from_tensor(self.values(index)?)?.set(&written)?,
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Tensors sharded over processes: gathered when a pass reaches them, or whole for a file.
+//! Sharded tensors: gathers them when a pass reaches their layer, or for writing a file.
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
 use crate::dist::serialization::{f32_bytes, f32_values};
@@ -27,9 +27,9 @@ impl Parameters {
         GatherPart { index, spec: self.specs[index].clone(), stored, is_trained: self.is_trained(index) }
     }
 
-    /// Returns the weights after `change` for expert parallelism: each rank holds its own experts with
-    /// their adapters, and all other tensors whole. All ranks make passes together, one at a time. If every
-    /// rank holds packed experts whole, each rank gets all weights.
+    /// Returns the weights after `change` for expert parallelism. Each rank holds its own experts with their
+    /// adapters, and all other tensors whole. All ranks run passes together, one at a time. If every rank
+    /// already holds whole packed experts, each rank gets all weights instead.
     ///
     /// # Errors
     /// When a rank does not respond in time, or `change` fails.
@@ -52,11 +52,11 @@ impl Parameters {
             Ok(change(&spec, weight)?.without_gradient().with_precision(precision))
         };
         let adapters = &self.adapters(&find)?;
-        let tensors = ModelTensors { find: &find, adapters, ranks: Some(&ranks) };
+        let tensors = ModelTensors { find: &find, adapters, expert_parallel: Some(&ranks) };
         Weights::new(config, self.is_critic(), self.bytes(), None, tensors)
     }
 
-    /// Returns this rank's experts of tensor `index`. Every rank must call it.
+    /// Returns the experts of this rank in tensor `index`. Every rank must call this method.
     fn own_experts(&self, index: usize, ranks: &ExpertParallel) -> Result<(ParameterSpec, Weight)> {
         let part = self.part(index);
         let (experts, own) = (self.config.num_local_experts, ranks.local_experts());
@@ -64,20 +64,20 @@ impl Parameters {
         if !part.stored.is_sharded() {
             return Ok((spec, part.stored.whole_weight(&part.spec)?.experts(own)?));
         }
-        // Bytes of one expert.
-        let one = part.stored.exchange_bytes(&part.spec) / experts;
-        let bytes = exchanged(self.mesh(), &part, |rank| {
+        // Size of one expert, in bytes.
+        let expert_bytes = part.stored.exchange_bytes(&part.spec) / experts;
+        let bytes = reshard(self.mesh(), &part, |rank| {
             let own = expert_range(experts, rank, self.mesh().ranks());
-            own.start * one..own.end * one
+            own.start * expert_bytes..own.end * expert_bytes
         })?;
         let weight = part.stored.assemble(&spec, bytes)?;
         Ok((spec, weight))
     }
 
-    /// Returns weights whose layers are gathered when a pass reaches them. Tensors outside the layers, and
-    /// adapters, are gathered at once.
+    /// Returns weights whose layers are gathered when a pass reaches them. Adapters and tensors outside the
+    /// layers are gathered immediately.
     pub(super) fn layer_gathered_weights(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
-        let uses = GatherTarget { sink: sink.cloned(), device: self.device().clone() };
+        let target = GatherTarget { sink: sink.cloned(), device: self.device().clone() };
         let mut layers: Vec<Vec<GatherPart>> = vec![vec![]; self.config.num_hidden_layers];
         let mut outside = vec![];
         for (index, spec) in self.specs.iter().enumerate() {
@@ -89,22 +89,22 @@ impl Parameters {
         let mesh = self.mesh();
         let gathered = finish_gather(mesh, &outside, start_gather(mesh, "weights", &outside)?)?;
         let weights = outside.iter().zip(gathered).map(|(part, weight)| {
-            let weight = uses.weight(part, weight)?;
+            let weight = target.weight(part, weight)?;
             Ok((part.spec.name.as_str(), weight))
         });
         let weights: HashMap<&str, Weight> = weights.collect::<Result<_>>()?;
         let find = |name: &str| weights.get(name).cloned().with_context(|| format!("{name} is in a layer"));
         let adapters = &self.adapters(&find)?;
         let (mesh, config) = (mesh.clone(), self.config.clone());
-        let ahead = Mutex::default();
-        let layers = ShardedLayers { mesh, config, layers, adapters: adapters.clone(), uses, ahead };
-        let tensors = ModelTensors { find: &find, adapters, ranks: None };
+        let pending = Mutex::default();
+        let layers = ShardedLayers { mesh, config, layers, adapters: adapters.clone(), target, pending };
+        let tensors = ModelTensors { find: &find, adapters, expert_parallel: None };
         Weights::new(&self.config, self.is_critic(), self.bytes(), Some(Arc::new(layers)), tensors)
     }
 
-    /// Returns tensor `index` under `kind`: its [`MASTER`], its [`VALUES`] or a state of its optimizer. A
-    /// sharded tensor is gathered. The result is on the host; gathered optimizer states are flat. Either
-    /// every rank calls it, or rank 0 does and the others call [`Self::serve`].
+    /// Returns the [`MASTER`] values, the [`VALUES`] or another optimizer state of tensor `index`, as `kind`
+    /// says. A sharded tensor is gathered. The result is in host memory. Gathered optimizer states are flat.
+    /// Either every rank calls this method, or rank 0 calls it and the other ranks call [`Self::serve`].
     ///
     /// # Errors
     /// When there is no such tensor, or a rank does not respond in time.
@@ -112,7 +112,7 @@ impl Parameters {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
         if !stored.is_variable() {
             if stored.is_sharded() {
-                self.ask_for(index, kind)?;
+                self.request_shards(index, kind)?;
             }
             return Ok(self.weight(index)?.decode(&spec.working_shape())?);
         }
@@ -120,10 +120,10 @@ impl Parameters {
         if !stored.is_sharded() {
             return Ok(own.clone());
         }
-        self.ask_for(index, kind)?;
+        self.request_shards(index, kind)?;
         let is_codes = own.dtype() == DType::U8;
         let bytes = if is_codes { host_codes(own)?.to_vec() } else { f32_bytes(&host_values(own)?).to_vec() };
-        let bytes = self.gathered(index, bytes)?;
+        let bytes = self.gather_shards(index, bytes)?;
         if is_codes {
             let count = bytes.len();
             return Ok(Tensor::from_vec(bytes, count, &Device::Cpu)?);
@@ -138,7 +138,7 @@ impl Parameters {
         })
     }
 
-    fn ask_for(&self, index: usize, kind: &str) -> Result<()> {
+    fn request_shards(&self, index: usize, kind: &str) -> Result<()> {
         self.mesh().request(ShardRequest::Tensor {
             of_critic: self.is_critic(),
             index,
@@ -146,13 +146,14 @@ impl Parameters {
         })
     }
 
-    /// Gathers the shards of tensor `index`; `own` is this rank's. Every rank must call it.
-    fn gathered(&self, index: usize, own: Vec<u8>) -> Result<Vec<u8>> {
-        let parts = self.mesh().all_gather(&format!("all of {}", self.specs[index].name), own)?;
+    /// Gathers the bytes of the shards of tensor `index`. `own` is the shard of this rank. Every rank must
+    /// call this method.
+    fn gather_shards(&self, index: usize, own: Vec<u8>) -> Result<Vec<u8>> {
+        let parts = self.mesh().all_gather(&format!("shards of {}", self.specs[index].name), own)?;
         Ok(ranks_in_shard_order(index, parts.len()).map(|rank| &parts[rank][..]).collect::<Vec<_>>().concat())
     }
 
-    /// Gathers the whole of the sharded tensor `index`. Every rank must call it.
+    /// Gathers the sharded tensor `index`. Every rank must call this method.
     pub(super) fn gather_weight(&self, index: usize) -> Result<Weight> {
         let stored = &self.entries[index].stored;
         if stored.is_variable() {
@@ -160,10 +161,11 @@ impl Parameters {
         }
         let mut own = vec![];
         stored.append_shard(&mut own)?;
-        stored.assemble(&self.specs[index], self.gathered(index, own)?)
+        stored.assemble(&self.specs[index], self.gather_shards(index, own)?)
     }
 
-    /// Returns the type of tensor `index` under `kind`, and the number of values of the whole tensor.
+    /// Returns the type of the values of tensor `index` under `kind`, and the number of values of the whole
+    /// tensor.
     ///
     /// # Errors
     /// When there is no such tensor.
@@ -171,11 +173,12 @@ impl Parameters {
         let values = self.specs[index].element_count();
         let length = if BLOCK_STATES.contains(&kind) { values.div_ceil(SHARD_ALIGNMENT) } else { values };
         let dtype = self.local_state(index, kind)?.dtype();
-        // A GPU's bf16 becomes f32 on the host.
+        // bf16 values of a GPU become f32 on the host.
         Ok((if dtype == DType::U8 { dtype } else { DType::F32 }, length))
     }
 
-    /// Returns the values of tensor `index` under `kind` that this rank holds.
+    /// Returns the values of tensor `index` under `kind` that this rank holds. For the meaning of `kind` see
+    /// [`Self::gather`].
     ///
     /// # Errors
     /// When there is no such tensor.
@@ -187,7 +190,7 @@ impl Parameters {
         }
     }
 
-    /// Serves a request of rank 0 for a tensor of this store, or of `critic`.
+    /// Serves a request of rank 0 for a tensor of this store or of `critic`.
     ///
     /// # Errors
     /// As [`Self::gather`].
@@ -195,12 +198,12 @@ impl Parameters {
         let ShardRequest::Tensor { of_critic, index, kind } = request else {
             bail!("a request for a file reached a store of tensors")
         };
-        let of = if *of_critic { critic.unwrap_or(self) } else { self };
-        of.gather(*index, kind).map(drop)
+        let store = if *of_critic { critic.unwrap_or(self) } else { self };
+        store.gather(*index, kind).map(drop)
     }
 
-    /// Returns the range that this rank holds of the `length` values of tensor `index` under `kind`: all of
-    /// them if the tensor is not sharded.
+    /// Returns the range of the values of tensor `index` under `kind` that this rank holds. If the tensor is
+    /// not sharded, these are all `length` values.
     pub fn local_range(&self, index: usize, kind: &str, length: usize) -> Range<usize> {
         if !self.is_sharded(index) {
             return 0..length;
@@ -208,7 +211,7 @@ impl Parameters {
         self.range_of_rank(index, kind, self.mesh().rank(), self.mesh().ranks())
     }
 
-    /// Returns the range of values that `rank` of `ranks` holds of a sharded tensor.
+    /// Returns the range of the values of a sharded tensor that `rank` of `ranks` holds.
     pub fn range_of_rank(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
         let own = shard_range(self.specs[index].element_count(), index, rank, ranks);
         let by = if BLOCK_STATES.contains(&kind) { SHARD_ALIGNMENT } else { 1 };
@@ -216,8 +219,8 @@ impl Parameters {
     }
 }
 
-/// Reshards `part`: afterwards rank r has the bytes of the range `of(r)`. Returns this rank's bytes.
-fn exchanged(mesh: &Mesh, part: &GatherPart, of: impl Fn(usize) -> Range<usize>) -> Result<Vec<u8>> {
+/// Reshards `part`, so that rank r gets the bytes of the range `range_of(r)`. Returns the bytes of this rank.
+fn reshard(mesh: &Mesh, part: &GatherPart, range_of: impl Fn(usize) -> Range<usize>) -> Result<Vec<u8>> {
     let mut own = vec![];
     part.stored.append_shard(&mut own)?;
     let common = |a: &Range<usize>, b: &Range<usize>| {
@@ -226,19 +229,19 @@ fn exchanged(mesh: &Mesh, part: &GatherPart, of: impl Fn(usize) -> Range<usize>)
     };
     let (rank, ranks) = (mesh.rank(), mesh.ranks());
     let shard_of = |rank: usize| part.stored.shard_range(&part.spec, part.index, rank, mesh);
-    let (own_shard, requested_range) = (shard_of(rank), of(rank));
+    let (own_shard, requested_range) = (shard_of(rank), range_of(rank));
     let parts = (0..ranks).map(|to| {
-        let sent = common(&own_shard, &of(to));
+        let sent = common(&own_shard, &range_of(to));
         let sent =
             if sent.is_empty() { 0..0 } else { sent.start - own_shard.start..sent.end - own_shard.start };
         Arc::new(own[sent].to_vec())
     });
-    let comes = |from: usize| common(&shard_of(from), &requested_range);
-    let lengths: Vec<usize> = (0..ranks).map(|from| comes(from).len()).collect();
-    let came =
+    let received_range = |from: usize| common(&shard_of(from), &requested_range);
+    let lengths: Vec<usize> = (0..ranks).map(|from| received_range(from).len()).collect();
+    let received =
         mesh.start(&format!("experts of {}", part.spec.name), &mesh.all_ranks(), parts.collect(), &lengths)?;
-    let came = came.wait()?;
-    Ok(ranks_in_shard_order(part.index, ranks).map(|from| &came[from][..]).collect::<Vec<_>>().concat())
+    let received = received.wait()?;
+    Ok(ranks_in_shard_order(part.index, ranks).map(|from| &received[from][..]).collect::<Vec<_>>().concat())
 }
 
 /// A request of rank 0 to the other ranks while it writes a checkpoint.

@@ -1,5 +1,5 @@
-//! Entry of small f32 parameters into a graph on the GPU, and the addition of their gradients. Also copies
-//! the scalar from which a backward pass starts.
+//! Copies small f32 parameters into a graph on the GPU, and adds their gradients. Also copies the scalar from
+//! which a backward pass starts.
 
 use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};
@@ -42,7 +42,7 @@ pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = Params { x: at.read(&x), sum: at.write(sum), elements: x.len() as i64 };
-        // SAFETY: both outlive the launch and have that many elements.
+        // SAFETY: both buffers outlive the launch and have the number of elements in `params`.
         unsafe { launch(device, &ACCUMULATE, &params, x.len().div_ceil(ACCUMULATE.threads)) }
     })
 }

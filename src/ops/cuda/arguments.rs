@@ -1,4 +1,4 @@
-//! Tensors as arguments of kernels: checks, device slices, and tensors made of outputs.
+//! Tensors as arguments of kernels: checks, device slices, and tensors for outputs.
 
 use crate::ops::argument::Argument;
 use crate::ops::operation::DeviceArgument;
@@ -15,12 +15,12 @@ use std::marker::PhantomData;
 /// Number of bf16 elements in 16 bytes.
 const VECTOR: usize = 8;
 
-/// An op, by its name in messages.
+/// The name of an op in messages.
 #[derive(Clone, Copy)]
 pub(super) struct Op(pub &'static str);
 
 impl Op {
-    /// Checks element type and shape, and that the kernels can read the layout.
+    /// Checks the element type and the shape, and that kernels can read the layout.
     pub fn check(
         self,
         name: &str,
@@ -31,10 +31,13 @@ impl Op {
         Argument { op: self.0, name, dtype: storage.dtype(), layout }.check(dtype, shape)
     }
 
-    /// Checks the row width for kernels that move 16 bytes at a time.
+    /// Checks the row width for kernels that copy units of 16 bytes.
     pub fn check_width(self, width: usize) -> Result<()> {
         if width == 0 || !width.is_multiple_of(VECTOR) || width > i32::MAX as usize {
-            bail!("{}: rows of {width} on a GPU; take a hidden size that is a multiple of {VECTOR}", self.0);
+            bail!(
+                "{}: rows of {width} values are not supported on a GPU; use a hidden size that is a multiple of {VECTOR}",
+                self.0
+            );
         }
         Ok(())
     }
@@ -54,7 +57,7 @@ impl Op {
         Ok((storage, layout))
     }
 
-    /// Checks an argument of a forward. Returns its elements and their device.
+    /// Checks an argument of a forward pass. Returns the elements and their device.
     pub fn input<'a, T: CudaDType + WithDType>(
         self,
         name: &str,
@@ -65,7 +68,7 @@ impl Op {
         Ok((self.view(argument.0, argument.1)?, argument.0.device()))
     }
 
-    /// Checks a locked tensor on the GPU. Returns its elements and their device.
+    /// Checks a locked tensor on the GPU. Returns the elements and their device.
     pub fn open_tensor<'a, T: CudaDType + WithDType>(
         self,
         name: &str,
@@ -85,11 +88,11 @@ impl Op {
         let slice = storage.as_cuda_slice::<T>()?;
         match slice.try_slice(start..end) {
             Some(view) => Ok(view),
-            None => bail!("{}: elements {start}..{end} of a storage of fewer", self.0),
+            None => bail!("{}: elements {start}..{end} are not in the storage", self.0),
         }
     }
 
-    /// Calls `f` with the elements of a contiguous tensor on the GPU, to change them in place.
+    /// Calls `f` with the elements of a contiguous tensor on the GPU. `f` may change them in place.
     pub fn edit<T: CudaDType, R>(
         self,
         tensor: &Tensor,
@@ -104,7 +107,7 @@ impl Op {
     }
 }
 
-/// A closure as an op: candle gives mutable access to a storage only to ops.
+/// A closure wrapped as an op, because candle gives only ops mutable access to a storage.
 struct Edit<T, F, R> {
     op: Op,
     f: Cell<Option<F>>,
@@ -133,13 +136,13 @@ impl<T: CudaDType, R, F: FnOnce(&CudaDevice, &mut CudaViewMut<T>) -> Result<R>> 
     }
 }
 
-/// Allocates memory that a launch overwrites whole. Its contents are arbitrary until then.
+/// Allocates memory with arbitrary contents. The launch that uses it must overwrite every element.
 pub(super) fn output<T: CudaDType + DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaSlice<T>> {
-    // SAFETY: the elements are plain numbers, for which every bit pattern is valid.
+    // SAFETY: the elements are numbers, for which every bit pattern is valid.
     unsafe { device.alloc::<T>(len) }
 }
 
-/// Makes a tensor of a kernel's output.
+/// Makes a tensor from the output of a kernel.
 pub(super) fn tensor<T: CudaDType>(
     slice: CudaSlice<T>,
     device: &CudaDevice,
@@ -148,7 +151,7 @@ pub(super) fn tensor<T: CudaDType>(
     from_storage(CudaStorage::wrap_cuda_slice(slice, device.clone()), shape)
 }
 
-/// Makes a tensor of a storage.
+/// Makes a tensor from a storage.
 pub(super) fn from_storage(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }

@@ -1,5 +1,5 @@
-//! Decode of one token per sequence at fixed addresses. The data that changes is copied to the device at
-//! the start of a step, so that the step's launches can be recorded and replayed.
+//! Decode of one token per sequence with buffers at fixed addresses. Data that changes is copied to the
+//! device at the start of a step. So the launches of a step can be captured in a CUDA graph and replayed.
 
 use super::arguments::{Op, tensor};
 use super::launch::kernel_set;
@@ -18,19 +18,19 @@ use std::sync::Arc;
 
 const OP: Op = Op("decode");
 
-/// One layer's data of a step.
+/// The data of one layer in a step.
 #[derive(Clone)]
 struct DecodeLayer {
     pool: Arc<KvPool>,
     attention: Attention,
     plan: LaunchPlan,
-    /// Its range in the step's arrays.
+    /// The range of the layer in the arrays of the step.
     arrays: Range<usize>,
-    /// Its range in the step's cache rows, where the new keys and values go.
+    /// The range of the layer in the cache rows of the step, to which the new keys and values are written.
     slots: Range<usize>,
 }
 
-/// One new token per sequence, with its data of every layer.
+/// A decode step: one new token per sequence, with the data of every layer.
 #[derive(Default)]
 pub struct DecodeStep {
     layers: Vec<DecodeLayer>,
@@ -38,10 +38,11 @@ pub struct DecodeStep {
 }
 
 impl DecodeStep {
-    /// Adds the next layer: allocates room for one new token in each of `sequences`, the layer's caches.
+    /// Adds the next layer. Allocates cache space for one new token in each of `sequences`, the caches of the
+    /// layer.
     ///
     /// # Errors
-    /// When the cache is too small; nothing has changed then.
+    /// When the cache is too small. Nothing is changed then.
     pub fn add_layer(&mut self, attention: Attention, sequences: &mut [&mut KvPages]) -> Result<()> {
         let Some(pool) = sequences.first().map(|sequence| sequence.pool().clone()) else {
             bail!("decode: no sequence")
@@ -50,7 +51,7 @@ impl DecodeStep {
         let counts = vec![1; lengths.len()];
         let batch = LaunchSequences::for_cached_sequences(&counts, &lengths)?;
         let slots = pool.extend(sequences, &counts)?;
-        // Wider than needed, so that the shape stays the same while sequences grow.
+        // The table is wider than needed, so that the shape stays the same while sequences grow.
         let pages = lengths.iter().max().map_or(1, |longest| (longest + 1).div_ceil(PAGE_POSITIONS));
         let (table, pages_max) = page_table(&paged_sequences(sequences), pages.next_power_of_two());
         let kernels = kernel_set(pool.device())?;
@@ -71,17 +72,17 @@ impl DecodeStep {
     }
 }
 
-/// Device memory for steps of one shape, at fixed addresses.
+/// Device buffers for steps of one shape, at fixed addresses.
 pub struct DecodeBatch {
     device: CudaDevice,
     layers: Vec<DecodeLayer>,
     arrays: CudaSlice<i32>,
-    /// Used instead of sinks where there are none.
+    /// Used instead of sinks in layers without sinks.
     no_sinks: CudaSlice<f32>,
 }
 
 impl DecodeBatch {
-    /// Allocates memory for steps of the shape of `step`.
+    /// Allocates buffers for steps with the shape of `step`.
     ///
     /// # Errors
     /// When the device has too little memory.
@@ -96,16 +97,16 @@ impl DecodeBatch {
         })
     }
 
-    /// Returns true when `step` has this shape.
+    /// Returns whether `step` has the shape of the buffers.
     pub fn has_shape_of(&self, step: &DecodeStep) -> bool {
         let own = self.layers.iter().map(|layer| (layer.plan.shape, layer.attention));
         self.layers.len() == step.layers.len() && own.eq(step.shapes())
     }
 
-    /// Copies `step` to the device; [`DecodeBatch::attend`] then uses it.
+    /// Copies `step` to the device. [`DecodeBatch::attend`] then uses it.
     ///
     /// # Errors
-    /// When it has another shape, or the driver fails.
+    /// When `step` has another shape, or the driver fails.
     pub fn load(&mut self, step: &DecodeStep) -> Result<()> {
         if !self.has_shape_of(step) || self.arrays.len() != step.arrays.len() {
             bail!("decode: a step of another shape");
@@ -113,8 +114,8 @@ impl DecodeBatch {
         self.device.memcpy_htod(&step.arrays, &mut self.arrays)
     }
 
-    /// Computes attention of layer `index` for the step's tokens `q [T, N, 64]` and adds their `kv [T, 2,
-    /// M, 64]` to the cache. Returns `[T, N·64]`.
+    /// Computes attention of layer `index` for the tokens of the step. `q` is `[T, N, 64]`. Appends `kv [T,
+    /// 2, M, 64]` to the cache. Returns `[T, N·64]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -142,10 +143,10 @@ impl DecodeBatch {
     }
 }
 
-/// Overwrites `to` with `from`, both bf16.
+/// Overwrites `to` with `from`. Both tensors are bf16.
 ///
 /// # Errors
-/// When their shapes differ, or one is not on the GPU.
+/// When the shapes differ, or a tensor is not on the GPU.
 pub fn overwrite(to: &Tensor, from: &Tensor) -> Result<()> {
     let opened = from.storage_and_layout();
     let (from, _) = OP.open_tensor::<bf16>("the rows", &opened, to.dims())?;

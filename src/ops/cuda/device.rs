@@ -1,4 +1,4 @@
-//! Opening a GPU, and its memory.
+//! Opens a GPU and reports its memory.
 
 use super::kernel_set;
 use crate::panics::catch_panic;
@@ -9,10 +9,11 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Device, Error, Result};
 
-/// Opens GPU `ordinal` with one stream: tensors may be created, used and dropped on any OS thread.
+/// Opens GPU `ordinal` with one stream for all threads. Tensors may be created, used and dropped on any OS
+/// thread.
 ///
-/// `Device::new_cuda` would give every OS thread its own stream, without order between them. A tensor used
-/// on a second thread could be read before it was written. The process keeps the memory that it frees.
+/// `Device::new_cuda` would give every OS thread its own stream, and streams are not ordered. A second thread
+/// could then read a tensor before it was written. The process keeps the memory that it frees.
 ///
 /// # Errors
 /// When the driver fails.
@@ -22,23 +23,26 @@ pub fn open(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// Keeps freed memory in the process. By default it returns to the driver at every wait for the GPU.
+/// Keeps freed memory in the process. By default, freed memory returns to the driver whenever the process
+/// waits for the GPU.
 fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     set_pool_attribute(device, CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
 }
 
-/// This process's memory on a GPU, in bytes.
+/// The memory of this process on a GPU, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Memory of tensors, and its maximum since [`reset_memory_peaks`].
+    /// Memory of tensors.
     pub used: u64,
+    /// Maximum of `used` since [`reset_memory_peaks`].
     pub used_max: u64,
-    /// Memory of tensors and freed memory that is kept, and its maximum.
+    /// Memory that the allocator holds: memory of tensors, and freed memory that it keeps.
     pub reserved: u64,
+    /// Maximum of `reserved` since [`reset_memory_peaks`].
     pub reserved_max: u64,
 }
 
-/// Returns this process's memory on `device`.
+/// Returns the memory of this process on `device`.
 ///
 /// # Errors
 /// When the driver fails.
@@ -51,7 +55,7 @@ pub fn device_memory(device: &CudaDevice) -> Result<DeviceMemory> {
     ]
     .map(|attribute| pool_attribute(device, attribute));
     let (used, reserved) = (used?, reserved?);
-    // A reset maximum may stay at zero until more memory is allocated.
+    // After a reset, the driver may report a maximum of zero until more memory is allocated.
     Ok(DeviceMemory {
         used,
         used_max: used_max?.max(used),
@@ -60,7 +64,7 @@ pub fn device_memory(device: &CudaDevice) -> Result<DeviceMemory> {
     })
 }
 
-/// Resets the maxima of [`device_memory`].
+/// Resets the maxima that [`device_memory`] returns.
 ///
 /// # Errors
 /// When the driver fails.
@@ -69,7 +73,8 @@ pub fn reset_memory_peaks(device: &CudaDevice) -> Result<()> {
     set_pool_attribute(device, CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, 0)
 }
 
-/// Returns the bytes that new tensors can use: free memory and kept memory.
+/// Returns the memory for new tensors, in bytes: free memory of the GPU, and freed memory that the process
+/// keeps.
 ///
 /// # Errors
 /// When the driver fails.
@@ -79,22 +84,22 @@ pub fn free_memory(device: &CudaDevice) -> Result<u64> {
     Ok(free as u64 + kept.reserved - kept.used)
 }
 
-/// Returns kept memory to the driver.
+/// Returns freed memory that the process keeps to the driver.
 ///
 /// # Errors
 /// When the driver fails.
 pub(super) fn release_unused(device: &Device) -> Result<()> {
     let stream = device.as_cuda_device()?.cuda_stream();
     stream.synchronize().w()?;
-    // SAFETY: the device belongs to an open context, and the pool to the device.
+    // SAFETY: the device belongs to an open context, and the pool belongs to the device.
     unsafe { mem_pool::trim_to(get_default_mem_pool(stream.context().cu_device()).w()?, 0) }.w()
 }
 
 fn pool_attribute(device: &CudaDevice, attribute: CUmemPool_attribute) -> Result<u64> {
     let context = device.cuda_stream().context().clone();
     let mut value = 0u64;
-    // SAFETY: the device belongs to an open context, the pool to the device; the attribute is a 64-bit
-    // number.
+    // SAFETY: the device belongs to an open context, and the pool belongs to the device. The attribute is a
+    // 64-bit number.
     unsafe {
         let pool = get_default_mem_pool(context.cu_device()).w()?;
         mem_pool::get_attribute(pool, attribute, (&raw mut value).cast()).w()?;
@@ -111,7 +116,7 @@ fn set_pool_attribute(device: &CudaDevice, attribute: CUmemPool_attribute, mut v
     }
 }
 
-/// Returns the number of GPUs that this process sees; 0 without a driver.
+/// Returns the number of GPUs that are visible to this process; 0 without a driver.
 pub fn gpu_count() -> usize {
     catch_panic(CudaContext::device_count).ok().and_then(|count| count.ok()).unwrap_or(0) as usize
 }
@@ -120,7 +125,7 @@ pub fn gpu_count() -> usize {
 pub struct Gpu {
     pub device: Device,
     pub name: String,
-    /// Free memory, bytes.
+    /// Free memory, in bytes.
     pub free_bytes: u64,
 }
 
@@ -130,10 +135,10 @@ const DRIVER: &str = "an NVIDIA driver of release 580 or newer must be loaded (n
 /// Opens GPU `ordinal` and checks that every op runs on it.
 ///
 /// # Errors
-/// One line with the reason and the remedy.
+/// One line with the reason and the remedy, when the GPU cannot be used.
 pub fn open_gpu(ordinal: usize) -> Result<Gpu> {
     let refused = |why: &str| {
-        // A backtrace may follow the first line.
+        // The text may have a backtrace after its first line.
         let why = why.lines().next().unwrap_or_default();
         Error::Msg(format!("GPU {ordinal} cannot be used: {why}; {DRIVER}"))
     };
@@ -160,7 +165,7 @@ mod on_device {
         assert_eq!(pool_attribute(gpu, threshold).unwrap(), u64::MAX);
     }
 
-    /// Other tests use the pool at the same time.
+    /// Other tests use the memory pool at the same time, so the test checks only bounds.
     #[test]
     fn memory_is_counted() {
         const BYTES: u64 = 16 << 20;

@@ -1,4 +1,5 @@
-//! Dispatch of tokens to experts and their combination on the GPU: bf16 rows, f32 weights, u32 plan.
+//! Dispatch of tokens to experts on the GPU, and the weighted sum of expert outputs. Rows are bf16, weights
+//! f32, and the plan u32.
 
 use super::arguments::{Op, from_storage, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -12,7 +13,7 @@ const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> 
     Kernel { function, file: "dispatch", threads, shared_bytes }
 }
 
-/// Number of routes that a block of the sort handles.
+/// Number of routed experts that one block sorts.
 const CHUNK: usize = 256;
 const SORT_COUNT: Kernel = kernel("sort_count", 128, CHUNK * 4);
 const SORT_PLACE: Kernel = kernel("sort_place", 1024, 1024 * 4);
@@ -48,15 +49,16 @@ kernel_params! {
     }
 }
 
-/// Computes the plan of [`crate::ops::Dispatch`] for `routes [T, K]`: `[2·T·K + experts + 1]`. Routes must
-/// be below `experts`; a check would wait for the GPU.
+/// Computes the plan of [`crate::ops::Dispatch`] for the routed experts `routes [T, K]`. The plan is `[2·T·K
+/// + experts + 1]`. Routed experts must be below `experts`. They are not checked, because a check would wait
+/// for the GPU.
 pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> Result<(CudaStorage, Shape)> {
     const OP: Op = Op("sort_by_expert");
     let (tokens, top_k) = routes.1.shape().dims2()?;
     let (view, device) = OP.input::<u32>("the routes", routes, &[tokens, top_k])?;
     let pairs = tokens * top_k;
     if pairs > i32::MAX as usize {
-        bail!("dispatch: {tokens} tokens of {top_k} slots on a GPU; take smaller batches");
+        bail!("dispatch: {tokens} tokens with {top_k} slots are not supported on a GPU; use smaller batches");
     }
     let len = 2 * pairs + experts + 1;
     let mut plan = device.alloc_zeros::<u32>(len)?;
@@ -77,8 +79,8 @@ pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> 
             experts: experts as i32,
             top_k: top_k as i32,
         };
-        // SAFETY: all outlive the launches, each fills the next one's input, and `plan` has room for its
-        // parts.
+        // SAFETY: all buffers outlive the launches, each launch fills the input of the next, and `plan` has
+        // space for its three parts.
         unsafe {
             launch(device, &SORT_COUNT, &params, chunks)?;
             launch(device, &SORT_PLACE, &params, 1)?;
@@ -88,16 +90,16 @@ pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> 
     Ok((CudaStorage::wrap_cuda_slice(plan, device.clone()), Shape::from(len)))
 }
 
-/// Inputs of a kernel.
+/// The inputs of a kernel.
 struct Operands<'a> {
     x: DeviceArgument<'a>,
     weights: Option<DeviceArgument<'a>>,
-    /// Indices of rows of `x`.
+    /// Indices of the rows of `x`.
     rows: &'a Tensor,
     top_k: usize,
 }
 
-/// Launches a kernel with one block for each of the `blocks` rows that it writes.
+/// Launches a kernel with one block per row that it writes. It writes `blocks` rows.
 fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<CudaStorage> {
     let Operands { x, weights, rows, top_k } = *operands;
     let width = x.1.shape().dims2()?.1;
@@ -122,21 +124,22 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
             top_k: top_k as i32,
             ..Params::default()
         };
-        // SAFETY: all outlive the launch; `rows` are indices of `x`, and each block writes its own row of
-        // `out`.
+        // SAFETY: all buffers outlive the launch, `rows` are indices of `x`, and each block writes its own
+        // row of `out`.
         unsafe { launch(device, kernel, &params, blocks)? };
     }
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
 
-/// Gathers rows `token_of [T·K]` of `x [T, H]`.
+/// Returns rows `token_of [T·K]` of `x [T, H]`.
 pub(in crate::ops) fn dispatch_forward(x: DeviceArgument, token_of: &Tensor) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = (token_of.dim(0)?, x.1.shape().dims2()?.1);
     let operands = Operands { x, weights: None, rows: token_of, top_k: 1 };
     Ok((run(Op("dispatch"), &DISPATCH_FORWARD, &operands, rows)?, Shape::from((rows, width))))
 }
 
-/// Returns each token's gradient: the sum of `dy [T·K, H]` over its slots, whose rows are `row_of [T·K]`.
+/// Returns the gradient of each token, `[T, H]`: the sum of `dy [T·K, H]` over the slots of the token.
+/// `row_of [T·K]` has the rows of the slots.
 pub(in crate::ops) fn dispatch_backward(dy: &Tensor, row_of: &Tensor, top_k: usize) -> Result<Tensor> {
     const OP: Op = Op("dispatch");
     let (rows, width) = dy.dims2()?;
@@ -147,7 +150,7 @@ pub(in crate::ops) fn dispatch_backward(dy: &Tensor, row_of: &Tensor, top_k: usi
     Ok(from_storage(out, (tokens, width)))
 }
 
-/// Sums `x [T·K, H]` over each token's slots with `weights [T, K]`: `[T, H]`.
+/// Returns the sum of `x [T·K, H]` over the slots of each token, weighted by `weights [T, K]`: `[T, H]`.
 pub(in crate::ops) fn combine_forward(
     x: DeviceArgument,
     weights: DeviceArgument,
@@ -158,7 +161,8 @@ pub(in crate::ops) fn combine_forward(
     Ok((run(Op("combine"), &COMBINE_FORWARD, &operands, tokens)?, Shape::from((tokens, width))))
 }
 
-/// Returns the gradients of `x [T·K, H]` and `weights [T, K]` for the sums' gradient `dy [T, H]`.
+/// Returns the gradients of `x [T·K, H]` and `weights [T, K]`, given the gradient `dy [T, H]` of the weighted
+/// sums.
 pub(in crate::ops) fn combine_backward(
     [x, weights, dy]: [&Tensor; 3],
     row_of: &Tensor,
@@ -186,7 +190,7 @@ pub(in crate::ops) fn combine_backward(
             width: width as i32,
             top_k: top_k as i32,
         };
-        // SAFETY: all outlive the launch; `row_of` holds every row of `x` and `dx` once.
+        // SAFETY: all buffers outlive the launch, and `row_of` has every row of `x` and `dx` once.
         unsafe { launch(device, &COMBINE_BACKWARD, &params, rows)? };
     }
     Ok((tensor(dx, device, (rows, width)), tensor(dweights, device, (tokens, top_k))))

@@ -1,4 +1,5 @@
-//! Selection of rows and columns by id on the GPU: bf16 values; a table's f32 gradient is added in place.
+//! Selection of rows and columns by id on the GPU. Values are bf16. The f32 gradient of a table is added in
+//! place.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -13,13 +14,13 @@ use half::bf16;
 const OP: Op = Op("rows");
 const TAKE_ROWS: Kernel = Kernel { function: "take_rows", file: "embedding", threads: 256, shared_bytes: 0 };
 const TAKE_COLUMNS: Kernel = Kernel { function: "take_columns", ..TAKE_ROWS };
-/// Columns that a block sums: eight per lane.
+/// Number of columns that a block sums: eight per lane.
 const SUM_COLUMNS: usize = 256;
 const ADD_ROWS: Kernel =
     Kernel { function: "add_rows", shared_bytes: 256 / 32 * SUM_COLUMNS * size_of::<f32>(), ..TAKE_ROWS };
 const ADD_COLUMNS: Kernel = Kernel { function: "add_columns", ..ADD_ROWS };
 const SUM_ROWS: Kernel = Kernel { function: "sum_rows", ..ADD_ROWS };
-/// Elements per thread.
+/// Number of elements per thread.
 const VECTOR: usize = 8;
 
 kernel_params! {
@@ -46,13 +47,13 @@ kernel_params! {
     }
 }
 
-/// Returns rows `ids` of `table`; all must exist.
+/// Returns rows `ids` of `table`. All rows must exist.
 pub(in crate::ops) fn take_rows(table: DeviceArgument, ids: &[u32]) -> Result<(CudaStorage, Shape)> {
     let width = table.1.shape().dims2()?.1;
     take(&TAKE_ROWS, table, ids, width, 0)
 }
 
-/// Returns columns `ids` of `table` as rows; all must exist.
+/// Returns columns `ids` of `table` as rows. All columns must exist.
 pub(in crate::ops) fn take_columns(table: DeviceArgument, ids: &[u32]) -> Result<(CudaStorage, Shape)> {
     let (width, columns) = table.1.shape().dims2()?;
     take(&TAKE_COLUMNS, table, ids, width, columns)
@@ -81,19 +82,20 @@ fn take(
             width: width as i32,
         };
         let vectors = ids.len() * (width / VECTOR);
-        // SAFETY: all outlive the launch; the caller has checked that every id exists in the table.
+        // SAFETY: all buffers outlive the launch, and the caller has checked that every id exists in the
+        // table.
         unsafe { launch(device, kernel, &params, vectors.div_ceil(kernel.threads))? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((ids.len(), width))))
 }
 
-/// Adds each row of `dy` to the row of `table [V, H]` that its id names.
+/// Adds each row of `dy` to the row of `table [V, H]` with the id of the row.
 pub(in crate::ops) fn add_rows(table: &Tensor, dy: &Tensor, by_id: &TokensById) -> Result<()> {
     let (rows, width) = table.dims2()?;
     add(&ADD_ROWS, table, dy, by_id, (rows, width, 0))
 }
 
-/// Adds each row of `dy` to the column of `table [H, V]` that its id names.
+/// Adds each row of `dy` to the column of `table [H, V]` with the id of the row.
 pub(in crate::ops) fn add_columns(table: &Tensor, dy: &Tensor, by_id: &TokensById) -> Result<()> {
     let (width, columns) = table.dims2()?;
     add(&ADD_COLUMNS, table, dy, by_id, (columns, width, columns))
@@ -112,12 +114,12 @@ fn add(
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let table = at.write(table);
-        // SAFETY: the table outlives the launch and has `offsets` rows or columns of `width`.
+        // SAFETY: the table outlives the launch, and has `offsets` rows or columns with `width` values.
         unsafe { sum(kernel, device, &dy, by_id, offsets, SumPlaces { table, out: 0, columns, width }) }
     })
 }
 
-/// Returns the gradient of `x [rows, H]` for `dy`, the gradient of the selected rows.
+/// Returns the gradient of `x [rows, H]`, given the gradient `dy` of the selected rows.
 pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &TokensById, rows: usize) -> Result<Tensor> {
     let width = dy.dims2()?.1;
     let opened = dy.storage_and_layout();
@@ -127,13 +129,13 @@ pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &TokensById, rows: usize) -> 
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let out = at.write(&mut dx);
-    // SAFETY: `dx` outlives the launch and has `rows` rows of `width`.
+    // SAFETY: `dx` outlives the launch, and has `rows` rows with `width` values.
     unsafe { sum(&SUM_ROWS, device, &dy, by_id, rows, SumPlaces { table: 0, out, columns: 0, width })? };
     drop(at);
     Ok(tensor(dx, device, (rows, width)))
 }
 
-/// Destination of sums, as in `SumsById`.
+/// The destination of sums, as in `SumsById`.
 struct SumPlaces {
     table: u64,
     out: u64,
@@ -144,7 +146,7 @@ struct SumPlaces {
 /// Launches `kernel` with one block per id and 256 columns.
 ///
 /// # Safety
-/// The addresses must be of live memory with `offsets` rows or columns of the width.
+/// The addresses must point to live memory with `offsets` rows or columns of the given width.
 unsafe fn sum(
     kernel: &Kernel,
     device: &CudaDevice,
@@ -157,7 +159,9 @@ unsafe fn sum(
     let TokensById { ids, starts, order } = by_id;
     let Some(&last) = ids.last() else { return Ok(()) };
     if last as usize >= offsets {
-        bail!("rows: id {last} for a gradient of {offsets}; give the buffer of the table that was read");
+        bail!(
+            "rows: id {last} is not below {offsets}, the size of the gradient; give the gradient buffer of the table"
+        );
     }
     let lists = device.clone_htod(&[&order[..], starts, ids].concat())?;
     let stream = device.cuda_stream();
@@ -174,6 +178,6 @@ unsafe fn sum(
         columns: to.columns as i64,
         width: to.width as i32,
     };
-    // SAFETY: guaranteed by the caller; the lists outlive the launch, and every id is below `offsets`.
+    // SAFETY: guaranteed by the caller. The lists outlive the launch, and every id is below `offsets`.
     unsafe { launch(device, kernel, &params, ids.len() * to.width.div_ceil(SUM_COLUMNS)) }
 }

@@ -1,13 +1,13 @@
-//! FlashAttention-2 without sinks, for the ablation "FA2 without the fix". Forward only.
+//! FlashAttention-2 without sinks, for the ablation "FA2 without the fix". It has only a forward pass.
 
 use crate::ops::sink_attention::Attention;
 use candle_core::{Result, Tensor, bail};
 
-/// Computes causal attention by FlashAttention-2 **without sinks**; shapes as in
-/// [`crate::ops::sink_attention()`]. It has no backward: differentiating it is an error.
+/// Computes causal attention by FlashAttention-2 **without sinks**. Shapes are those of
+/// [`crate::ops::sink_attention()`]. The op has no backward pass, so differentiating it is an error.
 ///
 /// # Errors
-/// When `attention` has sinks, which the library would ignore silently; those of the library.
+/// When `attention` has sinks, because the library would silently ignore them. Errors of the library.
 pub fn fa2_without_sinks(
     q: &Tensor,
     kv: &Tensor,
@@ -15,9 +15,7 @@ pub fn fa2_without_sinks(
     attention: &Attention,
 ) -> Result<Tensor> {
     if attention.sinks {
-        bail!(
-            "FlashAttention-2 has no sinks; ask for attention without them (sinks: false), or for sink_attention"
-        );
+        bail!("FlashAttention-2 has no sinks; call it with sinks: false, or call sink_attention");
     }
     let (tokens, heads, head_dim) = q.dims3()?;
     let longest = cu_seqlens.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0);
@@ -33,7 +31,7 @@ pub fn fa2_without_sinks(
         longest,
         longest,
         attention.scale(),
-        // Its window does not count the query itself.
+        // The window of FlashAttention-2 does not include the key of the query itself.
         attention.window.map(|w| w - 1),
         Some(0),
     )?;

@@ -1,4 +1,4 @@
-//! CUDA graphs: launches recorded once and replayed as one.
+//! CUDA graphs: launches are captured once, and replayed by one launch.
 
 use super::device::release_unused;
 use candle_core::cuda_backend::WrapErr;
@@ -6,21 +6,21 @@ use candle_core::cuda_backend::cudarc::driver::CudaGraph;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use candle_core::{Device, Result, bail};
 
-/// A recorded CUDA graph. It reads and writes the addresses of the recording.
+/// A captured CUDA graph. A replay reads and writes the addresses of the capture.
 pub struct RecordedGraph(CudaGraph);
 
 impl RecordedGraph {
-    /// Records the launches of `work` without running them. `work` must not wait for the device or copy
-    /// from the host, and its own allocations must end with it.
+    /// Captures the launches of `work` without running them. `work` must not wait for the device or copy from
+    /// the host, and must free its own allocations.
     ///
     /// # Errors
-    /// Those of `work`, and those of the driver when a call cannot be recorded.
+    /// Errors of `work`, and errors of the driver when a call cannot be captured.
     pub fn record(device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Self> {
         let stream = device.as_cuda_device()?.cuda_stream();
-        // A recording may not wait for events outside of it, and event tracking would add such waits.
+        // A capture must not wait for events outside of it, and event tracking would add such waits.
         let context = stream.context();
-        // SAFETY: memory allocated meanwhile is used on this stream only and freed before the recording
-        // ends.
+        // SAFETY: memory that is allocated during the capture is used only on this stream and freed before
+        // the capture ends.
         unsafe { context.disable_event_tracking() };
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         let result = begun.w().and_then(|()| {
@@ -30,9 +30,9 @@ impl RecordedGraph {
         });
         // SAFETY: as above.
         unsafe { context.enable_event_tracking() };
-        let Some(graph) = result? else { bail!("a recording of launches is empty") };
-        // The graph's allocations do not come from the pool, which may hold all free memory. The driver
-        // keeps them for later recordings.
+        let Some(graph) = result? else { bail!("the captured CUDA graph is empty") };
+        // The allocations of the graph do not come from the memory pool, which may have all free memory. The
+        // driver keeps these allocations for later captures.
         if graph.upload().is_err() {
             release_unused(device)?;
             graph.upload().w()?;

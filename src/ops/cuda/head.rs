@@ -1,8 +1,8 @@
-//! The language-model head on the GPU: `h [R, H]`, `W [H, V]` in bf16; f32 logits, one chunk of rows at a
-//! time.
+//! The LM head on the GPU. `h [R, H]` and `W [H, V]` are bf16. Logits are f32, and are computed in chunks of
+//! rows.
 //!
-//! The sampler's logits and those of the training pass are the same product with the same sums. A token's
-//! log-probability therefore has the same bits in both.
+//! The sampler and the training pass compute logits by the same product with the same sums. So the
+//! log-probability of a token has the same bits in both.
 
 use super::arguments::{Op, from_storage, output, tensor};
 use super::log_prob::{logits_gradient, row_stats};
@@ -17,14 +17,14 @@ use candle_core::{DType, Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("log_prob");
-/// Computes `h · W` for rows `h [m, H]`, f32.
+/// Returns `h · W` in f32 for rows `h [m, H]`.
 fn product(h: DeviceArgument, weight: &Tensor) -> Result<CudaStorage> {
     let opened = weight.storage_and_layout();
     let weight = OP.gpu_storage("the head", &opened, DType::BF16, weight.dims())?;
     Ok(product_forward(OP.0, h, weight, None, None, DType::F32)?.0)
 }
 
-/// Returns logits divided by the temperature `[R, V]`, and their log-sum-exps `[R]`.
+/// Returns the logits divided by the temperature, `[R, V]`, and their log-sum-exps, `[R]`.
 pub(in crate::ops) fn head_logits(
     h: &Tensor,
     weight: &Tensor,
@@ -41,7 +41,8 @@ pub(in crate::ops) fn head_logits(
     Ok([from_storage(z, (rows, vocabulary)), tensor(log_sum_exp, device, rows)])
 }
 
-/// Returns log-probabilities (first row) and entropies (second row) of `targets`, `[2, R]`.
+/// Returns `[2, R]`: the log-probabilities of `targets` in the first row, and the entropies in the second
+/// row.
 pub(in crate::ops) fn head_forward(
     h: DeviceArgument,
     weight: &Tensor,
@@ -66,8 +67,8 @@ pub(in crate::ops) fn head_forward(
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((2, rows))))
 }
 
-/// Adds the weight's gradient if it is trainable. Returns the gradient of `h` if `h_learns`. `gradient
-/// [2, R]` is that of [`head_forward`]'s output.
+/// Adds the gradient of the weight if the weight is trainable. Returns the gradient of `h` if `h_learns` is
+/// true. `gradient [2, R]` is the gradient of the output of [`head_forward`].
 pub(in crate::ops) fn head_backward(
     [h, weight, gradient]: [&Tensor; 3],
     targets: &[u32],
@@ -82,7 +83,8 @@ pub(in crate::ops) fn head_backward(
     let (gradient, _) = OP.open_tensor::<f32>("the output's gradient", &opened[1], &[2, rows])?;
     let device = of_h.0.device();
     let ids = upload_ids(device, targets)?;
-    // Computes a chunk's gradient of the logits `[m, V]` and passes it with its rows of `h` to `use_it`.
+    // Computes the gradient of the logits `[m, V]` of each chunk, and passes it to `use_it` together with the
+    // rows of `h`.
     let each_chunk = |use_it: &mut dyn FnMut(Tensor, Tensor) -> Result<()>| {
         for start in (0..rows).step_by(chunk) {
             let m = chunk.min(rows - start);
@@ -115,7 +117,7 @@ pub(in crate::ops) fn head_backward(
     };
     match learns {
         None => each_chunk(&mut |dz, _| add_dh(&dz))?,
-        // Once for all chunks: a pass adds to a parameter once per use.
+        // One call of `add` covers all chunks, because a pass adds to a parameter once per use.
         Some(learns) => learns.add(|dw| {
             each_chunk(&mut |dz, h| {
                 add_dh(&dz)?;
@@ -131,7 +133,7 @@ pub(in crate::ops) fn head_backward(
     }
 }
 
-/// Copies ids to the GPU; an empty list still gets an allocation.
+/// Copies ids to the GPU. An empty list also gets an allocation.
 fn upload_ids(device: &CudaDevice, ids: &[u32]) -> Result<CudaSlice<u32>> {
     device.clone_htod(if ids.is_empty() { &[0][..] } else { ids })
 }

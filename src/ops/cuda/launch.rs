@@ -1,4 +1,4 @@
-//! Kernel launches, and device addresses of their arguments.
+//! Kernel launches, and the device addresses of their arguments.
 
 use super::modules::function;
 use crate::ops::sink_attention::kernels::{KERNEL_SETS, Kernel, KernelSet};
@@ -11,7 +11,8 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::sync::Arc;
 
-/// Declares kernel arguments passed by value: structs of plain numbers with the kernels' layout.
+/// Declares kernel arguments that are passed by value: structs of numbers with the layout of the kernels'
+/// structs.
 macro_rules! kernel_params {
     ($($(#[doc = $doc:literal])* struct $name:ident { $($field:ident: $type:ty,)* })*) => {$(
         $(#[doc = $doc])*
@@ -21,14 +22,14 @@ macro_rules! kernel_params {
             $($field: $type,)*
         }
 
-        // SAFETY: plain numbers with the layout of the kernel's struct.
+        // SAFETY: the struct has only numbers, with the layout of the kernel's struct.
         unsafe impl candle_core::cuda_backend::cudarc::driver::DeviceRepr for $name {}
     )*};
 }
 
 pub(super) use kernel_params;
 
-/// Returns the kernel set of this device. It depends only on the device, so a run never mixes two sets.
+/// Returns the kernel set of this device. It depends only on the device, so a run never uses two sets.
 ///
 /// # Errors
 /// When the kernels do not run on this device.
@@ -41,8 +42,8 @@ pub fn kernel_set(device: &CudaDevice) -> Result<&'static KernelSet> {
 /// Launches `kernel` with one argument.
 ///
 /// # Safety
-/// `argument` must be the kernel's parameter struct. Its addresses must be of live memory that is valid for
-/// all reads and writes of `blocks` blocks.
+/// `argument` must be the parameter struct of the kernel. Its addresses must point to live memory that is
+/// valid for all reads and writes of `blocks` blocks.
 pub(super) unsafe fn launch<A: DeviceRepr>(
     device: &CudaDevice,
     kernel: &Kernel,
@@ -63,8 +64,8 @@ pub(super) unsafe fn launch<A: DeviceRepr>(
     Ok(())
 }
 
-/// Addresses for a launch. When it is dropped after the launch, other streams' later uses of the memory
-/// wait for the launch. This holds where the library keeps that order: on a device from [`super::open`].
+/// The addresses of the arguments of a launch. It must be dropped after the launch. Later uses of the memory
+/// then wait for the launch. This holds on a device from [`super::open`].
 pub(super) struct Addresses<'a> {
     stream: &'a CudaStream,
     guards: Vec<SyncOnDrop<'a>>,
@@ -88,14 +89,14 @@ impl<'a> Addresses<'a> {
     }
 }
 
-/// A timer of work on the device's stream.
+/// A timer of work on the stream of a device.
 pub struct Timer {
     stream: Arc<CudaStream>,
     start: CudaEvent,
 }
 
 impl Timer {
-    /// Starts after all work launched so far.
+    /// Starts the timer after all work that was launched before.
     ///
     /// # Errors
     /// When the driver fails.
@@ -105,10 +106,10 @@ impl Timer {
         Ok(Self { stream, start })
     }
 
-    /// Returns the milliseconds of the work launched since the start.
+    /// Returns the time of the work launched since the start, in milliseconds.
     ///
     /// # Errors
-    /// When the driver or that work fails.
+    /// When the driver or the work fails.
     pub fn milliseconds(self) -> Result<f32> {
         let end = self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()?;
         self.start.elapsed_ms(&end).w()

@@ -1,4 +1,4 @@
-//! The load-balancing auxiliary loss on the GPU: f32; counts are read from the plan in GPU memory.
+//! The load-balancing auxiliary loss on the GPU, in f32. Row counts are read from the plan in GPU memory.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -10,7 +10,7 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 
 const OP: Op = Op("load_balance");
-/// One count per thread.
+/// The kernel has one count per thread in shared memory.
 const FRACTIONS: Kernel = Kernel {
     function: "load_balance_fractions",
     file: "load_balance",
@@ -18,11 +18,11 @@ const FRACTIONS: Kernel = Kernel {
     shared_bytes: 128 * size_of::<i64>(),
 };
 const ROWS: Kernel = Kernel { function: "load_balance_rows", shared_bytes: 0, ..FRACTIONS };
-/// Sums the loss over rows; each thread holds one partial sum.
+/// Sums the loss over rows. Shared memory has one partial sum per thread.
 const SUM: Kernel =
     Kernel { function: "load_balance_sum", threads: 256, shared_bytes: 256 * size_of::<f32>(), ..FRACTIONS };
 const BACKWARD: Kernel = Kernel { function: "load_balance_backward", ..ROWS };
-/// Threads per row.
+/// Number of threads per row.
 const WARP: usize = 32;
 
 kernel_params! {
@@ -44,18 +44,19 @@ kernel_params! {
     }
 }
 
-/// The result that a launch computes.
+/// The output of a launch.
 enum LaunchOutput {
-    /// Addresses of the rows' losses and of their sum.
+    /// The address of the losses of the rows, and the address of their sum.
     Loss { of_rows: u64, loss: u64 },
-    /// Addresses of the loss's gradient and of the logits' gradient.
+    /// The address of the gradient of the loss, and the address of the gradient of the logits.
     Gradient { dloss: u64, dlogits: u64 },
 }
 
-/// Counts how often each expert is chosen, then computes `wanted`.
+/// Counts how often each expert is selected, then computes `wanted`.
 ///
 /// # Safety
-/// The addresses must be of live memory: one number per row, a scalar, and one number per logit.
+/// The addresses must point to live memory with one number per row, with a scalar, and with one number per
+/// logit, as `LaunchOutput` names them.
 unsafe fn run(
     op: &LoadBalance,
     device: &CudaDevice,
@@ -79,7 +80,7 @@ unsafe fn run(
     let sequences_per_row = match &opened_holders {
         None => None,
         Some(opened) => {
-            let (storage, layout) = OP.gpu_storage("the holders", opened, DType::U32, &[rows])?;
+            let (storage, layout) = OP.gpu_storage("the sequences per row", opened, DType::U32, &[rows])?;
             Some(OP.view::<u32>(storage, layout)?)
         }
     };
@@ -105,7 +106,8 @@ unsafe fn run(
         scale: (experts as f64 / tokens as f64) as f32,
     };
     let blocks = rows.div_ceil(ROWS.threads / WARP);
-    // SAFETY: guaranteed by the caller; the rest outlives the launches, which read only written memory.
+    // SAFETY: guaranteed by the caller. The other buffers outlive the launches, which read only memory that
+    // was written.
     unsafe {
         launch(device, &FRACTIONS, &params, experts)?;
         match wanted {
@@ -121,7 +123,7 @@ unsafe fn run(
     }
 }
 
-/// Returns the loss, a scalar.
+/// Returns the loss, which is a scalar.
 pub(in crate::ops) fn load_balance_forward(
     op: &LoadBalance,
     logits: DeviceArgument,
@@ -134,13 +136,13 @@ pub(in crate::ops) fn load_balance_forward(
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let wanted = LaunchOutput::Loss { of_rows: at.write(&mut of_rows), loss: at.write(&mut loss) };
-        // SAFETY: both outlive the launches and have those sizes.
+        // SAFETY: both buffers outlive the launches and have the required sizes.
         unsafe { run(op, device, &values, (rows, experts), wanted)? };
     }
     Ok((CudaStorage::wrap_cuda_slice(loss, device.clone()), Shape::from(())))
 }
 
-/// Returns the logits' gradient for the gradient of the loss, a scalar on the GPU.
+/// Returns the gradient of the logits, given the gradient of the loss, which is a scalar on the GPU.
 pub(in crate::ops) fn load_balance_backward(
     op: &LoadBalance,
     logits: &Tensor,
@@ -155,7 +157,7 @@ pub(in crate::ops) fn load_balance_backward(
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let wanted = LaunchOutput::Gradient { dloss: at.read(&dloss), dlogits: at.write(&mut dlogits) };
-        // SAFETY: both outlive the launches and have those sizes.
+        // SAFETY: both buffers outlive the launches and have the required sizes.
         unsafe { run(op, device, &logits, (rows, experts), wanted)? };
     }
     Ok(tensor(dlogits, device, (rows, experts)))

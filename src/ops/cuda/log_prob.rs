@@ -1,4 +1,5 @@
-//! Statistics of rows of logits on the GPU, f32, and the logits' gradient, bf16 as the products require.
+//! Statistics of rows of logits on the GPU, in f32, and the gradient of the logits, in bf16 as products
+//! require.
 
 use super::arguments::Op;
 use super::launch::{Addresses, kernel_params, launch};
@@ -9,7 +10,7 @@ use candle_core::{Result, bail};
 use half::bf16;
 
 const OP: Op = Op("log_prob");
-/// Three numbers per warp.
+/// Shared memory has three numbers per warp.
 const STATS: Kernel = Kernel {
     function: "log_prob_row_stats",
     file: "log_prob",
@@ -18,15 +19,18 @@ const STATS: Kernel = Kernel {
 };
 const GRADIENT: Kernel =
     Kernel { function: "log_prob_gradient", file: "log_prob", threads: 256, shared_bytes: 0 };
-/// Values per thread.
+/// Number of values per thread.
 const VECTOR: usize = 8;
-/// Maximum row length: indices are i32.
+/// Maximum length of a row, because indices are i32.
 const VOCABULARY_MAX: usize = 1 << 30;
 
-/// Refuses rows that are too long.
+/// Checks that rows are not too long for the kernels.
 pub(super) fn check_vocabulary(op: Op, vocabulary: usize) -> Result<()> {
     if vocabulary > VOCABULARY_MAX {
-        bail!("{}: a vocabulary of {vocabulary} on a GPU; take one of at most {VOCABULARY_MAX}", op.0);
+        bail!(
+            "{}: the vocabulary has {vocabulary} tokens, but GPU kernels support at most {VOCABULARY_MAX}",
+            op.0
+        );
     }
     Ok(())
 }
@@ -63,18 +67,18 @@ fn vocabulary(values: usize, rows: usize, of_rows: &[usize]) -> Result<usize> {
         return Ok(0);
     }
     let Some(vocabulary) = values.checked_div(rows).filter(|v| v * rows == values) else {
-        bail!("{}: {values} logits in {rows} rows; give whole rows", OP.0);
+        bail!("{}: {values} logits are not a whole number of {rows} rows; give whole rows", OP.0);
     };
     if let Some(other) = of_rows.iter().find(|&&len| len != rows) {
-        bail!("{}: {other} numbers for {rows} rows; give one per row", OP.0);
+        bail!("{}: {other} numbers for {rows} rows; give one number per row", OP.0);
     }
     check_vocabulary(OP, vocabulary)?;
     Ok(vocabulary)
 }
 
-/// Computes [`crate::ops::log_prob::row_stats`] of all rows of `z [R, V]`, which then holds logits divided
-/// by the temperature. Writes log-sum-exps and entropies `[R]` and, if target ids are given, their
-/// log-probabilities. A target outside the vocabulary gets NaN.
+/// Divides the logits `z [R, V]` by the temperature, in place, and computes the statistics of each row as
+/// [`crate::ops::log_prob::row_stats`] does. Writes log-sum-exps and entropies, `[R]` each. If target ids are
+/// given, also writes their log-probabilities. The log-probability of a target outside the vocabulary is NaN.
 ///
 /// # Errors
 /// When lengths disagree, or the driver fails.
@@ -107,13 +111,14 @@ pub fn row_stats(
         vocabulary: vocabulary as i32,
         inverse_temperature,
     };
-    // SAFETY: all outlive the launch, and a block stays in its row; the rows' lengths were checked.
+    // SAFETY: all buffers outlive the launch, each block accesses only its row, and the lengths of rows were
+    // checked.
     unsafe { launch(device, &STATS, &params, rows) }
 }
 
-/// Computes the gradient `[R, V]` of the logits before division by the temperature. Inputs: `z` (after it);
-/// per row the log-sum-exp, the entropy, and the gradients of the target's log-probability and of the
-/// entropy.
+/// Computes the gradient `[R, V]` of the logits before their division by the temperature. Inputs are the
+/// logits `z` after this division and, per row, the log-sum-exp, the entropy, the gradient of the
+/// log-probability of the target, and the gradient of the entropy.
 ///
 /// # Errors
 /// When lengths disagree, or the driver fails.
@@ -129,7 +134,7 @@ pub fn logits_gradient(
     let lengths = [log_sum_exp, entropy, d_log_prob, d_entropy].map(|of_rows| of_rows.len());
     let vocabulary = vocabulary(z.len(), rows, &lengths)?;
     if dz.len() != z.len() {
-        bail!("{}: {} logits, {} values for their gradient; give as many", OP.0, z.len(), dz.len());
+        bail!("{}: {} logits, but {} values for their gradient; give equal numbers", OP.0, z.len(), dz.len());
     }
     if vocabulary == 0 {
         return Ok(());
@@ -148,6 +153,7 @@ pub fn logits_gradient(
         inverse_temperature,
     };
     let blocks = rows * vocabulary.div_ceil(GRADIENT.threads * VECTOR);
-    // SAFETY: all outlive the launch, and a block stays in its row; the rows' lengths were checked.
+    // SAFETY: all buffers outlive the launch, each block accesses only its row, and the lengths of rows were
+    // checked.
     unsafe { launch(device, &GRADIENT, &params, blocks) }
 }

@@ -1,5 +1,5 @@
-//! Low-rank corrections on the GPU, `y + s · (x · A) · B`, by the product kernels. Factors, rows and `u = s
-//! · x · A` are bf16. The second product adds `y` to its sums and rounds once, to the type of `y`.
+//! Low-rank corrections on the GPU, `y + s · (x · A) · B`, computed by the product kernels. Factors, rows and
+//! `u = s · x · A` are bf16. The second product adds `y` to its sums, and rounds once to the type of `y`.
 
 use super::arguments::{Op, from_storage};
 use super::product::{
@@ -13,7 +13,7 @@ use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
 
 const OP: Op = Op("low rank");
 
-/// Returns `u`, `[T, r]`.
+/// Returns `u [T, r]`.
 fn project_down(
     x: DeviceArgument,
     a: &Tensor,

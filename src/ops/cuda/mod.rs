@@ -1,7 +1,8 @@
-//! Ops on an NVIDIA GPU, for feature `cuda`: the same formulas, bf16 inputs and outputs, f32 sums.
+//! Ops on an NVIDIA GPU, for the feature `cuda`. They compute the formulas of the CPU ops with bf16 inputs
+//! and outputs and f32 sums.
 //!
-//! A row's bits depend only on the row, given one kind of GPU and one kernel set. They differ from the
-//! CPU's. The kernels are `kernels/*.cu`; docs/KERNELS.md explains them.
+//! For one kind of GPU and one kernel set, the bits of a row depend only on the row. They differ from the
+//! bits on a CPU. The kernels are in `kernels/*.cu`, and docs/KERNELS.md explains them.
 
 mod accumulate;
 mod arguments;

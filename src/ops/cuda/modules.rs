@@ -1,4 +1,4 @@
-//! Loading of kernels: machine code if the driver accepts it, else PTX, which the driver compiles.
+//! Loads kernels: machine code if the driver accepts it, otherwise PTX, which the driver compiles.
 
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
@@ -11,15 +11,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-/// Shared memory that a block has by default, bytes.
+/// Shared memory per block that needs no special permission, in bytes.
 const SHARED_BYTES_DEFAULT: usize = 48 << 10;
-/// Percent of a multiprocessor's on-chip memory used as shared memory, so that several large blocks fit.
+/// Percentage of the on-chip memory of a multiprocessor that is used as shared memory. With all of it,
+/// several large blocks fit.
 const SHARED_CARVEOUT_PERCENT: i32 = 100;
 
-/// A context, by its address; the modules keep it alive.
+/// The address of a context, which identifies it. The modules keep the context alive.
 type Context = usize;
 
-/// Loaded modules by file, and functions by kernel.
+/// The loaded modules by file, and the functions by kernel.
 #[derive(Default)]
 struct LoadedModules {
     modules: HashMap<(Context, &'static str), Arc<CudaModule>>,
@@ -30,7 +31,7 @@ static LOADED: Mutex<Option<LoadedModules>> = Mutex::new(None);
 
 /// Locks the table of loaded modules.
 fn lock_modules() -> MutexGuard<'static, Option<LoadedModules>> {
-    // A panic elsewhere leaves only complete entries.
+    // Poisoning is ignored, because a panic leaves only complete entries.
     LOADED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -83,7 +84,7 @@ fn load(context: &Arc<CudaContext>, file: &str) -> Result<Arc<CudaModule>> {
     match context.load_module(Ptx::from_binary(code.to_vec())) {
         Ok(module) => Ok(module),
         Err(refusal) => {
-            // The driver compiles code that was not audited, so the user is told.
+            // The driver compiles code that was not audited, so the user gets a note.
             eprintln!(
                 "note: {file}: the driver refuses its machine code ({refusal}) and compiles its PTX instead"
             );

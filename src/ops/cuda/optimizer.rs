@@ -1,4 +1,5 @@
-//! In-place updates of weights on the GPU: f32, except 8-bit codes and the forward's bf16 weights.
+//! In-place updates of weights on the GPU. Values are f32, except 8-bit codes and the bf16 weights of the
+//! forward pass.
 
 use super::arguments::{Op, output};
 use super::launch::{Addresses, kernel_params, launch};
@@ -23,16 +24,16 @@ const SQUARES: Kernel =
     Kernel { function: "optimizer_squares", shared_bytes: 256 * size_of::<f64>(), ..ADAMW };
 const SUM: Kernel =
     Kernel { function: "optimizer_sum", threads: 1024, shared_bytes: 1024 * size_of::<f64>(), ..ADAMW };
-/// Its shared memory holds both code maps.
+/// The shared memory has both code maps.
 const ADAMW_8BIT: Kernel = Kernel {
     function: "adamw_8bit",
     file: "adamw_8bit",
     threads: 256,
     shared_bytes: 2 * 2 * 256 * size_of::<f32>(),
 };
-/// Values per thread.
+/// Number of values per thread.
 const VALUES: usize = 4;
-/// Values whose squares a thread block adds.
+/// Number of values whose squares one thread block adds.
 const CHUNK: usize = 8192;
 /// Number of 8-bit code blocks that one thread block updates: four per warp, eight warps.
 const CODE_BLOCKS: usize = 4 * 256 / 32;
@@ -119,12 +120,13 @@ impl From<&AdamW> for Step {
     }
 }
 
-/// Checks element type and shape of a tensor that is changed in place.
+/// Checks the element type and the shape of a tensor that is changed in place.
 fn check(name: &str, x: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
     Argument { op: OP.0, name, dtype: x.dtype(), layout: x.layout() }.check(dtype, shape)
 }
 
-/// Calls `f` with the values of `changed` and the address of those of `read`, unless they are empty.
+/// Calls `f` with the values of `changed` and the address of the values of `read`, unless the tensors are
+/// empty.
 fn edit_by(
     (name, changed): (&str, &Tensor),
     read: &Tensor,
@@ -159,7 +161,7 @@ unsafe fn for_each<P: DeviceRepr>(
     unsafe { launch(device, kernel, params, count.div_ceil(kernel.threads * VALUES)) }
 }
 
-/// Performs [`crate::ops::optimizer::adamw`].
+/// Updates weights by AdamW, as [`crate::ops::optimizer::adamw`].
 pub(in crate::ops) fn adamw(
     weights: &Tensor,
     [first, second]: [&Tensor; 2],
@@ -182,38 +184,38 @@ pub(in crate::ops) fn adamw(
                     count: count as i64,
                     step: step.into(),
                 };
-                // SAFETY: all four outlive the launch and have the same number of values.
+                // SAFETY: all four buffers outlive the launch and have the same number of values.
                 unsafe { for_each(device, &ADAMW, &params, count) }
             })
         })
     })
 }
 
-/// Performs [`crate::ops::optimizer::sgd`].
+/// Updates weights by SGD, as [`crate::ops::optimizer::sgd`].
 pub(in crate::ops) fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate: f32) -> Result<()> {
     edit_by(("weights", weights), gradient, |device, weights, gradient| {
         let stream = device.cuda_stream();
         let count = weights.len();
         let mut at = Addresses::new(&stream);
         let params = SgdParams { weights: at.write(weights), gradient, count: count as i64, shrink, rate };
-        // SAFETY: both outlive the launch and have the same number of values.
+        // SAFETY: both buffers outlive the launch and have the same number of values.
         unsafe { for_each(device, &SGD, &params, count) }
     })
 }
 
-/// Performs [`crate::ops::optimizer::accumulate`].
+/// Updates the momentum buffer, as [`crate::ops::optimizer::update_momentum`].
 pub(in crate::ops) fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
     edit_by(("the buffer", buffer), gradient, |device, buffer, gradient| {
         let stream = device.cuda_stream();
         let count = buffer.len();
         let mut at = Addresses::new(&stream);
         let params = MomentumParams { buffer: at.write(buffer), gradient, count: count as i64, momentum };
-        // SAFETY: both outlive the launch and have the same number of values.
+        // SAFETY: both buffers outlive the launch and have the same number of values.
         unsafe { for_each(device, &MOMENTUM, &params, count) }
     })
 }
 
-/// Performs [`crate::ops::optimizer::scale`].
+/// Multiplies `x` by `factor`, as [`crate::ops::optimizer::scale`].
 pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
     check("x", x, DType::F32, x.dims())?;
     OP.edit(x, |device, x: &mut CudaViewMut<f32>| {
@@ -224,12 +226,12 @@ pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
         let count = x.len();
         let mut at = Addresses::new(&stream);
         let params = ScaleParams { x: at.write(x), count: count as i64, factor };
-        // SAFETY: it outlives the launch.
+        // SAFETY: the buffer outlives the launch.
         unsafe { for_each(device, &SCALE, &params, count) }
     })
 }
 
-/// Rounds f32 `masters` into `copy`, the bf16 weights of the forward.
+/// Writes f32 `masters`, rounded to bf16, to `copy`, the weights of the forward pass.
 pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> {
     check("the copy", copy, DType::BF16, masters.dims())?;
     let opened = masters.storage_and_layout();
@@ -243,12 +245,13 @@ pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> 
         let count = copy.len();
         let mut at = Addresses::new(&stream);
         let params = RoundParams { x: at.read(&x), out: at.write(copy), count: count as i64 };
-        // SAFETY: both outlive the launch and have the same number of values.
+        // SAFETY: both buffers outlive the launch and have the same number of values.
         unsafe { for_each(device, &ROUND, &params, count) }
     })
 }
 
-/// Performs [`crate::ops::optimizer::sum_of_squares`], in an order that depends only on the length.
+/// Returns the sum of squares, as [`crate::ops::optimizer::sum_of_squares`]. The order of the additions
+/// depends only on the length.
 pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let opened = x.storage_and_layout();
     let (storage, layout) = OP.gpu_storage("x", &opened, DType::F32, x.dims())?;
@@ -267,7 +270,7 @@ pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
         sum: at.write(&mut sum),
         count: x.len() as i64,
     };
-    // SAFETY: all outlive both launches; the first fills `parts`, which the second reads.
+    // SAFETY: all buffers outlive both launches. The first launch fills `parts`, which the second reads.
     unsafe {
         launch(device, &SQUARES, &params, chunks)?;
         launch(device, &SUM, &params, 1)?;
@@ -276,8 +279,8 @@ pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     Ok(device.clone_dtoh(&sum)?[0])
 }
 
-/// Performs [`crate::ops::adamw_8bit::adamw_8bit`]. `maps` holds the values of the first moment's codes and
-/// the bounds between them, then the second moment's.
+/// Updates weights by AdamW with 8-bit moments, as [`crate::ops::adamw_8bit::adamw_8bit`]. `maps` has the
+/// code values of the first moment and the bounds between them, then those of the second moment.
 pub(in crate::ops) fn adamw_8bit(
     weights: &Tensor,
     [first, second]: [Moment; 2],
@@ -308,8 +311,8 @@ pub(in crate::ops) fn adamw_8bit(
                     count,
                     step: step.into(),
                 };
-                // SAFETY: all outlive the launch; codes, weights, gradient have one length, scales one per
-                // block.
+                // SAFETY: all buffers outlive the launch. Codes, weights and gradient have the same length,
+                // and there is one scale per block.
                 unsafe { launch(device, &ADAMW_8BIT, &params, blocks.div_ceil(CODE_BLOCKS)) }
             })
         })

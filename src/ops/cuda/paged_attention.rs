@@ -1,4 +1,5 @@
-//! Attention over a paged key-value cache on the GPU: chunked prefill and decode, by the training forward.
+//! Attention over a paged key-value cache on the GPU, for chunked prefill and decode. It uses the kernels of
+//! the training forward pass.
 
 use super::arguments::tensor;
 use super::launch::{Addresses, kernel_params, kernel_set, launch};
@@ -13,17 +14,18 @@ use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Keys and values of one layer for all sequences, in GPU memory: `[pages · 64, 2, M, 64]`.
+/// The keys and values of one layer for all sequences, in GPU memory: `[pages · 64, 2, M, 64]`.
 #[derive(Debug)]
 pub struct KvPool {
     device: CudaDevice,
     memory: Mutex<CudaSlice<bf16>>,
     kv_heads: usize,
-    /// Allocation of the pages to sequences.
+    /// The allocator of pages to sequences.
     pages: Arc<PageAllocator>,
 }
 
-/// One sequence's keys and values in a pool. Clones share pages; dropping the last clone frees them.
+/// The keys and values of one sequence in a pool. Clones share pages. Dropping the last clone frees the
+/// pages.
 #[derive(Debug, Clone)]
 pub struct KvPages {
     pool: Arc<KvPool>,
@@ -31,12 +33,12 @@ pub struct KvPages {
 }
 
 impl KvPool {
-    /// Allocates `pages` free pages for `kv_heads` heads.
+    /// Allocates a pool of `pages` free pages for `kv_heads` heads.
     ///
     /// # Errors
     /// When the device has too little memory.
     pub fn new(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<Arc<Self>> {
-        // At least one page: an empty allocation has no address.
+        // At least one page is allocated, because an empty allocation has no address.
         let memory = device.alloc_zeros(pages.max(1) * BLOCK_KEYS * 2 * kv_heads * HEAD_DIM)?;
         let (device, memory, pages) = (device.clone(), Mutex::new(memory), PageAllocator::new(pages));
         Ok(Arc::new(Self { device, memory, kv_heads, pages }))
@@ -51,15 +53,15 @@ impl KvPool {
         &self.device
     }
 
-    /// Returns the number of pages that belong to no sequence.
+    /// Returns the number of free pages.
     pub fn free_pages(&self) -> usize {
         self.pages.free_pages()
     }
 
-    /// Appends rows of `kv [T, 2, M, 64]`, `counts[i]` of them to `sequences[i]`.
+    /// Appends the rows of `kv [T, 2, M, 64]` to the sequences: `counts[i]` rows to `sequences[i]`.
     ///
     /// # Errors
-    /// When row counts disagree, or the cache is too small; nothing has changed then.
+    /// When row counts disagree, or the cache is too small. Nothing is changed then.
     pub fn append(
         &self,
         kv: &CudaView<bf16>,
@@ -74,10 +76,10 @@ impl KvPool {
         self.write(kv, &self.device.clone_htod(&slots)?.as_view())
     }
 
-    /// Allocates `counts[i]` new rows in `sequences[i]`. Returns the cache row of each.
+    /// Allocates `counts[i]` new rows in `sequences[i]`. Returns the index in the cache of each new row.
     ///
     /// # Errors
-    /// When the cache is too small; nothing has changed then.
+    /// When the cache is too small. Nothing is changed then.
     pub(super) fn extend(&self, sequences: &mut [&mut KvPages], counts: &[usize]) -> Result<Vec<i32>> {
         if sequences.iter().any(|sequence| !std::ptr::eq(&*sequence.pool, self)) {
             bail!("key-value cache: a sequence of another cache");
@@ -87,7 +89,7 @@ impl KvPool {
         for copy in &growth.copies {
             self.copy(&mut memory, copy)?;
         }
-        // Fits i32: rows are below the cache's length.
+        // Rows fit i32, because they are below the length of the cache.
         Ok(growth.runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect())
     }
 
@@ -115,8 +117,8 @@ impl KvPool {
             slots: at.read(slots),
             row_vectors: (width / VECTOR) as i32,
         };
-        // SAFETY: all three outlive the launch, `kv` and `slots` have `tokens` rows, places are in the
-        // cache.
+        // SAFETY: all three buffers outlive the launch, `kv` and `slots` have `tokens` rows, and the slots
+        // are rows of the cache.
         unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
     }
 
@@ -128,7 +130,7 @@ impl KvPool {
         self.device.clone_dtoh(&*self.memory())
     }
 
-    /// Copies rows between two pages. They never overlap, so the memory can be split after the first one.
+    /// Copies rows between two pages. The two ranges never overlap, so the memory can be split between them.
     fn copy(&self, memory: &mut CudaSlice<bf16>, copy: &CopiedRows) -> Result<()> {
         let width = self.row_elements();
         let (from, to, len) = (copy.from * width, copy.to * width, copy.rows * width);
@@ -167,7 +169,8 @@ impl KvPages {
         Ok(Self { pool: self.pool.clone(), sequence: self.pool.pages.reserve(len, window)? })
     }
 
-    /// Frees pages that no query at or after `position` sees through `window`; shared pages stay.
+    /// Frees pages whose keys are outside the `window` of every query at or after `position`. Pages that
+    /// another sequence shares stay allocated.
     pub fn forget_before(&mut self, position: usize, window: usize) {
         self.sequence.forget_before(position, window);
     }
@@ -176,7 +179,7 @@ impl KvPages {
 /// Returns an empty sequence of a new pool.
 ///
 /// # Errors
-/// Those of [`KvPool::new`].
+/// Errors of [`KvPool::new`].
 pub fn kv_pages(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<KvPages> {
     Ok(KvPool::new(device, kv_heads, pages)?.new_sequence())
 }
@@ -196,15 +199,16 @@ kernel_params! {
 }
 
 const KV_APPEND: Kernel = Kernel { function: "kv_append", file: "kv_append", threads: 128, shared_bytes: 0 };
-/// Number of elements in 16 bytes, moved by a thread at a time.
+/// Number of elements in 16 bytes, which a thread copies per step.
 const VECTOR: usize = 8;
 
-/// Computes attention of new tokens over cached keys and appends the tokens to the cache. `counts[i]` rows
-/// of bf16 `q [T, N, 64]` and `kv [T, 2, M, 64]` belong to `sequences[i]`, all of one pool. `kernels` must
-/// be those of [`super::kernel_set`]. Not differentiable. Returns `[T, N·64]` and log-sum-exps `[T, N]`.
+/// Computes attention of new tokens over cached keys, and appends the keys and values of the tokens to the
+/// cache. `counts[i]` rows of bf16 `q [T, N, 64]` and `kv [T, 2, M, 64]` belong to `sequences[i]`. All
+/// sequences must be in one pool. `kernels` must come from [`super::kernel_set`]. Not differentiable. Returns
+/// `[T, N·64]` and log-sum-exps `[T, N]`.
 ///
 /// # Errors
-/// When shapes disagree, or the cache is too small; nothing has changed then.
+/// When shapes disagree, or the cache is too small. Nothing is changed then.
 pub fn paged_sink_attention(
     kernels: &'static KernelSet,
     q: &Tensor,
@@ -243,10 +247,10 @@ pub fn paged_sink_attention(
     Ok((tensor(out, &pool.device, (tokens, heads * HEAD_DIM)), tensor(lse, &pool.device, (tokens, heads))))
 }
 
-/// Performs [`paged_sink_attention`] with the device's kernels; returns `[T, N·64]`.
+/// Computes attention as [`paged_sink_attention`] does, with the kernels of the device. Returns `[T, N·64]`.
 ///
 /// # Errors
-/// Those of [`paged_sink_attention`].
+/// Errors of [`paged_sink_attention`].
 pub(in crate::ops) fn cached_sink_attention(
     q: &Tensor,
     kv: &Tensor,

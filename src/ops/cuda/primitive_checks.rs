@@ -1,4 +1,4 @@
-//! Runner of the small kernels in `kernels/primitive_checks.cu`, which test single machine instructions.
+//! Runs the small kernels in `kernels/primitive_checks.cu`, which test single machine instructions.
 
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::sink_attention::kernels::Kernel;
@@ -15,11 +15,11 @@ kernel_params! {
     }
 }
 
-/// Shared memory of every check, bytes.
+/// Shared memory of every check, in bytes.
 const SHARED_BYTES: usize = 48 << 10;
 
-/// Runs check `function` with `blocks` blocks of `threads` on `input` and waits for it. Returns
-/// `output_words` words; those that it did not write are `0xffffffff`.
+/// Runs the check `function` on `input`, with `blocks` blocks of `threads` threads, and waits for it. Returns
+/// `output_words` words. Words that the check did not write are `0xffffffff`.
 ///
 /// # Errors
 /// When the check does not exist, or the driver fails.
@@ -44,7 +44,7 @@ pub fn run_primitive_check(
         input_words: input.len() as i32,
         output_words: output_words as i32,
     };
-    // SAFETY: both buffers outlive the launch, and every check stays within the given numbers of words.
+    // SAFETY: both buffers outlive the launch, and every check accesses only the given numbers of words.
     unsafe { launch(device, &kernel, &buffers, blocks)? };
     drop(at);
     device.clone_dtoh(&written)

@@ -1,8 +1,8 @@
-//! Matrix products on the GPU and their gradients: rows `x [T, in]` by one matrix `[in, out]`, or each row
-//! by its group's matrix of `[E, in, out]`.
+//! Matrix products on the GPU and their gradients. Rows `x [T, in]` are multiplied by one matrix `[in, out]`,
+//! or each row by the matrix of its group in `[E, in, out]`.
 //!
-//! Rows, matrices and gradients of activations are bf16; sums, biases and gradients of parameters are f32.
-//! A matrix may be packed as MXFP4: the bits are those of the product by the decoded matrix.
+//! Rows, matrices and gradients of activations are bf16. Sums, biases and gradients of parameters are f32. A
+//! matrix may be packed as MXFP4. The result then has the bits of the product by the decoded matrix.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -21,7 +21,7 @@ struct Tiling {
     columns: usize,
     to_bf16: Kernel,
     to_f32: Kernel,
-    /// Multiplies by an MXFP4 matrix; the result is bf16.
+    /// The kernel that multiplies by an MXFP4 matrix. Its result is bf16.
     of_mxfp4: Kernel,
 }
 
@@ -29,11 +29,12 @@ const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> 
     Kernel { function, file: "product", threads, shared_bytes }
 }
 
-/// Values of k per step of a tile.
+/// Number of values of k per step of a tile.
 const STEP: usize = 64;
 const WIDE_BYTES: usize = 3 * (128 + 128) * STEP * 2;
 const NARROW_BYTES: usize = 6 * (16 + 64) * STEP * 2;
-/// Bytes of an MXFP4 block, 64 columns of 32 k: scales, and two values per byte.
+/// Size of an MXFP4 block, in bytes. A block has 64 columns of 32 values of k: one scale per column, and two
+/// values per byte.
 const BLOCK_BYTES: usize = 64 * (1 + 16);
 const WIDE_MXFP4_BYTES: usize = 2 * 128 * STEP * 2 + 4 * (128 * STEP * 2 + 4 * BLOCK_BYTES);
 const NARROW_MXFP4_BYTES: usize = 2 * 64 * STEP * 2 + 6 * (16 * STEP * 2 + 2 * BLOCK_BYTES);
@@ -77,7 +78,7 @@ kernel_params! {
     }
 }
 
-/// Sizes of a product: `rows` rows by one matrix `[k, n]`, or by `groups` of them.
+/// The sizes of a product of `rows` rows by one matrix `[k, n]`, or by one such matrix per group.
 #[derive(Clone, Copy)]
 struct Sizes {
     rows: usize,
@@ -88,12 +89,15 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// Returns the sizes for rows by one matrix `[k, n]`, or by one per group of `starts`.
+    /// Returns the sizes of a product by one matrix `[k, n]`, or by one such matrix per group of `starts`.
     fn new(op: Op, rows: usize, [k, n]: [usize; 2], starts: Option<&Tensor>) -> Result<Self> {
         let groups = starts.map_or(Ok(1), |starts| starts.dims1().map(|len| len.saturating_sub(1)))?;
         let grouped = starts.is_some();
         if [rows, k, n, groups].iter().any(|&size| size > i32::MAX as usize) {
-            bail!("{}: {rows} rows, {groups} matrices [{k}, {n}] on a GPU; take smaller batches", op.0);
+            bail!(
+                "{}: {rows} rows and {groups} matrices [{k}, {n}] are not supported on a GPU; use smaller batches",
+                op.0
+            );
         }
         Ok(Self { rows, k, n, groups, grouped })
     }
@@ -106,7 +110,7 @@ impl Sizes {
         if self.grouped { vec![self.groups, self.n] } else { vec![self.n] }
     }
 
-    /// Returns the maximum number of row tiles over all divisions into groups.
+    /// Returns the maximum number of row tiles, for any division of the rows into groups.
     fn row_tiles(&self, tile_rows: usize) -> usize {
         self.rows.div_ceil(tile_rows) + if self.grouped { self.groups } else { 0 }
     }
@@ -130,8 +134,8 @@ fn matrix(dims: &[usize]) -> Result<[usize; 2]> {
     }
 }
 
-/// Calls `f` with the group offsets, u32 `[E + 1]`: the first row of each group, then the row count. `None`
-/// means one group.
+/// Calls `f` with the offsets of the groups, u32 `[E + 1]`: the first row of each group, then the number of
+/// rows. If there is one group, calls `f` with `None`.
 fn with_starts<R>(
     op: Op,
     starts: Option<&Tensor>,
@@ -143,7 +147,7 @@ fn with_starts<R>(
     f(Some(&op.view(storage, layout)?))
 }
 
-/// Matrices that were checked.
+/// The matrices of a product, after the checks.
 enum Weight<'a> {
     Bf16(CudaView<'a, bf16>),
     Mxfp4(CudaView<'a, u8>),
@@ -158,11 +162,11 @@ impl<'a> Weight<'a> {
     }
 }
 
-/// The epilogue of `x · W`: the sums are multiplied by `scale`, then `bias` and `addend` are added.
+/// The epilogue of `x · W`: sums are multiplied by `scale`, then `bias` and `addend` are added.
 pub(super) struct Epilogue<'a> {
     pub scale: f32,
     pub bias: Option<DeviceArgument<'a>>,
-    /// `[T, out]`, of the output type.
+    /// `[T, out]`, in the output type.
     pub addend: Option<DeviceArgument<'a>>,
 }
 
@@ -172,7 +176,7 @@ impl<'a> Epilogue<'a> {
     }
 }
 
-/// Computes `x · W + b`, `[T, out]`. `out` is the output type: bf16, or f32 for unrounded sums.
+/// Returns `x · W + b`, `[T, out]`. `out` is the output type: bf16, or f32 for sums that are not rounded.
 pub(in crate::ops) fn product_forward(
     op: &'static str,
     x: DeviceArgument,
@@ -184,7 +188,7 @@ pub(in crate::ops) fn product_forward(
     product_with_epilogue(Op(op), x, weight, starts, &Epilogue::with_bias(bias), out)
 }
 
-/// Performs [`product_forward`] with another epilogue.
+/// Returns `x · W` with the epilogue `epilogue`, as [`product_forward`] does with a bias.
 pub(super) fn product_with_epilogue(
     op: Op,
     x: DeviceArgument,
@@ -199,7 +203,7 @@ pub(super) fn product_with_epilogue(
     multiply(op, sizes, x, &weights, starts, epilogue, out)
 }
 
-/// Computes `x · W + b` by an MXFP4 matrix in GPU memory, `[T, out]` in bf16.
+/// Returns `x · W + b` for an MXFP4 matrix in GPU memory, `[T, out]` in bf16.
 pub(in crate::ops) fn packed_forward(
     op: &'static str,
     x: DeviceArgument,
@@ -253,7 +257,7 @@ fn multiply(
     Ok((storage, Shape::from((rows, n))))
 }
 
-/// Inputs of a forward that were checked.
+/// The inputs of a forward pass, after the checks.
 struct Operands<'a> {
     op: Op,
     x: DeviceArgument<'a>,
@@ -287,13 +291,13 @@ fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
             ..sizes.params()
         };
         let blocks = sizes.row_tiles(tiling.rows) * sizes.n.div_ceil(tiling.columns);
-        // SAFETY: all outlive the launch and have the sizes in `params`.
+        // SAFETY: all buffers outlive the launch and have the sizes in `params`.
         unsafe { launch(device, kernel, &params, blocks)? };
     }
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
 
-/// Computes `dy · Wᵀ`, `[T, in]` in bf16.
+/// Returns `dy · Wᵀ`, `[T, in]` in bf16.
 pub(in crate::ops) fn product_input_gradient(
     op: &'static str,
     dy: &Tensor,
@@ -303,7 +307,7 @@ pub(in crate::ops) fn product_input_gradient(
     scaled_input_gradient(op, dy, weight, starts, 1.0)
 }
 
-/// Computes `scale · dy · Wᵀ`.
+/// Returns `scale · dy · Wᵀ`, `[T, in]` in bf16.
 pub(super) fn scaled_input_gradient(
     op: &'static str,
     dy: &Tensor,
@@ -319,7 +323,7 @@ pub(super) fn scaled_input_gradient(
     input_gradient(op, &sizes, dy, &weight, starts, scale)
 }
 
-/// Computes `dy · Wᵀ` by an MXFP4 matrix in GPU memory, `[T, in]` in bf16.
+/// Returns `dy · Wᵀ` for an MXFP4 matrix in GPU memory, `[T, in]` in bf16.
 pub(in crate::ops) fn packed_input_gradient(
     op: &'static str,
     dy: &Tensor,
@@ -362,13 +366,13 @@ fn input_gradient(
             ..sizes.params()
         };
         let blocks = sizes.row_tiles(WIDE.rows) * sizes.k.div_ceil(WIDE.columns);
-        // SAFETY: all outlive the launch and have the sizes in `params`.
+        // SAFETY: all buffers outlive the launch and have the sizes in `params`.
         unsafe { launch(device, kernel, &params, blocks) }
     })?;
     Ok(tensor(dx, device, (sizes.rows, sizes.k)))
 }
 
-/// Adds `xᵀ · dy` to `sum` in place, for each group over its own rows.
+/// Adds `xᵀ · dy` to `sum` in place. Each group is summed over its own rows.
 pub(in crate::ops) fn add_weight_gradient(
     op: &'static str,
     sum: &Tensor,
@@ -386,7 +390,7 @@ pub(in crate::ops) fn add_weight_gradient(
     add_to(op, sum, &sizes, starts, (&WEIGHT_GRADIENT, blocks), (Some(&x), &dy))
 }
 
-/// Adds the column sums of `dy` to `sum` in place, for each group over its own rows.
+/// Adds the column sums of `dy` to `sum` in place. Each group is summed over its own rows.
 pub(in crate::ops) fn add_bias_gradient(
     op: &'static str,
     sum: &Tensor,
@@ -433,7 +437,7 @@ fn add_to(
                 starts: starts.map_or(0, |starts| at.read(starts)),
                 ..sizes.params()
             };
-            // SAFETY: all outlive the launch and have the sizes in `params`.
+            // SAFETY: all buffers outlive the launch and have the sizes in `params`.
             unsafe { launch(device, kernel, &params, blocks) }
         })
     })

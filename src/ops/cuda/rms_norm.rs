@@ -9,14 +9,14 @@ use candle_core::{Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("rms_norm");
-/// Two sums per warp.
+/// Shared memory has two sums per warp.
 const SHARED_BYTES: usize = 2 * 128 / 32 * size_of::<f32>();
 const FORWARD: Kernel =
     Kernel { function: "rms_norm_forward", file: "rms_norm", threads: 128, shared_bytes: SHARED_BYTES };
 const BACKWARD: Kernel = Kernel { function: "rms_norm_backward", ..FORWARD };
 const WEIGHT: Kernel = Kernel { function: "rms_norm_weight", shared_bytes: 0, ..FORWARD };
 const WEIGHT_SUM: Kernel = Kernel { function: "rms_norm_weight_sum", ..WEIGHT };
-/// Rows per block in the weight's gradient.
+/// Number of rows per block in the gradient of the weight.
 const CHUNK_ROWS: usize = 64;
 
 kernel_params! {
@@ -65,13 +65,13 @@ pub(in crate::ops) fn rms_norm_forward(
             eps,
             ..Params::default()
         };
-        // SAFETY: all outlive the launch, and a block stays in its row.
+        // SAFETY: all buffers outlive the launch, and each block accesses only its row.
         unsafe { launch(device, &FORWARD, &params, rows)? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
 }
 
-/// Returns the gradient of `x` for `dy`, and that of the weight if it is trainable.
+/// Returns the gradient of `x` for `dy`, and the gradient of the weight if the weight is trainable.
 pub(in crate::ops) fn rms_norm_backward(
     [x, weight, dy]: [&Tensor; 3],
     eps: f32,
@@ -98,7 +98,7 @@ pub(in crate::ops) fn rms_norm_backward(
             width: width as i32,
             eps,
         };
-        // SAFETY: all outlive the launch, and a block stays in its row.
+        // SAFETY: all buffers outlive the launch, and each block accesses only its row.
         unsafe { launch(device, &BACKWARD, &params, rows)? };
         drop(at);
         if weight_learns {
@@ -115,7 +115,8 @@ pub(in crate::ops) fn rms_norm_backward(
                 width: width as i32,
             };
             let column_blocks = (width / 2).div_ceil(WEIGHT.threads);
-            // SAFETY: all outlive both launches; the first fills `parts`, which the second reads.
+            // SAFETY: all buffers outlive both launches. The first launch fills `parts`, which the second
+            // reads.
             unsafe {
                 launch(device, &WEIGHT, &params, chunks * column_blocks)?;
                 launch(device, &WEIGHT_SUM, &params, width.div_ceil(WEIGHT_SUM.threads))?;

@@ -1,4 +1,4 @@
-//! Rotary position embedding on the GPU: heads are bf16, the table f32.
+//! Rotary position embedding on the GPU. Heads are bf16, and the table is f32.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -11,7 +11,7 @@ use half::bf16;
 
 const OP: Op = Op("rope");
 const ROPE: Kernel = Kernel { function: "rope", file: "rope", threads: 256, shared_bytes: 0 };
-/// Pairs per thread.
+/// Number of pairs per thread.
 const VECTOR: usize = 8;
 
 kernel_params! {
@@ -33,7 +33,8 @@ kernel_params! {
     }
 }
 
-/// Addresses of rows to rotate, and of values to copy along, or 0; `stride` elements from row to row.
+/// The addresses of rows to rotate and, if not 0, of values to copy with them. Rows are `stride` elements
+/// apart.
 struct Rows {
     rotated: u64,
     copied: u64,
@@ -41,12 +42,12 @@ struct Rows {
 }
 
 impl Rows {
-    /// Returns the address of a tensor of heads only.
+    /// Returns the addresses for a tensor with only heads to rotate.
     fn alone(address: u64, width: usize) -> Self {
         Self { rotated: address, copied: 0, stride: width }
     }
 
-    /// Returns the addresses of keys and values stored side by side in each row.
+    /// Returns the addresses for a tensor whose rows have keys, then values.
     fn pairs(address: u64, width: usize) -> Self {
         Self { rotated: address, copied: address + (width * size_of::<bf16>()) as u64, stride: 2 * width }
     }
@@ -58,7 +59,7 @@ fn check(rotation: &Rotation, (rows, width): (usize, usize)) -> Result<()> {
     if half == 0 || !half.is_multiple_of(VECTOR) || width > (i32::MAX / 2) as usize {
         let head_dim = 2 * half;
         bail!(
-            "rope: heads of {head_dim} in rows of {width} on a GPU; take a head size that is a multiple of 16"
+            "rope: heads of size {head_dim} in rows of {width} values are not supported on a GPU; use a head size that is a multiple of 16"
         );
     }
     if !width.is_multiple_of(2 * half) || rotation.positions.len() != rows {
@@ -71,10 +72,10 @@ fn check(rotation: &Rotation, (rows, width): (usize, usize)) -> Result<()> {
     Ok(())
 }
 
-/// Rotates the rows of `width` values at `from` into `to`.
+/// Rotates the rows of `width` values at `from`, and writes the result to `to`.
 ///
 /// # Safety
-/// The addresses must be of live memory with one row per position of `rotation`.
+/// The addresses must point to live memory with one row per position of `rotation`.
 unsafe fn run(
     device: &CudaDevice,
     rotation: &Rotation,
@@ -109,7 +110,7 @@ unsafe fn run(
         direction,
     };
     let vectors = rows * (width / 2 / VECTOR);
-    // SAFETY: guaranteed by the caller; `Rotation` has checked that the table holds every position.
+    // SAFETY: guaranteed by the caller. `Rotation` has checked that the table has every position.
     unsafe { launch(device, &ROPE, &params, vectors.div_ceil(ROPE.threads)) }
 }
 
@@ -124,13 +125,13 @@ pub(in crate::ops) fn rope_forward(x: DeviceArgument, rotation: &Rotation) -> Re
         let mut at = Addresses::new(&stream);
         let from = Rows::alone(at.read(&xs), width);
         let to = Rows::alone(at.write(&mut out), width);
-        // SAFETY: both outlive the launch and hold all rows.
+        // SAFETY: both buffers outlive the launch and have all rows.
         unsafe { run(device, rotation, width, &from, &to, 1.0)? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
 }
 
-/// Returns the gradient of `x` for `dy`, the gradient of the rotated `x`, `[T, N·D]`.
+/// Returns the gradient of `x`, given the gradient `dy [T, N·D]` of the rotated `x`.
 pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<Tensor> {
     let (rows, width) = dy.dims2()?;
     let opened = dy.storage_and_layout();
@@ -142,13 +143,13 @@ pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<
         let mut at = Addresses::new(&stream);
         let from = Rows::alone(at.read(&dys), width);
         let to = Rows::alone(at.write(&mut dx), width);
-        // SAFETY: both outlive the launch and hold all rows.
+        // SAFETY: both buffers outlive the launch and have all rows.
         unsafe { run(device, rotation, width, &from, &to, -1.0)? };
     }
     Ok(tensor(dx, device, (rows, width)))
 }
 
-/// Returns rotated keys joined with values, `[T, 2·M·D]`.
+/// Returns rotated keys concatenated with values, `[T, 2·M·D]`.
 pub(in crate::ops) fn rope_keys_forward(
     k: DeviceArgument,
     v: DeviceArgument,
@@ -164,13 +165,13 @@ pub(in crate::ops) fn rope_keys_forward(
         let mut at = Addresses::new(&stream);
         let from = Rows { rotated: at.read(&ks), copied: at.read(&vs), stride: width };
         let to = Rows::pairs(at.write(&mut out), width);
-        // SAFETY: all outlive the launch and hold all rows.
+        // SAFETY: all buffers outlive the launch and have all rows.
         unsafe { run(device, rotation, width, &from, &to, 1.0)? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, 2 * width))))
 }
 
-/// Returns the gradients of keys and values for the gradient of both, `dkv [T, 2·M·D]`.
+/// Returns the gradients of keys and of values, given the gradient `dkv [T, 2·M·D]` of both.
 pub(in crate::ops) fn rope_keys_backward(dkv: &Tensor, rotation: &Rotation) -> Result<[Tensor; 2]> {
     let (rows, width) = (dkv.dim(0)?, dkv.dim(1)? / 2);
     let opened = dkv.storage_and_layout();
@@ -183,7 +184,7 @@ pub(in crate::ops) fn rope_keys_backward(dkv: &Tensor, rotation: &Rotation) -> R
         let mut at = Addresses::new(&stream);
         let from = Rows::pairs(at.read(&dkvs), width);
         let to = Rows { rotated: at.write(&mut dk), copied: at.write(&mut dv), stride: width };
-        // SAFETY: all outlive the launch and hold all rows.
+        // SAFETY: all buffers outlive the launch and have all rows.
         unsafe { run(device, rotation, width, &from, &to, -1.0)? };
     }
     Ok([tensor(dk, device, (rows, width)), tensor(dv, device, (rows, width))])

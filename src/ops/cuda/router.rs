@@ -1,4 +1,4 @@
-//! Top-k routing on the GPU: logits and weights are f32, expert ids u32.
+//! Top-k routing on the GPU. Logits and weights are f32, and expert ids are u32.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -12,7 +12,7 @@ const SOFTMAX_OP: Op = Op("top_k_softmax");
 const ROUTE: Kernel = Kernel { function: "route", file: "router", threads: 128, shared_bytes: 0 };
 const FORWARD: Kernel = Kernel { function: "top_k_softmax_forward", ..ROUTE };
 const BACKWARD: Kernel = Kernel { function: "top_k_softmax_backward", ..ROUTE };
-/// Threads per token in the selection of experts.
+/// Number of threads per token in the selection of experts.
 const WARP: usize = 32;
 
 kernel_params! {
@@ -53,7 +53,7 @@ pub(in crate::ops) fn route(logits: DeviceArgument, top_k: usize) -> Result<(Cud
             experts: experts as i32,
             top_k: top_k as i32,
         };
-        // SAFETY: both outlive the launch; a warp stays in its token's row.
+        // SAFETY: both buffers outlive the launch, and each warp accesses only the row of its token.
         unsafe { launch(device, &ROUTE, &params, tokens.div_ceil(ROUTE.threads / WARP))? };
     }
     Ok((CudaStorage::wrap_cuda_slice(routes, device.clone()), Shape::from((tokens, top_k))))
@@ -82,13 +82,13 @@ pub(in crate::ops) fn top_k_softmax_forward(
             top_k: top_k as i32,
             ..SoftmaxParams::default()
         };
-        // SAFETY: all outlive the launch; the kernel reads no logit outside a row.
+        // SAFETY: all buffers outlive the launch, and the kernel reads no logit outside a row.
         unsafe { launch(device, &FORWARD, &params, tokens.div_ceil(FORWARD.threads))? };
     }
     Ok((CudaStorage::wrap_cuda_slice(weights, device.clone()), Shape::from((tokens, top_k))))
 }
 
-/// Returns the gradient of the logits `[T, experts]` for the gradient of the weights.
+/// Returns the gradient of the logits, `[T, experts]`, given the gradient of the weights.
 pub(in crate::ops) fn top_k_softmax_backward(
     weights: &Tensor,
     routes: &Tensor,
@@ -115,7 +115,7 @@ pub(in crate::ops) fn top_k_softmax_backward(
             experts: experts as i32,
             top_k: top_k as i32,
         };
-        // SAFETY: all outlive the launch; the kernel writes no logit outside a row.
+        // SAFETY: all buffers outlive the launch, and the kernel writes no logit outside a row.
         unsafe { launch(device, &BACKWARD, &params, tokens.div_ceil(BACKWARD.threads))? };
     }
     Ok(tensor(dlogits, device, (tokens, experts)))

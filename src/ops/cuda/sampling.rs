@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor, bail};
 
 const OP: Op = Op("sampling");
 const THREADS: usize = 1024;
-/// Number of thread groups of equal size; each adds its sums first.
+/// Number of thread groups of equal size. Sums are first added within each group.
 const GROUPS: usize = 32;
 const DRAW: Kernel = Kernel {
     function: "sampling_draw",
@@ -20,7 +20,7 @@ const DRAW: Kernel = Kernel {
 const LIKELIEST: Kernel = Kernel { function: "sampling_likeliest", ..DRAW };
 const LOG_PROBS: Kernel =
     Kernel { function: "sampling_log_probs", file: "sampling", threads: 128, shared_bytes: 0 };
-/// Written instead of a token when a row is not a distribution.
+/// The value that the kernel writes if the logits of a row do not define a distribution.
 const NO_TOKEN: u32 = u32::MAX;
 
 kernel_params! {
@@ -46,7 +46,7 @@ kernel_params! {
     }
 }
 
-/// Returns the requested rows as the kernels read them; checks that each is below `rows`.
+/// Checks that each requested row is below `rows`. Returns the rows in the format of the kernels.
 fn checked_rows<A>(requests: &[(usize, A)], rows: usize) -> Result<Vec<u32>> {
     let row = |&(row, _): &(usize, A)| match u32::try_from(row) {
         Ok(id) if row < rows => Ok(id),
@@ -55,8 +55,9 @@ fn checked_rows<A>(requests: &[(usize, A)], rows: usize) -> Result<Vec<u32>> {
     requests.iter().map(row).collect()
 }
 
-/// Draws a token for each of `draws`: a row of `z [R, V]` and a uniform number in [0, 1). With `likeliest`
-/// it takes the most likely token and ignores the number. `None` means that the row is not a distribution.
+/// Draws one token per element of `draws`, which is a row of `z [R, V]` and a uniform number in [0, 1). If
+/// `likeliest` is true, selects the most likely token and ignores the number. `None` means that the logits of
+/// the row do not define a distribution.
 pub(in crate::ops) fn draw_tokens(
     z: &Tensor,
     log_sum_exp: &Tensor,
@@ -85,7 +86,7 @@ pub(in crate::ops) fn draw_tokens(
         drawn: at.write(&mut drawn),
         vocabulary: vocabulary as i32,
     };
-    // SAFETY: all outlive the launch, and a block stays in its row, which exists.
+    // SAFETY: all buffers outlive the launch, each block accesses only its row, and every row exists.
     unsafe { launch(device, if likeliest { &LIKELIEST } else { &DRAW }, &params, draws.len())? };
     drop(at);
     let of_pair = |pair: &[u32]| {
@@ -127,7 +128,7 @@ pub(in crate::ops) fn token_log_probs(
         count: tokens.len() as i64,
         vocabulary: vocabulary as i32,
     };
-    // SAFETY: all outlive the launch; rows and tokens exist.
+    // SAFETY: all buffers outlive the launch, and all rows and tokens exist.
     unsafe { launch(device, &LOG_PROBS, &params, tokens.len().div_ceil(LOG_PROBS.threads))? };
     drop(at);
     device.clone_dtoh(&log_probs)

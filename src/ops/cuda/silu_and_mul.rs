@@ -12,7 +12,7 @@ const OP: Op = Op("silu_gated");
 const FORWARD: Kernel =
     Kernel { function: "silu_gated_forward", file: "silu_gated", threads: 256, shared_bytes: 0 };
 const BACKWARD: Kernel = Kernel { function: "silu_gated_backward", ..FORWARD };
-/// Elements per thread.
+/// Number of elements per thread.
 const VECTOR: usize = 8;
 
 kernel_params! {
@@ -47,7 +47,7 @@ pub(in crate::ops) fn silu_and_mul_forward(
             elements: elements as i64,
             ..Params::default()
         };
-        // SAFETY: all outlive the launch and have that many elements.
+        // SAFETY: all buffers outlive the launch and have `elements` elements.
         unsafe { launch(device, &FORWARD, &params, elements.div_ceil(FORWARD.threads * VECTOR))? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
@@ -74,7 +74,7 @@ pub(in crate::ops) fn silu_and_mul_backward([gate, up, dy]: [&Tensor; 3]) -> Res
             dup: at.write(&mut dup),
             elements: elements as i64,
         };
-        // SAFETY: all outlive the launch and have that many elements.
+        // SAFETY: all buffers outlive the launch and have `elements` elements.
         unsafe { launch(device, &BACKWARD, &params, elements.div_ceil(BACKWARD.threads * VECTOR))? };
     }
     Ok([tensor(dgate, device, (rows, width)), tensor(dup, device, (rows, width))])

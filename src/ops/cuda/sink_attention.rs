@@ -1,4 +1,4 @@
-//! Attention with sinks on the GPU: argument checks, launch plans, launches. Nothing here waits for a
+//! Attention with sinks on the GPU: argument checks, launch plans and launches. No function waits for a
 //! kernel.
 
 use super::arguments::{Op, output, tensor};
@@ -15,26 +15,27 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
-// SAFETY: plain numbers with the layout of the header's struct: `#[repr(C)]`; a test compares every field.
+// SAFETY: the struct has only numbers and is `#[repr(C)]`. A test compares every field with the struct of the
+// header.
 unsafe impl DeviceRepr for SinkAttentionParams {}
 
 pub(super) const OP: Op = Op("sink_attention");
 
-/// Log-sum-exps `[T, N]`, kept by the forward for the backward.
+/// Log-sum-exps `[T, N]` of the forward pass, which the backward pass uses.
 pub type DeviceLse = CudaSlice<f32>;
 
-/// Inputs of attention. Keys and values are side by side in rows of `[2, M, 64]`.
+/// The inputs of attention. A row of keys and values is `[2, M, 64]`.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a> {
     /// `[T, N, 64]`.
     pub q: &'a CudaView<'a, bf16>,
-    /// `[T, 2, M, 64]`, or a cache's `[pages · 64, 2, M, 64]`.
+    /// `[T, 2, M, 64]`, or `[pages · 64, 2, M, 64]` for a cache.
     pub kv: &'a CudaView<'a, bf16>,
     /// `[N]`.
     pub sinks: &'a CudaView<'a, f32>,
 }
 
-/// Outputs of the forward.
+/// The outputs of the forward pass.
 pub struct Outputs {
     /// `[T, N, 64]`.
     pub out: CudaSlice<bf16>,
@@ -42,9 +43,9 @@ pub struct Outputs {
     pub lse: DeviceLse,
 }
 
-/// Outputs of the backward.
+/// The outputs of the backward pass.
 pub struct Gradients {
-    /// `[T, N]`, passed between its kernels.
+    /// `[T, N]`. One kernel of the backward pass writes these values, and the next reads them.
     delta: CudaSlice<f32>,
     /// `[T, N, 64]`.
     pub dq: CudaSlice<bf16>,
@@ -54,57 +55,60 @@ pub struct Gradients {
     pub dsinks: CudaSlice<f32>,
 }
 
-/// Sizes of a launch. Launches of one shape differ only in their arrays' contents and share a recording.
+/// The sizes of a launch. Launches of one shape differ only in the contents of their arrays, and can use the
+/// same captured graph.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LaunchShape {
     pub tokens: usize,
     query_tiles: usize,
     chunk_tiles: usize,
     key_tiles: usize,
-    /// Number of parts of a split forward: tokens × chunks of keys, summed over sequences.
+    /// Number of parts of a split forward pass: tokens × chunks of keys, summed over sequences.
     parts: usize,
-    /// Whether the forward runs one block per chunk of keys and merges them. The bits are the same.
+    /// Whether the forward pass runs one block per chunk of keys and merges the chunks. The bits do not
+    /// depend on this choice.
     spread: bool,
-    /// Width of the page table, if keys are in a cache.
+    /// The width of the page table; `None` if keys are not in a cache.
     pages_max: Option<usize>,
 }
 
-/// A launch plan without its arrays, whose memory the caller owns.
+/// A launch plan without its arrays. The caller owns the memory of the arrays.
 #[derive(Clone, Copy)]
 pub(super) struct LaunchPlan {
     kernels: &'static KernelSet,
     attention: Attention,
     pub shape: LaunchShape,
-    /// Start of each array, in elements: query bounds, key bounds, query tiles, key tiles, chunk tiles,
-    /// part starts, page table.
+    /// The start of each array, in elements. The arrays are query bounds, key bounds, query tiles, key tiles,
+    /// chunk tiles, part starts and the page table.
     starts: [usize; 7],
 }
 
-/// A launch plan with its arrays on the device; any number of layers and passes can use it.
+/// A launch plan with its arrays on the device. Any number of layers and passes can use it.
 pub struct DeviceLaunchPlan {
     device: CudaDevice,
     plan: LaunchPlan,
     /// The arrays of the parameters, concatenated.
     arrays: CudaSlice<i32>,
-    /// Values passed as sinks in the ablation without sinks.
+    /// The values that are passed as sinks in the ablation without sinks.
     no_sinks: Option<CudaSlice<f32>>,
 }
 
 /// Whether a launch splits the keys of a query into chunks that run in parallel.
 #[derive(Clone, Copy)]
 pub(super) enum SplitKv {
-    /// Fixed, with one block per chunk.
+    /// As the flag says: true means one block per chunk.
     Exactly(bool),
-    /// By load. The block count is stable while sequences grow a little: the last chunk is repeated.
+    /// Depending on the load. The number of blocks is rounded up, by repeating the last chunk, so that it
+    /// stays the same while sequences grow a little.
     InSteps,
 }
 
-/// Granularity of the number of chunks with [`SplitKv::InSteps`].
+/// The granularity of the number of chunks with [`SplitKv::InSteps`].
 const CHUNK_STEP: usize = 32;
 
 impl LaunchPlan {
-    /// Returns the plan for `kernels` and the contents of its arrays. `pages` is a page table and its
-    /// width, for keys in a cache.
+    /// Returns the launch plan for `kernels`, and the contents of its arrays. `pages` is a page table and its
+    /// width, if keys are in a cache.
     ///
     /// # Errors
     /// When the kernels do not support these sizes, or a page table is too small.
@@ -122,7 +126,7 @@ impl LaunchPlan {
         }
         let tokens = sequences.tokens();
         if tokens == 0 {
-            bail!("sink_attention: no sequence has a token; leave the call out");
+            bail!("sink_attention: no sequence has a token; omit the call");
         }
         let (is_spread, step) = match spread {
             SplitKv::Exactly(is_spread) => (is_spread, 1),
@@ -134,10 +138,10 @@ impl LaunchPlan {
             Some(_) => vec![],
             None => sequences.key_tiles(attention, kernels.dkv_keys),
         };
-        // Only a split forward reads them.
+        // Only a split forward pass reads chunk tiles.
         let mut chunk_tiles = if is_spread { sequences.chunk_tiles(attention) } else { vec![] };
         if let Some(&last) = chunk_tiles.last() {
-            // A repeated block computes the same numbers again.
+            // A repeated block computes and writes the same numbers again.
             chunk_tiles.resize(chunk_tiles.len().next_multiple_of(step), last);
         }
         let part_starts = if is_spread { sequences.part_starts() } else { vec![0] };
@@ -189,7 +193,7 @@ impl LaunchPlan {
         let LaunchShape { tokens, pages_max, .. } = self.shape;
         let array = |i: usize| arrays + 4 * self.starts[i] as u64;
         let kv = at.read(inputs.kv);
-        // A window wider than 32 bits hides nothing.
+        // A window that does not fit 32 bits masks no key, so it is passed as 0, which means no window.
         let window = window.and_then(|w| i32::try_from(w).ok()).unwrap_or(0);
         Ok(SinkAttentionParams {
             q: at.read(inputs.q),
@@ -214,7 +218,8 @@ impl LaunchPlan {
         })
     }
 
-    /// Checks that the inputs are as large as the kernels read: the last check before a launch.
+    /// Checks that the inputs have all elements that the kernels read. This is the last check before a
+    /// launch.
     fn check_inputs(&self, inputs: &Inputs) -> Result<()> {
         let Attention { heads, kv_heads, .. } = self.attention;
         let LaunchShape { tokens, pages_max, .. } = self.shape;
@@ -226,7 +231,7 @@ impl LaunchPlan {
             || inputs.sinks.len() != heads
         {
             bail!(
-                "sink_attention: q of {}, keys and values of {}, sinks of {} elements do not fit {tokens} tokens of {:?}",
+                "sink_attention: q with {}, keys and values with {} and sinks with {} elements do not fit {tokens} tokens of {:?}",
                 inputs.q.len(),
                 inputs.kv.len(),
                 inputs.sinks.len(),
@@ -236,7 +241,7 @@ impl LaunchPlan {
         Ok(())
     }
 
-    /// Launches the forward. `arrays` belong to this plan or to another of its shape.
+    /// Launches the forward pass. `arrays` belong to this plan or to another plan of the same shape.
     ///
     /// # Errors
     /// When sizes disagree, or the driver fails.
@@ -261,10 +266,10 @@ impl LaunchPlan {
         let LaunchShape { query_tiles, chunk_tiles, parts, spread, .. } = self.shape;
         let KernelSet { forward, chunk, merge, .. } = self.kernels;
         let blocks = query_tiles * kv_heads;
-        // SAFETY: every address is of memory that outlives the launch and has the size that the header
-        // states. The inputs were checked, and `outputs` allocated the outputs. Pages were checked against
-        // the table's width. The first kernel writes every part that the second reads. Both run on one
-        // stream, as does the release of the parts.
+        // SAFETY: every address points to memory that outlives the launch and has the size in the header. The
+        // inputs were checked, and `outputs` allocated the outputs. Pages were checked against the width of
+        // the table. The first kernel writes every part that the second kernel reads. Both kernels run on one
+        // stream, and the parts are freed on the same stream.
         unsafe {
             if !spread {
                 return launch(device, forward, &params, blocks);
@@ -284,8 +289,8 @@ impl LaunchPlan {
 }
 
 impl DeviceLaunchPlan {
-    /// Returns a plan for `kernels`, which must come from [`kernel_set`]. `pages` is a page table and its
-    /// width, for keys in a cache.
+    /// Returns a launch plan for `kernels`, which must come from [`kernel_set`]. `pages` is a page table and
+    /// its width, if keys are in a cache.
     ///
     /// # Errors
     /// When the kernels do not support these sizes, or a page table is too small.
@@ -299,11 +304,11 @@ impl DeviceLaunchPlan {
         Self::with_split(device, kernels, attention, sequences, pages, sequences.should_split_keys(attention))
     }
 
-    /// Performs [`DeviceLaunchPlan::new`] with a fixed choice: chunks of keys in parallel, or one block
-    /// per tile. For the check that both give the same bits.
+    /// Returns a launch plan as [`DeviceLaunchPlan::new`] does, but with a given choice: chunks of keys in
+    /// parallel, or one block per tile. A check that both choices give the same bits uses this function.
     ///
     /// # Errors
-    /// Those of [`DeviceLaunchPlan::new`].
+    /// Errors of [`DeviceLaunchPlan::new`].
     pub fn with_split(
         device: &CudaDevice,
         kernels: &'static KernelSet,
@@ -338,7 +343,7 @@ impl DeviceLaunchPlan {
         let Attention { heads, kv_heads, .. } = self.plan.attention;
         let tokens = self.plan.shape.tokens;
         let rows = tokens * heads;
-        // SAFETY: the backward writes every element before anything reads one.
+        // SAFETY: the backward pass writes every element before any kernel reads it.
         unsafe {
             Ok(Gradients {
                 delta: self.device.alloc(rows)?,
@@ -349,7 +354,7 @@ impl DeviceLaunchPlan {
         }
     }
 
-    /// Returns the kernels' parameters without outputs, for tests.
+    /// Returns the parameters of the kernels without outputs, for tests.
     #[cfg(test)]
     pub(super) fn params<'a>(
         &'a self,
@@ -361,7 +366,7 @@ impl DeviceLaunchPlan {
         Ok(SinkAttentionParams { sinks, ..params })
     }
 
-    /// Returns `inputs`, with `no_sinks` in place of the sinks if it is given.
+    /// Returns `inputs`. If `no_sinks` is given, it replaces the sinks.
     fn replace_sinks<'a>(
         &'a self,
         inputs: &Inputs<'a>,
@@ -370,7 +375,7 @@ impl DeviceLaunchPlan {
         Inputs { sinks: no_sinks.as_ref().unwrap_or(inputs.sinks), ..*inputs }
     }
 
-    /// Launches the forward.
+    /// Launches the forward pass.
     ///
     /// # Errors
     /// When sizes disagree, or the driver fails.
@@ -380,8 +385,8 @@ impl DeviceLaunchPlan {
         self.plan.forward(&self.device, &self.arrays.as_view(), &inputs, outputs)
     }
 
-    /// Launches the backward of [`DeviceLaunchPlan::forward`] for `dout [T, N, 64]` of packed, not cached,
-    /// keys.
+    /// Launches the backward pass of [`DeviceLaunchPlan::forward`] for the gradient `dout [T, N, 64]` of the
+    /// output. Keys must be packed, not cached.
     ///
     /// # Errors
     /// When sizes disagree, or the driver fails.
@@ -405,7 +410,7 @@ impl DeviceLaunchPlan {
         if out.len() != rows * HEAD_DIM || dout.len() != rows * HEAD_DIM || lse.len() != rows {
             let (out, dout, lse) = (out.len(), dout.len(), lse.len());
             bail!(
-                "sink_attention: outputs of {out}, their gradient of {dout}, lse of {lse} elements for {rows} rows"
+                "sink_attention: outputs with {out}, their gradient with {dout} and lse with {lse} elements do not fit {rows} rows"
             );
         }
         let stream = self.device.cuda_stream();
@@ -426,7 +431,7 @@ impl DeviceLaunchPlan {
         let query_params = SinkAttentionParams { tiles: arrays + 4 * starts[2] as u64, ..params };
         let key_params = SinkAttentionParams { tiles: arrays + 4 * starts[3] as u64, ..params };
         let KernelSet { delta, dkv, dq, dsinks, .. } = kernels;
-        // SAFETY: as in `forward`; `gradients` allocated the gradients.
+        // SAFETY: as in `forward`. `gradients` allocated the gradients.
         unsafe {
             launch(&self.device, delta, &params, rows.div_ceil(DELTA_ROWS))?;
             launch(&self.device, dkv, &key_params, shape.key_tiles * kv_heads)?;
@@ -439,7 +444,7 @@ impl DeviceLaunchPlan {
     }
 }
 
-/// Performs the forward of [`crate::ops::sink_attention()`]: `q` and `kv` are bf16, `sinks` f32.
+/// Computes the forward pass of [`crate::ops::sink_attention()`]. `q` and `kv` are bf16, and `sinks` is f32.
 pub(in crate::ops) fn sink_attention_forward(
     attention: &Attention,
     cu_seqlens: &[usize],
@@ -465,7 +470,8 @@ pub(in crate::ops) fn sink_attention_forward(
     Ok((out, Shape::from((tokens, heads * HEAD_DIM)), outputs.lse))
 }
 
-/// Returns the gradients of `q`, `kv`, `sinks`. Inputs: these, the forward's output, its gradient.
+/// Returns the gradients of `q`, `kv` and `sinks`. The inputs are `q`, `kv`, `sinks`, the output of the
+/// forward pass, and the gradient of the output.
 pub(in crate::ops) fn sink_attention_backward(
     attention: &Attention,
     cu_seqlens: &[usize],

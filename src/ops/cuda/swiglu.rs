@@ -1,4 +1,4 @@
-//! GPT-OSS's SwiGLU on the GPU: `x [R, 2I]` and `y [R, I]` in bf16.
+//! The SwiGLU of GPT-OSS on the GPU, with `x [R, 2I]` and `y [R, I]` in bf16.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -12,7 +12,7 @@ use half::bf16;
 const OP: Op = Op("swiglu");
 const FORWARD: Kernel = Kernel { function: "swiglu_forward", file: "swiglu", threads: 256, shared_bytes: 0 };
 const BACKWARD: Kernel = Kernel { function: "swiglu_backward", ..FORWARD };
-/// Pairs per thread.
+/// Number of pairs per thread.
 const VECTOR: usize = 8;
 
 kernel_params! {
@@ -27,7 +27,7 @@ kernel_params! {
     }
 }
 
-/// Runs `kernel` on all pairs; it writes `out_elements` elements.
+/// Runs `kernel` on all pairs. The kernel writes `out_elements` elements.
 fn run(
     kernel: &Kernel,
     device: &CudaDevice,
@@ -49,7 +49,8 @@ fn run(
             limit,
             alpha,
         };
-        // SAFETY: all outlive the launch; per pair `x` holds two numbers, `dy` one, `out` one or two.
+        // SAFETY: all buffers outlive the launch. Per pair, `x` has two numbers, `dy` has one, and `out` has
+        // one or two.
         unsafe { launch(device, kernel, &params, pairs.div_ceil(kernel.threads * VECTOR))? };
     }
     Ok(out)

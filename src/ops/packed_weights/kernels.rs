@@ -1,7 +1,8 @@
 //! The inner loops of products by packed weights, compiled for each vector width.
 //!
 //! Every element is one chain of fused multiply-adds over a chunk of k, as in the `gemm` crate. A weight is
-//! decoded to the exact f32 of the decoded matrix. Both paths therefore give the same bits.
+//! decoded to the same f32 as in the decoded matrix. So a product by packed weights has the bits of a product
+//! by the decoded matrix.
 
 mod lanes;
 
@@ -14,10 +15,10 @@ use lanes::SimdLanes;
 use lanes::x86;
 use std::ops::Range;
 
-/// Vectors of columns per pass over a panel.
+/// Number of vectors of columns per pass over a panel.
 const VECTORS: usize = 4;
 
-/// Prefetch distance in a panel, bytes.
+/// Prefetch distance in a panel, in bytes.
 const PREFETCH_DISTANCE: usize = 2048;
 
 /// Bytes per cache line.
@@ -27,13 +28,13 @@ const LINE: usize = 64;
 #[derive(Clone, Copy)]
 pub(super) struct Panel<'a> {
     pub format: PackedFormat,
-    /// `[in]` rows of [`PANEL_COLUMNS`], in the packed format.
+    /// `in` rows of [`PANEL_COLUMNS`] weights, in the packed format.
     pub bytes: &'a [u8],
-    /// Number of columns that exist.
+    /// Number of columns of the matrix in this panel. The last panel may have fewer than [`PANEL_COLUMNS`].
     pub columns: usize,
 }
 
-/// The output of a panel: columns of a matrix whose other columns belong to other threads.
+/// The output of a panel: some columns of a matrix. Other threads write the other columns.
 #[derive(Clone, Copy)]
 pub(super) struct OutputColumns {
     first: *mut f32,
@@ -41,22 +42,23 @@ pub(super) struct OutputColumns {
     stride: usize,
 }
 
-// SAFETY: threads write through copies, but never the same columns; `PackedMatrix::products` ensures that.
+// SAFETY: threads write through copies, but never to the same columns. `PackedMatrix::products` ensures this.
 unsafe impl Send for OutputColumns {}
 // SAFETY: as above.
 unsafe impl Sync for OutputColumns {}
 
 impl OutputColumns {
-    /// Borrows `out`, rows of `stride` values, until the product is done.
+    /// Returns all columns of `out`, which has rows of `stride` values. The caller must keep `out` borrowed
+    /// until the product is finished.
     pub fn new(out: &mut [f32], stride: usize) -> Self {
         Self { first: out.as_mut_ptr(), len: out.len(), stride }
     }
 
-    /// Returns the address of (`row`, `column`), where `columns` values may be written.
+    /// Returns the address of (`row`, `column`). From there, `columns` values may be written.
     fn address(&self, row: usize, column: usize, columns: usize) -> *mut f32 {
         let start = row * self.stride + column;
         assert!(column + columns <= self.stride && start + columns <= self.len, "packed product: output");
-        // SAFETY: just checked.
+        // SAFETY: the assertion checked the index.
         unsafe { self.first.add(start) }
     }
 
@@ -68,7 +70,7 @@ impl OutputColumns {
         Self { first: unsafe { self.first.add(start) }, len: self.len - start, stride: self.stride }
     }
 
-    /// Copies the first row's columns from `column` on.
+    /// Copies the values of the first row from `column` on to `to`.
     pub fn read(&self, column: usize, to: &mut [f32]) {
         let address = self.address(0, column, to.len());
         for (i, value) in to.iter_mut().enumerate() {
@@ -77,7 +79,7 @@ impl OutputColumns {
         }
     }
 
-    /// Writes `sums` to a row's columns, or adds them.
+    /// Writes `sums` to the columns of `row` from `column` on. If `add` is true, adds them instead.
     pub fn write(&self, row: usize, column: usize, sums: &[f32], add: bool) {
         let address = self.address(row, column, sums.len());
         for (i, &sum) in sums.iter().enumerate() {
@@ -89,7 +91,8 @@ impl OutputColumns {
         }
     }
 
-    /// Multiplies `x [m, k]` with the decoded `w [k, width]` by the library, into columns from `column` on.
+    /// Multiplies `x [m, k]` by the decoded weights `w [k, width]` with the `gemm` crate. The result goes to
+    /// the columns from `column` on.
     pub fn library_product(
         &self,
         column: usize,
@@ -131,11 +134,12 @@ impl OutputColumns {
     }
 }
 
-/// Calls `on_weights(k, weights)` for every k of `rows` in order, with the weights of the columns from
-/// `column` on.
+/// Calls `on_weights(k, weights)` for every k of `rows` in order. `weights` are the weights of the columns
+/// from `column` on.
 ///
 /// # Safety
-/// As [`SimdLanes`]; `rows` and the columns must be in the panel, and `rows` must hold whole blocks of MXFP4.
+/// As for [`SimdLanes`]. `rows` and the columns must be in the panel, and `rows` must consist of whole MXFP4
+/// blocks.
 #[inline(always)]
 unsafe fn for_each_weight_row<L: SimdLanes>(
     panel: Panel,
@@ -147,7 +151,7 @@ unsafe fn for_each_weight_row<L: SimdLanes>(
     match panel.format {
         PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
             for k in rows {
-                // SAFETY: row k of the panel, COLUMNS halves long, is inside it.
+                // SAFETY: row k, with PANEL_COLUMNS bf16 values, is inside the panel.
                 unsafe {
                     let row = base.add((k * PANEL_COLUMNS + column) * 2);
                     prefetch(row.wrapping_add(PREFETCH_DISTANCE));
@@ -162,8 +166,8 @@ unsafe fn for_each_weight_row<L: SimdLanes>(
         }
         PackedFormat::Mxfp4 => {
             for block in rows.start / BLOCK..rows.end / BLOCK {
-                // SAFETY: the block, COLUMNS scales and BLOCK / 2 rows of COLUMNS bytes, is inside the
-                // panel.
+                // SAFETY: the block, with PANEL_COLUMNS scales and BLOCK / 2 rows of PANEL_COLUMNS bytes, is
+                // inside the panel.
                 unsafe {
                     let start = base.add(block * PackedFormat::MXFP4_BLOCK_BYTES + column);
                     let mut scales = [L::zero(); VECTORS];
@@ -188,10 +192,10 @@ unsafe fn for_each_weight_row<L: SimdLanes>(
     }
 }
 
-/// Multiplies `R` rows of `x` from `row` on with the panel's k of `rows`.
+/// Multiplies `R` rows of `x`, from `row` on, by the weights of the panel for the k of `rows`.
 ///
 /// # Safety
-/// As [`for_each_weight_row`]; the rows of `x`, `stride` apart, must be valid.
+/// As for [`for_each_weight_row`]. The rows of `x`, which are `stride` values apart, must be valid.
 #[inline(always)]
 unsafe fn multiply_row_block<L: SimdLanes, const R: usize>(
     panel: Panel,
@@ -232,10 +236,10 @@ unsafe fn multiply_row_block<L: SimdLanes, const R: usize>(
     }
 }
 
-/// Multiplies all rows of `x` with a panel, one chunk of k after the other.
+/// Multiplies all rows of `x` by a panel, one chunk of k after the other.
 ///
 /// # Safety
-/// As [`multiply_row_block`].
+/// As for [`multiply_row_block`].
 #[inline(always)]
 unsafe fn multiply_rows<L: SimdLanes>(
     panel: Panel,
@@ -266,10 +270,10 @@ unsafe fn multiply_rows<L: SimdLanes>(
     }
 }
 
-/// Decodes the panel's weights of the k of `rows`, `[rows][width]`, to `to`.
+/// Decodes the weights of the panel for the k of `rows` to `to`, `[rows][width]`.
 ///
 /// # Safety
-/// As [`for_each_weight_row`]; `to` must have room for [`PANEL_COLUMNS`] values in every row.
+/// As for [`for_each_weight_row`]. Every row of `to` must have space for [`PANEL_COLUMNS`] values.
 #[inline(always)]
 unsafe fn decode<L: SimdLanes>(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
     let first = rows.start;
@@ -330,17 +334,17 @@ unsafe fn decode_avx2(panel: Panel, rows: Range<usize>, to: *mut f32, width: usi
     unsafe { decode::<x86::Avx2>(panel, rows, to, width) }
 }
 
-/// The vector instructions of this processor.
+/// The vector instructions of a processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum VectorInstructions {
     Avx512,
     Avx2,
-    /// None that is supported: weights are decoded one by one, and the library multiplies.
+    /// No supported vector instructions. Weights are decoded one by one, and the `gemm` crate multiplies.
     Plain,
 }
 
 impl VectorInstructions {
-    /// Returns the widest that this processor has.
+    /// Returns the widest vector instructions of this processor.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -354,8 +358,8 @@ impl VectorInstructions {
         VectorInstructions::Plain
     }
 
-    /// Multiplies rows of `x [m, in]` with `panel`, into columns from `first` on. Returns false and does
-    /// nothing without vectors.
+    /// Multiplies the rows of `x [m, in]` by `panel`, into `out`. Returns false without doing anything if the
+    /// processor has no vector instructions.
     pub fn skinny_gemm(
         self,
         panel: Panel,
@@ -367,7 +371,8 @@ impl VectorInstructions {
         assert!(x.1 > 0 && x.0.len().is_multiple_of(x.1), "packed product: rows");
         match self {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the processor has the vectors, the panel is whole, and `x` holds whole rows.
+            // SAFETY: the processor has the vector instructions, the panel is complete, and `x` has whole
+            // rows.
             VectorInstructions::Avx512 => unsafe { multiply_rows_avx512(panel, x, out, accumulate) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
@@ -377,9 +382,10 @@ impl VectorInstructions {
         true
     }
 
-    /// Decodes the k of `rows` into columns from `column` on of `tile`, rows of `width` values.
+    /// Decodes the weights for the k of `rows` into `tile`, from `column` on. Rows of `tile` have `width`
+    /// values.
     ///
-    /// Missing columns of a last panel are written as 0: the row must have room for them.
+    /// Missing columns of a last panel are written as 0, so each row must have space for a whole panel.
     pub fn decode(self, panel: Panel, rows: Range<usize>, tile: &mut [f32], column: usize, width: usize) {
         panel.check(rows.clone());
         let last = rows.len().saturating_sub(1) * width + column + PANEL_COLUMNS;
@@ -387,7 +393,8 @@ impl VectorInstructions {
         let to = tile[column..].as_mut_ptr();
         match self {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the processor has the vectors, the panel is whole, and the tile has room.
+            // SAFETY: the processor has the vector instructions, the panel is complete, and the tile has
+            // enough space.
             VectorInstructions::Avx512 => unsafe { decode_avx512(panel, rows, to, width) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
@@ -403,7 +410,7 @@ impl VectorInstructions {
 }
 
 impl Panel<'_> {
-    /// Panics when `rows` are outside the panel or split one of its blocks.
+    /// Checks that `rows` are in the panel and consist of whole blocks. Panics otherwise.
     fn check(&self, rows: Range<usize>) {
         let whole = self.format != PackedFormat::Mxfp4
             || (rows.start.is_multiple_of(BLOCK) && rows.end.is_multiple_of(BLOCK));
@@ -411,7 +418,7 @@ impl Panel<'_> {
         assert!(self.format.panel_bytes(rows.end) <= self.bytes.len(), "packed product: rows {rows:?}");
     }
 
-    /// Returns one weight.
+    /// Returns the weight for `k` and `column`.
     pub fn value(&self, k: usize, column: usize) -> f32 {
         match self.format {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => {

@@ -1,8 +1,8 @@
-//! The linear layer with a packed `W`, whole or per expert: `y = x · W + b`. Backward: `dx = dy · Wᵀ`, and
-//! `db` if the bias is trainable.
+//! The linear layer with a packed matrix `W`, or with one packed matrix per expert: `y = x · W + b`. Backward
+//! pass: `dx = dy · Wᵀ`, and `db` if the bias is trainable.
 //!
-//! On a GPU `W` is MXFP4 in device memory and `x` is bf16. The bits are those of the product by the decoded
-//! matrix in bf16.
+//! On a GPU `W` is MXFP4 in device memory and `x` is bf16. The result has the bits of the product by the
+//! decoded matrix in bf16.
 
 use super::PackedMatrix;
 use crate::ops::buffer::{buffer, zeros};
@@ -30,8 +30,8 @@ pub fn packed_linear(x: &Tensor, weight: &Arc<PackedMatrix>, bias: Option<&Param
     apply_linear(x, weight, bias, None)
 }
 
-/// Multiplies each row by its expert's matrix: `x [T·K, in]` sorted by `plan`, optional `bias [E, out]` →
-/// `[T·K, out]`.
+/// Multiplies each row by the matrix of its expert: `x [T·K, in]`, sorted by `plan`, optional `bias [E, out]`
+/// → `[T·K, out]`.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -70,14 +70,14 @@ fn apply_linear(
 
 struct PackedLinear {
     weight: Arc<PackedMatrix>,
-    /// Where the bias's gradient goes.
+    /// The target of the gradient of the bias.
     bias: Option<GradientTarget>,
-    /// The rows of each expert; without it all rows belong to the only one.
+    /// The rows of each expert. If `None`, the matrix has one expert, and all rows belong to it.
     plan: Option<Dispatch>,
 }
 
 impl PackedLinear {
-    /// Returns each expert that has rows.
+    /// Returns each expert that has rows, with the range of its rows.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         match &self.plan {
             None => Ok(vec![(0, 0..rows)]),

@@ -1,15 +1,16 @@
-//! Matrices that stay packed in memory: bf16, or MXFP4 ([`super::mxfp4`]), in as many bytes as on disk.
+//! Matrices that stay packed in memory, as bf16 or MXFP4 ([`super::mxfp4`]). They need as many bytes as on
+//! disk.
 //!
-//! A product decodes the weights on the way and adds in the order of [`super::product`]. **Its bits are
-//! those of the product with the decoded matrix**, in the forward and in the gradient of the input. Packed
-//! matrices are not trainable.
+//! A product decodes weights while it multiplies, and adds in the order of [`super::product`]. **The result
+//! has the bits of the product by the decoded matrix**, in the forward pass and in the gradient of the input.
+//! Packed matrices are not trainable.
 //!
-//! A matrix is stored in panels of [`PANEL_COLUMNS`] columns, each from its first k to its last. A product
-//! therefore reads memory in one stream, and a vector holds neighbouring columns. An MXFP4 panel is stored
-//! block by block: [`PANEL_COLUMNS`] scales, then the block's bytes, those of a pair of k side by side.
+//! A matrix is stored in panels of [`PANEL_COLUMNS`] columns. A panel has all k in order. So a product reads
+//! memory sequentially, and a vector has neighbouring columns. An MXFP4 panel is stored block by block. A
+//! block has [`PANEL_COLUMNS`] scales, then, for each pair of k, one byte per column.
 //!
-//! A GPU stores an MXFP4 matrix in the same panels (`kernels/product_mxfp4.cuh`). It can only multiply by
-//! it: functions that need the bytes on the host refuse it.
+//! A GPU stores an MXFP4 matrix in the same panels (`kernels/product_mxfp4.cuh`). Only products support a
+//! matrix on a GPU. Functions that need the bytes on the host return an error.
 
 mod kernels;
 mod linear;
@@ -30,25 +31,27 @@ use storage::PackedStorage;
 
 /// Columns per panel.
 pub const PANEL_COLUMNS: usize = 64;
-/// Number of panels that are decoded together when there are many rows.
+/// Number of panels that are decoded together if there are many rows.
 const TILE_PANELS: usize = 8;
-/// Maximum number of rows for which weights are decoded in registers. More rows share one decoded tile.
+/// Maximum number of rows for which weights are decoded in registers. For more rows, weights are decoded to a
+/// tile in memory that all rows share.
 const FEW_ROWS_MAX: usize = 16;
 
 /// The packed format of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedFormat {
     Bf16,
-    /// bf16 rows as stored: an embedding table. Rows are looked up; products are not supported.
+    /// bf16 rows in stored order, for an embedding table. Rows can be looked up; products are not supported.
     Bf16Rows,
     Mxfp4,
 }
 
 impl PackedFormat {
-    /// Bytes per block of a panel: [`BLOCK`] values of k, as scales and two k per byte.
+    /// Size of a block of a panel, in bytes. A block covers [`BLOCK`] values of k, with one scale per column
+    /// and two k per byte.
     const MXFP4_BLOCK_BYTES: usize = PANEL_COLUMNS * (1 + BLOCK / 2);
 
-    /// Returns the bytes of `rows` rows of a panel.
+    /// Returns the size of `rows` rows of a panel, in bytes.
     const fn panel_bytes(self, rows: usize) -> usize {
         match self {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => rows * PANEL_COLUMNS * 2,
@@ -56,7 +59,7 @@ impl PackedFormat {
         }
     }
 
-    /// Returns the bytes of a packed `[experts, input, output]`.
+    /// Returns the size of a packed matrix `[experts, input, output]`, in bytes.
     pub const fn bytes(self, [experts, input, output]: [usize; 3]) -> usize {
         match self {
             PackedFormat::Bf16Rows => 2 * experts * input * output,
@@ -65,7 +68,7 @@ impl PackedFormat {
     }
 }
 
-/// A packed matrix `[in, out]`, or one per expert (`E` experts).
+/// A packed matrix `[in, out]`, or one packed matrix per expert, `[E, in, out]`.
 pub struct PackedMatrix {
     format: PackedFormat,
     experts: usize,
@@ -74,7 +77,8 @@ pub struct PackedMatrix {
     bytes: PackedStorage,
 }
 
-/// Buffers that a reader of stored weights fills for one panel: `[columns]` rows of `[out, in]`.
+/// Buffers for the stored weights of one panel, which a reader fills. They hold `columns` rows of the stored
+/// matrix `[out, in]`.
 pub struct StoredRows<'a> {
     pub expert: usize,
     pub columns: Range<usize>,
@@ -85,11 +89,11 @@ pub struct StoredRows<'a> {
 }
 
 impl PackedMatrix {
-    /// Packs the weights that `read` provides, one panel per call, on several threads. Beyond the matrix it
-    /// holds one panel per thread in memory.
+    /// Packs stored weights on several threads. Each call of `read` reads the weights of one panel. Besides
+    /// the matrix, memory holds one panel per thread.
     ///
     /// # Errors
-    /// Those of `read`.
+    /// Errors of `read`.
     pub fn read<E: Send>(
         format: PackedFormat,
         [experts, input, output]: [usize; 3],
@@ -138,10 +142,11 @@ impl PackedMatrix {
         matrix
     }
 
-    /// Packs bf16 values stored as `[E, in, out]`; `read` fills the bytes of one expert.
+    /// Packs bf16 values that are stored as `[E, in, out]`. Each call of `read` fills the bytes of one
+    /// expert.
     ///
     /// # Errors
-    /// Those of `read`.
+    /// Errors of `read`.
     pub fn read_columns<E>(
         [experts, input, output]: [usize; 3],
         mut read: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
@@ -163,13 +168,13 @@ impl PackedMatrix {
         Ok(Self { format, experts, input, output, bytes: PackedStorage::Host(bytes) })
     }
 
-    /// Rebuilds a matrix from the bytes that [`Self::bytes`] returned.
+    /// Rebuilds a matrix from the bytes that [`Self::bytes`] returns.
     pub fn from_bytes(format: PackedFormat, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
         assert_eq!(bytes.len(), format.bytes([experts, input, output]), "packed matrix: bytes");
         Self { format, experts, input, output, bytes: PackedStorage::Host(bytes) }
     }
 
-    /// Returns a range of its experts.
+    /// Returns a matrix with a range of the experts.
     ///
     /// # Errors
     /// When the matrix is on a device.
@@ -184,17 +189,18 @@ impl PackedMatrix {
         [self.experts, self.input, self.output]
     }
 
-    /// Returns its packed format.
+    /// Returns the packed format.
     pub fn format(&self) -> PackedFormat {
         self.format
     }
 
-    /// Returns its size in memory, bytes.
+    /// Returns the size in memory, in bytes.
     pub fn size_bytes(&self) -> usize {
         self.format.bytes(self.shape())
     }
 
-    /// Returns a copy with `map` applied to each value. The matrix must be bf16, and so must every result.
+    /// Returns a copy with `map` applied to each value. The matrix must be bf16, and bf16 must represent
+    /// every result.
     ///
     /// # Errors
     /// When the matrix is on a device.
@@ -242,14 +248,14 @@ impl PackedMatrix {
         Panel { format: self.format, bytes: &bytes[start..start + size], columns }
     }
 
-    /// Returns whether our kernels add in the order of the `gemm` crate. They do not for a last chunk of
-    /// one or two k.
+    /// Returns whether the kernels of this module add in the order of the `gemm` crate. They do not if the
+    /// last chunk has one or two values of k.
     fn supports_own_kernels(&self) -> bool {
         !matches!(self.input % K_CHUNK, 1 | 2)
     }
 
-    /// Computes `out (+)= x · W` of one expert, with the bits of [`super::product::forward_product`] by the
-    /// decoded matrix.
+    /// Computes `out (+)= x · W` for the matrix of one expert. The result has the bits of
+    /// [`super::product::forward_product`] by the decoded matrix.
     ///
     /// # Errors
     /// When the matrix is on a device.
@@ -263,8 +269,8 @@ impl PackedMatrix {
         self.forward_grouped(out, x, &[(expert, 0..x.len() / self.input.max(1))], accumulate)
     }
 
-    /// Performs [`Self::forward`] for rows of several experts. `groups` holds each expert with its range of
-    /// rows; ranges do not overlap.
+    /// Computes `out (+)= x · W` for rows of several experts, as [`Self::forward`] does for one. `groups` has
+    /// each expert with its range of rows. Ranges must not overlap.
     ///
     /// # Errors
     /// When the matrix is on a device.
@@ -288,7 +294,7 @@ impl PackedMatrix {
         }
         assert!(x.len() >= end * k && out.len() >= end * n, "packed product: shapes");
         let groups = groups.iter().filter(|(_, rows)| !rows.is_empty());
-        // No two tasks share columns and rows: each element of `out` belongs to one task.
+        // Each element of `out` belongs to exactly one task.
         let tasks: Vec<Task> = groups
             .flat_map(|(expert, rows)| {
                 let uses_row_kernel = rows.len() <= FEW_ROWS_MAX
@@ -303,8 +309,9 @@ impl PackedMatrix {
                 })
             })
             .collect();
-        let stripes = OutputColumns::new(out, n);
-        let run = |tile: &mut Vec<f32>, task: &Task| self.run((bytes, task), x, stripes, tile, accumulate);
+        let output_columns = OutputColumns::new(out, n);
+        let run =
+            |tile: &mut Vec<f32>, task: &Task| self.run((bytes, task), x, output_columns, tile, accumulate);
         if should_parallelize(
             tasks.iter().map(|task| task.rows.len() * k * task.panels.len() * PANEL_COLUMNS).sum(),
         ) {
@@ -316,11 +323,12 @@ impl PackedMatrix {
         Ok(())
     }
 
-    /// Returns ranges of up to `count` panels, none of one column, where the library has another code path.
+    /// Returns ranges of at most `count` panels. No range has a single column, because the `gemm` crate has
+    /// another code path for one column.
     fn tiles(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let panels = self.panels();
-        let lone = panels > 1 && self.output % PANEL_COLUMNS == 1;
-        let ends = (count..panels).step_by(count).filter(move |&end| !(lone && end == panels - 1));
+        let has_single_last = panels > 1 && self.output % PANEL_COLUMNS == 1;
+        let ends = (count..panels).step_by(count).filter(move |&end| !(has_single_last && end == panels - 1));
         let ends: Vec<usize> = ends.chain([panels]).collect();
         let starts: Vec<usize> = std::iter::once(0).chain(ends.iter().copied()).collect();
         starts.into_iter().zip(ends).map(|(start, end)| start..end)
@@ -350,7 +358,7 @@ impl PackedMatrix {
             }
             return;
         }
-        // A single row is computed as two, as in every forward.
+        // A single row is computed as two rows, as in every forward product.
         let doubled = (m == 1).then(|| [x, x].concat());
         let first = panels.start * PANEL_COLUMNS;
         let columns = (panels.end * PANEL_COLUMNS).min(self.output) - first;
@@ -386,7 +394,8 @@ impl PackedMatrix {
         }
     }
 
-    /// Computes `dx = dy · Wᵀ` of one expert, with the bits of [`product`] by the decoded matrix.
+    /// Computes `dx = dy · Wᵀ` for the matrix of one expert. The result has the bits of [`product`] by the
+    /// decoded matrix.
     ///
     /// # Errors
     /// When the matrix is on a device.
@@ -395,14 +404,14 @@ impl PackedMatrix {
         let (k, n) = (self.input, self.output);
         let m = dy.len() / n;
         let vectors = VectorInstructions::detect();
-        let panels_a_chunk = K_CHUNK / PANEL_COLUMNS;
+        let panels_per_chunk = K_CHUNK / PANEL_COLUMNS;
         let mut tile = vec![0f32; k * K_CHUNK.min(self.panels() * PANEL_COLUMNS)];
-        for first in (0..self.panels()).step_by(panels_a_chunk) {
-            let panels = first..(first + panels_a_chunk).min(self.panels());
+        for first in (0..self.panels()).step_by(panels_per_chunk) {
+            let panels = first..(first + panels_per_chunk).min(self.panels());
             let stride = panels.len() * PANEL_COLUMNS;
             let tile = &mut tile[..k * stride];
-            tile.par_chunks_mut(ROWS_A_TIME * stride).enumerate().for_each(|(part, tile)| {
-                let rows = part * ROWS_A_TIME..(part * ROWS_A_TIME + tile.len() / stride);
+            tile.par_chunks_mut(ROWS_PER_TASK * stride).enumerate().for_each(|(part, tile)| {
+                let rows = part * ROWS_PER_TASK..(part * ROWS_PER_TASK + tile.len() / stride);
                 for (at, index) in panels.clone().enumerate() {
                     vectors.decode(
                         self.panel(bytes, expert, index),
@@ -423,10 +432,10 @@ impl PackedMatrix {
     }
 }
 
-/// Rows that a thread decodes at a time for the gradient; whole blocks of MXFP4.
-const ROWS_A_TIME: usize = 8 * BLOCK;
+/// Number of rows that one task decodes for the gradient. It is a multiple of the MXFP4 block size.
+const ROWS_PER_TASK: usize = 8 * BLOCK;
 
-/// Panels of one expert to multiply by its rows.
+/// A part of a product: some panels of one expert and the rows of this expert.
 struct Task {
     expert: usize,
     rows: Range<usize>,
@@ -434,7 +443,7 @@ struct Task {
     uses_row_kernel: bool,
 }
 
-/// Transposes rows of `width` bytes (elements of `N` bytes) to columns of a panel.
+/// Transposes rows of `width` bytes, with elements of `N` bytes, to columns of a panel.
 fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
     for (column, row) in rows.chunks_exact(width).enumerate() {
         for (k, element) in row.as_chunks::<N>().0.iter().enumerate() {
@@ -444,7 +453,7 @@ fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
     }
 }
 
-/// Copies stored blocks `[columns][in / 32][16]` and scales `[columns][in / 32]` to a panel.
+/// Copies stored blocks `[columns][in / 32][16]` and scales `[columns][in / 32]` into a panel.
 fn arrange_blocks(panel: &mut [u8], values: &[u8], scales: &[u8]) {
     let blocks = panel.len() / PackedFormat::MXFP4_BLOCK_BYTES;
     let (values, _) = values.as_chunks::<{ BLOCK / 2 }>();
@@ -459,14 +468,14 @@ fn arrange_blocks(panel: &mut [u8], values: &[u8], scales: &[u8]) {
     }
 }
 
-/// Returns true when a stored bf16 is finite.
+/// Returns whether a stored bf16 value is finite.
 pub fn bf16_is_finite(bytes: [u8; 2]) -> bool {
     u16::from_le_bytes(bytes) & 0x7f80 != 0x7f80
 }
 
-/// Returns true when all values of a stored block are finite.
+/// Returns whether all values of a stored block are finite.
 pub fn block_is_finite(bytes: &[u8; BLOCK / 2], scale: u8) -> bool {
-    // Only at a scale of 2^126 or more can a magnitude of 4 or 6 overflow.
+    // A magnitude of 4 or 6 can overflow only if the scale is at least 2^126.
     scale < 253 || mxfp4::decode_block(bytes, scale).iter().all(|v| v.is_finite())
 }
 

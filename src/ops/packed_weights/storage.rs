@@ -1,15 +1,15 @@
-//! Storage of a packed matrix: on the host, as a shard on the host, or on a device.
+//! Storage of a packed matrix: whole on the host, as a shard on the host, or on a device.
 
 use super::{PackedFormat, PackedMatrix};
 use candle_core::{Device, Result, Tensor, bail};
 use std::ops::Range;
 
-/// The storage of its bytes.
+/// The storage of the bytes of a packed matrix.
 pub(super) enum PackedStorage {
     Host(Vec<u8>),
-    /// This process's shard of a matrix that several processes hold together.
+    /// The shard of this process of a matrix that is sharded over several processes.
     Shard(Vec<u8>),
-    /// u8, on a device.
+    /// A u8 tensor on a device.
     Device(Tensor),
 }
 
@@ -17,11 +17,12 @@ impl PackedMatrix {
     /// Copies the matrix to `device`.
     ///
     /// # Errors
-    /// When it is bf16, which a GPU multiplies as a plain tensor; when it is a shard; those of the device.
+    /// When the matrix is bf16, because a GPU multiplies bf16 as a dense tensor. When the matrix is a shard.
+    /// Errors of the device.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         if self.format != PackedFormat::Mxfp4 && !device.is_cpu() {
             bail!(
-                "packed matrix {:?}: bf16 is not packed on a GPU; make a bf16 tensor of it there",
+                "packed matrix {:?}: bf16 is not packed on a GPU; use a dense bf16 tensor there",
                 self.shape()
             );
         }
@@ -33,25 +34,25 @@ impl PackedMatrix {
             (PackedStorage::Device(bytes), Device::Cpu) => PackedStorage::Host(bytes.to_vec1()?),
             (PackedStorage::Device(bytes), _) => PackedStorage::Device(bytes.to_device(device)?),
             (PackedStorage::Shard(_), _) => {
-                bail!("packed matrix {:?}: a shard is gathered first", self.shape())
+                bail!("packed matrix {:?}: gather the shards first", self.shape())
             }
         };
         Ok(Self { bytes, ..*self })
     }
 
-    /// Returns true when the host holds all of it.
+    /// Returns whether the host has the whole matrix.
     pub fn is_on_host(&self) -> bool {
         matches!(self.bytes, PackedStorage::Host(_))
     }
 
-    /// Returns its bytes in their format in memory.
+    /// Returns the bytes of the matrix in the packed format.
     ///
     /// # Errors
-    /// When it is on a device, or only a shard is here.
+    /// When the matrix is on a device or is a shard.
     pub fn bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
             PackedStorage::Host(bytes) => Ok(bytes),
-            PackedStorage::Shard(_) => bail!("packed matrix {:?}: a shard is gathered first", self.shape()),
+            PackedStorage::Shard(_) => bail!("packed matrix {:?}: gather the shards first", self.shape()),
             PackedStorage::Device(_) => bail!(
                 "packed matrix {:?} is on a GPU, which can only multiply by it; call to_device(&Device::Cpu) first",
                 self.shape()
@@ -59,18 +60,18 @@ impl PackedMatrix {
         }
     }
 
-    /// Returns the matrix of which this process keeps only the bytes `own`.
+    /// Returns the matrix as a shard: this process keeps only the bytes `own`.
     ///
     /// # Errors
-    /// As [`Self::bytes`].
+    /// Errors of [`Self::bytes`].
     pub fn shard(&self, own: Range<usize>) -> Result<Self> {
         Ok(Self { bytes: PackedStorage::Shard(self.bytes()?[own].to_vec()), ..*self })
     }
 
-    /// Returns this process's shard.
+    /// Returns the bytes of the shard of this process.
     ///
     /// # Errors
-    /// When it is not sharded.
+    /// When the matrix is not sharded.
     pub fn shard_bytes(&self) -> Result<&[u8]> {
         match &self.bytes {
             PackedStorage::Shard(bytes) => Ok(bytes),
@@ -80,15 +81,16 @@ impl PackedMatrix {
         }
     }
 
-    /// Rebuilds `experts` experts of this shape and format from their bytes.
+    /// Returns a matrix with the shape and the format of this one, but with `experts` experts, whose bytes
+    /// are `bytes`.
     pub fn with_bytes(&self, experts: usize, bytes: Vec<u8>) -> Self {
         Self::from_bytes(self.format, [experts, self.input, self.output], bytes)
     }
 
-    /// Returns the device tensor, u8.
+    /// Returns the u8 tensor on the device.
     ///
     /// # Errors
-    /// When it is not on a device.
+    /// When the matrix is not on a device.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(in super::super) fn device_tensor(&self) -> Result<&Tensor> {
         match &self.bytes {

@@ -1,26 +1,27 @@
-//! Rows of a packed, frozen embedding table, and columns of a packed head tied to the embedding.
+//! Lookup of rows of a packed embedding table, and of columns of a packed LM head that is tied to the
+//! embedding.
 
 use super::{PackedFormat, PackedMatrix};
 use candle_core::{Device, Result, Tensor, bail};
 
-/// Reads little-endian bf16 values.
+/// Returns the values of little-endian bf16 bytes.
 pub(super) fn bf16_values(bytes: &[u8]) -> impl Iterator<Item = f32> {
     bytes.as_chunks::<2>().0.iter().map(|bytes| half::bf16::from_le_bytes(*bytes).to_f32())
 }
 
-/// Applies `map` to little-endian bf16 values.
+/// Returns little-endian bf16 bytes with `map` applied to each value.
 pub(super) fn map_bf16(bytes: &[u8], map: impl Fn(f32) -> f32) -> Vec<u8> {
     bf16_values(bytes).flat_map(|value| half::bf16::from_f32(map(value)).to_le_bytes()).collect()
 }
 
-/// Returns rows `ids` of `table [V, H]`: `[T, H]`. No gradient flows.
+/// Returns rows `ids` of `table [V, H]`, `[T, H]`. Not differentiable.
 ///
 /// # Errors
-/// When an id is not below `V`, or this is not a table on the host.
+/// When an id is not below `V`, or `table` is not an embedding table on the host.
 pub fn packed_rows(table: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     let [_, rows, width] = table.shape();
     if table.format() != PackedFormat::Bf16Rows {
-        bail!("embedding: {:?} is stored for products, not for lookups", table.shape());
+        bail!("embedding: packed matrix {:?} supports products only, no row lookup", table.shape());
     }
     if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
         bail!("embedding: token {id} in a vocabulary of {rows}");
@@ -34,7 +35,7 @@ pub fn packed_rows(table: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     Tensor::from_vec(out, (ids.len(), width), &Device::Cpu)
 }
 
-/// Returns columns `ids` of `matrix [H, V]` as rows: `[T, H]`. No gradient flows.
+/// Returns columns `ids` of `matrix [H, V]` as rows, `[T, H]`. Not differentiable.
 ///
 /// # Errors
 /// When an id is not below `V`, or the matrix is on a device.

@@ -1,4 +1,5 @@
-//! Gradients of attention. Queries are added in ascending order, several at a time in registers.
+//! The backward pass of attention. The contributions of queries are added in ascending order, several queries
+//! per step in registers.
 
 use super::Attention;
 use super::forward::{block_scores, query_key_products, visible_keys};
@@ -8,7 +9,7 @@ use crate::ops::kv_cache::{BLOCK, KvBlocks};
 use crate::ops::math::{exp, sum_lanes};
 use multiversion::multiversion;
 
-/// Inputs of [`attend_backward`]: one sequence's own rows, the last of its cache.
+/// Inputs of [`attend_backward`]: the own rows of one sequence, which are the last positions of its cache.
 pub(super) struct BackwardInputs<'a> {
     pub q: &'a [f32],
     pub out: &'a [f32],
@@ -17,21 +18,22 @@ pub(super) struct BackwardInputs<'a> {
     pub sinks: &'a [f32],
 }
 
-/// `P` and `dS` of up to `R` queries for one block. Their contributions to its gradients are added
-/// together.
+/// `P` and `dS` of at most `R` queries for one block of keys. Their contributions to the gradients of the
+/// block are added together.
 struct Tile<const R: usize> {
     rows: usize,
-    /// Indices of the rows in `[T][N]`.
+    /// The indices of the rows in `[T][N]`.
     row_range: [usize; R],
     p: [[f32; BLOCK]; R],
     ds: [[f32; BLOCK]; R],
-    /// Upper bound of the keys that any of the queries sees.
+    /// Upper bound of the keys in the block that are visible to any of the queries.
     high: usize,
 }
 
-/// Computes the gradients of one key-value head's group from one sequence's own rows. Writes `dq`
-/// `[rows][N][D]`, `dkv` `[rows][2][M][D]` and `dkv_shared` `[positions before][2][M][D]` at this group's
-/// indices; the last two must be zero. Returns the sinks' gradient `[group]`.
+/// Computes the gradients of the group of one key-value head from the own rows of one sequence. Writes `dq`
+/// `[rows][N][D]`, `dkv` `[rows][2][M][D]` and `dkv_shared` `[positions before][2][M][D]` at the indices of
+/// this group. `dkv` and `dkv_shared` must be zero before the call. Returns the gradient of the sinks,
+/// `[group]`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn attend_backward(
     attention: &Attention,
@@ -42,7 +44,7 @@ pub(super) fn attend_backward(
     dkv: &Rows,
     dkv_shared: &Rows,
 ) -> Vec<f32> {
-    // As many queries and columns as registers allow; the order of the additions is the same.
+    // The sizes use all registers. The order of the additions does not depend on the sizes.
     if multiversion::target::target_cfg_f!(target_feature = "avx512f") {
         attend_backward_by::<8, 16>(attention, kv_head, cache, up, dq, dkv, dkv_shared)
     } else {
@@ -50,7 +52,7 @@ pub(super) fn attend_backward(
     }
 }
 
-/// Performs [`attend_backward`] by tiles of `R` queries and `W` columns.
+/// Computes the gradients of [`attend_backward`] in tiles of `R` queries and `W` columns.
 #[inline(always)]
 fn attend_backward_by<const R: usize, const W: usize>(
     attention: &Attention,
@@ -81,7 +83,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
     let [mut keys, mut values_t, mut dk, mut dv] = [(); 4].map(|()| buffer(BLOCK * d));
     for b in 0..length.div_ceil(BLOCK) {
         let last_key = ((b + 1) * BLOCK).min(length) - 1;
-        // A window hides the block from queries far behind it.
+        // With a window, the block is not visible to queries far behind it.
         let end = attention.window.map_or(length, |w| length.min(last_key + w));
         let begin = first.max(b * BLOCK);
         if begin >= end {
@@ -119,7 +121,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
             }
             let mut r = 0;
             while r < tile.rows {
-                // An unpaired last row is paired with itself.
+                // If the number of rows is odd, the last row is paired with itself.
                 let pair = [r, (r + 1).min(tile.rows - 1)];
                 let row_range = pair.map(|r| tile.row_range[r] * d..(tile.row_range[r] + 1) * d);
                 let seen = pair.map(|r| seen[r]);
@@ -140,7 +142,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
                 }
                 r += 2;
             }
-            // Constant widths let the compiler keep the sums in registers.
+            // The width is a constant, so that the compiler keeps the sums in registers.
             match d {
                 16 => tile.add::<W>(16, up, &keys, &mut dk, &mut dv, dq),
                 64 => tile.add::<W>(64, up, &keys, &mut dk, &mut dv, dq),
@@ -161,7 +163,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
 }
 
 impl<const R: usize> Tile<R> {
-    /// Computes `dk_j += dS_ij q_i`, `dv_j += P_ij dO_i`, `dq_i += dS_ij k_j`, `W` columns at a time.
+    /// Computes `dk_j += dS_ij q_i`, `dv_j += P_ij dO_i` and `dq_i += dS_ij k_j`, `W` columns per step.
     #[inline(always)]
     fn add<const W: usize>(
         &self,

@@ -1,4 +1,4 @@
-//! Attention of new tokens of cached sequences, on several threads if the work is large.
+//! Attention of new tokens over cached sequences, on several threads if the work is large.
 
 use super::Attention;
 use super::chunks::chunks;
@@ -11,14 +11,15 @@ use crate::ops::kv_cache::{KvBlocks, KvSequence};
 use candle_core::{Error, Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// Rows per task of a thread.
+/// Number of rows per task.
 const TILE: usize = 32;
 
-/// Computes attention of new tokens of cached sequences. `counts[i]` rows of `q` and `kv` extend
-/// `caches[i]`, which is on the tensors' device. Not differentiable. Returns `[T, N·D]`.
+/// Computes attention of new tokens over cached sequences, and appends their keys and values to the caches.
+/// `counts[i]` rows of `q` and `kv` belong to `caches[i]`. The caches must be on the device of the tensors.
+/// Not differentiable. Returns `[T, N·D]`.
 ///
 /// # Errors
-/// When shapes disagree with `attention` or `counts`, or a cache is on another device; on a GPU also when
+/// When shapes disagree with `attention` or `counts`, or a cache is on another device. On a GPU also when
 /// there are too few free pages.
 pub fn cached_sink_attention(
     q: &Tensor,
@@ -76,11 +77,11 @@ pub fn cached_sink_attention(
     Tensor::from_vec(out, (tokens, width), q.device())
 }
 
-/// One sequence's new rows.
+/// The new rows of one sequence.
 struct NewRows<'a> {
     attention: Attention,
     cache: &'a KvBlocks,
-    /// Position of the first new row.
+    /// The position of the first new row.
     first: usize,
     q: &'a [f32],
     sinks: &'a [f32],
@@ -93,7 +94,7 @@ impl NewRows<'_> {
         self.q.len() / (self.attention.heads * self.attention.head_dim)
     }
 
-    /// Computes rows `start..start + count` for one key-value head's group.
+    /// Computes rows `start..start + count` for the group of one key-value head.
     fn attend(&self, kv_head: usize, start: usize, count: usize) {
         let Attention { heads, head_dim, .. } = self.attention;
         let width = heads * head_dim;
@@ -109,8 +110,8 @@ impl NewRows<'_> {
         );
     }
 
-    /// Computes all rows for one key-value head's group. Several rows are split by rows; a single row is
-    /// split by chunks of its keys.
+    /// Computes all rows for the group of one key-value head. If there are several rows, tasks are ranges of
+    /// rows. If there is a single row, tasks are chunks of its keys.
     fn attend_in_parallel(&self, kv_head: usize) {
         let Self { attention, cache, first, q, sinks, out, lse } = self;
         let count = self.count();

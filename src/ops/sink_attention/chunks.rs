@@ -1,35 +1,35 @@
-//! The softmax over chunks of keys at absolute positions, and the merge of chunks.
+//! The softmax over chunks of keys at absolute positions, and the merging of chunks.
 //!
-//! Each chunk's softmax starts afresh, so chunks can be computed one after the other or in parallel. They
-//! are merged in ascending order either way, so the bits are equal.
+//! The softmax of a chunk does not depend on other chunks, so chunks can be computed one after the other or
+//! in parallel. In both cases chunks are merged in ascending order, so the bits are equal.
 
 use super::Attention;
 use crate::ops::kv_cache::BLOCK;
 use crate::ops::math::exp;
 use std::ops::RangeInclusive;
 
-/// Keys per chunk, a multiple of [`BLOCK`].
+/// Number of keys per chunk, a multiple of [`BLOCK`].
 pub(super) const CHUNK: usize = 512;
 
-/// The softmax of a query over some of its keys. The sum `O = Σ_j e^{S_j − maximum} v_j` is stored beside
-/// it.
+/// The softmax state of a query over some of its keys. The sum `O = Σ_j e^{S_j − maximum} v_j` is stored
+/// separately.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Softmax {
-    /// The highest score, or the sink if that is higher: always finite.
+    /// The maximum of the scores and the sink. It is always finite.
     pub maximum: f32,
-    /// `Σ_j e^{S_j − maximum}` without the sink, which [`Softmax::finish`] adds once.
+    /// `Σ_j e^{S_j − maximum}` without the sink. [`Softmax::finish`] adds the sink.
     pub total: f32,
 }
 
 impl Softmax {
-    /// Returns the softmax over no keys.
+    /// Returns the softmax state before the first key.
     #[inline(always)]
     pub fn new(sink: f32) -> Self {
         Self { maximum: sink, total: 0.0 }
     }
 
-    /// Merges the next chunk's softmax and `O`. A chunk without keys changes nothing: it is multiplied by
-    /// exactly 0, and the rest by exactly 1.
+    /// Merges the softmax state and the sum `chunk_o` of the next chunk. A chunk without keys changes
+    /// nothing: its factor is exactly 0, and the factor of the previous state is exactly 1.
     #[inline(always)]
     pub fn merge(&mut self, o: &mut [f32], chunk: Self, chunk_o: &[f32]) {
         let maximum = if chunk.maximum > self.maximum { chunk.maximum } else { self.maximum };
@@ -41,7 +41,7 @@ impl Softmax {
         }
     }
 
-    /// Adds the sink and divides `o` by the total. Returns the log-sum-exp.
+    /// Adds the sink to the total and divides `o` by the total. Returns the log-sum-exp.
     #[inline(always)]
     pub fn finish(self, o: &mut [f32], sink: f32) -> f32 {
         let total = self.total + exp(sink - self.maximum);
@@ -52,13 +52,13 @@ impl Softmax {
     }
 }
 
-/// Returns the chunks of which the query at `position` sees a key.
+/// Returns the chunks with at least one key that is visible to the query at `position`.
 #[inline(always)]
 pub(super) fn chunks(attention: &Attention, position: usize) -> RangeInclusive<usize> {
     attention.first_key(position) / CHUNK..=position / CHUNK
 }
 
-/// Returns the blocks of `chunk` of which the query at `position` sees a key.
+/// Returns the blocks of `chunk` with at least one key that is visible to the query at `position`.
 #[inline(always)]
 pub(super) fn blocks(attention: &Attention, position: usize, chunk: usize) -> RangeInclusive<usize> {
     let first = attention.first_key(position).max(chunk * CHUNK) / BLOCK;

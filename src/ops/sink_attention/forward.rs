@@ -1,4 +1,4 @@
-//! The attention forward that training, prefill and decode share.
+//! The forward pass of attention, which training, prefill and decode share.
 
 use super::Attention;
 use super::chunks::{Softmax, blocks, chunks};
@@ -8,8 +8,8 @@ use crate::ops::kv_cache::{BLOCK, KvBlocks};
 use crate::ops::math::{LANES, exp, max_lanes, sum_lanes};
 use multiversion::multiversion;
 
-/// Computes scores of `G` queries for one block, masked to −∞ outside each query's `low..high` (indices in
-/// the block).
+/// Returns the scores of `G` queries for one block of keys. For each query, scores outside `low..high`
+/// (indices in the block) are −∞.
 #[inline(always)]
 pub(super) fn block_scores<const G: usize>(
     queries: [&[f32]; G],
@@ -26,18 +26,18 @@ pub(super) fn block_scores<const G: usize>(
     scores
 }
 
-/// Multiplies `G` queries with the keys of a block, `[D][BLOCK]`, at least with those before `high`; 0 for
-/// the others.
+/// Returns the products of `G` queries with the keys of a block, `[D][BLOCK]`. All keys before `high` are
+/// multiplied. Products of other keys may be 0.
 ///
-/// Several queries together read a key once, and their chains of additions overlap. In a single chain each
-/// addition waits for the previous one.
+/// `G` queries together read each key once, and their chains of additions overlap. In a single chain, each
+/// addition would wait for the previous addition.
 #[inline(always)]
 pub(super) fn query_key_products<const G: usize>(
     queries: [&[f32]; G],
     keys: &[f32],
     high: [usize; G],
 ) -> [[f32; BLOCK]; G] {
-    // Many queries at the block's beginning do not see its second half.
+    // For many queries at the beginning of the block, the second half of the block is not visible.
     if high.iter().all(|&high| high <= LANES) {
         products_of_vectors::<G, 1>(queries, keys)
     } else {
@@ -45,8 +45,8 @@ pub(super) fn query_key_products<const G: usize>(
     }
 }
 
-/// Does [`query_key_products`] with the first `V` vectors of keys. Indices instead of iterators let the
-/// compiler keep the sums in registers.
+/// Returns the products of [`query_key_products`] for the first `V` vectors of keys. It uses indices instead
+/// of iterators, so that the compiler keeps the sums in registers.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]
 fn products_of_vectors<const G: usize, const V: usize>(
@@ -74,8 +74,8 @@ fn products_of_vectors<const G: usize, const V: usize>(
     products
 }
 
-/// Computes `o ← o · shrink + Σ_j p_j v_j` for `G` heads in the order of the keys: `o [G][D]`, keys
-/// `low..high` of the block.
+/// Computes `o ← o · shrink + Σ_j p_j v_j` for `G` heads, over the keys `low..high` of the block in order.
+/// `o` is `[G][D]`.
 #[inline(always)]
 fn add_values<const G: usize>(
     o: &mut [f32],
@@ -86,7 +86,8 @@ fn add_values<const G: usize>(
 ) {
     let d = o.len() / G;
     let mut start = 0;
-    // One vector at a time keeps sums in a register; the heads' chains of additions overlap.
+    // Each iteration computes one vector, whose sums stay in registers. The chains of additions of the heads
+    // overlap.
     while start + LANES <= d {
         let mut sums = [[0f32; LANES]; G];
         for (g, sums) in sums.iter_mut().enumerate() {
@@ -114,14 +115,14 @@ fn add_values<const G: usize>(
     }
 }
 
-/// Returns the indices in block `b` that the query at `position` sees.
+/// Returns the range of indices in block `b` that are visible to the query at `position`.
 #[inline(always)]
 pub(super) fn visible_keys(attention: &Attention, position: usize, b: usize) -> (usize, usize) {
     let low = attention.first_key(position).saturating_sub(b * BLOCK);
     (low, (position + 1 - b * BLOCK).min(BLOCK))
 }
 
-/// The queries of `G` heads of one group at one position, and the location of their keys.
+/// The queries of `G` heads of one group at one position, and the keys and values of the sequence.
 #[derive(Clone, Copy)]
 struct Queries<'a, const G: usize> {
     attention: &'a Attention,
@@ -134,7 +135,8 @@ struct Queries<'a, const G: usize> {
 }
 
 impl<const G: usize> Queries<'_, G> {
-    /// Processes the keys of one chunk in ascending order. `o [G][D]` becomes their `O`.
+    /// Processes the keys of one chunk in ascending order. Writes the sums `O` of the chunk to `o [G][D]`,
+    /// and returns the softmax states.
     #[inline(always)]
     fn process_chunk(&self, chunk: usize, o: &mut [f32]) -> [Softmax; G] {
         let Self { attention, cache, kv_head, position, q, sinks } = *self;
@@ -166,7 +168,7 @@ impl<const G: usize> Queries<'_, G> {
                 for x in p.iter_mut() {
                     *x = exp(*x - highest);
                 }
-                // Before the first block `o` is all zeros.
+                // Before the first block, `o` has no valid values, so the factor is 0.
                 shrink[g] = if b == first { 0.0 } else { exp(*maximum - highest) };
                 *maximum = highest;
                 *total = *total * shrink[g] + sum_lanes([&p[..]], |[p]| p);
@@ -176,12 +178,14 @@ impl<const G: usize> Queries<'_, G> {
         softmaxes
     }
 
-    /// Processes all keys and writes output and log-sum-exp. `chunk_o` is scratch.
+    /// Processes all keys. Writes the output to `o` and the log-sum-exps to `lse`. `chunk_o` is scratch
+    /// memory.
     #[inline(always)]
     fn attend(&self, o: &mut [f32], lse: &mut [f32], chunk_o: &mut Vec<f32>) {
         let d = self.attention.head_dim;
         let mut chunks = chunks(self.attention, self.position);
-        // The first chunk is taken as it is: merging it into an empty softmax would change nothing.
+        // The first chunk is the initial state, because merging it into an empty softmax would change
+        // nothing.
         let mut softmaxes = match chunks.next() {
             Some(chunk) => self.process_chunk(chunk, o),
             None => {
@@ -202,7 +206,8 @@ impl<const G: usize> Queries<'_, G> {
     }
 }
 
-/// Runs the body with `G` and the first head of every set of heads that are processed together: 4, 2 or 1.
+/// Runs the body once per set of heads that are processed together. `G` is the number of heads of the set: 4,
+/// 2 or 1. The body also gets the first head of the set.
 macro_rules! each_set_of_heads {
     ($heads:expr, |$G:ident, $head:ident| $body:block) => {{
         let std::ops::Range { start: mut $head, end } = $heads;
@@ -228,9 +233,10 @@ macro_rules! each_set_of_heads {
     }};
 }
 
-/// Computes output and log-sum-exp of one key-value head's group, for rows at positions `first..`.
+/// Computes the outputs and the log-sum-exps of the group of one key-value head, for rows at the positions
+/// from `first` on.
 ///
-/// `q` and `out` are `[rows][N][D]`, `lse` is `[rows][N]`.
+/// `q` and `out` are `[rows][N][D]`, and `lse` is `[rows][N]`.
 #[allow(clippy::too_many_arguments)]
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn attend(
@@ -258,13 +264,13 @@ pub(super) fn attend(
     }
 }
 
-/// Result of [`attend_chunk`]: a softmax and `O` `[D]` per head of the group.
+/// The result of [`attend_chunk`]: a softmax state and a sum `O [D]` per head of the group.
 pub(super) struct ChunkState {
     softmaxes: Vec<Softmax>,
     o: Vec<f32>,
 }
 
-/// Computes one chunk of a single row's [`attend`], to be merged by [`merge_chunks`].
+/// Computes one chunk of [`attend`] for a single row. [`merge_chunks`] merges the chunks.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn attend_chunk(
     attention: &Attention,
@@ -289,8 +295,8 @@ pub(super) fn attend_chunk(
     ChunkState { softmaxes, o }
 }
 
-/// Merges a single row's visible chunks, in order, into output and log-sum-exp for one key-value head's
-/// group.
+/// Merges the visible chunks of a single row, in order, for the group of one key-value head. Writes the
+/// outputs and the log-sum-exps.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn merge_chunks(
     attention: &Attention,

@@ -1,25 +1,29 @@
-//! Rust mirror of `kernels/sink_attention.cuh`: parameter struct, kernel names and launch sizes.
+//! The declarations of `kernels/sink_attention.cuh` in Rust: the parameter struct, the kernel names and the
+//! launch sizes.
 //!
-//! Compiled in every build without CUDA types, so a test can compare it with the header anywhere.
+//! The module has no CUDA types and is compiled in every build, so a test without a GPU can compare it with
+//! the header.
 
-/// The header's `Tile`: a part of one sequence. A query tile has 128 packed rows, a key tile has
-/// [`KernelSet::dkv_keys`] keys; both begin at `first`.
+/// `Tile` of the header: a part of one sequence. A query tile has 128 packed rows, and a key tile has
+/// [`KernelSet::dkv_keys`] keys. Both begin at `first`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
     /// Index of the sequence.
     pub sequence: i32,
-    /// First packed row (token · group + head of the group) or first key.
+    /// The first packed row, or the first key. The packed row of a token and a head is token · group size +
+    /// index of the head in its group.
     pub first: i32,
 }
 
-/// `ChunkTile` of the header: a [`Tile`] of packed rows and one chunk of their visible keys.
+/// `ChunkTile` of the header: a [`Tile`] of packed rows, and one chunk of the keys that are visible to these
+/// rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct ChunkTile {
-    /// The rows.
+    /// The packed rows.
     pub tile: Tile,
-    /// Index of the chunk: its keys start at [`CHUNK_KEYS`] times this.
+    /// Index of the chunk. The first key of the chunk is this index times [`CHUNK_KEYS`].
     pub chunk: i32,
 }
 
@@ -65,50 +69,51 @@ const _: () = assert!(size_of::<ChunkTile>() == 12 && align_of::<ChunkTile>() ==
 
 /// The head size of the kernels.
 pub const HEAD_DIM: usize = 64;
-/// Packed query rows per block of the forward and of dQ.
+/// Number of packed query rows per block of the forward pass and of dQ.
 pub const TILE_ROWS: usize = 128;
-/// Keys per step and per page.
+/// Number of keys per step and per page.
 pub const BLOCK_KEYS: usize = 64;
-/// Keys per chunk; the softmax starts anew at multiples of it.
+/// Number of keys per chunk. The softmax starts again at multiples of this number.
 pub const CHUNK_KEYS: usize = 512;
-/// Number of floats of a part's output. A part is a row's state over one chunk; [`PART_SUMS`] holds the rest.
+/// Number of floats of the output of a part. A part is the state of a row after one chunk: its output and its
+/// softmax state ([`PART_SUMS`]).
 pub const PART_OUT: usize = HEAD_DIM;
-/// Number of floats of a part's softmax state: maximum and sum of four lanes.
+/// Number of floats of the softmax state of a part: the maximum and the sum of four lanes.
 pub const PART_SUMS: usize = 8;
 
 /// A kernel: its location and launch configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kernel {
-    /// Name of its function.
+    /// The name of the function.
     pub function: &'static str,
-    /// Stem of its file in `kernels/`.
+    /// The stem of the name of the file in `kernels/`.
     pub file: &'static str,
-    /// Threads per block.
+    /// Number of threads per block.
     pub threads: usize,
-    /// Dynamic shared memory per block, bytes.
+    /// Dynamic shared memory per block, in bytes.
     pub shared_bytes: usize,
 }
 
 /// All kernel sets.
 pub static KERNEL_SETS: [KernelSet; 2] = [WGMMA, MMA];
 
-/// The kernels of a forward and its backward. A run uses one set on all its paths: two sets round
-/// differently.
+/// The kernels of a forward pass and its backward pass. A run uses one set in all its passes, because two
+/// sets round differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelSet {
-    /// Its name in reports: the instruction of its products.
+    /// The name in reports, which is the instruction of its products.
     pub name: &'static str,
     /// Blocks: query tiles × key-value heads.
     pub forward: Kernel,
-    /// Computes one chunk of the forward. Blocks: chunk tiles × key-value heads.
+    /// Computes one chunk of the forward pass. Blocks: chunk tiles × key-value heads.
     pub chunk: Kernel,
     /// Merges the chunks. Blocks: query tiles × key-value heads.
     pub merge: Kernel,
-    /// Blocks: rows of [T, N] by [`DELTA_ROWS`].
+    /// Blocks: the number of rows of [T, N] divided by [`DELTA_ROWS`].
     pub delta: Kernel,
     /// Blocks: key tiles × key-value heads.
     pub dkv: Kernel,
-    /// Keys per key tile.
+    /// Number of keys per key tile.
     pub dkv_keys: usize,
     /// Blocks: query tiles × key-value heads.
     pub dq: Kernel,
@@ -116,7 +121,7 @@ pub struct KernelSet {
     pub dsinks: Kernel,
 }
 
-/// Rows of `[T, N]` per block of delta.
+/// Number of rows of `[T, N]` per block of `delta`.
 pub const DELTA_ROWS: usize = 32;
 
 const BLOCK_BYTES: usize = BLOCK_KEYS * HEAD_DIM * 2;
@@ -126,7 +131,7 @@ const fn kernel(function: &'static str, file: &'static str, threads: usize, shar
     Kernel { function, file, threads, shared_bytes }
 }
 
-/// Kernels with warp-wide tensor-core products, `mma.sync`.
+/// The kernels with warp-wide tensor-core products (`mma.sync`).
 pub const MMA: KernelSet = KernelSet {
     name: "mma.sync",
     forward: kernel("sink_attention_forward", "sink_attention_forward", 128, FORWARD_BYTES),
@@ -139,7 +144,7 @@ pub const MMA: KernelSet = KernelSet {
     dsinks: kernel("sink_attention_dsinks", "sink_attention_backward", 256, 256 * 4),
 };
 
-/// Kernels with warpgroup-wide products, `wgmma`.
+/// The kernels with warpgroup-wide tensor-core products (`wgmma`).
 pub const WGMMA: KernelSet = KernelSet {
     name: "wgmma",
     forward: kernel(
@@ -170,12 +175,13 @@ pub const WGMMA: KernelSet = KernelSet {
     ..MMA
 };
 
-/// Bytes of shared memory for the saved state of a tile's rows. One warp owns 16 rows; each of its 32 lanes
-/// saves 11 × 16 bytes.
+/// Size of the shared memory for the saved state of the rows of a tile, in bytes. A warp has 16 rows, and
+/// each of its 32 lanes saves 11 × 16 bytes.
 const ROW_STATE_BYTES: usize = TILE_ROWS / 16 * 32 * 11 * 16;
 const FORWARD_BYTES: usize = TILE_BYTES + 4 * BLOCK_BYTES + ROW_STATE_BYTES;
 
-/// Returns the bytes of `stages` stages of key and value blocks, with two barriers each.
+/// Returns the size of `stages` pipeline stages, in bytes. A stage has a block of keys, a block of values and
+/// two barriers.
 const fn ring_bytes(stages: usize) -> usize {
     stages * (2 * BLOCK_BYTES + 2 * 8)
 }

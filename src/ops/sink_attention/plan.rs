@@ -1,6 +1,6 @@
-//! Launch plans of the GPU attention, computed on the host: kernels, tiles, and the sizes that are refused.
+//! Launch plans of attention on a GPU, computed on the host: the tiles of a launch, and the checks of sizes.
 //!
-//! These are plain functions of numbers, tested without a GPU.
+//! The functions only compute with numbers, and are tested without a GPU.
 
 use super::Attention;
 use super::kernels::{BLOCK_KEYS, CHUNK_KEYS, ChunkTile, HEAD_DIM, PART_OUT, PART_SUMS, TILE_ROWS, Tile};
@@ -8,13 +8,14 @@ use candle_core::{Result, bail};
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Blocks of the forward that run at once on a supported GPU: 132 multiprocessors, two each.
+/// Number of blocks of the forward pass that a supported GPU runs concurrently: two on each of 132
+/// multiprocessors.
 const BLOCKS_AT_ONCE: usize = 264;
-/// Maximum memory for the parts of a split forward, bytes.
+/// Maximum memory for the parts of a split forward pass, in bytes.
 pub const PARTS_BYTES_MAX: usize = 256 << 20;
 
-/// Refuses a device that the kernels are not compiled for. They are `sm_90a` code, which runs on compute
-/// capability 9.0 only.
+/// Checks that the kernels run on a device. They are compiled as `sm_90a` code, which runs only on devices of
+/// compute capability 9.0.
 ///
 /// # Errors
 /// When `capability` (major, minor) is not 9.0.
@@ -29,10 +30,10 @@ pub fn check_device(name: &str, capability: (i32, i32)) -> Result<()> {
     Ok(())
 }
 
-/// Refuses sizes that the kernels do not support.
+/// Checks that the kernels support the sizes of an attention call.
 ///
 /// # Errors
-/// When the head size is not 64, or `kv_heads` does not divide `heads`.
+/// When the head size is not 64, `kv_heads` does not divide `heads`, or the window is 0.
 pub fn check_attention(attention: &Attention) -> Result<()> {
     let Attention { heads, kv_heads, head_dim, window, .. } = *attention;
     if head_dim != HEAD_DIM {
@@ -43,16 +44,17 @@ pub fn check_attention(attention: &Attention) -> Result<()> {
     }
     if kv_heads == 0 || heads == 0 || heads % kv_heads != 0 {
         bail!(
-            "sink_attention: {heads} query heads are no multiple of {kv_heads} key-value heads; change one of them"
+            "sink_attention: {heads} query heads are not a multiple of {kv_heads} key-value heads; change one of the numbers"
         );
     }
     if window == Some(0) {
-        bail!("sink_attention: a window of 0 keys hides every key; give 1 or more, or no window");
+        bail!("sink_attention: a window of 0 keys masks every key; give 1 or more, or no window");
     }
     Ok(())
 }
 
-/// The sequences of a launch: `queries[s]` new tokens at the end of `keys[s]` positions.
+/// The sequences of a launch. Sequence s has `keys[s]` positions, of which the last `queries[s]` are new
+/// tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchSequences {
     queries: Vec<usize>,
@@ -60,11 +62,11 @@ pub struct LaunchSequences {
 }
 
 impl LaunchSequences {
-    /// Returns whole sequences, each query with its own key: training and prefill. `cu_seqlens` as in
-    /// [`super::sink_attention`].
+    /// Returns packed sequences, in which every position is a query and a key, as in training and prefill.
+    /// `cu_seqlens` has the start of each sequence, then the number of rows.
     ///
     /// # Errors
-    /// When the bounds do not start at 0 or decrease.
+    /// When `cu_seqlens` does not start at 0, or decreases.
     pub fn for_packed_sequences(cu_seqlens: &[usize]) -> Result<Self> {
         if cu_seqlens.first() != Some(&0) || cu_seqlens.windows(2).any(|w| w[0] > w[1]) {
             bail!("sink_attention: the sequences' bounds {cu_seqlens:?} must start at 0 and not decrease");
@@ -73,14 +75,14 @@ impl LaunchSequences {
         Self { queries: lengths.clone(), keys: lengths }.validate()
     }
 
-    /// Returns `counts[s]` new tokens after `lengths[s]` cached positions.
+    /// Returns cached sequences: sequence s has `counts[s]` new tokens after `lengths[s]` cached positions.
     ///
     /// # Errors
     /// When the numbers of sequences differ.
     pub fn for_cached_sequences(counts: &[usize], lengths: &[usize]) -> Result<Self> {
         if counts.len() != lengths.len() {
             bail!(
-                "sink_attention: new tokens for {} sequences, caches of {}; give one count per cache",
+                "sink_attention: new tokens for {} sequences, but caches of {}; give one count per cache",
                 counts.len(),
                 lengths.len()
             );
@@ -90,12 +92,12 @@ impl LaunchSequences {
     }
 
     fn validate(self) -> Result<Self> {
-        // Positions and tiles are 32-bit on the device.
+        // Positions and tiles are 32-bit numbers on the device.
         let longest = i32::MAX as usize / 16;
         let (queries, keys) = (self.queries.iter().sum::<usize>(), self.keys.iter().sum::<usize>());
         if queries.max(keys) > longest {
             bail!(
-                "sink_attention: {queries} queries and {keys} keys in a launch, at most {longest}; split the batch"
+                "sink_attention: {queries} queries and {keys} keys in a launch, but at most {longest} of each are supported; split the batch"
             );
         }
         Ok(self)
@@ -109,7 +111,8 @@ impl LaunchSequences {
     /// Checks that a page table covers the last key of the longest sequence.
     ///
     /// # Errors
-    /// When it does not; `entries` is the table's length, `pages_max` its width.
+    /// When the table does not cover this key. `entries` is the length of the table, and `pages_max` its
+    /// width.
     pub fn check_page_table(&self, entries: usize, pages_max: usize) -> Result<()> {
         let longest = self.keys.iter().copied().max().unwrap_or(0);
         let needed = longest.div_ceil(BLOCK_KEYS);
@@ -133,7 +136,8 @@ impl LaunchSequences {
         bounds(&self.keys)
     }
 
-    /// Returns every query tile in order, with the union of the keys that its rows see.
+    /// Returns every query tile in order, with the range of keys that are visible to at least one of its
+    /// rows.
     fn rows_and_keys(&self, attention: &Attention) -> Vec<(Tile, Range<usize>)> {
         let group = attention.heads / attention.kv_heads;
         let mut tiles = vec![];
@@ -149,14 +153,15 @@ impl LaunchSequences {
         tiles
     }
 
-    /// Returns the tiles of the forward and of dQ, those with the most visible keys first.
+    /// Returns the tiles of the forward pass and of dQ, in descending order of visible keys.
     pub fn query_tiles(&self, attention: &Attention) -> Vec<Tile> {
         let tiles = self.rows_and_keys(attention).into_iter();
         let blocks = |seen: Range<usize>| seen.end.div_ceil(BLOCK_KEYS) - seen.start / BLOCK_KEYS;
         most_work_first(tiles.map(|(tile, seen)| (blocks(seen), tile)).collect())
     }
 
-    /// Returns every query tile with each chunk of keys that its rows see: the blocks of a split forward.
+    /// Returns the blocks of a split forward pass: every query tile, once per chunk with keys that are
+    /// visible to its rows.
     pub fn chunk_tiles(&self, attention: &Attention) -> Vec<ChunkTile> {
         let chunks = |seen: Range<usize>| seen.start / CHUNK_KEYS..seen.end.div_ceil(CHUNK_KEYS);
         let tiles = self.rows_and_keys(attention).into_iter();
@@ -165,15 +170,15 @@ impl LaunchSequences {
             .collect()
     }
 
-    /// Returns `part_starts` of the header: each sequence's first part, then the number of parts.
+    /// Returns `part_starts` of the header: the first part of each sequence, then the number of parts.
     pub fn part_starts(&self) -> Vec<i32> {
         let parts = self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS));
         bounds(&parts.collect::<Vec<_>>())
     }
 
-    /// Returns true when the forward should run one block per chunk and merge them. The bits are the same.
-    /// This pays when the tiles leave part of the GPU idle and see many keys, as in a decode of few long
-    /// sequences.
+    /// Returns whether the forward pass should run one block per chunk of keys and merge the chunks. The bits
+    /// do not depend on the choice. Splitting is faster when there are too few tiles to fill the GPU and many
+    /// keys per tile, as in decode of a few long sequences.
     pub fn should_split_keys(&self, attention: &Attention) -> bool {
         let tiles = self.query_tiles(attention).len();
         let parts: usize = self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS)).sum();
@@ -183,10 +188,11 @@ impl LaunchSequences {
             && bytes <= PARTS_BYTES_MAX
     }
 
-    /// Refuses a sequence with more rows than the kernels can count.
+    /// Checks that the kernels can count the rows of every sequence.
     ///
     /// # Errors
-    /// When a sequence's queries times the square of the query heads per key-value head reach 2^31.
+    /// When the number of queries of a sequence, times the square of the number of query heads per key-value
+    /// head, reaches 2^31.
     pub fn check_rows(&self, attention: &Attention) -> Result<()> {
         let group = attention.heads / attention.kv_heads.max(1);
         let longest = self.queries.iter().copied().max().unwrap_or(0);
@@ -200,7 +206,8 @@ impl LaunchSequences {
         Ok(())
     }
 
-    /// Returns the tiles of dK and dV, `tile_keys` keys each, those seen by the most queries first.
+    /// Returns the tiles of dK and dV, with `tile_keys` keys each, in descending order of queries to which
+    /// they are visible.
     pub fn key_tiles(&self, attention: &Attention, tile_keys: usize) -> Vec<Tile> {
         let mut tiles = vec![];
         for (s, (&queries, &keys)) in self.queries.iter().zip(&self.keys).enumerate() {
@@ -225,7 +232,7 @@ fn bounds(lengths: &[usize]) -> Vec<i32> {
         .collect()
 }
 
-/// Sorts the largest tiles first, so that none starts late. The order changes no result.
+/// Sorts tiles by descending work, so that no large tile starts late. The order changes no result.
 fn most_work_first(mut tiles: Vec<(usize, Tile)>) -> Vec<Tile> {
     tiles.sort_by_key(|&(work, _)| Reverse(work));
     tiles.into_iter().map(|(_, tile)| tile).collect()

@@ -1,13 +1,13 @@
 //! Output rows that tasks of different heads write in parallel.
 
-/// A buffer that tasks of different key-value heads write at disjoint indices.
+/// A buffer to which tasks of different key-value heads write at disjoint indices.
 pub(super) struct Rows<'a> {
     start: *mut f32,
     len: usize,
     lifetime: std::marker::PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: tasks write only the columns of their own heads, which no other task writes.
+// SAFETY: each task writes only the columns of its own heads, and no other task writes these columns.
 unsafe impl Sync for Rows<'_> {}
 
 impl<'a> Rows<'a> {
@@ -18,16 +18,17 @@ impl<'a> Rows<'a> {
     /// Returns the part `offset..offset + len`.
     pub(super) fn slice(&self, offset: usize, len: usize) -> Self {
         assert!(offset + len <= self.len, "attention output out of bounds");
-        // SAFETY: in bounds by the assertion.
+        // SAFETY: the assertion checked the bounds.
         Self { start: unsafe { self.start.add(offset) }, len, lifetime: self.lifetime }
     }
 
-    /// Returns the `width` values from `offset`.
+    /// Returns the `width` values from `offset` on.
     #[allow(clippy::mut_from_ref)]
     #[inline(always)]
     pub(super) fn at(&self, offset: usize, width: usize) -> &mut [f32] {
         assert!(offset + width <= self.len, "attention output out of bounds");
-        // SAFETY: in bounds by the assertion; disjoint between tasks, as the type's doc says.
+        // SAFETY: the assertion checked the bounds. The ranges of different tasks are disjoint, as the
+        // documentation of the type requires.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(offset), width) }
     }
 }

@@ -2,18 +2,18 @@
 
 use super::{KRange, TileOperands, TileOutput, UnpackedOperand};
 
-/// Vectors of words of one kind.
+/// Vectors of 32-bit words, with f32 or bf16 values.
 ///
 /// # Safety
-/// Every function needs a processor that has the vectors; pointers must be valid for the values read or
+/// The processor must have the vector instructions. Pointers must be valid for the values that are read or
 /// written.
 pub trait SimdWords {
     type Vector: Copy;
-    /// Words per vector.
+    /// Number of words per vector.
     const LANES: usize;
-    /// Rows per tile: its sums and the columns of a step fit into registers.
+    /// Number of rows per tile. The sums of a tile and the columns of one step fit into registers.
     const ROWS: usize;
-    /// Values of k per word.
+    /// Number of values of k per word.
     const PER_WORD: usize;
     unsafe fn zero() -> Self::Vector;
     unsafe fn splat(word: u32) -> Self::Vector;
@@ -22,14 +22,14 @@ pub trait SimdWords {
     /// Returns `sum` plus the products of the words of `x` and `w`.
     unsafe fn add_product(sum: Self::Vector, x: Self::Vector, w: Self::Vector) -> Self::Vector;
     unsafe fn add(a: Self::Vector, b: Self::Vector) -> Self::Vector;
-    /// Writes the first `columns` sums to `to`, or adds them.
+    /// Writes the first `columns` sums to `to`. If `add` is true, adds them to the values there.
     unsafe fn store_columns(to: *mut f32, sums: Self::Vector, columns: usize, add: bool);
-    /// Loads one vector from `left` values that are contiguous in memory.
+    /// Loads one vector from at most `left` values that are contiguous in memory.
     unsafe fn load_contiguous(from: *const f32, left: usize) -> Self::Vector;
-    /// Loads one word of each of at most `lines` lines (a row of A, or a column of B). A line's values are
-    /// `stride` apart, and `left` of them exist.
+    /// Loads one word of each of at most `lines` lines, which are rows of A or columns of B. The values of a
+    /// line are `stride` apart, and `left` of them exist.
     unsafe fn load_strided(from: *const f32, stride: usize, left: usize, lines: usize) -> Self::Vector;
-    /// Transposes the first [`Self::LANES`] vectors: word `i` of vector `j` swaps with word `j` of vector
+    /// Transposes the first [`Self::LANES`] vectors: swaps word `i` of vector `j` with word `j` of vector
     /// `i`.
     unsafe fn transpose(block: &mut [Self::Vector; 16]);
     /// Calls [`super::tile`] for `rows` rows, compiled for the vectors.
@@ -45,7 +45,8 @@ pub trait SimdWords {
     );
 }
 
-// Each unsafe block holds only intrinsics; the trait requires of its callers the features that these need.
+// Unsafe blocks in this module have only intrinsics. The trait requires that callers check the processor
+// features of these intrinsics.
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
@@ -53,7 +54,7 @@ pub mod x86 {
     use super::{KRange, SimdWords, TileOperands, TileOutput, UnpackedOperand};
     use std::arch::x86_64::*;
 
-    /// Implements the trait's two functions that are compiled for a processor's features.
+    /// Implements the two functions of the trait that are compiled for the features of a processor.
     macro_rules! compile_for_features {
         ($features:literal, $($rows:literal)+) => {
             #[inline]
@@ -106,7 +107,7 @@ pub mod x86 {
         }
     }
 
-    /// Transposes four by four blocks of four words: first within each block, then the blocks.
+    /// Transposes a matrix of 4 × 4 blocks with 4 × 4 words: first each block, then the matrix of blocks.
     #[inline(always)]
     unsafe fn transpose(rows: &mut [__m512; 16]) {
         unsafe {
@@ -137,7 +138,7 @@ pub mod x86 {
         }
     }
 
-    /// f32, sixteen lanes.
+    /// Sixteen f32 lanes (AVX-512).
     pub struct F32x16;
 
     // SAFETY: guaranteed by the caller, as the trait requires.
@@ -209,7 +210,7 @@ pub mod x86 {
         }
     }
 
-    /// f32, eight lanes.
+    /// Eight f32 lanes (AVX2).
     pub struct F32x8;
 
     // SAFETY: guaranteed by the caller, as the trait requires.
@@ -303,8 +304,8 @@ pub mod x86 {
         compile_for_features!("avx2,fma", 1 2 3 4 5 6);
     }
 
-    /// 32 bf16 values a vector, two neighbouring k in each 32-bit word. AVX-512 BF16 dot products multiply
-    /// them, with f32 sums.
+    /// 32 bf16 values per vector, with two neighbouring k in each 32-bit word. Dot-product instructions of
+    /// AVX-512 BF16 multiply the values and add in f32.
     pub struct Bf16x32;
 
     // SAFETY: guaranteed by the caller, as the trait requires.
@@ -363,7 +364,8 @@ pub mod x86 {
             unsafe {
                 let low = load_first(from, lines);
                 let high = load_first(from.wrapping_add(stride), if left > 1 { lines } else { 0 });
-                // The low halves come first: each is paired with its high half.
+                // The low halves are in the first vector, and each is paired with its high half in the second
+                // vector.
                 let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
                 let pairs = _mm512_or_si512(
                     lanes,

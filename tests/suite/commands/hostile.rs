@@ -118,7 +118,7 @@ fn an_index_of_absent_shards_is_told_in_a_short_line() {
         (0..500_000).map(|i| format!("\"t{i}\":\"model-{i:06}.safetensors\"")).collect();
     let index = format!("{{\"weight_map\":{{{}}}}}", entries.join(","));
     fs::write(model.join("model.safetensors.index.json"), index).unwrap();
-    refused(&mut check(&model), &["model-000000.safetensors", "and 499984 more; fetch them"]);
+    refused(&mut check(&model), &["model-000000.safetensors", "and 499984 more; fetch these files"]);
 }
 
 /// They took ten seconds.

@@ -89,8 +89,8 @@ fn a_flipped_bit_in_any_file_of_a_checkpoint_is_found_and_led_away_from() {
         flip(&checkpoint.join(name));
         refused(&mut verify(&[&out]), &["DAMAGED", name, "step-000001: the newest sound checkpoint"]);
         if ["model.safetensors", "manifest.b3"].contains(&name.as_str()) {
-            refused(&mut run.resume(), &[name, "newest sound checkpoint is step-000001", "mv "]);
-            refused(rloss().arg("eval").arg(&out), &[name, "newest sound checkpoint is step-000001"]);
+            refused(&mut run.resume(), &[name, "newest intact checkpoint is step-000001", "mv "]);
+            refused(rloss().arg("eval").arg(&out), &[name, "newest intact checkpoint is step-000001"]);
         }
         flip(&checkpoint.join(name));
     }
@@ -118,7 +118,7 @@ fn a_changed_step_is_found_not_followed() {
     done(&mut run.resume());
     // Without a manifest the name still tells.
     fs::remove_file(state.with_file_name("manifest.b3")).unwrap();
-    refused(&mut verify(&[&run.path()]), &["step-000001/manifest.b3: is gone"]);
+    refused(&mut verify(&[&run.path()]), &["step-000001/manifest.b3: is missing"]);
     replace(&state, "\"metrics_digest\"", "\"was\"");
     replace(&state, "\"reference_digest\"", "\"was_too\"");
     refused(&mut verify(&[&run.path()]), &["step-000001/trainer.json", "state of step-000009"]);
@@ -161,12 +161,12 @@ fn changed_metrics_are_found_up_to_the_checkpoint() {
     let at = whole.len() - 10;
     changed[at] ^= 1;
     fs::write(&metrics, &changed).unwrap();
-    refused(&mut run.resume(), &["metrics.jsonl: damaged", "newest sound checkpoint is step-000001"]);
+    refused(&mut run.resume(), &["metrics.jsonl: damaged", "newest intact checkpoint is step-000001"]);
     changed[20] ^= 1;
     fs::write(&metrics, &changed).unwrap();
-    refused(&mut run.resume(), &["metrics.jsonl: damaged", "No checkpoint of the run is sound"]);
+    refused(&mut run.resume(), &["metrics.jsonl: damaged", "All checkpoints of the run are damaged"]);
     fs::remove_file(&metrics).unwrap();
-    refused(&mut run.resume(), &["metrics.jsonl: is gone", "Restore it", "model.path="]);
+    refused(&mut run.resume(), &["metrics.jsonl: is missing", "Restore the file", "model.path="]);
     fs::write(&metrics, &whole).unwrap();
     done(&mut run.resume());
 }

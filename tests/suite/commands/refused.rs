@@ -240,7 +240,7 @@ fn a_damaged_checkpoint_names_itself() {
     let tensors = checkpoint.join("trainer.safetensors");
     let bytes = std::fs::read(&tensors).unwrap();
     std::fs::write(&tensors, &bytes[..bytes.len() / 2]).unwrap();
-    refused(&mut resumed(&out, &[]), &["step-000002/trainer.safetensors", "newest sound"]);
+    refused(&mut resumed(&out, &[]), &["step-000002/trainer.safetensors", "newest intact"]);
     std::fs::write(checkpoint.join("trainer.json"), "{").unwrap();
     refused(&mut resumed(&out, &[]), &["step-000002/trainer.json", "cold-start-000004"]);
     // The remedy works.

@@ -297,9 +297,9 @@ impl Case {
             .iter()
             .for_each(|r| cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + r.tokens.len()));
         let rotation = self.model.rotation(positions);
-        let attend =
+        let attention =
             &mut PackedAttention { sequence_rows: Arc::new(SequenceRows::from_cu_seqlens(&cu_seqlens)) };
-        let rows = &mut rloss::model::forward::Rows { rotation, attend, replay: None };
+        let rows = &mut rloss::model::forward::Rows { rotation, attention, replay: None };
         let x = policy
             .decoder_stack()
             .forward(&Arc::new(tokens), rows, &mut decoder_stack::keep_nothing)

@@ -105,7 +105,7 @@ fn the_gradient_to_the_input_has_the_bits_of_the_decoded_matrix() {
                         GemmThreads::Pool,
                         &mut expected,
                         StridedMatrix::row_major(&dy, n),
-                        StridedMatrix::transposed(&decoded, n),
+                        StridedMatrix::column_major(&decoded, n),
                         (m, n, k),
                         false,
                     );

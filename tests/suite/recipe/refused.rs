@@ -179,11 +179,11 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[model.architecture]\nhead_dim = 15",
-            "r.toml:2: model.architecture.head_dim: 15 is odd, and the rotary embedding turns pairs; give an even number",
+            "r.toml:2: model.architecture.head_dim: 15 is odd, but the rotary embedding rotates pairs of dimensions; give an even number",
         ),
         (
             "[model.architecture]\nnum_experts_per_tok = 8",
-            "r.toml:2: model.architecture.num_experts_per_tok: 8 is more than the 4 experts of a layer; give at most that many",
+            "r.toml:2: model.architecture.num_experts_per_tok: 8 is more than the 4 experts of a layer; give at most this number",
         ),
         (
             "[model.architecture.yarn]\nbeta_slow = 64",

@@ -142,7 +142,7 @@ fn an_empty_call_in_a_graph_is_as_on_the_cpu() {
 }
 
 /// candle's `to_dtype`, `index_select`, `gather`, `sum` and `max` fail on a device when a tensor is empty.
-/// Every op with a GPU forward therefore has a test without rows.
+/// Every op with a GPU forward pass therefore has a test without rows.
 #[test]
 fn ops_without_a_device_form_say_so() {
     let gpu = open(0).unwrap();

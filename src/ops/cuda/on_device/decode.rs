@@ -1,4 +1,4 @@
-//! Tests of decode that is loaded, recorded and replayed, compared with single calls.
+//! Tests of decode steps that are loaded, captured and replayed, compared with single calls.
 
 use super::{assert_refused, floats, numbers, to_gpu};
 use crate::ops::cuda::{
@@ -154,7 +154,7 @@ fn work_that_fails_leaves_no_recording_begun() {
         Some("of the work")
     );
     assert!(context.is_event_tracking());
-    // Later work runs, it is not recorded.
+    // Later work runs instead of being captured.
     let from = to_gpu(&numbers(1, 2, 8, 1.0), &gpu);
     overwrite(&x, &from).unwrap();
     assert_eq!(floats(&x), floats(&from));

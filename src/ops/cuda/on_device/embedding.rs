@@ -80,7 +80,7 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let odd = Tensor::zeros((3, 12), DType::BF16, &gpu).unwrap();
     assert_refused(
         select_rows(&odd, &one),
-        "rows of 12 on a GPU; take a hidden size that is a multiple of 8",
+        "rows of 12 values are not supported on a GPU; use a hidden size that is a multiple of 8",
     );
     assert_refused(select_rows(&table, &Arc::new(vec![3])), "row 3 of 3");
     assert_refused(
@@ -89,6 +89,9 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     );
     let dy = Tensor::zeros((1, 8), DType::BF16, &gpu).unwrap();
     let by_id = TokensById::new(&[3]);
-    assert_refused(add_rows(&held, &dy, &by_id), "id 3 for a gradient of 3; give the buffer of the table");
+    assert_refused(
+        add_rows(&held, &dy, &by_id),
+        "id 3 is not below 3, the size of the gradient; give the gradient buffer",
+    );
     assert_refused(add_rows(&numbers(8, 4, 8, 1.0), &dy, &by_id), "is not on the GPU; call to_device first");
 }

@@ -179,6 +179,6 @@ fn nothing_to_do_is_no_launch_and_what_does_not_fit_is_refused() {
     let plan = Dispatch::new(&Tensor::zeros((1, 1), DType::U32, &gpu).unwrap(), 1).unwrap();
     assert_refused(
         ops::dispatch(&odd, &plan),
-        "rows of 12 on a GPU; take a hidden size that is a multiple of 8",
+        "rows of 12 values are not supported on a GPU; use a hidden size that is a multiple of 8",
     );
 }

@@ -33,7 +33,7 @@ fn the_loss_and_its_gradient_are_the_cpus() {
     }
 }
 
-/// In training, one backward starts from this loss and from the head's output.
+/// In training, one backward pass starts from this loss and from the output of the head.
 #[test]
 fn it_is_differentiated_beside_another_gradient() {
     let gpu = open(0).unwrap();
@@ -72,7 +72,7 @@ fn no_rows_are_no_loss_and_what_does_not_fit_is_refused() {
     );
     assert_refused(
         load_balance(&logits, &plan_of(3), Some(&Arc::new(vec![1; 2]))),
-        "do not match the rows of `holders`",
+        "do not match the rows of `sequences_per_row`",
     );
     let half = logits.to_dtype(DType::BF16).unwrap();
     assert_refused(load_balance(&half, &plan_of(3), None), "the router logits [3, 8] is BF16, expected F32");

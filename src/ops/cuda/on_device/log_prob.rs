@@ -110,7 +110,7 @@ fn no_rows_of_logits_are_no_launch_and_lengths_that_disagree_are_refused() {
         let error = row_stats(gpu, &mut z.as_view_mut(), 1.0, [&mut sums, &mut entropy], None).unwrap_err();
         assert!(error.to_string().contains(text), "{error}");
     };
-    refused(5, 5, "log_prob: 12 logits in 5 rows; give whole rows");
-    refused(0, 0, "12 logits in 0 rows");
-    refused(3, 2, "log_prob: 2 numbers for 3 rows; give one per row");
+    refused(5, 5, "log_prob: 12 logits are not a whole number of 5 rows; give whole rows");
+    refused(0, 0, "12 logits are not a whole number of 0 rows");
+    refused(3, 2, "log_prob: 2 numbers for 3 rows; give one number per row");
 }

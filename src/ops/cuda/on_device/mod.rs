@@ -42,7 +42,7 @@ pub(super) fn floats(x: &Tensor) -> Vec<f32> {
     x.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Checks every value within twice the rounding error of bf16, plus `floor`.
+/// Checks that each value differs by at most twice the rounding error of bf16, plus `floor`.
 pub(super) fn assert_rounded(got: &Tensor, exact: &Tensor, floor: f32) {
     assert_eq!(got.dims(), exact.dims());
     for (i, (got, exact)) in floats(got).into_iter().zip(floats(exact)).enumerate() {
@@ -50,7 +50,7 @@ pub(super) fn assert_rounded(got: &Tensor, exact: &Tensor, floor: f32) {
     }
 }
 
-/// Checks that each value differs by at most `error` times the largest exact value; sums are in f32.
+/// Checks that each value differs by at most `error` times the largest exact value.
 pub(super) fn assert_close(got: &Tensor, exact: &Tensor, error: f32) {
     assert_eq!((got.dims(), got.dtype()), (exact.dims(), DType::F32));
     let (got, exact) = (floats(got), floats(exact));
@@ -78,15 +78,15 @@ impl GradientSink for Buffer {
     }
 }
 
-/// Returns `values` as a trainable parameter, and its gradient buffer, which holds `held`.
+/// Returns `values` as a trainable parameter, and its gradient buffer, which has the initial values `held`.
 pub(super) fn trainable_parameter(values: &Tensor, held: &Tensor) -> (ops::Parameter, Tensor) {
-    // A copy: additions in place must change no other tensor.
+    // The buffer is a copy, because additions in place must change no other tensor.
     let buffer = held.copy().unwrap();
     let variable = Var::from_tensor(values).unwrap();
     (ops::Parameter::with_gradient_sink(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
 }
 
-/// Returns the output of `forward`, and the gradients of `leaves` for its gradient `dy`.
+/// Returns the output of `forward`, and the gradients of `leaves` if the gradient of the output is `dy`.
 pub(super) fn forward_and_backward(
     leaves: &[&Tensor],
     dy: &Tensor,
@@ -101,7 +101,8 @@ pub(super) fn forward_and_backward(
     (y.unwrap(), gradients.unwrap())
 }
 
-/// Returns the op's output for `inputs`, and their gradients for `dy`, on the device of the inputs.
+/// Returns the output of the op for `inputs`, and the gradients of `inputs` if the gradient of the output is
+/// `dy`, on the device of the inputs.
 pub(super) fn output_and_gradients(
     inputs: &[&Tensor],
     dy: &Tensor,

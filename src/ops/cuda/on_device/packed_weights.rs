@@ -127,6 +127,6 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
         PackedMatrix::from_bytes(PackedFormat::Bf16, [1, 2, 3], vec![0; PackedFormat::Bf16.bytes([1, 2, 3])]);
     assert_refused(
         bf16.to_device(&gpu),
-        "packed matrix [1, 2, 3]: bf16 is not packed on a GPU; make a bf16 tensor of it there",
+        "packed matrix [1, 2, 3]: bf16 is not packed on a GPU; use a dense bf16 tensor there",
     );
 }

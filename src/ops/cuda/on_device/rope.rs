@@ -51,7 +51,7 @@ fn table_and_positions_are_copied_once_to_each_device() {
     for device in [&first, &second] {
         assert!(rotation.device_positions(device).unwrap().device().same_device(device));
     }
-    assert_eq!(format!("{rotation:?}").matches("Uploaded").count(), 2);
+    assert_eq!(format!("{rotation:?}").matches("DeviceCopies").count(), 2);
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let narrow = Tensor::zeros((2, 24), DType::BF16, &gpu).unwrap();
     assert_refused(
         rope(&narrow, 2, &rotation(6, vec![3, 4])),
-        "heads of 12 in rows of 24 on a GPU; take a head size that is a multiple of 16",
+        "heads of size 12 in rows of 24 values are not supported on a GPU; use a head size that is a multiple of 16",
     );
     assert_refused(rope(&whole, 2, &rotation(8, vec![3, 61])), "positions up to 62");
 }

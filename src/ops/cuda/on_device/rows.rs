@@ -92,6 +92,6 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let weight = Tensor::ones(12, DType::F32, &gpu).unwrap();
     refused(
         ops::rms_norm(&odd, &weight, 1e-5),
-        "rows of 12 on a GPU; take a hidden size that is a multiple of 8",
+        "rows of 12 values are not supported on a GPU; use a hidden size that is a multiple of 8",
     );
 }

@@ -1,10 +1,9 @@
 //! The vector operations of the loops over packed weights, and their x86 implementations.
 
-/// Vectors of one kind.
+/// Vectors of f32 of one width.
 ///
 /// # Safety
-/// Every function needs a processor that has the vectors; pointers must be valid for [`Self::LANES`]
-/// elements.
+/// The processor must have the vector instructions. Pointers must be valid for [`Self::LANES`] elements.
 pub trait SimdLanes {
     type Vector: Copy;
     const LANES: usize;
@@ -13,17 +12,18 @@ pub trait SimdLanes {
     unsafe fn zero() -> Self::Vector;
     unsafe fn splat(x: f32) -> Self::Vector;
     unsafe fn store(to: *mut f32, x: Self::Vector);
-    /// Returns `a · b + c`, rounded once.
+    /// Returns `a · b + c` with one rounding.
     unsafe fn fma(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
     unsafe fn mul(a: Self::Vector, b: Self::Vector) -> Self::Vector;
     unsafe fn bf16(from: *const u8) -> Self::Vector;
-    /// Loads scale bytes, none of them 255.
+    /// Loads scale bytes, none of which may be 255.
     unsafe fn scales(from: *const u8) -> Self::Vector;
-    /// Loads bytes and decodes their low and high nibbles.
+    /// Loads bytes, and returns the decoded values of their low nibbles and of their high nibbles.
     unsafe fn nibbles(from: *const u8) -> [Self::Vector; 2];
 }
 
-// Each unsafe block holds only intrinsics; the trait requires of its callers the features that these need.
+// Unsafe blocks in this module have only intrinsics. The trait requires that callers check the processor
+// features of these intrinsics.
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
@@ -31,7 +31,7 @@ pub mod x86 {
     use crate::ops::mxfp4::MAGNITUDES;
     use std::arch::x86_64::*;
 
-    /// The sixteen values of a nibble.
+    /// The sixteen values that a nibble can encode.
     const NIBBLES: [f32; 16] = {
         let mut values = [0f32; 16];
         let mut i = 0;
@@ -41,7 +41,7 @@ pub mod x86 {
         }
         values
     };
-    /// Bits of 2^-127, the value of scale byte 0.
+    /// The bits of 2^-127, the value of scale byte 0.
     const SMALLEST: i32 = 1 << 22;
 
     pub struct Avx512;
@@ -99,7 +99,7 @@ pub mod x86 {
         unsafe fn nibbles(from: *const u8) -> [__m512; 2] {
             unsafe {
                 let table = _mm512_loadu_ps(NIBBLES.as_ptr());
-                // The table lookup reads the low four bits of each index only.
+                // The table lookup uses only the low four bits of each index.
                 let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
                 let high = _mm512_srli_epi32::<4>(bytes);
                 [_mm512_permutexvar_ps(bytes, table), _mm512_permutexvar_ps(high, table)]
@@ -164,7 +164,8 @@ pub mod x86 {
                 let table = _mm256_loadu_ps(NIBBLES.as_ptr());
                 let sign = _mm256_set1_epi32(i32::MIN);
                 let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
-                // The table lookup reads three bits of each index, the magnitude; the fourth is the sign.
+                // The table lookup uses three bits of each index, which give the magnitude. The fourth bit is
+                // the sign.
                 let value = |index: __m256i, signed: __m256i| {
                     let magnitude = _mm256_permutevar8x32_ps(table, index);
                     _mm256_xor_ps(magnitude, _mm256_castsi256_ps(_mm256_and_si256(signed, sign)))
