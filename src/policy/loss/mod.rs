@@ -25,9 +25,9 @@ use super::PolicySettings;
 use super::aggregation::Normalizer;
 use super::sequences::Sequences;
 use crate::bad_input;
-use crate::settings::registered;
+use crate::settings::registry;
 
-registered! {
+registry! {
     /// Policy losses, in the order of the recipe reference. A new loss is a file of this folder and a line
     /// here.
     pub struct Loss(LossEntry) default ppo;
